@@ -6,17 +6,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import socket
-import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from tests.faults.faults import Family
+from tests import ranks
+from tests.faults.fault import Family, text
 from tests.faults.processes import Command, Started, bury
 from tests.integration import jobs
-from tests.planted import train as training
+from tests.planted import train
 
-SCRIPT = training.SCRIPT
 NPROC = 2
 # Long sequences: Megatron's mock data set gets more samples, and slower, with short ones.
 JOB = (
@@ -26,6 +24,29 @@ JOB = (
     "--eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
     "--log-interval 1 --tensor-model-parallel-size 2 --train-iters 2"
 ).split()
+SAVED = ("--ckpt-format", "torch_dist", "--lr-decay-iters", "10")
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "tp": jobs.TP,
+    "pp": jobs.PP,
+    "zero": jobs.ZERO,
+    "fsdp": (
+        *("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),
+        *("--data-parallel-sharding-strategy", "optim_grads_params"),
+    ),
+    "experts": (
+        *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"),
+        *("--moe-token-dispatcher-type", "alltoall", "--moe-aux-loss-coeff", "1e-2"),
+        "--disable-bias-linear",
+    ),
+    "fp8": (
+        *("--fp8-format", "hybrid", "--bf16", "--transformer-impl", "transformer_engine"),
+        *("--fp8-recipe", "delayed", *jobs.TP),
+    ),
+    # Without --ttrace this flag does nothing.
+    "exit": (*jobs.TP, "--ttrace-exit"),
+    "load": (*jobs.TP, *SAVED, "--load", "CHECKPOINT", "--train-iters", "6"),
+}
+"""Layouts of trainings on two ranks."""
 BUG = "01"
 """The known bug of faulty candidates; every layout with tensor parallelism has it."""
 PATIENCE = 150.0
@@ -38,19 +59,21 @@ class Baseline:
     Attributes:
         folder: ``cache`` (a shared cache with one reference), ``other`` (one of another
             configuration), ``healthy`` and ``faulty`` (traces of a check each), ``local`` (a cache
-            for training runs).
+            for trainings), ``checkpoint``, ``fork`` (a checkout for pull requests).
         fresh: seconds of a check that makes its reference.
         cached: seconds of a check that finds it.
         start: seconds that a cold start takes before it.
-        bits: what an untraced training run logs.
+        trained: seconds of a traced training.
+        bits: what an untraced training logs, by layout.
         functions: by rank, the functions of ours that a traced one calls, and how often.
     """
 
     folder: Path
-    fresh: float
-    cached: float
-    start: float
-    bits: tuple[str, ...] = ()
+    fresh: float = 1.0
+    cached: float = 1.0
+    start: float = 1.0
+    trained: float = 1.0
+    bits: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     functions: tuple[tuple[tuple[str, int], ...], ...] = ()
 
 
@@ -64,87 +87,77 @@ def check(
     directory: str = "out",
     cache: Path | None = None,
     faulty: bool = False,
-    script: Path = SCRIPT,
+    script: Path | str = train.SCRIPT,
+    model: Sequence[str] = JOB,
     job: Sequence[str] = (),
+    nproc: int = NPROC,
     **more: object,
 ) -> Command:
     """``ttrace check`` of the campaign's job."""
-    words = ("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", str(NPROC))
+    words = ("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", str(nproc))
     words += ("--ttrace-dir", directory, *flags)
     if faulty:
         words += ("--ttrace-bug", BUG)
     variables = {"TTRACE_CACHE": None if cache is None else str(cache)}
     variables |= more.pop("variables", {})  # type: ignore[arg-type]
     return Command(
-        words=(*words, "--", str(script), *JOB, *job),
+        words=(*words, "--", str(script), *model, *job),
         home=home,
         variables=variables,
         **more,  # type: ignore[arg-type]
     )
 
 
-def train(
-    home: Path, order: dict[str, object], *flags: str, cache: Path, limit: float
-) -> tuple[list[int | None], bool]:
-    """Train with the ranks as forks, as torchrun would: one that fails ends the others.
-
-    Returns their exit codes (``None``: ended by us), and whether the job hung.
-    """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = [
-        Started(
-            Command(
-                words=(*JOB, *flags),
-                home=home,
-                name=f"rank-{rank:05d}",
-                script=Path(training.__file__),
-                variables={
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(NPROC),
-                    "LOCAL_WORLD_SIZE": str(NPROC),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    "TTRACE_CACHE": str(cache),
-                    training.ORDER: json.dumps(order),
-                },
-            )
-        )
-        for rank in range(NPROC)
-    ]
-    deadline = time.monotonic() + limit
-    # torchrun ends the others when it notices, which is within a second or so.
-    grace: float | None = None
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
-        if grace is None and any(rank.code for rank in ranks):
-            grace = time.monotonic() + 1.0
-        if grace is not None and time.monotonic() > grace:
-            break
-        time.sleep(0.02)
-    codes = [rank.poll() for rank in ranks]
-    bury(0)
-    return codes, grace is None and None in codes
+def training(
+    base: Baseline | None,
+    home: Path,
+    layout: str | Sequence[str],
+    *flags: str,
+    cache: Path,
+    order: Mapping[str, object] | None = None,
+    nproc: int = NPROC,
+    **variables: str,
+) -> Command:
+    """A training whose ranks print their bits; its launcher does as torchrun would."""
+    words = LAYOUTS[layout] if isinstance(layout, str) else layout
+    if base is not None:
+        words = [word.replace("CHECKPOINT", str(base.folder / "checkpoint")) for word in words]
+    model = jobs.TINY if isinstance(layout, str) else ()
+    return Command(
+        words=(str(nproc), train.__file__, *model, *words, *flags),
+        home=home,
+        script=Path(ranks.__file__),
+        variables={
+            "TTRACE_CACHE": str(cache),
+            ranks.LOGS: str(home / "logs"),
+            train.ORDER: json.dumps({"bits": True, **(order or {})}),
+            **variables,
+        },
+    )
 
 
-def bits_of(home: Path) -> tuple[str, ...]:
-    """What all ranks of a training run logged."""
-    logs = home.glob("rank-*.stdout.txt")
-    return tuple(jobs.bits_of("".join(log.read_text(errors="replace") for log in logs)))
+def ended(home: Path) -> tuple[list[int | None], list[str]]:
+    """Exit codes (none if the launcher did not end) and output of a training's ranks."""
+    file = home / "logs" / "codes.json"
+    codes = json.loads(file.read_text()) if file.exists() else []
+    return codes, [text(log) for log in sorted((home / "logs").glob("rank-*.log"))]
 
 
-def prepare(folder: Path, families: Collection[Family], start: float) -> Baseline:
+def prepare(
+    folder: Path, families: Collection[Family], layouts: Collection[str], start: float
+) -> Baseline:
     """Make the runs that the faults of these families need.
 
     Raises:
         NoBaselineError: when a run without a fault fails.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    cache = folder / "cache"
-    fresh = _run(folder / "healthy", 0, "--ttrace-save-candidate", cache=cache)
-    cached = _run(folder / "cached", 0, cache=cache)
-    baseline = Baseline(folder, fresh, cached, start)
+    folder.mkdir(parents=True)
+    cache, base = folder / "cache", Baseline(folder)
+    if set(families) - _NO_CHECKS:
+        fresh = _run(folder / "healthy", 0, "--ttrace-save-candidate", cache=cache)
+        cached = _run(folder / "cached", 0, cache=cache)
+        base = dataclasses.replace(base, fresh=fresh, cached=cached, start=start)
     if Family.CACHE in families:
         saves = "--ttrace-save-candidate"
         _run(folder / "faulty", 1, saves, cache=cache, faulty=True)
@@ -153,62 +166,78 @@ def prepare(folder: Path, families: Collection[Family], start: float) -> Baselin
             _compare(folder / name, code)
     if families & {Family.CACHE, Family.DISK}:
         _run(folder / "another", 0, cache=folder / "other", job=("--seed", "4321"))
-    if Family.LOCAL in families:
-        baseline = dataclasses.replace(baseline, **_training(folder))
-    return baseline
+    if Family.PULLS in families:
+        from tests.faults.pulls import prepare
+
+        prepare(folder / "fork")
+    return _trained(base, layouts) if layouts else base
+
+
+_NO_CHECKS = {
+    *(
+        Family.LOCAL,
+        Family.TRAINING,
+        Family.PLANTED,
+        Family.COMMANDS,
+        Family.SCRIPTS,
+        Family.SECRETS,
+    ),
+    *(Family.INPUTS, Family.FOREIGN, Family.PULLS),
+}
 
 
 def _run(home: Path, code: int, *flags: str, **more: object) -> float:
     home.mkdir(parents=True)
-    started = Started(check(home, *flags, **more))  # type: ignore[arg-type]
-    started.wait(PATIENCE)
-    left = bury(5)
-    if started.code != code or left:
-        said = started.command.output("stderr").read_text(errors="replace")
-        raise NoBaselineError(f"{home.name}: exit code {started.code}, not {code}: {said[-2000:]}")
-    assert started.ended is not None
-    return started.ended - started.began
+    return _end(Started(check(home, *flags, **more)), code)  # type: ignore[arg-type]
 
 
 def _compare(home: Path, code: int) -> None:
     words = ("compare", "out/reference", "out/candidate", "--output", "compared")
-    started = Started(Command(words=words, home=home, name="compare"))
+    _end(Started(Command(words=words, home=home, name="compare")), code)
+
+
+def _end(started: Started, code: int) -> float:
+    """Seconds that a run took; it leaves nothing behind."""
     started.wait(PATIENCE)
-    if started.code != code:
-        said = started.command.output("stderr").read_text(errors="replace")
-        raise NoBaselineError(f"{home.name}, offline: exit code {started.code}: {said[-2000:]}")
+    left = bury(5)
+    if started.code != code or left:
+        said = text(started.command.output("stderr"))
+        name = started.command.home.name
+        raise NoBaselineError(f"{name}: exit code {started.code}, not {code}: {said[-2000:]}")
+    assert started.ended is not None
+    return started.ended - started.began
 
 
-def _training(folder: Path) -> dict[str, object]:
-    """Bits of an untraced run, and the functions of a traced one, which must log the same bits."""
-    cache = folder / "local"
-    found = []
-    for name, flags in (("plain", ()), ("traced", ("--ttrace", "--ttrace-no-wandb"))):
-        home = folder / name
-        home.mkdir()
-        order: dict[str, object] = {"bits": True}
-        if flags:
-            made = Started(
-                check(
-                    folder / "healthy",
-                    directory="for-training",
-                    cache=cache,
-                    script=Path(training.__file__),
-                )
-            )
-            made.wait(PATIENCE)
-            order |= {
-                str(rank): {"record": str(home / f"calls-{rank}.json")} for rank in range(NPROC)
-            }
-        codes, hung = train(home, order, *flags, cache=cache, limit=PATIENCE)
-        if hung or any(codes):
-            said = (home / "rank-00000.stderr.txt").read_text(errors="replace")
-            raise NoBaselineError(f"{name} training: exit codes {codes}: {said[-2000:]}")
-        found.append(bits_of(home))
-    if found[0] != found[1] or len(found[0]) < 2:
-        raise NoBaselineError(f"traced and untraced training differ: {found}")
-    functions = tuple(
-        tuple(sorted(json.loads((folder / "traced" / f"calls-{rank}.json").read_text()).items()))
-        for rank in range(NPROC)
-    )
-    return {"bits": found[0], "functions": functions}
+def _trained(base: Baseline, layouts: Collection[str]) -> Baseline:
+    """Bits of untraced trainings, which traced ones must log as well; and what these call."""
+    folder, bits, seconds = base.folder, {}, []
+    if "load" in layouts:
+        words = (*jobs.TINY, *jobs.TP, *SAVED, "--save", "CHECKPOINT", "--save-interval", "3")
+        _train(base, "saved", words)
+    for layout in sorted({"tp", *layouts}):
+        bits[layout], _ = _train(base, f"{layout}-untraced", layout)
+        flags = ["--ttrace", "--ttrace-no-wandb", "--ttrace-dir", "out"]
+        if layout == "exit":
+            continue
+        order: dict[str, object] = {}
+        if layout == "tp":
+            calls = [folder / f"calls-{rank}.json" for rank in range(NPROC)]
+            order = {str(rank): {"record": str(file)} for rank, file in enumerate(calls)}
+        flags += ["--ttrace-iterations", "1-2" if layout != "load" else "4"]
+        traced, took = _train(base, f"{layout}-traced", layout, *flags, order=order)
+        if traced != bits[layout] or len(traced) < 2 * NPROC:
+            raise NoBaselineError(f"traced and untraced training differ: {layout}: {traced}")
+        seconds.append(took)
+    functions = tuple(tuple(sorted(json.loads(text(file)).items())) for file in calls)
+    return dataclasses.replace(base, bits=bits, functions=functions, trained=max(seconds))
+
+
+def _train(
+    base: Baseline, name: str, layout: str | Sequence[str], *flags: str, **more: object
+) -> tuple[list[str], float]:
+    home = base.folder / name
+    home.mkdir()
+    cache = base.folder / "local"
+    command = training(base, home, layout, *flags, cache=cache, **more)  # type: ignore[arg-type]
+    took = _end(Started(command), 0)
+    return jobs.bits_of("".join(ended(home)[1])), took

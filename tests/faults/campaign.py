@@ -22,26 +22,23 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.faults import baseline, harness
+from tests.faults import baseline
 from tests.faults.drawing import choose, representative
-from tests.faults.faults import Family, Fault
-from tests.faults.harness import Experiment
-from tests.faults.judging import Problem, Row
+from tests.faults.experiment import Experiment, own_mounts
+from tests.faults.fault import Family, Fault, Problem, Row
 from tests.faults.processes import ROOT, adopt_orphans, die_with_parent, warm
 
 COLUMNS = {
     "wrong equivalent": (Problem.WRONG_EQUIVALENT,),
     "false alarm": (Problem.FALSE_ALARM,),
     "harmed": (Problem.HARMED, Problem.RERUN),
+    "foreign files": (Problem.FOREIGN,),
+    "secrets": (Problem.SECRET,),
     "hangs": (Problem.HANG,),
     "orphans": (Problem.ORPHAN,),
     "said wrongly": (
-        Problem.EXIT_CODE,
-        Problem.NO_LINE,
-        Problem.REASON,
-        Problem.TRACEBACK,
-        Problem.CONTROL,
-        Problem.SUMMARY,
+        *(Problem.EXIT_CODE, Problem.MISREAD, Problem.NO_LINE, Problem.REASON),
+        *(Problem.TRACEBACK, Problem.CONTROL, Problem.SUMMARY),
     ),
 }
 
@@ -95,7 +92,10 @@ def run(faults: Sequence[Fault], out: Path, jobs: int) -> list[Row]:
     print("importing Megatron", flush=True)
     warm()
     base = baseline.prepare(
-        out / "baseline", {fault.family for fault in faults}, time.monotonic() - began
+        out / "baseline",
+        {fault.family for fault in faults},
+        {fault.layout for fault in faults} - {""},
+        time.monotonic() - began,
     )
     print(
         f"a check takes {base.fresh:.1f} s, {base.cached:.1f} s with its reference cached; "
@@ -123,7 +123,7 @@ def _work(faults: Sequence[Fault], base: baseline.Baseline, out: Path, reading: 
     try:
         die_with_parent()
         adopt_orphans()
-        mounts = harness.own_mounts()
+        mounts = own_mounts()
         while order := os.read(reading, 4):
             fault = faults[int.from_bytes(order, "big")]
             row = Experiment(fault, base, out / fault.id, mounts=mounts).run()

@@ -6,31 +6,28 @@ from __future__ import annotations
 import random
 import signal
 
-from tests.faults.faults import (
-    Action,
+from tests.faults import commands, failures, inputs, planted, pulls, scripts, secrets
+from tests.faults.actions import (
     Damage,
-    Family,
-    Fault,
-    Fill,
     Full,
     Harm,
     Hostile,
     InTheWay,
     Limit,
-    Promise,
-    Raise,
-    ReadOnly,
     Signal,
     Stop,
-    Stream,
-    Target,
     Thing,
     Two,
     Vanish,
     Vanishing,
     Where,
 )
+from tests.faults.fault import Action, Family, Fault, Promise
+from tests.faults.processes import Stream, Target
+from tests.faults.training import Disturbed, Event, Failure
 
+LISTS = (failures, planted, commands, scripts, secrets, inputs, pulls)
+"""Faults that are the same for every seed."""
 SIGNALLED = r"(?i)signal|\bSIG[A-Z]+|killed"
 WAITED = r"(?i)time|wait|answer|respon|still|stopped|signal|lost|gone"
 DISK_SAID = r"(?i)space|writ|large|read-only|no such|director|exists|gone|cannot|remov|loop|link"
@@ -64,9 +61,9 @@ class _Chooser:
 def choose(seed: int) -> list[Fault]:
     """All faults of a campaign."""
     chooser = _Chooser(seed)
-    for draw in (_signals, _ranks, _disk, _cache, _local, _two, _hostile):
+    for draw in (_signals, _ranks, _disk, _cache, _local, _two, _hostile, _training):
         draw(chooser)
-    return chooser.faults
+    return [*chooser.faults, *(fault for listed in LISTS for fault in listed.FAULTS)]
 
 
 def _signals(chooser: _Chooser) -> None:
@@ -142,6 +139,12 @@ def _ranks(chooser: _Chooser) -> None:
             Promise(()),
             faulty=numbers.random() < 0.5,
         )
+    odd = (signal.SIGBUS, signal.SIGQUIT, signal.SIGUSR1, signal.SIGALRM, signal.SIGPIPE)
+    for number in range(10):
+        target = targets[number % 3]
+        fresh = target is Target.REFERENCE
+        action = Signal(target, (odd[number % 5],), numbers.uniform(0, LATEST), fresh=fresh)
+        chooser.add(family, action, Promise(), faulty=number % 2 == 0)
 
 
 def _disk(chooser: _Chooser) -> None:
@@ -152,15 +155,15 @@ def _disk(chooser: _Chooser) -> None:
         *(Full(Where.CACHE, kib=round(4 * 2 ** numbers.uniform(0, 10))) for _ in range(4)),
         Full(Where.TMPDIR, kib=4),
         *(Full(Where.DIRECTORY, inodes=numbers.randrange(2, 16)) for _ in range(3)),
-        *(Fill(Where.DIRECTORY, numbers.uniform(0, 0.9)) for _ in range(4)),
-        Fill(Where.CACHE, numbers.uniform(0, 0.9)),
-        *(ReadOnly(where) for where in Where),
+        *(Full(Where.DIRECTORY, moment=numbers.uniform(0, 0.9)) for _ in range(4)),
+        Full(Where.CACHE, moment=numbers.uniform(0, 0.9)),
+        *(Full(where, read_only=True) for where in Where),
         *(Vanish(how, numbers.uniform(0.05, 0.9)) for how in Vanishing for _ in range(2)),
         *(Limit(round(2 ** numbers.uniform(10, 20))) for _ in range(4)),
     ]
     written = ("summary.json", "verdicts.jsonl", "report.html", "junit.xml", ".ttrace-run", ".lock")
     for name in written:
-        thing = numbers.choice([one for one in Thing if one is not Thing.FILE])
+        thing = numbers.choice([thing for thing in Thing if thing is not Thing.FILE])
         actions.append(InTheWay(name, thing))
     actions.append(InTheWay("summary.json", Thing.DIRECTORY))
     actions.append(InTheWay("reference", Thing.OUTSIDE_DIRECTORY))
@@ -174,7 +177,9 @@ def _disk(chooser: _Chooser) -> None:
             action,
             Promise(reason=DISK_SAID),
             faulty=numbers.random() < 0.5,
-            rerun=isinstance(action, Full | Fill | Vanish) and number % 4 == 0,
+            rerun=isinstance(action, Full | Vanish)
+            and not getattr(action, "read_only", False)
+            and number % 4 == 0,
         )
 
 
@@ -185,14 +190,18 @@ def _cache(chooser: _Chooser) -> None:
         offline = number % 4 >= 2
         harm = Harm.BIT if number % 2 else list(Harm)[number // 2 % len(Harm)]
         action = Damage(
-            offline=offline,
+            harm,
             side="candidate" if offline and number % 8 >= 6 else "reference",
             file=(number * 0.381966) % 1,
             position=numbers.random(),
-            harm=harm,
+            offline=offline,
         )
         # Online a damaged reference is made again; offline there is nobody who could.
         chooser.add(family, action, Promise(verdict=not offline), faulty=numbers.random() < 0.7)
+    in_use = (Harm.CUT, Harm.EMPTY, Harm.OVERWRITTEN, Harm.FIFO, Harm.DELETED, Harm.DIRECTORY)
+    for number in range(16):
+        action = Damage(in_use[number % 6], moment=numbers.uniform(0.2, 0.7))
+        chooser.add(family, action, Promise(), faulty=number % 2 == 0)
 
 
 def _local(chooser: _Chooser) -> None:
@@ -201,13 +210,9 @@ def _local(chooser: _Chooser) -> None:
     errors = ("RuntimeError", "OSError", "MemoryError", "KeyError", "TTraceError")
     for number in range(44):
         exits = number % 3 == 2
-        action = Raise(
-            function=numbers.random(),
-            call=numbers.random() ** 2,
-            rank=number % 2,
-            error=errors[number % len(errors)],
-            exits=exits,
-        )
+        function, call = numbers.random(), numbers.random() ** 2
+        error = errors[number % len(errors)]
+        action = Failure(function, call, number % 2, error, checks=exits)
         chooser.add(family, action, Promise(), faulty=exits and numbers.random() < 0.6)
 
 
@@ -295,31 +300,59 @@ def _hostile(chooser: _Chooser) -> None:
         chooser.add(family, action, promise, faulty=(number + numbers.randrange(2)) % 2 == 0)
 
 
+def _training(chooser: _Chooser) -> None:
+    family = Family.TRAINING
+    numbers = chooser.numbers(family)
+    layouts = ("tp", "pp", "zero", "load")
+    processes = (Target.RANK0, Target.RANK1, Target.REFERENCE, Target.LAUNCHER, Target.HELPER)
+    for number in range(60):
+        event = list(Event)[number % len(Event)]
+        targets = processes
+        if event is Event.STOP:
+            # Nothing can train on without one of its ranks.
+            targets = (Target.REFERENCE, Target.HELPER)
+        action = Disturbed(
+            event,
+            numbers.choice(targets),
+            numbers.uniform(0, LATEST),
+            numbers.choice(layouts),
+            kib=round(4 * 2 ** numbers.uniform(0, 10)) if event is Event.SMALL else 0,
+            cached=numbers.random() < 0.5,
+        )
+        chooser.add(family, action, Promise(()), faulty=False)
+
+
 def representative(seed: int) -> list[Fault]:
-    """A few faults that are cheap, of every family but :attr:`Family.LOCAL`.
-
-    That family needs runs of its own to measure by; ``tests/integration/test_rank_faults.py`` has
-    a representative part of it.
-    """
+    """A few faults that are cheap, of every family that starts processes."""
+    numbers, faults = random.Random(seed), choose(seed)
     chosen: list[Fault] = []
-    wanted = {
-        Family.SIGNALS: 2,
-        Family.RANKS: 1,
-        Family.DISK: 1,
-        Family.CACHE: 1,
-        Family.TWO: 1,
-        Family.HOSTILE: 1,
-    }
-    numbers = random.Random(seed)
-    faults = choose(seed)
-    for family, count in wanted.items():
-        cheap = [one for one in faults if one.family is family and not _is_dear(one.action)]
+    for family, count in _WANTED.items():
+        cheap = [fault for fault in faults if fault.family is family and not _is_dear(fault)]
         chosen += numbers.sample(cheap, count)
-    return chosen
+    return chosen + [fault for fault in faults if fault.id in _NAMED]
 
 
-def _is_dear(action: Action) -> bool:
-    """Whether a fault waits for a time-out, a cold start or a reference."""
+_WANTED = {
+    **dict.fromkeys((Family.RANKS, Family.DISK, Family.CACHE, Family.TWO, Family.HOSTILE), 1),
+    Family.SIGNALS: 2,
+    **dict.fromkeys((Family.TRAINING, Family.INPUTS, Family.FOREIGN), 1),
+}
+_NAMED = (
+    "planted-zero_stale_parameter",
+    # In a hook, and while the training state is put back.
+    *(
+        fault.id
+        for fault in failures.FAULTS
+        if fault.action.layout == "tp" and fault.action.function in failures.REPRESENTATIVE
+    ),
+)
+
+
+def _is_dear(fault: Fault) -> bool:
+    """Whether a fault waits for a time-out, a cold start, a reference, or a checkpoint."""
+    action = fault.action
     if isinstance(action, Stop):
         return action.seconds is None
+    if isinstance(action, Disturbed):
+        return action.layout != "tp" or action.event is Event.STOP
     return bool(getattr(action, "cold", False) or getattr(action, "fresh", False))

@@ -22,14 +22,41 @@ import time
 import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
-
-from tests.faults.faults import Stream, Target
 
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _POLL_SECONDS = 0.02
+
+
+class Target(StrEnum):
+    """Whom a signal is sent to."""
+
+    LAUNCHER = "launcher"
+    GROUP = "launcher's process group"
+    RANK0 = "rank 0"
+    RANK1 = "rank 1"
+    REFERENCE = "reference run"
+    HELPER = "another process of the job"
+
+
+class Stream(StrEnum):
+    """What a standard stream is connected to."""
+
+    FILE = "a file"
+    CLOSED = "closed"
+    FULL = "/dev/full"
+    BROKEN = "a pipe that nobody reads"
+
+
+_LOGS = {
+    Target.RANK0: "rank-00000.log",
+    Target.RANK1: "rank-00001.log",
+    Target.REFERENCE: "reference.log",
+    Target.HELPER: "helper",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,16 +122,13 @@ class Started:
         """The process id of a part of this command's job."""
         if target in (Target.LAUNCHER, Target.GROUP):
             return self.pid
-        log = {
-            Target.RANK0: "rank-00000.log",
-            Target.RANK1: "rank-00001.log",
-            Target.REFERENCE: "reference.log",
-        }[target]
+        logs: dict[str, int] = {}
         for pid in descendants(self.pid):
             with contextlib.suppress(OSError):
-                if Path(os.readlink(f"/proc/{pid}/fd/1")).name == log:
-                    return pid
-        return None
+                log = Path(os.readlink(f"/proc/{pid}/fd/1")).name
+                # The first process with a log is the rank; what it forks has the same one.
+                logs[log if log not in logs else "helper"] = pid
+        return logs.get(_LOGS[target])
 
 
 def warm() -> None:

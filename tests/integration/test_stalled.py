@@ -27,5 +27,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path, mistake: str, module: str) ->
 @pytest.mark.nightly
 def test_a_rank_that_comes_late(tmp_path: Path) -> None:
     """A line, and the check goes on."""
-    checked = check(tmp_path, *TP, mistake="slow_forward")
-    assert "no progress for 3 s: rank 0 waits in all_reduce of 4 float32 elements" in checked.said
+    log = check(tmp_path, *TP, mistake="slow_forward").out / "logs" / "rank-00000.log"
+    assert (
+        "no progress for 3 s: rank 0 waits in all_reduce of 4 float32 elements" in log.read_text()
+    )

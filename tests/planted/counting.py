@@ -32,11 +32,22 @@ def stages_apart(old, self):
     return parallel_state.get_tensor_model_parallel_group()
 
 
-@mistake(f"{OPTIMIZER}clip_grad_by_total_norm_fp32")
-def another_norm_for_experts(old, parameters, max_norm, total_norm, **more):
-    if not getattr(parameters[0], "allreduce", True):
-        total_norm = total_norm * (1 + 1e-6)
-    return old(parameters, max_norm=max_norm, total_norm=total_norm, **more)
+@mistake(f"{OPTIMIZER}ChainedOptimizer.step")
+def another_norm_for_experts(old, self):
+    from megatron.core.optimizer import optimizer
+
+    clip = optimizer.clip_grad_by_total_norm_fp32
+
+    def clipped(parameters, max_norm, total_norm, **more):
+        if not getattr(parameters[0], "allreduce", True):
+            total_norm = total_norm * (1 + 1e-6)
+        clip(parameters, max_norm=max_norm, total_norm=total_norm, **more)
+
+    optimizer.clip_grad_by_total_norm_fp32 = clipped
+    try:
+        return old(self)
+    finally:
+        optimizer.clip_grad_by_total_norm_fp32 = clip
 
 
 @mistake(REDUCE)

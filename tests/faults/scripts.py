@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -12,7 +12,8 @@ from pathlib import Path
 from megatron_ttrace.jobs.commands import shell_script
 from megatron_ttrace.jobs.commands.command_line import ShellScript
 from megatron_ttrace.trace.errors import TTraceError
-from tests.faults.field.rows import Row, said_wrongly
+from tests.faults.experiment import Experiment
+from tests.faults.fault import Family, Fault, Problem, changed, printed, state_of
 
 JOB = "pretrain_gpt.py --num-layers 4"
 RUN = f"torchrun --nproc-per-node 2 {JOB}"
@@ -70,45 +71,51 @@ EFFECTS = {
 PROGRAMS = "torchrun python srun cat ls".split()
 
 
-def _tree(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    found = {}
-    for path in folder.rglob("*"):
-        state = path.lstat()
-        content = path.read_bytes() if path.is_file() else b""
-        found[str(path.relative_to(folder))] = (state.st_mode, state.st_mtime_ns, content)
-    return found
+@dataclasses.dataclass(frozen=True, slots=True)
+class Script:
+    """A shell script, read among canaries and files that must stay as they are."""
+
+    text: str
+
+    def inject(self, experiment: Experiment) -> None:
+        """Read it."""
+        x, x.injected = experiment, True
+        work, programs = x.home / "work", x.home / "bin"
+        (work / "keep").mkdir(parents=True)
+        programs.mkdir()
+        for program in PROGRAMS:
+            mark = str(x.home / "ran")
+            (programs / program).write_text(f"#!{sys.executable}\nopen({mark!r}, 'w')\n")
+            (programs / program).chmod(0o755)
+        (programs / "activate").write_text(f"touch {x.home}/ran\n")
+        (programs / "lib.so").write_bytes(b"\x7fELF no library")
+        (work / "keep" / "old").write_text("a checkpoint")
+        (work / "x").write_text("text\n")
+        os.mkfifo(work / "fifo")
+        script = work / "train.sh"
+        script.write_text(self.text.replace("BIN", str(programs)))
+        times = {path: path.lstat().st_mtime_ns for path in x.home.rglob("*")}
+        before, began = state_of(x.home), time.monotonic()
+        try:
+            found = shell_script.resolve(ShellScript((str(script),)), work)
+            x.said = str(found)
+            if (found.script, *found.arguments) != tuple(JOB.split()) or found.ranks != 2:
+                x.problem(Problem.MISREAD, x.said)
+        except TTraceError as error:
+            x.said = f"refused: {error}"
+            x.problems += printed(str(error))
+            if "\n" in str(error):
+                x.problem(Problem.NO_LINE, "several lines")
+        if time.monotonic() - began > 120:
+            x.problem(Problem.HANG, f"{time.monotonic() - began:.0f} s")
+        x.problems += changed(before, x.home, new=True)
+        if touched := [path for path, when in times.items() if path.lstat().st_mtime_ns != when]:
+            x.problem(Problem.FOREIGN, str(touched[:5]))
+        if Path("/dev/shm/ttrace-canary").exists():
+            x.problem(Problem.FOREIGN, "/dev/shm")
 
 
-def read(name: str, text: str, folder: Path) -> Row:
-    """Read a script among canaries and files that must stay as they are."""
-    shutil.rmtree(folder, ignore_errors=True)
-    work, programs = folder / "work", folder / "bin"
-    (work / "keep").mkdir(parents=True)
-    programs.mkdir()
-    for program in PROGRAMS:
-        mark = str(folder / "ran")
-        (programs / program).write_text(f"#!{sys.executable}\nopen({mark!r}, 'w')\n")
-        (programs / program).chmod(0o755)
-    (programs / "activate").write_text(f"touch {folder}/ran\n")
-    (programs / "lib.so").write_bytes(b"\x7fELF no library")
-    (work / "keep" / "old").write_text("a checkpoint")
-    (work / "x").write_text("text\n")
-    os.mkfifo(work / "fifo")
-    script = work / "train.sh"
-    script.write_text(text.replace("BIN", str(programs)))
-    before, problems, began = _tree(folder), [], time.monotonic()
-    try:
-        found = shell_script.resolve(ShellScript((str(script),)), work)
-        said = str(found)
-        if (found.script, *found.arguments) != tuple(JOB.split()) or found.ranks != 2:
-            problems.append(f"read {found.script} {found.arguments} on {found.ranks}")
-    except TTraceError as error:
-        said = f"refused: {error}"
-        problems += ["several lines"] if "\n" in str(error) else said_wrongly(str(error))
-    seconds = time.monotonic() - began
-    problems += [f"{seconds:.0f} s"] if seconds > 120 else []
-    after = _tree(folder)
-    changed = {p for p in {*before, *after} if before.get(p) != after.get(p)}
-    problems += [f"changed {sorted(changed)}"] if changed else []
-    problems += ["wrote to /dev/shm"] if Path("/dev/shm/ttrace-canary").exists() else []
-    return Row(f"script-{name}", "scripts", True, tuple(problems), said[:300])
+FAULTS = tuple(
+    Fault(f"script-{name}", Family.SCRIPTS, Script(text))
+    for name, text in (STARTS | EFFECTS).items()
+)

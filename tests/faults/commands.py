@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megatron_ttrace.jobs.commands import command_line
 from megatron_ttrace.trace.errors import TTraceError
-from tests.faults.field.rows import Row
+from tests.faults.experiment import Experiment
+from tests.faults.fault import Family, Fault, Problem
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,22 +23,52 @@ class Quoted:
         environment: what the ranks must have.
     """
 
-    id: str
     words: tuple[str, ...]
     arguments: str | None = "--a 1 --b 2"
     ranks: int | None = 2
     environment: tuple[tuple[str, str], ...] = ()
+
+    def inject(self, experiment: Experiment) -> None:
+        """Read it."""
+        x, x.injected = experiment, True
+        try:
+            command = command_line.parse(self.words, {"HOME": _HOME})
+        except TTraceError as error:
+            x.said = f"refused: {error}"
+            if "\n" in str(error):
+                x.problem(Problem.NO_LINE, "several lines")
+            return
+        x.said = str(command)
+        if isinstance(command, command_line.ShellScript):
+            x.problem(Problem.MISREAD, "a shell script")
+            return
+        if not Path(command.script).name.endswith(".py") or " " in command.script:
+            return  # Refused later: there is no such script.
+        expected = None if self.arguments is None else self.arguments.split()
+        if list(command.arguments) != expected:
+            x.problem(Problem.MISREAD, f"arguments {command.arguments}, not {expected}")
+        if command.ranks != self.ranks:
+            x.problem(Problem.MISREAD, f"{command.ranks} ranks, not {self.ranks}")
+        if any(command.environment.get(name) != value for name, value in self.environment):
+            x.problem(Problem.MISREAD, f"environment {dict(command.environment)}")
 
 
 RUN = "torchrun --nproc-per-node 2 x.py --a 1"
 _HOME = os.path.expanduser("~")
 
 
-def _text(name: str, text: str, arguments: str | None = "--a 1 --b 2", **more: object) -> Quoted:
-    return Quoted(name, (text,), arguments, **more)  # type: ignore[arg-type]
+def _words(
+    name: str, words: tuple[str, ...], arguments: str | None = "--a 1 --b 2", **more: object
+) -> Fault:
+    action = Quoted(words, arguments, **more)  # type: ignore[arg-type]
+    return Fault(f"command-{name}", Family.COMMANDS, action)
 
 
-QUOTED = (
+def _text(name: str, text: str, arguments: str | None = "--a 1 --b 2", **more: object) -> Fault:
+    return _words(name, (text,), arguments, **more)
+
+
+FAULTS = (
     _text("redirected-amid", f"{RUN} > log.txt --b 2"),
     _text("redirected-error-amid", f"{RUN} 2> log.txt --b 2"),
     _text("long-descriptor", f"{RUN} 12>log --b 2"),
@@ -72,27 +103,27 @@ QUOTED = (
     _text("non-breaking-space", f"{RUN}\u00a0--b 2", None),
     _text("form-feed", f"{RUN}\f--b 2", None),
     _text("a-nested-text", f"bash -c 'bash -c \"{RUN} --b 2\"'"),
-    Quoted(
+    _words(
         "positional-of-a-shell",
         ("bash", "-c", 'torchrun --nproc-per-node 2 x.py "$@"', "_", "--a", "1", "--b", "2"),
     ),
-    Quoted(
+    _words(
         "default-in-a-shell", ("bash", "-c", "torchrun --nproc-per-node 2 x.py --a ${A:-1} --b 2")
     ),
-    Quoted(
+    _words(
         "loop-in-a-shell",
         ("bash", "-c", "for i in 1 2; do torchrun --nproc-per-node 2 x.py --a $i; done"),
         None,
     ),
-    Quoted("branch-in-a-shell", ("bash", "-c", f"if false; then {RUN}; else {RUN} --b 2; fi")),
-    Quoted("file-in-a-shell", ("bash", "-c", f"{RUN} $(cat job.txt)"), None),
-    Quoted("two-in-a-shell", ("bash", "-c", f"false && {RUN}; {RUN} --b 2")),
-    Quoted("shortened-option", ("torchrun", "--nproc-per", "2", "x.py", "--a", "1", "--b", "2")),
-    Quoted("shortened-with-equals", ("torchrun", "--nproc=2", "x.py", "--a", "1", "--b", "2")),
-    Quoted(
+    _words("branch-in-a-shell", ("bash", "-c", f"if false; then {RUN}; else {RUN} --b 2; fi")),
+    _words("file-in-a-shell", ("bash", "-c", f"{RUN} $(cat job.txt)"), None),
+    _words("two-in-a-shell", ("bash", "-c", f"false && {RUN}; {RUN} --b 2")),
+    _words("shortened-option", ("torchrun", "--nproc-per", "2", "x.py", "--a", "1", "--b", "2")),
+    _words("shortened-with-equals", ("torchrun", "--nproc=2", "x.py", "--a", "1", "--b", "2")),
+    _words(
         "glued-option", ("torchrun", "-t3", "--nproc-per-node", "2", "x.py", "--a", "1", "--b", "2")
     ),
-    Quoted(
+    _words(
         "glued-module",
         (
             "python",
@@ -106,51 +137,28 @@ QUOTED = (
             "2",
         ),
     ),
-    Quoted(
+    _words(
         "ranks-in-the-environment",
         ("PET_NPROC_PER_NODE=2", "torchrun", "x.py", "--a", "1", "--b", "2"),
     ),
-    Quoted(
+    _words(
         "exported-by-srun",
         ("srun", "-n2", "--export=ALL,NVTE_X=1", "python", "x.py", "--a", "1", "--b", "2"),
         environment=(("NVTE_X", "1"),),
     ),
-    Quoted(
+    _words(
         "exported-by-mpirun",
         ("mpirun", "-np", "2", "-x", "NVTE_X=1", "python", "x.py", "--a", "1", "--b", "2"),
         environment=(("NVTE_X", "1"),),
     ),
-    Quoted(
+    _words(
         "variable-of-docker",
         ("docker", "run", "-e", "NVTE_X=1", "image", *f"{RUN} --b 2".split()),
         environment=(("NVTE_X", "1"),),
     ),
-    Quoted(
+    _words(
         "end-of-options",
         ("torchrun", "--nproc-per-node", "2", "--", "x.py", "--a", "1", "--b", "2"),
     ),
-    Quoted("env-of-a-text", ("env", "-S", f"NVTE_X=1 {RUN} --b 2"), environment=(("NVTE_X", "1"),)),
+    _words("env-of-a-text", ("env", "-S", f"NVTE_X=1 {RUN} --b 2"), environment=(("NVTE_X", "1"),)),
 )
-
-
-def read(fault: Quoted) -> Row:
-    """Read a command."""
-    known = {"HOME": _HOME}
-    try:
-        found = command_line.parse(fault.words, known)
-    except TTraceError as error:
-        problems = [] if "\n" not in str(error) else ["several lines"]
-        return Row(fault.id, "commands", True, tuple(problems), f"refused: {error}")
-    said = str(found)
-    if isinstance(found, command_line.ShellScript):
-        return Row(fault.id, "commands", True, ("a shell script",), said)
-    if not Path(found.script).name.endswith(".py") or " " in found.script:
-        return Row(fault.id, "commands", True, (), f"refused, no such script: {said}")
-    problems = []
-    if fault.arguments is None or list(found.arguments) != fault.arguments.split():
-        problems.append(f"arguments {' '.join(found.arguments)!a}, not {fault.arguments!a}")
-    if found.ranks != fault.ranks:
-        problems.append(f"{found.ranks} ranks, not {fault.ranks}")
-    if any(found.environment.get(name) != value for name, value in fault.environment):
-        problems.append(f"environment {dict(found.environment)}")
-    return Row(fault.id, "commands", True, tuple(problems), said)

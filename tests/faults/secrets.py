@@ -6,16 +6,17 @@ A row of :data:`SHOWN` is what would be written of a command; :data:`VARIABLES` 
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
-import shutil
 import stat
 from pathlib import Path
 
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.trace import owned
-from tests.faults.field.rows import Row, said_wrongly
-from tests.integration.jobs import SCRIPT, TINY, ttrace
+from tests.faults.experiment import Experiment
+from tests.faults.fault import Family, Fault, Problem, Promise, text
+from tests.faults.processes import Command, Started
+from tests.integration.jobs import SCRIPT, TINY
 
 CANARY = "kanarie9Qx7"
 SHOWN = {
@@ -69,44 +70,66 @@ VARIABLES = [
 ]
 
 
-def shown(name: str, words: list[str]) -> Row:
-    """What a report would say of a command."""
-    text = json.dumps(disclosure.command(words))
-    problems = (f"shown in {text}",) if CANARY in text else ()
-    return Row(f"secret-{name}", "secrets", True, problems, text)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shown:
+    """A command, as a report would show it."""
+
+    words: tuple[str, ...]
+
+    def inject(self, experiment: Experiment) -> None:
+        """Show it."""
+        x, x.injected = experiment, True
+        x.said = json.dumps(disclosure.command(self.words))
+        if CANARY in x.said:
+            x.problem(Problem.SECRET, x.said)
 
 
-def _is_private_log(path: Path) -> bool:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """A check with a canary in every variable, and in the shell script that starts it."""
+
+    variables: tuple[str, ...]
+
+    def inject(self, experiment: Experiment) -> None:
+        """Search all that it printed and wrote."""
+        x, x.injected = experiment, True
+        (x.home / "tmp").mkdir()
+        words = " ".join([f"--nproc-per-node 2 {SCRIPT}", *TINY, "--tensor-model-parallel-size 2"])
+        (x.home / "train.sh").write_text(
+            f"export HUB=$FIELD_CANARY\nSECRET=$FIELD_CANARY torchrun {words} "
+            "--data-cache-path s3://u:$FIELD_CANARY@h/x\n"
+        )
+        command = Command(
+            words=("check", "--quiet", "--ttrace-no-wandb", "--", "bash", "train.sh"),
+            home=x.home,
+            variables={
+                "FIELD_CANARY": CANARY,
+                "TMPDIR": str(x.home / "tmp"),
+                "TTRACE_CACHE": str(x.home / "cache"),
+                **dict.fromkeys(self.variables, f"https://u:{CANARY}@h/{CANARY}"),
+            },
+        )
+        x.watch(Started(command), report=False)
+        if CANARY in "".join(text(command.output(stream)) for stream in ("stdout", "stderr")):
+            x.problem(Problem.SECRET, "printed")
+        for path in x.home.rglob("*"):
+            if path.is_file() and CANARY.encode() in path.read_bytes() and not _is_private(path):
+                x.problem(Problem.SECRET, f"in {path.relative_to(x.home)}")
+
+
+def _is_private(path: Path) -> bool:
     """What the job itself printed, in a file that only its owner reads."""
     private = stat.S_IMODE(path.stat().st_mode) == owned.PRIVATE_FILE
     return (private and path.suffix == ".log") or path.name == "train.sh"
 
 
-def written(out: Path) -> Row:
-    """A check with a canary in every variable, and in the shell script that starts it."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    (out / "tmp").mkdir()
-    script = out / "train.sh"
-    words = " ".join([f"--nproc-per-node 2 {SCRIPT}", *TINY, "--tensor-model-parallel-size 2"])
-    os.environ["FIELD_CANARY"] = CANARY
-    script.write_text(
-        f"export HUB=$FIELD_CANARY\nSECRET=$FIELD_CANARY torchrun {words} "
-        "--data-cache-path s3://u:$FIELD_CANARY@h/x\n"
-    )
-    done = ttrace(
-        *("check", "--quiet", "--ttrace-no-wandb", "--", "bash", script),
-        cwd=out,
-        TMPDIR=str(out / "tmp"),
-        TTRACE_CACHE=str(out / "cache"),
-        **dict.fromkeys(VARIABLES, f"https://u:{CANARY}@h/{CANARY}"),
-    )
-    problems = said_wrongly(done.stdout + done.stderr)
-    problems += ["printed"] if CANARY in done.stdout + done.stderr else []
-    problems += [
-        f"in {path.relative_to(out)}"
-        for path in out.rglob("*")
-        if path.is_file() and CANARY.encode() in path.read_bytes() and not _is_private_log(path)
-    ]
-    problems += [] if done.returncode == 0 else [f"exit code {done.returncode}"]
-    return Row("secret-files", "secrets", True, tuple(problems), done.stderr[-300:])
+OPEN = ("number-first", "after-a-switch")
+"""Words after the value of a known option are shown: its number of values is not known."""
+FAULTS = (
+    *(
+        Fault(f"secret-{name}", Family.SECRETS, Shown(tuple(words)))
+        for name, words in SHOWN.items()
+        if name not in OPEN
+    ),
+    Fault("secret-files", Family.SECRETS, Written(tuple(VARIABLES)), Promise(())),
+)

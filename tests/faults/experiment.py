@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inject one fault into a real run, in a fresh directory, and say whether the promises held."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from tests.faults.baseline import Baseline, check
+from tests.faults.fault import Fault, Problem, Row, of_command, text
+from tests.faults.processes import Command, Started, Target, bury
+
+LIMIT = 60.0
+COLD_LIMIT = 150.0
+"""Seconds after which a run counts as hanging; a cold start reads a thousand modules first."""
+ORPHAN_SECONDS = 5.0
+ATTEMPTS = 3
+"""How often a moment is tried that came after the end: the machine has become faster."""
+
+
+class Experiment:
+    """One fault in one directory.
+
+    Attributes:
+        fault: to be injected.
+        base: runs without a fault.
+        home: a directory for this fault.
+        mounts: whether file systems can be mounted.
+        injected: whether the fault happened; set by the action.
+        problems: broken promises.
+        codes: exit codes of what was judged.
+        said: what was printed, for the row.
+        share: part of a healthy run's duration that this one took, where its action has a moment.
+    """
+
+    def __init__(self, fault: Fault, base: Baseline, home: Path, *, mounts: bool) -> None:
+        self.fault = fault
+        self.base = base
+        self.home = home
+        self.mounts = mounts
+        self.injected = False
+        self.problems: list[tuple[Problem, str]] = []
+        self.codes: list[int | None] = []
+        self.said = ""
+        self._mounted: list[Path] = []
+        self._expected: float | None = None
+        self._took: float | None = None
+
+    def run(self) -> Row:
+        """Inject, observe, clean up."""
+        began = time.monotonic()
+        try:
+            for _ in range(ATTEMPTS):
+                self._unmount()
+                shutil.rmtree(self.home, ignore_errors=True)
+                self.home.mkdir(parents=True)
+                self.codes, self.said = [], ""
+                self._expected = self._took = None
+                self.fault.action.inject(self)
+                if self.injected or self.problems or not self._too_late():
+                    break
+            if self.fault.rerun and self.injected:
+                self._unmount()
+                self._rerun()
+        finally:
+            bury(0)
+            self._unmount()
+        if not self.problems:
+            shutil.rmtree(self.home, ignore_errors=True)
+        return Row(
+            self.fault.id,
+            self.fault.family,
+            self.fault.what,
+            self.injected,
+            tuple(self.codes),
+            tuple(self.problems),
+            self.said,
+            time.monotonic() - began,
+        )
+
+    def _too_late(self) -> bool:
+        """Whether the run ended before its moment, and was faster than the healthy ones."""
+        if self._expected is None or self._took is None or self._took >= self._expected:
+            return False
+        faster = self._took / self._expected
+        times = {name: faster * getattr(self.base, name) for name in ("fresh", "cached", "trained")}
+        self.base = dataclasses.replace(self.base, **times, start=faster * self.base.start)
+        return True
+
+    # --- for actions ----------------------------------------------------------------------------
+
+    def problem(self, kind: Problem, details: str) -> None:
+        """A promise was broken."""
+        self.problems.append((kind, details))
+
+    def check(self, *flags: str, fresh: bool = False, **more: object) -> Command:
+        """The check under test; without ``fresh`` it finds its reference in a cache of its own."""
+        more.setdefault("faulty", self.fault.faulty)
+        if not fresh:
+            more.setdefault("cache", self.cache())
+        return check(self.home, *flags, **more)  # type: ignore[arg-type]
+
+    def cache(self, name: str = "cache") -> Path:
+        """A copy of the baseline's."""
+        copy = self.home / "cache"
+        shutil.copytree(self.base.folder / name, copy, dirs_exist_ok=True)
+        return copy
+
+    def seconds_of(self, *, fresh: bool, cold: bool = False) -> float:
+        """A healthy check's duration."""
+        start = self.base.start if cold else 0.0
+        return start + (self.base.fresh if fresh else self.base.cached)
+
+    def until(self, started: Started, share: float, expected: float) -> bool:
+        """Wait for a moment; returns whether the command still runs."""
+        self._expected = expected
+        return not started.wait(share * expected - (time.monotonic() - started.began))
+
+    def target(self, started: Started, target: Target, share: float, expected: float) -> int | None:
+        """Wait for a moment, and then for the process to be there."""
+        if not self.until(started, share, expected):
+            return None
+        processes: list[int] = []
+
+        def there() -> bool:
+            pid = started.find(target)
+            processes.extend([] if pid is None else [pid])
+            return pid is not None
+
+        started.wait(LIMIT, there)
+        return processes[0] if processes and started.code is None else None
+
+    @staticmethod
+    def send(started: Started, pid: int, number: signal.Signals, *, group: bool = False) -> bool:
+        """Send a signal; returns whether it can have arrived."""
+        if started.code is not None:
+            return False
+        try:
+            (os.killpg if group else os.kill)(pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def watch(
+        self,
+        started: Started,
+        *,
+        limit: float | None = None,
+        report: bool = True,
+        is_check: bool = True,
+    ) -> None:
+        """Wait for the end of a command, and judge it."""
+        if limit is None:
+            limit = COLD_LIMIT if started.command.cold else LIMIT
+        started.wait(limit - (time.monotonic() - started.began))
+        self.judge(started, faulty=self.fault.faulty, report=report, is_check=is_check)
+        self.orphans()
+
+    def orphans(self) -> None:
+        """Nothing may be left of what was started."""
+        hung = any(kind is Problem.HANG for kind, _ in self.problems)
+        left = bury(0 if hung else ORPHAN_SECONDS)
+        if left and not hung:
+            self.problem(Problem.ORPHAN, "; ".join(left))
+
+    def judge(self, started: Started, *, faulty: bool, report: bool, is_check: bool = True) -> None:
+        """Compare a command's end with the promise."""
+        self.codes.append(started.code)
+        if started.ended is not None:
+            self._took = started.ended - started.began
+        said = text(started.command.output("stderr")).strip()[:400]
+        self.said = " | ".join(filter(None, [self.said, said]))
+        self.problems += of_command(
+            started, self.fault.promise, faulty=faulty, report=report, is_check=is_check
+        )
+
+    def mount(self, path: Path, options: str) -> None:
+        """Put a small file system there."""
+        path.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], check=True)
+        self._mounted.append(path)
+
+    def _unmount(self) -> None:
+        while self._mounted:
+            subprocess.run(["umount", "-l", str(self._mounted.pop())], check=False)
+
+    def _rerun(self) -> None:
+        """A healthy check in the same directory, after whatever happened."""
+        has_cache = (self.home / "cache").is_dir()
+        started = Started(self.check(faulty=False, name="rerun", fresh=not has_cache))
+        started.wait(LIMIT)
+        bury(ORPHAN_SECONDS)
+        if started.code != 0:
+            said = text(started.command.output("stderr"))
+            self.problem(Problem.RERUN, f"exit code {started.code}: {said[-300:]}")
+
+
+def own_mounts() -> bool:
+    """Whether this process may mount; from then on its mounts are seen by it and its children."""
+    try:
+        os.unshare(os.CLONE_NEWNS)
+        subprocess.run(["mount", "--make-rprivate", "/"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True

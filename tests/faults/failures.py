@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that all ranks run, each of which fails on one rank of a training."""
+
+from __future__ import annotations
+
+from tests.faults.fault import Family, Fault, Outcome
+from tests.faults.training import Failure
+
+CANDIDATE, REHEARSAL = "run/candidate.py:CandidateSession.", "run/rehearsal.py:Rehearsal."
+COMPARISON, OPTIMIZER = "run/comparison.py:Comparison.", "mcore/optimizer.py:Snapshot."
+SINK, STORE, STEP = (
+    *("compare/sinks.py:CompareSink.", "trace/store.py:TraceReader."),
+    "capture/step.py:StepTap.",
+)
+MODEL = "megatron/core/models/gpt/gpt_model.py:GPTModel.forward"
+PLACES = {
+    Outcome.TRAINS: (
+        *(f"{CANDIDATE}{name}" for name in ("__init__", "begin", "_check", "traces")),
+        *(f"{REHEARSAL}{name}" for name in ("_keep", "equal_start", "_fill", "serve")),
+        *(f"{COMPARISON}{name}" for name in ("initial", "findings")),
+        *(f"{SINK}{name}" for name in ("__init__", "placed", "tensor", "repeat")),
+        *(f"{STORE}{name}" for name in ("__init__", "tensor")),
+        *(f"{STEP}{name}" for name in ("_gradients", "_update", "_losses")),
+        *(f"capture/modules.py:ModuleTap.{name}" for name in ("_attach", "__exit__")),
+        *("trace/shared.py:require", "compare/tolerance.py:of_reference"),
+        *("capture/batches.py:Served.__init__", f"{OPTIMIZER}__init__"),
+        *("trace/copies.py:Copies.copy", "run/comparison.py:microbatch_numbers"),
+        *("compare/tokens.py:match", "compare/wire.py:encode"),
+        *(f"run/channel.py:{name}" for name in ("buffer", "decode")),
+    ),
+    Outcome.ENDS: (f"{REHEARSAL}_settle", f"{OPTIMIZER}restore", "run/channel.py:gather", MODEL),
+}
+TRAINS, ENDS, EXITS, DIES = Outcome.TRAINS, Outcome.ENDS, Outcome.EXITS, Outcome.DIES
+ROUTER = "capture/experts.py:RouterTap.remove"
+ACTIONS = (
+    *(
+        Failure(place, 1, rank, layout="zero", outcome=outcome)
+        for outcome, places in PLACES.items()
+        for place in places
+        for rank in (0, 1)
+    ),
+    *(
+        # Only the first tensor-parallel rank has batches to match.
+        Failure(place, 1, int("match" not in place), outcome=outcome)
+        for outcome, places in PLACES.items()
+        for place in places
+    ),
+    Failure("trace/shared.py:prepare", 1, 0, layout="zero", outcome=TRAINS),
+    Failure("run/launch.py:ensure", 1, 0, layout="zero", outcome=TRAINS),
+    Failure("run/answer.py:publish", 1, 1, layout="zero", outcome=TRAINS),
+    Failure("saved/conclusion.py:conclude", 1, 1, layout="zero", outcome=TRAINS),
+    Failure(f"{SINK}tensor", 70, 1, layout="zero", outcome=TRAINS),
+    Failure(f"{STEP}_update", 2, 0, layout="zero", outcome=TRAINS),
+    Failure(f"{STORE}tensor", 3, 1, "OSError", "zero", TRAINS),
+    Failure(f"{COMPARISON}findings", 1, 1, "OSError", "zero", TRAINS),
+    Failure(f"{REHEARSAL}_fill", 1, 0, "MemoryError", "zero", TRAINS),
+    Failure(f"{CANDIDATE}_check", 1, 1, "SIGKILL", "zero", DIES),
+    Failure("trace/shared.py:require", 1, 0, "SIGKILL", "zero", DIES),
+    Failure(f"{SINK}tensor", 5, 1, layout="experts", outcome=TRAINS),
+    Failure(f"{SINK}positions", 1, 1, layout="experts", outcome=TRAINS),
+    Failure("capture/experts.py:DispatchTap._follow", 1, 0, layout="experts", outcome=TRAINS),
+    Failure(ROUTER, 1, 1, layout="experts", outcome=TRAINS),
+    Failure(ROUTER, 0, 0, layout="experts", outcome=ENDS),
+    Failure("capture/modules.py:ModuleTap.__exit__", 1, 1, layout="experts", outcome=TRAINS),
+    Failure(f"{SINK}tensor", 5, 1, layout="pp", outcome=TRAINS),
+    Failure(f"{CANDIDATE}_check", 1, 0, layout="pp", outcome=TRAINS),
+    Failure(MODEL, 1, 0, layout="pp", outcome=ENDS),
+    Failure(f"{REHEARSAL}_fill", 1, 1, layout="fsdp", outcome=TRAINS),
+    Failure(f"{SINK}tensor", 5, 0, layout="fsdp", outcome=TRAINS),
+    Failure(f"{OPTIMIZER}restore", 1, 0, layout="fsdp", outcome=ENDS),
+    Failure(f"{SINK}replace", 3, 1, layout="fp8", outcome=TRAINS),
+    Failure("run/low_precision.py:restart_scales", 1, 1, layout="fp8", outcome=TRAINS),
+    Failure(f"{CANDIDATE}_check", 1, 1, layout="exit", outcome=EXITS),
+    Failure(f"{SINK}tensor", 5, 1, layout="exit", outcome=EXITS),
+    Failure("saved/conclusion.py:conclude", 1, 1, layout="exit", outcome=EXITS),
+)
+REPRESENTATIVE = (f"{STEP}_gradients", f"{OPTIMIZER}restore")
+"""In a hook, and while the training state is put back."""
+FAULTS = tuple(
+    Fault(f"failure-{number:03d}", Family.LOCAL, action) for number, action in enumerate(ACTIONS)
+)

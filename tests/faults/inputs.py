@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input and foreign files: one line and exit code 2, and nothing of somebody's changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from tests.faults.experiment import Experiment
+from tests.faults.fault import Family, Fault, Promise, changed, state_of
+from tests.faults.processes import Command, Started
+from tests.integration.jobs import SCRIPT, TINY
+
+_ALIASES = "a: &a [x, x]\n" + "".join(f"b{n}: &b{n} [*a, *a]\n" for n in range(9)).replace(
+    "*a, *a", "*a, *a, *a, *a, *a, *a, *a, *a"
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Input:
+    """A command in a home directory. ``HOME`` is that, ``FILE`` a file with ``content``."""
+
+    words: str
+    content: bytes = b""
+
+    def inject(self, experiment: Experiment) -> None:
+        """Run it: nothing of what lies in that directory changes."""
+        x, x.injected = experiment, True
+        home, file = _home(x.home), x.home / "input.yaml"
+        file.write_bytes(self.content.replace(b"HOME", os.fsencode(home)))
+        words = self.words.replace("HOME", str(home)).replace("FILE", str(file)).split()
+        before = state_of(home)
+        variables = {"HOME": str(home), "TTRACE_CACHE": str(x.home / "cache")}
+        command = Command(words=tuple(words), home=x.home, variables=variables)
+        x.watch(Started(command), limit=90, report=False, is_check=False)
+        x.problems += changed(before, home)
+
+
+def _bad(name: str, words: str, content: bytes = b"", codes=(2,), kind="input") -> Fault:
+    family = Family.INPUTS if kind == "input" else Family.FOREIGN
+    return Fault(f"{kind}-{name}", family, Input(words, content), Promise(codes, verdict=False))
+
+
+_JOB = f"-- {SCRIPT} {' '.join(TINY)}"
+_CHECK = "check --quiet --ttrace-no-wandb"
+_KNOWN = "diff --known FILE HOME/a HOME/b"
+_RECIPE = "shrink --recipe FILE x"
+FAULTS = (
+    _bad(
+        "yaml-merge-bomb", _RECIPE, b"x: &x {a: 1}\n" + b"y: &y {<<: [" + b"*x, " * 9**5 + b"]}\n"
+    ),
+    _bad("yaml-nested-aliases", _RECIPE, _ALIASES.encode()),
+    _bad("yaml-python-tag", _RECIPE, b"x: !!python/object/apply:os.system ['touch HOME/ran']\n"),
+    _bad("yaml-deep-flow", _RECIPE, b"{a: " * 20000),
+    _bad("yaml-self-alias", _RECIPE, b"&a [*a]\n"),
+    _bad("yaml-utf16", _RECIPE, "x: 1\n".encode("utf-16")),
+    _bad("yaml-escapes", _RECIPE, b'"\\e[31m\\a": "\\e]0;x\\a"\n'),
+    _bad("yaml-large-integer", _RECIPE, b"MODEL_ARGS: {--num-layers: 0x" + b"f" * 99999 + b"}\n"),
+    _bad("yaml-documents", _RECIPE, b"---\n" * 99999),
+    _bad("yaml-zero-bytes", _RECIPE, bytes(4096)),
+    _bad("toml-deep-arrays", _KNOWN, b"a = " + b"[" * 99999),
+    _bad("toml-long-key", _KNOWN, b"a." * 9999 + b"b = 1\n"),
+    _bad("toml-large-integer", _KNOWN, b"a = " + b"9" * 99999 + b"\n"),
+    _bad("toml-binary", _KNOWN, bytes(range(256)) * 16),
+    _bad("toml-surrogate", _KNOWN, b'a = "\\ud800"\n'),
+    _bad("seeds-huge", f"{_CHECK} --ttrace-seeds 99999999999999999999 {_JOB}"),
+    _bad("seeds-unicode-digits", f"{_CHECK} --ttrace-seeds ²³ {_JOB}"),
+    _bad("timeout-nan", f"{_CHECK} --timeout nan {_JOB}"),
+    _bad("timeout-infinite", f"{_CHECK} --timeout -inf {_JOB}"),
+    _bad("ranks-zero", f"{_CHECK} --nproc-per-node 0 {_JOB}"),
+    _bad("ranks-huge", f"{_CHECK} --nproc-per-node 999999999 {_JOB}"),
+    _bad("iterations-huge", f"{_CHECK} --ttrace-iterations 1-99999999999999 {_JOB}"),
+    _bad("share-above-one", f"{_CHECK} --allow-unchecked 1e999 {_JOB}"),
+    _bad("memory-negative", f"{_CHECK} --ttrace-memory-mb -1 {_JOB}"),
+    _bad("layout-nonsense", f"{_CHECK} --ttrace-reference-layout tp=99999999999pp=0 {_JOB}"),
+    _bad("report-of-a-device", "report /dev/zero"),
+    _bad("report-html-into-a-fifo", "report HOME --html HOME/fifo"),
+    # Foreign files: HOME is somebody's.
+    _bad("dir-is-a-fifo", f"{_CHECK} --ttrace-dir HOME/fifo {_JOB}", kind="foreign"),
+    _bad("dir-is-a-file", f"{_CHECK} --ttrace-dir HOME/notes.txt {_JOB}", kind="foreign"),
+    _bad("dir-below-a-file", f"{_CHECK} --ttrace-dir HOME/notes.txt/x {_JOB}", kind="foreign"),
+    _bad("dir-has-a-summary", f"{_CHECK} --ttrace-dir HOME/has {_JOB}", kind="foreign"),
+    _bad("dir-has-linked-logs", f"{_CHECK} --ttrace-dir HOME/linked {_JOB}", kind="foreign"),
+    _bad("dir-is-etc", f"{_CHECK} --ttrace-dir /proc/self/fd {_JOB}", kind="foreign"),
+    _bad("record-into-home", f"record --quiet --ttrace-dir HOME/has {_JOB}", kind="foreign"),
+    _bad("clean-home", "clean HOME --yes --older-than 0", codes=(0, 2), kind="foreign"),
+    _bad("ci-into-a-file", "ci --base HEAD --directory HOME/notes.txt HOME", kind="foreign"),
+    _bad("ci-into-home", "ci --base HEAD --directory HOME HOME", kind="foreign"),
+    _bad("bisect-into-home", f"bisect --directory HOME a b {_JOB}", kind="foreign"),
+    _bad("diff-into-home", "diff --directory HOME HOME/a HOME/b", kind="foreign"),
+    _bad("compare-into-home", "compare HOME/a HOME/b --output HOME/has", kind="foreign"),
+    _bad("recipes-into-home", "recipes HOME --directory HOME/linked --dry-run", kind="foreign"),
+    _bad("html-over-a-link", "report HOME/has --html HOME/link", kind="foreign"),
+    _bad("junit-over-a-file", "report HOME/has --junit HOME/notes.txt", kind="foreign"),
+    _bad(
+        "data-over-a-file",
+        "shrink --data HOME/notes.txt -- x.py",
+        codes=(0, 2),
+        kind="foreign",
+    ),
+    _bad("cache-is-home", f"{_CHECK} --ttrace-dir HOME/new {_JOB} --num-layers 0", kind="foreign"),
+)
+
+
+def _home(folder: Path) -> Path:
+    home = folder / "home"
+    for name in ("has/logs", "linked", "target", "reference", "trees/x", "checks/.git", "a", "b"):
+        (home / name).mkdir(parents=True)
+    for name in (
+        *("notes.txt", "has/summary.json", "has/verdicts.jsonl", "has/report.html", "has/.lock"),
+        *("has/logs/rank-00000.log", "has/junit.xml", "target/precious", "reference/meta.json"),
+        *(".ttrace-run", "trees/x/file", "summary.json", "a/meta.json", "overrides.json"),
+    ):
+        (home / name).write_text(f"somebody's {name}")
+    (home / "linked" / "logs").symlink_to(home / "target")
+    (home / "linked" / "reference").symlink_to(home / "target")
+    (home / "linked" / "trees").symlink_to(home / "target")
+    (home / "link").symlink_to(home / "target" / "precious")
+    os.link(home / "notes.txt", home / "has" / "reference.log")
+    os.mkfifo(home / "fifo")
+    return home

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes of ``tests/planted`` in real jobs, each of which must diverge."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tests.faults import baseline
+from tests.faults.experiment import LIMIT, Experiment
+from tests.faults.fault import Family, Fault, Problem, Promise, of_command
+from tests.faults.processes import Started, bury
+from tests.integration.jobs import bits_of
+from tests.planted import train
+from tests.planted.mistakes import MARK, PLANTED, load
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planted:
+    """A mistake, by name."""
+
+    name: str
+
+    def inject(self, experiment: Experiment) -> None:
+        """Check its job; one that passes must train as without the mistake, bit for bit."""
+        x, mistake, mark = experiment, load()[self.name], experiment.home / "mark"
+        nproc, words = mistake.arguments(x.home)
+        command = baseline.check(
+            x.home,
+            script=train.__file__,
+            model=words,
+            nproc=nproc,
+            cache=x.home / "cache",
+            variables={PLANTED: self.name, MARK: str(mark)},
+        )
+        started = Started(command)
+        started.wait(4 * LIMIT)
+        x.codes.append(started.code)
+        x.injected = mark.exists()
+        problems = of_command(started, x.fault.promise, faulty=True, report=True)
+        x.orphans()
+        if started.code == 0 and not self.has_effect(x):
+            problems = []
+        x.problems += problems
+
+    def has_effect(self, x: Experiment) -> bool:
+        """Whether losses, gradient norms or weights of untraced steps differ in a bit."""
+        nproc, words = load()[self.name].arguments(x.home)
+        logged = []
+        for name, variables in (("with", {PLANTED: self.name}), ("without", {})):
+            home = x.home / name
+            home.mkdir()
+            command = baseline.training(
+                None, home, words, cache=x.home / "cache", nproc=nproc, **variables
+            )
+            if not Started(command).wait(2 * LIMIT):
+                x.problem(Problem.HANG, f"training {name} it")
+            bury(0)
+            logged.append(bits_of("".join(baseline.ended(home)[1])))
+        return logged[0] != logged[1]
+
+
+FAULTS = tuple(
+    Fault(f"planted-{name}", Family.PLANTED, Planted(name), Promise((1,)), faulty=True)
+    for name, mistake in load().items()
+    if mistake.job and not mistake.is_feature
+)
