@@ -14,7 +14,7 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.mesh import SINGLE
-from megatron_ttrace.report.wording import notes_text
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
@@ -72,103 +72,65 @@ def test_every_float(tmp_path, dtype, shape):
     assert verdict_on(tmp_path / "b", r, wrong).verdict is Outcome.DIVERGED
 
 
-@pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_fp8(tmp_path, dtype):
-    """A tensor in FP8 is measured as numbers, and one element off is off."""
-    r = normal(16, 16, dtype=dtype)
-    assert verdict_on(tmp_path / "a", r, r.clone()).verdict is Outcome.PASS
-    wrong = r.float()
-    wrong[3] *= 2
-    assert verdict_on(tmp_path / "b", r, wrong.to(dtype)).verdict is Outcome.DIVERGED
+def changed(data, at, value):
+    """A copy with another element."""
+    copy = data.clone()
+    copy.view(-1)[at] = value
+    return copy
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("value", [nan, inf, -inf])
-def test_what_is_no_number_on_one_side(tmp_path, dtype, value):
-    """One element among many, in either run."""
-    r, c = normal(40, dtype=dtype), normal(40, dtype=dtype)
-    c[7] = value
-    assert verdict_on(tmp_path / "a", r, c).verdict is Outcome.NONFINITE
-    assert verdict_on(tmp_path / "b", c, r).verdict is Outcome.NONFINITE
-
-
-@pytest.mark.parametrize("value", [inf, -inf])
-def test_equal_infinities_pass(tmp_path, value):
-    """A mask of minus infinities is a value like others; what is beside it counts."""
+def cases():
+    """Reference, candidate, and the outcome: pass, diverged, nonfinite or unchecked."""
+    for dtype in FLOATS:
+        zero, r = torch.zeros(40, dtype=dtype), normal(40, dtype=dtype)
+        for value in (nan, inf, -inf):  # on one side
+            yield r, changed(r, 7, value), Outcome.NONFINITE
+            yield changed(r, 7, value), r, Outcome.NONFINITE
+        yield zero, -zero, Outcome.PASS
+        yield r, zero, Outcome.DIVERGED
+        tiny = max(torch.finfo(dtype).tiny, torch.finfo(torch.float32).tiny)
+        yield zero, changed(zero, 3, tiny), Outcome.DIVERGED
+    for dtype in FP8:
+        r = normal(16, 16, dtype=dtype)
+        rows = torch.arange(16)[:, None]
+        yield r, r.clone(), Outcome.PASS
+        yield r, torch.where(rows == 3, 2.0, 1.0).mul(r.float()).to(dtype), Outcome.DIVERGED
+    for dtype in (torch.int64, torch.int32, torch.uint8, torch.bool):
+        r = torch.arange(1000).remainder(2).to(dtype)
+        yield r, r.clone(), Outcome.PASS
+        yield r, changed(r, 500, 1 - int(r[500])), Outcome.DIVERGED  # whatever the replays did
     r = normal(40)
-    r[7] = value
-    assert verdict_on(tmp_path / "a", r, r.clone()).verdict is Outcome.PASS
-    c = r.clone()
-    c[8] += 1.0
-    assert verdict_on(tmp_path / "b", r, c).verdict is Outcome.DIVERGED
+    for value, outcome in ((inf, Outcome.PASS), (-inf, Outcome.PASS), (nan, Outcome.UNCHECKED)):
+        both = changed(r, 7, value)
+        yield both, both.clone(), outcome
+        yield both, changed(both, 8, 9.0), Outcome.DIVERGED
+    for shape in ((0,), (0, 4), (3, 0, 2)):  # an expert that got no token
+        yield torch.zeros(shape), torch.zeros(shape), Outcome.PASS
+    for scale in (1e-38, 1e-30, 1e30, 1e38):  # squares leave float32's range
+        r = normal(400).clamp(-2, 2) * scale
+        yield r, r * (1 + 1e-3), Outcome.PASS
+        yield r, r * 1.1, Outcome.DIVERGED
+    r, square = normal(12, 8), normal(9, 9)
+    wide = torch.stack((r, r), dim=2)
+    row = r[:1].expand(12, 8)
+    for strided in (r.t().contiguous().t(), wide[..., 0]):
+        yield r, strided, Outcome.PASS
+    yield row, row, Outcome.PASS
+    yield r, r.flip(0), Outcome.DIVERGED
+    yield square, square.t(), Outcome.DIVERGED
 
 
-def test_nan_in_both_runs_is_no_evidence(tmp_path):
-    """Nothing to compare with: unchecked, and a difference beside it is still one."""
-    r = torch.full((40,), nan)
-    verdict = verdict_on(tmp_path / "a", r, r.clone())
-    assert verdict.verdict is Outcome.UNCHECKED
-    assert notes_text(verdict.notes) == "undefined: 40 elements are NaN in both runs"
-    r = normal(40)
-    r[7] = nan
-    assert verdict_on(tmp_path / "b", r, r.clone()).verdict is Outcome.UNCHECKED
-    c = r.clone()
-    c[8] += 1.0
-    assert verdict_on(tmp_path / "c", r, c).verdict is Outcome.DIVERGED
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_all_zero(tmp_path, dtype):
-    """Zero equals zero, with any sign; nothing else does."""
-    zero, r = torch.zeros(40, dtype=dtype), normal(40, dtype=dtype)
-    assert verdict_on(tmp_path / "a", zero, zero.clone()).verdict is Outcome.PASS
-    assert verdict_on(tmp_path / "b", zero, -zero).verdict is Outcome.PASS
-    assert verdict_on(tmp_path / "c", r, zero).verdict is Outcome.DIVERGED
-    small = zero.clone()
-    small[3] = max(torch.finfo(dtype).tiny, torch.finfo(torch.float32).tiny)
-    wrong = verdict_on(tmp_path / "d", zero, small)
-    assert wrong.verdict is Outcome.DIVERGED
-    assert wrong.rel_err == inf
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0, 2)], ids=str)
-def test_empty(tmp_path, shape):
-    """Nothing differs from nothing; an expert that got no token has such tensors."""
-    r = torch.zeros(shape)
-    verdict = verdict_on(tmp_path, r, r.clone())
-    assert (verdict.verdict, verdict.margin) == (Outcome.PASS, 0.0)
-
-
-def test_not_contiguous(tmp_path):
-    """Transposed, strided and expanded tensors are compared by index, not by memory."""
-    r = normal(12, 8)
-    assert verdict_on(tmp_path / "a", r, r.t().contiguous().t()).verdict is Outcome.PASS
-    wide = torch.zeros(12, 16)
-    wide[:, ::2] = r
-    assert verdict_on(tmp_path / "b", r, wide[:, ::2]).verdict is Outcome.PASS
-    row = normal(1, 8).expand(12, 8)
-    assert verdict_on(tmp_path / "c", row, row).verdict is Outcome.PASS
-    assert verdict_on(tmp_path / "d", r, r.flip(0)).verdict is Outcome.DIVERGED
-    square = normal(9, 9)
-    assert verdict_on(tmp_path / "e", square, square.t()).verdict is Outcome.DIVERGED
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool], ids=str)
-def test_discrete(tmp_path, dtype):
-    """Equal or wrong: one in a thousand is wrong, whatever the replays did."""
-    r = torch.arange(1000).remainder(2).to(dtype)
-    c = r.clone()
-    c[500] = 1 - int(r[500])
-    assert verdict_on(tmp_path / "a", r, r.clone()).verdict is Outcome.PASS
-    assert verdict_on(tmp_path / "b", r, c).verdict is Outcome.DIVERGED
-
-
-@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e30, 1e38])
-def test_numbers_whose_squares_are_no_float32(tmp_path, scale):
-    """Second moments and overflowing activations."""
-    r = normal(400).clamp(-2, 2) * scale
-    assert verdict_on(tmp_path / "a", r, r * (1 + 1e-3)).verdict is Outcome.PASS
-    assert verdict_on(tmp_path / "b", r, r * 1.1).verdict is Outcome.DIVERGED
+def test_awkward_tensors(tmp_path):
+    """NaN, infinity, zero, FP8, integers, no elements, any strides, any scale."""
+    for number, (reference, candidate, outcome) in enumerate(cases()):
+        verdict = verdict_on(tmp_path / str(number), reference, candidate)
+        assert verdict.verdict is outcome, (number, reference, candidate)
+        if not reference.numel():
+            assert verdict.margin == 0.0
+        if outcome is Outcome.UNCHECKED:
+            assert verdict.notes == (Note(Remark.UNDEFINED, 1),)
+        if outcome is Outcome.DIVERGED and not bool(reference.any()):
+            assert verdict.rel_err == inf
 
 
 def test_another_dtype_is_compared_by_value(tmp_path):

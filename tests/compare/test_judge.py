@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from megatron_ttrace.compare.tolerance import Tolerance, is_exact
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Step, describe, plan
-from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 from megatron_ttrace.trace.views import local_view, logical_view
 from tests.placement.by_hand import local_shape
@@ -35,52 +34,32 @@ inf, nan = math.inf, math.nan
 
 @dataclasses.dataclass
 class Known:
-    """Tolerances that are given, not estimated."""
+    """Tolerances that are given, not estimated, of elements of this size."""
 
-    value: float
+    value: float = 0.01
     rms: float = 1.0
+    more: dict = dataclasses.field(default_factory=dict)
 
     def of(self, key):
-        """The same for all that is not given itself."""
-        return Tolerance(0.0 if is_exact(key) else self.value, self.rms)
+        return Tolerance(0.0 if is_exact(key) else self.value, self.rms, **self.more)
 
 
-def tolerances(tolerance=0.01):
-    """Tolerances of unit elements."""
-    return Known(tolerance)
-
-
-def found(error=0.0, boxes=WHOLE, *, key=KEY, checksum=1, nonfinite=0, problem=None):
+def found(error=0.0, boxes=WHOLE, *, key=KEY, problem=None, **more):
     """What a rank with reference elements of one measured: relative error ``error``."""
     n = sum(box.numel for box in boxes)
-    sums = Sums(
-        n=n,
-        diff=n * error**2,
-        reference=n,
-        candidate=n,
-        dot=n,
-        worst=error,
-        nonfinite=nonfinite,
-        checksum=checksum,
-    )
-    return Measured(
-        key=key,
-        placement="tp:Shard(0)",
-        boxes=boxes,
-        logical_shape=SHAPE,
-        sums=None if problem else sums,
-        problem=problem,
-    )
+    about = {"n": n, "diff": n * error**2, "reference": n, "candidate": n, "dot": n, "worst": error}
+    sums = None if problem else Sums(**{**about, "checksum": 1, **more})
+    return Measured(key, "tp:Shard(0)", boxes, SHAPE, sums, problem=problem)
 
 
 def verdict_of(*ranks, limits=None, key=KEY):
     """The verdict when rank i found ``ranks[i]`` (``None``: nothing)."""
     measured = {rank: [one] if one else [] for rank, one in enumerate(ranks)}
-    [verdict] = judge([(key, SHAPE)], of_ranks(measured), limits or tolerances(), EPS)
+    [verdict] = judge([(key, SHAPE)], of_ranks(measured), limits or Known(), EPS)
     return verdict
 
 
-def test_pass():
+def test_every_field():
     """Within the tolerance on all ranks: every holder is named, and the worst error."""
     verdict = verdict_of(found(0.002, TOP), found(0.004, BOTTOM))
     assert verdict.verdict is Outcome.PASS
@@ -91,134 +70,75 @@ def test_pass():
     assert verdict.margin == pytest.approx(0.4)
     assert (verdict.placement, verdict.shape, verdict.notes) == ("tp:Shard(0)", SHAPE, ())
     assert verdict.key == KEY
+    missing = verdict_of(None, None)
+    assert (missing.rel_err, missing.margin, missing.shape) == (None, None, SHAPE)
 
 
-def test_diverged_names_the_failing_ranks_worst_first():
-    """Ranks within the tolerance are not accused."""
-    verdict = verdict_of(
-        found(0.02, TOP), found(0.001, BOTTOM), found(0.5, TOP), found(0.002, BOTTOM)
-    )
-    assert verdict.verdict is Outcome.DIVERGED
-    assert verdict.ranks == (2, 0)
-    assert verdict.margin == pytest.approx(50)
+BLIND, NOISE = Known(0.5), Known(0.5, more={"repeated": 0.1, "is_noise": True})
+MISFIT = Measured.misfit(KEY, SHAPE, "(3,) is not an even part of (4,)")
 
 
-def test_replica_conflict():
-    """Replicas with different bits, and one of them wrong."""
-    verdict = verdict_of(found(0.001, checksum=1), found(0.5, checksum=2))
-    assert verdict.verdict is Outcome.REPLICA_CONFLICT
-    assert verdict.ranks == (1,)
-    assert notes_text(verdict.notes) == "replicas differ on ranks 0-1"
-
-
-def test_replicas_that_agree_and_are_wrong_have_simply_diverged():
-    """Equal bits on all replicas: no conflict, whatever else is wrong."""
-    verdict = verdict_of(found(0.5, checksum=7), found(0.5, checksum=7))
-    assert verdict.verdict is Outcome.DIVERGED
-
-
-def test_other_shards_are_no_replicas():
-    """Different boxes have different bits, of course."""
-    verdict = verdict_of(found(0.5, TOP, checksum=1), found(0.0, BOTTOM, checksum=2))
-    assert verdict.verdict is Outcome.DIVERGED
-
-
-def test_replicas_may_differ_in_rounding():
-    """Different bits within the tolerance pass, with a note."""
-    verdict = verdict_of(found(0.001, checksum=1), found(0.002, checksum=2))
-    assert verdict.verdict is Outcome.PASS
-    assert notes_text(verdict.notes) == "replicas differ in rounding on ranks 0-1"
-
-
-def test_missing():
-    """The reference has it, no rank does."""
-    verdict = verdict_of(None, None)
-    assert verdict.verdict is Outcome.MISSING
-    assert (verdict.ranks, verdict.rel_err, verdict.margin) == ((), None, None)
-    assert verdict.shape == SHAPE
+@pytest.mark.parametrize(
+    ("ranks", "limits", "outcome", "failing", "note"),
+    [
+        # Ranks within the tolerance are not accused; the worst one is first.
+        (
+            (found(0.02, TOP), found(0.001, BOTTOM), found(0.5, TOP), found(0.002, BOTTOM)),
+            *(Known(), Outcome.DIVERGED, (2, 0), None),
+        ),
+        (
+            (found(0.001, checksum=1), found(0.5, checksum=2)),
+            *(Known(), Outcome.REPLICA_CONFLICT, (1,), Note(Remark.REPLICAS, ranks=(0, 1))),
+        ),
+        ((found(0.5), found(0.5)), Known(), Outcome.DIVERGED, (0, 1), None),
+        # Different boxes are no replicas.
+        (
+            (found(0.5, TOP, checksum=1), found(0.0, BOTTOM, checksum=2)),
+            *(Known(), Outcome.DIVERGED, (0,), None),
+        ),
+        (
+            (found(0.001, checksum=1), found(0.002, checksum=2)),
+            *(Known(), Outcome.PASS, (0, 1), Note(Remark.REPLICAS_ROUNDED, ranks=(0, 1))),
+        ),
+        ((None, None), Known(), Outcome.MISSING, (), Note(Remark.MISSING)),
+        ((found(0, TOP),) * 2, Known(), Outcome.UNCOVERED, (0, 1), Note(Remark.UNCOVERED)),
+        (
+            (found(0.0, WHOLE), found(0.0, TOP), found(0.0, TOP)),
+            *(Known(), Outcome.PASS, (0, 1, 2), Note(Remark.UNEVEN, 1, 3)),
+        ),
+        ((found(), MISFIT), Known(), Outcome.SHAPE, (1,), MISFIT.note),
+        (
+            (found(0.0, TOP), found(0.0, BOTTOM, nonfinite=3)),
+            *(Known(), Outcome.NONFINITE, (1,), Note(Remark.NONFINITE)),
+        ),
+        # A NaN is not smaller than a tolerance.
+        ((found(diff=nan, reference=nan),), Known(), Outcome.DIVERGED, (0,), None),
+        ((found(diff=inf, reference=inf),), Known(), Outcome.DIVERGED, (0,), None),
+        ((found(0.3),), BLIND, Outcome.UNCHECKED, (0,), Note(Remark.BLIND, 0.5, 0.1)),
+        ((found(0.6),), BLIND, Outcome.DIVERGED, (0,), None),
+        ((found(0.3),), NOISE, Outcome.UNCHECKED, (0,), Note(Remark.NONDETERMINISTIC, 0.1)),
+        ((found(0.6),), NOISE, Outcome.DIVERGED, (0,), None),
+    ],
+)
+def test_outcomes(ranks, limits, outcome, failing, note):
+    verdict = verdict_of(*ranks, limits=limits)
+    assert (verdict.verdict, verdict.ranks) == (outcome, failing)
+    assert verdict.notes == ((note,) if note else ())
+    assert (verdict.reason is Reason.NONDETERMINISTIC) == (limits is NOISE and note is not None)
 
 
 def test_extra():
     """A rank has it, the reference does not; nothing is dropped silently."""
-    other = dataclasses.replace(KEY, name="unknown")
-    verdicts = judge(
-        [(KEY, SHAPE)],
-        of_ranks(
-            {
-                0: [found(), found(key=other, problem="extra")],
-                1: [found(key=other, problem="extra")],
-            }
-        ),
-        tolerances(),
-        EPS,
-    )
+    other = found(key=dataclasses.replace(KEY, name="unknown"), problem="extra")
+    held = of_ranks({0: [found(), other], 1: [other]})
+    verdicts = judge([(KEY, SHAPE)], held, Known(), EPS)
     assert [v.verdict for v in verdicts] == [Outcome.PASS, Outcome.EXTRA]
     assert (verdicts[1].name, verdicts[1].ranks) == ("unknown", (0, 1))
 
 
-def test_uncovered():
-    """The lower half is held by nobody."""
-    verdict = verdict_of(found(0.0, TOP), found(0.0, TOP))
-    assert verdict.verdict is Outcome.UNCOVERED
-
-
-def test_uneven_replicas_are_noted():
-    """The upper half has three holders, the lower one."""
-    verdict = verdict_of(found(0.0, WHOLE), found(0.0, TOP), found(0.0, TOP))
-    assert verdict.verdict is Outcome.PASS
-    assert notes_text(verdict.notes) == "held unevenly: 1 to 3 replicas"
-
-
-def test_shape():
-    """One rank's tensor cannot be placed: its own words are passed on."""
-    verdict = verdict_of(found(), Measured.misfit(KEY, SHAPE, "(3,) is not an even part of (4,)"))
-    assert verdict.verdict is Outcome.SHAPE
-    assert (verdict.ranks, notes_text(verdict.notes)) == ((1,), "(3,) is not an even part of (4,)")
-
-
-def test_nonfinite():
-    """NaN on one rank, however small the error of the rest."""
-    verdict = verdict_of(found(0.0, TOP), found(0.0, BOTTOM, nonfinite=3))
-    assert verdict.verdict is Outcome.NONFINITE
-    assert verdict.ranks == (1,)
-
-
-@pytest.mark.parametrize("bad", [nan, inf])
-def test_sums_that_are_no_numbers_never_pass(bad):
-    """A NaN is not smaller than a tolerance."""
-    one = found()
-    sums = dataclasses.replace(one.sums, diff=bad, reference=bad)
-    assert verdict_of(dataclasses.replace(one, sums=sums)).verdict is Outcome.DIVERGED
-
-
-def test_blind_is_unchecked():
-    """Where rounding alone moves a tensor by half, agreement means nothing."""
-    verdict = verdict_of(found(0.3), limits=tolerances(0.5))
-    assert verdict.verdict is Outcome.UNCHECKED
-    assert notes_text(verdict.notes) == "blind: rounding alone moves it by 50% (bound 10%)"
-    assert not verdict.verdict.is_failure
-
-
-@pytest.mark.parametrize(("error", "outcome"), [(0.3, Outcome.UNCHECKED), (0.6, Outcome.DIVERGED)])
-def test_a_tolerance_of_noise(error, outcome):
-    """Of a model that is not deterministic, agreement within its noise means nothing."""
-    limits = SimpleNamespace(of=lambda key: Tolerance(0.5, 1.0, repeated=0.1, is_noise=True))
-    verdict = verdict_of(found(error), limits=limits)
-    assert verdict.verdict is outcome
-    noise = Reason.NONDETERMINISTIC if outcome is Outcome.UNCHECKED else None
-    assert verdict.reason is noise
-
-
-def test_beyond_a_blind_tolerance_is_still_a_failure():
-    """Blindness excuses errors within the tolerance only."""
-    assert verdict_of(found(0.6), limits=tolerances(0.5)).verdict is Outcome.DIVERGED
-
-
 def test_an_infinite_tolerance_is_blind_to_an_infinite_error():
     """Of a count that is 0 in the reference, and is decided by rounding, no number is wrong."""
-    one = found(1.0)
-    sums = dataclasses.replace(one.sums, reference=0.0)
-    verdict = verdict_of(dataclasses.replace(one, sums=sums), limits=Known(inf, 0.0))
+    verdict = verdict_of(found(1.0, reference=0.0), limits=Known(inf, 0.0))
     assert (verdict.verdict, verdict.rel_err, verdict.margin) == (Outcome.UNCHECKED, inf, 0.0)
 
 
@@ -242,17 +162,14 @@ def test_one_verdict_per_tensor_in_execution_order():
     """As many verdicts as the reference has tensors, in its order."""
     keys = [dataclasses.replace(KEY, name=name) for name in ("b", "a", "c")]
     measured = {0: [found(key=keys[1]), found(key=keys[0])]}
-    verdicts = judge([(key, SHAPE) for key in keys], of_ranks(measured), tolerances(), EPS)
-    assert [(v.name, v.verdict.value) for v in verdicts] == [
-        ("b", "pass"),
-        ("a", "pass"),
-        ("c", "missing"),
-    ]
+    verdicts = judge([(key, SHAPE) for key in keys], of_ranks(measured), Known(), EPS)
+    outcomes = [(v.name, v.verdict.value) for v in verdicts]
+    assert outcomes == [("b", "pass"), ("a", "pass"), ("c", "missing")]
 
 
 def test_the_worse_of_two_findings_of_one_rank_counts():
     """A rank that holds a tensor twice is judged by both."""
-    [verdict] = judge([(KEY, SHAPE)], of_ranks({0: [found(0.5), found(0.0)]}), tolerances(), EPS)
+    [verdict] = judge([(KEY, SHAPE)], of_ranks({0: [found(0.5), found(0.0)]}), Known(), EPS)
     assert verdict.verdict is Outcome.DIVERGED
 
 
@@ -360,10 +277,5 @@ def test_half_the_tolerance_on_every_rank_is_never_flagged(candidate):
 @pytest.mark.parametrize("unit", [0.0, 2.0**-23])
 def test_an_error_in_epsilons(unit):
     """Of the tensor's own dtype where that is known, else of the job's."""
-
-    class Other(Known):
-        def of(self, key):
-            return dataclasses.replace(super().of(key), unit=unit)
-
-    verdict = verdict_of(found(0.004), limits=Other(0.01))
+    verdict = verdict_of(found(0.004), limits=Known(more={"unit": unit}))
     assert verdict.rel_err_eps == pytest.approx(0.004 / (unit or EPS))
