@@ -83,7 +83,6 @@ def run(sink, where, wrong=0.0, perturb=None, guard=stand_in.no_waiting):
 
 
 def written(directory, where):
-    """The reference's trace, made on a device."""
     writer = TraceWriter(directory, 0)
     run(WriteSink(writer, 1), where)
     writer.close()
@@ -93,14 +92,12 @@ def written(directory, where):
 
 @pytest.fixture(scope="module")
 def there():
-    """The stand-in device."""
     with stand_in.present() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """A trace that was made on the CPU."""
     return written(tmp_path_factory.mktemp("cpu"), CPU)
 
 

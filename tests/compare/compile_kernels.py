@@ -39,7 +39,6 @@ def pairs(candidate: torch.dtype, reference: torch.dtype) -> int:
 
 
 def total() -> int:
-    """Size of the machine code that adds up partial sums."""
     numbers = dict.fromkeys(("programs", "parts", "per_part"), "i32")
     pointers = {"floats": "*fp64", "integers": "*i64", "powers": "*i64", "total": "*i64"}
     source = ASTSource(

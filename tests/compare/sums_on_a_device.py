@@ -32,13 +32,11 @@ SIZES = st.one_of(st.integers(1, 40), st.sampled_from([2047, 16384, 16389]))
 
 
 def whole(shape):
-    """The boxes of an undivided tensor."""
     return plan(shape, (), SINGLE)
 
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """The kernels, run by Triton's interpreter."""
     name = "megatron_ttrace.compare.kernel"
     assert name not in sys.modules, "the kernels are imported without a GPU"
     patch = pytest.MonkeyPatch()

@@ -43,7 +43,6 @@ STAGES = (ROTARY, READER, LAYER, NORM, HEAD)
 
 
 def values(seed):
-    """Normal numbers."""
     return torch.randn(S, 1, H, generator=torch.Generator().manual_seed(seed))
 
 
@@ -62,7 +61,6 @@ class World:
         self._directory = directory
 
     def drop(self, *places):
-        """Neither run has these."""
         for tensors in (self.tensors, *self.ranks):
             for place in places:
                 tensors.pop(place)
@@ -138,7 +136,6 @@ def reduction(phase, operation=Operation.REDUCE_SCATTER, module="layer.mlp", **m
 
 @pytest.fixture
 def mlp(tmp_path):
-    """Two ranks, each with a summand of an output and of a gradient of an input."""
     world = World(tmp_path, MLP, 2, tp=2)
     world.tensors[AROUND] *= 2
     for tensors, weight, noise in zip(world.ranks, (1.6, -0.6), (1, -1), strict=True):
@@ -166,7 +163,6 @@ def test_summands_without_a_ledger_pass(mlp):
 
 
 def off(place, rank, size=0.01):
-    """A fault on one rank."""
 
     def change(world):
         tensors = world.ranks[rank]
@@ -196,12 +192,10 @@ def faint(*places):
 
 
 def without(*places):
-    """Neither run has these."""
     return lambda world: world.drop(*places)
 
 
 def collectives(*found):
-    """The only ones that ran."""
     return lambda world: world.collectives.__setitem__(slice(None), found)
 
 
@@ -271,13 +265,11 @@ def test_without_evidence_an_output_diverges(mlp, change):
     ],
 )
 def test_without_evidence_a_gradient_diverges(mlp, change):
-    """The same for the gradient of an input."""
     change(mlp)
     assert mlp.outcomes()[0][GRADIENT].is_failure
 
 
 def test_a_fault_elsewhere_changes_nothing(mlp):
-    """Summands are not blamed for a fault of another module."""
     off(FAR, 0)(mlp)
     outcomes, _ = mlp.outcomes()
     assert [place for place, outcome in outcomes.items() if outcome.is_failure] == [FAR]
@@ -327,7 +319,6 @@ def test_an_unused_output(stages, length):
 
 
 def reads(world):
-    """A layer of the second stage takes it."""
     world.ranks[1][READER] = values(0)
 
 
@@ -351,6 +342,5 @@ def test_an_output_that_may_be_used(stages, change):
 
 
 def test_nothing_to_review(tmp_path):
-    """Verdicts without a failure stay as they are."""
     world = World(tmp_path, MLP, 1)
     assert set(world.outcomes()[0].values()) == {Outcome.PASS}

@@ -27,7 +27,6 @@ NORM, WEIGHT, HALVES = "norm.weight", "fc.weight", ((0, 2), (2, 2))
 
 
 def norm() -> Part:
-    """A whole layer norm."""
     return Part(NORM, (4,), (Box((0,), (4,), (0,)),))
 
 
@@ -47,7 +46,6 @@ def rank(
 
 
 def failures(found: Judgement) -> dict[str, tuple[Reason | None, tuple[int, ...]]]:
-    """Names that fail, with reason and ranks."""
     bad = (one for one in found.verdicts if one.verdict is Outcome.DIVERGED)
     return {one.name: (one.reason, one.ranks) for one in bad}
 
@@ -88,7 +86,6 @@ def test_one_norm_of_several_parts() -> None:
 
 
 def test_a_replica_twice() -> None:
-    """Both tensor-parallel ranks put the layer norm in."""
     found = judge((), {0: [rank(0, range(2))], 1: [rank(1, range(2))]})
     assert failures(found) == {NORM: (Reason.COUNTED_TWICE, (0, 1))}
     (finding,) = found.findings.values()
@@ -112,7 +109,6 @@ def test_a_group_too_small() -> None:
 
 
 def test_a_group_too_large() -> None:
-    """Summed over data-parallel replicas as well."""
     ranks = {at: [rank(at, range(4), parts=(1,) if at % 2 else (0, 1))] for at in range(4)}
     assert {reason for reason, _ in failures(judge((), ranks)).values()} == {Reason.COUNTED_TWICE}
 
@@ -135,7 +131,6 @@ def test_two_collectives() -> None:
 
 
 def test_what_the_reference_does_not_count() -> None:
-    """It is not expected of the candidate."""
     alone = Counting(Statistic.GRAD_NORM, (), (Term(1),))
     reference = Counted(1, (norm(), Part(WEIGHT, (4, 3), ())), (0, 1), (alone,))
     ranks = {0: [rank(0, range(2), parts=(1,))], 1: [rank(1, range(2), parts=(1,))]}
@@ -169,7 +164,6 @@ def reduced(at: int, *made: Sum, own: tuple[int, ...] = (), steps: tuple[int, in
 
 
 def reductions(found: Judgement) -> dict[str, tuple[Reason | None, tuple[int, ...]]]:
-    """What fails in the reduction."""
     index = Statistic.REDUCED.number
     return failures(
         dataclasses.replace(
@@ -214,7 +208,6 @@ def test_nothing_is_said_without_buckets() -> None:
 
 
 def clipped(values: dict[str, float]) -> Counted:
-    """A single rank clips each parameter by a norm."""
     parts = tuple(Part(name, (1,), (Box((0,), (1,), (0,)),)) for name in values)
     countings = [
         Counting(Statistic.CLIPPED, (), (Term(number),), (), value)
@@ -254,7 +247,6 @@ def test_many_ranks() -> None:
 
 @st.composite
 def box_in(draw, shape):
-    """A box of a tensor."""
     starts = [draw(st.integers(0, size - 1)) for size in shape]
     sizes = [draw(st.integers(1, size - start)) for start, size in zip(starts, shape, strict=True)]
     return Box(tuple(starts), tuple(sizes), (0,) * len(shape))
@@ -275,7 +267,6 @@ def test_what_need_not_be_counted(boxes: list[Box], needed: list[Box], same: boo
 
 
 def stepped(*values: tuple[str, float], parts: tuple[int, ...] = (0,)) -> Hyperparameters:
-    """A parameter group with some parts of a rank."""
     return Hyperparameters(tuple(map(Term, parts)), values)
 
 

@@ -26,7 +26,6 @@ MOVED = 0.005
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
-    """Normal numbers."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype)
 
@@ -73,7 +72,6 @@ def test_every_float(tmp_path, dtype, shape):
 
 
 def changed(data, at, value):
-    """A copy with another element."""
     copy = data.clone()
     copy.view(-1)[at] = value
     return copy

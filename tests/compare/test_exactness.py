@@ -56,7 +56,6 @@ NOT_BITWISE = Note(Remark.NOT_BITWISE)
     ],
 )
 def test_the_rule(job, exact):
-    """What must be equal to the last bit, and nothing else."""
     arithmetic = Arithmetic(**job)
     assert {key for key in EVERYTHING if must_be_equal(key, arithmetic)} == set(exact)
 
@@ -84,7 +83,6 @@ def test_the_configuration_keeps_it():
 
 
 def told(**job):
-    """A job."""
     return Arithmetic(**job)
 
 

@@ -58,7 +58,6 @@ TP2 = mesh_of(0, 2, tp=2)
 
 
 def told(requested: Requested = EVERYTHING, observed: Observed = BUSY, mesh=PP2_DP2, verdicts=()):
-    """What is not exercised, as words."""
     return {one.what for one in unexercised(requested, observed, mesh, verdicts)}
 
 
@@ -158,8 +157,6 @@ def test_the_share_is_of_computed_tensors() -> None:
 
 
 class Trace:
-    """A reference's trace by hand."""
-
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._writer = TraceWriter(directory, 0)
@@ -167,14 +164,12 @@ class Trace:
         self._dtypes: dict[TraceKey, str] = {}
 
     def add(self, number: int, kind: Kind, name: str, value: torch.Tensor, index: int = 0) -> None:
-        """One tensor of iteration 1."""
         WriteSink(self._writer, 1).placed((number, kind, name, index), value, value.shape, ())
         key = TraceKey(1, number, kind, name, index)
         self._moved[key] = Moved(value.numel(), float(value.float().norm()), (0.0,))
         self._dtypes[key] = str(value.dtype).removeprefix("torch.")
 
     def observe(self, requested: Requested = EVERYTHING) -> Observed:
-        """What the trace shows."""
         self._writer.close()
         reader = TraceReader(self._directory, sealed=False)
         return observe(reader, Tolerances(self._moved, self._dtypes), requested)
@@ -285,6 +280,5 @@ def test_arguments_survive_the_configuration() -> None:
 
 @pytest.mark.parametrize("damaged", ["x", [], {"clip": "1"}, {"window": 1.5}, {"overlap": 1}])
 def test_a_damaged_configuration_is_refused(damaged) -> None:
-    """In one line."""
     with pytest.raises(CodecError, match="requested"):
         RunConfig.from_json({"requested": damaged})

@@ -35,12 +35,10 @@ def chosen(microbatch):
 
 
 def rows_of(microbatch, expert):
-    """Positions of an expert's tokens."""
     return (chosen(microbatch) == expert).nonzero()[:, 0].numpy()
 
 
 def index(*parts):
-    """A token index from (microbatch, positions, expert) parts."""
     return TokenIndex(
         np.concatenate([np.full(len(p), m) for m, p, _ in parts]),
         np.concatenate([np.asarray(p, dtype=np.int64) for _, p, _ in parts]),
@@ -49,26 +47,22 @@ def index(*parts):
 
 
 def value(microbatch, position, expert):
-    """What the hidden state of a token is, wherever it is met."""
     generator = torch.Generator().manual_seed(1000 * microbatch + 10 * int(position) + expert)
     return torch.randn(HIDDEN, generator=generator)
 
 
 def tensor(rows):
-    """The tensor that belongs to an index."""
     triples = zip(rows.microbatch, rows.position, rows.expert, strict=True)
     found = [value(int(m), p, int(e)) for m, p, e in triples]
     return torch.stack(found) if found else torch.empty(0, HIDDEN)
 
 
 def scores(microbatch):
-    """A router's scores that make the choice above."""
     return torch.nn.functional.one_hot(chosen(microbatch), EXPERTS).float() + 0.1
 
 
 @pytest.fixture
 def reference(tmp_path):
-    """The trace of one device."""
     writer = TraceWriter(tmp_path / "reference", 0)
     sink = WriteSink(writer, 1)
     for m in MICROBATCHES:
@@ -87,7 +81,6 @@ def reference(tmp_path):
 
 
 def tolerances(reference):
-    """One percent for everything."""
     moved, dtypes = {}, {}
     for key in reference:
         data = reference.tensor(reference.entry(key)).double()
@@ -122,18 +115,15 @@ def check(reference, tamper=lambda rank, rows, data: (rows, data), *, writer=Non
 
 
 def judged(reference, measured):
-    """All verdicts."""
     expected = [(key, reference.entry(key).shape) for key in reference]
     return judge(expected, of_ranks(measured), tolerances(reference), 1e-7)
 
 
 def by_place(verdicts):
-    """Outcomes by (microbatch, kind, name, index)."""
     return {(v.microbatch, v.kind, v.name, v.index): v for v in verdicts}
 
 
 def outcomes(verdicts):
-    """The set of all."""
     return {v.verdict for v in verdicts.values()}
 
 
@@ -148,7 +138,6 @@ def test_every_token_is_compared(reference):
 
 
 def test_one_wrong_token_diverges(reference):
-    """In its own microbatch, and nowhere else."""
 
     def tamper(rank, rows, data):
         if rank == 1:
@@ -174,7 +163,6 @@ def test_tokens_at_the_wrong_expert(reference):
 
 
 def test_a_lost_token_is_uncovered(reference):
-    """No rank holds it."""
 
     def tamper(rank, rows, data):
         keep = slice(None, -1) if rank == 0 else slice(None)
@@ -211,7 +199,6 @@ def partial_sums(reference, weights):
 
 
 def test_partial_sums_are_judged_by_their_sum(reference):
-    """Whatever each is."""
     found = partial_sums(reference, (1.7, -0.7))[0, *OUT]
     assert found.verdict is Outcome.PASS
     assert "etp:Partial(sum)" in found.placement
@@ -279,16 +266,6 @@ def test_isolation_puts_the_reference_in(reference):
     )
     sink.dispatched(0, LAYER, both)
     assert torch.allclose(sink.replace((0, *OUT), wrong[:0].new_ones(8, HIDDEN)), tensor(both) / 2)
-
-
-def test_keys_are_distinct():
-    """A layer's rows, a router's scores and its choice."""
-    keys = {
-        TraceKey(1, 0, Kind.ROUTING, LAYER, 0),
-        TraceKey(1, 0, Kind.ROUTING, ROUTER, SCORES),
-        TraceKey(1, 0, Kind.ROUTING, ROUTER, CHOICE),
-    }
-    assert len(keys) == 3
 
 
 def test_padding_is_not_stored(tmp_path):

@@ -23,7 +23,6 @@ TOLERANCES = Tolerances({KEY: Moved(24, 2.0, (1e-3,))}, {KEY: "float32"})
 
 
 def part(rows: tuple[int, int], error: float = 0.0, checksum: int = 1, **more: object) -> Measured:
-    """A finding on some rows with a relative error."""
     first, last = rows
     box = Box((first, 0), (last - first, 6), (0, 0))
     n = box.numel
@@ -33,7 +32,6 @@ def part(rows: tuple[int, int], error: float = 0.0, checksum: int = 1, **more: o
 
 
 def verdicts(held: list[Held]) -> list[object]:
-    """Everything that is told about the tensor."""
     return list(judge([(KEY, SHAPE)], held, TOLERANCES, 1e-7))
 
 
@@ -102,7 +100,6 @@ def test_what_fails_is_kept_apart() -> None:
 
 
 def test_by_rank() -> None:
-    """Each rank has its own records again, and those that were joined."""
     held = merge(of_ranks({0: [part(TOP)], 1: [part(BOTTOM)]}), TOLERANCES)
     found = by_rank(held)
     assert list(found) == [0, 1]

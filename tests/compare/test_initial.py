@@ -2,7 +2,6 @@
 """Initial values: wrong ones are found, and random numbers raise no alarm."""
 
 import math
-import re
 from statistics import NormalDist
 
 import pytest
@@ -16,7 +15,7 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step, describe, plan
-from megatron_ttrace.report.wording import notes_text, same_start_text
+from megatron_ttrace.report.wording import same_start_text
 from megatron_ttrace.trace.findings import Cause, Note, Remark
 from megatron_ttrace.trace.moments import Moments, moments_of
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
@@ -30,12 +29,10 @@ DIVIDED = (Step("tp", Shard(0)),)
 
 
 def key_of(name=NAME):
-    """Of a parameter's initial values."""
     return TraceKey(1, -1, Kind.INITIAL, name)
 
 
 def drawn(seed, *shape, std=0.02, dtype=torch.float32):
-    """Random numbers as an initialiser draws them."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * std).to(dtype)
 
@@ -47,12 +44,10 @@ def typical(n, std=1.0):
 
 
 def reference_of(data, name=NAME):
-    """What the reference has to say of one parameter."""
     return {key_of(name): (tuple(data.shape), moments_of(data))}
 
 
 def held(rank, data, shape=SHAPE, placement=(), mesh=SINGLE, name=NAME, state=0):
-    """What one rank measures of its own tensor."""
     boxes = plan(shape, placement, mesh)
     moments = sum((moments_of(local_view(data, box)) for box in boxes), Moments(state=state))
     where = describe(placement), boxes, tuple(shape)
@@ -60,7 +55,6 @@ def held(rank, data, shape=SHAPE, placement=(), mesh=SINGLE, name=NAME, state=0)
 
 
 def shards(*parts, shape=SHAPE, name=NAME, states=None):
-    """Tensor-parallel ranks with a part each."""
     return [
         held(rank, part, shape, DIVIDED, mesh_of(rank, len(parts), tp=len(parts)), name, state)
         for rank, (part, state) in enumerate(zip(parts, states or [0] * len(parts), strict=True))
@@ -68,7 +62,6 @@ def shards(*parts, shape=SHAPE, name=NAME, states=None):
 
 
 def verdicts_of(expected, *holders):
-    """The verdicts by name."""
     measured: dict[int, list[Measured]] = {}
     for rank, one in holders:
         measured.setdefault(rank, []).append(one)
@@ -76,7 +69,6 @@ def verdicts_of(expected, *holders):
 
 
 def verdict_of(expected, *holders):
-    """The only verdict."""
     [verdict] = verdicts_of(expected, *holders).values()
     return verdict
 
@@ -100,38 +92,7 @@ def test_other_random_numbers_pass(dtype):
 
 
 def test_same_values_have_no_error():
-    """Where a layout draws the reference's numbers."""
     assert verdict_of(REFERENCE, held(0, drawn(1, *SHAPE))).rel_err == 0.0
-
-
-@pytest.mark.parametrize("value", [0.0, 0.5])
-def test_lost_values(value):
-    """A constant in place of random numbers."""
-    verdict = verdict_of(REFERENCE, held(0, torch.full(SHAPE, value)))
-    assert (verdict.verdict, verdict.margin) == (Outcome.DIVERGED, math.inf)
-    assert notes_text(verdict.notes).startswith(
-        f"initial values are lost: all {value:g}; in the reference mean"
-    )
-    assert cause(verdict) is Cause.INITIAL_VALUES
-
-
-def test_one_shard_of_many():
-    """Its rank is named, and the right ones do not hide it."""
-    parts = [drawn(10 + part, 64, 64, std=0.03 if part == 9 else 0.02) for part in range(16)]
-    shape = (16 * 64, 64)
-    verdict = verdict_of(reference_of(drawn(1, *shape)), *shards(*parts, shape=shape))
-    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (9,))
-    assert re.search(
-        r"std 0\.0(30|29)\d*; in the reference .* std 0\.02", notes_text(verdict.notes)
-    )
-    assert verdict.margin > 1.0
-
-
-def test_one_lost_shard():
-    """Half of the values are zero: neither constant nor as they should be."""
-    verdict = verdict_of(REFERENCE, *shards(drawn(2, 32, 64), torch.zeros(32, 64)))
-    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (1,))
-    assert "all 0" in notes_text(verdict.notes)
 
 
 @pytest.mark.parametrize("size", [1.1, 0.9])
@@ -215,16 +176,6 @@ def test_no_units(n, m, size, seed):
     assert scaled == pytest.approx(plain, rel=1e-6, abs=1e-9)
 
 
-def test_replicas():
-    """Ranks that hold the same part start with the same bits, whatever they are."""
-    same, other = drawn(2, *SHAPE), drawn(3, *SHAPE)
-    good = verdict_of(REFERENCE, held(0, same), held(1, same))
-    assert (good.verdict, good.ranks) == (Outcome.PASS, (0, 1))
-    bad = verdict_of(REFERENCE, held(0, same), held(1, other), held(2, same))
-    assert (bad.verdict, bad.ranks) == (Outcome.REPLICA_CONFLICT, (0, 1, 2))
-    assert cause(bad) is Cause.RANDOM_STATE
-
-
 @settings(max_examples=50)
 @given(st.integers(0, 999), st.integers(FEW, 400), st.integers(2, 4), st.sampled_from((0.02, 1.0)))
 def test_a_random_stream_per_rank(seed, n, ranks, std):
@@ -235,64 +186,93 @@ def test_a_random_stream_per_rank(seed, n, ranks, std):
     assert cause(verdict) is Cause.RANDOM_STATE
 
 
-RIGHT = drawn(2, *SHAPE)
+RIGHT, OTHER = drawn(2, *SHAPE), drawn(3, *SHAPE)
+HALF, ONES, ZEROS = drawn(2, 32, 64), torch.ones(32), torch.zeros(4)
+RUBBISH = torch.tensor([0.0, 1e30, 0.0, 3e-9])
+WRONG = Outcome.DIVERGED, Cause.INITIAL_VALUES
+APART = Outcome.REPLICA_CONFLICT, None
+UNKNOWN = Outcome.UNCHECKED, Cause.INITIAL_VALUES
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def copies(*parts):
+    """Ranks with a whole parameter each."""
+    return [held(rank, part, tuple(part.shape)) for rank, part in enumerate(parts)]
+
+
+def cases():
+    """Expected, holders; outcome, cause, remark and ranks."""
+    for value in (0.0, 0.5):
+        yield REFERENCE, copies(torch.full(SHAPE, value)), WRONG, Remark.LOST, (0,)
+    yield REFERENCE, shards(HALF, torch.zeros(32, 64)), WRONG, Remark.DISTRIBUTION, (1,)
+    many = [drawn(10 + part, 64, 64, std=0.03 if part == 9 else 0.02) for part in range(16)]
+    large = 16 * 64, 64
+    expected = reference_of(drawn(1, *large))
+    yield expected, shards(*many, shape=large), WRONG, Remark.DISTRIBUTION, (9,)
+    # Ranks that hold the same part start with the same bits.
+    yield REFERENCE, copies(RIGHT, RIGHT), (Outcome.PASS, Cause.INITIAL_VALUES), None, (0, 1)
+    drawn_apart = Outcome.REPLICA_CONFLICT, Cause.RANDOM_STATE
+    alone = copies(RIGHT, OTHER, RIGHT)
+    yield REFERENCE, alone, drawn_apart, Remark.INITIAL_REPLICAS, (0, 1, 2)
+    # Memory that is not random numbers of this distribution: empty, tiny, half, other bits, 1e30.
+    for wrong in (
         torch.zeros(SHAPE),
         drawn(3, *SHAPE, std=3e-9),
-        drawn(3, *SHAPE) * torch.randint(0, 2, SHAPE, generator=torch.Generator().manual_seed(4)),
+        OTHER * torch.randint(0, 2, SHAPE, generator=torch.Generator().manual_seed(4)),
         torch.arange(64.0 * 64).reshape(SHAPE).int().view(torch.float32),
         RIGHT.index_fill(1, torch.tensor([5]), 1e30),
-    ],
-    ids=["empty", "tiny", "half", "other bits", "one column"],
-)
-def test_uninitialised_copies(wrong):
-    """Memory that is not random numbers of this distribution: the rank that has it is named."""
-    verdict = verdict_of(REFERENCE, held(0, RIGHT), held(1, wrong))
-    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (1,))
-    assert cause(verdict) is Cause.INITIAL_VALUES
-    assert notes_text(verdict.notes).startswith("initial values differ in distribution")
+    ):
+        yield REFERENCE, copies(RIGHT, wrong), WRONG, Remark.DISTRIBUTION, (1,)
+    # Rearranged or scaled, copies come from one stream: nothing is known to be the cause.
+    for wrong in (RIGHT.T.contiguous(), RIGHT.roll(7, 0), RIGHT * 1.02):
+        yield REFERENCE, copies(RIGHT, wrong), APART, Remark.INITIAL_REPLICAS, (0, 1)
+    few = copies(drawn(0, 4), drawn(1, 4))
+    yield reference_of(drawn(5, 4)), few, APART, Remark.INITIAL_REPLICAS, (0, 1)
+    # Equal shards of the same uninitialised memory, and of one random state or another.
+    rubbish = drawn(2, 32, 64, std=5.0)
+    yield REFERENCE, shards(rubbish, rubbish), WRONG, Remark.DISTRIBUTION, (0, 1)
+    for states, cause_of in (((7, 7), Cause.RANDOM_STATE), ((7, 8), None), ((0, 0), None)):
+        equal, diverged = shards(HALF, HALF, states=states), Outcome.DIVERGED
+        yield REFERENCE, equal, (diverged, cause_of), Remark.SAME_START, (0, 1)
+    # Constants: exactly, on every rank; a buffer that one rank left uninitialised.
+    off = shards(ONES, ONES.index_fill(0, torch.tensor([3]), 1.0 + 1e-6), shape=(64,))
+    ones = reference_of(torch.ones(64))
+    yield ones, copies(torch.ones(64)), (Outcome.PASS, Cause.INITIAL_VALUES), None, (0,)
+    yield ones, off, WRONG, Remark.NOT_THE_REFERENCES, (1,)
+    for at, both in enumerate(((RUBBISH, ZEROS), (ZEROS, RUBBISH))):
+        expected = reference_of(ZEROS)
+        yield expected, copies(*both), WRONG, Remark.NOT_THE_REFERENCES, (at,)
+    nan = RIGHT.index_fill(0, torch.tensor([3]), math.nan)
+    bad = Outcome.NONFINITE, Cause.INITIAL_VALUES
+    yield REFERENCE, copies(RIGHT, nan), bad, Remark.NONFINITE, (1,)
+    # Nothing can be said.
+    yield reference_of(nan), copies(nan), UNKNOWN, Remark.REFERENCE_NONFINITE, (0,)
+    yield {}, copies(RIGHT), UNKNOWN, Remark.ONE_RUN, (0,)
+    yield REFERENCE, [], UNKNOWN, Remark.ONE_RUN, ()
+    yield REFERENCE, copies(drawn(2, 4, 4)), UNKNOWN, Remark.OTHER_SHAPE, (0,)
+    halves = shards(HALF, drawn(3, 32, 64))
+    yield REFERENCE, halves[:1], UNKNOWN, Remark.OVERLAP, (0,)
+    yield REFERENCE, [*halves, held(2, OTHER)], UNKNOWN, Remark.OVERLAP, (0, 1, 2)
+    for data in (drawn(2, 7), torch.zeros(7)):
+        yield reference_of(drawn(1, 7)), copies(data), UNKNOWN, Remark.FEW_VALUES, (0,)
+    yield reference_of(drawn(1, 1)), copies(drawn(2, 1)), UNKNOWN, Remark.ONE_VALUE, (0,)
 
 
-@pytest.mark.parametrize(
-    "wrong", [RIGHT.T.contiguous(), RIGHT.roll(7, 0), RIGHT * 1.02], ids=["order", "shift", "scale"]
-)
-def test_copies_of_the_same_numbers(wrong):
-    """Rearranged or scaled, they come from one stream: nothing is known to be its cause."""
-    verdict = verdict_of(REFERENCE, held(0, RIGHT), held(1, wrong))
-    assert (verdict.verdict, verdict.ranks) == (Outcome.REPLICA_CONFLICT, (0, 1))
-    assert cause(verdict) is None
+@pytest.mark.parametrize(("expected", "holders", "outcome", "remark", "ranks"), list(cases()))
+def test_outcomes(expected, holders, outcome, remark, ranks):
+    verdict = verdict_of(expected, *holders)
+    assert (verdict.verdict, cause(verdict)) == outcome
+    assert [note.what for note in verdict.notes] == ([remark] if remark else [])
+    assert verdict.ranks == ranks
+    if outcome is WRONG:
+        assert verdict.margin > 1.0
+    if remark is Remark.SAME_START:
+        assert verdict.notes == (Note(remark, ranks=(0, 1), text="another part of it"),)
 
 
-def test_few_copies():
-    """Too few numbers have no distribution: no cause."""
-    both = [held(rank, drawn(rank, 4), (4,)) for rank in (0, 1)]
-    verdict = verdict_of(reference_of(drawn(5, 4)), *both)
-    assert verdict.verdict is Outcome.REPLICA_CONFLICT
-    assert cause(verdict) is None
-
-
-def test_equal_rubbish():
-    """Two shards of the same uninitialised memory: it is their distribution that is wrong."""
-    part = drawn(2, 32, 64, std=5.0)
-    verdict = verdict_of(REFERENCE, *shards(part, part))
-    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (0, 1))
-    assert cause(verdict) is Cause.INITIAL_VALUES
-
-
-@pytest.mark.parametrize(
-    ("states", "expected"), [((7, 7), Cause.RANDOM_STATE), ((7, 8), None), ((0, 0), None)]
-)
-def test_equal_shards(states, expected):
-    """Ranks with one random state drew the same numbers; else one may have been overwritten."""
-    part = drawn(2, 32, 64)
-    verdict = verdict_of(REFERENCE, *shards(part, part, states=states))
-    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (0, 1))
-    assert verdict.notes == (Note(Remark.SAME_START, ranks=(0, 1), text="another part of it"),)
-    assert cause(verdict) is expected
+def test_a_wrong_constant_has_numbers():
+    verdict = verdict_of(reference_of(ONES), held(0, ONES + 1, (32,)))
+    assert (verdict.rel_err, verdict.tolerance, verdict.margin) == (math.inf, 0.0, math.inf)
+    assert not math.isnan(verdict.rel_err_eps)
 
 
 @pytest.mark.parametrize("leaf", ["local_experts.{}.linear_fc1.weight", "linear_fc1.weight{}"])
@@ -322,56 +302,3 @@ def test_equal_layers():
     told = same_start_text(alike(found.values()))
     assert told.startswith(f"2 parameters begin with another layer's numbers: {names[0]}: ")
     assert not alike([verdict_of(REFERENCE, held(0, data))])
-
-
-def test_constants():
-    """Norm weights are one, biases zero: exactly, on every rank."""
-    ones = reference_of(torch.ones(64))
-    assert verdict_of(ones, held(0, torch.ones(64), (64,))).verdict is Outcome.PASS
-    right, wrong = torch.ones(32), torch.ones(32).index_fill(0, torch.tensor([3]), 1.0 + 1e-6)
-    verdict = verdict_of(ones, *shards(right, wrong, shape=(64,)))
-    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (1,))
-    assert (verdict.rel_err, verdict.tolerance, verdict.margin) == (math.inf, 0.0, math.inf)
-    assert not math.isnan(verdict.rel_err_eps)
-
-
-def test_copies_of_a_constant():
-    """A buffer of zeros that one rank left uninitialised: that rank is named, whichever it is."""
-    zeros, rubbish = torch.zeros(4), torch.tensor([0.0, 1e30, 0.0, 3e-9])
-    for wrong in (0, 1):
-        both = [held(rank, rubbish if rank == wrong else zeros, (4,)) for rank in (0, 1)]
-        verdict = verdict_of(reference_of(zeros), *both)
-        assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (wrong,))
-        assert cause(verdict) is Cause.INITIAL_VALUES
-
-
-def test_not_finite():
-    """In the candidate it is found, in the reference nothing can be said."""
-    bad = drawn(2, *SHAPE).index_fill(0, torch.tensor([3]), math.nan)
-    found = verdict_of(REFERENCE, held(0, drawn(2, *SHAPE)), held(1, bad))
-    assert (found.verdict, found.ranks) == (Outcome.NONFINITE, (1,))
-    assert verdict_of(reference_of(bad), held(0, bad)).verdict is Outcome.UNCHECKED
-
-
-@pytest.mark.parametrize(
-    ("expected", "holders", "why"),
-    [
-        ({}, [held(0, drawn(2, *SHAPE))], "only one of the runs has them"),
-        (REFERENCE, [], "only one of the runs has them"),
-        (REFERENCE, [held(0, drawn(2, 4, 4), (4, 4))], "(64, 64) in the reference"),
-        (REFERENCE, shards(drawn(2, 32, 64), drawn(3, 32, 64))[:1], "incomplete"),
-        (
-            REFERENCE,
-            [*shards(drawn(2, 32, 64), drawn(3, 32, 64)), held(2, drawn(4, *SHAPE))],
-            "parts overlap",
-        ),
-        (reference_of(drawn(1, 7)), [held(0, drawn(2, 7), (7,))], "fewer than 8"),
-        (reference_of(drawn(1, 7)), [held(0, torch.zeros(7), (7,))], "fewer than 8"),
-        (reference_of(drawn(1, 1)), [held(0, drawn(2, 1), (1,))], "one value"),
-    ],
-)
-def test_nothing_to_say(expected, holders, why):
-    """Then it says why, and is no failure."""
-    verdict = verdict_of(expected, *holders)
-    assert verdict.verdict is Outcome.UNCHECKED
-    assert why in notes_text(verdict.notes)

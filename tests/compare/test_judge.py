@@ -159,7 +159,6 @@ def test_given_tensors_are_equal_or_wrong(key, error, outcome, margin):
 
 
 def test_one_verdict_per_tensor_in_execution_order():
-    """As many verdicts as the reference has tensors, in its order."""
     keys = [dataclasses.replace(KEY, name=name) for name in ("b", "a", "c")]
     measured = {0: [found(key=keys[1]), found(key=keys[0])]}
     verdicts = judge([(key, SHAPE) for key in keys], of_ranks(measured), Known(), EPS)
@@ -228,7 +227,6 @@ def candidates(draw):
 
 
 def judged(logical, ranks, tolerance):
-    """Measure every rank, judge."""
     limits = Known(tolerance, float(logical.double().norm()) / math.sqrt(logical.numel()))
     measured = {
         rank: [Measured(KEY, where, boxes, tuple(logical.shape), measure(local, logical, boxes))]

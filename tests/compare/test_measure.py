@@ -29,12 +29,10 @@ inf, nan = math.inf, math.nan
 
 
 def whole(tensor):
-    """The boxes of an undivided tensor."""
     return plan(tuple(tensor.shape), (), SINGLE)
 
 
 def random(shape, dtype=torch.float32, seed=0, scale=1.0):
-    """Normal numbers."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
 
@@ -60,28 +58,21 @@ def by_numpy(local, logical, factor=1.0):
     )
 
 
-def by_numpy_unsigned(local, logical):
-    """The same without a checksum, which depends on the boxes."""
-    return dataclasses.replace(by_numpy(local, logical), checksum=0)
-
-
 def bits(tensor):
-    """All bytes, in row-major order."""
     return bytes(
         tensor.new_empty(tensor.shape).copy_(tensor).reshape(-1).view(torch.uint8).tolist()
     )
 
 
-def close(found, expected, rel=1e-12):
+def close(found, expected, rel=1e-12, without=()):
     """As good as float64 is; what is counted, and the checksum, exactly."""
     scale = max(expected.reference, expected.candidate)
-    for field in dataclasses.fields(Sums):
-        ours, theirs = getattr(found, field.name), getattr(expected, field.name)
+    for name, theirs in dataclasses.asdict(expected).items():
         if isinstance(theirs, float):
-            atol = rel * scale if field.name == "dot" else 0.0
-            assert ours == pytest.approx(theirs, rel=rel, abs=atol), field.name
-        else:
-            assert ours == theirs, field.name
+            atol = rel * scale if name == "dot" else 0.0
+            assert getattr(found, name) == pytest.approx(theirs, rel=rel, abs=atol), name
+        elif name not in without:
+            assert getattr(found, name) == theirs, name
 
 
 @pytest.fixture(params=[512, 256, 128, "plain"], scope="module", autouse=True)
@@ -100,7 +91,6 @@ def way(request):
 
 
 def in_blocks_of(size, patch):
-    """Cut tensors into blocks of this many elements."""
     patch.setattr(arrangement, "BLOCK", size)
 
 
@@ -113,15 +103,15 @@ SHAPES = st.one_of(
 ODD = st.sampled_from([nan, inf, -inf, 0.0, -0.0, 1e-45, -3e-39, 6e-8, 1.5])
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
     shape=SHAPES,
     seed=st.integers(0, 99),
     candidate=st.sampled_from(FLOATS),
     reference=st.sampled_from(FLOATS),
     factor=st.sampled_from([1.0, 2.0, 3.0, 0.125]),
-    scale=st.sampled_from([1e-30, 1e-6, 1.0, 1e15]),
-    error=st.sampled_from([0.0, 1e-9, 1e-2, 10.0]),
+    scale=st.sampled_from([1e-30, 1e-22, 1e-6, 1.0, 1e15, 1e30]),
+    error=st.sampled_from([0.0, 1e-12, 1e-9, 1e-2, 10.0, -1.0]),
     holes=st.lists(st.tuples(ODD, ODD), max_size=4),
     flip=st.tuples(st.booleans(), st.booleans()),
     block=st.sampled_from([1, 3, 16, 1 << 15]),
@@ -129,7 +119,10 @@ ODD = st.sampled_from([nan, inf, -inf, 0.0, -0.0, 1e-45, -3e-39, 6e-8, 1.5])
 def test_the_numbers_of_float64(
     shape, seed, candidate, reference, factor, scale, error, holes, flip, block
 ):
-    """Of any pair of dtypes, shapes, strides and values; blocks are an inner matter."""
+    """Of any pair of dtypes, shapes, strides and values; blocks are an inner matter.
+
+    Squares of 1e-30 underflow float32 and of 1e30 overflow it; the sums do neither.
+    """
     r = random(shape, torch.float64, seed, scale)
     c = r * factor * (1 + error * random(shape, torch.float64, seed + 1))
     for at, (left, right) in enumerate(holes[: r.numel()]):
@@ -155,39 +148,9 @@ def test_the_first_difference_may_be_late(monkeypatch, where, turned):
 
 
 def strided(tensor):
-    """The same elements, not contiguous in memory."""
     if not tensor.ndim:
         return tensor
     return torch.stack((tensor, tensor), dim=tensor.ndim).select(tensor.ndim, 1)
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e-12, 1.0, 1e12, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_every_size_of_number(dtype, scale):
-    """Squares of 1e-30 underflow float32 and of 1e30 overflow it; the sums do neither."""
-    r = random((40, 7), dtype, scale=scale)
-    c = (r.double() * (1 + 0.01 * random((40, 7), torch.float64, seed=1))).to(dtype)
-    found = measure(c, r, whole(r))
-    assert found.diff > 0
-    close(found, by_numpy(c, r))
-
-
-@pytest.mark.parametrize("size", [1e-30, 1e-22, 1e30])
-def test_equal_tensors_keep_their_norm(size):
-    """A difference of zero says nothing of the squares: the reference's norm must be right too."""
-    r = random((40, 7), scale=size)
-    found = measure(r, r, whole(r))
-    assert found.diff == 0.0
-    close(found, by_numpy(r, r))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("factor", [1.0, 2.0, 3.0, 0.125])
-def test_factor(dtype, factor):
-    """A candidate that must be ``factor`` times the reference is compared after division."""
-    r = random((33, 5), dtype)
-    c = (r.double() * factor + 0.01 * random((33, 5), torch.float64, seed=1)).to(dtype)
-    close(measure(c, r, whole(r), factor), by_numpy(c, r, factor))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -200,29 +163,6 @@ def test_more_than_one_block(dtype):
     half = Box((0, 8), (5, r.shape[1] - 8), (0, 0))
     for part in (c[:, 8:].contiguous(), c[:, 8:], r[:, 8:].contiguous()):
         close(measure(part, r, (half,)), by_numpy(part, r[:, 8:]))
-
-
-def test_float64_is_compared_as_float64():
-    """Differences below float32's resolution count when both sides are float64."""
-    r = random((100,), torch.float64)
-    found = measure(r * (1 + 1e-12), r, whole(r))
-    assert math.sqrt(found.diff / found.reference) == pytest.approx(1e-12, rel=1e-3)
-
-
-@pytest.mark.parametrize("dtype", FP8, ids=str)
-def test_fp8(dtype):
-    """FP8 tensors have no arithmetic of their own, and are compared all the same."""
-    r, c = random((16, 16), dtype), random((16, 16), dtype, seed=1)
-    close(measure(c, r, whole(r)), by_numpy(c, r))
-    assert measure(r, r, whole(r)).diff == 0.0
-    assert checksum(c) != checksum(r)
-
-
-def test_mixed_dtypes():
-    """A bf16 candidate of a float32 reference differs by its rounding."""
-    r = random((64, 64))
-    found = measure(r.bfloat16(), r, whole(r))
-    assert 0.0005 < math.sqrt(found.diff / found.reference) < 0.004
 
 
 def test_strides_do_not_matter():
@@ -255,15 +195,6 @@ def test_scalars_single_elements_and_empty_tensors():
     assert measure(empty, empty, whole(empty)) == Sums()
     assert measure(empty, empty, (Box((0, 0), (0, 4), (0, 0)),)) == Sums()
     assert checksum(empty) == 0
-
-
-def test_zeros():
-    """Equal zeros differ by nothing; a candidate of zeros differs by all of the reference."""
-    zero, r = torch.zeros(9), random((9,))
-    assert measure(zero, zero, whole(zero)).diff == 0.0
-    found = measure(zero, r, whole(r))
-    assert found.diff == pytest.approx(found.reference, rel=1e-6)
-    assert found.candidate == 0.0
 
 
 @pytest.mark.parametrize(
@@ -321,7 +252,7 @@ def test_ranks_add_up_to_the_whole(placement):
         boxes = plan((8, 6), (placement,), mesh)
         local = torch.cat([logical_view(other, box) for box in boxes], placement.placement.dim)
         total += measure(local, logical, boxes)
-    close(dataclasses.replace(total, checksum=0), by_numpy_unsigned(other, logical))
+    close(total, by_numpy(other, logical), without=("checksum",))  # depends on the boxes
 
 
 def test_flat_boxes_are_offsets_into_a_vector():
@@ -329,7 +260,7 @@ def test_flat_boxes_are_offsets_into_a_vector():
     logical = random((5, 7))
     boxes = FlatShard(4, 30).boxes([undivided(5), undivided(7)])
     local = logical.reshape(-1)[4:30] + 1.0
-    found = dataclasses.replace(measure(local, logical, boxes), checksum=0)
-    close(found, by_numpy_unsigned(local, logical.reshape(-1)[4:30]))
+    expected = by_numpy(local, logical.reshape(-1)[4:30])
+    close(measure(local, logical, boxes), expected, without=("checksum",))
     local_view(local, boxes[-1]).fill_(0.0)
     assert float(local[-boxes[-1].numel :].abs().max()) == 0.0

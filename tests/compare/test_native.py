@@ -26,7 +26,6 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_a_wheel_has_no_source(elsewhere):
-    """Its file is used."""
     assert native.library() is not None
 
 

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.parametrize("cases", ["sums_on_a_device", "capture_on_a_device"])
 def test_cases(cases: str) -> None:
-    """All of them pass, and there are some."""
     done = subprocess.run(
         [
             sys.executable,

@@ -22,7 +22,6 @@ LAYOUT = RankLayout(mesh_of(1, 2, tp=2), 8, False, 3.0, frozenset({"a", "x"}))
 
 @pytest.fixture
 def reference(tmp_path):
-    """An output and a gradient."""
     writer = TraceWriter(tmp_path / "reference", 0)
     sink = WriteSink(writer, 1)
     for key in (KEY, GRAD):
@@ -53,7 +52,6 @@ def test_a_partial_tensor_is_a_share(reference):
 
 
 def test_misfits(reference):
-    """What the reference lacks, and what fits no layout."""
     planner = Planner(reference, 1, LAYOUT)
     stranger = dataclasses.replace(KEY, name="b")
     assert planner.plan(stranger, (4,)) == [Measured.stranger(stranger, (4,))]

@@ -18,7 +18,6 @@ def relative(sums):
 
 
 def draw(seed, tokens=64, experts=8):
-    """Scores of a router."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tokens, experts, generator=generator)
 
@@ -67,7 +66,6 @@ def test_a_tie_is_named_and_costs_nothing():
 
 
 def test_the_order_of_the_chosen_does_not_count():
-    """A set is a set."""
     scores = draw(3)
     best = scores.topk(2).indices
     sums, others = choice(Routed(scores, best), best.flip(1))
@@ -90,7 +88,6 @@ def test_a_wrong_choice_is_far_off(wrong):
 
 
 def test_scores_that_are_no_numbers():
-    """Count as such."""
     scores = draw(5)
     scores[0, 0] = math.nan
     sums, _ = choice(Routed(scores, (-scores).topk(2).indices), scores.topk(2).indices)

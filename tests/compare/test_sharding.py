@@ -82,7 +82,6 @@ def test_an_activation(sink):
 
 
 def test_a_parameter(sink):
-    """Its place is known."""
     shards, written = sink
     where = (STEP_LEVEL, Kind.PARAM, "weight", 0)
     shards.placed(where, torch.ones(3, 5), (6, 5), (Step("tp", Shard(0)),))
@@ -100,7 +99,6 @@ def test_a_tensor_that_the_trial_did_not_have(sink, place, shape):
 
 
 def test_experts(sink):
-    """Jobs with experts are refused before; here is no way around that."""
     with pytest.raises(TTraceError, match="cannot have experts"):
         sink[0].positions(0, (1, 1))
 

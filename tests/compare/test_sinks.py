@@ -34,18 +34,15 @@ WEIGHT = step_level(Kind.MAIN_GRAD, "decoder.layers.0.mlp.linear_fc1.weight")
 
 
 def key(place):
-    """The key of a place in iteration 1."""
     return TraceKey(1, *place)
 
 
 def random(*shape, seed=0):
-    """Normal numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.fixture
 def tensors():
-    """The logical tensors of a tiny reference."""
     return {
         OUT: random(S, 1, H),
         GRAD: random(S, 1, H, seed=1),
@@ -73,7 +70,6 @@ def reference(tmp_path, tensors):
 
 
 def layout(rank=0, factor=1.0, gated=True, **sizes):
-    """A candidate's rank."""
     world = 1
     for size in sizes.values():
         world *= size
@@ -92,7 +88,6 @@ def test_the_reference_is_written_once_per_tensor(reference, tensors):
 
 
 def test_equal_tensors_of_one_device(reference, tensors):
-    """A replay of the reference differs by nothing."""
     sink = CompareSink(reference, 1, layout())
     sink.tensor((OUT, NEXT), tensors[OUT])
     sink.placed(IDS, tensors[IDS], tensors[IDS].shape, ())
@@ -137,7 +132,6 @@ def test_gradients_of_activations_have_a_factor(reference, tensors):
 
 
 def test_a_zero_range_of_a_sharded_weight(reference, tensors):
-    """A flat range of a tensor-parallel half."""
     half = tensors[WEIGHT].chunk(2)[1].reshape(-1)
     sink = CompareSink(reference, 1, layout(1, tp=2))
     steps = (Step("tp", Shard(0)), Step("dp", FlatShard(5, 40)))
@@ -163,7 +157,6 @@ def test_extra_and_misshapen_tensors_are_findings(reference, tensors):
 
 
 def test_another_iteration_is_another_tensor(reference, tensors):
-    """Keys carry the iteration."""
     sink = CompareSink(reference, 2, layout())
     sink.tensor((OUT,), tensors[OUT])
     assert sink.measured[0].problem == "extra"
@@ -237,7 +230,6 @@ def test_partial_sums_of_a_gradient(reference, tensors, weights, right, tmp_path
 
 
 def test_isolation_hands_out_a_share(reference, tensors):
-    """Half of the reference to each of two ranks."""
     sink = CompareSink(reference, 1, shared_key(1), isolate=True)
     instead = sink.replace(GRAD, torch.zeros(S, 1, H))
     assert torch.allclose(instead, tensors[GRAD] / 2)
@@ -261,7 +253,6 @@ def test_isolation_leaves_alone_what_it_cannot_replace(reference, tensors):
 
 
 def limits(tensors, tolerance=0.01):
-    """Tolerances of everything."""
     known = {key(place): data for place, data in {**tensors, NEXT: tensors[OUT]}.items()}
     return Tolerances(
         {k: Moved(d.numel(), float(d.double().norm()), (tolerance / 4,)) for k, d in known.items()},

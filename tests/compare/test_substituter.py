@@ -18,7 +18,6 @@ VALUES = torch.arange(48.0).view(8, 1, 6) + 1
 
 @pytest.fixture
 def reference(tmp_path):
-    """One tensor."""
     writer = TraceWriter(tmp_path / "reference", 0)
     WriteSink(writer, 1).tensor((OUT,), VALUES)
     writer.close()
@@ -49,7 +48,6 @@ def test_a_replay_disturbs_what_it_hands_back(reference):
 
 
 def test_filling_is_in_place(reference):
-    """As main gradients are exchanged."""
     made = substituter(reference)
     data = torch.zeros(8, 1, 3)
     match = made._planner.activation(KEY, (8, 1, 3))
@@ -58,7 +56,6 @@ def test_filling_is_in_place(reference):
 
 
 def names(*given):
-    """Keys of one gradient's names: (kind, module)."""
     return [TraceKey(1, 0, kind, module, 0) for kind, module in given]
 
 

@@ -11,13 +11,11 @@ from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 
 def batch(number):
-    """The tokens of the reference's microbatch ``number``."""
     return {"tokens": torch.arange(6).view(2, 3) + 10 * number, "labels": torch.zeros(2, 3)}
 
 
 @pytest.fixture
 def reference(tmp_path):
-    """A reference of four microbatches."""
     writer = TraceWriter(tmp_path, 0)
     sink = WriteSink(writer, 1)
     for number in range(4):
@@ -64,7 +62,6 @@ def test_equal_microbatches_are_told_apart_by_order(tmp_path):
 
 
 def test_another_iteration_knows_no_microbatch(reference):
-    """Numbers fall back to the sampler's order."""
     assert match([batch(3), batch(1)], reference, 2, 2, 1) == [1, 3]
 
 

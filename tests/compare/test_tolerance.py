@@ -26,7 +26,6 @@ FP32, BF16 = 2.0**-23, 2.0**-7
 
 
 def of(key, moved, dtype="bfloat16", **others):
-    """The tolerance of ``key`` among tensors that moved so."""
     return Tolerances(moved, dict.fromkeys(moved, dtype), **others).of(key)
 
 
@@ -50,7 +49,6 @@ def test_epsilon(dtype, expected):
 
 
 def test_the_largest_movement_counts():
-    """Over seeds, times the safety factor."""
     found = of(KEY, {KEY: Moved(400, 40.0, (0.01, 0.02, 0.005))})
     assert found.value == pytest.approx(SAFETY * 0.02)
     assert found.rms == 2.0
@@ -88,7 +86,6 @@ def test_microbatches_are_pooled():
     "change", [{"iteration": 2}, {"kind": Kind.INPUT}, {"name": "other"}, {"index": 1}]
 )
 def test_nothing_else_is_pooled(change):
-    """Another iteration, kind, module or index is another statistic."""
     other = dataclasses.replace(KEY, **change)
     moved = {KEY: Moved(400, 40.0, (0.01,)), other: Moved(400, 20.0, (0.5,))}
     assert of(KEY, moved).value == pytest.approx(SAFETY * 0.01)
@@ -165,7 +162,6 @@ def test_what_is_given_is_exact(kind, index, exact):
 
 
 def test_discrete_tensors_are_exact():
-    """There is no rounding in integers."""
     assert of(KEY, {KEY: Moved(4, 2.0, (0.5,))}, "int64").value == 0.0
 
 
@@ -180,7 +176,6 @@ def test_blindness(moved, blind):
 
 
 def test_a_zero_reference_has_no_rms():
-    """All zeros: any error is infinite."""
     found = of(KEY, {KEY: Moved(4, 0.0, (0.0,))}, "float32")
     assert (found.rms, found.value) == (0.0, SAFETY * FP32 / 2)
 
@@ -216,14 +211,12 @@ def test_a_damaged_file_is_named(tmp_path, damage):
 
 
 def test_bytes_that_are_no_text_are_damage(tmp_path):
-    """A file of noise is not a Python error."""
     (tmp_path / tolerance.FILE).write_bytes(b"\xff\xfe\x00noise\n")
     with pytest.raises(TTraceError, match="is damaged"):
         read(tmp_path, [])
 
 
 def test_a_trace_without_tolerances_is_no_reference(tmp_path):
-    """A candidate's trace given as the reference."""
     with pytest.raises(TTraceError, match="is not a reference trace"):
         read(tmp_path, [])
 

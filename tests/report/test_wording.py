@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of a tensor beside its outcome."""
+
+import pytest
+
+from megatron_ttrace.report.wording import notes_text
+from megatron_ttrace.trace.findings import Note, Remark, Sample
+
+NORMAL = Sample(1e-4, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("note", "text"),
+    [
+        (Note(Remark.REPLICAS, ranks=(0, 1)), "replicas differ on ranks 0-1"),
+        (Note(Remark.REPLICAS_ROUNDED, ranks=(0, 2)), "replicas differ in rounding on ranks 0,2"),
+        (Note(Remark.UNEVEN, 1, 3), "held unevenly: 1 to 3 replicas"),
+        (Note(Remark.SHAPE, text="(3,) is not a part"), "(3,) is not a part"),
+        (Note(Remark.UNDEFINED, 40), "undefined: 40 elements are NaN in both runs"),
+        (Note(Remark.BLIND, 0.5, 0.1), "blind: rounding alone moves it by 50% (bound 10%)"),
+        (Note(Remark.ROUTED, 1, 8), "1 of 8 tokens are routed differently"),
+        (
+            Note(Remark.LOST, samples=(Sample(0.5, 0.0), NORMAL)),
+            "initial values are lost: all 0.5; in the reference mean 0.0001, std 0.02",
+        ),
+        (Note(Remark.FEW_VALUES, limit=8), "initial values: fewer than 8 random numbers"),
+        (
+            Note(Remark.SAME_START, ranks=(0, 1), text="another part of it"),
+            "initial values on rank 0 are bitwise equal to those of another part of it on rank 1",
+        ),
+    ],
+)
+def test_a_note(note, text):
+    assert notes_text([note]) == text
