@@ -20,7 +20,7 @@ from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.assay import __main__
 from tests.assay.planting import SHAPES, WHOLE_SIZE, Field, random_box, sweep
-from tests.compare.places import step_level
+from tests.compare.traces import step_level
 from tests.placement.meshes import mesh_of
 
 OUT = (0, Kind.OUTPUT, "decoder.layers.0", 0)

@@ -21,8 +21,6 @@ from megatron_ttrace.compare import device, sketch
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.routing import choice
 from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.compare.tolerance import Moved, Tolerances
-from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
@@ -37,6 +35,7 @@ from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests import stand_in
 from tests.capture.recorder import Model, batch
+from tests.compare.traces import tolerances_of, writing
 from tests.placement.meshes import mesh_of
 
 CPU = torch.device("cpu")
@@ -83,10 +82,8 @@ def run(sink, where, wrong=0.0, perturb=None, guard=stand_in.no_waiting):
 
 
 def written(directory, where):
-    writer = TraceWriter(directory, 0)
-    run(WriteSink(writer, 1), where)
-    writer.close()
-    seal(directory, {"role": "reference"})
+    with writing(directory) as sink:
+        run(sink, where)
     return TraceReader(directory)
 
 
@@ -103,9 +100,7 @@ def reference(tmp_path_factory):
 
 def sink_of(reference, writer=None, budget=Budget()):  # noqa: B008 - it cannot change
     """A sink that stores what is wrong by more than rounding."""
-    tensors = {key: reference.tensor(reference.entry(key)) for key in reference}
-    moved = {key: Moved(1, float(one.double().norm()), (1e-6,)) for key, one in tensors.items()}
-    tolerances = Tolerances(moved, dict.fromkeys(reference, "float32"))
+    tolerances = tolerances_of(reference, 1e-6)
     layout = RankLayout(SINGLE, 5, False, 1.0)
     return CompareSink(reference, 1, layout, tolerances=tolerances, writer=writer, budget=budget)
 

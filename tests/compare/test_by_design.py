@@ -11,13 +11,10 @@ from megatron_ttrace.compare.gathered import merge, of_ranks
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.compare.tolerance import Moved, Tolerances
-from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.collectives import UNRECORDED, Collective, Ledger, Operation, Phase
-from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
-from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
-from tests.compare.places import step_level
+from megatron_ttrace.trace.records import Kind, Outcome
+from tests.compare.traces import reference_of, step_level, tolerances_of
 from tests.placement.meshes import mesh_of
 
 S, H = 8, 6
@@ -65,29 +62,11 @@ class World:
             for place in places:
                 tensors.pop(place)
 
-    def _reference(self):
-        writer = TraceWriter(self._directory / "reference", 0)
-        sink = WriteSink(writer, 1)
-        for place, data in self.tensors.items():
-            if place[0] < 0:
-                sink.placed(place, data, data.shape, ())
-            elif place != READER:
-                sink.tensor((place, READER) if place == ROTARY else (place,), data)
-        writer.close()
-        seal(self._directory / "reference", {"role": "reference"})
-        return TraceReader(self._directory / "reference")
-
     def outcomes(self, ledger=None, *, isolated=False):
         """The outcome of each place, and the places with a note."""
-        reference = self._reference()
-        keys = {TraceKey(1, *place): data for place, data in self.tensors.items()}
-        tolerances = Tolerances(
-            {
-                key: Moved(data.numel(), float(data.double().norm()), (self.moved[place],))
-                for (key, data), place in zip(keys.items(), self.tensors, strict=True)
-            },
-            dict.fromkeys(keys, "float32"),
-        )
+        written = {place: data for place, data in self.tensors.items() if place != READER}
+        reference = reference_of(self._directory, written, {ROTARY: [READER]})
+        tolerances = tolerances_of(reference, moves=self.moved)
         measured = {}
         for rank, tensors in enumerate(self.ranks):
             mesh = mesh_of(rank, len(self.ranks), **self.sizes)

@@ -11,12 +11,11 @@ from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.compare.tolerance import Moved, Tolerances
-from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.compare.traces import reference_of, tolerances_of
 
 nan, inf = math.nan, math.inf
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -33,11 +32,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
 def verdict_on(directory, reference, candidate, kind=Kind.OUTPUT):
     """The verdict on one tensor of one rank; in place and offline must agree."""
     place = (STEP_LEVEL if kind is Kind.MAIN_GRAD else 0, kind, "decoder.layers.0", 0)
-    writer = TraceWriter(directory / "reference", 0)
-    WriteSink(writer, 1).placed(place, reference, reference.shape, ())
-    writer.close()
-    seal(directory / "reference", {})
-    reader = TraceReader(directory / "reference")
+    reader = reference_of(directory / "reference", {place: reference})
     saving = TraceWriter(directory / "candidate", 0)
     layout = RankLayout(SINGLE, 16, False, 1.0)
     sink = CompareSink(reader, 1, layout, writer=saving, keep_all=True)
@@ -47,10 +42,7 @@ def verdict_on(directory, reference, candidate, kind=Kind.OUTPUT):
     offline = measure_saved(reader, TraceReader(directory / "candidate"))
 
     key = TraceKey(1, *place)
-    finite = torch.nan_to_num(reference.double(), 0.0, 0.0, 0.0)
-    moves = (MOVED if reference.numel() else 0.0,) * 4
-    moved = Moved(reference.numel(), float(finite.norm()), moves)
-    tolerances = Tolerances({key: moved}, {key: str(reference.dtype)})
+    tolerances = tolerances_of(reader, MOVED if reference.numel() else 0.0, replays=4)
     shapes = [(key, tuple(reference.shape))]
     [verdict] = judge(shapes, of_rank(0, sink.measured), tolerances, 2.0**-7)
     [again] = judge(shapes, of_ranks(offline), tolerances, 2.0**-7)

@@ -13,13 +13,12 @@ import torch
 
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exercised import Observed, Requested, observe, share, unexercised
-from megatron_ttrace.compare.tolerance import Moved, Tolerances
-from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.run.answer import requested as asked
+from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
-from megatron_ttrace.trace.records import CHOICE, SCORES, STEP_LEVEL, Kind, Outcome, TraceKey
-from megatron_ttrace.trace.store import TraceReader, TraceWriter
+from megatron_ttrace.trace.records import CHOICE, SCORES, STEP_LEVEL, Kind, Outcome
+from tests.compare.traces import reference_of, tolerances_of
 from tests.placement.meshes import mesh_of
 from tests.report.synthetic_report import make_verdict
 
@@ -159,20 +158,14 @@ def test_the_share_is_of_computed_tensors() -> None:
 class Trace:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._writer = TraceWriter(directory, 0)
-        self._moved: dict[TraceKey, Moved] = {}
-        self._dtypes: dict[TraceKey, str] = {}
+        self._tensors: dict[Place, torch.Tensor] = {}
 
     def add(self, number: int, kind: Kind, name: str, value: torch.Tensor, index: int = 0) -> None:
-        WriteSink(self._writer, 1).placed((number, kind, name, index), value, value.shape, ())
-        key = TraceKey(1, number, kind, name, index)
-        self._moved[key] = Moved(value.numel(), float(value.float().norm()), (0.0,))
-        self._dtypes[key] = str(value.dtype).removeprefix("torch.")
+        self._tensors[number, kind, name, index] = value
 
     def observe(self, requested: Requested = EVERYTHING) -> Observed:
-        self._writer.close()
-        reader = TraceReader(self._directory, sealed=False)
-        return observe(reader, Tolerances(self._moved, self._dtypes), requested)
+        reference = reference_of(self._directory, self._tensors)
+        return observe(reference, tolerances_of(reference), requested)
 
 
 def causal(boundary: int = 0) -> torch.Tensor:

@@ -10,14 +10,13 @@ from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.compare.tolerance import Moved, Tolerances
-from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.captured import Routed
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.compare.traces import tolerances_of, writing
 from tests.placement.meshes import mesh_of
 
 LAYER = "decoder.layers.0.mlp.experts"
@@ -63,30 +62,22 @@ def scores(microbatch):
 
 @pytest.fixture
 def reference(tmp_path):
-    writer = TraceWriter(tmp_path / "reference", 0)
-    sink = WriteSink(writer, 1)
-    for m in MICROBATCHES:
-        assert sink.positions(0, (4, 2)).tolist() == list(range(TOKENS))
-        kept = sink.routed(m, ROUTER, Routed(scores(m), chosen(m)[:, None]))
-        assert torch.equal(kept, chosen(m)[:, None])
-        rows = index(*[(m, rows_of(m, e), e) for e in range(EXPERTS)])
-        sink.dispatched(m, LAYER, rows)
-        sink.dispatched(m, LAYER, rows)  # recomputed
-        sink.tensor(((m, *IN),), tensor(rows))
-        sink.tensor(((m, *OF_ONE),), tensor(rows.of_expert(1)))
-        sink.tensor(((m, *OUT),), tensor(rows))
-    writer.close()
-    seal(tmp_path / "reference", {"role": "reference"})
+    with writing(tmp_path / "reference") as sink:
+        for m in MICROBATCHES:
+            assert sink.positions(0, (4, 2)).tolist() == list(range(TOKENS))
+            kept = sink.routed(m, ROUTER, Routed(scores(m), chosen(m)[:, None]))
+            assert torch.equal(kept, chosen(m)[:, None])
+            rows = every_row(m)
+            sink.dispatched(m, LAYER, rows)
+            sink.dispatched(m, LAYER, rows)  # recomputed
+            sink.tensor(((m, *IN),), tensor(rows))
+            sink.tensor(((m, *OF_ONE),), tensor(rows.of_expert(1)))
+            sink.tensor(((m, *OUT),), tensor(rows))
     return TraceReader(tmp_path / "reference")
 
 
-def tolerances(reference):
-    moved, dtypes = {}, {}
-    for key in reference:
-        data = reference.tensor(reference.entry(key)).double()
-        moved[key] = Moved(data.numel(), float(data.norm()), (0.0025,))
-        dtypes[key] = reference.entry(key).dtype
-    return Tolerances(moved, dtypes)
+def every_row(microbatch):
+    return index(*[(microbatch, rows_of(microbatch, e), e) for e in range(EXPERTS)])
 
 
 def arrived(rank):
@@ -116,7 +107,7 @@ def check(reference, tamper=lambda rank, rows, data: (rows, data), *, writer=Non
 
 def judged(reference, measured):
     expected = [(key, reference.entry(key).shape) for key in reference]
-    return judge(expected, of_ranks(measured), tolerances(reference), 1e-7)
+    return judge(expected, of_ranks(measured), tolerances_of(reference), 1e-7)
 
 
 def by_place(verdicts):
@@ -186,14 +177,12 @@ def test_a_tensor_of_other_rows_is_a_shape(reference):
 
 def partial_sums(reference, weights):
     """Two ranks of expert tensor parallelism whose outputs are parts of the whole."""
-    rows = index(*[(0, rows_of(0, e), e) for e in range(EXPERTS)])
-    other = index(*[(1, rows_of(1, e), e) for e in range(EXPERTS)])
     measured = {}
     for rank, weight in enumerate(weights):
         sink = CompareSink(reference, 1, RankLayout(mesh_of(rank, 2, tp=2, etp=2), 4, False, 1.0))
-        for m, which in ((0, rows), (1, other)):
-            sink.dispatched(m, LAYER, which)
-            sink.tensor(((m, *OUT),), weight * tensor(which))
+        for m in MICROBATCHES:
+            sink.dispatched(m, LAYER, every_row(m))
+            sink.tensor(((m, *OUT),), weight * tensor(every_row(m)))
         measured[rank] = sink.measured
     return by_place(judged(reference, measured))
 
@@ -260,7 +249,7 @@ def test_isolation_puts_the_reference_in(reference):
     wrong = tensor(rows) + 1
     assert torch.equal(sink.replace((0, *IN), wrong), tensor(rows))
     assert sink.replace((0, *IN), tensor(rows)) is None
-    both = index(*[(0, rows_of(0, e), e) for e in range(EXPERTS)])
+    both = every_row(0)
     sink = CompareSink(
         reference, 1, RankLayout(mesh_of(0, 2, tp=2, etp=2), 4, False, 1.0), isolate=True
     )
@@ -270,18 +259,14 @@ def test_isolation_puts_the_reference_in(reference):
 
 def test_padding_is_not_stored(tmp_path):
     """The reference's experts' tensors hold tokens only, however a product filled them up."""
-    writer = TraceWriter(tmp_path / "reference", 0)
-    sink = WriteSink(writer, 1)
-    rows = index(*[(0, rows_of(0, e), e) for e in range(EXPERTS)])
-    sink.dispatched(0, LAYER, rows)
-    padded = torch.zeros(32, HIDDEN)
+    rows, padded = every_row(0), torch.zeros(32, HIDDEN)
     first = len(rows_of(0, 0))
     padded[:first] = tensor(rows)[:first]
     padded[16 : 16 + TOKENS - first] = tensor(rows)[first:]
-    sink.tensor(((0, *IN),), padded)
-    sink.tensor(((0, *OF_ONE),), padded[16:])
-    writer.close()
-    seal(tmp_path / "reference", {"role": "reference"})
+    with writing(tmp_path / "reference") as sink:
+        sink.dispatched(0, LAYER, rows)
+        sink.tensor(((0, *IN),), padded)
+        sink.tensor(((0, *OF_ONE),), padded[16:])
     stored = TraceReader(tmp_path / "reference")
     whole = stored.tensor(stored.entry(TraceKey(1, 0, *IN)))
     assert torch.equal(whole, tensor(rows))

@@ -17,8 +17,8 @@ from megatron_ttrace.compare.tolerance import Tolerance, is_exact
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Step, describe, plan
-from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 from megatron_ttrace.trace.views import local_view, logical_view
 from tests.placement.by_hand import local_shape

@@ -10,9 +10,8 @@ from megatron_ttrace.compare import planning
 from megatron_ttrace.compare.experts import Match
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import Planner, RankLayout
-from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.trace.records import Kind, TraceKey
-from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.compare.traces import reference_of
 from tests.placement.meshes import mesh_of
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a", 0)
@@ -22,13 +21,8 @@ LAYOUT = RankLayout(mesh_of(1, 2, tp=2), 8, False, 3.0, frozenset({"a", "x"}))
 
 @pytest.fixture
 def reference(tmp_path):
-    writer = TraceWriter(tmp_path / "reference", 0)
-    sink = WriteSink(writer, 1)
-    for key in (KEY, GRAD):
-        sink.tensor(((key.microbatch, key.kind, key.name, key.index),), torch.ones(8, 1, 6))
-    writer.close()
-    seal(tmp_path / "reference", {"role": "reference"})
-    return TraceReader(tmp_path / "reference")
+    places = [(0, kind, "a", 0) for kind in (Kind.OUTPUT, Kind.GRAD_INPUT)]
+    return reference_of(tmp_path, dict.fromkeys(places, torch.ones(8, 1, 6)))
 
 
 def test_an_activation(reference):

@@ -14,13 +14,13 @@ from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.sketch import squared_norm
-from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.placements import FlatShard, Shard
 from megatron_ttrace.placement.plan import Step
-from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
-from tests.compare.places import step_level
+from tests.compare.traces import key_of as key
+from tests.compare.traces import step_level, tolerances_of, writing
 from tests.placement.meshes import mesh_of
 
 S, H = 8, 6
@@ -31,10 +31,6 @@ FC1 = (0, Kind.OUTPUT, "decoder.layers.0.mlp.linear_fc1", 0)
 IDS = (0, Kind.TOKENS, "tokens", 0)
 NORM = step_level(Kind.GRAD_NORM, "grad_norm")
 WEIGHT = step_level(Kind.MAIN_GRAD, "decoder.layers.0.mlp.linear_fc1.weight")
-
-
-def key(place):
-    return TraceKey(1, *place)
 
 
 def random(*shape, seed=0):
@@ -56,16 +52,11 @@ def tensors():
 @pytest.fixture
 def reference(tmp_path, tensors):
     """A trace of them, with a second name for the first."""
-    writer = TraceWriter(tmp_path / "reference", 0)
-    sink = WriteSink(writer, 1)
-    sink.tensor((OUT, NEXT), tensors[OUT])
-    sink.tensor((GRAD,), tensors[GRAD])
-    sink.tensor((FC1,), tensors[FC1])
-    sink.placed(IDS, tensors[IDS], tensors[IDS].shape, ())
-    sink.placed(WEIGHT, tensors[WEIGHT].reshape(-1), (4 * H, H), ())
-    sink.placed(NORM, tensors[NORM], (), ())
-    writer.close()
-    seal(tmp_path / "reference", {"role": "reference"})
+    with writing(tmp_path / "reference") as sink:
+        sink.tensor((OUT, NEXT), tensors[OUT])
+        for place in (GRAD, FC1, IDS, NORM):
+            sink.tensor((place,), tensors[place])
+        sink.placed(WEIGHT, tensors[WEIGHT].reshape(-1), (4 * H, H), ())
     return TraceReader(tmp_path / "reference")
 
 
@@ -82,7 +73,7 @@ def test_the_reference_is_written_once_per_tensor(reference, tensors):
     assert reference.primary(key(NEXT)) == key(OUT)
     assert reference.entry(key(NEXT)).tensor == reference.entry(key(OUT)).tensor
     assert torch.equal(reference.tensor(reference.entry(key(WEIGHT))), tensors[WEIGHT])
-    assert list(reference) == [key(p) for p in (OUT, NEXT, GRAD, FC1, IDS, WEIGHT, NORM)]
+    assert list(reference) == [key(p) for p in (OUT, NEXT, GRAD, FC1, IDS, NORM, WEIGHT)]
     writer_sink = WriteSink(TraceWriter(reference.directory.parent / "other", 0), 1)
     assert writer_sink.replace(OUT, tensors[OUT]) is None
 
@@ -252,14 +243,6 @@ def test_isolation_leaves_alone_what_it_cannot_replace(reference, tensors):
     assert CompareSink(reference, 1, layout()).replace(NEXT, tensors[OUT]) is None
 
 
-def limits(tensors, tolerance=0.01):
-    known = {key(place): data for place, data in {**tensors, NEXT: tensors[OUT]}.items()}
-    return Tolerances(
-        {k: Moved(d.numel(), float(d.double().norm()), (tolerance / 4,)) for k, d in known.items()},
-        {k: str(d.dtype) for k, d in known.items()},
-    )
-
-
 def run_candidate(directory, reference, tensors, keep_all, ranks=2):
     """Two tensor-parallel ranks; rank 1's output is wrong. Returns the findings."""
     found = {}
@@ -269,7 +252,7 @@ def run_candidate(directory, reference, tensors, keep_all, ranks=2):
             reference,
             1,
             layout(rank, factor=2.0, tp=2),
-            tolerances=limits(tensors),
+            tolerances=tolerances_of(reference),
             writer=writer,
             keep_all=keep_all,
         )
@@ -313,9 +296,9 @@ def test_a_saved_candidate_measures_the_same_offline(tmp_path, reference, tensor
             assert found[one.key] == one
 
 
-def test_fails_is_about_the_rank_alone(tensors):
+def test_fails_is_about_the_rank_alone(reference):
     """No sums: nothing to say. NaN: fails, whatever the tolerance."""
-    known = limits(tensors)
+    known = tolerances_of(reference)
     assert not fails(None, known, key(OUT))
     assert fails(Sums(n=4, nonfinite=1), known, key(OUT))
     assert fails(Sums(n=4, diff=4.0, reference=4.0), known, key(OUT))
@@ -325,7 +308,7 @@ def test_fails_is_about_the_rank_alone(tensors):
 def test_empty_ranges_survive_saving(tmp_path, reference, tensors):
     """A rank whose ZeRO range of a weight is empty holds nothing of it, and says so."""
     writer = TraceWriter(tmp_path / "candidate", 0)
-    known = limits(tensors)
+    known = tolerances_of(reference)
     sink = CompareSink(reference, 1, layout(), tolerances=known, writer=writer, keep_all=True)
     empty = (Step("dp", FlatShard(7, 7)),)
     sink.placed(WEIGHT, tensors[WEIGHT].reshape(-1)[7:7], (4 * H, H), empty)

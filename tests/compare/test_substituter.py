@@ -6,9 +6,8 @@ import torch
 
 from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.compare.substituter import Substituter, makers_of
-from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.trace.records import Kind, TraceKey
-from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.compare.traces import reference_of
 from tests.placement.meshes import mesh_of
 
 OUT = (0, Kind.OUTPUT, "a", 0)
@@ -18,11 +17,7 @@ VALUES = torch.arange(48.0).view(8, 1, 6) + 1
 
 @pytest.fixture
 def reference(tmp_path):
-    writer = TraceWriter(tmp_path / "reference", 0)
-    WriteSink(writer, 1).tensor((OUT,), VALUES)
-    writer.close()
-    seal(tmp_path / "reference", {"role": "reference"})
-    return TraceReader(tmp_path / "reference")
+    return reference_of(tmp_path, {OUT: VALUES})
 
 
 def substituter(reference, perturb=None):
@@ -55,10 +50,6 @@ def test_filling_is_in_place(reference):
     assert torch.equal(data, VALUES.chunk(2, -1)[1])
 
 
-def names(*given):
-    return [TraceKey(1, 0, kind, module, 0) for kind, module in given]
-
-
 ENTERS, LEFT = Kind.GRAD_INPUT, Kind.GRAD_OUTPUT
 
 
@@ -81,5 +72,5 @@ ENTERS, LEFT = Kind.GRAD_INPUT, Kind.GRAD_OUTPUT
 )
 def test_makers_of_a_gradient(given, makers):
     """Those are compared with what they made; the others get the reference's values first."""
-    keys = names(*given)
+    keys = [TraceKey(1, 0, kind, module, 0) for kind, module in given]
     assert makers_of(keys) == [keys[number] for number in makers]

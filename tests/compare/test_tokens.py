@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from megatron_ttrace.compare.tokens import match
-from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.trace.records import Kind
-from megatron_ttrace.trace.store import TraceReader, TraceWriter
+from tests.compare.traces import reference_of
 
 
 def batch(number):
@@ -16,13 +15,10 @@ def batch(number):
 
 @pytest.fixture
 def reference(tmp_path):
-    writer = TraceWriter(tmp_path, 0)
-    sink = WriteSink(writer, 1)
-    for number in range(4):
-        for name, value in batch(number).items():
-            sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
-    writer.close()
-    return TraceReader(tmp_path, sealed=False)
+    batches = {number: batch(number) for number in range(4)}
+    return reference_of(
+        tmp_path, {(n, Kind.TOKENS, name, 0): v for n in batches for name, v in batches[n].items()}
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,11 +49,8 @@ def test_an_unknown_microbatch_keeps_its_expected_number(reference):
 
 def test_equal_microbatches_are_told_apart_by_order(tmp_path):
     """Two microbatches of the same tokens get two numbers."""
-    writer = TraceWriter(tmp_path, 0)
-    for number in range(2):
-        WriteSink(writer, 1).placed((number, Kind.TOKENS, "tokens", 0), torch.ones(2), (2,), ())
-    writer.close()
-    reference = TraceReader(tmp_path, sealed=False)
+    places = [(number, Kind.TOKENS, "tokens", 0) for number in range(2)]
+    reference = reference_of(tmp_path, dict.fromkeys(places, torch.ones(2)))
     assert match([{"tokens": torch.ones(2)}] * 2, reference, 1, 1, 0) == [0, 1]
 
 

@@ -32,7 +32,7 @@ from megatron_ttrace.trace.moments import moments_of
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.sealing import checksum_of, seal_json
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
-from tests.compare.places import step_level
+from tests.compare.traces import step_level
 from tests.faults.fuzz import mutations
 from tests.faults.fuzz.harness import Attempt, WrongError, command
 from tests.placement.meshes import mesh_of
