@@ -54,18 +54,17 @@ def measure_saved(
     for rank, entries in reference.ranks.items():
         for number, entry in enumerate(entries):
             if entry.key.kind is Kind.INITIAL:
-                with _told(reference, rank, number):
+                with _line(reference, rank, number):
                     _moments(entry)
-    found: dict[int, list[Measured]] = {}
     alike = Counter(_part(entry) for entries in candidate.ranks.values() for entry in entries)
+    measured: dict[int, list[Measured]] = {rank: [] for rank in candidate.ranks}
     for rank, entries in candidate.ranks.items():
-        found[rank] = []
         for number in range(len(entries)):
-            with _told(candidate, rank, number):
+            with _line(candidate, rank, number):
                 entry = candidate.resolve(rank, number)
                 ranks = alike[_part(entry)]
-                found[rank].append(_measure(reference, candidate, entry, ranks, tolerances))
-    return found
+                measured[rank].append(_measure(reference, candidate, entry, ranks, tolerances))
+    return measured
 
 
 def _part(entry: Entry) -> tuple[object, ...]:
@@ -146,7 +145,7 @@ def _contradiction(mesh: Mesh, rank: int, world_size: int) -> str:
 
 
 @contextmanager
-def _told(trace: TraceReader, rank: int, number: int) -> Iterator[None]:
+def _line(trace: TraceReader, rank: int, number: int) -> Iterator[None]:
     """Name the line of the index that an error is about."""
     try:
         yield

@@ -23,18 +23,6 @@ from megatron_ttrace.trace.views import box_views
 BUCKETS = 128
 
 
-def sketch(data: torch.Tensor) -> tuple[float, ...]:
-    """The sketch of all elements in row-major order; two ranks' sketches of equal shapes add up."""
-    return tuple(_sums(data).tolist())
-
-
-def _sums(data: torch.Tensor) -> torch.Tensor:
-    flat = data.detach().reshape(-1).double()
-    signs, buckets = (to_device(one, flat.device) for one in _plan(flat.numel()))
-    sums = torch.zeros(BUCKETS, dtype=torch.float64, device=flat.device)
-    return sums.index_add_(0, buckets, flat * signs)
-
-
 def sketch_of_share(
     local: torch.Tensor, logical: torch.Tensor, boxes: Sequence[Box], factor: float, ranks: int
 ) -> tuple[float, ...]:
@@ -58,8 +46,12 @@ def sums_of_share(
         (here.detach().double() / factor - to_device(there, here.device).double() / ranks)
         for here, there in box_views(local, logical, boxes)
     ]
-    nothing = torch.empty(0, device=local.device)
-    return _sums(torch.cat([part.reshape(-1) for part in parts]) if parts else nothing)
+    sums = torch.zeros(BUCKETS, dtype=torch.float64, device=local.device)
+    if not parts:
+        return sums
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    signs, buckets = (to_device(drawn, flat.device) for drawn in _plan(flat.numel()))
+    return sums.index_add_(0, buckets, flat * signs)
 
 
 def squared_norm(sketches: list[tuple[float, ...]]) -> float:

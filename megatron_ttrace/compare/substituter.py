@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_ttrace.compare.experts import Match
-from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import Planner
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
@@ -61,9 +60,7 @@ class Substituter:
             return None
         if sum(box.numel for box in match.boxes) != data.numel():
             return None
-        self.fill(oriented, key, match.boxes)
-        if match.share != 1.0:
-            instead.mul_(match.share)
+        self._fill(oriented, match)
         return self._if_other(key, instead, data)
 
     def _rows(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor | None:
@@ -74,13 +71,8 @@ class Substituter:
         except ValueError:
             return None
         for match in matches:
-            if isinstance(match, Measured):
-                continue
-            whole = self._reference.data(match.key)
-            for here, there in box_views(instead, whole, match.boxes):
-                here.copy_(to_device(there, here.device))
-                if match.share != 1.0:
-                    here.mul_(match.share)
+            if isinstance(match, Match):
+                self._fill(instead, match)
         return self._if_other(key, instead, data)
 
     def chosen(self, match: Match, data: torch.Tensor) -> torch.Tensor:
@@ -89,11 +81,17 @@ class Substituter:
         self.fill(theirs, match.key, match.boxes)
         return theirs
 
-    def fill(self, data: torch.Tensor, key: TraceKey, boxes: Sequence[Box]) -> None:
-        """Write the reference's values over ``data``, in place."""
-        whole = self._reference.data(key)
-        for here, there in box_views(data, whole, boxes):
+    def fill(
+        self, data: torch.Tensor, key: TraceKey, boxes: Sequence[Box], share: float = 1.0
+    ) -> None:
+        """Write the reference's values, or a share of them, over ``data``, in place."""
+        for here, there in box_views(data, self._reference.data(key), boxes):
             here.copy_(to_device(there, here.device))
+            if share != 1.0:
+                here.mul_(share)
+
+    def _fill(self, data: torch.Tensor, match: Match) -> None:
+        self.fill(data, match.key, match.boxes, match.share)
 
     def _if_other(
         self, key: TraceKey, instead: torch.Tensor, data: torch.Tensor

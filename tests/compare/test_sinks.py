@@ -78,79 +78,69 @@ def test_the_reference_is_written_once_per_tensor(reference, tensors):
     assert writer_sink.replace(OUT, tensors[OUT]) is None
 
 
-def test_equal_tensors_of_one_device(reference, tensors):
-    sink = CompareSink(reference, 1, layout())
-    sink.tensor((OUT, NEXT), tensors[OUT])
-    sink.placed(IDS, tensors[IDS], tensors[IDS].shape, ())
-    assert [one.key for one in sink.measured] == [key(OUT), key(NEXT), key(IDS)]
-    assert all(one.sums.diff == 0.0 and one.sums.n > 0 for one in sink.measured)
-    assert sink.measured[0].placement == "Replicate"
+STRANGER = (0, Kind.OUTPUT, "unheard.of", 0)
+RANGE = (Step("tp", Shard(0)), Step("dp", FlatShard(5, 40)))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_slice_is_compared_with_its_slice(reference, tensors, rank):
-    """Sequence parallel: each rank against its own half; the wrong half is noticed."""
-    sink = CompareSink(reference, 1, layout(rank, tp=2))
-    halves = tensors[OUT].chunk(2)
-    sink.tensor((OUT,), halves[rank])
-    sink.tensor((NEXT,), halves[1 - rank])
-    right, wrong = sink.measured
-    assert (right.placement, right.sums.diff) == ("tp:Shard(0)", 0.0)
-    assert (right.sums.n, right.logical_shape) == (S * H // 2, (S, 1, H))
-    assert wrong.sums.diff > 0.1 * wrong.sums.reference
+def gated(tensors, rank):
+    """A rank's half of gate and up, side by side."""
+    return torch.cat([half.chunk(2, -1)[rank] for half in tensors[FC1].chunk(2, -1)], -1)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_gated_outputs_are_stacked(reference, tensors, rank):
-    """``linear_fc1``'s output is gate and up side by side, unless the model is not gated."""
-    gate, up = tensors[FC1].chunk(2, -1)
-    local = torch.cat([gate.chunk(2, -1)[rank], up.chunk(2, -1)[rank]], -1)
-    for gated in (True, False):
-        sink = CompareSink(reference, 1, layout(rank, gated=gated, tp=2))
-        sink.tensor((FC1,), local)
-        [found] = sink.measured
-        assert (found.sums.diff == 0.0) == gated
-        assert found.placement == ("tp:BlockShard(2, 2)" if gated else "tp:Shard(2)")
-
-
-def test_gradients_of_activations_have_a_factor(reference, tensors):
-    """Other numbers of microbatches scale the loss; parameters' gradients are averaged again."""
-    sink = CompareSink(reference, 1, layout(factor=4.0))
-    sink.tensor((GRAD,), 4 * tensors[GRAD])
-    sink.tensor((OUT,), tensors[OUT])
-    sink.placed(WEIGHT, tensors[WEIGHT], (4 * H, H), ())
-    assert [one.sums.diff for one in sink.measured] == [0.0, 0.0, 0.0]
-
-
-def test_a_zero_range_of_a_sharded_weight(reference, tensors):
-    half = tensors[WEIGHT].chunk(2)[1].reshape(-1)
-    sink = CompareSink(reference, 1, layout(1, tp=2))
-    steps = (Step("tp", Shard(0)), Step("dp", FlatShard(5, 40)))
-    sink.placed(WEIGHT, half[5:40], (4 * H, H), steps)
+@pytest.mark.parametrize(
+    ("place", "of", "local", "placement", "equal"),
+    [
+        (OUT, layout(), lambda t: t[OUT], "Replicate", True),
+        # Sequence parallel: each rank against its own half; the wrong half is noticed.
+        (OUT, layout(0, tp=2), lambda t: t[OUT].chunk(2)[0], "tp:Shard(0)", True),
+        (OUT, layout(1, tp=2), lambda t: t[OUT].chunk(2)[1], "tp:Shard(0)", True),
+        (OUT, layout(1, tp=2), lambda t: t[OUT].chunk(2)[0], "tp:Shard(0)", False),
+        # ``linear_fc1``'s output is gate and up side by side, unless the model is not gated.
+        (FC1, layout(0, tp=2), lambda t: gated(t, 0), "tp:BlockShard(2, 2)", True),
+        (FC1, layout(1, tp=2), lambda t: gated(t, 1), "tp:BlockShard(2, 2)", True),
+        (FC1, layout(1, gated=False, tp=2), lambda t: gated(t, 1), "tp:Shard(2)", False),
+        # Other numbers of microbatches scale the loss; main gradients are averaged again.
+        (GRAD, layout(factor=4.0), lambda t: 4 * t[GRAD], "Replicate", True),
+        (OUT, layout(factor=4.0), lambda t: t[OUT], "Replicate", True),
+    ],
+)
+def test_an_activation_is_compared_with_its_part(
+    reference, tensors, place, of, local, placement, equal
+):
+    sink, data = CompareSink(reference, 1, of), local(tensors)
+    sink.tensor((place,), data)
     [found] = sink.measured
-    assert (found.sums.n, found.sums.diff) == (35, 0.0)
-    assert found.placement == "tp:Shard(0) dp:FlatShard(5, 40)"
+    assert (found.key, found.placement, found.sums.n) == (key(place), placement, data.numel())
+    assert found.logical_shape == tensors[place].shape
+    assert found.sums.diff == 0.0 if equal else found.sums.diff > 0.1 * found.sums.reference
+
+
+def test_a_tensor_whose_place_is_known(reference, tensors):
+    """Tokens, a main gradient without a factor, and a flat range of a tensor-parallel half."""
+    half = tensors[WEIGHT].chunk(2)[1].reshape(-1)
+    sink = CompareSink(reference, 1, layout(1, factor=4.0, tp=2))
+    sink.placed(IDS, tensors[IDS], tensors[IDS].shape, ())
+    sink.placed(WEIGHT, tensors[WEIGHT], (4 * H, H), ())
+    sink.placed(WEIGHT, half[5:40], (4 * H, H), RANGE)
+    assert [(m.sums.n, m.sums.diff) for m in sink.measured] == [(S, 0), (24 * H, 0), (35, 0)]
+    assert sink.measured[2].placement == "tp:Shard(0) dp:FlatShard(5, 40)"
 
 
 def test_extra_and_misshapen_tensors_are_findings(reference, tensors):
-    """What the reference lacks, and what fits no layout, with a sentence each."""
+    """What the reference lacks, also in another iteration, and what fits no layout."""
     sink = CompareSink(reference, 1, layout())
-    sink.tensor(((0, Kind.OUTPUT, "unheard.of", 0),), tensors[OUT])
+    sink.tensor((STRANGER,), tensors[OUT])
     sink.tensor((OUT,), tensors[OUT][:5])
     sink.placed(WEIGHT, tensors[WEIGHT][:H], (H, H), ())
-    assert [(one.problem, one.sums) for one in sink.measured] == [
-        ("extra", None),
-        ("shape", None),
-        ("shape", None),
+    later = CompareSink(reference, 2, layout())
+    later.tensor((OUT,), tensors[OUT])
+    found = [(m.problem, m.sums, m.note.text) for m in (*sink.measured, *later.measured)]
+    assert found == [
+        ("extra", None, "not in the reference"),
+        ("shape", None, "(5, 1, 6) is not an even part of (8, 1, 6)"),
+        ("shape", None, "the whole tensor is (6, 6), in the reference (24, 6)"),
+        ("extra", None, "not in the reference"),
     ]
-    assert sink.measured[1].note.text == "(5, 1, 6) is not an even part of (8, 1, 6)"
-    assert sink.measured[2].note.text == "the whole tensor is (6, 6), in the reference (24, 6)"
-
-
-def test_another_iteration_is_another_tensor(reference, tensors):
-    sink = CompareSink(reference, 2, layout())
-    sink.tensor((OUT,), tensors[OUT])
-    assert sink.measured[0].problem == "extra"
 
 
 def test_a_repeated_name_is_not_measured_again(reference, tensors, monkeypatch):
@@ -165,31 +155,16 @@ def test_a_repeated_name_is_not_measured_again(reference, tensors, monkeypatch):
     assert sink.measured[1] == dataclasses.replace(sink.measured[0], key=key(NEXT))
 
 
-def test_a_repeated_name_that_the_reference_has_apart_is_measured(reference, tensors):
-    """What is one tensor here and two there is compared twice."""
+def test_a_repeated_name_of_another_tensor(reference, tensors):
+    """What is one tensor here and two there is compared twice; so is what is not there."""
     sink = CompareSink(reference, 1, layout())
     sink.tensor((OUT,), tensors[OUT])
     sink.repeat(OUT, GRAD, tensors[OUT])
-    assert [one.sums.diff > 0 for one in sink.measured] == [False, True]
-
-
-def test_a_repeated_name_of_something_extra(reference, tensors):
-    """Nothing is known of the first: the second stands for itself."""
+    assert [found.sums.diff > 0 for found in sink.measured] == [False, True]
     sink = CompareSink(reference, 1, layout())
-    first = (0, Kind.OUTPUT, "unheard.of", 0)
-    sink.tensor((first, OUT), tensors[OUT])
-    sink.repeat(first, (0, Kind.INPUT, "unheard.of", 1), tensors[OUT])
-    assert [one.problem for one in sink.measured] == ["extra", None, "extra"]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_isolation_hands_out_the_references_slice(reference, tensors, rank):
-    """In the candidate's own shape and dtype; zig-zag under context parallelism."""
-    sink = CompareSink(reference, 1, layout(rank, cp=2), isolate=True)
-    instead = sink.replace(NEXT, torch.zeros(S // 2, 1, H, dtype=torch.bfloat16))
-    quarters = tensors[OUT].chunk(4)
-    expected = torch.cat([quarters[rank], quarters[3 - rank]]).bfloat16()
-    assert torch.equal(instead, expected)
+    sink.tensor((STRANGER, OUT), tensors[OUT])
+    sink.repeat(STRANGER, (0, Kind.INPUT, "unheard.of", 1), tensors[OUT])
+    assert [found.problem for found in sink.measured] == ["extra", None, "extra"]
 
 
 def shared_key(rank):
@@ -220,27 +195,34 @@ def test_partial_sums_of_a_gradient(reference, tensors, weights, right, tmp_path
         assert off == pytest.approx(0.0 if right else 1.0, abs=0.2 if not right else 1e-6)
 
 
-def test_isolation_hands_out_a_share(reference, tensors):
-    sink = CompareSink(reference, 1, shared_key(1), isolate=True)
-    instead = sink.replace(GRAD, torch.zeros(S, 1, H))
-    assert torch.allclose(instead, tensors[GRAD] / 2)
+def zigzag(rank, data):
+    """A context-parallel rank's quarters."""
+    quarters = data.chunk(4)
+    return torch.cat([quarters[rank], quarters[3 - rank]])
 
 
-def test_isolation_hands_out_the_references_norm(reference):
-    """A scalar of the step; in no other case is there anything to clip by."""
-    zero = torch.zeros(())
-    assert CompareSink(reference, 1, layout(1, tp=2), isolate=True).replace(NORM, zero) == 2.5
-    assert CompareSink(reference, 1, layout()).replace(NORM, zero) is None
-    assert CompareSink(reference, 2, layout(), isolate=True).replace(NORM, zero) is None
-
-
-def test_isolation_leaves_alone_what_it_cannot_replace(reference, tensors):
-    """Integers, unknown names, shapes that do not fit, and everything when it is off."""
-    sink = CompareSink(reference, 1, layout(), isolate=True)
-    assert sink.replace(IDS, tensors[IDS]) is None
-    assert sink.replace((0, Kind.INPUT, "unheard.of", 0), tensors[OUT]) is None
-    assert sink.replace(NEXT, tensors[OUT][:5]) is None
-    assert CompareSink(reference, 1, layout()).replace(NEXT, tensors[OUT]) is None
+@pytest.mark.parametrize(
+    ("place", "of", "data", "expected"),
+    [
+        # In the candidate's own shape and dtype.
+        (NEXT, layout(0, cp=2), torch.zeros(4, 1, H).bfloat16(), lambda t: zigzag(0, t[OUT])),
+        (NEXT, layout(1, cp=2), torch.zeros(4, 1, H).bfloat16(), lambda t: zigzag(1, t[OUT])),
+        (GRAD, shared_key(1), torch.zeros(S, 1, H), lambda t: t[GRAD] / 2),
+        (NORM, layout(1, tp=2), torch.zeros(()), lambda t: torch.tensor(2.5)),
+        # Integers, unknown names, and shapes that do not fit.
+        (IDS, layout(), torch.zeros(1, S).long(), None),
+        ((0, Kind.INPUT, "unheard.of", 0), layout(), torch.zeros(S, 1, H), None),
+        (NEXT, layout(), torch.zeros(5, 1, H), None),
+    ],
+)
+def test_isolation_hands_out_the_references_part(reference, tensors, place, of, data, expected):
+    instead = CompareSink(reference, 1, of, isolate=True).replace(place, data)
+    if expected is None:
+        assert instead is None
+    else:
+        assert torch.equal(instead, expected(tensors).to(data.dtype))
+    assert CompareSink(reference, 1, of).replace(place, data) is None
+    assert CompareSink(reference, 2, of, isolate=True).replace(place, data) is None
 
 
 def run_candidate(directory, reference, tensors, keep_all, ranks=2):

@@ -6,7 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.sketch import sketch, squared_norm
+from megatron_ttrace.compare.sketch import sketch_of_share, squared_norm
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.placement.plan import plan
+
+
+def sketch(data):
+    """Of the difference from zero."""
+    return sketch_of_share(data, torch.zeros_like(data), plan(data.shape, (), SINGLE), 1.0, 1)
 
 
 @given(st.integers(1, 5000), st.integers(0, 99))
