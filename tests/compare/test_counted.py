@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,13 +51,6 @@ def failures(found: Judgement) -> dict[str, tuple[Reason | None, tuple[int, ...]
     return {one.name: (one.reason, one.ranks) for one in bad}
 
 
-def test_once_each() -> None:
-    """One rank leaves the replica out: one verdict, which passes."""
-    found = judge((), {0: [rank(0, range(2))], 1: [rank(1, range(2), parts=(1,))]})
-    assert [(one.name, one.verdict) for one in found.verdicts] == [("grad_norm", Outcome.PASS)]
-    assert not found.findings
-
-
 def norms(at: int, *parts: tuple[int, ...], group: range = range(2)) -> Counted:
     """Tensor-parallel rank ``at`` computes the norm more than once, each time over some parts."""
     countings = tuple(
@@ -71,46 +65,48 @@ def norms(at: int, *parts: tuple[int, ...], group: range = range(2)) -> Counted:
     return Counted(1, (norm(), weight(at % 2)), (0, 1), countings)
 
 
-def test_two_norms() -> None:
-    """One norm is logged, another one clipped by: each has every element once."""
-    found = judge((), {0: [norms(0, (0, 1), (0, 1))], 1: [norms(1, (1,), (1,))]})
-    assert [one.verdict for one in found.verdicts] == [Outcome.PASS]
+TWICE, NEVER = Reason.COUNTED_TWICE, Reason.NEVER_COUNTED
+ONCE = rank(0, range(999)), rank(1, range(999), parts=(1,))
 
 
-def test_one_norm_of_several_parts() -> None:
-    """Chained optimizers each have a part of one norm; an element in two of them counts twice."""
-    found = judge((), {0: [norms(0, (0,), (1,))], 1: [norms(1, (), (1,))]})
-    assert [one.verdict for one in found.verdicts] == [Outcome.PASS]
-    found = judge((), {0: [norms(0, (0,), (0, 1))], 1: [norms(1, (), (1,))]})
-    assert failures(found) == {NORM: (Reason.COUNTED_TWICE, (0, 1))}
-
-
-def test_a_replica_twice() -> None:
-    found = judge((), {0: [rank(0, range(2))], 1: [rank(1, range(2))]})
-    assert failures(found) == {NORM: (Reason.COUNTED_TWICE, (0, 1))}
-    (finding,) = found.findings.values()
-    assert isinstance(finding, Miscounted)
-    assert (finding.cause, finding.most, finding.names) == (Cause.COUNTED_TWICE, 2, (NORM,))
-
-
-def test_a_part_never() -> None:
-    """A rank does not put its rows in: half of the weight is missing from both results."""
-    found = judge((), {0: [rank(0, range(2))], 1: [rank(1, range(2), parts=())]})
-    assert failures(found) == {WEIGHT: (Reason.NEVER_COUNTED, (0, 1))}
-
-
-def test_a_group_too_small() -> None:
-    """Each rank sums over itself: it lacks what the other has, the first one has the norm."""
-    ranks = {0: [rank(0, range(1))], 1: [rank(1, range(1, 2), parts=(1,))]}
-    assert failures(judge((), ranks)) == {
-        NORM: (Reason.NEVER_COUNTED, (1,)),
-        WEIGHT: (Reason.NEVER_COUNTED, (0, 1)),
-    }
-
-
-def test_a_group_too_large() -> None:
-    ranks = {at: [rank(at, range(4), parts=(1,) if at % 2 else (0, 1))] for at in range(4)}
-    assert {reason for reason, _ in failures(judge((), ranks)).values()} == {Reason.COUNTED_TWICE}
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        # One rank leaves the replica out.
+        ((rank(0, range(2)), rank(1, range(2), parts=(1,))), {}),
+        # One norm is logged, another one clipped by: each has every element once.
+        ((norms(0, (0, 1), (0, 1)), norms(1, (1,), (1,))), {}),
+        # Chained optimizers each have a part of one norm; an element in two of them counts twice.
+        ((norms(0, (0,), (1,)), norms(1, (), (1,))), {}),
+        ((norms(0, (0,), (0, 1)), norms(1, (), (1,))), {NORM: (TWICE, (0, 1))}),
+        # Both tensor-parallel ranks put the layer norm in, or one does not put its rows in.
+        ((rank(0, range(2)), rank(1, range(2))), {NORM: (TWICE, (0, 1))}),
+        ((rank(0, range(2)), rank(1, range(2), parts=())), {WEIGHT: (NEVER, (0, 1))}),
+        # Each rank sums over itself: it lacks what the other has, the first one has the norm.
+        (
+            (rank(0, range(1)), rank(1, range(1, 2), parts=(1,))),
+            {NORM: (NEVER, (1,)), WEIGHT: (NEVER, (0, 1))},
+        ),
+        # Summed over data-parallel replicas as well.
+        (
+            tuple(rank(at, range(4), parts=(1,) if at % 2 else (0, 1)) for at in range(4)),
+            dict.fromkeys((NORM, WEIGHT), (TWICE, (0, 1, 2, 3))),
+        ),
+        # A result that all ranks share is added up once.
+        ((*ONCE, *(rank(at, range(999), parts=()) for at in range(2, 999))), {}),
+    ],
+)
+def test_a_norm(ranks, expected) -> None:
+    found = judge((), {at: [counted] for at, counted in enumerate(ranks)})
+    assert failures(found) == expected
+    if not expected:
+        assert [(one.name, one.verdict) for one in found.verdicts] == [("grad_norm", Outcome.PASS)]
+    for name, finding in zip(expected, found.findings.values(), strict=True):
+        assert isinstance(finding, Miscounted)
+        assert finding.names == tuple(expected)
+        twice = expected[name][0] is TWICE
+        assert finding.cause is (Cause.COUNTED_TWICE if twice else Cause.NEVER_COUNTED)
+        assert (finding.most == 2) if twice else (finding.least == 0)
 
 
 def test_two_collectives() -> None:
@@ -235,14 +231,6 @@ def test_what_is_unknown_is_said() -> None:
     silent = {0: [dataclasses.replace(ranks[0][0], countings=())]}
     found = judge(ranks[1], silent)
     assert found.not_judged == ((Statistic.GRAD_NORM, "how it is computed"),)
-
-
-def test_many_ranks() -> None:
-    """A result that all ranks share is added up once."""
-    world = range(1024)
-    first = {0: (0, 1), 1: (1,)}
-    ranks = {at: [rank(at, world, parts=first.get(at, ()))] for at in world}
-    assert not failures(judge((), ranks))
 
 
 @st.composite
