@@ -12,7 +12,8 @@ from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.placement.mesh import SINGLE
-from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.findings import Note
+from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.compare.traces import reference_of, tolerances_of
@@ -118,7 +119,7 @@ def test_awkward_tensors(tmp_path):
         if not reference.numel():
             assert verdict.margin == 0.0
         if outcome is Outcome.UNCHECKED:
-            assert verdict.notes == (Note(Remark.UNDEFINED, 1),)
+            assert verdict.notes == (Note(Reason.UNDEFINED, 1),)
         if outcome is Outcome.DIVERGED and not bool(reference.any()):
             assert verdict.rel_err == inf
 

@@ -18,6 +18,7 @@ from megatron_ttrace.placement.plan import Step, describe, plan
 from megatron_ttrace.report.wording import same_start_text
 from megatron_ttrace.trace.findings import Cause, Note, Remark
 from megatron_ttrace.trace.moments import Moments, moments_of
+from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 from megatron_ttrace.trace.views import local_view
 from tests.placement.meshes import mesh_of
@@ -246,8 +247,8 @@ def cases():
     yield REFERENCE, copies(RIGHT, nan), bad, Remark.NONFINITE, (1,)
     # Nothing can be said.
     yield reference_of(nan), copies(nan), UNKNOWN, Remark.REFERENCE_NONFINITE, (0,)
-    yield {}, copies(RIGHT), UNKNOWN, Remark.ONE_RUN, (0,)
-    yield REFERENCE, [], UNKNOWN, Remark.ONE_RUN, ()
+    yield {}, copies(RIGHT), UNKNOWN, Reason.ONE_RUN, (0,)
+    yield REFERENCE, [], UNKNOWN, Reason.ONE_RUN, ()
     yield REFERENCE, copies(drawn(2, 4, 4)), UNKNOWN, Remark.OTHER_SHAPE, (0,)
     halves = shards(HALF, drawn(3, 32, 64))
     yield REFERENCE, halves[:1], UNKNOWN, Remark.OVERLAP, (0,)

@@ -114,9 +114,9 @@ MISFIT = Measured.misfit(KEY, SHAPE, "(3,) is not an even part of (4,)")
         # A NaN is not smaller than a tolerance.
         ((found(diff=nan, reference=nan),), Known(), Outcome.DIVERGED, (0,), None),
         ((found(diff=inf, reference=inf),), Known(), Outcome.DIVERGED, (0,), None),
-        ((found(0.3),), BLIND, Outcome.UNCHECKED, (0,), Note(Remark.BLIND, 0.5, 0.1)),
+        ((found(0.3),), BLIND, Outcome.UNCHECKED, (0,), Note(Reason.BLIND, 0.5, 0.1)),
         ((found(0.6),), BLIND, Outcome.DIVERGED, (0,), None),
-        ((found(0.3),), NOISE, Outcome.UNCHECKED, (0,), Note(Remark.NONDETERMINISTIC, 0.1)),
+        ((found(0.3),), NOISE, Outcome.UNCHECKED, (0,), Note(Reason.NONDETERMINISTIC, 0.1)),
         ((found(0.6),), NOISE, Outcome.DIVERGED, (0,), None),
     ],
 )

@@ -5,6 +5,7 @@ import pytest
 
 from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.findings import Note, Remark, Sample
+from megatron_ttrace.trace.outcomes import Reason
 
 NORMAL = Sample(1e-4, 0.02)
 
@@ -16,8 +17,8 @@ NORMAL = Sample(1e-4, 0.02)
         (Note(Remark.REPLICAS_ROUNDED, ranks=(0, 2)), "replicas differ in rounding on ranks 0,2"),
         (Note(Remark.UNEVEN, 1, 3), "held unevenly: 1 to 3 replicas"),
         (Note(Remark.SHAPE, text="(3,) is not a part"), "(3,) is not a part"),
-        (Note(Remark.UNDEFINED, 40), "undefined: 40 elements are NaN in both runs"),
-        (Note(Remark.BLIND, 0.5, 0.1), "blind: rounding alone moves it by 50% (bound 10%)"),
+        (Note(Reason.UNDEFINED, 40), "undefined: 40 elements are NaN in both runs"),
+        (Note(Reason.BLIND, 0.5, 0.1), "blind: rounding alone moves it by 50% (bound 10%)"),
         (Note(Remark.ROUTED, 1, 8), "1 of 8 tokens are routed differently"),
         (
             Note(Remark.LOST, samples=(Sample(0.5, 0.0), NORMAL)),
