@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     rows = coverage(found, finished)
     table = {
         "checkout": str(args.checkout),
-        "jobs": {key: finished[key].to_json() for key in jobs if key in finished},
+        "jobs": {key: dataclasses.asdict(finished[key]) for key in jobs if key in finished},
         "recipes": [dataclasses.asdict(row) for row in rows],
     }
     if not args.dry_run:

@@ -52,8 +52,8 @@ class SmallJob:
     @property
     def key(self) -> str:
         """The same for jobs that are the same, wherever the checkout is."""
-        told = [Path(self.script).name, list(self.arguments), self.ranks, list(self.environment)]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:12]
+        job = [Path(self.script).name, list(self.arguments), self.ranks, list(self.environment)]
+        return hashlib.sha256(json.dumps(job).encode()).hexdigest()[:12]
 
     def moved(self, root: Path, to: Path) -> SmallJob:
         """The same job in another checkout."""
@@ -145,32 +145,21 @@ def _mentions(path: Path, mark: str) -> bool:
 
 
 def _recipe(name: str, path: Path, checkout: Path, most: int) -> Recipe:
-    recipe = _shrunk(name, path, checkout, most)
-    return dataclasses.replace(recipe, file=path.relative_to(checkout).as_posix())
-
-
-def _shrunk(name: str, path: Path, checkout: Path, most: int) -> Recipe:
+    file = path.relative_to(checkout).as_posix()
     try:
         command = recipe_file.read(path) if path.suffix != ".sh" else _example(path, checkout)
-    except recipe_file.NoTrainingError as error:
-        return Recipe(name, Kind.OTHER, why=_without(path, error))
+        small = plan.shrink(command, most)
     except TTraceError as error:
-        return Recipe(name, Kind.NOT_SHRUNK, why=_without(path, error))
-    try:
-        found = plan.shrink(command, most)
-    except TTraceError as error:
-        return Recipe(name, Kind.NOT_SHRUNK, why=_without(path, error))
+        other = isinstance(error, recipe_file.NoTrainingError)
+        why = " ".join(str(error).replace(str(path), "it").split())
+        return Recipe(name, Kind.OTHER if other else Kind.NOT_SHRUNK, why=why, file=file)
     environment = tuple(
         sorted(item for item in command.environment.items() if item[0].startswith(_VARIABLES))
     )
     jobs = tuple(
-        SmallJob(command.script, job.arguments, job.axes.ranks, environment) for job in found.jobs
+        SmallJob(command.script, job.arguments, job.axes.ranks, environment) for job in small.jobs
     )
-    return Recipe(name, Kind.TRAINING, jobs, lost=found.lost)
-
-
-def _without(path: Path, error: TTraceError) -> str:
-    return " ".join(str(error).replace(str(path), "it").split())
+    return Recipe(name, Kind.TRAINING, jobs, lost=small.lost, file=file)
 
 
 def _example(path: Path, checkout: Path) -> Command:

@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.known import finding_of
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.processes.logs import record_of, usage_error
-from megatron_ttrace.trace import owned
+from megatron_ttrace.jobs.shrink import documents
+from megatron_ttrace.saved.runner import Case, Runner
+from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Outcome, Result
 
@@ -61,23 +65,16 @@ class JobRow:
     finding: str = ""
     command: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values."""
-        return dataclasses.asdict(self)
-
 
 def read_results(file: Path) -> dict[str, JobRow]:
     """The finished jobs of an earlier run, by key. A line that was cut off is ignored."""
-    found = {}
+    rows = {}
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     for line in lines:
-        try:
-            values = json.loads(line)
-            row = JobRow(**{**values, "answer": Answer(values["answer"])})
-        except (ValueError, TypeError, KeyError):
-            continue
-        found[row.key] = row
-    return found
+        with contextlib.suppress(codec.CodecError):
+            row = codec.decode(JobRow, codec.parse(line))
+            rows[row.key] = row
+    return rows
 
 
 def jobs_of(recipes: Iterable[Recipe]) -> dict[str, SmallJob]:
@@ -121,7 +118,7 @@ def run(
     for job in waiting[:limit]:
         row = check(job)
         with open(owned.append(file), "a", encoding="utf-8") as out:
-            print(json.dumps(row.to_json()), file=out, flush=True)
+            print(json.dumps(dataclasses.asdict(row)), file=out, flush=True)
         yield row
 
 
@@ -136,70 +133,52 @@ class Checker:
             script: a training script of the checkout.
             seconds: after which a job is ended.
         """
-        from megatron_ttrace.jobs.shrink import documents
-        from megatron_ttrace.saved.runner import Runner
-
         self._seconds = seconds
         self._runner = Runner(directory / "jobs", script=script)
-        self.prefix = documents.write(directory / "data" / "text", (documents.SFT,))
+        self._prefix = documents.write(directory / "data" / "text", (documents.SFT,))
 
     def __call__(self, job: SmallJob) -> JobRow:
         """Check a job."""
-        import shlex
-
-        from megatron_ttrace.jobs.shrink import documents
-        from megatron_ttrace.saved.runner import Case
-
+        data = documents.arguments(job.script, self._prefix, job.arguments)
         case = Case(
             name=job.key,
-            arguments=(
-                *job.arguments,
-                *documents.arguments(job.script, self.prefix, job.arguments),
-            ),
+            arguments=(*job.arguments, *data),
             nproc=job.ranks,
             script=Path(job.script),
             environment=dict(job.environment),
             limit=self._seconds,
         )
         began = time.monotonic()
+        started = self._runner.job(case)
         variables = [f"{name}={value}" for name, value in job.environment]
-        checking = self._runner.job(case).checking()
         assigned = disclosure.command(["env", *variables]) if variables else []
-        command = shlex.join([*assigned, *checking])
-        try:
-            found = self._runner.run(case)
-            verdicts = found.verdicts()
-        except TTraceError as error:
-            by_megatron = refused(self._runner.job(case).directory)
-            return JobRow(
-                key=job.key,
-                answer=Answer.REFUSED if by_megatron else Answer.COULD_NOT_CHECK,
-                ranks=job.ranks,
-                seconds=time.monotonic() - began,
-                # Without the log's place, which is another one for every job.
-                why=" / ".join(str(error).splitlines()).split(" (log: ")[0][:600],
-                command=command,
-            )
-        summary = found.summary
-        culprits = "; ".join(f"{c.name} {c.kind} ({c.verdict})" for c in summary.culprits[:3])
-        answers = {
-            Result.EQUIVALENT: Answer.EQUIVALENT,
-            Result.DIVERGED: Answer.DIVERGED,
-            Result.COULD_NOT_CHECK: Answer.COULD_NOT_CHECK,
-        }
-        diverged = summary.verdict is Result.DIVERGED
-        return JobRow(
+        row = JobRow(
             key=job.key,
-            answer=answers[summary.verdict],
+            answer=Answer.COULD_NOT_CHECK,
             ranks=job.ranks,
+            command=shlex.join([*assigned, *started.checking()]),
+        )
+        try:
+            checked = self._runner.run(case)
+            verdicts = checked.verdicts()
+        except TTraceError as error:
+            # Without the log's place, which is another one for every job.
+            why = " / ".join(str(error).splitlines()).split(" (log: ")[0][:600]
+            answer = Answer.REFUSED if refused(started.directory) else row.answer
+            seconds = time.monotonic() - began
+            return dataclasses.replace(row, answer=answer, seconds=seconds, why=why)
+        summary = checked.summary
+        finding = ""
+        if summary.verdict is Result.DIVERGED:
+            finding = finding_of(job.arguments, summary.versions["megatron-core"])
+        return dataclasses.replace(
+            row,
+            answer=Answer[summary.verdict.name],
             tensors=len(verdicts),
             unchecked=sum(verdict.verdict is Outcome.UNCHECKED for verdict in verdicts),
             seconds=time.monotonic() - began,
-            why=culprits,
-            finding=finding_of(job.arguments, summary.versions["megatron-core"])
-            if diverged
-            else "",
-            command=command,
+            why=suites.culprits_of(summary, 3),
+            finding=finding,
         )
 
 
@@ -232,21 +211,15 @@ def coverage(recipes: Iterable[Recipe], finished: dict[str, JobRow]) -> list[Rec
     rows = []
     for recipe in recipes:
         keys = tuple(job.key for job in recipe.jobs)
-        if recipe.kind is not Kind.TRAINING:
-            answer = Answer.COULD_NOT_CHECK if recipe.kind is Kind.NOT_SHRUNK else None
-            rows.append(RecipeRow(recipe.name, answer, recipe.why))
-        elif any(key not in finished for key in keys):
-            rows.append(RecipeRow(recipe.name, None, "not run yet", jobs=keys, lost=recipe.lost))
-        else:
-            worst = max((finished[key] for key in keys), key=lambda row: _WORST.index(row.answer))
-            rows.append(
-                RecipeRow(
-                    name=recipe.name,
-                    answer=worst.answer,
-                    why=worst.why,
-                    finding=worst.finding,
-                    jobs=keys,
-                    lost=tuple(recipe.lost),
-                )
+        row = RecipeRow(recipe.name, None, recipe.why, jobs=keys, lost=recipe.lost)
+        if recipe.kind is Kind.NOT_SHRUNK:
+            row = dataclasses.replace(row, answer=Answer.COULD_NOT_CHECK)
+        elif recipe.kind is Kind.TRAINING and any(key not in finished for key in keys):
+            row = dataclasses.replace(row, why="not run yet")
+        elif recipe.kind is Kind.TRAINING:
+            worst = max((finished[key] for key in keys), key=lambda job: _WORST.index(job.answer))
+            row = dataclasses.replace(
+                row, answer=worst.answer, why=worst.why, finding=worst.finding
             )
+        rows.append(row)
     return rows

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From what the commands print to cases."""
 
+import dataclasses
 import json
 import math
 
@@ -92,7 +93,9 @@ def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
 )
 def test_recipe(changes: dict, state: State) -> None:
     """A recipe must be equivalent, show a finding, or be refused by Megatron itself."""
-    row = JobRow(key="1a2b", answer=Answer.EQUIVALENT, ranks=2, tensors=9, why="why").to_json()
+    row = dataclasses.asdict(
+        JobRow(key="1a2b", answer=Answer.EQUIVALENT, ranks=2, tensors=9, why="why")
+    )
     found = records.recipe(json.loads(json.dumps(row)) | changes)
     assert (found.name, found.state) == ("1a2b", state)
     assert "why" in found.note

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Running the parts, each in its own process; and the command, whole, on a tiny selection."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -45,7 +46,7 @@ def rows_program(rows: list[dict], code: int = 0) -> str:
 
 
 MATRIX = f"print({json.dumps(matrix_row())!r})"
-RECIPE = JobRow(key="1a2b", answer=Answer.EQUIVALENT, ranks=2).to_json()
+RECIPE = dataclasses.asdict(JobRow(key="1a2b", answer=Answer.EQUIVALENT, ranks=2))
 RECIPES = (
     "import os; os.makedirs(directory, exist_ok=True); "
     f"open(directory + '/{RESULTS}', 'a').write({json.dumps(RECIPE)!r})"
