@@ -4,6 +4,7 @@
 import ast
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,30 +46,35 @@ def summary(*culprits: Culprit, verdict: Result = Result.DIVERGED) -> Summary:
     return Summary(verdict, {}, culprits, {}, {}, {})
 
 
-def test_found() -> None:
-    """Detected, localised and explained, with the smallest margin."""
-    other = dataclasses.replace(CULPRIT, name="decoder.layers.1.mlp", margin=5.0)
-    found = assess(summary(CULPRIT, other), EXPECTED)
-    assert found.met
-    assert found.explained
-    assert found.margin == 5.0
-    assert found.problem == ""
-
-
 @pytest.mark.parametrize(
-    ("changes", "problem"),
+    ("changes", "expected", "reached", "problem"),
     [
-        ({"name": "decoder.layers.3.self_attention"}, "self_attention"),
-        ({"kind": Kind.GRAD_INPUT}, "grad_input"),
-        ({"direction": Direction.BACKWARD}, "backward"),
-        ({"verdict": Outcome.SHAPE}, "shape"),
+        ({}, EXPECTED, (True, True), ""),
+        ({"name": "decoder.layers.3.self_attention"}, EXPECTED, (False, False), "self_attention"),
+        ({"kind": Kind.GRAD_INPUT}, EXPECTED, (False, False), "grad_input"),
+        ({"direction": Direction.BACKWARD}, EXPECTED, (False, False), "backward"),
+        ({"verdict": Outcome.SHAPE}, EXPECTED, (False, False), "shape"),
+        ({"cause": None}, EXPECTED, (True, False), "explains it as: times TP"),
+        ({"cause": Cause.TOO_LARGE}, EXPECTED, (True, False), "times TP"),
+        ({"axes": ("cp",)}, EXPECTED, (True, False), "times TP"),
+        ({"cause": None}, dataclasses.replace(EXPECTED, cause=None), (True, None), ""),
     ],
 )
-def test_another_place_is_not_localised(changes: dict[str, object], problem: str) -> None:
-    """Module, kind, direction and verdict must all be as expected."""
-    found = assess(summary(dataclasses.replace(CULPRIT, **changes)), EXPECTED)
-    assert (found.detected, found.localised, found.met) == (True, False, False)
+def test_assessment(
+    changes: dict[str, Any], expected: Expected, reached: tuple[bool, bool | None], problem: str
+) -> None:
+    """Module, kind, direction, verdict, cause and axes are as expected; no words are read."""
+    found = assess(summary(dataclasses.replace(CULPRIT, **changes)), expected)
+    assert found.detected
+    assert (found.localised, found.explained) == reached
+    assert found.met == (not problem)
     assert problem in found.problem
+
+
+def test_margin() -> None:
+    """The smallest of the culprits'."""
+    other = dataclasses.replace(CULPRIT, name="decoder.layers.1.mlp", margin=5.0)
+    assert assess(summary(CULPRIT, other), EXPECTED).margin == 5.0
 
 
 def test_a_stray_is_not_localised() -> None:
@@ -97,17 +103,6 @@ def test_nothing_found() -> None:
     assert found.problem == "found equivalent"
 
 
-@pytest.mark.parametrize(
-    "changes", [{"cause": None}, {"cause": Cause.TOO_LARGE}, {"axes": ("cp",)}, {"axes": ()}]
-)
-def test_explanation(changes: dict[str, object]) -> None:
-    """The cause must be the expected one, on the expected axes; no words are read."""
-    found = assess(summary(dataclasses.replace(CULPRIT, **changes)), EXPECTED)
-    assert (found.localised, found.explained, found.met) == (True, False, False)
-    unasked = dataclasses.replace(EXPECTED, cause=None)
-    assert assess(summary(CULPRIT), unasked).explained is None
-
-
 def test_who_reads_the_flag() -> None:
     """``settings.bug`` is read where the fault is put in and nowhere else (see test_house.py)."""
     readers = {
@@ -117,5 +112,5 @@ def test_who_reads_the_flag() -> None:
         if isinstance(node, ast.Attribute) and node.attr in ("bug", "ttrace_bug")
     }
     # A suite's row has a bug, too.
-    readers -= {"cli/bugs.py", "evaluation/bugs/suite.py", "evaluation/baselines/run.py"}
+    readers -= {"cli/bugs.py", "evaluation/bugs/suite.py"}
     assert readers == {"jobs/settings.py", "run/loop.py", "run/entry.py"}

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace bugs run``, whole, on small jobs."""
+"""``ttrace bugs run``, whole, on small jobs; and that nothing cheats.
+
+Without the faults, or with another bug's expectations, the suite must fail.
+"""
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +17,13 @@ from tests import warm
 from tests.integration.jobs import environment
 
 ROOT = Path(__file__).parents[3]
-BUG = patches_dir() / "bugs" / "01-tp-embedding-mask.toml"
-NO_CATALOGUE = ""
+BUGS = patches_dir() / "bugs"
+ALL = sorted(path.name for path in BUGS.glob("*.toml"))
+ONE, TWO = ALL[:1], ("01-tp-embedding-mask.toml", "11-sp-layernorm.toml")
+_PATCH = re.compile(r'(fragment = """(.*?)"""\n)replacement = """.*?"""', re.DOTALL)
 
 
-def ttrace(folder: Path | str, *words: str, timeout: float = 280) -> tuple[int, str, str]:
+def ttrace(folder: Path | None, *words: str, timeout: float = 280) -> tuple[int, str, str]:
     """Run the command in a process of its own: the suite switches the CPU backend on."""
     driver = [str(ROOT / "tests" / "evaluation" / "bugs" / "driver.py"), str(folder)]
     start = driver if folder else ["-m", "megatron_ttrace"]
@@ -35,26 +42,50 @@ def verdicts(directory: Path) -> list[str]:
     return [json.dumps({name: line[name] for name in line if name != "run"}) for line in lines]
 
 
-def one_layout(folder: Path, name: str, *, harmless: bool = False) -> None:
-    """Bug 01 in its first layout only, under another name; on demand with a patch of no effect."""
-    text = BUG.read_text()
-    first, *_, last = text.split("[[layout]]\n")
-    only = text.split("[[layout]]\n")[1]
-    rest = last.split("[[patch]]", 1)[1]
-    text = f"{first}[[layout]]\n{only}[[patch]]{rest}"
-    if harmless:
-        begin = text.index("            # The ids are shifted already")
-        end = text.index("            output_parallel[input_mask", begin)
-        text = text[:begin] + "            pass\n" + text[end:]
-    (folder / name).write_text(text)
+def described(names: Sequence[str], layouts: int = 99) -> list[str]:
+    """The descriptions, with the first layouts only."""
+    texts = []
+    for name in names:
+        head, *parts = (BUGS / name).read_text().split("[[layout]]\n")
+        parts[-1], patches = parts[-1].split("[[patch]]", 1)
+        texts.append("[[layout]]\n".join([head, *parts[:layouts]]) + f"[[patch]]{patches}")
+    return texts
+
+
+def harmless(texts: Sequence[str]) -> list[str]:
+    """Every fragment replaced by itself."""
+    changed = [_PATCH.sub(r'\1replacement = """\2"""', text) for text in texts]
+    assert all(len(_PATCH.findall(text)) == text.count("[[patch]]") for text in texts)
+    return changed
+
+
+def scrambled(texts: Sequence[str]) -> list[str]:
+    """Each bug with the next one's expectation, as if their ids had been mixed up."""
+    parts = [text.split("[expected]") for text in texts]
+    expected = [part[1] for part in (*parts[1:], parts[0])]
+    return [f"{own[0]}[expected]{text}" for own, text in zip(parts, expected, strict=True)]
+
+
+def run(
+    directory: Path, names: Sequence[str], texts: Sequence[str], code: int = 2, timeout: float = 280
+) -> list[dict[str, Any]]:
+    """The rows of a suite with this catalogue; it ends with 2: no run without a bug diverged."""
+    catalogue = directory / "catalogue"
+    catalogue.mkdir()
+    for name, text in zip(names, texts, strict=True):
+        (catalogue / name).write_text(text)
+    words = ("bugs", "run", "--all", "--json", "--directory", str(directory))
+    ended, output, errors = ttrace(catalogue, *words, timeout=timeout)
+    assert ended == code, (output, errors[-3000:])
+    return rows(output)
 
 
 def test_list() -> None:
     """As JSON and as a table."""
-    code, output, _ = ttrace(NO_CATALOGUE, "bugs", "list", "--json")
+    code, output, _ = ttrace(None, "bugs", "list", "--json")
     assert code == 0
     assert [bug["id"] for bug in rows(output)][:2] == ["01", "02"]
-    code, output, _ = ttrace(NO_CATALOGUE, "bugs", "list")
+    code, output, _ = ttrace(None, "bugs", "list")
     assert code == 0
     assert "tp-embedding" in output
 
@@ -69,7 +100,7 @@ def test_list() -> None:
 )
 def test_wrong_use(words: list[str], message: str) -> None:
     """One line, exit code 2."""
-    code, _, errors = ttrace(NO_CATALOGUE, "bugs", "run", *words)
+    code, _, errors = ttrace(None, "bugs", "run", *words)
     assert code == 2
     assert message in errors
     assert "Traceback" not in errors
@@ -82,7 +113,7 @@ def test_wrong_use(words: list[str], message: str) -> None:
 def test_first_bug_in_three_layouts(work: Path, precision: list[str]) -> None:
     """TP 2, with sequence parallelism, with PP 2: found at the embedding, and nowhere else."""
     code, output, errors = ttrace(
-        NO_CATALOGUE, "bugs", "run", "01", "--json", "--directory", str(work), *precision
+        None, "bugs", "run", "01", "--json", "--directory", str(work), *precision
     )
     found = rows(output)
     assert code == 0, (found, errors)
@@ -97,50 +128,35 @@ def test_first_bug_in_three_layouts(work: Path, precision: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_hangs_on_the_id(tmp_path: Path, work: Path) -> None:
+def test_nothing_hangs_on_the_id(work: Path) -> None:
     """Under another number the same bug gives the same verdicts, line for line."""
-    catalogue = tmp_path / "bugs"
-    catalogue.mkdir()
-    one_layout(catalogue, "33-something-else.toml")
-    one_layout(catalogue, "44-yet-another.toml")
-    code, output, errors = ttrace(
-        catalogue, "bugs", "run", "--all", "--json", "--directory", str(work)
-    )
-    assert code == 0, (output, errors)
+    run(work, ("33-something-else.toml", "44-yet-another.toml"), described(ONE, 1) * 2, code=0)
     first, second = (verdicts(work / f"{bug}-0-faulty") for bug in ("33", "44"))
     assert first == second
     assert any('"diverged"' in line or '"replica_conflict"' in line for line in first)
 
 
 @pytest.mark.slow
-def test_no_bug_no_culprit(tmp_path: Path, work: Path) -> None:
-    """With a patch that changes nothing the same case must be found equivalent: exit code 2."""
-    catalogue = tmp_path / "bugs"
-    catalogue.mkdir()
-    one_layout(catalogue, "01-tp-embedding-mask.toml", harmless=True)
-    code, output, errors = ttrace(
-        catalogue, "bugs", "run", "01", "--json", "--directory", str(work)
-    )
-    assert code == 2, errors
-    (row,) = rows(output)
-    assert (row["healthy"], row["detected"], row["met"]) == (True, False, False)
-    assert row["problem"] == "found equivalent"
-
-
-@pytest.mark.slow
-def test_a_case_that_cannot_run(tmp_path: Path, work: Path) -> None:
+def test_a_case_that_cannot_run(work: Path) -> None:
     """A fragment that this Megatron lacks: one line, exit code 2."""
-    catalogue = tmp_path / "bugs"
-    catalogue.mkdir()
-    path = catalogue / "01-tp-embedding-mask.toml"
-    one_layout(catalogue, path.name)
-    path.write_text(path.read_text().replace("# Mask the output embedding.", "# Not there.", 1))
-    code, output, _ = ttrace(catalogue, "bugs", "run", "01", "--json", "--directory", str(work))
-    assert code == 2
-    (row,) = rows(output)
+    (text,) = described(ONE, 1)
+    (row,) = run(work, ONE, [text.replace("# Mask the output embedding.", "# Not there.", 1)])
     assert row["healthy"]
     assert "occurs 0 times instead of once" in row["problem"]
     assert "of megatron-core 0." in row["problem"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [scrambled, harmless])
+def test_two_bugs(work: Path, change) -> None:
+    """Mixed up they are found, and not where the other is expected; harmless ones are not found."""
+    found = run(work, TWO, change(described(TWO, 1)))
+    assert [row["id"] for row in found] == ["01", "11"]
+    for row in found:
+        assert row["healthy"]
+        assert not row["met"]
+        assert row["detected"] == (change is scrambled)
+        assert row["problem"].startswith("names" if change is scrambled else "found equivalent")
 
 
 @pytest.mark.nightly
@@ -156,7 +172,7 @@ def test_a_case_that_cannot_run(tmp_path: Path, work: Path) -> None:
 def test_all_bugs(tmp_path: Path, variant: str) -> None:
     """Another model, size, precision and seed: the same verdicts, places and explanations."""
     words = ("bugs", "run", "--all", "--json", "--directory", str(tmp_path), *variant.split())
-    code, output, errors = ttrace(NO_CATALOGUE, *words, timeout=1800)
+    code, output, errors = ttrace(None, *words, timeout=1800)
     bad = [(row["id"], row["problem"]) for row in rows(output) if not row["met"]]
     assert code == 0, (bad, errors[-2000:])
 
@@ -165,9 +181,26 @@ def test_all_bugs(tmp_path: Path, variant: str) -> None:
 def test_isolated(tmp_path: Path) -> None:
     """With every input taken from the reference, only the culprit's module is red: 12 of 14."""
     words = ("bugs", "run", "--all", "--isolate", "--json", "--directory", str(tmp_path))
-    _, output, errors = ttrace(NO_CATALOGUE, *words, timeout=1800)
+    _, output, errors = ttrace(None, *words, timeout=1800)
     found = rows(output)
     strays = {row["id"][:2] for row in found if not row["localised"]}
     assert len({row["id"][:2] for row in found}) == 14
     assert len(strays) <= 2, ([(row["id"], row["problem"]) for row in found], errors[-2000:])
     assert all(row["healthy"] for row in found)
+
+
+@pytest.mark.nightly
+def test_all_bugs_with_expectations_of_others(tmp_path: Path) -> None:
+    """Wherever a bug is found, it is where this bug is."""
+    found = run(tmp_path, ALL, scrambled(described(ALL)), timeout=1800)
+    assert {row["id"] for row in found} == {name.split("-")[0] for name in ALL}
+    assert [row["id"] for row in found if row["met"]] == []
+    assert all(row["detected"] for row in found)
+
+
+@pytest.mark.nightly
+def test_all_bugs_without_their_faults(tmp_path: Path) -> None:
+    """What is found is the fault: without it the same jobs are equivalent, or are refused."""
+    found = run(tmp_path, ALL, harmless(described(ALL)), timeout=1800)
+    assert [row["id"] for row in found if row["met"]] == []
+    assert {row["id"] for row in found if row["problem"] != "found equivalent"} == {"09"}
