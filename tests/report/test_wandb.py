@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.report import html, table
+from megatron_ttrace.report import html
 from megatron_ttrace.report import wandb as sink
-from megatron_ttrace.trace.records import Outcome, Summary, Verdict
-from tests.report.synthetic_report import make_summary, make_verdict
-from tests.report.wandb_file import records
+from megatron_ttrace.trace.records import Summary, Verdict
+from tests.report.synthetic_report import make_summary
+from tests.report.wandb_file import OfflineRun, forget_account
 from tests.trace.test_sanitise import HOSTILE, check_with
 
 wandb = pytest.importorskip("wandb")
@@ -32,55 +32,21 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No key, no mode, no settings of the machine's owner."""
-    for name in ("API_KEY", "MODE", "PROJECT", "IDENTITY_TOKEN_FILE", "BASE_URL", "RUN_ID"):
-        monkeypatch.delenv(f"WANDB_{name}", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    forget_account(monkeypatch, tmp_path)
     yield
     assert wandb.run is None, "a run was left open"
-
-
-def run_folder(directory: Path) -> Path:
-    """The one offline run under ``directory``."""
-    (folder,) = (directory / "wandb").glob("offline-run-*")
-    return folder
-
-
-def tables(folder: Path) -> dict[str, dict]:
-    """The tables that a run holds, by the start of their file names."""
-    files = (folder / "files/media/table").glob("*.table.json")
-    return {path.name.rsplit("_", 2)[0]: json.loads(path.read_text()) for path in files}
-
-
-def alerts(folder: Path) -> list:
-    """The alerts that a run holds."""
-    (path,) = folder.glob("*.wandb")
-    return [r.alert for r in records(path) if r.WhichOneof("record_type") == "alert"]
-
-
-def summary_of(folder: Path) -> dict:
-    """The summary fields as they were sent."""
-    (path,) = folder.glob("*.wandb")
-    fields = {}
-    for record in records(path):
-        for item in record.summary.update:
-            fields[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-    return fields
 
 
 def test_own_run(diverged: Check, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Table, chart, page, summary and one alert, in an offline run of our own."""
     html.write(tmp_path / "report.html", *diverged)
     line = sink.log(*diverged, tmp_path / "report.html", directory=tmp_path)
-    folder = run_folder(tmp_path)
-    assert str(folder) in line
+    run = OfflineRun(tmp_path)
+    assert str(run.folder) in line
     assert "\n" not in line
     assert "wandb:" not in "".join(capfd.readouterr())
 
-    found = tables(folder)
+    found = run.tables()
     table = found["ttrace_verdicts"]
     assert table["columns"] == list(sink.COLUMNS)
     assert table["data"][0][:4] == [
@@ -92,14 +58,14 @@ def test_own_run(diverged: Check, tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert len(table["data"]) > 20
     chart = found["ttrace_worst_margin_per_layer_table"]["data"]
     assert [row[0] for row in chart][:3] == ["tokens", "embedding", "decoder.layers.0"]
-    assert list((folder / "files/media/html").glob("ttrace_report*.html"))
+    assert list((run.folder / "files/media/html").glob("ttrace_report*.html"))
 
-    (alert,) = alerts(folder)
+    (alert,) = run.alerts()
     assert alert.title == "ttrace: embedding.word_embeddings diverges (forward)"
     for part in ("forward", "ranks 1,3", "13× its tolerance", "vocabulary mask"):
         assert part in alert.text
 
-    fields = summary_of(folder)
+    fields = run.summary()
     assert fields["ttrace/verdict"] == "diverged"
     assert fields["ttrace/failures"] == 809
     assert fields["ttrace/worst_margin"] == pytest.approx(51.25, rel=0.01)
@@ -134,19 +100,18 @@ def test_hostile_names(tmp_path: Path) -> None:
     html.write(tmp_path / "report.html", summary, verdicts)
     line = sink.log(summary, verdicts, tmp_path / "report.html", directory=tmp_path)
     assert line.startswith("W&B: logged to an offline run")
-    folder = run_folder(tmp_path)
-    (page,) = (folder / "files/media/html").glob("ttrace_report*.html")
+    run = OfflineRun(tmp_path)
+    (page,) = (run.folder / "files/media/html").glob("ttrace_report*.html")
     assert page.read_text() == (tmp_path / "report.html").read_text()
-    (alert,) = alerts(folder)
-    found = tables(folder)
-    (path,) = folder.glob("*.wandb")
+    (alert,) = run.alerts()
+    found = run.tables()
     config = [
         (item.key, item.value_json)
-        for record in records(path)
+        for record in run.records()
         for item in [*record.run.config.update, *record.config.update]
     ]
     assert any(key == "layout" for key, _ in config)
-    texts = [alert.title, alert.text, *texts_of(summary_of(folder)), *texts_of(found)]
+    texts = [alert.title, alert.text, *texts_of(run.summary()), *texts_of(found)]
     texts += [text for _, value in config for text in texts_of(json.loads(value))]
     assert len(texts) > 100
     assert not [text for text in texts if not is_harmless(text)]
@@ -155,9 +120,9 @@ def test_hostile_names(tmp_path: Path) -> None:
 def test_a_pass_alerts_nobody(healthy: Check, tmp_path: Path) -> None:
     """No alert, no page when none was written, margins below one."""
     sink.log(*healthy, tmp_path / "report.html", directory=tmp_path)
-    folder = run_folder(tmp_path)
-    assert alerts(folder) == []
-    fields = summary_of(folder)
+    run = OfflineRun(tmp_path)
+    assert run.alerts() == []
+    fields = run.summary()
     assert fields["ttrace/verdict"] == "equivalent"
     assert fields["ttrace/worst_margin"] < 1
 
@@ -176,22 +141,11 @@ def test_a_given_run_is_used_and_left_open(how: str, conflict: Check, tmp_path: 
     finally:
         run.finish()
     assert not (tmp_path / "other").exists()
-    folder = run_folder(tmp_path)
-    assert len(alerts(folder)) == 1
-    assert "ttrace_verdicts" in tables(folder)
-    (path,) = folder.glob("*.wandb")
-    steps = [r.history.step.num for r in records(path) if r.history.item]
+    run = OfflineRun(tmp_path)
+    assert len(run.alerts()) == 1
+    assert "ttrace_verdicts" in run.tables()
+    steps = [r.history.step.num for r in run.records() if r.history.item]
     assert steps == [1, 2]
-
-
-def test_failures_without_a_number_sort_last(tmp_path: Path) -> None:
-    """A missing layer is a huge margin; nothing in the table is infinite."""
-    verdicts = [make_verdict(verdict=Outcome.MISSING, rel_err=None, tolerance=None)]
-    summary = make_summary(verdicts)
-    assert sink.summary_fields(summary, verdicts)["ttrace/worst_margin"] == table.UNMEASURED_MARGIN
-    assert "is missing from the candidate" in sink.alert_text(summary, verdicts)[1]
-    sink.log(summary, verdicts, tmp_path / "none", directory=tmp_path)
-    assert tables(run_folder(tmp_path))["ttrace_verdicts"]["data"][0][7] == table.UNMEASURED_MARGIN
 
 
 class Broken:
@@ -303,7 +257,7 @@ def test_nothing_is_sent_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             check=True,
         )
         server.shutdown()
-    assert str(run_folder(tmp_path)) in done.stdout
+    assert str(OfflineRun(tmp_path).folder) in done.stdout
     assert "nothing was sent: --ttrace-wandb allows it" in done.stdout
     assert Counts.calls == 0
 
@@ -354,6 +308,6 @@ def test_a_server_that_refuses_leaves_an_offline_run(
         line = sink.log(*healthy, tmp_path / "none", directory=tmp_path, online=True)
         server.shutdown()
     assert "WARNING: online logging failed" in line
-    assert str(run_folder(tmp_path)) in line
-    assert "ttrace_verdicts" in tables(run_folder(tmp_path))
+    assert str(OfflineRun(tmp_path).folder) in line
+    assert "ttrace_verdicts" in OfflineRun(tmp_path).tables()
     assert "\n" not in line

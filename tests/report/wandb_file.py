@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 BLOCK = 32768
 HEADER = 7
@@ -57,3 +60,42 @@ def _parsed(data: bytes) -> Iterator[Any]:
         record = wandb_internal_pb2.Record()
         record.ParseFromString(chunk)
         yield record
+
+
+def forget_account(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """No key, no mode, no settings of the machine's owner."""
+    for name in ("API_KEY", "MODE", "PROJECT", "IDENTITY_TOKEN_FILE", "BASE_URL", "RUN_ID"):
+        monkeypatch.delenv(f"WANDB_{name}", raising=False)
+    monkeypatch.setenv("NETRC", str(folder / "none"))
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(folder / "config"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(folder / "cache"))
+
+
+class OfflineRun:
+    """The one offline run under a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        (self.folder,) = (directory / "wandb").glob("offline-run-*")
+
+    def records(self) -> list[Any]:
+        """As they were sent."""
+        (path,) = self.folder.glob("*.wandb")
+        return records(path)
+
+    def tables(self) -> dict[str, dict[str, Any]]:
+        """By the start of their file names."""
+        files = (self.folder / "files/media/table").glob("*.table.json")
+        return {path.name.rsplit("_", 2)[0]: json.loads(path.read_text()) for path in files}
+
+    def alerts(self) -> list[Any]:
+        """Those that were sent."""
+        return [r.alert for r in self.records() if r.WhichOneof("record_type") == "alert"]
+
+    def summary(self) -> dict[str, Any]:
+        """The summary fields."""
+        return {
+            item.key or "/".join(item.nested_key): json.loads(item.value_json)
+            for record in self.records()
+            for item in record.summary.update
+        }

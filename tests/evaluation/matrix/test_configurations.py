@@ -75,16 +75,6 @@ def test_uneven_documents_take_the_place_of_the_mock_data(tmp_path):
 def test_exit_code(rows: list[tuple[Result, str]], code: int) -> None:
     """1 for a healthy job that diverged only; a finding that is not found is outdated."""
     found = [
-        MatrixRow(
-            name="x",
-            verdict=verdict,
-            tensors=1,
-            unchecked=0,
-            worst_margin=0.0,
-            worst="",
-            seconds=0.0,
-            finding=finding,
-        )
-        for verdict, finding in rows
+        MatrixRow("x", verdict, 1, 0, 0.0, "", 0.0, finding=finding) for verdict, finding in rows
     ]
     assert exit_code(found) == code

@@ -10,7 +10,7 @@ import pytest
 from megatron_ttrace.evaluation.nightly import history
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightPart, State
 from megatron_ttrace.trace.errors import TTraceError
-from tests.evaluation.nightly.synthetic import case, month, night
+from tests.evaluation.nightly.synthetic import case, night, nights
 
 SWITCHED_OFF = Gap(NightPart.RECIPES, "switched off", by_choice=True)
 MISSED = case(state=State.MISSED, note="found equivalent")
@@ -53,7 +53,7 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     )
     path = tmp_path / "new" / history.FILE
     history.prepare(path)
-    for tonight in (*month(3), strange):
+    for tonight in (*nights(), strange):
         history.append(path, tonight)
     head, *cases = map(json.loads, path.read_text().splitlines()[-2:])
     assert (head["part"], head["exit_code"]) == (None, 0)

@@ -41,8 +41,9 @@ def play(monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
     monkeypatch.setattr(runner.subprocess, "Popen", start)
 
 
-def rows_program(rows: list[dict], code: int = 0) -> str:
-    return f"open(results[0], 'w').write({chr(10).join(map(json.dumps, rows))!r}); exit({code})"
+def rows_program(rows: list[dict], code: int = 0, more: str = "") -> str:
+    text = "\n".join([*map(json.dumps, rows), more])
+    return f"open(results[0], 'w').write({text!r}); exit({code})"
 
 
 MATRIX = f"print({json.dumps(matrix_row())!r})"
@@ -67,69 +68,40 @@ def test_a_whole_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert night.versions["torch"]
 
 
-def test_a_missed_bug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command says so with exit code 2, and its rows say why: no gap."""
-    missed = bug_row(met=False, detected=False, problem="found equivalent")
-    play(monkeypatch, bugs=rows_program([missed], code=2))
-    night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
-    assert night.exit_code == ExitCode.COULD_NOT_CHECK
-    assert [gap.by_choice for gap in night.gaps] == [True, True]
+MISSED = bug_row(met=False, detected=False, problem="found equivalent")
+BROKEN = bug_row(met=False, detected=None, healthy=None, problem="rank 0 failed")
 
 
 @pytest.mark.parametrize(
-    ("program", "reason"),
+    ("program", "states", "reason"),
     [
-        ("print('ttrace: megatron-core is not installed'); exit(2)", "bugs.log"),
-        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9"),
-        ("raise SystemExit(7)", "exit code 7"),
-        ("pass", "it ran nothing"),
+        # Exit code 2: the cases say why, once.
+        (rows_program([MISSED], 2), [State.MISSED], None),
+        (rows_program([BROKEN], 2), [State.BROKEN], None),
+        # What was finished counts.
+        (rows_program([bug_row()], 3, '{"level": "INFO"}\n{"id": "cut o'), [State.GOOD], "code 3"),
+        ("print('ttrace: megatron-core is not installed'); exit(2)", [], "bugs.log"),
+        ("import os; os.kill(os.getpid(), 9)", [], "killed by signal 9"),
+        ("raise SystemExit(7)", [], "exit code 7"),
+        ("pass", [], "it ran nothing"),
     ],
 )
 def test_a_part_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, reason: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    states: list[State],
+    reason: str | None,
 ) -> None:
-    """The others run; the night says why one is missing, and is not good."""
+    """The others run; the night says why one is missing, and is not good; old results go first."""
+    owned.write(tmp_path / "bugs.jsonl", [json.dumps(bug_row())])
     play(monkeypatch, bugs=program, matrix=MATRIX, recipes=RECIPES)
     night = runner.run(Options(recipes=tmp_path), tmp_path, lambda line: None)
-    (gap,) = night.gaps
-    assert gap.part is NightPart.BUGS
-    assert reason in gap.reason
-    assert len(night.cases) == 2
+    assert [case.state for case in night.cases if case.part is NightPart.BUGS] == states
+    assert len(night.cases) == len(states) + 2
+    assert [gap.part for gap in night.gaps] == [NightPart.BUGS] * (reason is not None)
+    assert reason is None or reason in night.gaps[0].reason
     assert night.exit_code == ExitCode.COULD_NOT_CHECK
-
-
-def test_what_a_crashed_part_had_finished_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its finished cases are kept, and the gap says why it stopped."""
-    lines = ['{"level": "INFO"}', json.dumps(matrix_row()), '{"name": "cut o']
-    half = f"print({chr(10).join(lines)!r}); exit(3)"
-    play(monkeypatch, matrix=half)
-    night = runner.run(Options(parts=(NightPart.MATRIX,)), tmp_path, lambda line: None)
-    assert [case.name for case in night.cases] == ["tp2/gpt/fp32"]
-    assert any("exit code 3" in gap.reason for gap in night.gaps)
-
-
-def test_a_case_that_could_not_run_is_no_gap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is reported once, as a case."""
-    broken = bug_row(met=False, detected=None, healthy=None, problem="rank 0 failed")
-    play(monkeypatch, bugs=rows_program([broken], code=2))
-    night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
-    assert [case.state for case in night.cases] == [State.BROKEN]
-    assert all(gap.by_choice for gap in night.gaps)
-    assert night.exit_code == ExitCode.COULD_NOT_CHECK
-
-
-def test_results_of_last_night_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Old files of results are removed first."""
-    owned.write(tmp_path / "bugs.jsonl", [json.dumps(bug_row())])
-    play(monkeypatch, bugs="exit(5)")
-    night = runner.run(Options(parts=(NightPart.BUGS,)), tmp_path, lambda line: None)
-    assert night.cases == ()
 
 
 def test_time_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
