@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata is in pyproject.toml; this takes two folders along, and compiles one file if it can."""
+"""Metadata is in pyproject.toml; this takes two folders along, and compiles C files if it can."""
 
 import shutil
 import sys
@@ -34,14 +34,16 @@ class BuildWithResources(build_py):
             shutil.copytree(HERE / name, target, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-SOURCE = "megatron_ttrace/compare/sums.c"
-SUMS = Extension(
-    "megatron_ttrace.compare._sums",
-    [SOURCE],
-    # So that a checkout notices that its compiled file is of another version.
-    define_macros=[("TTRACE_SOURCE", f"{zlib.crc32((HERE / SOURCE).read_bytes())}u")],
-    extra_compile_args=["-O3"],
-    optional=True,  # without a C compiler NumPy does the same
-)
+COMPILED = [
+    Extension(
+        f"megatron_ttrace.{room}._{name}",
+        [source := f"megatron_ttrace/{room}/{name}.c"],
+        # So that a checkout notices that its compiled file is of another version.
+        define_macros=[("TTRACE_SOURCE", f"{zlib.crc32((HERE / source).read_bytes())}u")],
+        extra_compile_args=["-O3"],
+        optional=True,  # without a C compiler there is slower Python, or no protection
+    )
+    for room, name in (("compare", "sums"), ("trace", "mapped"))
+]
 
-setup(cmdclass={"build_py": BuildWithResources}, ext_modules=[SUMS])
+setup(cmdclass={"build_py": BuildWithResources}, ext_modules=COMPILED)

@@ -68,7 +68,7 @@ find_python() {
 
 # What the environment was made from. An environment cannot be moved, so its path is included.
 fingerprint() {
-  (echo "$ROOT/$VENV" && cat pyproject.toml setup.py megatron_ttrace/compare/sums.c \
+  (echo "$ROOT/$VENV" && cat pyproject.toml setup.py megatron_ttrace/*/*.c \
     "$CONSTRAINTS" launch/bootstrap.sh) | cksum
 }
 

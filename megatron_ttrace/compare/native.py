@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import itertools
 import math
-import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from megatron_ttrace.compare.blocks import blocks, dims
+from megatron_ttrace.trace import compiled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 """Those of which ``sums.c`` has the arithmetic."""
@@ -35,22 +33,15 @@ type _Piece = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled file; ``None`` if there is none, or one of another source."""
-    found = importlib.util.find_spec("megatron_ttrace.compare._sums")
-    if found is None or found.origin is None:
-        return None
-    try:
-        loaded = ctypes.CDLL(found.origin)
+    """The compiled file; ``None`` if there is none."""
+    loaded = compiled.load("compare.sums")
+    if loaded is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         loaded.ttrace_sums.argtypes = (
             *(pointer, pointer, number, ctypes.c_double, number),
             *(pointer, pointer),
         )
-        of = ctypes.c_uint32.in_dll(loaded, "ttrace_source").value
-    except (OSError, AttributeError, ValueError):  # built for another processor, or not by us
-        return None
-    source = Path(__file__).with_name("sums.c")  # in a checkout
-    return loaded if not source.is_file() or zlib.crc32(source.read_bytes()) == of else None
+    return loaded
 
 
 def sums(candidate: torch.Tensor, reference: torch.Tensor, by: float) -> tuple[Five, bool] | None:
@@ -59,8 +50,8 @@ def sums(candidate: torch.Tensor, reference: torch.Tensor, by: float) -> tuple[F
     ``None`` where PyTorch has to do it: nothing is compiled, the dtypes are others or differ, or
     not all elements are finite. The candidate's elements are multiplied by ``by``.
     """
-    compiled = library()
-    if compiled is None or candidate.dtype != reference.dtype or candidate.dtype not in DTYPES:
+    native = library()
+    if native is None or candidate.dtype != reference.dtype or candidate.dtype not in DTYPES:
         return None
     found, equal = _FIVE(), True
     if candidate.is_contiguous() and reference.is_contiguous():
@@ -69,7 +60,7 @@ def sums(candidate: torch.Tensor, reference: torch.Tensor, by: float) -> tuple[F
         pairs = _rows(candidate, reference)
     for c, r, layout in pairs:
         there = c.data_ptr(), r.data_ptr(), c.itemsize, by, len(layout) // 3
-        same = compiled.ttrace_sums(*there, (ctypes.c_int64 * len(layout))(*layout), found)
+        same = native.ttrace_sums(*there, (ctypes.c_int64 * len(layout))(*layout), found)
         equal = equal and bool(same)
     diff, norm, other, dot, worst = found
     return ((diff, norm, other, dot, worst), equal) if math.isfinite(norm + other) else None

@@ -41,7 +41,7 @@ from megatron_ttrace.run.rehearsal import DataIterator, Rehearsal
 from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.run.start import loaded
 from megatron_ttrace.run.start.handoff import Started, hand_over
-from megatron_ttrace.trace import cleaning, owned, shared
+from megatron_ttrace.trace import cleaning, mapped, owned, shared
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.errors import ExitCode
@@ -260,6 +260,7 @@ class CandidateSession:
         directory, checksum = self.ranks.from_one(
             0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
         )
+        mapped.survive()
         self._comparison = Comparison(
             TraceReader(Path(directory), announced=checksum, budget=self.budget),
             TraceWriter(self.settings.directory / "candidate", dist.get_rank(), self.budget),
@@ -383,7 +384,7 @@ class CandidateSession:
         self, comparison: Comparison, findings: dict[str, Any] | None, settings: Settings
     ) -> answer.Answer:
         assert findings is not None, "the last rank has them"
-        return answer.answer(
+        answered = answer.answer(
             comparison,
             findings,
             model=self.model,
@@ -394,6 +395,8 @@ class CandidateSession:
             edits=self._edits,
             separate=self._separate if losses.present(self.args) and not settings.isolate else None,
         )
+        mapped.require_whole()
+        return answered
 
     def _findings(self, comparison: Comparison, ledger: Any) -> dict[str, Any] | None:
         """The findings of all ranks, on the last one."""

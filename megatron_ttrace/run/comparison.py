@@ -23,6 +23,7 @@ from megatron_ttrace.mcore.partials import partials
 from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.run.agreement import Ranks
+from megatron_ttrace.trace import mapped
 from megatron_ttrace.trace.budget import Budget, require_space
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.counted import Counted
@@ -114,7 +115,12 @@ class Comparison:
         self._measured += sink.measured
 
     def findings(self) -> list[Measured]:
-        """Everything that was measured; closes the files."""
+        """Everything that was measured; closes the files.
+
+        Raises:
+            TTraceError: when the reference was truncated while it was read.
+        """
+        mapped.require_whole()
         if self._keep_all or len(self._writer):
             self._writer.close()
         return self._measured

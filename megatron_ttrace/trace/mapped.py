@@ -9,14 +9,18 @@ with the file, their shapes and their dtypes.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
-import os
-import weakref
+import mmap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import safe_open
+
+from megatron_ttrace.trace import compiled
+from megatron_ttrace.trace.errors import TTraceError
 
 _DTYPES = {
     "F64": torch.float64,
@@ -41,6 +45,65 @@ class _Place(NamedTuple):
     start: int
 
 
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    loaded = compiled.load("trace.mapped")
+    if loaded is not None:
+        loaded.ttrace_watch.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
+    return loaded
+
+
+def is_compiled() -> bool:
+    """Whether :func:`survive` can do something."""
+    return _library() is not None
+
+
+def survive() -> bool:
+    """From now on this process survives when a mapped file is truncated while it is read.
+
+    It reads zeros then, so it has to call :func:`require_whole` before it uses a result.
+
+    Returns:
+        Whether it does: not without the compiled file, or when SIGBUS has another handler.
+    """
+    library = _library()
+    _State.survives = library is not None and bool(library.ttrace_guard())
+    return _State.survives
+
+
+def require_whole() -> None:
+    """Raises ``TTraceError`` when zeros were read instead of a file."""
+    library = _library()
+    if library is not None and library.ttrace_faults():
+        raise TTraceError("a file of the reference was truncated while it was read: run it again")
+
+
+class _State:
+    survives = False
+
+
+class _Mapping(mmap.mmap):
+    """The bytes of a file; what this process changes of them stays its own."""
+
+    _number = -1
+
+    @classmethod
+    def of(cls, path: Path, size: int) -> Self:
+        with path.open("rb") as file:
+            made = cls(file.fileno(), size, access=mmap.ACCESS_COPY)
+        library = _library()
+        if library is not None and _State.survives:
+            made._number = library.ttrace_watch(
+                ctypes.addressof(ctypes.c_char.from_buffer(made)), size
+            )
+        return made
+
+    def __del__(self) -> None:
+        library = _library()
+        if library is not None and self._number >= 0:
+            library.ttrace_forget(self._number)
+
+
 class MappedFile:
     """An open file; it stays mapped as long as one of its tensors lives."""
 
@@ -52,11 +115,9 @@ class MappedFile:
             rest = () if self._places else opened.offset_keys()
             self._tensors = {name: opened.get_tensor(name) for name in rest}
         self._whole: dict[torch.dtype, torch.Tensor] = {}
-        self._size, self._file = size, -1
-        if self._places:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._file)
-            self._whole[torch.uint8] = torch.from_file(str(path), size=size, dtype=torch.uint8)
+        self._mapping = _Mapping.of(path, size) if self._places else None
+        if self._mapping is not None:
+            self._whole[torch.uint8] = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     @property
     def names(self) -> list[str]:
@@ -69,8 +130,8 @@ class MappedFile:
         Raises:
             ValueError: when the file has become shorter: reading its mapping would end the process.
         """
-        if self._file >= 0 and (there := os.fstat(self._file).st_size) < self._size:
-            raise ValueError(f"truncated to {there} of {self._size} bytes while it is read")
+        if self._mapping is not None and (there := self._mapping.size()) < len(self._mapping):
+            raise ValueError(f"truncated to {there} of {len(self._mapping)} bytes while it is read")
         place = self._places.pop(name, None)
         if place is not None:
             whole = self._as(place.dtype)

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from megatron_ttrace.compare import native
+from megatron_ttrace.trace import compiled
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
@@ -19,7 +20,8 @@ def elsewhere(tmp_path, monkeypatch):
     """The module as if it lay in another directory, and asked for the first time."""
     if native.library() is None:
         pytest.skip("no C compiler when this was installed")
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "trace" / "compiled.py"))
+    (tmp_path / "compare").mkdir()
     native.library.cache_clear()
     yield tmp_path
     native.library.cache_clear()
@@ -31,5 +33,5 @@ def test_a_wheel_has_no_source(elsewhere):
 
 def test_a_file_of_another_source_is_not_used(elsewhere):
     """After an update of a checkout, until it is installed again: its numbers may be others."""
-    (elsewhere / "sums.c").write_text("another source")
+    (elsewhere / "compare" / "sums.c").write_text("another source")
     assert native.library() is None

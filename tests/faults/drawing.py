@@ -339,7 +339,6 @@ _WANTED = {
 }
 _NAMED = (
     "planted-zero_stale_parameter",
-    # In a hook, and while the training state is put back.
     *(
         fault.id
         for fault in failures.FAULTS

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from megatron_ttrace.trace import mapped
 from tests.faults.fault import Family, Fault, Outcome
 from tests.faults.training import Failure
 
@@ -31,6 +32,7 @@ PLACES = {
     Outcome.ENDS: (f"{REHEARSAL}_settle", f"{OPTIMIZER}restore", "run/channel.py:gather", MODEL),
 }
 TRAINS, ENDS, EXITS, DIES = Outcome.TRAINS, Outcome.ENDS, Outcome.EXITS, Outcome.DIES
+SUMS = "compare/native.py:sums"
 ROUTER = "capture/experts.py:RouterTap.remove"
 ACTIONS = (
     *(
@@ -73,9 +75,11 @@ ACTIONS = (
     Failure(f"{CANDIDATE}_check", 1, 1, layout="exit", outcome=EXITS),
     Failure(f"{SINK}tensor", 5, 1, layout="exit", outcome=EXITS),
     Failure("saved/conclusion.py:conclude", 1, 1, layout="exit", outcome=EXITS),
+    # Between the check of a file's size and the access to its mapping.
+    *((Failure(SUMS, 3, 1, "truncated", outcome=TRAINS),) if mapped.is_compiled() else ()),
 )
-REPRESENTATIVE = (f"{STEP}_gradients", f"{OPTIMIZER}restore")
-"""In a hook, and while the training state is put back."""
+REPRESENTATIVE = (f"{STEP}_gradients", f"{OPTIMIZER}restore", SUMS)
+"""In a hook, while the training state is put back, and while the reference is truncated."""
 FAULTS = tuple(
     Fault(f"failure-{number:03d}", Family.LOCAL, action) for number, action in enumerate(ACTIONS)
 )

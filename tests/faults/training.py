@@ -129,7 +129,7 @@ class Failure:
         function: ``file:function``, or a share of the list of functions that such a run calls.
         call: which call of it (0: each of them), or a share of the function's calls.
         rank: of two.
-        error: class of the exception, or a signal.
+        error: class of the exception, or a signal; "truncated": all mapped files.
         layout: of :data:`baseline.LAYOUTS`.
         outcome: what is promised.
         checks: in a ``ttrace check`` instead of a training.

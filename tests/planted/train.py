@@ -64,6 +64,11 @@ def _fail(kind: str) -> None:
     kinds: dict[str, type[BaseException]] = {
         kind.__name__: kind for kind in (RuntimeError, MemoryError, KeyError, TTraceError)
     }
+    if kind == "truncated":
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+        for path in {word for word in maps.split() if word.endswith(".safetensors")}:
+            os.truncate(path, 4096)
+        return
     if kind == "SIGKILL":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "OSError":

@@ -2,6 +2,9 @@
 """The tensors of a safetensors file are the ones that safetensors itself reads."""
 
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from megatron_ttrace.trace import mapped
 from megatron_ttrace.trace.mapped import MappedFile
 
 DTYPES = (
@@ -66,6 +70,80 @@ def test_a_tensor_outlives_its_file(tmp_path):
     tensor = MappedFile(path).get("a")
     path.unlink()
     assert tensor.tolist() == list(range(9))
+
+
+CHILD = """
+import ctypes, faulthandler, mmap, os, signal, sys, threading
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from megatron_ttrace.trace import mapped
+from megatron_ttrace.trace.errors import TTraceError
+path, case = Path(sys.argv[1]), sys.argv[2]
+save_file({"a": torch.ones(1 << 20), "b": torch.ones(1 << 20)}, path)
+if case == "handled":
+    faulthandler.enable()
+if case != "plain":
+    print(mapped.survive(), flush=True)
+file = mapped.MappedFile(path)
+tensor = file.get("a")
+if case == "killed":
+    os.kill(os.getpid(), signal.SIGBUS)
+if case == "another":
+    with path.open("r+b") as opened:
+        other = mmap.mmap(opened.fileno(), 0)
+    os.truncate(path, 4096)
+    other[1 << 20]
+if case == "forgotten":
+    place = tensor.data_ptr()
+    del tensor, file
+    with path.open("r+b") as opened:
+        others = [mmap.mmap(opened.fileno(), 0) for _ in range(9)]
+    os.truncate(path, 4096)
+    sum(other[1 << 20] for other in others)
+if case == "while reading":
+    ready = threading.Event()
+    def truncate():
+        ready.wait()
+        os.truncate(path, 1 << 20)
+        os.truncate(path, 4096)
+    thread = threading.Thread(target=truncate)
+    thread.start()
+    ready.set()
+    while tensor.sum() == 1 << 20:
+        pass
+    thread.join()
+else:
+    os.truncate(path, 4096)
+print(float(tensor[-1]), flush=True)
+for ask in (lambda: file.get("b"), mapped.require_whole):
+    try:
+        ask()
+    except (ValueError, TTraceError) as error:
+        print("truncated" in str(error))
+"""
+
+
+@pytest.mark.skipif(not mapped.is_compiled(), reason="not compiled")
+@pytest.mark.parametrize(
+    ("case", "code", "said"),
+    [
+        ("plain", -signal.SIGBUS, []),
+        ("at once", 0, ["True", "0.0", "True", "True"]),
+        ("while reading", 0, ["True", "0.0", "True", "True"]),
+        ("handled", -signal.SIGBUS, ["False"]),
+        ("killed", -signal.SIGBUS, ["True"]),
+        ("another", -signal.SIGBUS, ["True"]),
+        ("forgotten", -signal.SIGBUS, ["True"]),
+    ],
+)
+def test_a_file_that_is_truncated_under_a_tensor(tmp_path, case, code, said):
+    """A process that survives reads zeros and knows it; nothing else of SIGBUS changes."""
+    words = [sys.executable, "-c", CHILD, str(tmp_path / "a.safetensors"), case]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split()) == (code, said), done.stderr
+    if case == "handled":
+        assert "Fatal Python error: Bus error" in done.stderr
 
 
 def test_a_file_that_becomes_shorter(tmp_path):
