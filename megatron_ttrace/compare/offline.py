@@ -13,7 +13,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -23,9 +22,8 @@ from megatron_ttrace.compare.sketch import sketch_of_share
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace import codec, counted
+from megatron_ttrace.trace import counted
 from megatron_ttrace.trace.codec import CodecError
-from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.moments import Moments
@@ -73,18 +71,10 @@ def _part(entry: Entry) -> tuple[object, ...]:
 
 
 def epsilon_of(trace: TraceReader) -> float:
-    """Machine epsilon of a run's compute dtype.
-
-    Raises:
-        TTraceError: when the trace has none that a dtype has.
-    """
-    return trace.field("epsilon", _epsilon)
-
-
-def _epsilon(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise CodecError(f"expected a number between 0 and 1, got {codec.shown(value)}")
-    return float(value)
+    """Machine epsilon of a run's compute dtype. Raises ``TTraceError`` when it is not known."""
+    if not trace.reference.epsilon:
+        raise TTraceError(f"{trace.directory}/meta.json has no epsilon: run the traced job again")
+    return trace.reference.epsilon
 
 
 def meshes_of(candidate: TraceReader) -> tuple[Mesh, ...]:
@@ -93,20 +83,12 @@ def meshes_of(candidate: TraceReader) -> tuple[Mesh, ...]:
     Raises:
         TTraceError: when they contradict each other, or a rank's index is missing.
     """
-    meshes = candidate.field("meshes", _meshes)
+    meshes = candidate.candidate.meshes
     if not meshes or sorted(candidate.ranks) != list(range(len(meshes))):
         raise TTraceError(
             f"{candidate.directory} holds the tensors of {len(candidate.ranks)} of {len(meshes)} "
             "ranks: collect the files of all ranks in one directory"
         )
-    return meshes
-
-
-def _meshes(value: Any) -> tuple[Mesh, ...]:
-    meshes: tuple[Mesh, ...] = codec.decode(tuple[Mesh, ...], value)
-    for rank, mesh in enumerate(meshes):
-        if reason := _contradiction(mesh, rank, len(meshes)):
-            raise CodecError(reason, f"[{rank}]")
     return meshes
 
 
@@ -116,32 +98,13 @@ def counts_of(candidate: TraceReader) -> dict[int, tuple[Counted, ...]]:
     Raises:
         TTraceError: when it contradicts itself.
     """
-    return dict(enumerate(candidate.field("counted", _counts)))
-
-
-def _counts(value: Any) -> list[tuple[Counted, ...]]:
-    messages: tuple[Any, ...] = codec.decode(tuple[Any, ...], [] if value is None else value)
-    return [counted.decode(message) for message in messages]
-
-
-def ledger_of(candidate: TraceReader) -> Ledger:
-    """The collectives that a saved candidate ran; an older trace has none.
-
-    Raises:
-        TTraceError: when the record is damaged.
-    """
-    return candidate.field(
-        "ledger", lambda found: UNRECORDED if found is None else Ledger.from_json(found)
-    )
-
-
-def _contradiction(mesh: Mesh, rank: int, world_size: int) -> str:
-    if mesh.rank != rank or mesh.world_size != world_size:
-        return f"expected rank {rank} of {world_size}"
-    if any(not 1 <= size <= world_size for size in mesh.sizes) or mesh.vpp < 1:
-        return f"expected sizes from 1 to {world_size}"
-    inside = all(0 <= at < size for at, size in zip(mesh.coordinates, mesh.sizes, strict=True))
-    return "" if inside else "a coordinate is outside of its axis"
+    try:
+        return dict(enumerate(map(counted.decode, candidate.candidate.counted)))
+    except CodecError as error:
+        raise TTraceError(
+            f"{candidate.directory}/meta.json is damaged ({error.inside('counted')}): run the "
+            "traced job again"
+        ) from error
 
 
 @contextmanager

@@ -20,15 +20,16 @@ import json
 import math
 import operator
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, Bounds, Count
 from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import (
     CHOICE,
     CHOSEN,
@@ -363,7 +364,7 @@ def moves_of(reference: TraceReader) -> dict[TraceKey, Moved]:
 
 def of_reference(reference: TraceReader) -> Tolerances:
     """The tolerances of a reference trace. Raises as :func:`read` does."""
-    return Tolerances(moves_of(reference), dtypes_of(reference), **parameters(reference.meta))
+    return Tolerances(moves_of(reference), dtypes_of(reference), **parameters(reference.reference))
 
 
 def dtypes_of(reference: TraceReader) -> dict[TraceKey, str]:
@@ -372,13 +373,13 @@ def dtypes_of(reference: TraceReader) -> dict[TraceKey, str]:
     return {entry.key: entry.dtype for entry in entries}
 
 
-def parameters(meta: Mapping[str, Any]) -> dict[str, float]:
+def parameters(meta: ReferenceMeta) -> dict[str, float]:
     """The parameters of :class:`Tolerances` for a reference with this meta data."""
-    compute = float(meta.get("epsilon", 0.0))
-    if not meta.get("fp8"):
+    compute = meta.epsilon
+    if not meta.fp8:
         return {"compute": compute}
     return {
-        "safety": SAFETY_MODULE if meta.get("by_module") else SAFETY,
+        "safety": SAFETY_MODULE if meta.by_module else SAFETY,
         "bound": BLIND_FP8,
         "rounding": compute,
         "compute": compute,

@@ -18,7 +18,6 @@ from megatron_ttrace.diagnose.start import is_start
 from megatron_ttrace.mcore.numbers import numbers
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.findings import (
     Cause,
     Finding,
@@ -67,8 +66,8 @@ class Traces:
         # Explanations are optional: the verdict does not depend on them.
         with contextlib.suppress(Exception):
             kept = TraceReader(candidate)
-            meshes = codec.decode(tuple[Mesh, ...], kept.meta["meshes"])
-            length = RunConfig.from_json(kept.meta["config"]).seq_length
+            meshes = kept.candidate.meshes
+            length = RunConfig.from_json(kept.candidate.config).seq_length
             return cls(reference, tolerances, measured, kept, meshes, seq_length=length)
         return cls(reference, tolerances, measured)
 
@@ -97,7 +96,6 @@ class Traces:
         reference = self.reference.tensor(entry)
         if not reference.is_floating_point() and key.kind not in (Kind.TOKENS, Kind.INPUT):
             return None  # choices
-        microbatches = codec.decode(int, self.reference.meta.get("microbatches", 1))
         ranks = self.meshes[0].size("dp") if self.meshes else 1
         evidence = Evidence(
             key=key,
@@ -106,9 +104,9 @@ class Traces:
             tolerance=self.tolerances.of(key),
             meshes=self.meshes,
             held={rank: one.boxes for rank, one in self.of(key) if one.boxes},
-            microbatches=max(1, microbatches // ranks),
+            microbatches=max(1, self.reference.reference.microbatches // ranks),
             seq_length=self.seq_length,
-            numbers=numbers(self.reference.meta),
+            numbers=numbers(self.reference.reference),
             work=work,
             others=lambda: self._others(key, entry.shape),
             whole=lambda other: self.reference.data(other) if other in self.reference else None,

@@ -19,8 +19,9 @@ from megatron_ttrace.jobs.processes.progress import say
 from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.locks import Lock
+from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.sealing import CHECKSUM
-from megatron_ttrace.trace.store import META, read_meta, verify
+from megatron_ttrace.trace.store import META, meta_as, read_meta, verify
 
 _POLL_SECONDS = 0.2
 _BUILDING, _OLD = ".building-", ".old-"
@@ -142,12 +143,13 @@ def _look(home: Path, name: str) -> tuple[str, str]:
     An absent reference has no flaw, nor has one of another configuration.
     """
     try:
-        if read_meta(home).get("fingerprint") != name:
+        if meta_as(ReferenceMeta, home, read_meta(home)).fingerprint != name:
             return "", ""
         meta = verify(home)
     except TTraceError as error:
         return "", str(error) if (home / META).exists() else ""
-    return (str(meta[CHECKSUM]), "") if meta.get("fingerprint") == name else ("", "")
+    fits = meta_as(ReferenceMeta, home, meta).fingerprint == name
+    return (str(meta[CHECKSUM]), "") if fits else ("", "")
 
 
 def _wait(lock: Lock, name: str, patience: float) -> bool:

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from megatron_ttrace.trace.meta import ReferenceMeta
 
 BETAS = {"exp_avg": "adam_beta1", "exp_avg_sq": "adam_beta2"}
 """By the name of a moment, the share of it that a step keeps."""
@@ -18,21 +17,19 @@ _ARGUMENTS = {
 }
 
 
-def numbers(meta: Mapping[str, Any]) -> dict[str, float]:
+def numbers(meta: ReferenceMeta) -> dict[str, float]:
     """The numbers of the job of a reference trace, from its ``meta.json``; unknown ones are absent.
 
     ``tokens`` are those of a microbatch, ``step_tokens`` those of the global batch.
     """
-    identity = meta.get("identity")
-    arguments = identity.get("arguments") if isinstance(identity, dict) else None
+    arguments = meta.identity.get("arguments")
     if not isinstance(arguments, dict):
         return {}
     found = {name: arguments.get(argument) for name, argument in _ARGUMENTS.items()}
     batch, length = arguments.get("micro_batch_size"), arguments.get("seq_length")
     if isinstance(batch, int) and isinstance(length, int):
         found["tokens"] = batch * length
-        if isinstance(microbatches := meta.get("microbatches"), int):
-            found["step_tokens"] = batch * length * microbatches
+        found["step_tokens"] = batch * length * meta.microbatches
     return {
         name: float(value)
         for name, value in found.items()

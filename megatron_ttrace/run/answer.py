@@ -30,6 +30,7 @@ from megatron_ttrace.saved.conclusion import conclude
 from megatron_ttrace.trace import codec, counted, folded
 from megatron_ttrace.trace.collectives import Ledger
 from megatron_ttrace.trace.executed import Edits
+from megatron_ttrace.trace.meta import CandidateMeta
 from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.store import seal
 
@@ -118,15 +119,15 @@ def answer(
     recorded = [said for *_, said in each.values()]
     ledger, lost = recording.merged(meshes, recorded, args, once)
     if any(directory.glob("*.index.jsonl")):
-        meta = {
-            "role": "candidate",
-            "complete": settings.saves_candidate,
-            "meshes": [dataclasses.asdict(mesh) for mesh in meshes],
-            "counted": [counted.encode(one) for one in counts.values() if settings.saves_candidate],
-            "config": config.on(model.mesh),
-            "ledger": ledger.to_json(),
-        }
-        seal(directory, meta)
+        whole = settings.saves_candidate
+        meta = CandidateMeta(
+            complete=whole,
+            meshes=tuple(meshes),
+            counted=tuple(counted.encode(each) for each in counts.values() if whole),
+            config=config.on(model.mesh),
+            ledger=ledger,
+        )
+        seal(directory, meta.to_json())
     summary, verdicts = conclude(
         comparison.reference,
         comparison.tolerances,

@@ -223,7 +223,7 @@ class CandidateSession:
 
         The notice is for a scale that was lowered: what the candidate's own would do is unchecked.
         """
-        scales: dict[str, float] = self.comparison.reference.meta.get("loss_scales", {})
+        scales = self.comparison.reference.reference.loss_scales
         theirs = scales.get(str(iteration))
         own = loss_scale.get(self.model.optimizer)
         if theirs is None or own is None:
@@ -268,7 +268,7 @@ class CandidateSession:
             keep_all=self.settings.saves_candidate,
             isolate=requirements.isolates(self.args, self.settings),
         )
-        if layout := self.comparison.reference.field("layout", reference_layout.decoded):
+        if layout := reference_layout.decoded(self.comparison.reference.reference.layout):
             self._notice(reference_layout.notice(layout, self.args))
         self._timings["reference"] = time.monotonic() - began
         self.ranks.meet("reading the reference")
@@ -284,7 +284,7 @@ class CandidateSession:
             isolated=requirements.isolates(self.args, self.settings),
         )
         with launch.replayed(
-            self.args, self.settings, self._started, reference.meta, separation
+            self.args, self.settings, self._started, reference.reference, separation
         ) as directory:
             return separation.read(directory)
 

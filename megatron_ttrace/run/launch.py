@@ -35,8 +35,9 @@ from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.run.start.handoff import Started
 from megatron_ttrace.trace import codec, owned, shared
 from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.sealing import CHECKSUM
-from megatron_ttrace.trace.store import META, atomic_write, read_meta, verify
+from megatron_ttrace.trace.store import META, atomic_write, meta_as, read_meta, verify
 
 ORDER = "overrides.json"
 _LOG, _REPLAY_LOG = "reference.log", "replay.log"
@@ -91,8 +92,9 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
         told = dataclasses.asdict(started)
         wanted["start"] = {name: value for name, value in told.items() if name != "directory"}
     if settings.reference is not None:
-        meta = verify(settings.reference)
-        theirs = meta.get("identity", {})
+        document = verify(settings.reference)
+        meta = meta_as(ReferenceMeta, settings.reference, document)
+        theirs = meta.identity
         other = fingerprint.other_megatron(wanted, theirs)
         if other and not settings.allow_other_megatron:
             raise TTraceError(f"--ttrace-reference {settings.reference}: {other}")
@@ -106,7 +108,7 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
                 + ". Omit the flag to make a matching reference"
             )
         _say_next(meta)
-        return str(settings.reference), str(meta[CHECKSUM])
+        return str(settings.reference), str(document[CHECKSUM])
     directory = settings.directory / "reference"
     name = fingerprint.digest(wanted)
 
@@ -114,7 +116,7 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
         _make(aside, name, wanted, args, settings, started)
 
     checksum = reference_cache.obtain(directory, name, make, settings.timeout)
-    _say_next(read_meta(directory))
+    _say_next(meta_as(ReferenceMeta, directory, read_meta(directory)))
     return str(directory), checksum
 
 
@@ -160,11 +162,10 @@ def _log_of(order: Order, settings: Settings) -> Path:
     return settings.directory / _LOG if order.layout is None else several
 
 
-def _say_next(meta: dict[str, Any]) -> None:
+def _say_next(meta: ReferenceMeta) -> None:
     """What follows when there is a reference; how long its step took is all that is known."""
-    took = meta.get("seconds")
-    where = "the reference" if meta.get("layout") else "one device"
-    known = f" what took {where} {took:.1f} s" if isinstance(took, float) else ""
+    where = "the reference" if meta.layout else "one device"
+    known = f" what took {where} {meta.seconds:.1f} s" if meta.seconds is not None else ""
     say(f"building the model, then tracing on all ranks{known}")
 
 
@@ -173,7 +174,7 @@ def replayed(
     args: MegatronArguments,
     settings: Settings,
     started: Started | None,
-    reference: dict[str, Any],
+    reference: ReferenceMeta,
     separation: Separation,
 ) -> Iterator[Path]:
     """Replay a reference to separate losses; yields the directory of what was found.
@@ -195,8 +196,8 @@ def replayed(
     try:
         order = Order(
             overrides=overrides_of(args),
-            fingerprint=reference["fingerprint"],
-            identity=reference["identity"],
+            fingerprint=reference.fingerprint,
+            identity=reference.identity,
             directory=str(home.resolve()),
             started=started,
             separation=separation,

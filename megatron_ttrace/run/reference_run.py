@@ -42,6 +42,7 @@ from megatron_ttrace.trace.budget import Budget, require_space
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.findings import Loss
+from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.start import write_moments
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
@@ -139,22 +140,20 @@ class ReferenceSession:
 
     def _seal(self, microbatches: int, counts: Sequence[Counted]) -> None:
         layout = self._order.layout
-        seal(
-            self._directory,
-            {
-                "role": "reference",
-                "fingerprint": self._order.fingerprint,
-                "identity": self._order.identity,
-                "microbatches": microbatches,
-                "loss_scales": self._loss_scales,
-                "counted": counted.encode(counts),
-                "logs": logged.is_found(),
-                "seconds": self._seconds,
-                "layout": None if layout is None else dataclasses.asdict(layout),
-                **(self._loaded.meta if self._loaded else {}),
-                **self._arithmetic(),
-            },
+        meta = ReferenceMeta(
+            fingerprint=self._order.fingerprint,
+            identity=self._order.identity,
+            microbatches=microbatches,
+            loss_scales=self._loss_scales,
+            counted=tuple(counted.encode(counts)),
+            logs=logged.is_found(),
+            seconds=self._seconds,
+            layout=None if layout is None else dataclasses.asdict(layout),
+            **self._arithmetic(),
         )
+        if self._loaded is not None:
+            meta = dataclasses.replace(meta, loaded=self._loaded.unverified)
+        seal(self._directory, meta.to_json())
 
     def _arithmetic(self) -> dict[str, Any]:
         """What tolerances depend on, apart from the replays."""
@@ -200,7 +199,7 @@ class ReferenceSession:
         with self.rehearsal.steps(restore=True):
             self._start_at(block[0], count)
             self.rehearsal.serve(served)
-            if scale := reference.meta.get("loss_scales", {}).get(str(block[0])):
+            if scale := reference.reference.loss_scales.get(str(block[0])):
                 loss_scale.put(self.model.optimizer, scale)
             again = self._started(served)
 
@@ -293,7 +292,7 @@ class ReferenceSession:
     ) -> dict[TraceKey, Moved]:
         """Replay as often as asked for, or as the tolerances need; no tensor is kept."""
         reader = TraceReader(self._directory, sealed=False)
-        parameters = tolerance.parameters(self._arithmetic())
+        parameters = tolerance.parameters(ReferenceMeta(**self._arithmetic()))
         dtypes = tolerance.dtypes_of(reader)
         moved: dict[TraceKey, Moved] = {}
         again()

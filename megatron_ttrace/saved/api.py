@@ -172,7 +172,7 @@ def compare(
     for trace, role in ((trusted, "reference"), (tested, "candidate")):
         if trace.meta.get("role") != role:
             raise TTraceError(f"{trace.directory} is not a {role} trace: give REFERENCE CANDIDATE")
-    if not tested.meta.get("complete"):
+    if not tested.candidate.complete:
         raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
     folder = Path(output) if output is not None else ours.parent
     return _compared(
@@ -279,7 +279,6 @@ def _compared(
     from megatron_ttrace.compare.offline import (
         counts_of,
         epsilon_of,
-        ledger_of,
         measure_saved,
         meshes_of,
     )
@@ -290,8 +289,8 @@ def _compared(
     began = time.monotonic()
     theirs, ours = trusted.directory, tested.directory
     epsilon_of(trusted)
-    meshes, ledger = meshes_of(tested), ledger_of(tested)
-    config = RunConfig.from_json(tested.meta.get("config"))
+    meshes, ledger = meshes_of(tested), tested.candidate.ledger
+    config = RunConfig.from_json(tested.candidate.config)
     if review is not None:
         # Neither run has a single device's order of sums.
         config = dataclasses.replace(config, arithmetic=None, reference=str(review.reference))
@@ -313,7 +312,7 @@ def _compared(
         notices = (*review.notices(), *summary.notices)
         both = {**summary.config, "against": review.layout()}
         summary = dataclasses.replace(summary, notices=notices, config=both)
-    elif layout := trusted.field("layout", reference_layout.decoded):
+    elif layout := reference_layout.decoded(trusted.reference.layout):
         notices = (reference_layout.described(layout), *summary.notices)
         summary = dataclasses.replace(summary, notices=notices)
     if own is not None:

@@ -96,16 +96,16 @@ def conclude(
         review: what becomes of the verdicts before culprits are sought among them.
     """
     began = time.monotonic()
-    eps = float(reference.meta["epsilon"])
+    eps = reference.reference.epsilon
     apart = {Kind.INITIAL}
     captured = (one.found.key for one in held)
     # Where both runs can report and one does not, what it lacks is missing.
-    can_log = bool(reference.meta.get("logs")) and config.logs
+    can_log = reference.reference.logs and config.logs
     if unlogged := not can_log and _logs(reference) != _logs(captured):
         apart.add(Kind.METRIC)
     keys = [key for key in reference if key.kind not in apart]
     starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
-    coverage = counted.judge(decode(reference.meta.get("counted", [])), counts)
+    coverage = counted.judge(decode(reference.reference.counted), counts)
     computed = [one for one in held if one.found.key.kind not in apart]
     judged = judge(
         ((key, reference.entry(key).shape) for key in keys),

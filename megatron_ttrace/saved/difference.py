@@ -24,6 +24,7 @@ from megatron_ttrace.trace import files
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, Summary, TraceKey
 from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, read_meta, seal
@@ -58,7 +59,7 @@ class Side:
     @property
     def epsilon(self) -> float:
         """Machine epsilon of the compute dtype, 0 if unknown."""
-        return float(self.reference.meta.get("epsilon", 0.0)) if self.reference else 0.0
+        return self.reference.reference.epsilon if self.reference else 0.0
 
     @property
     def version(self) -> str:
@@ -68,8 +69,7 @@ class Side:
     @property
     def config(self) -> RunConfig:
         """Of the candidate; all defaults without one."""
-        found = self.candidate.meta.get("config") if self.candidate else None
-        return RunConfig.from_json(found) if found else RunConfig()
+        return RunConfig.from_json(self.candidate.candidate.config if self.candidate else {})
 
 
 def open_side(folder: Path) -> Side:
@@ -87,7 +87,7 @@ def open_side(folder: Path) -> Side:
         home = folder.parent
     else:
         folder = folder / "candidate"
-    if not (folder / META).exists() or not (candidate := TraceReader(folder)).meta.get("complete"):
+    if not (folder / META).exists() or not (candidate := TraceReader(folder)).candidate.complete:
         raise TTraceError(
             f"{home} holds no complete trace of a run: make one with ttrace record -- COMMAND"
         )
@@ -105,7 +105,7 @@ def _own_summary(home: Path, candidate: TraceReader) -> Summary | None:
         return None
     asked, own = (
         RunConfig.from_json(config).reference
-        for config in (found.config, candidate.meta.get("config"))
+        for config in (found.config, candidate.candidate.config)
     )
     return found if asked == own else None
 
@@ -139,14 +139,14 @@ def in_order(first: Side, second: Side) -> tuple[Side, Side]:
         told = [getattr(side.config, there) for side in (first, second) if side.candidate]
         if len(set(told)) > 1:
             raise TTraceError(f"{names} differ in {what}: {told[0]} and {told[1]}")
-    counts = [side.reference.meta.get("microbatches") for side in (first, second) if side.reference]
+    counts = [side.reference.reference.microbatches for side in (first, second) if side.reference]
     if len(set(counts)) > 1:
         raise TTraceError(
             f"{names} train on different batches ({counts[0]} and {counts[1]} microbatches a step):"
             " give both the same --global-batch-size and --micro-batch-size"
         )
     if any(side.config.isolate for side in (first, second)):
-        made = [one.reference.meta.get("fingerprint") for one in (first, second) if one.reference]
+        made = [one.reference.reference.fingerprint for one in (first, second) if one.reference]
         both = all(one.config.isolate for one in (first, second) if one.candidate)
         if len(set(made)) > 1 or not both:
             raise TTraceError(
@@ -189,20 +189,17 @@ def write(first: Side, second: Side, directory: Path) -> Written:
     known = set(lines)
     sides = [side.reference for side in (first, second) if side.reference]
     tolerance.write(directory, _combined([tolerance.moves_of(one) for one in sides], known))
-    own = sides[0].meta
-    seal(
-        directory,
-        {
-            "role": "reference",
-            "microbatches": own.get("microbatches", 1),
-            "fp8": any(one.meta.get("fp8") for one in sides),
-            "by_module": all(one.meta.get("by_module") for one in sides),
-            "counted": own.get("counted", []),
-            "logs": own.get("logs", False),
-            "identity": own.get("identity", {}),
-            "epsilon": max(float(one.meta["epsilon"]) for one in sides),
-        },
+    metas = [side.reference for side in sides]
+    meta = ReferenceMeta(
+        identity=metas[0].identity,
+        microbatches=metas[0].microbatches,
+        counted=metas[0].counted,
+        logs=metas[0].logs,
+        fp8=any(each.fp8 for each in metas),
+        by_module=all(each.by_module for each in metas),
+        epsilon=max(each.epsilon for each in metas),
     )
+    seal(directory, meta.to_json())
     return Written(directory, left_out)
 
 
@@ -406,5 +403,4 @@ def _described(side: Side) -> str:
 
 
 def _identity(side: Side) -> dict[str, Any]:
-    found = side.reference.meta.get("identity") if side.reference else None
-    return found if isinstance(found, dict) else {}
+    return side.reference.reference.identity if side.reference else {}

@@ -127,7 +127,7 @@ class WholeTensors(Shards):
         """Read which rank holds what. Raises ``TTraceError`` when ranks are missing."""
         super().__init__(candidate)
         self._mesh = meshes_of(candidate)[0]
-        self._config = RunConfig.from_json(candidate.meta.get("config"))
+        self._config = RunConfig.from_json(candidate.candidate.config)
 
     def is_judged_by_sums(self, key: TraceKey) -> bool:
         """Whether sums were kept instead of the tensor."""

@@ -30,11 +30,12 @@ There is no pickle: safetensors and JSON only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,10 +46,11 @@ from safetensors.torch import save_file
 
 from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.budget import Budget
-from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.trace.codec import Count, Record
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.index import DATA_FILE, INDEX_FILE, Entry, brief, encode, read_index
 from megatron_ttrace.trace.mapped import MappedFile
+from megatron_ttrace.trace.meta import CandidateMeta, ReferenceMeta
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.sealing import CHECKSUM, checksums_of_files, open_sealed, seal_json
 from megatron_ttrace.trace.shared import run_id
@@ -218,6 +220,18 @@ def read_meta(directory: Path) -> dict[str, Any]:
     return meta
 
 
+def meta_as[M: Record](kind: type[M], directory: Path, document: dict[str, Any]) -> M:
+    """The meta data of a trace as a record.
+
+    Raises:
+        TTraceError: when it does not fit.
+    """
+    try:
+        return kind.from_json(document)
+    except codec.CodecError as error:
+        raise _unusable(directory / META, f"is damaged ({error})") from error
+
+
 def _unusable(path: Path, reason: str) -> TTraceError:
     return TTraceError(f"{path} {reason}: run the traced job again")
 
@@ -335,19 +349,15 @@ class TraceReader:
             for number, entry in enumerate(entries)
         }
 
-    def field[T](self, name: str, read: Callable[[Any], T]) -> T:
-        """What ``read`` makes of a field of the meta data, or of ``None`` if it is absent.
+    @functools.cached_property
+    def reference(self) -> ReferenceMeta:
+        """The meta data of a reference. Raises ``TTraceError`` when it contradicts itself."""
+        return meta_as(ReferenceMeta, self.directory, self.meta)
 
-        Raises:
-            TTraceError: when it raises ``CodecError``.
-        """
-        try:
-            return read(self.meta.get(name))
-        except codec.CodecError as error:
-            raise TTraceError(
-                f"{self.directory}/{META} is damaged ({error.inside(name)}): run the traced job "
-                "again"
-            ) from error
+    @functools.cached_property
+    def candidate(self) -> CandidateMeta:
+        """The meta data of a candidate. Raises ``TTraceError`` when it contradicts itself."""
+        return meta_as(CandidateMeta, self.directory, self.meta)
 
     @property
     def checksum(self) -> str:

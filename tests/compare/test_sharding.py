@@ -112,4 +112,4 @@ def test_the_layout_in_a_trace(tmp_path, layout, expected):
     seal(tmp_path, {"role": "reference", "layout": layout})
     fails = pytest.raises(TTraceError, match="is damaged") if expected == "" else nullcontext()
     with fails:
-        assert TraceReader(tmp_path).field("layout", reference_layout.decoded) == expected
+        assert reference_layout.decoded(TraceReader(tmp_path).reference.layout) == expected

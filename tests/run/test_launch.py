@@ -18,6 +18,7 @@ from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.trace import codec, ends, owned
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Loss
+from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import seal
 
@@ -49,7 +50,7 @@ def test_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) ->
     monkeypatch.setattr(launch, "overrides_of", lambda args: {"seed": 3})
     monkeypatch.delenv("TTRACE_FORKSERVER", raising=False)
     settings = Settings(directory=tmp_path, timeout=8.0)
-    meta = {"fingerprint": NAME, "identity": {}}
+    meta = ReferenceMeta(fingerprint=NAME)
     fails = pytest.raises(TTraceError, match="the reference run") if code else nullcontext()
     with fails, launch.replayed(cast(Any, None), settings, None, meta, separation) as home:
         assert home.exists()

@@ -17,25 +17,11 @@ from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.checkpoints.loading import Source, load_weights
 from megatron_ttrace.mcore.optimizer import owned_by
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.meta import Unverified
 from megatron_ttrace.trace.records import AGREED, MAIN, ONE_DEVICE, STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
-_META = "loaded"
 _NAMED = 3
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Unverified:
-    """What one device did not load.
-
-    Attributes:
-        why: nothing was loaded; empty if something was.
-        weights: names of weights that the checkpoint lacks.
-    """
-
-    why: str = ""
-    weights: tuple[str, ...] = ()
 
 
 class OneDevice:
@@ -54,12 +40,7 @@ class OneDevice:
                 lacking.append(place.name)
             else:
                 self._weights[place.name] = data.detach().clone()
-        self._unverified = Unverified(why, tuple(lacking))
-
-    @property
-    def meta(self) -> dict[str, object]:
-        """For the reference's meta data."""
-        return {_META: dataclasses.asdict(self._unverified)}
+        self.unverified = Unverified(why, tuple(lacking))
 
     def write(self, writer: TraceWriter, iteration: int) -> None:
         """Write what every rank must have. The model has the state that was handed over by now."""
@@ -94,7 +75,7 @@ def compare(model: TracedModel, reference: TraceReader, iteration: int, sink: St
 
 def notice(reference: TraceReader) -> str:
     """What could not be compared with one device's load; empty if everything was."""
-    found = codec.decode(Unverified, reference.meta.get(_META, {"why": "", "weights": []}))
+    found = reference.reference.loaded or Unverified()
     if not found.why and not found.weights:
         return ""
     names = ", ".join(found.weights[:_NAMED]) + (", ..." if found.weights[_NAMED:] else "")

@@ -12,6 +12,7 @@ from megatron_ttrace.mcore.optimizer import Owned
 from megatron_ttrace.mcore.parameters import place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run.start import loaded
+from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import AGREED, MAIN, ONE_DEVICE
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
@@ -66,7 +67,7 @@ def compared(model, directory, monkeypatch, load):
     writer = TraceWriter(directory, 0)
     device.write(writer, 1)
     writer.close()
-    seal(directory, {"role": "reference", **device.meta})
+    seal(directory, ReferenceMeta(loaded=device.unverified).to_json())
     reference = TraceReader(directory)
     sink = Sink(reference)
     loaded.compare(model, reference, 1, sink)
