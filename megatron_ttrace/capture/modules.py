@@ -34,7 +34,6 @@ import torch
 
 from megatron_ttrace.capture.balancing import BalancingTap
 from megatron_ttrace.capture.chunk_state import ChunkState, OnGradient, Seen, is_recomputing
-from megatron_ttrace.capture.direct import DirectCalls
 from megatron_ttrace.capture.experts import (
     CAN_FOLLOW,
     DispatchTap,
@@ -47,6 +46,8 @@ from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import ROOT, Kind
+
+_Hook = Callable[..., Any]
 
 
 class Sink(ExpertSink, Protocol):
@@ -349,3 +350,53 @@ def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
         return replaced.get(position, item)
 
     return rebuild(value)
+
+
+class DirectCalls:
+    """Calls hooks in direct calls of a module's ``forward``, which skip ``torch``'s hooks.
+
+    ``MegatronFSDP.forward`` calls the whole model so before 0.19
+    (megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py). The module's other hooks
+    are skipped then as they are without us.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, before: Sequence[_Hook], after: Sequence[_Hook]
+    ) -> None:
+        """Put a function in the place of ``module.forward``.
+
+        Args:
+            module: whose calls are hooked.
+            before: as forward pre-hooks with keywords.
+            after: as forward hooks with keywords.
+        """
+        self._module = module
+        self._before, self._after = before, after
+        self._forward = module.forward
+        self._own = vars(module).get("forward")
+        self._has_hooks = False
+        self._handle = module.register_forward_pre_hook(self._called)
+        module.forward = self._run
+
+    def remove(self) -> None:
+        """Put everything back; a second call does nothing."""
+        self._handle.remove()
+        if vars(self._module).get("forward") == self._run:
+            del self._module.forward
+            if self._own is not None:
+                self._module.forward = self._own
+
+    def _called(self, *_: Any) -> None:
+        self._has_hooks = True
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        has_hooks, self._has_hooks = self._has_hooks, False
+        if has_hooks:
+            return self._forward(*args, **kwargs)
+        for hook in self._before:
+            args, kwargs = hook(self._module, args, kwargs) or (args, kwargs)
+        output = self._forward(*args, **kwargs)
+        for hook in self._after:
+            instead = hook(self._module, args, kwargs, output)
+            output = output if instead is None else instead
+        return output

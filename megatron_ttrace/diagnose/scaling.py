@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -19,11 +19,14 @@ from megatron_ttrace.diagnose.evidence import (
     dot,
     gain_of,
 )
+from megatron_ttrace.diagnose.sources import normed
 from megatron_ttrace.mcore.roles import INNER_ATTENTION
 from megatron_ttrace.trace.findings import (
+    CastOperand,
     Cause,
     ConstantFactor,
     Finding,
+    ProductFactors,
     RankFactors,
     Rounded,
     Shift,
@@ -47,11 +50,13 @@ _COUNT_IN = {
 """What a number of the job is a factor of."""
 _LARGEST = 50.0
 """Of the logarithm of a size."""
+_FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+_EQUAL = 1e-4
+"""Below what one step of bf16 in the largest value would make."""
 _COARSE = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
-    "FP8 (E4M3)": torch.float8_e4m3fn,
-    "FP8 (E5M2)": torch.float8_e5m2,
+    **{f"FP8 ({name})": dtype for name, dtype in _FORMATS.items()},
 }
 
 
@@ -148,14 +153,87 @@ def shift(evidence: Evidence) -> Shift | None:
 
 def factor_per_rank(evidence: Evidence) -> RankFactors | None:
     """Another constant for each rank. The repair: divide each part by its own."""
-    factors = evidence.factors()
-
-    def divide(part: FailedPart) -> list[torch.Tensor] | None:
-        return _divided(factors[part.rank], part) if factors[part.rank] else None
-
-    if len(factors) < 2 or not evidence.repairs(divide, 1, lambda p: gain_of(factors[p.rank])):
+    factors = _per_rank(evidence)
+    if len(factors) < 2:
         return None
     return RankFactors(Cause.FACTOR, factors=tuple(sorted(factors.items())))
+
+
+def product(evidence: Evidence) -> ProductFactors | None:
+    """Each rank's product is off by a factor. The repair: divide by it, and leave the bias.
+
+    ``y = x Wᵀ + b``. A scale that was lost on the way into the product (that of a cast to FP8,
+    above all) changes the first term and leaves the second. Without a bias it is the whole tensor
+    that is off; reported is then only the scale of a cast.
+    """
+    if evidence.key.kind is not Kind.OUTPUT:
+        return None
+    bias = evidence.bias()
+    factors = _per_rank(evidence, bias)
+    if not factors:
+        return None
+    plain = ProductFactors(Cause.FACTOR, factors=tuple(sorted(factors.items())), has_bias=True)
+    return _cast(evidence, plain, factors) or (None if bias is None else plain)
+
+
+def _per_rank(evidence: Evidence, bias: torch.Tensor | None = None) -> dict[int, float]:
+    """What each failing rank's part less ``bias`` is multiplied by; empty if it is no factor."""
+    added = (torch.zeros(()) if bias is None else bias).expand(evidence.reference.shape)
+    right = evidence.reference.float() - added.float()
+    factors = {
+        part.rank: evidence.ratio([(evidence.less(part, added), evidence.expected(part, right))])
+        for part in evidence.parts
+    }
+
+    def divide(part: FailedPart) -> list[torch.Tensor]:
+        pairs = zip(evidence.less(part, added), evidence.expected(part, added), strict=True)
+        return [scaled / factors[part.rank] + b for scaled, b in pairs]
+
+    if not all(factors.values()):
+        return {}
+    return factors if evidence.repairs(divide, 1, lambda p: gain_of(factors[p.rank])) else {}
+
+
+def _cast(
+    evidence: Evidence, plain: ProductFactors, factors: Mapping[int, float]
+) -> ProductFactors | None:
+    """Whether each rank's factor is the scale of a cast of what it multiplies.
+
+    With sequence parallelism a rank holds a part of the sequence and multiplies all of it.
+    """
+    name = evidence.key.name
+    fed = evidence.tensor(Kind.INPUT, name)
+    if fed is None or fed.ndim < 2:
+        return None
+    # What was cast had the precision of the run.
+    rows = normed(evidence, name.split("#")[0], fed.float()).view(fed.shape).to(fed.dtype)
+    size = evidence.size("tp")
+    operands = {CastOperand.INPUT: dict.fromkeys(factors, rows)}
+    if size > 1 and len(rows) % size == 0:
+        chunks = rows.chunk(size)
+        at = {rank: evidence.meshes[rank].at("tp") for rank in factors}
+        operands[CastOperand.OWN_PART] = {rank: chunks[at[rank]] for rank in factors}
+    casts: list[tuple[float, CastOperand, str, bool]] = []
+    for (operand, given), (dtype, form) in itertools.product(operands.items(), _FORMATS.items()):
+        tops = {rank: float(tensor.abs().amax()) for rank, tensor in given.items()}
+        if all(tops.values()):
+            scales = {rank: torch.finfo(form).max / top for rank, top in tops.items()}
+            undone = max(abs(factors[rank] * scale - 1) for rank, scale in scales.items())
+            kept = max(abs(factors[rank] / scale - 1) for rank, scale in scales.items())
+            casts += [(undone, operand, dtype, True), (kept, operand, dtype, False)]
+    if not casts or min(casts)[0] > max(evidence.tolerance.value, 1e-3):
+        return None
+    off, operand, dtype, inverse = min(casts)
+    # Each part's largest value can be that of the whole.
+    equal = {cast[1] for cast in casts if cast[2:] == (dtype, inverse) and cast[0] - off < _EQUAL}
+    return dataclasses.replace(
+        plain,
+        cause=Cause.CAST,
+        has_bias=evidence.bias() is not None,
+        dtype=dtype,
+        inverse=inverse,
+        operand=operand if len(equal) == 1 else CastOperand.EITHER,
+    )
 
 
 def rounded(evidence: Evidence) -> Rounded | None:

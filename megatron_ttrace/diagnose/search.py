@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 from megatron_ttrace.diagnose import (
     attention,
     position,
-    products,
     region,
     replicas,
     scaling,
@@ -50,7 +49,7 @@ CLOSING: tuple[Closing, ...] = (
     scaling.zero,
     scaling.factor,
     scaling.shift,
-    products.factor,
+    scaling.product,
     scaling.factor_per_rank,
     summands.entropy,
     summands.gradient,
@@ -77,7 +76,7 @@ _CHOICE = 4.0
 """Bits of the choice of one step among all."""
 
 _FACTORS = (ConstantFactor, RankFactors, ProductFactors)
-_ALREADY_SCALED = (scaling.factor, scaling.factor_per_rank, products.factor)
+_ALREADY_SCALED = (scaling.factor, scaling.factor_per_rank, scaling.product)
 """Nothing new after a step that divides by a size."""
 
 

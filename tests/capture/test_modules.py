@@ -2,6 +2,7 @@
 """Values, gradients and names are right, and the tapped run is bitwise the untapped one."""
 
 import collections
+import functools
 import itertools
 
 import pytest
@@ -84,6 +85,14 @@ def test_capture_changes_no_bit(recompute):
         assert torch.equal(a.grad, b.grad), name
 
 
+def assert_untouched(model):
+    """No hook is left."""
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert "forward" not in vars(module)
+
+
 def test_nothing_is_left_behind():
     """After the traced step the model has no hooks and a second step is not recorded."""
     model, sink = Model(), Recorder()
@@ -91,10 +100,7 @@ def test_nothing_is_left_behind():
     count = len(sink.values)
     run(model)
     assert len(sink.values) == count
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-        assert "forward" not in vars(module)
+    assert_untouched(model)
 
 
 def test_a_model_whose_forward_is_called_directly():
@@ -113,7 +119,6 @@ def test_a_model_whose_forward_is_called_directly():
 
 
 def test_a_forward_of_its_own_is_put_back():
-    """A model's ``forward`` may have been replaced before."""
     model = Model()
     model.forward = own = model.forward
     run(model, Recorder())
@@ -158,6 +163,26 @@ def leaf(*shape):
     return torch.randn(*shape, requires_grad=True) * 1.0
 
 
+def linear():
+    return nn.Linear(3, 3)
+
+
+ONES = torch.ones(2, 3)
+
+
+def recorded(compute, *, pre_process=True, **children):
+    """A model that computes the sum of something, its input, and what was captured of a step."""
+    model, sink, x = (
+        Function(lambda self, x: compute(self, x).sum(), **children),
+        Recorder(),
+        leaf(2, 3),
+    )
+    model.pre_process = pre_process
+    with tapped([model], sink):
+        model(x).backward()
+    return model, sink, x
+
+
 class IdentityOp(nn.Module):
     """Megatron's module that does nothing."""
 
@@ -168,39 +193,22 @@ class IdentityOp(nn.Module):
 @pytest.mark.parametrize("viewed", [False, True])
 def test_what_an_identity_returns_is_what_entered(viewed):
     """Also where another hook makes a view of it: the residual belongs to the gradient."""
-
-    def compute(self, x):
-        return (x + self.last(self.norm(x))).sum()
-
-    model = Function(compute, norm=IdentityOp(), last=nn.Linear(3, 3))
+    norm = IdentityOp()
     if viewed:
-        model.norm.register_forward_hook(lambda module, args, output: output.view_as(output))
-    sink = Recorder()
-    with tapped([model], sink):
-        model(leaf(2, 3)).backward()
+        norm.register_forward_hook(lambda module, args, output: output.view_as(output))
+    model, sink, _ = recorded(lambda m, x: x + m.last(m.norm(x)), norm=norm, last=linear())
     gradient = sink.values[0, Kind.GRAD_INPUT, "last", 0]
     torch.testing.assert_close(gradient, 1 + model.last.weight.sum(0).expand(2, 3))
 
 
 def test_in_place_modification_is_noticed():
     """What left a module is not what enters the next, though it is the same tensor object."""
-
-    def compute(self, x):
-        y = self.a(x)
-        y.mul_(2.0)
-        return self.b(y).sum()
-
-    model, sink = Function(compute, a=nn.Linear(3, 3), b=nn.Linear(3, 3)), Recorder()
-    with tapped([model], sink):
-        model(leaf(2, 3)).backward()
+    _, sink, _ = recorded(lambda m, x: m.b(m.a(x).mul_(2.0)), a=linear(), b=linear())
     out, into = sink.values[0, Kind.OUTPUT, "a", 0], sink.values[0, Kind.INPUT, "b", 0]
     assert torch.equal(into, 2 * out)
     assert (0, Kind.INPUT, "b", 0) not in sink.repeats
-    before, after = (
-        sink.values[0, Kind.GRAD_OUTPUT, "a", 0],
-        sink.values[0, Kind.GRAD_INPUT, "b", 0],
-    )
-    assert torch.equal(before, 2 * after)
+    before, after = ((Kind.GRAD_OUTPUT, "a"), (Kind.GRAD_INPUT, "b"))
+    assert torch.equal(sink.values[0, *before, 0], 2 * sink.values[0, *after, 0])
 
 
 def test_megatrons_loss_modifies_its_input_in_place():
@@ -209,58 +217,35 @@ def test_megatrons_loss_modifies_its_input_in_place():
     def compute(self, x):
         logits = self.head(x)
         logits -= logits.detach().amax(-1, keepdim=True)
-        return logits.exp().sum()
+        return logits.exp()
 
-    model, sink = Function(compute, head=nn.Linear(3, 3)), Recorder()
-    x = leaf(2, 3)
-    with tapped([model], sink):
-        model(x).backward()
+    model, sink, x = recorded(compute, head=linear())
     assert torch.equal(sink.values[0, Kind.OUTPUT, "head", 0], model.head(x).detach())
 
 
 def test_a_module_that_runs_twice_gets_two_names():
     """Values and gradients of both calls, apart."""
-
-    def compute(self, x):
-        return self.a(self.a(x)).sum()
-
-    model, sink = Function(compute, a=nn.Linear(3, 3)), Recorder()
-    x = leaf(2, 3)
-    with tapped([model], sink):
-        model(x).backward()
+    model, sink, x = recorded(lambda m, x: m.a(m.a(x)), a=linear())
     assert sink.names(Kind.OUTPUT) == ["a", "a#1", "model"]
     assert torch.equal(sink.values[0, Kind.OUTPUT, "a#1", 0], model.a(model.a(x)).detach())
-    assert torch.equal(sink.values[0, Kind.GRAD_OUTPUT, "a#1", 0], torch.ones(2, 3))
-    assert torch.allclose(
-        sink.values[0, Kind.GRAD_OUTPUT, "a", 0], torch.ones(2, 3) @ model.a.weight.detach()
-    )
+    assert torch.equal(sink.values[0, Kind.GRAD_OUTPUT, "a#1", 0], ONES)
+    assert torch.allclose(sink.values[0, Kind.GRAD_OUTPUT, "a", 0], ONES @ model.a.weight.detach())
     assert sorted(sink.names(Kind.GRAD_INPUT)) == ["a", "a#1", "model"]
 
 
 def test_a_later_stage_numbers_its_embedding_from_the_second_run():
     """Multi-token prediction embeds after the first stage did; each depth runs it once more."""
-
-    def compute(self, x):
-        return (self.embedding(x) + self.embedding(x + 1)).sum()
-
-    model, sink = Function(compute, embedding=nn.Linear(3, 3)), Recorder()
-    model.pre_process = False
-    with tapped([model], sink):
-        model(leaf(2, 3)).backward()
-    assert sink.names(Kind.OUTPUT) == ["embedding#1", "embedding#2", "model"]
-    assert sorted(sink.names(Kind.GRAD_OUTPUT)) == ["embedding#1", "embedding#2", "model"]
+    _, sink, _ = recorded(
+        lambda m, x: m.embedding(x) + m.embedding(x + 1), pre_process=False, embedding=linear()
+    )
+    for kind in (Kind.OUTPUT, Kind.GRAD_OUTPUT):
+        assert sorted(sink.names(kind)) == ["embedding#1", "embedding#2", "model"]
 
 
 def test_gradients_of_a_shared_input_are_summed_over_its_consumers():
     """One tensor enters two modules: its gradient is complete, under both names."""
-
-    def compute(self, x):
-        return (self.a(x) + self.b(x)).sum()
-
-    model, sink = Function(compute, a=nn.Linear(3, 3), b=nn.Linear(3, 3)), Recorder()
-    with tapped([model], sink):
-        model(leaf(2, 3)).backward()
-    expected = torch.ones(2, 3) @ (model.a.weight + model.b.weight).detach()
+    model, sink, _ = recorded(lambda m, x: m.a(x) + m.b(x), a=linear(), b=linear())
+    expected = ONES @ (model.a.weight + model.b.weight).detach()
     for name in ("a", "b"):
         assert torch.allclose(sink.values[0, Kind.GRAD_INPUT, name, 0], expected)
 
@@ -268,38 +253,25 @@ def test_gradients_of_a_shared_input_are_summed_over_its_consumers():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_recomputed_block_is_not_the_only_consumer(recompute):
     """What enters it and a residual branch has one gradient, as without recomputation."""
-
-    def compute(self, x):
-        block = self.a
-        if recompute:
-            y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
-        else:
-            y = block(x)
-        return (x + y).sum()
-
-    block = Function(lambda self, x: self.b(x), b=nn.Linear(3, 3))
-    model, sink = Function(compute, a=block), Recorder()
-    with tapped([model], sink):
-        model(leaf(2, 3)).backward()
-    expected = torch.ones(2, 3) + torch.ones(2, 3) @ block.b.weight.detach()
+    again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    block = Function(lambda self, x: self.b(x), b=linear())
+    _, sink, _ = recorded(lambda m, x: x + (again(m.a, x) if recompute else m.a(x)), a=block)
+    expected = ONES + ONES @ block.b.weight.detach()
     for name in ("a", "a.b"):
         assert torch.allclose(sink.values[0, Kind.GRAD_INPUT, name, 0], expected)
-    assert torch.equal(sink.values[0, Kind.GRAD_OUTPUT, "a.b", 0], torch.ones(2, 3))
+    assert torch.equal(sink.values[0, Kind.GRAD_OUTPUT, "a.b", 0], ONES)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations([0, 1, 2])))
 def test_microbatches_in_flight(order):
     """A pipeline runs forwards ahead of backwards; each tensor knows its microbatch."""
     model, sink = Model(), Recorder()
-    backward = sorted(order)
     with tapped([model], sink, microbatches=[10 + n for n in order]):
         losses = [model(batch(n)[0], labels=batch(n)[1]) for n in range(3)]
         for loss in losses:
             loss.backward()
-    assert backward == [0, 1, 2]
     for position, number in enumerate(order):
-        expected = by_hand(model, seed=position)
-        for (kind, name), value in expected.items():
+        for (kind, name), value in by_hand(model, seed=position).items():
             assert torch.equal(sink.values[10 + number, kind, name, 0], value.detach())
 
 
@@ -343,19 +315,12 @@ def test_chunks_count_their_microbatches_apart():
 
 def test_spans_and_identities_are_not_captured():
     """A block of layers depends on the stage; Megatron's ``IdentityOp`` stands for nothing."""
-
-    class IdentityOp(nn.Identity):
-        pass
-
     decoder = Function(
         lambda self, x: self.layers[0](self.skip(x)),
         layers=nn.ModuleList([Block(3, 1)]),
         skip=IdentityOp(),
     )
-    model = Function(lambda self, x: self.decoder(x).sum(), decoder=decoder)
-    sink = Recorder()
-    with tapped([model], sink):
-        model(leaf(2, 3)).backward()
+    _, sink, _ = recorded(lambda m, x: m.decoder(x), decoder=decoder)
     names = {place[2] for place in sink.values}
     assert not names & {"decoder", "decoder.layers", "decoder.skip"}
     assert "decoder.layers.0" in names
@@ -460,9 +425,7 @@ def test_a_tap_that_cannot_be_attached_leaves_no_hook(monkeypatch):
     monkeypatch.setattr(ModuleTap, "_attach", attach_some)
     with pytest.raises(RuntimeError, match="no such"), tap:
         pass
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
+    assert_untouched(model)
 
 
 def test_one_hook_that_cannot_be_removed_keeps_no_other():
@@ -479,6 +442,4 @@ def test_one_hook_that_cannot_be_removed_keeps_no_other():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="stuck"):
             tap.__exit__()
-    for module in model.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
+    assert_untouched(model)

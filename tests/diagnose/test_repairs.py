@@ -10,7 +10,6 @@ import torch
 
 from megatron_ttrace.diagnose import (
     position,
-    products,
     region,
     replicas,
     scaling,
@@ -427,14 +426,14 @@ def test_the_norm_that_is_fused_with_a_product() -> None:
     weight = values(D, seed=5)
     normed = fed() * torch.rsqrt(fed().square().mean(-1, keepdim=True) + 1e-5) * weight
     tops = [float(half.abs().amax()) for half in normed.chunk(2)]
-    found = products.factor(product(*(top / 448 for top in tops), norm=weight))
+    found = scaling.product(product(*(top / 448 for top in tops), norm=weight))
     assert found is not None
     assert OWN in text(found)
 
 
 def test_what_is_no_cast() -> None:
     """A size of the layout; an error that is no factor; another kind of tensor."""
-    found = products.factor(product(2.0, 2.0))
+    found = scaling.product(product(2.0, 2.0))
     assert found is not None
     assert (found.cause, found.dtype) == (Cause.FACTOR, "")
     evidence = product(0.5, 0.25)
@@ -442,6 +441,6 @@ def test_what_is_no_cast() -> None:
         dataclasses.replace(part, pieces=tuple(p + values(*p.shape, seed=8) for p in part.pieces))
         for part in evidence.parts
     ]
-    assert products.factor(dataclasses.replace(evidence, parts=noisy)) is None
+    assert scaling.product(dataclasses.replace(evidence, parts=noisy)) is None
     key = dataclasses.replace(LINEAR, kind=Kind.GRAD_INPUT)
-    assert products.factor(dataclasses.replace(evidence, key=key)) is None
+    assert scaling.product(dataclasses.replace(evidence, key=key)) is None
