@@ -87,28 +87,29 @@ def _users(
     if verdict.margin is None or verdict.margin < _FAR:
         return
     if verdict.kind is Kind.MAIN_GRAD:
-        for one in verdicts:
-            own = one.name == verdict.name or one.kind is Kind.GRAD_NORM
-            if one.iteration == verdict.iteration and one.kind in _FROM_GRADIENT and own:
-                yield one
+        for other in verdicts:
+            related = other.name == verdict.name or other.kind is Kind.GRAD_NORM
+            if other.iteration == verdict.iteration and other.kind in _FROM_GRADIENT and related:
+                yield other
     elif verdict.microbatch != STEP_LEVEL:
-        for one in later:
-            place = one.iteration, one.microbatch
-            if one.kind in _READ.get(verdict.direction, ()) and place in (
-                (verdict.iteration, verdict.microbatch),
-                (verdict.iteration, STEP_LEVEL),
+        for other in later:
+            same = other.iteration == verdict.iteration
+            if (
+                same
+                and other.kind in _READ.get(verdict.direction, ())
+                and other.microbatch in (verdict.microbatch, STEP_LEVEL)
             ):
-                yield one
+                yield other
 
 
 def _of_finding(
     verdict: Judged, finding: Finding, verdicts: Sequence[Judged], tolerances: Tolerances
 ) -> Iterator[Prediction]:
     """What follows from the numbers of a finding."""
-    now = [one for one in verdicts if one.iteration == verdict.iteration]
+    now = [v for v in verdicts if v.iteration == verdict.iteration]
     if isinstance(finding, OtherHyperparameters):
         changes = [
-            abs(ours / right - 1) for name, ours, right in finding.values if name == _RATE and right
+            abs(ours / right - 1) for n, ours, right in finding.values if n == _RATE and right
         ]
         updates = (v for v in now if (v.kind, v.name) == (Kind.PARAM_DELTA, verdict.name))
         yield Prediction(tuple(updates), max(changes, default=0.0))

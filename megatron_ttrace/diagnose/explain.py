@@ -23,7 +23,7 @@ from megatron_ttrace.diagnose import losses, ran, region, replicas, start
 from megatron_ttrace.diagnose.evidence import Evidence, ExhaustedError, Work, axes_of
 from megatron_ttrace.diagnose.gather import Traces, sort_of
 from megatron_ttrace.diagnose.losses import Separate, Share
-from megatron_ttrace.diagnose.search import Found, alternative, repeated, search
+from megatron_ttrace.diagnose.search import Composition, alternative, repeated, search
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Statistic
@@ -73,7 +73,7 @@ class Explainer:
         self._ledger = ledger
         self._counted = counted
         self._work = Work(WORK)
-        self._repairs: dict[tuple[Kind, str, int], Found] = {}
+        self._repairs: dict[tuple[Kind, str, int], Composition] = {}
         self._unknown: Counter[tuple[Kind, str, int]] = Counter()
         self._explanations: dict[TraceKey, Explanation] = {}
         self._shares: Mapping[TraceKey, Sequence[Share]] = {}

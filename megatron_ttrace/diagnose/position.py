@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import RIGHT, Evidence, FailedPart, dot, indices_of
+from megatron_ttrace.diagnose.evidence import RIGHT, Evidence, FailedPart, indices_of
 from megatron_ttrace.trace.findings import (
     Cause,
     Finding,
@@ -35,10 +35,13 @@ def rows(evidence: Evidence) -> Finding | None:
     """
     shards = _shards(evidence)
     for dim in range(evidence.reference.ndim):
-        moves = list(itertools.takewhile(bool, (_moves(evidence, one, dim) for one in shards)))
-        found = [move for move in moves if move is not None]
-        if shards and len(found) == len(shards) and any(move.to != move.own for move in found):
-            return _offset(evidence, dim, found) or _order(evidence, dim, found)
+        moves = []
+        for shard in shards:
+            if (move := _moves(evidence, shard, dim)) is None:
+                break
+            moves.append(move)
+        if shards and len(moves) == len(shards) and any(move.to != move.own for move in moves):
+            return _offset(evidence, dim, moves) or _order(evidence, dim, moves)
     return None
 
 
@@ -80,13 +83,13 @@ class _Move:
 
 def _shards(evidence: Evidence) -> list[_Indexed]:
     """Each failing part on its own; flat ranges (ZeRO) combined into one whole tensor."""
-    found = [
+    shards = [
         _Indexed(part.rank, local, tuple(indices_of(part.boxes, d) for d in range(local.ndim)))
         for part in evidence.parts
         if (local := part.laid_out()) is not None
     ]
-    if len(found) == len(evidence.parts):
-        return found
+    if len(shards) == len(evidence.parts):
+        return shards
     whole = evidence.reference.float().clone()
     for part in evidence.parts:
         for box, piece in zip(part.boxes, part.pieces, strict=True):
@@ -119,14 +122,15 @@ def _moves(evidence: Evidence, shard: _Indexed, dim: int) -> _Move | None:
     stays = distance[torch.arange(len(own)), own] <= slack
     to = torch.where(stays, own, distance.argmin(1))
     expected = theirs.index_select(0, to)
-    diff, _ = dot([([ours - expected], [ours - expected])])
-    size, _ = dot([([expected], [expected])])
-    scale = max((size / ours.numel()) ** 0.5, evidence.tolerance.rms)
+    diff, size = (
+        float(side.double().square().mean().sqrt()) for side in (ours - expected, expected)
+    )
+    scale = max(size, evidence.tolerance.rms)
     # Each row that moved is one of all rows: among many short ones some are alike by chance.
     moved = max(1, int((to != own).sum()))
     share = evidence.share(moved * ours.shape[1], moved * math.log2(len(theirs)))
     limit = min(RIGHT * evidence.tolerance.value, share * max(evidence.errors.values()))
-    if not scale or not (diff / ours.numel()) ** 0.5 / scale <= limit:
+    if not scale or not diff / scale <= limit:
         return None
     return _Move(shard.rank, own.tolist(), to.tolist())
 

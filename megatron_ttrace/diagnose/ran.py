@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from megatron_ttrace.mcore import places
 from megatron_ttrace.placement.mesh import AXES
@@ -52,29 +52,27 @@ def cite(verdict: Judged, finding: Finding | None, ledger: Ledger) -> Citation |
     phase = _PHASES.get(verdict.direction)
     if phase is None or not ledger.recorded or not ledger.collectives:
         return None
-    axes = _axes(finding)
+    axes, step = _axes(finding), (ledger, verdict, phase)
     if phase not in (Phase.FORWARD, Phase.BACKWARD):
-        ran = tuple(one for one in _of(ledger, verdict, phase) if set(axes) & _spans(one.group))
+        ran = tuple(call for call in _of(*step) if set(axes) & _spans(call.group))
         return Citation(phase, ran, _without(axes, ran, ledger.unseen)) if axes else None
     module = verdict.name.partition("#")[0]
-    ran = tuple(_inside(_of(ledger, verdict, phase), module))
+    ran = tuple(_inside(_of(*step), module))
+    code = _runs(ledger.sources.of(module))
     siblings = [
         name
         for name in ledger.sources.modules
         if name != module
         and pattern(name) == pattern(module)
-        and _runs(ledger.sources.of(name)) == _runs(ledger.sources.of(module))
+        and _runs(ledger.sources.of(name)) == code
     ]
     theirs = [
-        {(one.operation, one.group): None for one in _inside(_of(ledger, verdict, phase), name)}
+        dict.fromkeys((call.operation, call.group) for call in _inside(_of(*step), name))
         for name in siblings
     ]
-    own = {(one.operation, one.group) for one in ran}
-    lacking = tuple(
-        what
-        for what in (theirs[0] if theirs else ())
-        if what not in own and all(what in each for each in theirs)
-    )
+    ours = {(call.operation, call.group) for call in ran}
+    common = theirs[0] if theirs else ()
+    lacking = tuple(c for c in common if c not in ours and all(c in each for each in theirs))
     if ledger.unseen and not ran and not lacking:
         return None
     return Citation(phase, ran, _without(axes, ran, ledger.unseen), lacking, len(siblings))
@@ -96,51 +94,34 @@ def where(verdict: Judged, finding: Finding | None, ledger: Ledger, *, alone: bo
     """
     if place := places.by_hand(finding):
         return place
-    sources = ledger.sources
-    is_input = verdict.kind is Kind.INPUT and verdict.name == ROOT
-    if is_input or verdict.kind in (Kind.TOKENS, Kind.LOSS):
+    kind, sources = verdict.kind, ledger.sources
+    if (kind, verdict.name) == (Kind.INPUT, ROOT) or kind in (Kind.TOKENS, Kind.LOSS):
         return sources.step
-    if verdict.kind is Kind.LOADED:
+    if kind is Kind.LOADED:
         code = sources.of(verdict.name.rpartition(".")[0])
         return code.described if code and verdict.index != MAIN else ""
-    norms = [
-        one.where
-        for one in _of(ledger, verdict, Phase.OPTIMIZER)
-        if one.operation.reduces and one.where and one.dtype.startswith("float")
-    ]
-    if verdict.kind is Kind.COUNTED and verdict.index in _OF_OPTIMIZERS:
+    if kind is Kind.COUNTED and verdict.index in _OF_OPTIMIZERS:
         return sources.optimizer
-    reduced = verdict.kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number
-    if verdict.kind in (Kind.GRAD_NORM, Kind.COUNTED) and not reduced:
-        return next(iter(norms), sources.optimizer)
-    if finding is not None and _CLIPPING in finding.axes:
-        return next(iter(norms), sources.optimizer)
+    reduced = kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number
+    of_norm = kind in (Kind.GRAD_NORM, Kind.COUNTED) and not reduced
+    if of_norm or (finding is not None and _CLIPPING in finding.axes):
+        calls = _reductions(_of(ledger, verdict, Phase.OPTIMIZER))
+        norms = (call.where for call in calls if call.dtype.startswith("float"))
+        return next(norms, sources.optimizer)
     cited = cite(verdict, finding, ledger)
     if cited is not None and cited.lacking:
         return _of_sibling(ledger, verdict, cited.lacking[0])
-    if axes := _axes(finding):
-        calls = [
-            one
-            for one in (cited.ran if cited else ())
-            if one.where and one.operation.reduces and set(axes) & _spans(one.group)
-        ]
-        least = _LEAST_BYTES * math.prod(verdict.shape)
-        fit = [one for one in calls if one.bytes >= least]
-        if fit and alone and verdict.direction is Direction.GRADIENT:
-            # What reduces few tensors with this one, rather than all.
-            total = Counter[str]()
-            for one in calls:
-                total[one.where] += one.bytes
-            return min(fit, key=lambda one: total[one.where]).where
-        if calls:
-            return max(calls, key=lambda one: one.bytes).where
-    if verdict.kind is Kind.METRIC:
+    axes = _axes(finding)
+    calls = [c for c in _reductions(cited.ran if cited else ()) if set(axes) & _spans(c.group)]
+    if calls:
+        return _of_reduction(verdict, calls, alone=alone)
+    if kind is Kind.METRIC:
         # What is not logged here would be by what logs the others.
         return sources.metrics.get(verdict.name, next(iter(sources.metrics.values()), ""))
     if reduced:
-        ran = (one.where for one in _of(ledger, verdict, Phase.GRADIENTS) if one.operation.reduces)
-        return next(filter(None, ran), sources.finalize)
-    if verdict.direction is Direction.UPDATE and verdict.kind is not Kind.BUFFER:
+        calls = _reductions(_of(ledger, verdict, Phase.GRADIENTS))
+        return next((call.where for call in calls), sources.finalize)
+    if verdict.direction is Direction.UPDATE and kind is not Kind.BUFFER:
         return sources.optimizer
     name = verdict.name.partition("#")[0]
     if finding is not None and finding.cause is Cause.LAYER_NUMBERS:
@@ -152,13 +133,29 @@ def where(verdict: Judged, finding: Finding | None, ledger: Ledger, *, alone: bo
         return code.built or code.forward
     if verdict.direction is Direction.GRADIENT:
         return (not axes and (code.weight or code.backward)) or sources.finalize
-    if verdict.kind is Kind.GRAD_OUTPUT:
+    if kind is Kind.GRAD_OUTPUT:
         return code.user or (sources.of(name.rpartition(".")[0] or ROOT) or code).forward
     if verdict.direction is Direction.BACKWARD:
         return code.backward or code.forward
     # All that a container calls is right: what is left are its own functions.
-    around = name == ROOT or any(one.startswith(f"{name}.") for one in sources.modules)
-    return (verdict.kind is Kind.OUTPUT and around and code.output) or code.forward
+    around = name == ROOT or any(module.startswith(f"{name}.") for module in sources.modules)
+    return (kind is Kind.OUTPUT and around and code.output) or code.forward
+
+
+def _reductions(calls: Iterable[Collective]) -> list[Collective]:
+    return [call for call in calls if call.operation.reduces and call.where]
+
+
+def _of_reduction(verdict: Judged, calls: Sequence[Collective], *, alone: bool) -> str:
+    """The call that is about as many tensors as are known to have the fault."""
+    fit = [call for call in calls if call.bytes >= _LEAST_BYTES * math.prod(verdict.shape)]
+    if fit and alone and verdict.direction is Direction.GRADIENT:
+        # What reduces few tensors with this one, rather than all.
+        total = Counter[str]()
+        for call in calls:
+            total[call.where] += call.bytes
+        return min(fit, key=lambda call: total[call.where]).where
+    return max(calls, key=lambda call: call.bytes).where
 
 
 _PARTS = {
@@ -170,21 +167,21 @@ _PARTS = {
 
 def in_culprits(changed: ChangedCode, culprits: Iterable[Culprit]) -> ChangedCode:
     """The same, with the code that ran in a culprit marked as such, and first."""
-    blamed = [(pattern(one.name.partition("#")[0]), one.direction) for one in culprits]
+    blamed = [(pattern(c.name.partition("#")[0]), c.direction) for c in culprits]
 
-    def judged(one: ChangedFunction) -> ChangedFunction:
+    def judged(function: ChangedFunction) -> ChangedFunction:
         is_inside = any(
-            any(_is_in(module, name, direction) for module in one.modules)
-            or not {*one.phases}.isdisjoint(_PARTS.get(direction, ()))
+            any(_is_in(module, name, direction) for module in function.modules)
+            or not {*function.phases}.isdisjoint(_PARTS.get(direction, ()))
             for name, direction in blamed
         )
-        if one.ran is not Execution.ELSEWHERE or not is_inside:
-            return one
-        return dataclasses.replace(one, ran=Execution.IN_CULPRIT)
+        if function.ran is not Execution.ELSEWHERE or not is_inside:
+            return function
+        return dataclasses.replace(function, ran=Execution.IN_CULPRIT)
 
     order = list(Execution)
-    found = sorted(map(judged, changed.functions), key=lambda one: order.index(one.ran))
-    return dataclasses.replace(changed, functions=tuple(found))
+    functions = sorted(map(judged, changed.functions), key=lambda f: order.index(f.ran))
+    return dataclasses.replace(changed, functions=tuple(functions))
 
 
 def _is_in(module: str, name: str, direction: Direction) -> bool:
@@ -196,11 +193,12 @@ def _is_in(module: str, name: str, direction: Direction) -> bool:
 
 def _of_sibling(ledger: Ledger, verdict: Judged, what: tuple[Operation, str]) -> str:
     """Where the same module of another layer calls a collective."""
-    own = pattern(verdict.name.partition("#")[0])
+    module = pattern(verdict.name.partition("#")[0])
     return next(
-        one.where
-        for one in _of(ledger, verdict, _PHASES[verdict.direction])
-        if (one.operation, one.group) == what and f"{pattern(one.module)}.".startswith(f"{own}.")
+        call.where
+        for call in _of(ledger, verdict, _PHASES[verdict.direction])
+        if (call.operation, call.group) == what
+        and f"{pattern(call.module)}.".startswith(f"{module}.")
     )
 
 
@@ -209,8 +207,8 @@ def _layer(sources: Sources, parameter: str) -> ModuleCode:
     layers = (
         name for name in sources.modules if pattern(parameter).startswith(f"{pattern(name)}.")
     )
-    own = min((name for name in layers if name[-1].isdigit()), key=len, default="")
-    return sources.of(own) or ModuleCode()
+    name = min((name for name in layers if name[-1].isdigit()), key=len, default="")
+    return sources.of(name) or ModuleCode()
 
 
 def _runs(code: ModuleCode | None) -> tuple[str, ...]:
@@ -219,16 +217,13 @@ def _runs(code: ModuleCode | None) -> tuple[str, ...]:
 
 
 def _of(ledger: Ledger, verdict: Judged, phase: Phase) -> Iterable[Collective]:
-    return (
-        one
-        for one in ledger.collectives
-        if one.iteration == verdict.iteration and one.direction is phase
-    )
+    step = verdict.iteration, phase
+    return (call for call in ledger.collectives if (call.iteration, call.direction) == step)
 
 
-def _inside(collectives: Iterable[Collective], module: str) -> Iterable[Collective]:
+def _inside(calls: Iterable[Collective], module: str) -> Iterable[Collective]:
     """Those of a module and of what it contains."""
-    return (one for one in collectives if f"{one.module}.".startswith(f"{module}."))
+    return (call for call in calls if f"{call.module}.".startswith(f"{module}."))
 
 
 def _axes(finding: Finding | None) -> tuple[str, ...]:
@@ -248,5 +243,5 @@ def _without(
     axes: Iterable[str], ran: Iterable[Collective], unseen: Iterable[str]
 ) -> tuple[str, ...]:
     """Axes over which nothing is reduced: none of these does, and all would have been seen."""
-    spanned = {axis for one in ran if one.operation.reduces for axis in _spans(one.group)}
+    spanned = {axis for call in ran if call.operation.reduces for axis in _spans(call.group)}
     return tuple(axis for axis in axes if axis not in spanned.union(unseen))

@@ -31,29 +31,37 @@ def token_ids(evidence: Evidence) -> WrongTokens | None:
     where = _tokens(evidence)
     if where is None or table is None or table.ndim != 2:
         return None
-    wrong, values, found = where
+    return evidence.instead(_looked_up(evidence, *where, table.float()))
+
+
+def _looked_up(
+    evidence: Evidence,
+    wrong: torch.Tensor,
+    values: torch.Tensor,
+    tokens: WrongTokens,
+    table: torch.Tensor,
+) -> Iterator[tuple[WrongTokens, torch.Tensor]]:
+    """The nearest rows of the table in the place of the wrong ones, or added to the right ones."""
     held, right = values[wrong], evidence.reference.float()[wrong]
     for added in (False, True):
         rest = held - right if added else held
         zero = not rest.any()
         evidence.work.spend(len(rest) * table.numel())
-        rows = torch.cdist(rest, table.float()).argmin(1)
+        rows = torch.cdist(rest, table).argmin(1)
         whole = evidence.reference.float().clone()
-        whole[wrong] = added * right + (not zero) * table.float()[rows]
-        if evidence.holds(whole):
-            span = None if zero else (int(rows.min()), int(rows.max()))
-            return dataclasses.replace(found, zero=zero, rows=span, added=added)
-    return None
+        whole[wrong] = added * right + (not zero) * table[rows]
+        span = None if zero else (int(rows.min()), int(rows.max()))
+        yield dataclasses.replace(tokens, zero=zero, rows=span, added=added), whole
 
 
 def dropped_rows(evidence: Evidence) -> WrongRows | None:
     """Along some dim a minority of rows is zero. The repair: these rows."""
-    found = _rows(evidence)
-    if found is None or not found.zero:
+    rows = _rows(evidence)
+    if rows is None or not rows.zero:
         return None
     whole = evidence.reference.float().clone()
-    whole.index_fill_(found.at, torch.tensor(found.indices), 0.0)
-    return found if evidence.holds(whole) else None
+    whole.index_fill_(rows.at, torch.tensor(rows.indices), 0.0)
+    return rows if evidence.holds(whole) else None
 
 
 def in_part(evidence: Evidence) -> InPart | None:
@@ -62,31 +70,30 @@ def in_part(evidence: Evidence) -> InPart | None:
     The repair: undo it there. Which elements these are follows from the fault: of all runs, the one
     in which it explains most of the error.
     """
+    parts = evidence.parts
+    total = {part.rank: sum(piece.numel() for piece in part.pieces) for part in parts}
     for fault, values in _faults(evidence):
         spans: dict[int, Span] = {}
         repaired: dict[int, list[torch.Tensor]] = {}
-        for part in evidence.parts:
+        for part in parts:
             ours, right = flat(part.pieces).double(), flat(evidence.expected(part)).double()
             off = flat(values(part)).double() - right
             evidence.work.spend(4 * len(ours))
             first, last = _best_run((ours - right).square() - (ours - right - off).square())
-            spans[part.rank] = first, last
             if fault.cause is Cause.ZERO and ours[first : last + 1].any():
                 break
+            spans[part.rank] = first, last
             ours[first : last + 1] -= off[first : last + 1]
-            sizes = [piece.numel() for piece in part.pieces]
+            pieces = ours.float().split([piece.numel() for piece in part.pieces])
             repaired[part.rank] = [
-                piece.view(there.shape).float()
-                for piece, there in zip(ours.split(sizes), part.pieces, strict=True)
+                piece.view(there.shape) for piece, there in zip(pieces, part.pieces, strict=True)
             ]
-        if len(repaired) < len(evidence.parts):
+        if len(repaired) < len(parts):
             continue
-        total = {part.rank: sum(p.numel() for p in part.pieces) for part in evidence.parts}
-        some = any(last - first + 1 < total[rank] for rank, (first, last) in spans.items())
-        if some and all(
+        if any(last - first + 1 < total[rank] for rank, (first, last) in spans.items()) and all(
             evidence.error(part, repaired[part.rank])
             <= _left(evidence, part, spans[part.rank], total[part.rank])
-            for part in evidence.parts
+            for part in parts
         ):
             held = tuple((rank, span, total[rank]) for rank, span in sorted(spans.items()))
             return InPart(fault.cause, fault.axes, fault=fault, spans=held)
@@ -108,8 +115,8 @@ def _faults(
     for axis in evidence.axes:
         for ratio in (evidence.size(axis), 1 / evidence.size(axis)):
             scaled = evidence.reference.float() * ratio
-            found = constant_factor(evidence, ratio)
-            yield found, functools.partial(evidence.expected, reference=scaled)
+            of_part = functools.partial(evidence.expected, reference=scaled)
+            yield constant_factor(evidence, ratio), of_part
     for finding, key in itertools.islice(evidence.others(), _LIKELY):
         other = evidence.whole(key)
         if other is not None and other.shape == evidence.reference.shape:
@@ -156,28 +163,28 @@ def _tokens(evidence: Evidence) -> tuple[torch.Tensor, torch.Tensor, WrongTokens
 
 def _rows(evidence: Evidence) -> WrongRows | None:
     """A minority of wrong rows along a dim, the dim with the smallest share of them."""
-    found = []
+    rows = []
     for dim, total in enumerate(evidence.reference.shape):
-        wrong, values = _wrong(
-            evidence, tuple(d for d in range(evidence.reference.ndim) if d != dim)
-        )
+        others = tuple(d for d in range(evidence.reference.ndim) if d != dim)
+        wrong, values = _wrong(evidence, others)
         if wrong is None:
             return None
-        indices = wrong.nonzero().reshape(-1).tolist()
+        indices = tuple(wrong.nonzero().reshape(-1).tolist())
         if 0 < len(indices) <= _MOST * total:
             slice_of = _slice_of(evidence, total, indices)
-            rows = WrongRows(
-                Cause.ROWS,
-                slice_of[:1] if slice_of else (),
-                dim=evidence.dim_name(dim),
-                at=dim,
-                indices=tuple(indices),
-                total=total,
-                zero=not values.movedim(dim, 0)[wrong].any(),
-                slice_of=slice_of,
+            rows.append(
+                WrongRows(
+                    Cause.ROWS,
+                    slice_of[:1] if slice_of else (),
+                    dim=evidence.dim_name(dim),
+                    at=dim,
+                    indices=indices,
+                    total=total,
+                    zero=not values.movedim(dim, 0)[wrong].any(),
+                    slice_of=slice_of,
+                )
             )
-            found.append(rows)
-    return min(found, key=lambda rows: len(rows.indices) / rows.total, default=None)
+    return min(rows, key=lambda found: len(found.indices) / found.total, default=None)
 
 
 def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -205,7 +212,7 @@ def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | No
     return squares.sqrt() > evidence.tolerance.value * scale, values
 
 
-def _slice_of(evidence: Evidence, total: int, indices: list[int]) -> tuple[str, int] | None:
+def _slice_of(evidence: Evidence, total: int, indices: Sequence[int]) -> tuple[str, int] | None:
     """The axis and the rank on it that hold just these rows of a dim."""
     first, count = indices[0], len(indices)
     if indices[-1] - first + 1 != count or total % count or first % count or total == count:

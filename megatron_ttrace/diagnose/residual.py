@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -38,14 +40,12 @@ def residuals(
     """
     found: list[Residual] = []
     for key in _chosen(verdicts, culprits):
-        if sum(one.total for one in found) >= ELEMENTS:
+        if sum(known.total for known in found) >= ELEMENTS:
             break
-        try:
-            known = evidence(key)
-            if known is not None:
+        # Details are optional, the verdicts are complete.
+        with contextlib.suppress(Exception):
+            if (known := evidence(key)) is not None:
                 found.append(residual(known))
-        except Exception:  # noqa: BLE001, S112 - details are optional, the verdicts are complete
-            continue
     return tuple(found)
 
 
@@ -94,15 +94,16 @@ def residual(evidence: Evidence) -> Residual:
 
 def _side_by_side(evidence: Evidence, indices: Iterable[tuple[int, ...]]) -> tuple[Element, ...]:
     """Elements with the values of all failing ranks that hold them, in the order of ``indices``."""
-    found: dict[tuple[int, ...], list[Element]] = {index: [] for index in indices}
+    elements: dict[tuple[int, ...], list[Element]] = {index: [] for index in indices}
     for part in evidence.parts[:_RANKS]:
         for piece, there, box in zip(part.pieces, evidence.expected(part), part.boxes, strict=True):
-            for index, elements in found.items():
+            for index, held in elements.items():
                 inside = tuple(i - s for i, s in zip(index, box.logical, strict=True))
                 if all(0 <= i < size for i, size in zip(inside, box.extent, strict=True)):
-                    values = float(there[inside]), float(piece[inside])
-                    elements.append(Element(index, *values, part.rank))
-    return tuple(element for elements in found.values() for element in elements)
+                    held.append(
+                        Element(index, float(there[inside]), float(piece[inside]), part.rank)
+                    )
+    return tuple(itertools.chain(*elements.values()))
 
 
 def _worst(
@@ -119,8 +120,9 @@ def _worst(
 
 def _spans(boxes: tuple[Box, ...], limit: int = 4) -> str:
     """Logical slices as one would write them in Python: ``[0:8, 0:64] [16:24, 0:64]``."""
-    said = [
-        "[" + ", ".join(f"{s}:{s + e}" for s, e in zip(box.logical, box.extent, strict=True)) + "]"
+    slices = (
+        ", ".join(f"{s}:{s + e}" for s, e in zip(box.logical, box.extent, strict=True))
         for box in boxes[:limit]
-    ]
-    return " ".join(said) + (f" and {len(boxes) - limit} more" if len(boxes) > limit else "")
+    )
+    more = f" and {len(boxes) - limit} more" if len(boxes) > limit else ""
+    return " ".join(f"[{each}]" for each in slices) + more

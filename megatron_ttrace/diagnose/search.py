@@ -7,12 +7,13 @@ values that are left (a factor, an order of rows, shares that do not count). Eve
 to :data:`STEPS` steps and a closing repair is tested on every failing part.
 
 The size of a composition is the number of its repairs and of the parameters that were fitted or
-chosen: the smallest one is told. Longer compositions are searched only while they can be smaller
-than what was found.
+chosen: the smallest one is reported. Longer ones are searched only while they can be smaller than
+what was found.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -64,7 +65,7 @@ CLOSING: tuple[Closing, ...] = (
     region.dropped_rows,
     region.in_part,
 )
-"""Repairs of the same size are told in this order."""
+"""Of repairs of the same size the first is reported."""
 
 _OF_UNCHANGED = (scaling.zero, region.in_part)
 """Says nothing about values that a step has made."""
@@ -94,8 +95,8 @@ def free(finding: Finding) -> int:
         case f.RankFactors():
             return len(finding.factors)
         case f.UnequalShares():
-            said = (one for _, found in finding.by_ranks for one in found)
-            return sum(1 if one.missing else len(one.counts) for one in said)
+            weights = (weight for _, weights in finding.by_ranks for weight in weights)
+            return sum(1 if weight.missing else len(weight.counts) for weight in weights)
         case f.ReorderedRows(order=f.RowOrder.BLOCKS | f.RowOrder.REPEATED):
             return finding.blocks
         case f.Addend():
@@ -114,12 +115,12 @@ def free(finding: Finding) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
-    """A composition that makes every failing part right."""
+class Composition:
+    """Repairs that make every failing part right, one after another."""
 
     steps: tuple[tuple[Step, Finding], ...]
-    closing: Closing | None
-    last: Finding | None
+    closing: Closing | None = None
+    last: Finding | None = None
 
     @property
     def finding(self) -> Finding:
@@ -127,7 +128,7 @@ class Found:
         findings = [finding for _, finding in self.steps] + ([self.last] if self.last else [])
         if len(findings) == 1:
             return findings[0]
-        axes = dict.fromkeys(axis for one in findings for axis in one.axes)
+        axes = dict.fromkeys(axis for finding in findings for axis in finding.axes)
         return Composed(findings[0].cause, tuple(axes), steps=tuple(findings))
 
     @property
@@ -151,60 +152,59 @@ class _State:
         """Each step is taken at most once, in one order: the others give the same values."""
         return STEP[STEP.index(self.steps[-1][0]) + 1 :] if self.steps else STEP
 
-    def closings(self) -> Iterator[Closing]:
+    @property
+    def closings(self) -> list[Closing]:
         scaled = any(step is scaling.rescaled for step, _ in self.steps)
-        for closing in CLOSING:
-            if not (
-                (self.steps and closing in _OF_UNCHANGED) or (scaled and closing in _ALREADY_SCALED)
-            ):
-                yield closing
+        useless = (*(_OF_UNCHANGED if self.steps else ()), *(_ALREADY_SCALED if scaled else ()))
+        return [closing for closing in CLOSING if closing not in useless]
 
 
-def search(evidence: Evidence, failed: Failed | None = None) -> list[Found]:
+def search(evidence: Evidence, failed: Failed | None = None) -> list[Composition]:
     """Compositions that make every failing part right, the simplest first.
 
     Args:
         evidence: the failed tensor.
-        failed: is told of a repair whose test raised; without it the exception is raised.
+        failed: is called with a repair whose test raised; without it the exception is raised.
     """
-    found: list[Found] = []
+    found: list[Composition] = []
     states = [_State(evidence)] if evidence.parts else []
-    try:
+
+    def is_settled(depth: int) -> bool:
+        return any(composition.size <= depth + 1 for composition in found)
+
+    with contextlib.suppress(ExhaustedError):
         for depth in range(STEPS + 1):
-            best = min((one.size for one in found), default=depth + 2)
-            if best > depth + 1 or not depth:
+            if not depth or not is_settled(depth):
                 for state in states:
                     found += _closed(state, failed)
-            if depth == STEPS or min((one.size for one in found), default=depth + 2) <= depth + 1:
+            if depth == STEPS or is_settled(depth):
                 break
             after: list[_State] = []
             for state in states:
                 for new in _stepped(state, failed):
                     if new.evidence.is_right:
-                        found.append(Found(new.steps, None, None))
+                        found.append(Composition(new.steps))
                     else:
                         after.append(new)
             states = after
-    except ExhaustedError:
-        pass
-    return sorted(found, key=lambda one: one.order)
+    return sorted(found, key=lambda composition: composition.order)
 
 
-def alternative(found: list[Found]) -> Finding | None:
+def alternative(compositions: list[Composition]) -> Finding | None:
     """Another repair than the first that is as simple, and is not the same in other words."""
-    first = found[0].finding
-    for other in found[1:]:
+    first = compositions[0].finding
+    for other in compositions[1:]:
         alike = type(other.finding) is type(first)
         factors = isinstance(other.finding, _FACTORS) and isinstance(first, _FACTORS)
-        if other.size <= found[0].size and not alike and not factors:
+        if other.size <= compositions[0].size and not alike and not factors:
             return other.finding
     return None
 
 
-def repeated(evidence: Evidence, known: Found) -> Finding | None:
+def repeated(evidence: Evidence, known: Composition) -> Finding | None:
     """The finding for another tensor that the same composition makes right."""
     for step, finding in known.steps:
-        after = next((new for one, new in step(evidence) if one == finding), None)
+        after = next((new for other, new in step(evidence) if other == finding), None)
         if after is None:
             return None
         evidence = after
@@ -213,14 +213,14 @@ def repeated(evidence: Evidence, known: Found) -> Finding | None:
     last = known.closing(evidence)
     if last is None or (last.cause, last.axes) != (known.last.cause, known.last.axes):
         return None
-    return Found(known.steps, known.closing, last).finding
+    return dataclasses.replace(known, last=last).finding
 
 
-def _closed(state: _State, failed: Failed | None) -> Iterator[Found]:
-    for closing in state.closings():
+def _closed(state: _State, failed: Failed | None) -> Iterator[Composition]:
+    for closing in state.closings:
         finding = _limited(closing.__name__, closing, state.evidence, failed)
         if finding is not None:
-            yield Found(state.steps, closing, finding)
+            yield Composition(state.steps, closing, finding)
 
 
 def _stepped(state: _State, failed: Failed | None) -> Iterator[_State]:

@@ -62,26 +62,17 @@ def positions(size: int) -> list[torch.Tensor]:
 
 def evidence(given: Inputs, wrong: torch.Tensor, index: int, size: int) -> Evidence:
     key = dataclasses.replace(KEY, index=index)
-    q, k, v, grad = given
-    trace = {
-        dataclasses.replace(KEY, kind=Kind.GRAD_OUTPUT, index=0): grad,
-        **{
-            dataclasses.replace(KEY, kind=Kind.INPUT, index=number): tensor
-            for number, tensor in enumerate((q, k, v))
-        },
-    }
-    ranks = meshes(size, cp=size) if size > 1 else meshes(1)
+    trace = {dataclasses.replace(KEY, kind=Kind.GRAD_OUTPUT): given[3]}
+    for number, tensor in enumerate(given[:3]):
+        trace[dataclasses.replace(KEY, kind=Kind.INPUT, index=number)] = tensor
+    ranks = meshes(size, cp=size)
     placement = CP if size > 1 else ()
     held = {
-        mesh.rank: torch.cat(
-            [logical_view(wrong, box) for box in plan(wrong.shape, placement, mesh)]
-        )
+        mesh.rank: torch.cat([logical_view(wrong, b) for b in plan(wrong.shape, placement, mesh)])
         for mesh in ranks
     }
     reference = gradients(given, causal())[index]
-    return evidence_of(
-        reference, ranks, held, key=key, trace=trace, placement=placement, tolerance=1e-4
-    )
+    return evidence_of(reference, ranks, held, key=key, trace=trace, placement=placement)
 
 
 def test_the_formula() -> None:
@@ -172,6 +163,5 @@ def test_an_attention_that_is_not_this_one() -> None:
 def test_other_tensors(change: dict[str, object]) -> None:
     given = inputs()
     one = evidence(given, gradients(given, torch.ones(S, S))[0], 0, 1)
-    assert (
-        attention.blocks(dataclasses.replace(one, key=dataclasses.replace(KEY, **change))) is None
-    )
+    key = dataclasses.replace(KEY, **change)
+    assert attention.blocks(dataclasses.replace(one, key=key)) is None

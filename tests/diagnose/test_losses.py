@@ -39,138 +39,132 @@ def shares(*, own: bool = False) -> list[Share]:
 
 
 def found(
-    held: Callable[[int], dict[Loss, float]],
+    counts: dict[Loss, float] | Callable[[int], dict[Loss, float]],
     *,
     known: list[Share] | None = None,
     noise: float = 1e-6,
     tolerance: float = 1e-4,
     **axes: int,
 ) -> LossShare | None:
-    """What is found if rank ``r`` counts its losses' shares ``held(r)`` times, where not once."""
+    """What is found if (each rank's) losses' shares are counted so often, where not once."""
     ranks = meshes(math.prod(axes.values()), **axes)
 
     def local(rank: int, right: torch.Tensor) -> torch.Tensor:
-        wrong = sum((times - 1) * SHARES[loss] for loss, times in held(rank).items())
+        of_rank = counts(rank) if callable(counts) else counts
+        wrong = sum((times - 1) * SHARES[loss] for loss, times in of_rank.items())
         return right + wrong + noise * values(24, 16, seed=50 + rank)
 
     evidence = evidence_of(WHOLE, ranks, local, key=ROUTER, tolerance=tolerance, microbatches=3)
     return miscounted(evidence, shares() if known is None else known)
 
 
-def test_too_large() -> None:
-    """The size that it is off by is named."""
-    it = found(lambda rank: {Loss.AUXILIARY: 2.0}, cp=2)
-    assert it is not None
-    assert (it.losses, it.cause, it.axes) == ((Loss.AUXILIARY,), Cause.TOO_LARGE, ("cp",))
-    assert text(it) == (
-        "the auxiliary loss's share of the gradient is 2.000 times too large = the size of cp"
-    )
-    assert hint(it) == "a missing division or a doubled reduction over cp"
-
-
-def test_microbatches() -> None:
-    """Losses that are off alike are named together."""
-    it = found(lambda rank: {Loss.AUXILIARY: 1 / 3, Loss.Z: 1 / 3}, tp=2)
-    assert text(it) == (
+A, Z, MTP, MAIN_LOSS = Loss.AUXILIARY, Loss.Z, Loss.MTP, Loss.MAIN
+Counts = dict[Loss, float] | Callable[[int], dict[Loss, float]]
+FAULTS: list[tuple[dict[str, int], Counts, tuple[Loss, ...], Finding, str]] = [
+    (
+        *({"cp": 2}, {A: 2.0}, (A,)),
+        ConstantFactor(Cause.TOO_LARGE, ("cp",), ratio=2.0, sizes=(("cp",),)),
+        "the auxiliary loss's share of the gradient is 2.000 times too large = the size of cp",
+    ),
+    # Losses that are off alike are named together.
+    (
+        *({"tp": 2}, {A: 1 / 3, Z: 1 / 3}, (A, Z)),
+        ConstantFactor(Cause.TOO_SMALL, ("microbatches",), ratio=1 / 3, sizes=(("microbatches",),)),
         "the auxiliary loss's and the z loss's shares of the gradient are 3.000 times too small = "
-        "the number of microbatches"
-    )
+        "the number of microbatches",
+    ),
+    # On the rank that fails.
+    (
+        *({"tp": 2}, lambda rank: {Z: float(rank == 0)}, (Z,), Finding(Cause.ZERO)),
+        "the z loss's share of the gradient is missing",
+    ),
+    # The share of the main loss is what the others leave.
+    (
+        *({"tp": 2}, {MAIN_LOSS: 2.0}, (MAIN_LOSS,)),
+        ConstantFactor(Cause.TOO_LARGE, ("tp",), ratio=2.0, sizes=(("tp",),)),
+        "2.000 times too large = the size of tp",
+    ),
+    # Each rank has a part of the share, and all of the rest.
+    (
+        *({"tp": 2}, lambda rank: {MTP: (0.3, 0.7)[rank]}, (MTP,)),
+        PartialSums(Cause.PARTIAL, ("tp",)),
+        "the MTP loss's share of the gradient: partial sums over tp: their sum is the reference",
+    ),
+]
 
 
-def test_lost() -> None:
-    """On the ranks that fail."""
-    it = found(lambda rank: {Loss.Z: float(rank == 0)}, tp=2)
-    assert it == LossShare(Cause.ZERO, losses=(Loss.Z,), fault=Finding(Cause.ZERO))
-    assert text(it) == "the z loss's share of the gradient is missing"
+@pytest.mark.parametrize(("axes", "counts", "losses", "fault", "words"), FAULTS)
+def test_faults(
+    axes: dict[str, int], counts: Counts, losses: tuple[Loss, ...], fault: Finding, words: str
+) -> None:
+    """Of one loss's share, or of several losses' alike."""
+    it = found(counts, **axes)
+    assert it == LossShare(fault.cause, fault.axes, losses=losses, fault=fault)
+    assert text(it).endswith(words)
+
+
+def test_a_hint_is_that_of_the_fault() -> None:
+    assert hint(found({A: 2.0}, cp=2)) == "a missing division or a doubled reduction over cp"
+
+
+@pytest.mark.parametrize("counts", [(7.3, 7.3), (5.0, 7.3)], ids=["common", "per rank"])
+def test_a_factor_that_is_no_size(counts: tuple[float, ...]) -> None:
+    """It is fitted; one for each rank only if no common one fits."""
+    it = found(lambda rank: {Z: counts[rank]}, tp=2)
+    assert it is not None
+    if isinstance(it.fault, ConstantFactor):
+        assert it.fault.ratio == pytest.approx(7.3, rel=1e-3)
+        assert not it.fault.sizes
+    assert isinstance(it.fault, ConstantFactor if len(set(counts)) == 1 else RankFactors)
 
 
 def test_nothing_but_zeros() -> None:
     """All of the gradient but another loss's share, which is zero there, is lost on one rank."""
     only = torch.zeros(24, 16)
     only[:12] = 1.0
-    other = 1.0 - only
-    known = [Share(Loss.Z, True, only), Share(Loss.MTP, True, other)]
-    evidence = evidence_of(
-        only + other, meshes(2, tp=2), lambda rank, right: right - only * (rank == 0), key=ROUTER
-    )
-    it = miscounted(evidence, known)
-    assert it == LossShare(Cause.ZERO, losses=(Loss.Z,), fault=Finding(Cause.ZERO))
-
-
-def test_the_main_loss() -> None:
-    """Its share is what the others leave."""
-    it = found(lambda rank: {Loss.MAIN: 2.0}, tp=2)
-    assert it is not None
-    assert it.losses == (Loss.MAIN,)
-    assert it.axes == ("tp",)
-
-
-def test_partial_sums() -> None:
-    """Each rank has a part of the share, and all of the rest."""
-    it = found(lambda rank: {Loss.MTP: (0.3, 0.7)[rank]}, tp=2)
-    assert it is not None
-    assert it.fault == PartialSums(Cause.PARTIAL, ("tp",))
-    assert text(it) == (
-        "the MTP loss's share of the gradient: partial sums over tp: their sum is the reference"
-    )
-
-
-def test_a_factor_that_is_no_size() -> None:
-    """It is fitted."""
-    it = found(lambda rank: {Loss.Z: 7.3}, tp=2)
-    assert it is not None
-    assert isinstance(it.fault, ConstantFactor)
-    assert it.fault.ratio == pytest.approx(7.3, rel=1e-3)
-    assert not it.fault.sizes
-
-
-def test_a_factor_of_each_rank() -> None:
-    """Only if no common one fits."""
-    it = found(lambda rank: {Loss.Z: (5.0, 7.3)[rank]}, tp=2)
-    assert it is not None
-    assert isinstance(it.fault, RankFactors)
+    known = [Share(Z, True, only), Share(MTP, True, 1.0 - only)]
+    held = {0: 1.0 - only, 1: torch.ones(24, 16)}
+    it = miscounted(evidence_of(torch.ones(24, 16), meshes(2, tp=2), held, key=ROUTER), known)
+    assert it == LossShare(Cause.ZERO, losses=(Z,), fault=Finding(Cause.ZERO))
 
 
 def test_a_shard() -> None:
     """Each rank's part is compared with its part of the share."""
-    evidence = evidence_of(
-        WHOLE,
-        meshes(2, tp=2),
-        lambda rank, right: right + SHARES[Loss.AUXILIARY].chunk(2)[rank],
-        placement=(Step("tp", Shard(0)),),
-        key=ROUTER,
+    halves = zip(WHOLE.chunk(2), SHARES[A].chunk(2), strict=True)
+    held = {rank: right + share for rank, (right, share) in enumerate(halves)}
+    place = (Step("tp", Shard(0)),)
+    it = miscounted(
+        evidence_of(WHOLE, meshes(2, tp=2), held, placement=place, key=ROUTER), shares()
     )
-    it = miscounted(evidence, shares())
     assert it is not None
-    assert (it.losses, it.cause) == ((Loss.AUXILIARY,), Cause.TOO_LARGE)
+    assert (it.losses, it.cause) == ((A,), Cause.TOO_LARGE)
 
 
 def test_only_its_own() -> None:
     """Of a module below others, what it adds itself may be all that is wrong."""
-    both = [Share(Loss.AUXILIARY, False, values(24, 16, seed=9)), *shares(own=True)]
-    it = found(lambda rank: {Loss.AUXILIARY: 0.0}, tp=2, known=both)
+    both = [Share(A, False, values(24, 16, seed=9)), *shares(own=True)]
+    it = found({A: 0.0}, tp=2, known=both)
     assert it is not None
-    assert it.losses == (Loss.AUXILIARY,)
-
-
-def test_noise_is_no_share() -> None:
-    """Nor is an error that is only in part along a share."""
-    assert found(lambda rank: {}, noise=0.01, tp=2) is None
-    assert found(lambda rank: {Loss.Z: 2.0}, noise=0.01, tp=2) is None
+    assert it.losses == (A,)
 
 
 def test_a_wide_tolerance() -> None:
-    """One of two losses that are off alike is enough for it; the fault is told of both."""
-    both = dict.fromkeys((Loss.AUXILIARY, Loss.MTP), 2.0)
-    it = found(lambda rank: both, tolerance=0.008, tp=2)
+    """One of two losses that are off alike is enough for it; the fault is that of both."""
+    it = found({A: 2.0, MTP: 2.0}, tolerance=0.008, tp=2)
     assert it is not None
-    assert it.losses == (Loss.AUXILIARY, Loss.MTP)
+    assert it.losses == (A, MTP)
 
 
-def test_a_share_of_another_shape() -> None:
-    """It is left out; nothing is found."""
-    strange = [Share(Loss.Z, False, torch.ones(3)), Share(Loss.AUXILIARY, False, 0 * WHOLE)]
-    assert found(lambda rank: {Loss.Z: 0.0}, tp=2, known=strange) is None
+STRANGE = [Share(Z, False, torch.ones(3)), Share(A, False, 0 * WHOLE)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "noise", "known"),
+    [({}, 0.01, None), ({Z: 2.0}, 0.01, None), ({Z: 0.0}, 1e-6, STRANGE)],
+    ids=["noise", "in part along a share", "shares of another shape, or zero"],
+)
+def test_no_fault(counts: dict[Loss, float], noise: float, known: list[Share] | None) -> None:
+    assert found(counts, noise=noise, known=known, tp=2) is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -185,13 +179,8 @@ def test_planted(losses: list[Loss], axes: tuple[int, int], power: int, toleranc
     tp, cp = axes
     size = max(tp, cp)
     times = float(size) ** power if power else 0.0
-    it = found(
-        lambda rank: dict.fromkeys(losses, times),
-        noise=tolerance / 20,
-        tolerance=tolerance,
-        tp=tp,
-        cp=cp,
-    )
+    counts = dict.fromkeys(losses, times)
+    it = found(counts, noise=tolerance / 20, tolerance=tolerance, tp=tp, cp=cp)
     assert it is not None
     assert set(it.losses) == set(losses)
     if not power:

@@ -23,16 +23,9 @@ def test_each_rank_lacks_another_part_of_the_update(noise: float) -> None:
         own = torch.arange(128).view(16, 8) < 60
         return torch.where(own == (rank == 0), right, old) + noise * values(16, 8, seed=3 + rank)
 
-    found = explain(
-        evidence_of(
-            new,
-            meshes(2),
-            held,
-            key=AFTER,
-            trace={BEFORE: old},
-            others=lambda: [(OtherTime(Cause.OTHER_TIME), BEFORE)],
-        )
-    )
+    others = [(OtherTime(Cause.OTHER_TIME), BEFORE)]
+    given = {"trace": {BEFORE: old}, "others": lambda: others}
+    found = explain(evidence_of(new, meshes(2), held, key=AFTER, **given))
     assert isinstance(found, InPart)
     assert found.cause is Cause.OTHER_TIME
     if not noise:

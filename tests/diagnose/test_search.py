@@ -160,8 +160,10 @@ def test_the_simpler_is_told_and_the_other_mentioned() -> None:
     assert [type(one.finding) for one in found] == [ConstantFactor, RankFactors]
     assert search.alternative(found) is None
     both = [
-        search.Found((), scaling.factor, ConstantFactor("too_large", ratio=2.0, sizes=(("tp",),))),
-        search.Found((), scaling.rounded, PartialSums("partial_sums", ("tp",))),
+        search.Composition(
+            (), scaling.factor, ConstantFactor("too_large", ratio=2.0, sizes=(("tp",),))
+        ),
+        search.Composition((), scaling.rounded, PartialSums("partial_sums", ("tp",))),
     ]
     assert search.alternative(both) == both[1].finding
     assert search.alternative([both[0], both[0]]) is None
