@@ -25,6 +25,7 @@ JOB = (
     "--log-interval 1 --tensor-model-parallel-size 2 --train-iters 2"
 ).split()
 SAVED = ("--ckpt-format", "torch_dist", "--lr-decay-iters", "10")
+CONTINUED = ("--train-iters", "6", "--override-opt_param-scheduler")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "tp": jobs.TP,
     "pp": jobs.PP,
@@ -44,7 +45,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     # Without --ttrace this flag does nothing.
     "exit": (*jobs.TP, "--ttrace-exit"),
-    "load": (*jobs.TP, *SAVED, "--load", "CHECKPOINT", "--train-iters", "6"),
+    "load": (*jobs.TP, *SAVED, "--load", "CHECKPOINT", *CONTINUED),
 }
 """Layouts of trainings on two ranks."""
 BUG = "01"

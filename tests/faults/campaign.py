@@ -34,7 +34,7 @@ COLUMNS = {
     "harmed": (Problem.HARMED, Problem.RERUN),
     "foreign files": (Problem.FOREIGN,),
     "secrets": (Problem.SECRET,),
-    "hangs": (Problem.HANG,),
+    "hangs": (Problem.HANG, Problem.MEMORY),
     "orphans": (Problem.ORPHAN,),
     "said wrongly": (
         *(Problem.EXIT_CODE, Problem.MISREAD, Problem.NO_LINE, Problem.REASON),

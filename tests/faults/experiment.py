@@ -72,15 +72,14 @@ class Experiment:
             self._unmount()
         if not self.problems:
             shutil.rmtree(self.home, ignore_errors=True)
+        return self.row(time.monotonic() - began)
+
+    def row(self, seconds: float = 0.0) -> Row:
+        """What became of the fault."""
+        fault, codes, problems = self.fault, tuple(self.codes), tuple(self.problems)
+        said = self.said
         return Row(
-            self.fault.id,
-            self.fault.family,
-            self.fault.what,
-            self.injected,
-            tuple(self.codes),
-            tuple(self.problems),
-            self.said,
-            time.monotonic() - began,
+            fault.id, fault.family, fault.what, self.injected, codes, problems, said, seconds
         )
 
     def _too_late(self) -> bool:

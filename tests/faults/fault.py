@@ -43,6 +43,7 @@ class Family(StrEnum):
     INPUTS = "bad input"
     FOREIGN = "directories of somebody else"
     PULLS = "hostile pull requests"
+    DAMAGED = "damaged files of parsers"
 
 
 class Problem(StrEnum):
@@ -54,6 +55,7 @@ class Problem(StrEnum):
     FOREIGN = "somebody's file changed"
     SECRET = "a secret is shown"
     HANG = "hung"
+    MEMORY = "takes the machine's memory"
     ORPHAN = "processes left behind"
     MISREAD = "misread"
     EXIT_CODE = "exit code"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--ttrace-isolate``: tensors go on with the reference's values, graphs and runs stay whole."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,8 @@ from megatron_ttrace.capture.modules import ModuleTap
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import Kind
-from tests import warm
-from tests.integration.jobs import SCRIPT, TINY, TP, TRAIN, environment
-from tests.planted.mistakes import PLANTED
+from tests.integration.jobs import TP, Checked, check
 
-HERE = Path(__file__).parent
 LLAMA = (
     "--transformer-impl transformer_engine --normalization RMSNorm --swiglu --group-query-attention"
     " --num-query-groups 2 --position-embedding-type rope --untie-embeddings-and-output-weights"
@@ -153,78 +149,50 @@ def test_gradients_are_clipped_by_the_references_norm(monkeypatch: pytest.Monkey
     assert used == [2.0, 2.0, 5.0]
 
 
-def run(folder: Path, *jobs: dict[str, Any]) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Run checks; the summary and the verdicts of each."""
-    orders = [
-        {
-            "script": str(SCRIPT),
-            "flags": ["--ttrace-isolate"],
-            "cache": str(folder / "cache"),
-            "directory": str(folder / str(number)),
-            "environment": {},
-            **job,
-        }
-        for number, job in enumerate(jobs)
-    ]
-    (folder / "jobs.json").write_text(json.dumps(orders))
-    command = [HERE / "driver.py", folder / "jobs.json"]
-    done = warm.run(command, cwd=folder, env=environment(), timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [
-        (
-            json.loads((Path(order["directory"]) / "summary.json").read_text()),
-            [
-                json.loads(line)
-                for line in (Path(order["directory"]) / "verdicts.jsonl").read_text().splitlines()
-            ],
-        )
-        for order in orders
-    ]
-
-
-def healthy(name: str, *more: str) -> dict[str, Any]:
-    nproc, arguments = LAYOUTS[name]
-    return {"nproc": nproc, "arguments": [*TINY, *more, *arguments.split()]}
+def isolated(folder: Path, name: str, *more: str) -> Checked:
+    """A healthy layout, isolated."""
+    nproc, words = LAYOUTS[name]
+    folder = folder / name
+    folder.mkdir()
+    return check(folder, *more, *words.split(), flags=("--ttrace-isolate",), nproc=nproc)
 
 
 @pytest.mark.slow
 def test_two_faults(tmp_path: Path) -> None:
     """Isolated, both spoilt modules are red and nothing else; without, the first hides the rest."""
-    job = {"nproc": 2, "script": str(TRAIN), "environment": {PLANTED: "two_modules"}}
-    job["arguments"] = [*TINY, *TP]
-    (isolated, rows), (_, spread) = run(tmp_path, job, {**job, "flags": []})
-    red = [row for row in rows if row["verdict"] not in ("pass", "unchecked")]
+    spread = check(tmp_path, *TP, code=1, mistake="two_modules")
+    red = len(spread.failed)
+    checked = check(tmp_path, *TP, flags=("--ttrace-isolate",), code=1, mistake="two_modules")
     modules = {
         "decoder.layers.0.self_attention.linear_qkv",
         "decoder.layers.1.mlp.linear_fc2",
     }
-    assert {row["name"].removesuffix(".weight").removesuffix(".bias") for row in red} == modules
-    assert {c["name"] for c in isolated["culprits"]} == modules
-    wrong = {c["name"]: c["explanation"] for c in isolated["culprits"] if c["kind"] == "output"}
-    assert wrong.keys() == modules
-    assert all("1.010 times too large" in words for words in wrong.values())
-    assert len([row for row in spread if row["verdict"] not in ("pass", "unchecked")]) > 5 * len(
-        red
-    )
+    names = {one.name.removesuffix(".weight").removesuffix(".bias") for one in checked.failed}
+    assert names == modules
+    culprits = checked.summary.culprits
+    assert {culprit.name for culprit in culprits} == modules
+    outputs = {one.name: one.explanation for one in culprits if one.kind is Kind.OUTPUT}
+    assert outputs.keys() == modules
+    assert all("1.010 times too large" in text for text in outputs.values())
+    assert red > 5 * len(checked.failed)
 
 
 @pytest.mark.slow
-def test_healthy_layouts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [("tp2-sp",), ("pp2", "--bf16"), ("recompute",)])
+def test_healthy_layouts(tmp_path: Path, words: tuple[str, ...]) -> None:
     """A healthy job is equivalent, its tensors closer to the reference than their tolerance."""
-    for summary, rows in run(
-        tmp_path, healthy("tp2-sp"), healthy("pp2", "--bf16"), healthy("recompute")
-    ):
-        assert summary["verdict"] == "equivalent"
-        assert summary["culprits"] == []
-        assert summary["config"]["isolate"]
-        assert max(float(row["margin"] or 0) for row in rows) < 1
+    checked = isolated(tmp_path, *words)
+    assert checked.summary.culprits == ()
+    assert checked.document["config"]["isolate"]
+    assert max(verdict.margin or 0 for verdict in checked.verdicts) < 1
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model", [[], LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
-def test_all_healthy_layouts(tmp_path: Path, model: list[str], precision: list[str]) -> None:
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_healthy_layouts(
+    tmp_path: Path, name: str, model: list[str], precision: list[str]
+) -> None:
     """Every layout, of both models, in both precisions."""
-    jobs = [healthy(name, *model, *precision) for name in LAYOUTS]
-    for (summary, _), name in zip(run(tmp_path, *jobs), LAYOUTS, strict=True):
-        assert summary["verdict"] == "equivalent", (name, summary["culprits"])
+    isolated(tmp_path, name, *model, *precision)

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import campaign
+from tests.faults.baseline import Baseline
+from tests.faults.experiment import Experiment
+from tests.faults.fault import Problem, Row
 from tests.faults.fuzz import harness
 from tests.faults.fuzz.targets import build, targets
 
@@ -16,7 +20,7 @@ PARSERS = (
     *("verdicts", "summary", "tolerances", "wire", "patch", "data", "flags", "plant"),
     *("index", "meta", "header"),
 )
-FEW = 24
+FEW = 16
 MANY = 1000
 """Inputs of each parser every night: 11,000 in all."""
 
@@ -27,14 +31,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("fuzz"))
 
 
-def fuzz(home: Path, parser: str, inputs: int, seed: int) -> harness.Tally:
-    """Share the inputs of a parser out among the ways to damage it."""
-    attempts = targets(home)[parser]
-    total = harness.Tally(parser)
-    for number, attempt in enumerate(attempts):
-        share = inputs * (number + 1) // len(attempts) - inputs * number // len(attempts)
-        total.add(harness.run(f"{parser} {number}", attempt, share, seed=seed))
-    return total
+def inject(attempts: list[harness.Attempt], parser: str, inputs: int, work: Path) -> list[Row]:
+    """Give a parser damaged inputs."""
+    rows = []
+    for fault in harness.faults(parser, attempts, inputs, seed=1):
+        experiment = Experiment(fault, Baseline(work), work, mounts=False)
+        fault.action.inject(experiment)
+        rows.append(experiment.row())
+    return rows
 
 
 def test_every_parser_is_fuzzed(home: Path) -> None:
@@ -43,54 +47,51 @@ def test_every_parser_is_fuzzed(home: Path) -> None:
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-def test_some_damage(home: Path, parser: str) -> None:
+def test_some_damage(home: Path, parser: str, tmp_path: Path) -> None:
     """A representative part."""
-    found = fuzz(home, parser, FEW, seed=1)
-    assert found.inputs == FEW
-    assert found.is_clean, found.examples
-    assert found.refused > FEW // 4, "hardly anything was damage: the harness is at fault"
+    rows = inject(targets(home)[parser], parser, FEW, tmp_path)
+    assert not [row for row in rows if row.problems]
+    refused = sum(row.codes == (2,) for row in rows)
+    assert refused > FEW // 4, "hardly anything was damage: the harness is at fault"
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
-def test_much_damage(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.timeout(7200)
+def test_much_damage(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """All of it, with a table."""
-    rows = [fuzz(home, parser, MANY, seed=2) for parser in PARSERS]
+    attempts = targets(home)
+    rows = [row for name in PARSERS for row in inject(attempts[name], name, MANY, tmp_path)]
     with capsys.disabled():
-        print("", harness.HEADING, *rows, sep="\n")
-    assert sum(row.inputs for row in rows) >= 10_000
-    assert all(row.is_clean for row in rows), {row.parser: row.examples for row in rows}
+        print("", campaign.markdown(campaign.table(rows)), sep="\n")
+    assert not [row for row in rows if row.problems]
 
 
-def test_the_harness_sees_what_it_looks_for() -> None:
-    """A traceback, a wrong answer, an input that takes memory, and one that ends the process."""
+def test_the_harness_sees_what_it_looks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback, a wrong answer, memory, the end of the process, and a hang."""
 
-    def attempt(dice: random.Random) -> int:
-        del dice
-        calls.append(1)
-        match len(calls) % 6:
-            case 1:
-                raise KeyError("x")
-            case 2:
-                raise harness.WrongError("believed")
-            case 3:
-                return len(bytearray(3 << 30))
-            case 4:
-                os._exit(1)
-        return 2
+    def fail(dice: random.Random) -> int:
+        raise KeyError("x")
 
-    calls: list[int] = []
-    found = harness.run("none", attempt, 6, seed=1)
-    assert (found.inputs, found.tracebacks, found.wrong, found.memory) == (6, 2, 2, 2)
+    def believe(dice: random.Random) -> int:
+        raise harness.WrongError("believed")
 
-
-def test_the_harness_sees_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An input that does not end is stopped."""
-    monkeypatch.setattr(harness, "SECONDS", 1)
-
-    def attempt(dice: object) -> int:
-        del dice
+    def wait(dice: random.Random) -> int:
         while True:
             pass
 
-    assert harness.run("none", attempt, 1, seed=1).hangs == 1
+    attempts = [
+        *(fail, believe, lambda dice: len(bytearray(3 << 30)), lambda dice: os._exit(1), wait),
+        lambda dice: 2,
+    ]
+    monkeypatch.setattr(harness, "SECONDS", 1)
+    rows = inject(attempts, "none", len(attempts), tmp_path)
+    assert [[kind for kind, _ in row.problems] for row in rows] == [
+        [Problem.TRACEBACK],
+        [Problem.WRONG_EQUIVALENT],
+        [Problem.MEMORY],
+        [Problem.MEMORY],
+        [Problem.HANG],
+        [],
+    ]
