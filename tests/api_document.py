@@ -73,7 +73,7 @@ def _code(text: str) -> str:
 
 def _members(value: Any) -> Iterator[str]:
     """Fields with their types, then properties and methods with what they are."""
-    yield ", ".join(f"`{field.name}`" for field in dataclasses.fields(value)) + "\n"
+    yield "Fields: " + ", ".join(f"`{field.name}`" for field in dataclasses.fields(value)) + ".\n"
     names = dict.fromkeys(name for kind in value.__mro__ for name in vars(kind))
     members = {name: inspect.getattr_static(value, name) for name in names}
     for name, member in members.items():
