@@ -38,7 +38,7 @@ Commits from GOOD, which is trusted, to BAD, along first parents, are checked in
 cannot be checked is skipped. With --axes, the command is made as small as it can be while the same
 module diverges: parallel axes first, then single flags.
 
-exit code: 0 found, 2 not found, or not to a single commit
+exit code: 0 a single commit or the smallest job was found, 2 otherwise
 """
 _PLACE = re.compile(r"(?P<file>[^\s:]+\.py):(?P<line>\d+)")
 _SHOWN = 3
@@ -51,7 +51,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         subparsers,
         "bisect",
         run,
-        summary="which commit of Megatron, or which part of a layout, made a job diverge",
+        summary="find the commit of Megatron, or the part of a layout, that makes a job diverge",
         description="Find the first commit of a Megatron checkout with which a job diverges, or "
         "(--axes) the smallest layout and set of features with which it does.",
         epilog=_EPILOG,

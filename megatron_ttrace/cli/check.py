@@ -56,7 +56,10 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "directory of ttrace record (see ttrace diff)",
     )
     parser.add_argument(
-        "--known", type=flags.path, metavar="FILE", help="with --against: as for ttrace diff"
+        "--known",
+        type=flags.path,
+        metavar="FILE",
+        help="with --against: known differences",
     )
     training.add_arguments(parser)
     return parser

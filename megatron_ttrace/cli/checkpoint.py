@@ -32,7 +32,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         subparsers,
         "checkpoint",
         run,
-        summary="compare the weights in two checkpoints, of any layouts",
+        summary="compare the weights of two checkpoints, in any layouts",
         description="Compare the weights in two checkpoints, which may have been resharded or "
         "converted.",
         epilog=_EPILOG,

@@ -41,9 +41,12 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("checkout", type=flags.path, metavar="CHECKOUT")
     parser.add_argument(
-        "--base", required=True, metavar="REF", help="the branch that it is to be merged into"
+        "--base", required=True, metavar="REF", help="branch that the pull request is merged into"
     )
-    for option, what in (("--recipes", "DIR"), ("--recipe", "FILE")):
+    for option, what, kind in (
+        ("--recipes", "DIR", "directory of recipes"),
+        ("--recipe", "FILE", "recipe"),
+    ):
         parser.add_argument(
             option,
             dest="places",
@@ -51,7 +54,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
             action="append",
             default=[],
             metavar=what,
-            help=f"{what.lower()} of recipes, below CHECKOUT; may be repeated (default: the "
+            help=f"{kind}, below CHECKOUT; may be repeated (default: the "
             "functional tests and examples of Megatron-LM)",
         )
     parser.add_argument(

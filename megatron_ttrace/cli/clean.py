@@ -21,7 +21,7 @@ example:
   ttrace clean ttrace-out --yes          remove it
   ttrace clean --cache --older-than 30   list old references that runs share (TTRACE_CACHE)
 
-Nothing is removed without --yes. Only directories that a check has made are found, and in them only
+Nothing is removed without --yes. Only directories that a check has made are searched, and only
 files of a check are removed. Links are not followed. What a running check uses is kept.
 
 exit code: 0, or 2 if something could not be removed

@@ -23,7 +23,7 @@ _EPILOG = """\
 example:
   ttrace doctor
   ttrace doctor --json
-  ttrace doctor --online    # asks the package index, too
+  ttrace doctor --online    # also asks the package index
 
 exit code: 0 if checks can run here, 2 if a package that every check needs is missing
 """

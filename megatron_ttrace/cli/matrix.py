@@ -55,7 +55,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "--ttrace-flags",
         default="",
         metavar='"FLAGS"',
-        help="further --ttrace-* flags for every check, e.g. '--ttrace-isolate'",
+        help="additional --ttrace-* flags for every check, e.g. '--ttrace-isolate'",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     return parser

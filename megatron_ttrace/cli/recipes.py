@@ -27,11 +27,11 @@ examples:
   ttrace recipes Megatron-LM --only 'moe/*' --limit 20
 
 The functional tests' model_config.yaml and the example scripts that train GPT are shrunk; equal
-jobs are checked once. Finished jobs are kept under --directory: the same command goes on with the
-others. The table is also written there, as recipes.json.
+jobs are checked once. Finished jobs are kept under --directory: repeat the command to continue. The
+table is also written there, as recipes.json.
 
-exit code: 0 all that ran are equivalent or refused by Megatron; 1 a job diverged, also one that
-combines what a known finding needs: it may have another fault; 2 a job could not be checked
+exit code: 0 all that ran are equivalent or refused by Megatron; 1 a job diverged, even if a known
+finding explains it, because it may have a second fault; 2 a job could not be checked
 """
 _NOT_RUN = "not run yet"
 

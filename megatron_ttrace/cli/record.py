@@ -24,7 +24,7 @@ examples:
   ttrace record --ttrace-dir before -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
   ttrace check --against before -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
 
-The directory holds the run's own tensors, and its single-device reference, whose replays say how
+The directory holds the run's tensors and its single-device reference, whose replays show how
 far rounding may move each of them. A run that differs from its reference is kept, too.
 
 exit code: 0 the trace was kept, 2 it was not

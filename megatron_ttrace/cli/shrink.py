@@ -25,8 +25,8 @@ examples:
   ttrace shrink -- bash examples/gpt3/train_gpt3_175b_distributed.sh CKPT LOGS VOCAB MERGES DATA
   ttrace shrink --recipe tests/functional_tests/test_cases/gpt/.../model_config.yaml
 
-Flags that decide which code runs are kept. Sizes shrink, axes above 1 become 2, and data becomes
-text of its own. If all axes do not fit --max-ranks, several jobs cover all pairs of axes.
+Flags that decide which code runs are kept. Sizes shrink, axes above 1 become 2, and the data
+becomes generated text. If all axes do not fit --max-ranks, several jobs cover all pairs of axes.
 'ttrace check --shrink' runs the jobs.
 
 exit code: 0 shrunk, 2 the command cannot be shrunk

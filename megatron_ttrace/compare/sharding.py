@@ -45,14 +45,14 @@ def divided(trial: TraceReader) -> Divided:
             sizes = [*zip(entry.shape, entry.logical_shape, strict=True)]
             if any(here and whole % here for here, whole in sizes):
                 raise TTraceError(
-                    f"{entry.key.name}: ranks have parts of different sizes, so a larger one's "
-                    "shape cannot be told"
+                    f"{entry.key.name}: ranks have parts of different sizes, so its shape in a "
+                    "larger job is unknown"
                 )
             by = tuple(whole // here if here else 1 for here, whole in sizes)
             if found.setdefault(_named(entry.key), by) != by:
                 raise TTraceError(
-                    f"{entry.key.name}: layers divide this tensor differently, so a larger one's "
-                    "shape cannot be told"
+                    f"{entry.key.name}: layers divide this tensor differently, so its shape in a "
+                    "larger job is unknown"
                 )
     return tuple((*named, by) for named, by in found.items())
 

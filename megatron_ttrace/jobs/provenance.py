@@ -84,8 +84,8 @@ def require_found() -> None:
         if here.get(name, file) != file:
             folder = Path(file).parents[2]
             raise TTraceError(
-                f"{name} was imported from {here[name]}, but the script then put another one on "
-                f"sys.path, {file}: run with PYTHONPATH={folder}"
+                f"{name} was imported from {here[name]}, but the script then put {file} on "
+                f"sys.path: run with PYTHONPATH={folder}"
             )
 
 

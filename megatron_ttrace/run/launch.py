@@ -103,7 +103,7 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
         )
         if different:
             raise TTraceError(
-                f"--ttrace-reference {settings.reference} is of another configuration: "
+                f"--ttrace-reference {settings.reference} has a different configuration: "
                 + "; ".join(different[:3])
                 + ". Omit the flag to make a matching reference"
             )

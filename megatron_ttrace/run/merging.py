@@ -55,8 +55,8 @@ def merge(directory: Path, stages: Sequence[int], writer: TraceWriter) -> None:
             raise TTraceError(f"the reference's ranks lack a part of {key}")
         if ranks := shards.conflicting(key, whole):
             raise TTraceError(
-                f"the reference's ranks {', '.join(map(str, ranks))} and others have other bits "
-                f"in {key}: the reference itself is wrong, or its step is not deterministic"
+                f"the reference's ranks {', '.join(map(str, ranks))} differ from other ranks in "
+                f"{key}: the reference is wrong, or its step is not deterministic"
             )
         same = _first_name(trace, shards, key)
         line = None if same is None else lines.get(same)

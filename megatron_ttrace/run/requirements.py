@@ -64,7 +64,9 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "weights that ranks gather before each use are not captured: check the job without them"
         )
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
-        raise TTraceError("--use-megatron-fsdp with --load: a loaded start is not handed over")
+        raise TTraceError(
+            "--use-megatron-fsdp with --load: a reference cannot get the loaded state"
+        )
     if getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) > 1:
         raise TTraceError(
             "--megatron-fsdp-version 2: how it divides weights is not known: check the job with "
@@ -84,14 +86,14 @@ def require(args: MegatronArguments, settings: Settings) -> None:
     ):
         raise TTraceError(
             "--fim-data with data parallelism: each rank rearranges samples at random in the order "
-            "in which it reads them, so another layout trains on others: check the same job with "
+            "in which it reads them, so layouts train on different samples: check the job with "
             "--ttrace-exit, which rearranges each sample by its index"
         )
     main_weights = getattr(args, "main_params_dtype", None)
     if main_weights is not None and main_weights.itemsize < 4:
         raise TTraceError(
-            "--main-params-dtype fp16: every rank rounds its part of the main weights with a scale "
-            "of its own, so another layout trains others: check the same job with fp32"
+            "--main-params-dtype fp16: each rank rounds its main weights with a different scale, "
+            "so layouts differ by design: check the job with fp32"
         )
     if (
         any(getattr(args, name, False) for name in packed.OPTIONS)
@@ -101,25 +103,24 @@ def require(args: MegatronArguments, settings: Settings) -> None:
     ):
         raise TTraceError(
             "packed sequences with experts, context or sequence parallelism, and several samples "
-            "in a microbatch: Megatron arranges a rank's tokens as if it had whole samples, in "
-            "another way than a single device: check the same job with --micro-batch-size 1"
+            "in a microbatch: Megatron arranges the tokens differently than on a single device: "
+            "check the job with --micro-batch-size 1"
         )
     if getattr(args, "use_precision_aware_optimizer", False) and starts_from_checkpoint(args):
         raise TTraceError(
-            "--use-precision-aware-optimizer with --load: a loaded start is not handed over"
+            "--use-precision-aware-optimizer with --load: the reference cannot get the loaded state"
         )
     if getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16:
         raise TTraceError(
-            "--use-distributed-optimizer with another optimizer than Adam: Megatron has it "
-            "for --bf16 only: give it, or omit --use-distributed-optimizer"
+            "--use-distributed-optimizer with an optimizer other than Adam: Megatron supports it "
+            "only with --bf16: add that, or omit --use-distributed-optimizer"
         )
     if balancing.depends_on_layout(args) and getattr(
         args, "moe_pad_expert_input_to_capacity", False
     ):
         raise TTraceError(
-            "--moe-pad-expert-input-to-capacity with sequence or context parallelism: every rank "
-            "fills up each expert's input with its own tokens, a single device with others: check "
-            "the same job without it"
+            "--moe-pad-expert-input-to-capacity with sequence or context parallelism: padding "
+            "depends on a rank's tokens, so layouts differ by design: check the job without it"
         )
 
 
@@ -132,12 +133,12 @@ def _require_layout(args: MegatronArguments, settings: Settings) -> None:
 
     if starts_from_checkpoint(args):
         raise TTraceError(
-            "--ttrace-reference-layout with --load: no loaded start is handed over to several ranks"
+            "--ttrace-reference-layout with --load: several ranks cannot get the loaded state"
         )
     if own := reference_arguments.explicit(settings.reference_args) & {*decisions.SINGLE_DEVICE}:
         raise TTraceError(
-            f"--ttrace-reference-layout: --ttrace-reference-args changes {', '.join(sorted(own))}, "
-            "too: omit that"
+            "--ttrace-reference-layout: --ttrace-reference-args also changes "
+            f"{', '.join(sorted(own))}: omit that"
         )
     devices = None if cpu.active() else torch.cuda.device_count()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

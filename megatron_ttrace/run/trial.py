@@ -40,7 +40,7 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
     found = plan.as_it_is(_command(layout, settings))
     if found.lost:
         raise TTraceError(
-            f"{said}: the layout cannot be checked on a shrunk job, which does not have: "
+            f"{said}: the layout cannot be checked on a shrunk job, which lacks: "
             + "; ".join(found.lost)
         )
     home, log = settings.directory / FOLDER, settings.directory / _LOG

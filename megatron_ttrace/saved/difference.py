@@ -150,8 +150,8 @@ def in_order(first: Side, second: Side) -> tuple[Side, Side]:
         both = all(one.config.isolate for one in (first, second) if one.candidate)
         if len(set(made)) > 1 or not both:
             raise TTraceError(
-                f"{names}: modules of FP8 runs, and of runs with --ttrace-isolate, have the inputs "
-                "of their own reference, and these runs have different references"
+                f"{names}: FP8 runs, and runs with --ttrace-isolate, are comparable only if they "
+                "share a reference"
             )
     return first, second
 

@@ -192,7 +192,7 @@ def answer_of(directory: Path, run_id: str) -> Summary:
     sealed = _summary(directory)
     if sealed.run != run_id:
         path = directory / SUMMARY
-        raise TTraceError(f"{path} is of another run ({sealed.run}, not {run_id}): {_AGAIN}")
+        raise TTraceError(f"{path} is of a different run ({sealed.run}, not {run_id}): {_AGAIN}")
     verdicts = directory / VERDICTS
     try:
         digest = checksum_of_file(verdicts)[1]

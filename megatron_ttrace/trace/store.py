@@ -334,7 +334,7 @@ class TraceReader:
             if announced is not None and self.checksum != announced:
                 raise TTraceError(
                     f"{directory} is not the trace that rank 0 chose: another run has replaced it, "
-                    "or this node sees another directory; run the check again"
+                    "or this node sees a different directory; run the check again"
                 )
         files = self.meta["files"] if sealed else None
         names = sorted(os.listdir(directory) if files is None else files)

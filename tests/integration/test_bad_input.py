@@ -113,7 +113,7 @@ def test_a_reference_of_another_configuration(traced: Path, tmp_path: Path) -> N
     """The difference is named."""
     job = [*TINY, "--hidden-size", "64"]
     done = check(tmp_path, "--ttrace-reference", traced / "reference", job=job)
-    refused(done, "another configuration", "hidden_size is 64 here and 32 there")
+    refused(done, "a different configuration", "hidden_size is 64 here and 32 there")
 
 
 def test_damaged_traces(traced: Path, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_no_layout(tmp_path):
         ),
         (
             "larger_on_one_rank_of_the_full_size",
-            "merging the shards: the reference's ranks 1 and others have other bits in "
+            "merging the shards: the reference's ranks 1 differ from other ranks in "
             "decoder.layers.0.mlp ",
         ),
     ],

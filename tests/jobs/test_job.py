@@ -238,7 +238,7 @@ def test_an_answer(tmp_path, result, code):
         ("answer(Result.EQUIVALENT)\nsys.exit(1)", "exit code 1, but .* says 'equivalent'"),
         ("answer(Result.DIVERGED)", "exit code 0, but .* says 'diverged'"),
         ("answer(Result.COULD_NOT_CHECK)", "exit code 0, but .* says 'could not check'"),
-        ("answer(Result.EQUIVALENT, 'f' * 16)", "is of another run"),
+        ("answer(Result.EQUIVALENT, 'f' * 16)", "is of a different run"),
         (
             "answer(Result.EQUIVALENT)\n(directory / files.VERDICTS).write_text('{}')",
             "verdicts.jsonl is damaged",

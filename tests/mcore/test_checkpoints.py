@@ -23,7 +23,7 @@ def test_distributed(tmp_path: Path) -> None:
 def test_the_latest_iteration(tmp_path: Path) -> None:
     """As Megatron marks it."""
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12\n")
-    with pytest.raises(TTraceError, match="iter_0000012, which is not there"):
+    with pytest.raises(TTraceError, match="iter_0000012, which does not exist"):
         stored.weights(tmp_path)
     (tmp_path / "iter_0000012").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "iter_0000012" / "m.safetensors")

@@ -74,7 +74,7 @@ def test_replicas_that_differ_in_a_bit(tmp_path):
     other[1, 2] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     whole = {"logical_shape": (2, COLUMNS), "boxes": (Box((0, 0), (2, COLUMNS), (0, 0)),)}
     ranks = [[({**whole, "key": kept.OUTPUT}, data)] for data in (mine, other)]
-    with pytest.raises(TTraceError, match=r"ranks 1 and others have other bits in decoder\.layers"):
+    with pytest.raises(TTraceError, match=r"ranks 1 differ from other ranks in decoder\.layers"):
         merge(tmp_path, ranks)
 
 

@@ -166,7 +166,7 @@ def test_the_answer_of_one_run(diverged: Check, tmp_path: Path) -> None:
         '<property name="ttrace.run" value="aaaaaaaaaaaaaaaa"'
         in (tmp_path / files.JUNIT).read_text()
     )
-    with pytest.raises(TTraceError, match="is of another run"):
+    with pytest.raises(TTraceError, match="is of a different run"):
         files.answer_of(tmp_path, "b" * 16)
     _cut(tmp_path / files.VERDICTS, 1)
     with pytest.raises(TTraceError, match="is damaged"):

@@ -151,7 +151,7 @@ def find(bugs: Sequence[Bug], wanted: str) -> Bug:
         if wanted in (bug.id, bug.name, f"{bug.id}-{bug.name}"):
             return bug
     known = ", ".join(bug.id for bug in bugs)
-    raise TTraceError(f"--ttrace-bug {wanted}: unknown, known are {known} (ttrace eval bugs list)")
+    raise TTraceError(f"--ttrace-bug {wanted}: unknown; known: {known} (ttrace eval bugs list)")
 
 
 def read_bug(path: Path) -> Bug:

@@ -52,8 +52,8 @@ def _require_emulation(bug: Bug) -> None:
 
     if all(patch.module.startswith(te.__name__) for patch in bug.patches) and not te.emulated():
         raise TTraceError(
-            f"--ttrace-bug {bug.id}: was in TransformerEngine and is re-created in this project's "
-            "stand-in for it, which runs where the real one does not import: ttrace eval bugs run"
+            f"--ttrace-bug {bug.id}: is re-created in the emulated TransformerEngine, which runs "
+            "only if the real one cannot be imported: ttrace eval bugs run"
         )
 
 

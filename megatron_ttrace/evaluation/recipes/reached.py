@@ -48,7 +48,7 @@ def record(log: Path, root: Path) -> None:
     monitoring = sys.monitoring
     tool = next((tool for tool in range(6) if monitoring.get_tool(tool) is None), None)
     if tool is None:
-        raise TTraceError("no room for another tool in sys.monitoring: run without a profiler")
+        raise TTraceError("all tool ids of sys.monitoring are in use: run without a profiler")
 
     def start(code: CodeType, _: int) -> Any:
         # Reported once per process. Opened each time: a fork may have closed what it inherited.

@@ -178,7 +178,7 @@ def _text(
             before = before[1:]
         if before and (found is not None or before[0][0] in "({"):
             raise TTraceError(
-                f"several commands in one text, at {_quoted(words)}: give the training "
+                f"the quoted text has several commands, at {_quoted(words)}: give the training "
                 "command alone, with its arguments on lines that begin with -"
             )
         found = _words(words, context) or found
@@ -209,8 +209,8 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
         ]
         if words[0].startswith("-"):
             raise TTraceError(
-                f"a line of the text after -c begins with {_quoted(words[:1])}: for the shell this "
-                "is another command; end the line before it with a backslash"
+                f"in the text after -c, a line that begins with {_quoted(words[:1])} is a new "
+                "command: end the line before it with a backslash"
             )
         command = _words(words, context)
         if command is None:
@@ -218,8 +218,8 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
         given = (command.script, *command.arguments) if isinstance(command, Command) else ()
         if found or words[0] in _KEYWORDS or any(UNKNOWN in word for word in given):
             raise TTraceError(
-                f"only a shell knows what {_quoted(words)} in the "
-                f"text after -c trains: give the command itself, e.g. {EXAMPLE}"
+                f"only a shell can evaluate {_quoted(words)} in the text after -c: "
+                f"give the training command itself, e.g. {EXAMPLE}"
             )
         found = _known(command)
     return found
@@ -253,13 +253,13 @@ def _words(words: list[str], context: _Context) -> Command | ShellScript | None:
         return None
     if re.match(r"\w+\+=", words[0]):
         raise TTraceError(
-            f"{words[0].partition('=')[0][:40]!a} adds to a variable: write its whole value"
+            f"{words[0].partition('=')[0][:40]!a} appends to a variable: write its whole value"
         )
     name, rest = os.path.basename(words[0]), words[1:]
     if name == "env" and rest[:1] and rest[0].startswith("-"):
         raise TTraceError(
-            f"env {_quoted(rest[:1])} takes variables away from the job: unset them in this shell, "
-            "and give the command without it"
+            f"env {_quoted(rest[:1])} removes variables: unset them in this shell, and give the "
+            "command without it"
         )
     if name in _PREFIXES:
         return _words(rest, context)
@@ -317,7 +317,7 @@ def _read_tasks(launcher: str, options: list[str], context: _Context) -> None:
         elif option in known:
             context.uncounted = f"{launcher} {_quoted(options[at : at + 1])}"
         elif name.startswith("--") and any(full.startswith(option) for full in known):
-            raise TTraceError(f"{launcher}'s {name!a} is shortened: write the whole option")
+            raise TTraceError(f"{launcher}'s {name!a} is abbreviated: write the full option")
     if launcher == "srun" and set(context.tasks) == {"nodes"}:
         context.tasks["tasks"] = context.tasks["nodes"]  # its default: one per node
     if context.processes is None and launcher in ("accelerate", "deepspeed", "mpirun", "mpiexec"):
@@ -354,7 +354,7 @@ def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | No
         if not word.startswith("--") and name[:1] in _TORCHRUN_SHORT:
             name, value = _TORCHRUN_SHORT[name[0]], name[1:] or value  # -t3, -t=3
         elif any(full.startswith(name) and name != full for full in _COUNTS | _TORCHRUN_SWITCHES):
-            raise TTraceError(f"torchrun's --{name} is shortened: write the whole option")
+            raise TTraceError(f"torchrun's --{name} is abbreviated: write the full option")
         if not equals and not value and name not in _TORCHRUN_SWITCHES:
             value = words[at] if at < len(words) else ""
             at += 1
@@ -392,8 +392,8 @@ def _nodes(text: str, context: _Context) -> int:
         return most or 1
     if least and most and not least <= started <= most:
         raise TTraceError(
-            f"the launcher starts {started} of torchrun, whose --nnodes is {text}: give the same "
-            "number to both"
+            f"the launcher starts torchrun {started} times, but its --nnodes is {text}: give the "
+            "same number to both"
         )
     return started
 
@@ -418,7 +418,7 @@ def _python(words: list[str], context: _Context) -> Command | ShellScript | None
         if option == "m" and value in _TORCHRUN_MODULES:
             return _torchrun(words[at:], context)
         if option == "m":
-            raise TTraceError(f"{value} is no training script: give a file")
+            raise TTraceError(f"{value} is not a training script: give a file")
     return _command(words[at:], context) if at < len(words) else None
 
 

@@ -100,7 +100,7 @@ def _script(path: Path, values: Mapping[str, Any]) -> Path:
             if (root / name).is_file():
                 return Path(os.path.relpath(root / name)) if not roots else root / name
     where = roots[0] if roots else Path.cwd()
-    raise TTraceError(f"{where} has no {' or '.join(names)}, which {path} is for")
+    raise TTraceError(f"{path} needs {' or '.join(names)}, which {where} lacks")
 
 
 def _ranks(values: Mapping[str, Any]) -> tuple[int, int]:

@@ -102,11 +102,11 @@ def resolve(script: ShellScript, directory: Path | None = None) -> Command:
                 name = name or other.source(other.command)
         if name:
             raise TTraceError(
-                f"the training command of {path} depends on {name}, which is not run when a "
-                f"script is only read: give the command itself, e.g. {EXAMPLE}"
+                f"the training command of {path} depends on {name}, but scripts are read, not "
+                f"run: give the command itself, e.g. {EXAMPLE}"
             )
     if command is None:
-        raise TTraceError(f"{path} starts no training script of Megatron's{first.why()}")
+        raise TTraceError(f"{path} does not start a Megatron training script{first.why()}")
     return command
 
 
@@ -255,8 +255,8 @@ class _Reading:
         for place in places:
             if place in self._changed:
                 raise TTraceError(
-                    f"{self._script.words[0]} reads {path} after {self._changed[place]}, which is "
-                    f"not run when a script is only read: give the command itself, e.g. {EXAMPLE}"
+                    f"{self._script.words[0]} reads {path} after {self._changed[place]}, but "
+                    f"scripts are read, not run: give the command itself, e.g. {EXAMPLE}"
                 )
 
     def _new_file(self) -> str:

@@ -73,8 +73,8 @@ def _tokens(text: str, *, lines: bool) -> list[Word | None]:
             continue
         if kind == "strange" and not lines:
             raise TTraceError(
-                f"{match[kind]!a}, character {at} of the command, has a meaning for shells that is "
-                "not understood here: write what it stands for"
+                f"{match[kind]!a}, character {at} of the command, is shell syntax that is not "
+                "supported here: write what it stands for"
             )
         pieces = [(match[kind], kind in ("double", "plain"))]
         if kind == "strange":

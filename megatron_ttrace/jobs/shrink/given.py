@@ -58,7 +58,7 @@ class Given:
                 flags[-1][1].append(word)
             else:
                 raise TTraceError(
-                    "a word stands before the first flag of the script: give flags only"
+                    "unexpected argument before the first flag of the script: give flags only"
                 )
         return cls([Flag(name, tuple(values)) for name, values in flags])
 

@@ -92,7 +92,7 @@ def _of_iteration(folder: Path) -> Path:
     number = int(text) if re.fullmatch("[0-9]{1,18}", text) else None
     home = folder / ("release" if number is None else f"iter_{number:07d}")
     if not home.is_dir():
-        raise TTraceError(f"{latest} names {home.name}, which is not there")
+        raise TTraceError(f"{latest} names {home.name}, which does not exist")
     return home
 
 

@@ -289,7 +289,7 @@ def test_missing_module() -> None:
 
 def test_unknown_bug() -> None:
     """One line with the known ids."""
-    with pytest.raises(TTraceError, match=r"--ttrace-bug 99: unknown, known are 01, .*bugs list"):
+    with pytest.raises(TTraceError, match=r"--ttrace-bug 99: unknown; known: 01, .*bugs list"):
         patching.introduce("99")
 
 

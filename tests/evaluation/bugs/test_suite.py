@@ -95,7 +95,7 @@ def test_list() -> None:
     [
         ([], "name the bugs"),
         (["--all", "01"], "name the bugs"),
-        (["99"], "99: unknown, known are 01"),
+        (["99"], "99: unknown; known: 01"),
     ],
 )
 def test_wrong_use(words: list[str], message: str) -> None:

@@ -93,7 +93,7 @@ def test_the_script_is_the_checkouts(checkout):
     assert recipe_file.read(one).script == str(checkout / "pretrain_gpt.py")
     hybrid = write(checkout, MODEL_ARGS={"--hybrid-layer-pattern": "M*"})
     assert recipe_file.read(hybrid).script == str(checkout / "pretrain_mamba.py")
-    with pytest.raises(TTraceError, match=r"has no pretrain_t5.py"):
+    with pytest.raises(TTraceError, match=r"needs pretrain_t5.py"):
         recipe_file.read(write(checkout, "t5", MODEL_ARGS={}))
 
 

@@ -93,7 +93,9 @@ def test_ranks_of_the_launcher_around(tmp_path, launcher, text, ranks):
 @pytest.mark.parametrize("text", ["echo no", "exit 3", "python -c 'print()'", "if", "torchrun x"])
 def test_nothing_is_trained(tmp_path, text):
     """One line with the script's last words."""
-    with pytest.raises(TTraceError, match=r"train\.sh starts no training script") as raised:
+    with pytest.raises(
+        TTraceError, match=r"train\.sh does not start a Megatron training script"
+    ) as raised:
         resolve(tmp_path, text)
     assert "\n" not in str(raised.value)
 
@@ -287,7 +289,7 @@ def test_nothing_is_changed(place, text):
 )
 def test_what_cannot_be_known(place, text, name):
     """A command that depends on a program that was not run is refused, in one line."""
-    with pytest.raises(TTraceError, match=rf"\b{name}\b.*which is not run") as raised:
+    with pytest.raises(TTraceError, match=rf"\b{name}\b.*read, not run") as raised:
         read(place, text)
     assert "\n" not in str(raised.value)
 

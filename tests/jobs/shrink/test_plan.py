@@ -98,7 +98,7 @@ def test_what_cannot_be_shrunk(text, said):
     """Is refused by name."""
     with pytest.raises(TTraceError, match=said):
         shrunk(f"{LARGE} {text}")
-    with pytest.raises(TTraceError, match="stands before the first flag"):
+    with pytest.raises(TTraceError, match="before the first flag"):
         shrunk("stray --num-layers 2")
     with pytest.raises(TTraceError, match=r"does not fit 2 ranks.* give --max-ranks 4"):
         shrunk(most=2)
