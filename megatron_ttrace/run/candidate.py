@@ -37,13 +37,12 @@ from megatron_ttrace.run.comparison import (
     microbatch_numbers,
 )
 from megatron_ttrace.run.recording import Recording
-from megatron_ttrace.run.rehearsal import DataIterator, Rehearsal
+from megatron_ttrace.run.rehearsal import Block, DataIterator, Rehearsal
 from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.run.start import loaded
 from megatron_ttrace.run.start.handoff import Started, hand_over
 from megatron_ttrace.trace import cleaning, mapped, owned, shared
 from megatron_ttrace.trace.budget import Budget
-from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.executed import Edits
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -165,46 +164,48 @@ class CandidateSession:
         """Rehearse the block of traced iterations that starts with this step."""
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-        block = next(block for block in self.settings.blocks() if block[0] == step)
+        iterations = next(block for block in self.settings.blocks() if block[0] == step)
         began = time.monotonic()
         count = get_num_microbatches()
-        served = Served(iterator, count * len(block))
+        block = Block(iterations, count, Served(iterator, count * len(iterations)), run)
         try:
             self.ranks.meet("fetching the batches")
             if step == 1 and self.args.overlap_grad_reduce:
-                self._warm_up(run, served)
-            self._rehearse(block, run, served, count, self.comparison, self._recording.step)
+                self._warm_up(block)
+            self._rehearse(block, self.comparison, self._recording.step)
             self._timings["traced steps"] = time.monotonic() - began
-            if block[-1] != self.settings.iterations[-1]:
+            if iterations[-1] != self.settings.iterations[-1]:
                 return None
             self.finished = True
-            rehearse = functools.partial(self._rehearse, block, run, served, count)
-            return self._conclude(rehearse)
+            return self._conclude(functools.partial(self._rehearse, block))
         finally:
-            served.serve()
+            block.served.serve()
 
     def _rehearse(
         self,
-        block: list[int],
-        run: Callable[[], Any],
-        served: Served,
-        count: int,
+        block: Block,
         comparison: Comparison,
         record: Callable[[int, Callable[[], Any]], Any] = lambda _, run: run(),
     ) -> None:
-        """Trace a block of iterations; ``count`` microbatches each, of those that are served."""
+        """Trace a block of iterations."""
         with self.rehearsal.steps(restore=not self.settings.exit_after):
-            self.rehearsal.equal_start(StartValues(comparison.reference, block[0]))
+            self.rehearsal.equal_start(StartValues(comparison.reference, block.first))
             self.rehearsal.afterwards(statistics.zero_gradients, self.model.chunks)
             statistics.leave_gradients(self.model.chunks, self.model.optimizer)
-            scale = self._scale_loss(block[0])
-            self.rehearsal.serve(served)
-            for position, iteration in enumerate(block):
-                batches = served.batches[position * count : (position + 1) * count]
-                step = functools.partial(record, iteration, run)
-                self._check(iteration, step, batches, count, scale, comparison)
+            scale = self._scale_loss(block.first)
+            self.rehearsal.serve(block.served)
+            for iteration in block.iterations:
+                step = functools.partial(record, iteration, block.run)
+                numbers = microbatch_numbers(
+                    comparison.reference, iteration, block, self.rehearsal, self.ranks
+                )
+                layout = layout_of(self.model, self.args, scale)
+                batches = block.batches(iteration)
+                with comparison.step(iteration, layout, batches, numbers) as sink:
+                    counted = self.rehearsal.trace(step, sink, numbers, iteration)
+                    comparison.counted.append(counted)
 
-    def _warm_up(self, run: Callable[[], Any], served: Served) -> None:
+    def _warm_up(self, block: Block) -> None:
         """Make one step that is not traced.
 
         In its first step Megatron learns the order in which gradients become ready, and reduces
@@ -213,9 +214,9 @@ class CandidateSession:
         overlap, which is what can go wrong.
         """
         with self.rehearsal.steps(restore=True):
-            self.rehearsal.serve(served)
+            self.rehearsal.serve(block.served)
             self.ranks.meet("warming up")
-            self.rehearsal.step(run)
+            self.rehearsal.step(block.run)
             self.ranks.meet("warming up")
 
     def _scale_loss(self, iteration: int) -> float:
@@ -236,23 +237,6 @@ class CandidateSession:
                 f"the traced step uses {theirs:g}"
             )
         return mine / theirs
-
-    def _check(
-        self,
-        iteration: int,
-        run: Callable[[], Any],
-        batches: list[Batch],
-        count: int,
-        scale: float,
-        comparison: Comparison,
-    ) -> None:
-        mesh = self.model.mesh
-        layout = layout_of(self.model, self.args, scale)
-        numbers = microbatch_numbers(
-            comparison.reference, iteration, batches, count, mesh, self.ranks, self.rehearsal.device
-        )
-        with comparison.step(iteration, layout, batches, numbers) as sink:
-            comparison.counted.append(self.rehearsal.trace(run, sink, numbers, iteration))
 
     def _find_reference(self, started: Started | None) -> None:
         self._started = started

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from megatron_ttrace.capture.initial import Initial
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.compare import tolerance
@@ -23,6 +21,7 @@ from megatron_ttrace.mcore.partials import partials
 from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.run.agreement import Ranks
+from megatron_ttrace.run.rehearsal import Block, Rehearsal
 from megatron_ttrace.trace import mapped
 from megatron_ttrace.trace.budget import Budget, require_space
 from megatron_ttrace.trace.captured import Batch
@@ -169,19 +168,18 @@ def dispatcher(args: MegatronArguments) -> str:
 def microbatch_numbers(
     reference: TraceReader,
     iteration: int,
-    batches: list[Batch],
-    count: int,
-    mesh: Mesh,
+    block: Block,
+    rehearsal: Rehearsal,
     ranks: Ranks,
-    device: torch.device,
 ) -> list[int]:
     """The reference's microbatch numbers; ranks without data get them from ranks with data."""
+    batches, mesh = block.batches(iteration), rehearsal.model.mesh
     dp, dp_rank = mesh.size("dp"), mesh.at("dp")
 
     def matched() -> list[Any]:
         mine = match(batches, reference, iteration, dp, dp_rank) if batches else None
         return [dp_rank, mine]
 
-    everyone = ranks.exchange("matching microbatches", matched, device)
+    everyone = ranks.exchange("matching microbatches", matched, rehearsal.device)
     known = [numbers for rank, numbers in everyone if rank == dp_rank and numbers is not None]
-    return known[0] if known else [local * dp + dp_rank for local in range(count)]
+    return known[0] if known else [local * dp + dp_rank for local in range(block.microbatches)]

@@ -34,7 +34,7 @@ from megatron_ttrace.run import low_precision
 from megatron_ttrace.run.agreement import Ranks
 from megatron_ttrace.run.launch import Order
 from megatron_ttrace.run.perturb import UNPERTURBED, perturbed
-from megatron_ttrace.run.rehearsal import DataIterator, Rehearsal
+from megatron_ttrace.run.rehearsal import Block, DataIterator, Rehearsal
 from megatron_ttrace.run.separation import FACTOR, Separation
 from megatron_ttrace.run.start.loaded import OneDevice
 from megatron_ttrace.trace import counted
@@ -132,8 +132,8 @@ class ReferenceSession:
             self.rehearsal.equal_start()
             self._loaded.write(writer, self.settings.iterations[0])
         moved: dict[TraceKey, Moved] = {}
-        for block, served in self._batches(iterator, count):
-            moved |= self._block(block, count, run, served, writer)
+        for block in self._blocks(iterator, count, run):
+            moved |= self._block(block, writer)
         tolerance.write(self._directory, moved)
         self._seal(count, self._counted)
         return ExitCode.EQUIVALENT
@@ -165,17 +165,20 @@ class ReferenceSession:
             ),
         }
 
-    def _batches(self, iterator: DataIterator, count: int) -> Iterator[tuple[list[int], Served]]:
-        """Each run of traced iterations with its batches; those of the others are skipped."""
+    def _blocks(
+        self, iterator: DataIterator, count: int, run: Callable[[], Any]
+    ) -> Iterator[Block]:
+        """The blocks of traced iterations; the batches of other iterations are skipped."""
         done = 0
         for block in self.settings.blocks():
             Served(iterator, (block[0] - 1 - done) * count)
             done = block[-1]
-            yield block, Served(iterator, len(block) * count)
+            yield Block(block, count, Served(iterator, len(block) * count), run)
 
-    def _start_at(self, iteration: int, count: int, **how: Any) -> None:
-        """Equal start with the iteration's learning rate: a candidate has trained up to it."""
-        self.rehearsal.advance((iteration - 1) * count * self.args.micro_batch_size)
+    def _start_at(self, block: Block, **how: Any) -> None:
+        """Equal start with the block's learning rate: a candidate has trained up to it."""
+        skipped = (block.first - 1) * block.microbatches
+        self.rehearsal.advance(skipped * self.args.micro_batch_size)
         self.rehearsal.equal_start(**how)
 
     def _started(self, served: Served) -> Callable[[], None]:
@@ -194,20 +197,20 @@ class ReferenceSession:
         """Replay the step of an iteration with one loss's coefficient changed at a time."""
         reference = TraceReader(Path(separation.reference), announced=separation.checksum)
         layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
-        blocks = self._batches(iterator, count)
-        block, served = next(one for one in blocks if separation.iteration in one[0])
+        at = separation.iteration
+        blocks = self._blocks(iterator, count, run)
+        block = next(block for block in blocks if at in block.iterations)
         with self.rehearsal.steps(restore=True):
-            self._start_at(block[0], count)
-            self.rehearsal.serve(served)
-            if scale := reference.reference.loss_scales.get(str(block[0])):
+            self._start_at(block)
+            self.rehearsal.serve(block.served)
+            if scale := reference.reference.loss_scales.get(str(block.first)):
                 loss_scale.put(self.model.optimizer, scale)
-            again = self._started(served)
+            again = self._started(block.served)
 
             def replay(loss: Loss | None, own: bool, writer: TraceWriter) -> None:
                 again()
-                for iteration in range(block[0], separation.iteration):
+                for iteration in range(block.first, at):
                     self.rehearsal.trace(run, WriteSink(writer, iteration), range(count), iteration)
-                at = separation.iteration
                 keeping = functools.partial(CompareSink, writer=writer, keep_all=True, isolate=True)
                 sink = keeping(reference, at, layout) if own else WriteSink(writer, at)
                 with losses.weighted(self.model.chunks, loss, FACTOR) if loss else nullcontext():
@@ -215,66 +218,50 @@ class ReferenceSession:
 
             separation.write(reference, replay, self._directory)
 
-    def _block(
-        self,
-        block: list[int],
-        count: int,
-        run: Callable[[], Any],
-        served: Served,
-        writer: TraceWriter,
-    ) -> dict[TraceKey, Moved]:
+    def _block(self, block: Block, writer: TraceWriter) -> dict[TraceKey, Moved]:
         """Trace consecutive iterations and replay them; returns how far the replays moved them."""
         with self.rehearsal.steps(restore=True):
-            self._begin_block(block, count)
-            self.rehearsal.serve(served)
-            again = self._started(served)
-            scale = self._fitting_loss_scale(len(block), run, again)
+            self._begin_block(block)
+            self.rehearsal.serve(block.served)
+            again = self._started(block.served)
+            scale = self._fitting_loss_scale(block, again)
             if scale is not None:
-                self._loss_scales[str(block[0])] = scale
+                self._loss_scales[str(block.first)] = scale
                 again()
                 loss_scale.put(self.model.optimizer, scale)
-                again = self._started(served)
-            _tell(f"tracing {_steps(block)}")
+                again = self._started(block.served)
+            _tell(f"tracing {block.text}")
             began = time.monotonic()
-            self._trace(block, count, run, served, writer)
+            self._trace(block, writer)
             took = time.monotonic() - began
             self._seconds += took
-            _tell(f"traced in {took:.1f} s; replaying {_steps(block)} perturbed, {self._replays}")
-            return self._replayed(block, run, again, range(count))
+            _tell(f"traced in {took:.1f} s; replaying {block.text} perturbed, {self._replays}")
+            return self._replayed(block, again)
 
-    def _begin_block(self, block: list[int], count: int) -> None:
+    def _begin_block(self, block: Block) -> None:
         """Set the start values; on a CPU a candidate reads those of moments."""
         moments: dict[str, torch.Tensor] = {}
-        self._start_at(block[0], count, keep=moments.__setitem__)
-        if self.rehearsal.device.type == "cpu" and block[0] == self.settings.iterations[0]:
+        self._start_at(block, keep=moments.__setitem__)
+        if self.rehearsal.device.type == "cpu" and block.first == self.settings.iterations[0]:
             write_moments(self._directory, moments)
 
-    def _trace(
-        self, block: list[int], count: int, run: Callable[[], Any], served: Served, to: TraceWriter
-    ) -> None:
+    def _trace(self, block: Block, to: TraceWriter) -> None:
         """Write the steps of a block."""
-        room = functools.partial(self._require_space, count)
-        self._capture(block, count, run, served, lambda iteration: WriteSink(to, iteration, room))
+        room = functools.partial(self._require_space, block.microbatches)
+        self._capture(block, lambda iteration: WriteSink(to, iteration, room))
         to.close()
         if len(to) == 0:
             raise TTraceError("the reference run traced nothing")
 
-    def _capture(
-        self,
-        block: list[int],
-        count: int,
-        run: Callable[[], Any],
-        served: Served,
-        sink_of: Callable[[int], StepSink],
-    ) -> None:
+    def _capture(self, block: Block, sink_of: Callable[[int], StepSink]) -> None:
         """Capture the steps of a block, each into a sink of its own."""
-        for position, iteration in enumerate(block):
+        numbers = range(block.microbatches)
+        for iteration in block.iterations:
             sink = sink_of(iteration)
-            batches = served.batches[position * count : (position + 1) * count]
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(block.batches(iteration)):
                 for name, value in batch.items():
                     sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
-            self._counted.append(self.rehearsal.trace(run, sink, range(count), iteration))
+            self._counted.append(self.rehearsal.trace(block.run, sink, numbers, iteration))
 
     @property
     def _replays(self) -> str:
@@ -283,25 +270,19 @@ class ReferenceSession:
             return f"{self.settings.seeds} times"
         return f"{tolerance.FEWEST_REPLAYS} to {tolerance.MOST_REPLAYS} times"
 
-    def _replayed(
-        self,
-        block: list[int],
-        run: Callable[[], Any],
-        again: Callable[[], None],
-        numbers: Sequence[int],
-    ) -> dict[TraceKey, Moved]:
+    def _replayed(self, block: Block, again: Callable[[], None]) -> dict[TraceKey, Moved]:
         """Replay as often as asked for, or as the tolerances need; no tensor is kept."""
         reader = TraceReader(self._directory, sealed=False)
         parameters = tolerance.parameters(ReferenceMeta(**self._arithmetic()))
         dtypes = tolerance.dtypes_of(reader)
         moved: dict[TraceKey, Moved] = {}
         again()
-        repeated = self._replay_once(reader, block, run, numbers, UNPERTURBED, {})
+        repeated = self._replay_once(reader, block, UNPERTURBED, {})
         most = self.settings.seeds or tolerance.MOST_REPLAYS
         for seed in range(1, most + 1):
             began = time.monotonic()
             again()
-            moved |= self._replay_once(reader, block, run, numbers, seed, moved)
+            moved |= self._replay_once(reader, block, seed, moved)
             if self.settings.seeds is None and Tolerances(moved, dtypes, **parameters).suffice():
                 break
             if seed < most and (took := time.monotonic() - began) > _WORTH_TELLING:
@@ -317,9 +298,7 @@ class ReferenceSession:
     def _replay_once(
         self,
         reader: TraceReader,
-        block: Sequence[int],
-        run: Callable[[], Any],
-        numbers: Sequence[int],
+        block: Block,
         seed: int,
         before: Mapping[TraceKey, Moved],
     ) -> dict[TraceKey, Moved]:
@@ -327,9 +306,10 @@ class ReferenceSession:
         layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
         moved: dict[TraceKey, Moved] = {}
         with perturbed(self.model.names, seed, self.model.optimizer):
-            for iteration in block:
+            for iteration in block.iterations:
                 replay = self._replay(reader, iteration, layout, seed)
-                self.rehearsal.trace(run, replay, numbers, iteration)
+                numbers = range(block.microbatches)
+                self.rehearsal.trace(block.run, replay, numbers, iteration)
                 for one in replay.measured:
                     moved[one.key] = _moved(one, before.get(one.key))
         return moved
@@ -351,31 +331,26 @@ class ReferenceSession:
         """Bytes of all files, for each byte of what this rank captures."""
         return 1
 
-    def _fitting_loss_scale(
-        self, steps: int, run: Callable[[], Any], again: Callable[[], None]
-    ) -> float | None:
+    def _fitting_loss_scale(self, block: Block, again: Callable[[], None]) -> float | None:
         """A loss scale with which no gradient overflows: this run's own, or a lower one.
 
-        Args:
-            steps: that are traced in a row.
-            run: Megatron's training step.
-            again: puts the start of these steps back.
+        ``again`` puts the start of the block back.
         """
         optimizer = self.model.optimizer
         own = scale = loss_scale.get(optimizer)
         if own is None or scale is None:
             return None
-        while self._overflows(scale, steps, run) and scale > 1.0:
+        while self._overflows(scale, block) and scale > 1.0:
             scale = max(scale / loss_scale.STEP, 1.0)
             again()
         return scale if scale == own else scale / loss_scale.ROOM
 
-    def _overflows(self, scale: float, steps: int, run: Callable[[], Any]) -> bool:
+    def _overflows(self, scale: float, block: Block) -> bool:
         loss_scale.put(self.model.optimizer, scale)
-        for _ in range(steps):
+        for _ in block.iterations:
             # Nothing is logged after these steps, which is what empties the sums of metrics.
             with quiet.metrics_kept():
-                self.rehearsal.step(run)
+                self.rehearsal.step(block.run)
             if loss_scale.overflowed(self.model.optimizer):
                 return True
         return False
@@ -404,10 +379,6 @@ def _moved(one: Measured, before: Moved | None) -> Moved:
         return dataclasses.replace(before, moved=(*before.moved, _distance(one)))
     sums = one.sums or Sums()
     return Moved(sums.n, math.sqrt(sums.reference), (_distance(one),))
-
-
-def _steps(block: Sequence[int]) -> str:
-    return "the step" if len(block) == 1 else f"{len(block)} steps"
 
 
 def _tell(line: str) -> None:

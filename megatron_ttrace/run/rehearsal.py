@@ -7,6 +7,7 @@ A candidate and a reference both have one (``candidate.py``, ``reference_run.py`
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from megatron_ttrace.run.start.moments import awaken, prime
 from megatron_ttrace.run.start.parameters import fill
 from megatron_ttrace.run.start.tokens import spread_batch
 from megatron_ttrace.trace.budget import Budget, host_room
+from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.copies import Copies
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.errors import DEBUG, TTraceError, one_line
@@ -44,6 +46,38 @@ type DataIterator = Iterator[Any] | list[Iterator[Any]] | None
 
 _RANKS_OF_A_HOST = 8
 """At most, if the launcher does not say."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Consecutive traced iterations: one rehearsal.
+
+    Attributes:
+        iterations: their numbers.
+        microbatches: of each of them.
+        served: the batches of all of them.
+        run: Megatron's training step.
+    """
+
+    iterations: Sequence[int]
+    microbatches: int
+    served: Served
+    run: Callable[[], Any]
+
+    @property
+    def first(self) -> int:
+        """The first iteration."""
+        return self.iterations[0]
+
+    @property
+    def text(self) -> str:
+        """How many steps there are, in words."""
+        return "the step" if len(self.iterations) == 1 else f"{len(self.iterations)} steps"
+
+    def batches(self, iteration: int) -> list[Batch]:
+        """The batches of an iteration; none on a rank that reads no data."""
+        at = self.iterations.index(iteration) * self.microbatches
+        return self.served.batches[at : at + self.microbatches]
 
 
 class Rehearsal:
@@ -236,8 +270,9 @@ class Rehearsal:
         Raises:
             EndError: when restoring failed on any rank: no rank trains on.
         """
-        with self._ranks.watching(), ExitStack() as kept:
+        with ExitStack() as watched, ExitStack() as kept:
             try:
+                watched.enter_context(self._ranks.watching())
                 self._kept = kept
                 self._keep(kept, restore=restore)
                 yield

@@ -11,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.compare import sharding, tolerance
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.sharding import ShardSink
@@ -26,7 +25,7 @@ from megatron_ttrace.run import merging
 from megatron_ttrace.run.comparison import layout_of
 from megatron_ttrace.run.perturb import Spread, perturbed
 from megatron_ttrace.run.reference_run import ReferenceSession
-from megatron_ttrace.run.rehearsal import DataIterator
+from megatron_ttrace.run.rehearsal import Block, DataIterator
 from megatron_ttrace.trace import counted, owned
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
@@ -46,8 +45,8 @@ class ShardedReferenceSession(ReferenceSession):
         self._by = sharding.known(self._order.divided)
         writer = TraceWriter(self._directory, 0)  # the last rank's alone writes
         moved: dict[TraceKey, Moved] = {}
-        for block, served in self._batches(iterator, count):
-            moved |= self._block(block, count, run, served, writer)
+        for block in self._blocks(iterator, count, run):
+            moved |= self._block(block, writer)
         counts = self.ranks.exchange(
             "collecting what was counted",
             lambda: counted.encode(self._counted),
@@ -62,15 +61,13 @@ class ShardedReferenceSession(ReferenceSession):
         self.ranks.from_one(last, "sealing the reference", finish)
         return ExitCode.EQUIVALENT
 
-    def _trace(
-        self, block: list[int], count: int, run: Callable[[], Any], served: Served, to: TraceWriter
-    ) -> None:
+    def _trace(self, block: Block, to: TraceWriter) -> None:
         """Write this rank's shards, and on the last rank all of them merged."""
-        shards = self._directory / f"shards-{block[0]}"
+        shards = self._directory / f"shards-{block.first}"
         writer = TraceWriter(shards, self.ranks.rank)
-        for one in self._initial if block[0] == self.settings.iterations[0] else ():
+        for one in self._initial if block.first == self.settings.iterations[0] else ():
             entry = Entry(
-                TraceKey(block[0], STEP_LEVEL, Kind.INITIAL, one.name),
+                TraceKey(block.first, STEP_LEVEL, Kind.INITIAL, one.name),
                 one.logical_shape,
                 one.dtype,
                 logical_shape=one.logical_shape,
@@ -79,12 +76,9 @@ class ShardedReferenceSession(ReferenceSession):
                 sums=dataclasses.astuple(one.moments),
             )
             writer.add(entry, None)
-        room = functools.partial(self._require_space, count)
+        room = functools.partial(self._require_space, block.microbatches)
         self._capture(
             block,
-            count,
-            run,
-            served,
             lambda iteration: ShardSink(writer, iteration, self._layout, self._by, room),
         )
         self.ranks.together("writing the shards", writer.close)
@@ -99,9 +93,9 @@ class ShardedReferenceSession(ReferenceSession):
 
         self.ranks.from_one(self.ranks.size - 1, "merging the shards", merge)
 
-    def _begin_block(self, block: list[int], count: int) -> None:
+    def _begin_block(self, block: Block) -> None:
         """Set the start values. A candidate generates its own: no rank has whole moments."""
-        self._start_at(block[0], count)
+        self._start_at(block)
 
     @property
     def _times_stored(self) -> int:
@@ -111,18 +105,17 @@ class ShardedReferenceSession(ReferenceSession):
     def _replay_once(
         self,
         reader: TraceReader,
-        block: Sequence[int],
-        run: Callable[[], Any],
-        numbers: Sequence[int],
+        block: Block,
         seed: int,
         before: Mapping[TraceKey, Moved],
     ) -> dict[TraceKey, Moved]:
         """Replay a block once on all ranks; each returns what the replays until now did."""
         measured: list[Measured] = []
         with perturbed(self.model.names, seed, self.model.optimizer, self._spread()):
-            for iteration in block:
+            for iteration in block.iterations:
                 sink = CompareSink(reader, iteration, self._layout)
-                self.rehearsal.trace(run, sink, numbers, iteration)
+                numbers = range(block.microbatches)
+                self.rehearsal.trace(block.run, sink, numbers, iteration)
                 measured += sink.measured
         found = self.ranks.reduce(
             "collecting the replay",

@@ -33,7 +33,7 @@ def test_modules_are_isolated_at_once(tmp_path: Path) -> None:
     ("rank", "function"),
     [
         (0, "run/comparison.py:Comparison.initial"),
-        pytest.param(*(1, "run/candidate.py:CandidateSession._check"), marks=pytest.mark.nightly),
+        pytest.param(*(1, "run/rehearsal.py:Rehearsal.trace"), marks=pytest.mark.nightly),
     ],
 )
 def test_the_verdict_outlives_a_failed_isolation(tmp_path: Path, rank: int, function: str) -> None:

@@ -4,7 +4,7 @@
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.run import low_precision, reference_run
 from megatron_ttrace.run.perturb import UNPERTURBED
 from megatron_ttrace.run.reference_run import ReferenceSession
+from megatron_ttrace.run.rehearsal import Block
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
@@ -43,7 +44,7 @@ class Replays(ReferenceSession):
 
     def made(self) -> tuple[float, ...]:
         """The distances that were found."""
-        return self._replayed([1], lambda: None, lambda: None, [0])[KEY].moved
+        return self._replayed(Block([1], 1, cast(Any, None), lambda: None), lambda: None)[KEY].moved
 
 
 @pytest.mark.parametrize(
