@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.cells import cell_len, set_cell_size
@@ -75,22 +75,17 @@ def render(
     if summary.timings:
         times = [f"{clean(name, 40)} {took:.1f} s" for name, took in summary.timings.items()]
         page.field("time", ", ".join(times))
-    for texts, limit, what in (
-        (
-            [finding_text(one) for one in summary.collective_findings],
-            MAX_NOTICES,
-            "findings about collectives",
-        ),
-        (wording.changed_texts(summary.changed_code), MAX_NOTICES, "changes"),
-        ([clean(notice, NOTE_LIMIT) for notice in summary.notices], MAX_NOTICES, "notices"),
-        (
-            [wording.not_exercised_text(one) for one in summary.not_exercised],
-            MAX_UNEXERCISED,
-            "not exercised",
-        ),
-    ):
-        for text in texts[:limit]:
-            page.field("notice", text, "yellow")
+    notices = [
+        ("findings about collectives", map(finding_text, summary.collective_findings)),
+        ("changes", wording.changed_texts(summary.changed_code)),
+        ("notices", (clean(notice, NOTE_LIMIT) for notice in summary.notices)),
+        ("not exercised", map(wording.not_exercised_text, summary.not_exercised)),
+    ]
+    for what, texts in notices:
+        limit = MAX_UNEXERCISED if what == "not exercised" else MAX_NOTICES
+        for number, text in enumerate(texts := list(texts)):
+            if number < limit:
+                page.field("notice", text, "yellow")
         if len(texts) > limit:
             page.field("", f"{len(texts) - limit} more {what} in {files.SUMMARY}", "yellow")
     if summary.verdict is not Result.EQUIVALENT:
@@ -134,27 +129,25 @@ class _Page:
 
     def field(self, label: str, value: str, style: str = "") -> None:
         """A labelled paragraph."""
-        for part in Text(value).wrap(self.console, self.width - _LABEL) or [Text()]:
-            self.line((label.ljust(_LABEL), "bold"), (part.plain.rstrip(), style))
+        parts = Text(value).wrap(self.console, self.width - _LABEL) or [Text()]
+        self.labelled(label, [part.plain.rstrip() for part in parts], style)
+
+    def whole(self, label: str, value: str, style: str = "") -> None:
+        """A labelled paragraph with a path, which is not divided, so that it can be copied."""
+        width = self.width - _LABEL
+        lines = textwrap.wrap(value, width, break_long_words=False, break_on_hyphens=False)
+        self.labelled(label, lines, style)
+
+    def labelled(self, label: str, lines: Iterable[str], style: str = "") -> None:
+        """Lines as they are, the first with the label."""
+        for line in lines:
+            self.line((label.ljust(_LABEL), "bold"), (line, style))
             label = ""
 
     def text(self, value: str, style: str = "") -> None:
         """A paragraph without a label."""
         for part in Text(value).wrap(self.console, self.width):
             self.line((part.plain.rstrip(), style))
-
-    def whole(self, label: str, value: str, style: str = "") -> None:
-        """A labelled paragraph with a path, which is not divided, so that it can be copied."""
-        width = self.width - _LABEL
-        for part in textwrap.wrap(value, width, break_long_words=False, break_on_hyphens=False):
-            self.line((label.ljust(_LABEL), "bold"), (part, style))
-            label = ""
-
-    def paths(self, label: str, paths: Sequence[Path]) -> None:
-        """One path per line, in full, to be copied."""
-        for path in paths:
-            self.line((label.ljust(_LABEL), "bold"), (clean(path, NOTE_LIMIT), ""))
-            label = ""
 
     def fields(self, label: str, values: Sequence[str], limit: int, more: str, style: str) -> None:
         """One paragraph per value under one label; ``more`` says where the others are."""
@@ -220,12 +213,9 @@ def _counts(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
         f"{sum(counts.values()):,}: {passed:,} pass, {', '.join(failed) or '0 fail'}, "
         f"{unchecked:,} unchecked",
     )
-    reasons = [
-        f"{number:,} {wording.reason_text(reason)}"
-        for reason, number in table.unchecked_reasons(verdicts)
-    ]
-    more = f"{{}} more reasons in {files.HTML}"
-    page.fields("unchecked", reasons, MAX_REASONS, more, "yellow")
+    reasons = table.unchecked_reasons(verdicts)
+    texts = [f"{number:,} {wording.reason_text(reason)}" for reason, number in reasons]
+    page.fields("unchecked", texts, MAX_REASONS, f"{{}} more reasons in {files.HTML}", "yellow")
 
 
 def _margins(page: _Page, verdicts: Sequence[Verdict]) -> None:
@@ -268,8 +258,7 @@ def _layers(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
         kind = f"{worst.kind.value}.{worst.index}" if worst.index else worst.kind.value
         name = f"{clean(worst.name, NAME_LIMIT)} {kind}"
         if cell_len(name) > width or not is_table:
-            for part in Text(name).wrap(page.console, page.width):
-                page.line((part.plain.rstrip(), ""))
+            page.text(name)
             name = ""
         error = _SHORT.get(worst.verdict, worst.verdict.value)
         if worst.rel_err is not None:
@@ -306,10 +295,10 @@ def _next_steps(
 ) -> None:
     """Where the files are and what to do next."""
     names = [n for n in (files.HTML, files.VERDICTS, files.SUMMARY) if (directory / n).exists()]
-    page.paths("files", [directory / name for name in names])
+    page.labelled("files", [clean(directory / name, NOTE_LIMIT) for name in names])
     if summary.verdict is Result.COULD_NOT_CHECK:
         logs = [name for name in ("reference.log", "logs") if (directory / name).exists()]
-        page.paths("see logs", [directory / name for name in logs])
+        page.labelled("see logs", [clean(directory / name, NOTE_LIMIT) for name in logs])
     if summary.verdict is not Result.DIVERGED:
         return
     open_page = f"open {files.HTML} in a browser"
@@ -323,8 +312,7 @@ def _next_steps(
         fresh = clean(shlex.quote(f"{directory}-isolated"), NOTE_LIMIT)
         page.whole("", f"the same with --ttrace-isolate --ttrace-dir {fresh}", "bold")
         return
-    for line in command:
-        page.line((f"{'':{_LABEL}}{line}", "bold"))
+    page.labelled("", command, "bold")
 
 
 def shell_lines(words: Sequence[str], width: int) -> list[str]:
