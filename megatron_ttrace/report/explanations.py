@@ -6,6 +6,7 @@ Each type of finding has a renderer, or is simple enough for a template in ``mes
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ _TERMS = messages(f.Term)
 _ZERO = {Kind[name]: (text, hint) for name, (text, hint) in MESSAGES["Zero"].items()}
 _SUSPECTS = messages(Statistic, "Suspects")
 _SIZES = MESSAGES["sizes"]
+_TEMPLATES = MESSAGES["Finding"]
 
 
 def reason_text(diagnosis: Diagnosis) -> str:
@@ -114,17 +116,13 @@ def _texts(finding: f.Finding, verdict: Judged) -> Text:
 def _rendered(finding: f.Finding) -> Text:
     if render := _RENDERERS.get(type(finding)):
         return render(finding)
-    text, hint = MESSAGES["Finding"][type(finding).__name__]
-    return text.format(it=finding), hint
-
-
-def _other_time(finding: f.OtherTime) -> Text:
-    if finding.microbatch is not None:
-        return f"holds the value of microbatch {finding.microbatch}", ""
-    if finding.iteration is not None:
-        return f"holds the value of iteration {finding.iteration}", ""
-    why = "not updated, or the update did not reach this rank"
-    return "holds the value from before the step", why
+    name = type(finding).__name__
+    flags = (key.partition(".")[2] for key in _TEMPLATES if key.startswith(f"{name}."))
+    values = ((flag, getattr(finding, flag)) for flag in flags)
+    # A number that is given may be 0.
+    given = [flag for flag, value in values if value is not None and value is not False]
+    text, hint = _TEMPLATES[".".join([name, *given[:1]])]
+    return _WORDS.format(text, it=finding), _WORDS.format(hint, it=finding)
 
 
 def _layers(finding: f.MisplacedLayers) -> Text:
@@ -150,16 +148,6 @@ def _misnumbered(finding: f.MisplacedLayers) -> Text:
     text = f"layers held by pipeline stages: {wrong}; the stages hold {counts} of {finding.total}"
     right = sum(finding.held) == finding.total
     return text, "the offset of a stage's layer numbers" if right else ""
-
-
-def _division(finding: f.OtherDivision) -> Text:
-    over = " or ".join(finding.axes)
-    marks = f"a mark of parallelism over {over}"
-    if finding.inverse:
-        text = f"the whole dim {finding.dim} ({finding.total}) is taken for one part of it over"
-        return f"{text} {over}: without this division its shape is right", f"a wrong {marks[2:]}"
-    text = f"{finding.held} of {finding.total} elements of dim {finding.dim} are taken for all of"
-    return f"{text} them: divided over {over} its shape is right", f"a lost {marks[2:]}"
 
 
 def _factor(finding: f.ConstantFactor) -> Text:
@@ -219,16 +207,12 @@ def _size(names: Sequence[str]) -> str:
     return " times ".join([*([f"the size of {axes}"] if axes else []), *said])
 
 
-def _listed(finding: f.RankFactors) -> str:
-    return ", ".join(f"rank {rank}: {value:.4g}" for rank, value in finding.factors[:6])
-
-
-def _rank_factors(finding: f.RankFactors) -> Text:
-    return f"each rank's part is off by a factor of its own ({_listed(finding)})", ""
+def _listed(factors: Sequence[tuple[int, float]]) -> str:
+    return ", ".join(f"rank {rank}: {value:.4g}" for rank, value in factors[:6])
 
 
 def _product(finding: f.ProductFactors) -> Text:
-    text = f"the product is off by a factor ({_listed(finding)})"
+    text = f"the product is off by a factor ({_listed(finding.factors)})"
     text += ", its bias is right" if finding.has_bias else ""
     if not finding.dtype:
         return text, ""
@@ -239,20 +223,6 @@ def _product(finding: f.ProductFactors) -> Text:
         lost = "what was cast is not what was multiplied"
         return text, f"the scale was undone and never applied: {lost}"
     return text, "the scale was applied and never undone"
-
-
-def _rounded(finding: f.Rounded) -> Text:
-    scale = " with one scale for the tensor" * finding.scaled
-    return f"precision lost: it is the reference rounded to {finding.dtype}{scale}", ""
-
-
-def _partial(finding: f.PartialSums) -> Text:
-    over = " and ".join(finding.axes)
-    if finding.mean:
-        text = f"each rank holds values of its own: their mean over {over} is the reference"
-        return text, f"a missing average over {over}"
-    text = f"partial sums over {over}: their sum is the reference"
-    return text, f"a missing reduction over {over}"
 
 
 def _copies(finding: f.WrongCopies) -> Text:
@@ -392,18 +362,26 @@ def _miscounted(finding: f.Miscounted) -> Text:
     return text, "" if finding.cause is Cause.OTHER_NORM else _SUSPECTS[finding.statistic]
 
 
+class _Words(string.Formatter):
+    """Templates in which ``{it.axes:and}`` lists axes."""
+
+    def format_field(self, value: Any, spec: str) -> str:
+        if spec in ("and", "or"):
+            return f" {spec} ".join(value)
+        if spec == "ranges":
+            return _ranges(value)
+        return _listed(value) if spec == "factors" else str(super().format_field(value, spec))
+
+
+_WORDS = _Words()
+
 _RENDERERS: dict[type, Callable[[Any], Text]] = {
-    f.OtherTime: _other_time,
     f.MisplacedLayers: _layers,
-    f.OtherDivision: _division,
     f.LossTerm: _loss_term,
     f.Shift: _shift,
     f.ConstantFactor: _factor,
     f.GradientFactor: _gradient_factor,
-    f.RankFactors: _rank_factors,
     f.ProductFactors: _product,
-    f.Rounded: _rounded,
-    f.PartialSums: _partial,
     f.WrongCopies: _copies,
     f.UnequalShares: _shares,
     f.LossShare: _loss_share,
