@@ -165,9 +165,9 @@ def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> Non
         _culprit(page, group[0])
         if len(group) > 1:
             names = table.folded(group, summary.execution_order)
-            more = f", and {len(names) - MAX_ALIKE} more" if len(names) > MAX_ALIKE else ""
             what = "with this cause" if group[0].cause else "alike"
-            page.field("all", f"{len(group)} {what}: {', '.join(names[:MAX_ALIKE])}{more}")
+            shown = wording.first_of(names, MAX_ALIKE)
+            page.field("all", f"{len(group)} {what}: {', '.join(shown)}")
     texts = []
     for group in groups[MAX_CULPRITS:]:
         others = f" (and {len(group) - 1} likewise)" if len(group) > 1 else ""

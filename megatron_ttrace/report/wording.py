@@ -98,9 +98,11 @@ def sci(value: float | None) -> str:
         return "-"
     if not math.isfinite(value):
         return str(value)
-    if value == 0:
-        return "0"
-    mantissa, exponent = f"{value:.2e}".split("e")
+    return _scientific(value, 2) if value else "0"
+
+
+def _scientific(value: float, digits: int) -> str:
+    mantissa, exponent = f"{value:.{digits}e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
 
@@ -112,26 +114,27 @@ def share(value: float | None) -> str:
     return f"{percent:.0f} %" if percent >= 99.95 else f"{percent:.3g} %"
 
 
-def error_text(one: Culprit | Verdict) -> str:
+def error_text(tensor: Culprit | Verdict) -> str:
     """``20.5 % (26.4 ε)``: the relative error, and in epsilons of the compute dtype."""
-    known = one.rel_err_eps is not None and one.rel_err != 0
-    return f"{share(one.rel_err)} ({factor(one.rel_err_eps)} ε)" if known else sci(one.rel_err)
+    known = tensor.rel_err_eps is not None and tensor.rel_err != 0
+    return (
+        f"{share(tensor.rel_err)} ({factor(tensor.rel_err_eps)} ε)"
+        if known
+        else sci(tensor.rel_err)
+    )
 
 
-def tensor_text(one: Culprit | Verdict, limit: int = NAME_LIMIT) -> str:
+def tensor_text(tensor: Culprit | Verdict, limit: int = NAME_LIMIT) -> str:
     """``decoder.layers.0.mlp output.0``."""
-    return f"{clean(one.name, limit)} {one.kind.value}.{one.index}"
+    return f"{clean(tensor.name, limit)} {tensor.kind.value}.{tensor.index}"
 
 
 def factor(value: float | None) -> str:
     """A ratio in three digits: ``0.42``, ``26.4``, ``1.2e4``."""
     if value is None:
         return "-"
-    if math.isfinite(value) and abs(value) >= 9999.5:
-        mantissa, exponent = f"{value:.1e}".split("e")
-        return f"{mantissa}e{int(exponent)}"
     if math.isfinite(value) and abs(value) >= 99.95:
-        return f"{value:.0f}"
+        return f"{value:.0f}" if abs(value) < 9999.5 else _scientific(value, 1)
     return f"{value:.3g}"
 
 
@@ -174,16 +177,14 @@ def ranks_text(ranks: Iterable[int], limit: int = 12) -> str:
 
 def on_ranks(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0-2``, or nothing known."""
-    held = sorted(set(ranks))
-    if not held:
-        return "no rank"
-    return f"rank{'s' if len(held) > 1 else ''} {ranks_text(held)}"
+    numbers = set(ranks)
+    return f"rank{'s' * (len(numbers) > 1)} {ranks_text(numbers)}" if numbers else "no rank"
 
 
-def when_text(one: Culprit | Verdict) -> str:
+def when_text(tensor: Culprit | Verdict) -> str:
     """``iteration 1, microbatch 0``; step-level tensors have no microbatch."""
-    step = f"iteration {one.iteration}"
-    return step if one.microbatch == STEP_LEVEL else f"{step}, microbatch {one.microbatch}"
+    step = f"iteration {tensor.iteration}"
+    return step if tensor.microbatch == STEP_LEVEL else f"{step}, microbatch {tensor.microbatch}"
 
 
 def number(value: Any) -> int | None:
@@ -198,44 +199,42 @@ def number(value: Any) -> int | None:
 
 def layout_text(config: Mapping[str, Any]) -> str:
     """``tp 2 × pp 2, 4 ranks``: the axes that split anything. Of two runs, that of both."""
-    if isinstance(first := config.get("against"), Mapping):
-        return f"{_layout_text(config)}, against {_layout_text(first)}"
-    return _layout_text(config)
-
-
-def _layout_text(config: Mapping[str, Any]) -> str:
     sizes = {axis: number(config.get(axis)) for axis in AXES}
     split = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and size > 1]
     world = number(config.get("world_size"))
-    one = "1 device" if world in (None, 1) else "no parallel axis"
-    text = " × ".join(split) or one
-    return f"{text}, {world} ranks" if world is not None and world > 1 else text
+    text = " × ".join(split) or ("1 device" if world in (None, 1) else "no parallel axis")
+    text += f", {world} ranks" if world is not None and world > 1 else ""
+    first = config.get("against")
+    return f"{text}, against {layout_text(first)}" if isinstance(first, Mapping) else text
 
 
-def sentence(one: Culprit | Verdict) -> str:
+def sentence(tensor: Culprit | Verdict) -> str:
     """A failure in one line: what, in which direction, on which ranks, how bad, and when."""
-    text = (
-        f"{tensor_text(one)} {OUTCOME_WORDS[one.verdict]} in the {one.direction.value} direction "
-        f"on {on_ranks(one.ranks)}"
+    text = f"{tensor_text(tensor)} {OUTCOME_WORDS[tensor.verdict]} in the "
+    text += f"{tensor.direction.value} direction on {on_ranks(tensor.ranks)}"
+    if tensor.rel_err is not None:
+        text += f": relative error {error_text(tensor)}"
+        if tensor.margin is not None:
+            text += f", {margin_text(tensor.margin)} its tolerance {sci(tensor.tolerance)}"
+    note = (
+        f". {clean(tensor.note, NOTE_LIMIT)}" if isinstance(tensor, Verdict) and tensor.note else ""
     )
-    if one.rel_err is not None:
-        text += f": relative error {error_text(one)}"
-        if one.margin is not None:
-            text += f", {margin_text(one.margin)} its tolerance {sci(one.tolerance)}"
-    note = f". {clean(one.note, NOTE_LIMIT)}" if isinstance(one, Verdict) and one.note else ""
-    return f"{text} ({when_text(one)}){note}"
+    return f"{text} ({when_text(tensor)})" + (f". {clean(note, NOTE_LIMIT)}" if note else "")
 
 
-_NAMES = 3
+def first_of(texts: Sequence[str], most: int) -> list[str]:
+    """The first texts of a list, and how many more there are."""
+    more = len(texts) - most
+    return [*texts[:most], f"and {more} more"] if more > 0 else [*texts]
 
 
-def not_exercised_text(one: NotExercised) -> str:
+def not_exercised_text(part: NotExercised) -> str:
     """What a pass says nothing about, and why: ``not exercised: gradient clipping (...)``."""
-    names = ", ".join(clean(name) for name in one.names[:_NAMES])
-    more = f", and {len(one.names) - _NAMES} more" if len(one.names) > _NAMES else ""
-    share = f"{100 * one.value / one.limit:.1f} %" if one.value and one.limit else ""
-    text = _NOT_EXERCISED[one.what].format(
-        value=_number(one.value), limit=_number(one.limit), share=share, names=names + more
+    text = _NOT_EXERCISED[part.what].format(
+        value=_number(part.value),
+        limit=_number(part.limit),
+        share=f"{100 * part.value / part.limit:.1f} %" if part.value and part.limit else "",
+        names=", ".join(first_of([clean(name) for name in part.names], 3)),
     )
     return f"not exercised: {text}"
 
@@ -247,48 +246,39 @@ def _number(value: float | None) -> str:
     return factor(value)
 
 
-_MAX_ISOLATED = 3
-"""Culprits of a check with modules isolated that are told."""
-
-
 def isolated_texts(culprits: Sequence[Culprit]) -> list[str]:
     """What a check with modules isolated found: each of its culprits fails on its own."""
-    told = []
-    for culprit in culprits[:_MAX_ISOLATED]:
-        cause = clean(culprit.explanation, NOTE_LIMIT) or "unknown"
-        name = clean(culprit.name, NOTE_LIMIT)
-        told.append(f"{name} ({culprit.kind}) fails on its own; cause: {cause}")
-    if not told:
-        return ["no module fails on its own: errors add up, or arise between modules"]
-    more = len(culprits) - len(told)
-    return [*told, f"and {more} more"] if more else told
-
-
-_MAX_CHANGED = 4
+    texts = [
+        f"{clean(culprit.name, NOTE_LIMIT)} ({culprit.kind}) fails on its own; cause: "
+        f"{clean(culprit.explanation, NOTE_LIMIT) or 'unknown'}"
+        for culprit in culprits
+    ]
+    nothing = "no module fails on its own: errors add up, or arise between modules"
+    return first_of(texts, 3) or [nothing]
 
 
 def changed_texts(changed: ChangedCode | None) -> list[str]:
     """The changed code by where it ran, a line for each, what ran in the culprit first."""
-    said = []
+    lines = []
     for ran, text in _CHANGED.items():
-        those = [one for one in changed.functions if one.ran is ran] if changed else []
-        shown = [
-            f"{one.file}:{one.line} ({one.function or 'outside of functions'})"
-            for one in those[:_MAX_CHANGED]
+        places = [
+            f"{function.file}:{function.line} ({function.function or 'outside of functions'})"
+            for function in (changed.functions if changed else ())
+            if function.ran is ran
         ]
-        if changed and shown:
-            more = len(those) - len(shown)
-            shown += [f"and {more} more"] if more else []
-            line = f"{text.format(since=changed.since)}: {', '.join(shown)}"
-            said.append(clean(line, NOTE_LIMIT))
-    return said
+        if changed and places:
+            line = f"{text.format(since=changed.since)}: {', '.join(first_of(places, 4))}"
+            lines.append(clean(line, NOTE_LIMIT))
+    return lines
 
 
 def notices(summary: Summary) -> list[str]:
     """Everything that a reader must know beside the answer, one sentence each."""
-    said = changed_texts(summary.changed_code)
-    said += [clean(notice, NOTE_LIMIT) for notice in summary.notices]
-    return said + [not_exercised_text(one) for one in summary.not_exercised]
+    return [
+        *changed_texts(summary.changed_code),
+        *(clean(notice, NOTE_LIMIT) for notice in summary.notices),
+        *map(not_exercised_text, summary.not_exercised),
+    ]
 
 
 def reason_text(reason: Reason | None) -> str:
@@ -298,13 +288,13 @@ def reason_text(reason: Reason | None) -> str:
 
 def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
     """What was tested, what it suggests, where to look; labelled, without what is not known."""
-    found = {
-        "cause": clean(culprit.explanation, NOTE_LIMIT) or UNKNOWN,
-        "hint": clean(culprit.hint, NOTE_LIMIT),
-        "observed": clean(culprit.collectives, NOTE_LIMIT),
-        "look at": clean(culprit.where, NOTE_LIMIT),
+    texts = {
+        "cause": culprit.explanation or UNKNOWN,
+        "hint": culprit.hint,
+        "observed": culprit.collectives,
+        "look at": culprit.where,
     }
-    return [(label, text) for label, text in found.items() if text]
+    return [(label, clean(text, NOTE_LIMIT)) for label, text in texts.items() if text]
 
 
 def not_judged_text(statistic: Statistic, why: str) -> str:
@@ -338,8 +328,9 @@ def note_text(note: Note) -> str:
     )
 
 
-def _sample(one: Sample) -> str:
-    return f"mean {one.mean:.3g}, std {one.std:.3g}" if one.std else f"all {one.mean:.6g}"
+def _sample(values: Sample) -> str:
+    mean, std = values.mean, values.std
+    return f"mean {mean:.3g}, std {std:.3g}" if std else f"all {mean:.6g}"
 
 
 def same_start_text(alike: Sequence[Judged]) -> str:
@@ -357,16 +348,15 @@ def repeated_text(first: TraceKey, moved: int) -> str:
     )
 
 
-def too_few_text(found: TooFew) -> str:
+def too_few_text(few: TooFew) -> str:
     """Why too few tensors were checked, and the flag that accepts it."""
-    most = ", ".join(
+    reasons = (
         f"{reason.value if reason else 'no reason known'} ({count:,})"
-        for reason, count in found.reasons
+        for reason, count in few.reasons
     )
-    percent = 100 * found.unchecked / found.judged
+    percent = 100 * few.unchecked / few.judged
     return (
-        f"could not check enough: {found.unchecked:,} of {found.judged:,} tensors "
-        f"({percent:.1f} %) are unchecked, more than {100 * found.allowed:.4g} %; "
-        f"most: {most}; "
+        f"could not check enough: {few.unchecked:,} of {few.judged:,} tensors ({percent:.1f} %) "
+        f"are unchecked, more than {100 * few.allowed:.4g} %; most: {', '.join(reasons)}; "
         f"--ttrace-allow-unchecked {math.ceil(percent) / 100:g} accepts it"
     )
