@@ -43,7 +43,7 @@ COMPILED = [
         extra_compile_args=["-O3"],
         optional=True,  # without a C compiler there is slower Python, or no protection
     )
-    for room, name in (("compare", "sums"), ("trace", "mapped"))
+    for room, name in (("compare", "sums"), ("trace", "mapped"), ("trace", "aborts"))
 ]
 
 setup(cmdclass={"build_py": BuildWithResources}, ext_modules=COMPILED)

@@ -18,7 +18,7 @@ from megatron_ttrace.capture import waiting
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.run.agreement import Ranks
-from megatron_ttrace.trace import ends, waits
+from megatron_ttrace.trace import aborts, ends, waits
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.waits import Doing
 
@@ -50,7 +50,10 @@ class Watchdog:
         self._left: waits.Wait | None = None
         self._told = ""
         self._judged = False
+        if rank == 0:
+            waits.forget(folder)
         threading.Thread(target=self._run, daemon=True).start()
+        self._unguard = aborts.before(self._aborted, SECONDS / 2)
 
     def knows(self, chunks: Iterable[Names], mesh: Mesh) -> None:
         """From now on modules and groups have names."""
@@ -60,6 +63,7 @@ class Watchdog:
     def stop(self) -> None:
         """The check is over."""
         self._over.set()
+        self._unguard()
 
     def _run(self) -> None:
         try:
@@ -70,9 +74,30 @@ class Watchdog:
         finally:
             waits.write(self._folder, self._rank, None)
 
+    def _aborted(self) -> None:
+        """This process ends, perhaps by what the communication library sees: name all ranks'."""
+        _, wait = waiting.state(Ranks.waiting_code(), self._modules, self._mesh)
+        if wait is None or wait.doing not in (Doing.COLLECTIVE, Doing.HANDLE):
+            return
+        waits.write(self._folder, self._rank, wait)
+        waits.ask(self._folder)
+        ranks, until = range(self._size), time.monotonic() + 2 * SECONDS / _LOOKS
+        while (
+            len(found := {rank: wait for rank in ranks if (wait := waits.read(self._folder, rank))})
+            < self._size
+        ) and time.monotonic() < until:
+            time.sleep(0.1)
+        stall = waits.judge(found, self._size)
+        why = f", {stall.mismatch}" if stall.mismatch else ""
+        ends.tell(f"rank {self._rank} was aborted in a collective{why}: {stall.text}")
+
     def _look(self) -> None:
         place, wait = waiting.state(Ranks.waiting_code(), self._modules, self._mesh)
         now = time.monotonic()
+        if wait is not None and waits.is_asked(self._folder):
+            self._left = wait
+            waits.write(self._folder, self._rank, wait)
+            return
         if place != self._place or wait is None:
             self._place, self._since = place, now
             if self._left is not None:

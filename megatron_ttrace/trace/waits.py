@@ -20,6 +20,8 @@ from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 _MOST_BYTES = 1 << 16
 _MOST_GROUPS = 4
 _MOST_RANKS = 8
+_ASKED = 99999
+"""In the place of a rank: others are asked where they wait."""
 
 
 class Doing(enum.StrEnum):
@@ -163,6 +165,21 @@ def write(folder: Path, rank: int, wait: Wait | None) -> None:
             return
         owned.make(folder, owned.PRIVATE_FOLDER)
         owned.write(file, [json.dumps(codec.encode(wait))], owned.PRIVATE_FILE, sealed=False)
+
+
+def ask(folder: Path) -> None:
+    """Ask all ranks to leave at once where they wait. Never raises."""
+    write(folder, _ASKED, Wait(doing=Doing.ENDED))
+
+
+def is_asked(folder: Path) -> bool:
+    """Whether a rank has asked."""
+    return _file(folder, _ASKED).exists()
+
+
+def forget(folder: Path) -> None:
+    """What an earlier run has asked."""
+    write(folder, _ASKED, None)
 
 
 def read(folder: Path, rank: int) -> Wait | None:

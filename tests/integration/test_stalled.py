@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ttrace.trace import aborts
 from tests.integration.jobs import TP, check
 
 
@@ -22,6 +23,16 @@ def test_a_rank_that_does_not_come(tmp_path: Path, mistake: str, module: str) ->
     assert line.startswith("ttrace: the ranks wait for each other forever, not all ranks of the ")
     assert f"rank 0 waits in all_reduce of 4 float32 elements (ranks 0, 1){module}" in line
     assert "; rank 1 waits in " in line
+
+
+@pytest.mark.skipif(not aborts.is_compiled(), reason="not compiled")
+def test_collectives_of_different_sizes(tmp_path: Path) -> None:
+    """gloo aborts a rank; each rank's collective is named first."""
+    checked = check(tmp_path, *TP, code=2, mistake="mismatched_forward")
+    line = checked.done.stderr.splitlines()[-1]
+    assert "was aborted in a collective, their sizes differ: rank 0 waits in " in line
+    assert "rank 0 waits in all_reduce of 4 float32 elements (world group, ranks 0, 1), " in line
+    assert "; rank 1 waits in all_reduce of 8 float32 elements (world group, ranks 0, 1), " in line
 
 
 @pytest.mark.nightly

@@ -370,6 +370,21 @@ def _meet(where, late):
 
 
 @mistake()
+def mismatched_forward():
+    """The ranks add up tensors of different sizes, so gloo aborts one of them."""
+    import torch.distributed as dist
+
+    from megatron_ttrace.run import stall
+
+    def meet(old, *args, **more):
+        dist.all_reduce(torch.ones(4 + 4 * RANK))
+        return old(*args, **more)
+
+    stall.SECONDS = 3.0
+    wrap("transformer.mlp:MLP.forward", meet)
+
+
+@mistake()
 def stalled_forward():
     """Rank 0 enters a collective that rank 1 never joins."""
     _meet("transformer.mlp:MLP.forward", 0)
