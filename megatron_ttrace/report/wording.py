@@ -216,10 +216,8 @@ def sentence(tensor: Culprit | Verdict) -> str:
         text += f": relative error {error_text(tensor)}"
         if tensor.margin is not None:
             text += f", {margin_text(tensor.margin)} its tolerance {sci(tensor.tolerance)}"
-    note = (
-        f". {clean(tensor.note, NOTE_LIMIT)}" if isinstance(tensor, Verdict) and tensor.note else ""
-    )
-    return f"{text} ({when_text(tensor)})" + (f". {clean(note, NOTE_LIMIT)}" if note else "")
+    note = clean(tensor.note, NOTE_LIMIT) if isinstance(tensor, Verdict) else ""
+    return f"{text} ({when_text(tensor)})" + (f". {note}" if note else "")
 
 
 def first_of(texts: Sequence[str], most: int) -> list[str]:
