@@ -68,7 +68,7 @@ REFUSED = [
         {},
         "--use-precision-aware-optimizer with --load",
     ),
-    ({"use_layer_wise_distributed_optimizer": True, "bf16": False}, {}, "for --bf16 only"),
+    ({"use_layer_wise_distributed_optimizer": True, "bf16": False}, {}, "only with --bf16"),
     (
         {
             "num_experts": 4,

@@ -137,7 +137,7 @@ def test_other_parameters(tmp_path):
     [
         ({"microbatches": 2}, "train on different batches"),
         ({"init": "megatron"}, "differ in start values"),
-        ({"isolate": True}, "have different references"),
+        ({"isolate": True}, "share a reference"),
     ],
 )
 def test_runs_that_cannot_be_compared(tmp_path, a, options, said):

@@ -319,5 +319,5 @@ expected = {{module = "*", kind = "output", direction = "forward", verdicts = ["
 def test_stand_in_is_not_running(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside the real TransformerEngine the stand-in's bug would change nothing, silently."""
     monkeypatch.setattr("megatron_ttrace.cpu.te.emulated", lambda: False)
-    with pytest.raises(TTraceError, match="stand-in"):
+    with pytest.raises(TTraceError, match="emulated TransformerEngine"):
         patching.introduce("14")
