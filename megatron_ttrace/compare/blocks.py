@@ -31,11 +31,11 @@ def dims(a: torch.Tensor, b: torch.Tensor) -> list[tuple[int, int, int]]:
 
     Dimensions that are one in both memories are merged; there is at least one.
     """
-    found: list[tuple[int, int, int]] = []
+    merged: list[tuple[int, int, int]] = []
     for size, of_a, of_b in zip(a.shape, a.stride(), b.stride(), strict=True):
         if size == 1:
             continue
-        if found and found[-1][1:] == (size * of_a, size * of_b):
-            size *= found.pop()[0]
-        found.append((size, of_a, of_b))
-    return found or [(1, 1, 1)]
+        if merged and merged[-1][1:] == (size * of_a, size * of_b):
+            size *= merged.pop()[0]
+        merged.append((size, of_a, of_b))
+    return merged or [(1, 1, 1)]

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from megatron_ttrace.compare.gathered import Held
+from megatron_ttrace.compare.gathered import Holding
 from megatron_ttrace.compare.judge import judge, summed, verdict_of
 from megatron_ttrace.compare.measure import relative_error
 from megatron_ttrace.compare.planning import REDUCED_OVER
@@ -59,7 +59,7 @@ _Place = tuple[int, int, Kind, str]
 
 def review(
     verdicts: Sequence[Judged],
-    held: Iterable[Held],
+    held: Iterable[Holding],
     reference: TraceReader,
     tolerances: Tolerances,
     *,
@@ -83,9 +83,9 @@ def review(
     failed = {v.key for v in verdicts if v.verdict.is_failure and v.kind in FLOW}
     if not failed:
         return list(verdicts)
-    holders: dict[TraceKey, list[Held]] = defaultdict(list)
+    holders: dict[TraceKey, list[Holding]] = defaultdict(list)
     for record in held:
-        holders[record.found.key].append(record)
+        holders[record.measured.key].append(record)
     run = _Run(verdicts, holders, tolerances, eps)
     rules: list[_Partial | _Unused] = [_Unused(run, reference)]
     if not isolated:
@@ -101,7 +101,7 @@ class _Run:
     """What all ranks measured, by tensor, and the verdicts on it."""
 
     verdicts: Sequence[Judged]
-    holders: Mapping[TraceKey, Sequence[Held]]
+    holders: Mapping[TraceKey, Sequence[Holding]]
     tolerances: Tolerances
     eps: float
 
@@ -155,8 +155,8 @@ class _Partial:
         if tolerance.blind or sum(held.copies for held in holders) != self._ranks:
             return None
         for held in holders:
-            sums = held.found.sums
-            if not held.found.sketch or sums is None or sums.nonfinite or sums.undefined:
+            sums = held.measured.sums
+            if not held.measured.sketch or sums is None or sums.nonfinite or sums.undefined:
                 return None
         error = max(relative_error(sums, tolerance.rms) for _, sums in summed(holders))
         return error if error <= tolerance.value else None
@@ -233,7 +233,7 @@ class _Partial:
         phases = [Phase.BACKWARD, Phase.FORWARD, Phase.RECOMPUTATION]
         phases = phases[:1] if failure.direction is Direction.BACKWARD else phases[1:]
         elements = min(
-            sum(box.numel for box in held.found.boxes) for held in self._run.holders[failure.key]
+            sum(box.numel for box in held.measured.boxes) for held in self._run.holders[failure.key]
         )
         return any(
             collective.operation.reduces
@@ -286,7 +286,7 @@ class _Unused:
             return None
         note = Note(Remark.UNUSED, ranks=tuple(sorted(wrong)))
         others = [
-            dataclasses.replace(held, found=dataclasses.replace(held.found, note=note))
+            dataclasses.replace(held, measured=dataclasses.replace(held.measured, note=note))
             for held in self._run.holders[key]
             if wrong.isdisjoint(held.ranks)
         ]

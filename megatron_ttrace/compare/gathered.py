@@ -32,19 +32,19 @@ type Covered = Callable[[tuple[int, ...], tuple[tuple[Box, ...], ...]], Coverage
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Held:
+class Holding:
     """A tensor, or a part of one, and the ranks that have it.
 
     Attributes:
         ranks: in rising order.
         copies: how many of them hold each of its elements: all of them for equal parts, fewer for
             parts that were joined.
-        found: what was measured of it.
+        measured: what was found out about it.
     """
 
     ranks: tuple[int, ...]
     copies: int
-    found: Measured
+    measured: Measured
 
 
 def coverage_of(shape: tuple[int, ...], parts: tuple[tuple[Box, ...], ...]) -> Coverage:
@@ -52,22 +52,22 @@ def coverage_of(shape: tuple[int, ...], parts: tuple[tuple[Box, ...], ...]) -> C
     return coverage(shape, [box for boxes in parts for box in boxes])
 
 
-def of_rank(rank: int, measured: Iterable[Measured]) -> list[Held]:
+def of_rank(rank: int, measured: Iterable[Measured]) -> list[Holding]:
     """What one rank measured, before anything is merged."""
-    return [Held((rank,), 1, tensor) for tensor in measured]
+    return [Holding((rank,), 1, tensor) for tensor in measured]
 
 
-def of_ranks(measured: Mapping[int, Iterable[Measured]]) -> list[Held]:
+def of_ranks(measured: Mapping[int, Iterable[Measured]]) -> list[Holding]:
     """What each rank measured, before anything is merged."""
     return [held for rank, tensors in measured.items() for held in of_rank(rank, tensors)]
 
 
-def by_rank(records: Iterable[Held]) -> dict[int, list[Measured]]:
+def by_rank(records: Iterable[Holding]) -> dict[int, list[Measured]]:
     """The records by rank; one that was joined belongs to each of its ranks as a whole."""
     measured: dict[int, list[Measured]] = {}
     for held in records:
         for rank in held.ranks:
-            measured.setdefault(rank, []).append(held.found)
+            measured.setdefault(rank, []).append(held.measured)
     return dict(sorted(measured.items()))
 
 
@@ -84,11 +84,11 @@ def number(key: TraceKey) -> int:
 
 
 def merge(
-    held: Iterable[Held],
+    held: Iterable[Holding],
     tolerances: Tolerances,
     failed: Collection[int] = (),
     parted: Collection[Kind] = (),
-) -> list[Held]:
+) -> list[Holding]:
     """The same in fewer records, in the order in which the tensors first appear.
 
     Args:
@@ -97,9 +97,9 @@ def merge(
         failed: tensors that fail on any rank (:func:`failing`); they are not joined.
         parted: kinds of which it matters whether a rank holds a part; they are not joined.
     """
-    alike: dict[TraceKey, dict[Measured, list[Held]]] = {}
+    alike: dict[TraceKey, dict[Measured, list[Holding]]] = {}
     for record in held:
-        alike.setdefault(record.found.key, {}).setdefault(record.found, []).append(record)
+        alike.setdefault(record.measured.key, {}).setdefault(record.measured, []).append(record)
     covered = functools.cache(coverage_of)
     merged = []
     for key, each in alike.items():
@@ -110,27 +110,29 @@ def merge(
     return merged
 
 
-def _once(measured: Measured, same: Sequence[Held]) -> Held:
+def _once(measured: Measured, same: Sequence[Holding]) -> Holding:
     ranks = tuple(sorted(rank for held in same for rank in held.ranks))
-    return Held(ranks, sum(held.copies for held in same), measured)
+    return Holding(ranks, sum(held.copies for held in same), measured)
 
 
 def _joined(
-    key: TraceKey, parts: Sequence[Held], tolerances: Tolerances, covered: Covered
-) -> Held | None:
+    key: TraceKey, parts: Sequence[Holding], tolerances: Tolerances, covered: Covered
+) -> Holding | None:
     """One record of the whole tensor, if the parts are exactly one."""
-    first = min(parts, key=lambda part: part.ranks).found
+    first = min(parts, key=lambda part: part.ranks).measured
     if not all(_joinable(part, first, parts[0].copies) for part in parts):
         return None
-    shape, regions = first.logical_shape, tuple(part.found.boxes for part in parts)
+    shape, regions = first.logical_shape, tuple(part.measured.boxes for part in parts)
     if sum(box.numel for boxes in regions for box in boxes) != math.prod(shape):
         return None
     if covered(shape, regions) != Coverage(1, 1):
         return None
     rms = tolerances.of(key).rms
-    worst = max((part.found.sums or Sums() for part in parts), key=lambda s: relative_error(s, rms))
+    worst = max(
+        (part.measured.sums or Sums() for part in parts), key=lambda s: relative_error(s, rms)
+    )
     start = (0,) * len(shape)
-    return Held(
+    return Holding(
         tuple(sorted(rank for part in parts for rank in part.ranks)),
         parts[0].copies,
         dataclasses.replace(
@@ -141,8 +143,8 @@ def _joined(
     )
 
 
-def _joinable(part: Held, first: Measured, copies: int) -> bool:
-    one, sums = part.found, part.found.sums
+def _joinable(part: Holding, first: Measured, copies: int) -> bool:
+    one, sums = part.measured, part.measured.sums
     return (
         sums is not None
         and not (one.problem or one.sketch or one.moments or sums.undefined)
@@ -151,10 +153,10 @@ def _joinable(part: Held, first: Measured, copies: int) -> bool:
     )
 
 
-def _checksum(parts: Sequence[Held]) -> int:
+def _checksum(parts: Sequence[Holding]) -> int:
     """Of the whole tensor, from those of its parts, whatever their order."""
     each = sorted(
-        (part.found.region, part.found.sums and part.found.sums.checksum) for part in parts
+        (part.measured.region, part.measured.sums and part.measured.sums.checksum) for part in parts
     )
     digest = hashlib.blake2b(repr(each).encode(), digest_size=8)
     return int.from_bytes(digest.digest())

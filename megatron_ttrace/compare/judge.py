@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from megatron_ttrace.compare.gathered import Covered, Held, coverage_of
+from megatron_ttrace.compare.gathered import Covered, Holding, coverage_of
 from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.sketch import squared_norm
@@ -21,7 +21,7 @@ from megatron_ttrace.trace.records import Outcome, TraceKey
 
 def judge(
     expected: Iterable[tuple[TraceKey, tuple[int, ...]]],
-    held: Iterable[Held],
+    held: Iterable[Holding],
     tolerances: Tolerances,
     eps: float,
     unjudged: Callable[[TraceKey, Sequence[Measured]], Reason | None] = lambda key, holders: None,
@@ -36,21 +36,21 @@ def judge(
         unjudged: why a tensor that these ranks hold cannot be compared in this layout; ``None`` if
             it can.
     """
-    by_key: dict[TraceKey, list[Held]] = {}
+    by_key: dict[TraceKey, list[Holding]] = {}
     for holder in held:
-        by_key.setdefault(holder.found.key, []).append(holder)
+        by_key.setdefault(holder.measured.key, []).append(holder)
     covered = functools.cache(coverage_of)  # most tensors of a model share a layout
     verdicts = []
     for key, shape in expected:
         holders = by_key.pop(key, [])
-        if reason := unjudged(key, [holder.found for holder in holders]):
+        if reason := unjudged(key, [holder.measured for holder in holders]):
             note = Note(reason)
             verdicts.append(verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason))
         else:
             limit = tolerances.of(key)
             verdicts.append(_judge(key, shape, holders, limit, eps=eps, covered=covered))
     for key, holders in by_key.items():
-        shape = holders[0].found.logical_shape
+        shape = holders[0].measured.logical_shape
         verdicts.append(verdict_of(key, shape, Outcome.EXTRA, _ranks(holders), Note(Remark.EXTRA)))
     return verdicts
 
@@ -58,7 +58,7 @@ def judge(
 def _judge(
     key: TraceKey,
     shape: tuple[int, ...],
-    holders: Sequence[Held],
+    holders: Sequence[Holding],
     tolerance: Tolerance,
     *,
     eps: float,
@@ -70,15 +70,17 @@ def _judge(
         return verdict(Outcome.PASS, [], Note(Remark.EMPTY))
     if not holders:
         return verdict(Outcome.MISSING, [], Note(Remark.MISSING))
-    if misfits := [held for held in holders if held.found.problem or held.found.sums is None]:
-        note = min(misfits, key=lambda held: held.ranks).found.note
+    if misfits := [held for held in holders if held.measured.problem or held.measured.sums is None]:
+        note = min(misfits, key=lambda held: held.ranks).measured.note
         return verdict(Outcome.SHAPE, _ranks(misfits), note)
     ranks = _ranks(holders)
-    placement = min(holders, key=lambda held: held.ranks).found.placement
-    if bad := [held for held in holders if held.found.sums and held.found.sums.nonfinite]:
+    placement = min(holders, key=lambda held: held.ranks).measured.placement
+    if bad := [held for held in holders if held.measured.sums and held.measured.sums.nonfinite]:
         note = Note(Remark.NONFINITE)
         return verdict(Outcome.NONFINITE, _ranks(bad), note, placement=placement)
-    cover = covered(shape, tuple(held.found.boxes for held in holders for _ in range(held.copies)))
+    cover = covered(
+        shape, tuple(held.measured.boxes for held in holders for _ in range(held.copies))
+    )
     if not cover.complete:
         return verdict(Outcome.UNCOVERED, ranks, Note(Remark.UNCOVERED), placement=placement)
     errors: dict[int, float] = {}
@@ -91,13 +93,17 @@ def _judge(
         key=lambda rank: (-errors[rank], rank),
     )
     conflicts = conflicting(
-        (rank, held.found.region, held.found.sums.checksum)
+        (rank, held.measured.region, held.measured.sums.checksum)
         for held in holders
-        if held.found.sums is not None and held.found.sums.n and not held.found.partial_over
+        if held.measured.sums is not None
+        and held.measured.sums.n
+        and not held.measured.partial_over
         for rank in held.ranks
     )
-    undefined = sum(held.copies * held.found.sums.undefined for held in holders if held.found.sums)
-    notes = list(dict.fromkeys(held.found.note for held in holders if held.found.note))
+    undefined = sum(
+        held.copies * held.measured.sums.undefined for held in holders if held.measured.sums
+    )
+    notes = list(dict.fromkeys(held.measured.note for held in holders if held.measured.note))
     if not cover.even:
         notes.append(Note(Remark.UNEVEN, cover.least, cover.most))
     outcome, reason = Outcome.PASS, None
@@ -129,27 +135,27 @@ def _judge(
     )
 
 
-def _ranks(holders: Iterable[Held]) -> list[int]:
+def _ranks(holders: Iterable[Holding]) -> list[int]:
     """Each rank as often as it holds a part, in rising order."""
     return sorted(rank for holder in holders for rank in holder.ranks)
 
 
-def _wholes(holders: Sequence[Held]) -> Iterator[tuple[Held, Sums]]:
+def _wholes(holders: Sequence[Holding]) -> Iterator[tuple[Holding, Sums]]:
     """What each rank holds; for partial tensors the error of their sum, the same for all ranks."""
     for held in holders:
-        if held.found.sums and not held.found.partial_over:
-            yield held, held.found.sums
-    yield from summed(held for held in holders if held.found.partial_over)
+        if held.measured.sums and not held.measured.partial_over:
+            yield held, held.measured.sums
+    yield from summed(held for held in holders if held.measured.partial_over)
 
 
-def summed(holders: Iterable[Held]) -> Iterator[tuple[Held, Sums]]:
+def summed(holders: Iterable[Holding]) -> Iterator[tuple[Holding, Sums]]:
     """Each with the error of the sum of all that have the same elements, by their sketches."""
-    partials: dict[object, list[tuple[Held, Sums]]] = {}
+    partials: dict[object, list[tuple[Holding, Sums]]] = {}
     for held in holders:
-        if held.found.sums is not None:
-            partials.setdefault(held.found.region, []).append((held, held.found.sums))
+        if held.measured.sums is not None:
+            partials.setdefault(held.measured.region, []).append((held, held.measured.sums))
     for group in partials.values():
-        diff = squared_norm([held.found.sketch for held, _ in group for _ in range(held.copies)])
+        diff = squared_norm([held.measured.sketch for held, _ in group for _ in range(held.copies)])
         for held, sums in group:
             yield held, dataclasses.replace(sums, diff=diff)
 

@@ -187,15 +187,15 @@ def fused_sums(candidate: torch.Tensor, reference: torch.Tensor, factor: float) 
         weights(device),
         floats,
         integers,
-        n,
-        whole,
-        float(factor),  # float32 in a kernel, which is exact for a number of ranks
-        c_type,
-        r_type,
-        8 * candidate.element_size(),
-        WORDS,
-        _BLOCK,
-        _BLOCKS,
+        n=n,
+        whole=whole,
+        factor=float(factor),  # float32 in a kernel, which is exact for a number of ranks
+        c_type=c_type,
+        r_type=r_type,
+        width=8 * candidate.element_size(),
+        words=WORDS,
+        block=_BLOCK,
+        blocks=_BLOCKS,
         num_warps=8,
     )
     _total[(1,)](
@@ -203,9 +203,9 @@ def fused_sums(candidate: torch.Tensor, reference: torch.Tensor, factor: float) 
         integers,
         powers(candidate.nbytes, device),
         total,
-        programs,
-        triton.cdiv(whole, WORDS),
-        WORDS * per_word // (_BLOCK * _BLOCKS),
-        1024,
+        programs=programs,
+        parts=triton.cdiv(whole, WORDS),
+        per_part=WORDS * per_word // (_BLOCK * _BLOCKS),
+        block=1024,
     )
     return total

@@ -90,8 +90,8 @@ def measure(
     """
     local = local.detach() if local.requires_grad else local
     pairs = box_views(local, logical, boxes)
-    found = [_measure_box(here, there, factor) for here, there in pairs]
-    return found[0] if len(found) == 1 else sum(found, Sums())
+    sums = [_measure_box(here, there, factor) for here, there in pairs]
+    return sums[0] if len(sums) == 1 else sum(sums, Sums())
 
 
 def relative_error(sums: Sums, rms: float) -> float:
@@ -175,7 +175,7 @@ def _digest(data: torch.Tensor, as_reference: bool) -> int:
         return 0
     if data.nbytes <= _SMALL or data.is_contiguous():
         return checksum(data)
-    found = xxhash.xxh3_64()
+    digest = xxhash.xxh3_64()
     for block, _ in blocks(data, data):
-        found.update(memory(block))
-    return found.intdigest()
+        digest.update(memory(block))
+    return digest.intdigest()

@@ -53,23 +53,23 @@ def sums(candidate: torch.Tensor, reference: torch.Tensor, by: float) -> tuple[F
     native = library()
     if native is None or candidate.dtype != reference.dtype or candidate.dtype not in DTYPES:
         return None
-    found, equal = _FIVE(), True
+    totals, equal = _FIVE(), True
     if candidate.is_contiguous() and reference.is_contiguous():
         pairs: list[_Piece] = [(candidate, reference, (candidate.numel(), 1, 1))]
     else:
         pairs = _rows(candidate, reference)
     for c, r, layout in pairs:
         there = c.data_ptr(), r.data_ptr(), c.itemsize, by, len(layout) // 3
-        same = native.ttrace_sums(*there, (ctypes.c_int64 * len(layout))(*layout), found)
+        same = native.ttrace_sums(*there, (ctypes.c_int64 * len(layout))(*layout), totals)
         equal = equal and bool(same)
-    diff, norm, other, dot, worst = found
+    diff, norm, other, dot, worst = totals
     return ((diff, norm, other, dot, worst), equal) if math.isfinite(norm + other) else None
 
 
 def _rows(a: torch.Tensor, b: torch.Tensor) -> list[_Piece]:
     """Both, in pieces with contiguous last dimensions; what has none is copied block by block."""
-    found = dims(a, b)
-    size, *strides = found[-1]
+    layout = dims(a, b)
+    size, *strides = layout[-1]
     if a.dim() > _MOST or (size > 1 and strides != [1, 1]):
         return [(x, y, (x.numel(), 1, 1)) for x, y in blocks(a, b)]
-    return [(a, b, [*itertools.chain(*zip(*found, strict=True))])]
+    return [(a, b, [*itertools.chain(*zip(*layout, strict=True))])]

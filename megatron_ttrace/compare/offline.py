@@ -144,23 +144,22 @@ def _measure(
     if there.shape != entry.logical_shape:
         return misfit(f"the whole tensor is {entry.logical_shape}, in the reference {there.shape}")
     _check(entry)
-    found = Measured(key, entry.placement, entry.boxes, there.shape, None)
+    measured = Measured(key, entry.placement, entry.boxes, there.shape, None)
     if entry.sums:
         sums = Sums.of(entry.sums)
         # Sums over no element would pass, whatever the tensor was.
         if sums.n == 0 and _elements(entry.boxes):
             raise CodecError(f"sums: of {sums.n} elements in {_elements(entry.boxes)}")
-        return dataclasses.replace(found, sums=sums)
+        return dataclasses.replace(measured, sums=sums)
     local, logical = _tensor(candidate, entry), _tensor(reference, there)
     if local.is_floating_point() != logical.is_floating_point():
         return misfit(f"{entry.dtype}, in the reference {there.dtype}")
-    found = dataclasses.replace(found, sums=measure(local, logical, entry.boxes, entry.factor))
-    axis = entry.partial_over
-    suspect = tolerances is not None and ranks > 1 and fails(found.sums, tolerances, key)
-    if not axis and not (suspect and key.kind in FLOW):
-        return found
-    share = sketch_of_share(local, logical, entry.boxes, entry.factor, ranks)
-    return dataclasses.replace(found, sketch=share, partial_over=axis)
+    sums = measure(local, logical, entry.boxes, entry.factor)
+    suspect = tolerances is not None and ranks > 1 and fails(sums, tolerances, key)
+    share: tuple[float, ...] = ()
+    if entry.partial_over or (suspect and key.kind in FLOW):
+        share = sketch_of_share(local, logical, entry.boxes, entry.factor, ranks)
+    return dataclasses.replace(measured, sums=sums, sketch=share, partial_over=entry.partial_over)
 
 
 def _tensor(trace: TraceReader, entry: Entry) -> torch.Tensor:
@@ -176,14 +175,14 @@ def _tensor(trace: TraceReader, entry: Entry) -> torch.Tensor:
 def _moments(entry: Entry) -> Moments:
     """The moments of a parameter's initial values; numbers that belong to some values."""
     _check(entry)
-    found = Moments.of(entry.sums)
-    numbers = found.sum, found.squares, found.cubes, found.fourths, found.least, found.most
-    if found.n and not found.nonfinite:
-        if not max(map(abs, numbers)) < 1e60 or found.least > found.most:
+    moments = Moments.of(entry.sums)
+    if moments.n and not moments.nonfinite:
+        numbers = dataclasses.astuple(moments)[1:7]  # from the sum to the largest value
+        if not max(map(abs, numbers)) < 1e60 or moments.least > moments.most:
             raise CodecError("sums: not valid moments")
-        if not found.is_constant and not found.scatter > 0.0:
+        if not moments.is_constant and not moments.scatter > 0.0:
             raise CodecError("sums: values differ, and have no variance")
-    return found
+    return moments
 
 
 def _elements(boxes: tuple[Box, ...]) -> int:

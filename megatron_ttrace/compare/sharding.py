@@ -37,7 +37,7 @@ def divided(trial: TraceReader) -> Divided:
     Raises:
         TTraceError: when layers divide a tensor of one name differently, or ranks unevenly.
     """
-    found: dict[_Named, tuple[int, ...]] = {}
+    parts: dict[_Named, tuple[int, ...]] = {}
     for entries in trial.ranks.values():
         for entry in entries:
             if not _is_activation(entry.key) or entry.misfit or entry.sums:
@@ -49,12 +49,12 @@ def divided(trial: TraceReader) -> Divided:
                     "larger job is unknown"
                 )
             by = tuple(whole // here if here else 1 for here, whole in sizes)
-            if found.setdefault(_named(entry.key), by) != by:
+            if parts.setdefault(_named(entry.key), by) != by:
                 raise TTraceError(
                     f"{entry.key.name}: layers divide this tensor differently, so its shape in a "
                     "larger job is unknown"
                 )
-    return tuple((*named, by) for named, by in found.items())
+    return tuple((*named, by) for named, by in parts.items())
 
 
 def _is_activation(key: TraceKey) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Annotated, Any
 
-from megatron_ttrace.compare.gathered import Held
+from megatron_ttrace.compare.gathered import Holding
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, Problem
 from megatron_ttrace.placement.boxes import Box
@@ -44,6 +44,10 @@ class _Row:
     copies: Count
 
 
+_SHARED = tuple(field.name for field in dataclasses.fields(_Part))
+_OWN = ("key", "sums", "problem", "note", "sketch", "moments")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Message:
     parts: tuple[Annotated[_Part, LISTED], ...]
@@ -51,51 +55,40 @@ class _Message:
     rows: tuple[Annotated[_Row, LISTED], ...]
 
 
-def encode(held: Iterable[Held]) -> dict[str, Any]:
+def encode(records: Iterable[Holding]) -> dict[str, Any]:
     """The findings of some ranks, ready for ``json.dumps``."""
     parts: dict[_Part, int] = {}
     ranks: dict[tuple[int, ...], int] = {}
     rows = []
-    for each in held:
-        one = each.found
-        part = _Part(one.placement, one.boxes, one.logical_shape, one.partial_over)
+    for record in records:
+        tensor = record.measured
+        part = _Part(*(getattr(tensor, name) for name in _SHARED))
         number = parts.setdefault(part, len(parts))
         key, sums, moments = (
-            None if found is None else codec.listed(found)
-            for found in (one.key, one.sums, one.moments)
+            None if value is None else codec.listed(value)
+            for value in (tensor.key, tensor.sums, tensor.moments)
         )
-        at = ranks.setdefault(each.ranks, len(ranks))
-        more = codec.encode((one.problem, one.note, one.sketch))
-        rows.append([key, number, sums, *more, moments, at, each.copies])
+        at = ranks.setdefault(record.ranks, len(ranks))
+        more = codec.encode((tensor.problem, tensor.note, tensor.sketch))
+        rows.append([key, number, sums, *more, moments, at, record.copies])
     return {
         "parts": codec.encode([dataclasses.astuple(part) for part in parts]),
-        "ranks": codec.encode([runs_of(one) for one in ranks]),
+        "ranks": codec.encode([runs_of(members) for members in ranks]),
         "rows": rows,
     }
 
 
-def decode(message: Any) -> list[Held]:
+def decode(message: Any) -> list[Holding]:
     """The inverse of :func:`encode`. Raises ``CodecError`` on a foreign message."""
-    said = codec.decode(_Message, message)
-    ranks = [tuple(ranks_of(runs)) for runs in said.ranks]
-    found = []
-    for row in said.rows:
-        if row.part >= len(said.parts):
-            raise CodecError(f"part {row.part} of {len(said.parts)}")
+    read = codec.decode(_Message, message)
+    ranks = [tuple(ranks_of(runs)) for runs in read.ranks]
+    records = []
+    for row in read.rows:
+        if row.part >= len(read.parts):
+            raise CodecError(f"part {row.part} of {len(read.parts)}")
         if row.ranks >= len(ranks):
             raise CodecError(f"ranks {row.ranks} of {len(ranks)}")
-        part = said.parts[row.part]
-        measured = Measured(
-            key=row.key,
-            placement=part.placement,
-            boxes=part.boxes,
-            logical_shape=part.logical_shape,
-            sums=row.sums,
-            problem=row.problem,
-            note=row.note,
-            sketch=row.sketch,
-            moments=row.moments,
-            partial_over=part.partial_over,
-        )
-        found.append(Held(ranks[row.ranks], row.copies, measured))
-    return found
+        own = {name: getattr(row, name) for name in _OWN}
+        shared = {name: getattr(read.parts[row.part], name) for name in _SHARED}
+        records.append(Holding(ranks[row.ranks], row.copies, Measured(**own, **shared)))
+    return records

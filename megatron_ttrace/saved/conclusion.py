@@ -19,7 +19,7 @@ from megatron_ttrace.compare import (
     initial,
 )
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.gathered import Held, by_rank
+from megatron_ttrace.compare.gathered import Holding, by_rank
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Tolerances
@@ -62,7 +62,7 @@ _REASONS = 3
 def conclude(
     reference: TraceReader,
     tolerances: Tolerances,
-    held: Sequence[Held],
+    held: Sequence[Holding],
     *,
     candidate: Path,
     mesh: Mesh,
@@ -98,7 +98,7 @@ def conclude(
     began = time.monotonic()
     eps = reference.reference.epsilon
     apart = {Kind.INITIAL}
-    captured = (one.found.key for one in held)
+    captured = (one.measured.key for one in held)
     # Where both runs can report and one does not, what it lacks is missing.
     can_log = reference.reference.logs and config.logs
     if unlogged := not can_log and _logs(reference) != _logs(captured):
@@ -106,7 +106,7 @@ def conclude(
     keys = [key for key in reference if key.kind not in apart]
     starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
     coverage = counted.judge(decode(reference.reference.counted), counts)
-    computed = [one for one in held if one.found.key.kind not in apart]
+    computed = [one for one in held if one.measured.key.kind not in apart]
     judged = judge(
         ((key, reference.entry(key).shape) for key in keys),
         computed,
@@ -117,7 +117,7 @@ def conclude(
     verdicts = [
         *initial.judge(
             {entry.key: (entry.shape, Moments.of(entry.sums)) for entry in starts},
-            by_rank(one for one in held if one.found.key.kind is Kind.INITIAL),
+            by_rank(one for one in held if one.measured.key.kind is Kind.INITIAL),
             eps,
         ),
         *by_design.review(
@@ -135,7 +135,9 @@ def conclude(
     verdicts, exact = exactness.examine(review(verdicts), config.arithmetic)
     was_judged = time.monotonic()
     failed = {verdict.key for verdict in verdicts if verdict.verdict.is_failure}
-    of_interest = (one for one in held if one.found.key in failed or start.is_start(one.found.key))
+    of_interest = (
+        one for one in held if one.measured.key in failed or start.is_start(one.measured.key)
+    )
     traces = Traces.read(reference, candidate, tolerances, by_rank(of_interest))
     explainer = Explainer(traces, ledger=ledger, counted=coverage.findings)
     stages = start.stages_of(traces.started, traces.meshes)

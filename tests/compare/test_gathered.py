@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.gathered import Held, by_rank, failing, merge, of_rank, of_ranks
+from megatron_ttrace.compare.gathered import Holding, by_rank, failing, merge, of_rank, of_ranks
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, Problem
@@ -31,7 +31,7 @@ def part(rows: tuple[int, int], error: float = 0.0, checksum: int = 1, **more: o
     return dataclasses.replace(one, **more)  # type: ignore[arg-type]
 
 
-def verdicts(held: list[Held]) -> list[object]:
+def verdicts(held: list[Holding]) -> list[object]:
     return list(judge([(KEY, SHAPE)], held, TOLERANCES, 1e-7))
 
 
@@ -50,7 +50,7 @@ parts = st.builds(
 def test_verdicts_stay(found: list[list[Measured]], dice: random.Random) -> None:
     """Whatever ranks found, in whatever order and groups it is merged."""
     plain = of_ranks(dict(enumerate(found)))
-    failed = failing((one.found for one in plain), TOLERANCES)
+    failed = failing((one.measured for one in plain), TOLERANCES)
     groups = [of_rank(rank, one) for rank, one in enumerate(found)]
     dice.shuffle(groups)
     while len(groups) > 1:
@@ -70,9 +70,9 @@ def test_parts_become_one() -> None:
     held = of_ranks({0: [part(TOP)], 1: [part(BOTTOM, 2e-4)], 2: [part(TOP)]})
     held += of_rank(3, [part(BOTTOM, 2e-4)])
     [one] = merge(held, TOLERANCES)
-    assert (one.ranks, one.copies, one.found.region) == ((0, 1, 2, 3), 2, (((0, 0), SHAPE),))
-    assert one.found.sums is not None
-    assert one.found.sums.diff == part(BOTTOM, 2e-4).sums.diff  # type: ignore[union-attr]
+    assert (one.ranks, one.copies, one.measured.region) == ((0, 1, 2, 3), 2, (((0, 0), SHAPE),))
+    assert one.measured.sums is not None
+    assert one.measured.sums.diff == part(BOTTOM, 2e-4).sums.diff  # type: ignore[union-attr]
 
 
 def test_replicas_that_were_joined_apart() -> None:
@@ -103,4 +103,4 @@ def test_by_rank() -> None:
     held = merge(of_ranks({0: [part(TOP)], 1: [part(BOTTOM)]}), TOLERANCES)
     found = by_rank(held)
     assert list(found) == [0, 1]
-    assert found[0] == found[1] == [held[0].found]
+    assert found[0] == found[1] == [held[0].measured]

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.gathered import Held, of_rank
+from megatron_ttrace.compare.gathered import Holding, of_rank
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, Problem
 from megatron_ttrace.compare.wire import decode, encode
@@ -67,10 +67,10 @@ def same(a, b):
 
 
 held = st.builds(
-    Held,
+    Holding,
     ranks=st.sets(st.integers(0, 99), min_size=1).map(sorted).map(tuple),
     copies=st.integers(1, 99),
-    found=findings,
+    measured=findings,
 )
 
 
@@ -94,4 +94,4 @@ def test_infinities_are_floats_again():
     """``inf`` travels as a word."""
     one = Measured(TraceKey(1, 0, Kind.LOSS, "a"), "", (), (), Sums(diff=math.inf, dot=-math.inf))
     [found] = decode(json.loads(json.dumps(encode(of_rank(0, [one])), allow_nan=False)))
-    assert (found.found.sums.diff, found.found.sums.dot) == (math.inf, -math.inf)
+    assert (found.measured.sums.diff, found.measured.sums.dot) == (math.inf, -math.inf)
