@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_ttrace.compare.judge import conflicting, verdict_of
@@ -31,11 +32,18 @@ FEW = 8
 _SAME = 1e-6
 """Sums over the same numbers in another order differ by less."""
 
-Holder = tuple[int, Measured]
-"""A rank and what it found out about a parameter."""
 Region = tuple[object, ...]
 Expected = tuple[tuple[int, ...], Moments]
 """Shape and moments of a parameter in the reference."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Holder:
+    """A rank that has a parameter, or a part of it."""
+
+    rank: int
+    tensor: Measured
+    moments: Moments
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +52,10 @@ class _Part:
 
     own: Moments
     ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, holder: _Holder) -> _Part:
+        return cls(holder.moments, (holder.rank,))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,24 +123,25 @@ def judge(
         measured: what each rank found.
         eps: machine epsilon of the compute dtype, for printing errors in its multiples.
     """
-    held: dict[TraceKey, list[Holder]] = {key: [] for key in expected}
+    by_key: dict[TraceKey, list[_Holder]] = {key: [] for key in expected}
     for rank, tensors in measured.items():
         for tensor in tensors:
             if tensor.key.kind is Kind.INITIAL and tensor.moments is not None:
-                held.setdefault(tensor.key, []).append((rank, tensor))
-    parts = {key: _parts(holders) for key, holders in held.items()}
+                holder = _Holder(rank, tensor, tensor.moments)
+                by_key.setdefault(tensor.key, []).append(holder)
+    parts = {key: _parts(holders) for key, holders in by_key.items()}
     twins = _twins(parts, expected)
     verdicts = []
-    for key, holders in held.items():
+    for key, holders in by_key.items():
         finding = _judge(key, expected.get(key), holders, parts[key], twins)
         verdicts.append(
             verdict_of(
                 key,
-                expected[key][0] if key in expected else holders[0][1].logical_shape,
+                expected[key][0] if key in expected else holders[0].tensor.logical_shape,
                 finding.outcome,
-                finding.ranks or [rank for rank, _ in holders],
+                finding.ranks or [holder.rank for holder in holders],
                 finding.note,
-                placement=holders[0][1].placement if holders else "",
+                placement=holders[0].tensor.placement if holders else "",
                 reason=finding.reason,
                 error=finding.error,
                 tolerance=finding.tolerance,
@@ -139,42 +152,36 @@ def judge(
 
 
 def _judge(
-    key: TraceKey, expected: Expected | None, holders: Sequence[Holder], parts: Parts, twins: Twins
+    key: TraceKey, expected: Expected | None, holders: Sequence[_Holder], parts: Parts, twins: Twins
 ) -> _Finding:
     if expected is None or not holders:
         return _unchecked(Note(Reason.ONE_RUN))
     if why := _incomparable(*expected, holders):
         return _unchecked(why)
-    if bad := [rank for rank, one in holders if one.moments and one.moments.nonfinite]:
+    if bad := [holder.rank for holder in holders if holder.moments.nonfinite]:
         return _Finding(Outcome.NONFINITE, Note(Remark.NONFINITE), bad)
-    if expected[1].is_constant and expected[1].n > 1:
+    full, reference = [holder for holder in holders if holder.moments.n], expected[1]
+    if reference.is_constant and reference.n > 1:
         # Copies of a constant, too, are each compared with it.
-        each: dict[Region, _Part] = {
-            (at,): _Part(one.moments, (rank,))
-            for at, (rank, one) in enumerate(holders)
-            if one.moments and one.moments.n
-        }
-        return _constant(expected[1], sum((part.own for part in each.values()), Moments()), each)
-    if conflicts := conflicting(
-        (rank, one.region, one.moments.checksum)
-        for rank, one in holders
-        if one.moments and one.moments.n
-    ):
-        return _conflict(expected[1], conflicts, [h for h in holders if h[0] in conflicts])
+        each: dict[Region, _Part] = {(at,): _Part.of(holder) for at, holder in enumerate(full)}
+        return _constant(reference, sum((h.moments for h in full), Moments()), each)
+    if conflicts := conflicting((h.rank, h.tensor.region, h.moments.checksum) for h in full):
+        differing = [_Part.of(holder) for holder in holders if holder.rank in conflicts]
+        return _conflict(reference, conflicts, differing)
     equal = {region: twins[key, region] for region in parts if (key, region) in twins}
-    found = _compare(expected[1], parts)
-    if found.outcome is Outcome.DIVERGED:
-        return found
+    finding = _compare(reference, parts)
+    if finding.outcome is Outcome.DIVERGED:
+        return finding
     if near := [region for region, twin in equal.items() if twin.is_near]:
         ranks = sorted(rank for region in near for rank in parts[region].ranks)
         drawn = all(equal[region].one_state for region in near)
         reason = Reason.RANDOM_STATE if drawn else Reason.TWIN
         return _Finding(Outcome.DIVERGED, equal[near[0]].note, ranks, reason=reason)
-    if equal and found.outcome is Outcome.PASS:
+    if equal and finding.outcome is Outcome.PASS:
         # Each of two layers with the same values is right by itself, so both pass, with a note.
         note = next(iter(equal.values())).note
-        return dataclasses.replace(found, note=note, reason=Reason.TWIN)
-    return found
+        return dataclasses.replace(finding, note=note, reason=Reason.TWIN)
+    return finding
 
 
 def _unchecked(note: Note) -> _Finding:
@@ -182,33 +189,32 @@ def _unchecked(note: Note) -> _Finding:
 
 
 def _incomparable(
-    shape: tuple[int, ...], reference: Moments, holders: Sequence[Holder]
+    shape: tuple[int, ...], reference: Moments, holders: Sequence[_Holder]
 ) -> Note | None:
     """Why the parts cannot be compared, if so. What is wrong then has a verdict as ``param``."""
-    if any(one.logical_shape != shape for _, one in holders):
+    if any(holder.tensor.logical_shape != shape for holder in holders):
         return Note(Remark.OTHER_SHAPE, text=str(shape))
     if reference.nonfinite:
         return Note(Remark.REFERENCE_NONFINITE)
-    distinct = {one.region: one.boxes for _, one in holders if one.moments and one.moments.n}
-    boxes = [box for held in distinct.values() for box in held]
+    distinct = {h.tensor.region: h.tensor.boxes for h in holders if h.moments.n}
+    boxes = [box for part in distinct.values() for box in part]
     if sum(box.numel for box in boxes) != math.prod(shape):
         return Note(Remark.OVERLAP)
     return None if coverage(shape, boxes).complete else Note(Remark.INCOMPLETE)
 
 
-def _conflict(reference: Moments, ranks: Sequence[int], holders: Sequence[Holder]) -> _Finding:
+def _conflict(reference: Moments, ranks: Sequence[int], parts: Sequence[_Part]) -> _Finding:
     """Copies that differ: uninitialised memory does so too, but not in random numbers.
 
     A copy without the reference's distribution is what is wrong. If all have it, and none is
     another one rearranged or scaled, they are random numbers of different streams.
     """
-    parts = [_Part(one.moments, (rank,)) for rank, one in holders if one.moments]
     conflict = _Finding(Outcome.REPLICA_CONFLICT, Note(Remark.INITIAL_REPLICAS), ranks)
     if any(min(part.own.n, reference.n) < FEW for part in parts):
         return conflict
-    found = _tested(reference, [(_limit(len(parts)), part) for part in parts])
-    if found.outcome is Outcome.DIVERGED:
-        return found
+    finding = _tested(reference, [(_limit(len(parts)), part) for part in parts])
+    if finding.outcome is Outcome.DIVERGED:
+        return finding
     apart = {part.own.checksum: part.own for part in parts}.values()
     if any(_related(*pair) for pair in itertools.combinations(apart, 2)):
         return conflict
@@ -247,7 +253,7 @@ def _compare(reference: Moments, parts: Parts) -> _Finding:
 
 
 def _tested(reference: Moments, tests: Sequence[tuple[float, _Part]]) -> _Finding:
-    """Compare parts with the reference, each with its limit; the worst one is told."""
+    """Compare parts with the reference, each with its limit; the worst one is reported."""
     measured = [(*distance(part.own, reference), limit, part) for limit, part in tests]
     statistic, unit, limit, worst = max(measured, key=lambda test: test[0] / test[2])
     error, tolerance = math.sqrt(statistic) * unit, math.sqrt(limit) * unit
@@ -305,7 +311,7 @@ def _twins(parts: Mapping[TraceKey, Parts], expected: Mapping[TraceKey, Expected
             own = part.own
             if own.n >= FEW and not own.is_constant and not own.nonfinite:
                 alike.setdefault((own.n, own.checksum), {})[key, region] = part.ranks[0]
-    found = {}
+    twins = {}
     for equal in alike.values():
         known = {expected[key][1].checksum if key in expected else key for key, _ in equal}
         several = len({key for key, _ in equal}) > 1
@@ -319,14 +325,14 @@ def _twins(parts: Mapping[TraceKey, Parts], expected: Mapping[TraceKey, Expected
                     for (key, region), at in equal.items()
                     if (key, region) != where
                 ),
-                key=lambda one: one[0],
+                key=operator.itemgetter(0),
             )
             text = "another part of it" if other == where[0] else other.name
             states = {parts[key][region].own.state for key, region in (where, (other, there))}
             one_state = rank != at and len(states) == 1 and 0 not in states
             note = Note(Remark.SAME_START, ranks=(rank, at), text=text)
-            found[where] = _Twin(near, one_state, note)
-    return found
+            twins[where] = _Twin(near, one_state, note)
+    return twins
 
 
 def alike(verdicts: Iterable[Judged]) -> list[Judged]:
@@ -334,11 +340,11 @@ def alike(verdicts: Iterable[Judged]) -> list[Judged]:
     return [v for v in verdicts if v.is_luck and v.reason is Reason.TWIN]
 
 
-def _parts(holders: Sequence[Holder]) -> Parts:
+def _parts(holders: Sequence[_Holder]) -> Parts:
     """The distinct parts of a parameter."""
     parts: dict[Region, _Part] = {}
-    for rank, tensor in holders:
-        if tensor.moments and tensor.moments.n:
-            known = parts.get(tensor.region, _Part(tensor.moments, ()))
-            parts[tensor.region] = _Part(known.own, (*known.ranks, rank))
+    for holder in holders:
+        if holder.moments.n:
+            known = parts.get(holder.tensor.region, _Part(holder.moments, ()))
+            parts[holder.tensor.region] = _Part(known.own, (*known.ranks, holder.rank))
     return parts
