@@ -70,15 +70,8 @@ def review(
 ) -> list[Judged]:
     """The verdicts, with a pass for each tensor that is partial or unused by design.
 
-    Args:
-        verdicts: of all tensors, in execution order.
-        held: what all ranks measured.
-        reference: the trusted trace.
-        tolerances: of the reference.
-        eps: machine epsilon of the compute dtype.
-        mesh: sizes of the candidate's axes.
-        ledger: its collectives.
-        isolated: whether modules were given the reference's tensors.
+    ``mesh`` has the sizes of the candidate's axes, ``ledger`` its collectives. With ``isolated``,
+    modules were given the reference's tensors.
     """
     failed = {v.key for v in verdicts if v.verdict.is_failure and v.kind in FLOW}
     if not failed:

@@ -70,10 +70,8 @@ type _Wrong = dict[tuple[Cause, str], _Miscount]
 class Judgement:
     """What was found out about all statistics of a run.
 
-    Attributes:
-        verdicts: one per statistic of a step, or one per parameter that is wrong in it.
-        findings: of the wrong ones.
-        not_judged: statistics, each with the reason.
+    There is one verdict per statistic of a step, or one per parameter that is wrong in it, with a
+    finding; ``not_judged`` are statistics with the reason.
     """
 
     verdicts: tuple[Judged, ...] = ()
@@ -82,12 +80,7 @@ class Judgement:
 
 
 def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]]) -> Judgement:
-    """Judge all statistics of all traced steps.
-
-    Args:
-        reference: what the reference counted; what it never counts is not expected.
-        measured: what each rank of the candidate counted.
-    """
+    """Judge all statistics of all traced steps; what the reference never counts is not expected."""
     trusted = {counted.iteration: counted for counted in reference}
     verdicts: list[Judged] = []
     findings: dict[TraceKey, Finding] = {}

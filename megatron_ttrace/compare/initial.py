@@ -118,10 +118,8 @@ def judge(
 ) -> list[Judged]:
     """One verdict per parameter whose initial values either side measured.
 
-    Args:
-        expected: logical shape and moments of the reference's parameters.
-        measured: what each rank found.
-        eps: machine epsilon of the compute dtype, for printing errors in its multiples.
+    ``expected`` has the reference's; ``eps`` is the compute dtype's machine epsilon, in whose
+    multiples errors are printed.
     """
     by_key: dict[TraceKey, list[_Holder]] = {key: [] for key in expected}
     for rank, tensors in measured.items():

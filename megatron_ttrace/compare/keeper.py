@@ -16,7 +16,11 @@ from megatron_ttrace.trace.store import Entry, TraceWriter
 
 
 class Keeper:
-    """Stores what one rank found, for explanations and for ``ttrace compare``."""
+    """Stores what one rank found, for explanations and for ``ttrace compare``.
+
+    These are the tensors that failed by ``tolerances``; with ``keep_all`` the others too; nothing
+    without a ``writer``. ``factor`` is the expected candidate/reference ratio of a tensor.
+    """
 
     def __init__(
         self,
@@ -26,14 +30,6 @@ class Keeper:
         *,
         keep_all: bool,
     ) -> None:
-        """Prepare.
-
-        Args:
-            writer: where tensors are stored; without one nothing is.
-            tolerances: to tell which tensors failed.
-            factor: expected candidate/reference ratio of a tensor.
-            keep_all: store the others too.
-        """
         self._writer = writer
         self._tolerances = tolerances
         self._factor = factor
@@ -50,13 +46,8 @@ class Keeper:
     ) -> int | None:
         """Store a tensor if it is worth it.
 
-        Args:
-            measured: of this rank's tensor.
-            data: the tensor.
-            same_as: its line if it was stored already, for another piece of it.
-
-        Returns:
-            Its line, if it is stored.
+        ``same_as`` is its line if it was stored already, for another piece of it; returned is its
+        line, if it is stored.
         """
         if measured.problem:
             if self._keep_all:

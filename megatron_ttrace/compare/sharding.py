@@ -29,10 +29,7 @@ _Named = tuple[Kind, str, int]
 
 
 def divided(trial: TraceReader) -> Divided:
-    """By how much a candidate's ranks divided each of its activations.
-
-    Args:
-        trial: all tensors of a candidate that is equivalent to a single device.
+    """By how much the ranks of a candidate, equivalent to one device, divided its activations.
 
     Raises:
         TTraceError: when layers divide a tensor of one name differently, or ranks unevenly.
@@ -66,7 +63,10 @@ def _named(key: TraceKey) -> _Named:
 
 
 class ShardSink(Storing):
-    """Stores everything that one rank has, with its place in the logical tensors."""
+    """Stores everything that one rank has, with its place in the logical tensors.
+
+    ``by`` is how activations are divided (:func:`known`).
+    """
 
     def __init__(
         self,
@@ -76,7 +76,6 @@ class ShardSink(Storing):
         by: Mapping[_Named, tuple[int, ...]],
         forecast: Callable[[int], None] | None = None,
     ) -> None:
-        """Prepare: as :class:`Storing`; ``by`` is how activations are divided (:func:`known`)."""
         super().__init__(writer, iteration, forecast)
         self._layout = layout
         self._placer = Placer(layout)

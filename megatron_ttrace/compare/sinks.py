@@ -47,7 +47,7 @@ class _Staged:
 
 
 class CompareSink:
-    """Compares each tensor at once with this rank's part of the reference."""
+    """Compares each tensor of one iteration at once with this rank's part of the reference."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class CompareSink:
             reference: the trusted trace.
             iteration: of the traced step.
             layout: of this rank.
-            tolerances: decide which tensors failed.
+            tolerances: tell which tensors failed.
             writer: stores the failed ones, so that they can be explained.
             keep_all: store all of them.
             isolate: replace what was compared by the reference's values.

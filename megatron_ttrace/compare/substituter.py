@@ -22,18 +22,14 @@ Perturb = Callable[[TraceKey, torch.Tensor], torch.Tensor]
 
 
 class Substituter:
-    """Makes a rank's tensors out of one reference."""
+    """Makes a rank's tensors out of one reference.
+
+    ``perturb`` changes the values, in a replay that estimates tolerances.
+    """
 
     def __init__(
         self, reference: TraceReader, planner: Planner, perturb: Perturb | None = None
     ) -> None:
-        """Prepare.
-
-        Args:
-            reference: the trusted trace.
-            planner: of this rank.
-            perturb: changes the values, in a replay that estimates tolerances.
-        """
         self._reference = reference
         self._planner = planner
         self._perturb = perturb

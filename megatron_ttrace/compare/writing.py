@@ -19,19 +19,15 @@ from megatron_ttrace.trace.store import Entry, TraceWriter
 
 
 class Storing:
-    """Stores what a rank of the reference has, each tensor once, and other names as references."""
+    """Stores what a rank of the reference has, each tensor once, and other names as references.
+
+    ``forecast`` is called once, when the first microbatch's forward pass has ended, with the number
+    of its bytes; what it raises ends the step's capture.
+    """
 
     def __init__(
         self, writer: TraceWriter, iteration: int, forecast: Callable[[int], None] | None = None
     ) -> None:
-        """Prepare.
-
-        Args:
-            writer: of this rank.
-            iteration: of the traced step.
-            forecast: called once, when the first microbatch's forward pass has ended, with the
-                number of its bytes; what it raises ends the step's capture.
-        """
         self._writer = writer
         self._iteration = iteration
         self._lines: dict[Place, int] = {}
