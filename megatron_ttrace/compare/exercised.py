@@ -35,22 +35,13 @@ class Requested(Record):
     """Features that the job's arguments ask for; those that are not given are off.
 
     Attributes:
-        dropout: any dropout.
-        random_routing: routers draw random numbers.
         clip: largest gradient norm, 0 without clipping.
-        masks_ends: ``--eod-mask-loss``.
-        resets_positions: ``--reset-position-ids``.
-        resets_attention: ``--reset-attention-mask``.
-        per_token_loss: ``--calculate-per-token-loss``.
-        seq_length: tokens of a sample.
         window: how many keys to the left of itself a query sees, 0 without a window.
         sparse: how many keys sparse attention chooses, 0 without it.
-        drops_tokens: experts have a capacity.
-        sharded_optimizer: ``--use-distributed-optimizer``.
         overlap: communication of gradients or parameters overlaps with computation.
         buckets: gradient buckets of the rank that reports, 0 if unknown.
-        final_batch: global batch size that ``--rampup-batch-size`` leads to, 0 without it.
-        micro_batch: samples of a microbatch.
+        final_batch: global batch size at the end of a ramp-up, 0 without one.
+        micro_batch: samples of a microbatch; each has ``seq_length`` tokens.
     """
 
     dropout: bool = False
@@ -79,16 +70,12 @@ class Observed:
         microbatches: of a traced step, over all ranks.
         same_batches: whether all microbatches of a step hold the same tokens.
         norms: the gradient norm of each traced step.
-        masks_loss: whether any token is left out of the loss.
-        restarts_positions: whether positions start anew within a sample.
         hides_documents: whether any query is kept from an earlier key of its sample.
         tokens: number of tokens in the loss, by microbatch.
-        experts: number of experts, over all layers.
         idle: number of experts without a token, by router.
         dropped: choices of experts that their capacity did not admit.
-        gradients: number of parameters that have a gradient.
-        zero_gradients: those whose gradient is zero in every traced step.
-        updates: whether any parameter changed.
+        gradients: number of parameters that have a gradient; ``zero_gradients`` are those whose
+            gradient is zero in every traced step.
     """
 
     microbatches: int = 0
