@@ -228,7 +228,16 @@ class Field:
         Raises:
             TTraceError: when the candidate's metadata is damaged.
         """
-        return self._candidate.field("config", _layers)
+        try:
+            layers = RunConfig.from_json(self._candidate.meta.get("config")).layers
+            if not layers:
+                raise CodecError("expected a number of layers", ".layers")
+        except CodecError as error:
+            raise TTraceError(
+                f"{self._candidate.directory}/meta.json is damaged (config.{error}): "
+                "run the traced job again"
+            ) from error
+        return layers
 
     def _unit(self, rank: int, entry: Entry) -> float:
         """Norm of a difference that is one tolerance of this rank's part."""
@@ -274,10 +283,3 @@ def sweep(
     kinds = [(shape, size) for shape in SHAPES for size in sizes]
     kinds += [(shape, math.nan) for shape in WHOLE_SIZE]
     return {kind: [field.plant(*kind, generator) for _ in range(trials)] for kind in kinds}
-
-
-def _layers(config: object) -> int:
-    layers = RunConfig.from_json(config).layers
-    if not layers:
-        raise CodecError("expected a number of layers", ".layers")
-    return layers
