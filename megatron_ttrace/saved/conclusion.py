@@ -197,7 +197,7 @@ def not_enough(verdicts: Sequence[Judged], allowed: float) -> TooFew | None:
     The share is of the tensors that the step computes (:func:`exercised.share`).
     """
     unchecked, judged = exercised.share(verdicts)
-    if unchecked <= allowed * judged:
+    if not judged or unchecked / judged <= allowed:
         return None
     reasons = Counter(
         one.reason

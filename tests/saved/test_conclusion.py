@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_ttrace.compare.configuration import RunConfig
@@ -184,6 +184,7 @@ def test_numbers_that_one_run_logs(tmp_path: Path, reference, candidate, result)
     assert wrong == [("z_loss", Outcome.MISSING)] * (result is Result.DIVERGED)
 
 
+@example(blind=399, seen=301, allowed=0.0)  # 0.57 * 700 is less than 399
 @given(
     blind=st.integers(0, 400),
     seen=st.integers(0, 400),
@@ -194,7 +195,7 @@ def test_the_share_that_is_named_is_enough(blind: int, seen: int, allowed: float
     verdicts = [verdict(Kind.OUTPUT, Outcome.UNCHECKED)] * blind
     verdicts += [verdict(Kind.OUTPUT, Outcome.PASS)] * seen
     told = not_enough(verdicts, allowed)
-    assert bool(told) == (blind > allowed * (blind + seen))
+    assert bool(told) == (blind > 0 and blind / (blind + seen) > allowed)
     if told:
         named = float(too_few_text(told).split("--ttrace-allow-unchecked ")[1].split()[0])
         assert named <= 1
