@@ -22,8 +22,8 @@ from megatron_ttrace.compare.measured import Problem
 from megatron_ttrace.diagnose import losses, ran, region, replicas, start
 from megatron_ttrace.diagnose.evidence import Evidence, ExhaustedError, Work, axes_of
 from megatron_ttrace.diagnose.gather import Traces, sort_of
-from megatron_ttrace.diagnose.losses import Separate, Share
 from megatron_ttrace.diagnose.search import Composition, alternative, repeated, search
+from megatron_ttrace.trace.captured import Separate, Share
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Statistic

@@ -13,37 +13,21 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from megatron_ttrace.diagnose import replicas, scaling
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations
+from megatron_ttrace.trace.captured import Share
 from megatron_ttrace.trace.findings import Cause, Finding, Loss, LossShare, RankFactors
-from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import Kind
 
 KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT, Kind.MAIN_GRAD)
 """Tensors that are sums over losses."""
 
 _NEAR = 4.0
 """A repair that leaves more than so many times the error that another one leaves is not told."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What a loss adds to a gradient of the reference.
-
-    ``own``: only what it adds in the module of the tensor itself, and not through the gradients
-    that enter this module.
-    """
-
-    loss: Loss
-    own: bool
-    value: torch.Tensor
-
-
-Separate = Callable[[Sequence[TraceKey]], Mapping[TraceKey, Sequence[Share]]]
-"""Finds the losses' shares of gradients."""
 
 
 def miscounted(evidence: Evidence, shares: Sequence[Share]) -> LossShare | None:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer of a running job: concluded from all ranks' findings, written and sent to trackers."""
+"""The answer of a running job, concluded from all ranks' findings."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,45 +14,22 @@ from megatron_ttrace.compare import gathered, wire
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
-from megatron_ttrace.diagnose.losses import Separate
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, logged, own_shards, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.report import later
 from megatron_ttrace.run import recording
 from megatron_ttrace.run.agreement import Ranks
 from megatron_ttrace.run.comparison import Comparison, dispatcher, gradient_factor
 from megatron_ttrace.run.requirements import isolates
+from megatron_ttrace.saved.answer import Answer
 from megatron_ttrace.saved.conclusion import conclude
 from megatron_ttrace.trace import codec, counted, folded
-from megatron_ttrace.trace.collectives import Ledger
+from megatron_ttrace.trace.captured import Separate
 from megatron_ttrace.trace.executed import Edits
 from megatron_ttrace.trace.meta import CandidateMeta
-from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.store import seal
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """What one rank concludes from the findings of all."""
-
-    summary: Summary
-    verdicts: list[Verdict]
-    ledger: Ledger
-
-    def settled(self, alone: Summary, timings: Mapping[str, float]) -> Answer:
-        """This answer, and what a check with modules isolated found."""
-        from megatron_ttrace.report import wording  # only the rank that judges needs it
-
-        told = wording.isolated_texts(alone.culprits)
-        summary = dataclasses.replace(
-            self.summary,
-            notices=(*(f"isolated: {text}" for text in told), *self.summary.notices),
-            timings={**self.summary.timings, **timings},
-        )
-        return dataclasses.replace(self, summary=summary)
 
 
 def failing(comparison: Comparison, ranks: Ranks, device: torch.device) -> list[int]:
@@ -218,35 +194,3 @@ def _buckets(chunks: Sequence[Any]) -> int:
         + len(getattr(chunk, "expert_parallel_bucket_groups", ()))
         for chunk in chunks
     )
-
-
-def publish(found: Answer, settings: Settings) -> None:
-    """Write the report; send it to the trackers that Megatron has opened.
-
-    Where training goes on, only what is short is done at once: the verdict's files, and what goes
-    into the job's own log and trackers. A process makes the rest.
-    """
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    from megatron_ttrace import report
-
-    # Megatron's own run, or one that the script has opened.
-    run = getattr(get_wandb_writer() or sys.modules.get("wandb"), "run", None)
-    report.publish(
-        found.summary,
-        found.verdicts,
-        settings.directory,
-        wandb_run=run,
-        tensorboard=get_tensorboard_writer(),
-        wandb=settings.wandb,
-        wandb_online=settings.wandb_online,
-        collectives=found.ledger.collectives,
-        pages=settings.exit_after,
-    )
-    if not settings.exit_after:
-        later.start(
-            settings.directory,
-            html=run is None or not settings.wandb,
-            wandb=settings.wandb and run is None,
-            online=settings.wandb_online,
-        )

@@ -22,7 +22,6 @@ from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
 from megatron_ttrace.capture.step import TracedModel
-from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.jobs import edited, reference_layout
 from megatron_ttrace.jobs.processes.progress import NOTICE
 from megatron_ttrace.jobs.settings import Keep, Settings
@@ -41,8 +40,10 @@ from megatron_ttrace.run.rehearsal import Block, DataIterator, Rehearsal
 from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.run.start import loaded
 from megatron_ttrace.run.start.handoff import Started, hand_over
+from megatron_ttrace.saved.answer import Answer, publish
 from megatron_ttrace.trace import cleaning, mapped, owned, shared
 from megatron_ttrace.trace.budget import Budget
+from megatron_ttrace.trace.captured import Share
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.executed import Edits
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -292,14 +293,14 @@ class CandidateSession:
         began = time.monotonic()
         findings = self._findings(self.comparison, ledger)
         self._timings["gather"] = time.monotonic() - began
-        found: list[answer.Answer] = []
+        found: list[Answer] = []
 
         def judge() -> bool:
             found.append(self._answer(self.comparison, findings, self.settings))
             return found[0].summary.leaves_doubt
 
         def report() -> int:
-            answer.publish(found[0], self.settings)
+            publish(found[0], self.settings)
             return found[0].summary.verdict.exit_code
 
         doubt = self.ranks.from_one(last, "judging", judge)
@@ -322,7 +323,7 @@ class CandidateSession:
         return code
 
     def _isolate(
-        self, rehearse: Callable[[Comparison], None], ledger: Any, found: list[answer.Answer]
+        self, rehearse: Callable[[Comparison], None], ledger: Any, found: list[Answer]
     ) -> None:
         """Check again with modules isolated, and add to the answer what fails on its own.
 
@@ -366,7 +367,7 @@ class CandidateSession:
 
     def _answer(
         self, comparison: Comparison, findings: dict[str, Any] | None, settings: Settings
-    ) -> answer.Answer:
+    ) -> Answer:
         assert findings is not None, "the last rank has them"
         answered = answer.answer(
             comparison,

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ttrace.diagnose.losses import Share
+from megatron_ttrace.trace.captured import Share
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal

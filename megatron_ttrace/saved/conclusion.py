@@ -28,7 +28,6 @@ from megatron_ttrace.diagnose.control import controlled
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.gather import Traces
-from megatron_ttrace.diagnose.losses import Separate
 from megatron_ttrace.diagnose.ran import in_culprits
 from megatron_ttrace.diagnose.residual import residuals
 from megatron_ttrace.jobs import provenance
@@ -37,6 +36,7 @@ from megatron_ttrace.mcore import own_shards
 from megatron_ttrace.mcore.roles import is_beyond
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.report import texts, wording
+from megatron_ttrace.trace.captured import Separate
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
 from megatron_ttrace.trace.executed import ChangedCode

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of what capture passes to a sink."""
+"""Tensors that rooms hand to each other: what a sink gets, and the losses' shares of gradients."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.findings import Loss
+from megatron_ttrace.trace.records import Kind, TraceKey
 
 Place = tuple[int, Kind, str, int]
 """(microbatch, kind, canonical name, index) of a traced tensor within an iteration."""
@@ -39,3 +41,20 @@ class Routed:
     chosen: torch.Tensor
     groups: Groups | None = None
     by: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a loss adds to a gradient of the reference.
+
+    ``own``: only what it adds in the module of the tensor itself, and not through the gradients
+    that enter this module.
+    """
+
+    loss: Loss
+    own: bool
+    value: torch.Tensor
+
+
+Separate = Callable[[Sequence[TraceKey]], Mapping[TraceKey, Sequence[Share]]]
+"""Finds the losses' shares of gradients."""

@@ -17,10 +17,10 @@ from megatron_ttrace.diagnose import search, start
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.gather import Traces
-from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.placement.plan import plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text, ranks_text
 from megatron_ttrace.report.wording import UNKNOWN
+from megatron_ttrace.trace.captured import Share
 from megatron_ttrace.trace.collectives import Ledger, Sources
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.errors import TTraceError

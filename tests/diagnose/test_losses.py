@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ttrace.diagnose.losses import Share, miscounted
+from megatron_ttrace.diagnose.losses import miscounted
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
+from megatron_ttrace.trace.captured import Share
 from megatron_ttrace.trace.findings import (
     Cause,
     ConstantFactor,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ttrace.diagnose.losses import Share
 from megatron_ttrace.run.separation import FACTOR, Separation
+from megatron_ttrace.trace.captured import Share
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal

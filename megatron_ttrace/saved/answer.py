@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer of a running job: written, and sent to the trackers that it has open."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.trace.collectives import Ledger
+from megatron_ttrace.trace.records import Summary, Verdict
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one rank concludes from the findings of all."""
+
+    summary: Summary
+    verdicts: list[Verdict]
+    ledger: Ledger
+
+    def settled(self, alone: Summary, timings: Mapping[str, float]) -> Answer:
+        """This answer, and what a check with modules isolated found."""
+        from megatron_ttrace.report import wording
+
+        told = wording.isolated_texts(alone.culprits)
+        summary = dataclasses.replace(
+            self.summary,
+            notices=(*(f"isolated: {text}" for text in told), *self.summary.notices),
+            timings={**self.summary.timings, **timings},
+        )
+        return dataclasses.replace(self, summary=summary)
+
+
+def publish(found: Answer, settings: Settings) -> None:
+    """Write the report; send it to the trackers that Megatron has opened.
+
+    Where training goes on, only what is short is done at once: the verdict's files, and what goes
+    into the job's own log and trackers. A process makes the rest.
+    """
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    from megatron_ttrace import report
+    from megatron_ttrace.report import later
+
+    # Megatron's own run, or one that the script has opened.
+    run = getattr(get_wandb_writer() or sys.modules.get("wandb"), "run", None)
+    report.publish(
+        found.summary,
+        found.verdicts,
+        settings.directory,
+        wandb_run=run,
+        tensorboard=get_tensorboard_writer(),
+        wandb=settings.wandb,
+        wandb_online=settings.wandb_online,
+        collectives=found.ledger.collectives,
+        pages=settings.exit_after,
+    )
+    if not settings.exit_after:
+        later.start(
+            settings.directory,
+            html=run is None or not settings.wandb,
+            wandb=settings.wandb and run is None,
+            online=settings.wandb_online,
+        )
