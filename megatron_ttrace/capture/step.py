@@ -30,18 +30,7 @@ from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.copies import Copies, Copy
 from megatron_ttrace.trace.counted import Counted
-from megatron_ttrace.trace.records import (
-    AFTER,
-    CHOSEN,
-    ELEMENTS,
-    LEFT,
-    LOADS,
-    LOSS,
-    ROOT,
-    STEP_LEVEL,
-    VALUE,
-    Kind,
-)
+from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, BufferIndex, Kind, MetricIndex
 
 _GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
 
@@ -276,15 +265,15 @@ class StepTap:
         for name, value in found.items():
             self._attempt(self._scalar, Kind.METRIC, name, value, _index_of(name))
         for name, value in left.items():
-            self._attempt(self._scalar, Kind.METRIC, name, value, LEFT)
+            self._attempt(self._scalar, Kind.METRIC, name, value, MetricIndex.LEFT)
 
     def _buffers(self) -> None:
         for place, buffer in self._model.buffers():
-            where = STEP_LEVEL, Kind.BUFFER, place.name, AFTER
+            where = STEP_LEVEL, Kind.BUFFER, place.name, BufferIndex.AFTER
             self._sink.placed(where, buffer, place.logical_shape, place.placement)
 
     def _load(self, name: str, load: torch.Tensor) -> None:
-        self._sink.placed((STEP_LEVEL, Kind.BUFFER, name, LOADS), load, load.shape, ())
+        self._sink.placed((STEP_LEVEL, Kind.BUFFER, name, BufferIndex.LOADS), load, load.shape, ())
 
     def _scalar(self, kind: Kind, name: str, value: Any, index: int = 0) -> None:
         data = torch.as_tensor(value).detach().reshape(())
@@ -297,10 +286,10 @@ class StepTap:
 def _index_of(metric: str) -> int:
     """What sort of number a metric is."""
     if metric in logged.COUNTS:
-        return ELEMENTS
+        return MetricIndex.ELEMENTS
     if metric.endswith(logged.CHOICES):
-        return CHOSEN
-    return LOSS if logged.is_rounded(metric) else VALUE
+        return MetricIndex.CHOSEN
+    return MetricIndex.LOSS if logged.is_rounded(metric) else MetricIndex.VALUE
 
 
 def place_buffer(

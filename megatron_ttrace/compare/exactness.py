@@ -16,7 +16,15 @@ from megatron_ttrace.mcore.roles import is_shared_embedding
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Exactness, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import (
+    STEP_LEVEL,
+    Direction,
+    Exactness,
+    Kind,
+    Outcome,
+    ParamIndex,
+    TraceKey,
+)
 
 _GRADIENTS = (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
 _UPDATES = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
@@ -68,7 +76,7 @@ def must_be_equal(key: TraceKey, job: Arithmetic, *, later: bool = False) -> boo
         return False
     if key.kind in (Kind.TOKENS, Kind.LOADED):
         return True
-    if key.kind is Kind.PARAM and key.index == 0 and not later:
+    if key.kind is Kind.PARAM and key.index == ParamIndex.BEFORE and not later:
         return True
     if job.is_single:
         return True

@@ -20,7 +20,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
-from megatron_ttrace.trace.records import CHOICE, SCORES, Direction, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 TOLD_SHARE = 0.01
@@ -218,12 +218,12 @@ def _routing(
     counts: dict[str, torch.Tensor] = {}
     chosen = rows = 0
     followed = False
-    routers = {key.name for key in keys if key.index == CHOICE}
+    routers = {key.name for key in keys if key.index == RoutingIndex.CHOICE}
     for key in keys:
         entry = reference.entry(key)
-        if key.index == CHOICE:
+        if key.index == RoutingIndex.CHOICE:
             choice = reference.tensor(entry).flatten().long()
-            experts = reference.entry(dataclasses.replace(key, index=SCORES)).shape[-1]
+            experts = reference.entry(dataclasses.replace(key, index=RoutingIndex.SCORES)).shape[-1]
             counts[key.name] = counts.get(key.name, 0) + torch.bincount(choice, minlength=experts)
             chosen += choice.numel()
         elif key.name not in routers:

@@ -27,7 +27,7 @@ from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Place, Routed
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, Kind, TraceKey
+from megatron_ttrace.trace.records import Kind, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 _DEFAULT = Budget()
@@ -237,13 +237,13 @@ class CompareSink:
 
     def routed(self, microbatch: int, router: str, routed: Routed) -> torch.Tensor | None:
         """Compare a router's choice of experts; returns the reference's, which replaces it."""
-        key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, CHOICE)
+        key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, RoutingIndex.CHOICE)
         if key not in self._reference:
             return None
         chosen = routed.chosen
         match = self._planner.activation(key, tuple(chosen.shape))
         theirs = self._substituter.chosen(match, chosen)
-        first = dataclasses.replace(key, index=SCORES)
+        first = dataclasses.replace(key, index=RoutingIndex.SCORES)
         if first not in self._by_key:
             self._compare(first, routed.scores)
             if routed.by is None or tuple(chosen.shape) == match.logical_shape:
@@ -255,7 +255,7 @@ class CompareSink:
         self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
     ) -> torch.Tensor | None:
         """Judge what is left of a choice; what is left in the reference takes its place."""
-        key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, KEPT)
+        key = TraceKey(self._iteration, microbatch, Kind.ROUTING, router, RoutingIndex.KEPT)
         if key not in self._reference:
             return None
         match = self._planner.activation(key, tuple(kept.shape))

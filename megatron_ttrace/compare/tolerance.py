@@ -31,15 +31,12 @@ from megatron_ttrace.trace.codec import LISTED, Bounds, Count
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import (
-    CHOICE,
-    CHOSEN,
-    ELEMENTS,
     FLOW,
-    KEPT,
-    LOSS,
     ROOT,
-    SCORES,
     Kind,
+    MetricIndex,
+    ParamIndex,
+    RoutingIndex,
     TraceKey,
 )
 from megatron_ttrace.trace.store import TraceReader, atomic_write
@@ -197,9 +194,9 @@ class Tolerances:
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
-        if key.kind is Kind.ROUTING and key.index in (CHOICE, KEPT):
+        if key.kind is Kind.ROUTING and key.index in (RoutingIndex.CHOICE, RoutingIndex.KEPT):
             # What a choice costs is bounded by its scores' error (compare/routing.py).
-            return self.of(dataclasses.replace(key, index=SCORES))
+            return self.of(dataclasses.replace(key, index=RoutingIndex.SCORES))
         moved = self._moved.get(key)
         n, norm = (moved.n, moved.norm) if moved else (0, 0.0)
         rms = norm / math.sqrt(n) if n else 0.0
@@ -262,13 +259,13 @@ class Tolerances:
         Accuracy and Stability of Numerical Algorithms, section 4.2).
         """
         terms = self._terms[key.iteration, key.kind]
-        if key.kind is Kind.METRIC and key.index == ELEMENTS:
+        if key.kind is Kind.METRIC and key.index == MetricIndex.ELEMENTS:
             # A sum of rounded numbers is zero by accident with a probability of about epsilon,
             # and in another order others are.
             return (1 + max(eps, self._compute) / 2 * terms) / norm if norm else math.inf
-        if key.kind is Kind.METRIC and key.index == CHOSEN:
+        if key.kind is Kind.METRIC and key.index == MetricIndex.CHOSEN:
             return math.inf  # rounding alone decides between equals
-        if key.kind is Kind.METRIC and key.index == LOSS:
+        if key.kind is Kind.METRIC and key.index == MetricIndex.LOSS:
             # The router's z loss is rounded to the dtype of the logits after the mean over a rank's
             # tokens. A replay has the same tokens in its mean, and often rounds to the same number.
             return max(eps, self._compute) / 2
@@ -278,7 +275,9 @@ class Tolerances:
             eps = max(eps, self._rounding)
         size = norm
         if key.kind is Kind.PARAM_DELTA:
-            before = self._moved.get(dataclasses.replace(key, kind=Kind.PARAM, index=0))
+            before = self._moved.get(
+                dataclasses.replace(key, kind=Kind.PARAM, index=ParamIndex.BEFORE)
+            )
             size = max(size, before.norm if before else 0.0)
         return eps / 2 * (size / norm if norm else 1.0)
 
@@ -297,7 +296,7 @@ def few_samples(samples: int) -> float:
 def is_exact(key: TraceKey) -> bool:
     """Whether the tensor is given, not computed: equal to the last bit or wrong."""
     given = Kind.TOKENS, Kind.LOADED
-    return key.kind in given or (key.kind is Kind.PARAM and key.index == 0)
+    return key.kind in given or (key.kind is Kind.PARAM and key.index == ParamIndex.BEFORE)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from megatron_ttrace.compare.experts import encode_rows, within
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.trace.captured import Place, Routed
-from megatron_ttrace.trace.records import CHOICE, KEPT, SCORES, STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, RoutingIndex, TraceKey
 from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
@@ -114,9 +114,9 @@ class WriteSink(Storing):
 
     def routed(self, microbatch: int, router: str, routed: Routed) -> torch.Tensor | None:
         """Store the scores and the choice; a recomputed forward pass repeats the choice."""
-        place = (microbatch, Kind.ROUTING, router, CHOICE)
+        place = (microbatch, Kind.ROUTING, router, RoutingIndex.CHOICE)
         if place not in self._routed:
-            self.tensor(((microbatch, Kind.ROUTING, router, SCORES),), routed.scores)
+            self.tensor(((microbatch, Kind.ROUTING, router, RoutingIndex.SCORES),), routed.scores)
             self.tensor((place,), routed.chosen)
             self._routed[place] = routed.chosen
         return self._routed[place]
@@ -125,7 +125,7 @@ class WriteSink(Storing):
         self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
     ) -> torch.Tensor | None:
         """Store what is left of the choice."""
-        place = (microbatch, Kind.ROUTING, router, KEPT)
+        place = (microbatch, Kind.ROUTING, router, RoutingIndex.KEPT)
         if place not in self._routed:
             self.tensor((place,), kept)
             self._routed[place] = kept

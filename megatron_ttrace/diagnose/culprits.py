@@ -28,13 +28,13 @@ from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation, Grounds
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.records import (
-    LEFT,
-    LOADS,
     MOMENTS,
     ROOT,
     STEP_LEVEL,
+    BufferIndex,
     Direction,
     Kind,
+    MetricIndex,
     Outcome,
 )
 
@@ -45,7 +45,10 @@ _SURFACING = 5.0
 
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
 _REDUCED, _STEPPED = Statistic.REDUCED.number, Statistic.STEPPED.number
-_SPECIAL = dict.fromkeys([(Kind.METRIC, LEFT), (Kind.BUFFER, LOADS)], Grounds.LEFT_OVER)
+_SPECIAL: dict[tuple[Kind, int], Grounds] = {
+    (Kind.METRIC, MetricIndex.LEFT): Grounds.LEFT_OVER,
+    (Kind.BUFFER, BufferIndex.LOADS): Grounds.LEFT_OVER,
+}
 _UPDATED = (Kind.HYPERPARAMETERS, *MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
 

@@ -27,7 +27,7 @@ from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import FACTORS, Cause, Finding, LossShare
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import MAIN, ROOT, Culprit, Direction, Kind
+from megatron_ttrace.trace.records import ROOT, Culprit, Direction, Kind, LoadedIndex
 
 _PHASES = {
     Direction.FORWARD: Phase.FORWARD,
@@ -99,7 +99,7 @@ def where(verdict: Judged, finding: Finding | None, ledger: Ledger, *, alone: bo
         return sources.step
     if kind is Kind.LOADED:
         code = sources.of(verdict.name.rpartition(".")[0])
-        return code.described if code and verdict.index != MAIN else ""
+        return code.described if code and verdict.index != LoadedIndex.MAIN else ""
     if kind is Kind.COUNTED and verdict.index in _OF_OPTIMIZERS:
         return sources.optimizer
     reduced = kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number

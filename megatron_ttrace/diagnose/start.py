@@ -24,13 +24,12 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import (
-    AGREED,
-    MAIN,
-    ONE_DEVICE,
     STEP_LEVEL,
     Direction,
     Kind,
+    LoadedIndex,
     Outcome,
+    ParamIndex,
     TraceKey,
 )
 
@@ -45,10 +44,10 @@ _OTHER_START = (
     Outcome.UNCOVERED,
 )
 
-_LOADED = {
-    ONE_DEVICE: Grounds.LOADED,
-    MAIN: Grounds.LOADED_MAIN,
-    AGREED: Grounds.LOADED_AGREED,
+_LOADED: dict[int, Grounds] = {
+    LoadedIndex.ONE_DEVICE: Grounds.LOADED,
+    LoadedIndex.MAIN: Grounds.LOADED_MAIN,
+    LoadedIndex.AGREED: Grounds.LOADED_AGREED,
 }
 _LAYER = re.compile(r"^(|.*?\.)layers\.(\d+)\.")
 
@@ -61,17 +60,19 @@ Stages = Mapping[int, set[Layer]]
 def loaded(verdicts: Iterable[Judged]) -> list[tuple[Judged, Grounds]]:
     """Parameters that were loaded wrongly; of main weights, those whose weights are right."""
     failed = [one for one in verdicts if one.kind is Kind.LOADED and one.verdict.is_failure]
-    wrong = {verdict.name for verdict in failed if verdict.index != MAIN}
+    wrong = {verdict.name for verdict in failed if verdict.index != LoadedIndex.MAIN}
     return [
         (verdict, _LOADED[verdict.index])
         for verdict in failed
-        if verdict.index != MAIN or verdict.name not in wrong
+        if verdict.index != LoadedIndex.MAIN or verdict.name not in wrong
     ]
 
 
 def is_start(key: TraceKey) -> bool:
     """Whether this is a parameter before the step."""
-    return key.kind is Kind.PARAM and key.index == 0 and key.microbatch == STEP_LEVEL
+    return (
+        key.kind is Kind.PARAM and key.index == ParamIndex.BEFORE and key.microbatch == STEP_LEVEL
+    )
 
 
 def stages_of(started: Mapping[int, Iterable[str]], meshes: Sequence[Mesh]) -> Stages:

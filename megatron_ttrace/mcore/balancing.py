@@ -16,7 +16,7 @@ import torch
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.names import Names
-from megatron_ttrace.trace.records import CHOICE, KEPT
+from megatron_ttrace.trace.records import RoutingIndex
 
 
 def depends_on_layout(args: MegatronArguments) -> dict[int, str]:
@@ -31,12 +31,12 @@ def depends_on_layout(args: MegatronArguments) -> dict[int, str]:
     sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
     if not sequence_parallel and args.context_parallel_size == 1:
         return {}
-    found = {}
+    found: dict[int, str] = {}
     kinds = getattr(args, "moe_router_load_balancing_type", "")
     if "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds or []):
-        found[CHOICE] = "--moe-router-load-balancing-type sinkhorn"
+        found[RoutingIndex.CHOICE] = "--moe-router-load-balancing-type sinkhorn"
     if getattr(args, "moe_expert_capacity_factor", None) is not None:
-        found[KEPT] = "--moe-expert-capacity-factor"
+        found[RoutingIndex.KEPT] = "--moe-expert-capacity-factor"
     return found
 
 

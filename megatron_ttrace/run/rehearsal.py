@@ -38,7 +38,7 @@ from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.copies import Copies
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.errors import DEBUG, TTraceError, one_line
-from megatron_ttrace.trace.records import STEP_LEVEL, VALUE, Kind
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, MetricIndex
 from megatron_ttrace.trace.start import StartValues
 
 type DataIterator = Iterator[Any] | list[Iterator[Any]] | None
@@ -245,7 +245,9 @@ class Rehearsal:
         began = self._scheduler.num_steps
         tap.run(lambda: self.step(run))
         samples = torch.tensor(float(self._scheduler.num_steps - began))
-        sink.placed((STEP_LEVEL, Kind.METRIC, "scheduled-samples", VALUE), samples, (), ())
+        sink.placed(
+            (STEP_LEVEL, Kind.METRIC, "scheduled-samples", MetricIndex.VALUE), samples, (), ()
+        )
         self._ranks.together("tracing", self._refuse)
         return tap.counted(iteration)
 

@@ -26,7 +26,7 @@ from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import Direction, Kind, Outcome, Summary, TraceKey
+from megatron_ttrace.trace.records import Direction, Kind, Outcome, ParamIndex, Summary, TraceKey
 from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, read_meta, seal
 
 _NAMED = 4
@@ -309,7 +309,11 @@ class Review:
             for what in ("kind", "name")
         )
         starts = [
-            {key.name for key in side.trace if key.kind is Kind.PARAM and not key.index}
+            {
+                key.name
+                for key in side.trace
+                if key.kind is Kind.PARAM and key.index == ParamIndex.BEFORE
+            }
             for side in (first, second)
         ]
         self._other_start = starts[0] != starts[1]

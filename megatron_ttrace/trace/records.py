@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, Any
 
 from megatron_ttrace.trace import codec
@@ -121,25 +121,56 @@ Microbatch = Annotated[int, Bounds(STEP_LEVEL, (1 << 63) - 1)]
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
-SCORES, CHOICE, KEPT = 0, 1, 2
-"""Indices of a router's ``routing`` tensors: scores that experts are chosen by, the choice, and
-what is left of it within the experts' capacity."""
+class ParamIndex(IntEnum):
+    """Index of a ``param``: when it is read."""
+
+    BEFORE = 0
+    AFTER = 1
 
 
-ONE_DEVICE, MAIN, AGREED = 0, 1, 2
-"""Indices of a ``loaded`` parameter: the weights, which must be what one device loads from the
-checkpoint; the optimizer's main weights, rounded, which must equal these; and weights that one
-device cannot load, which must be the main weights that the candidate has loaded."""
+class RoutingIndex(IntEnum):
+    """Index of a router's ``routing``."""
+
+    SCORES = 0
+    """By which experts are chosen."""
+    CHOICE = 1
+    KEPT = 2
+    """What is left of the choice within the experts' capacity."""
 
 
-VALUE, ELEMENTS, CHOSEN, LOSS, LEFT = 0, 1, 2, 3, 4
-"""Indices of a ``metric``: a value that is given or computed in float32, how many elements have a
-property, how many choices (the largest of several numbers) are right, a mean over tokens that
-is rounded to the dtype of the model (z loss), and what is logged once more without another step."""
+class LoadedIndex(IntEnum):
+    """Index of a ``loaded`` parameter."""
 
-AFTER, LOADS = 0, 1
-"""Indices of a ``buffer``: its value after the step, and, for the bias of a router, the tokens of
-each expert relative to the mean, which decide how the bias is changed."""
+    ONE_DEVICE = 0
+    """The weights, which must be what one device loads from the checkpoint."""
+    MAIN = 1
+    """The optimizer's main weights, rounded, which must equal these."""
+    AGREED = 2
+    """Weights that one device cannot load, which must be the main weights that were loaded."""
+
+
+class MetricIndex(IntEnum):
+    """Index of a ``metric``."""
+
+    VALUE = 0
+    """Given, or computed in float32."""
+    ELEMENTS = 1
+    """How many elements have a property."""
+    CHOSEN = 2
+    """How many choices (the largest of several numbers) are right."""
+    LOSS = 3
+    """A mean over tokens that is rounded to the dtype of the model (z loss)."""
+    LEFT = 4
+    """What is logged once more without another step."""
+
+
+class BufferIndex(IntEnum):
+    """Index of a ``buffer``."""
+
+    AFTER = 0
+    """Its value after the step."""
+    LOADS = 1
+    """Of the bias of a router: the tokens of each expert relative to the mean, which change it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -159,7 +190,7 @@ class TraceKey:
     @property
     def direction(self) -> Direction:
         """Where in the step the tensor stands; a parameter is read before the step and after it."""
-        after = self.kind is Kind.PARAM and self.index
+        after = self.kind is Kind.PARAM and self.index == ParamIndex.AFTER
         return Direction.UPDATE if after else self.kind.direction
 
     def __str__(self) -> str:

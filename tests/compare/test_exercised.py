@@ -17,7 +17,7 @@ from megatron_ttrace.run.answer import requested as asked
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
-from megatron_ttrace.trace.records import CHOICE, SCORES, STEP_LEVEL, Kind, Outcome
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, RoutingIndex
 from tests.compare.traces import reference_of, tolerances_of
 from tests.placement.meshes import mesh_of
 from tests.report.synthetic_report import make_verdict
@@ -192,8 +192,8 @@ def test_experts_are_counted_over_the_step(tmp_path: Path) -> None:
     """An expert that one of two microbatches feeds is not idle."""
     trace = Trace(tmp_path)
     for number, choice in enumerate([[[0, 1], [1, 0]], [[2, 0], [2, 0]]]):
-        trace.add(number, Kind.ROUTING, "mlp.router", torch.rand(2, 4), SCORES)
-        trace.add(number, Kind.ROUTING, "mlp.router", torch.tensor(choice), CHOICE)
+        trace.add(number, Kind.ROUTING, "mlp.router", torch.rand(2, 4), RoutingIndex.SCORES)
+        trace.add(number, Kind.ROUTING, "mlp.router", torch.tensor(choice), RoutingIndex.CHOICE)
         trace.add(number, Kind.ROUTING, "mlp.experts", torch.zeros(4 - number, 2))
     found = trace.observe()
     assert (found.experts, found.idle, found.dropped) == (4, {"mlp.router": 1}, 1)

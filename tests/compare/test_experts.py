@@ -14,7 +14,7 @@ from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.captured import Routed
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import CHOICE, SCORES, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import Kind, Outcome, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.compare.traces import tolerances_of, writing
 from tests.placement.meshes import mesh_of
@@ -198,10 +198,10 @@ def test_another_choice(reference):
     sink.routed(1, ROUTER, Routed(scores(1), 1 - chosen(1)[:, None]))
     sink.routed(1, ROUTER, Routed(scores(1), 1 - chosen(1)[:, None]))  # recomputed: judged once
     found = by_place(judged(reference, {0: sink.measured}))
-    assert found[0, Kind.ROUTING, ROUTER, CHOICE].verdict is Outcome.PASS
-    assert found[0, Kind.ROUTING, ROUTER, CHOICE].notes == (Note(Remark.ROUTED, 1, 8),)
-    assert found[0, Kind.ROUTING, ROUTER, SCORES].verdict is Outcome.DIVERGED
-    assert found[1, Kind.ROUTING, ROUTER, CHOICE].verdict is Outcome.DIVERGED
+    assert found[0, Kind.ROUTING, ROUTER, RoutingIndex.CHOICE].verdict is Outcome.PASS
+    assert found[0, Kind.ROUTING, ROUTER, RoutingIndex.CHOICE].notes == (Note(Remark.ROUTED, 1, 8),)
+    assert found[0, Kind.ROUTING, ROUTER, RoutingIndex.SCORES].verdict is Outcome.DIVERGED
+    assert found[1, Kind.ROUTING, ROUTER, RoutingIndex.CHOICE].verdict is Outcome.DIVERGED
 
 
 def test_saved_pieces_are_compared_offline(reference, tmp_path):

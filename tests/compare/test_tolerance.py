@@ -19,7 +19,7 @@ from megatron_ttrace.compare.tolerance import (
     write,
 )
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import CHOSEN, LOSS, STEP_LEVEL, VALUE, Kind, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, MetricIndex, TraceKey
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
 FP32, BF16 = 2.0**-23, 2.0**-7
@@ -162,14 +162,15 @@ def test_blindness(moved, blind):
 
 
 @pytest.mark.parametrize(
-    ("index", "least"), [(VALUE, FP32 / 2), (LOSS, BF16 / 2), (CHOSEN, math.inf)]
+    ("index", "least"),
+    [(MetricIndex.VALUE, FP32 / 2), (MetricIndex.LOSS, BF16 / 2), (MetricIndex.CHOSEN, math.inf)],
 )
 def test_metrics_of_a_step_in_bf16(index, least):
     """A mean that is rounded to BF16 may move by that though no replay shows it; a rate may not."""
     key = TraceKey(1, -1, Kind.METRIC, "z_loss", index)
     found = Tolerances({key: Moved(1, 2.0, (0.0, 0.0))}, {key: "float32"}, compute=BF16)
     assert found.of(key).value >= SAFETY * least
-    assert (found.of(key).value < SAFETY * BF16 / 2) == (index == VALUE)
+    assert (found.of(key).value < SAFETY * BF16 / 2) == (index == MetricIndex.VALUE)
 
 
 def test_the_file_keeps_every_number(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 from megatron_ttrace.diagnose import start
 from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import MAIN, ONE_DEVICE, STEP_LEVEL, Direction, Kind, Outcome
+from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, LoadedIndex, Outcome
 from tests.diagnose.evidence_by_hand import meshes
 from tests.diagnose.judged_by_hand import localise
 from tests.diagnose.test_culprits import after, run, verdict
@@ -92,16 +92,16 @@ def test_what_was_loaded_is_apart_from_the_step() -> None:
     embedding, output = "embedding.weight", "output_layer.weight"
     wrong = Outcome.DIVERGED
     verdicts = [
-        verdict(embedding, Kind.LOADED, wrong, index=ONE_DEVICE),
-        verdict(embedding, Kind.LOADED, wrong, index=MAIN, margin=9.0),
-        verdict(output, Kind.LOADED, index=ONE_DEVICE),
-        verdict(output, Kind.LOADED, wrong, index=MAIN),
+        verdict(embedding, Kind.LOADED, wrong, index=LoadedIndex.ONE_DEVICE),
+        verdict(embedding, Kind.LOADED, wrong, index=LoadedIndex.MAIN, margin=9.0),
+        verdict(output, Kind.LOADED, index=LoadedIndex.ONE_DEVICE),
+        verdict(output, Kind.LOADED, wrong, index=LoadedIndex.MAIN),
         verdict("decoder", Kind.OUTPUT, wrong),
     ]
     culprits = localise(verdicts)
     assert [(one.name, one.direction, one.index) for one in culprits] == [
-        ("embedding", Direction.START, ONE_DEVICE),
-        ("output_layer", Direction.START, MAIN),
+        ("embedding", Direction.START, LoadedIndex.ONE_DEVICE),
+        ("output_layer", Direction.START, LoadedIndex.MAIN),
         ("decoder", Direction.FORWARD, 0),
     ]
     assert len({one.reason for one in culprits}) == 3

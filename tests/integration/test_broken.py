@@ -5,7 +5,7 @@ import pytest
 
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import LEFT, LOADS, Direction, Kind, Outcome
+from megatron_ttrace.trace.records import BufferIndex, Direction, Kind, MetricIndex, Outcome
 from tests.integration.jobs import PP, TP, check
 from tests.planted.mistakes import load
 
@@ -114,10 +114,10 @@ def test_what_a_step_leaves(tmp_path):
     wrong = {(one.kind, one.index): set() for one in checked.failed}
     for one in checked.failed:
         wrong[one.kind, one.index].add(one.name)
-    assert wrong[Kind.BUFFER, LOADS] == biases
-    assert wrong[Kind.METRIC, LEFT] == {"load_balancing_loss", "z_loss"}
+    assert wrong[Kind.BUFFER, BufferIndex.LOADS] == biases
+    assert wrong[Kind.METRIC, MetricIndex.LEFT] == {"load_balancing_loss", "z_loss"}
     assert {kind for kind, _ in wrong} == {Kind.BUFFER, Kind.METRIC}
-    assert [index for kind, index in wrong if kind is Kind.METRIC] == [LEFT]
+    assert [index for kind, index in wrong if kind is Kind.METRIC] == [MetricIndex.LEFT]
 
 
 @pytest.mark.nightly

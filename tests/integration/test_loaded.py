@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.trace.records import MAIN, ONE_DEVICE, Direction, Kind, Verdict
+from megatron_ttrace.trace.records import Direction, Kind, LoadedIndex, Verdict
 from tests.integration import jobs
 from tests.integration.jobs import SCRIPT, TINY, TP, torchrun
 
@@ -37,7 +37,9 @@ def test_weights_of_other_ranks(tmp_path: Path) -> None:
     save(tmp_path, 1)
     checked, _ = check(tmp_path, *TP, code=1, mistake="descriptions_of_a_checkpoint")
     wrong = {
-        one.name for one in checked.failed if (one.kind, one.index) == (Kind.LOADED, ONE_DEVICE)
+        one.name
+        for one in checked.failed
+        if (one.kind, one.index) == (Kind.LOADED, LoadedIndex.ONE_DEVICE)
     }
     assert wrong == {
         "embedding.word_embeddings.weight",
@@ -54,7 +56,7 @@ def test_right_weights(tmp_path: Path) -> None:
     save(tmp_path, 1)
     checked, loaded = check(tmp_path, *TP)
     assert not checked.failed
-    assert {one.index for one in loaded} == {ONE_DEVICE, MAIN}
+    assert {one.index for one in loaded} == {LoadedIndex.ONE_DEVICE, LoadedIndex.MAIN}
 
 
 @pytest.mark.nightly
@@ -62,5 +64,5 @@ def test_main_weights_of_other_places(tmp_path: Path) -> None:
     """Megatron saves shifted main weights (megatron-core 0.19); its weights are right."""
     save(tmp_path, 2, *BUCKETS)
     checked, loaded = check(tmp_path, *BUCKETS, code=1)
-    assert {one.index for one in loaded if one.verdict.is_failure} == {MAIN}
-    assert {one.index for one in checked.summary.culprits} == {MAIN}
+    assert {one.index for one in loaded if one.verdict.is_failure} == {LoadedIndex.MAIN}
+    assert {one.index for one in checked.summary.culprits} == {LoadedIndex.MAIN}

@@ -6,7 +6,7 @@ import argparse
 import pytest
 
 from megatron_ttrace.mcore.balancing import depends_on_layout
-from megatron_ttrace.trace.records import CHOICE, KEPT
+from megatron_ttrace.trace.records import RoutingIndex
 
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
 CAPACITY = {"moe_expert_capacity_factor": 1.25}
@@ -26,11 +26,14 @@ def arguments(**values):
         (SP, ()),
         ({**SINKHORN, "tensor_model_parallel_size": 2}, ()),
         ({**SINKHORN, "sequence_parallel": True}, ()),
-        ({**SINKHORN, **SP}, (CHOICE,)),
-        ({**SINKHORN, "context_parallel_size": 2}, (CHOICE,)),
-        ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"], **SP}, (CHOICE,)),
-        ({**CAPACITY, **SP}, (KEPT,)),
-        ({**CAPACITY, **SINKHORN, **SP}, (CHOICE, KEPT)),
+        ({**SINKHORN, **SP}, (RoutingIndex.CHOICE,)),
+        ({**SINKHORN, "context_parallel_size": 2}, (RoutingIndex.CHOICE,)),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"], **SP},
+            (RoutingIndex.CHOICE,),
+        ),
+        ({**CAPACITY, **SP}, (RoutingIndex.KEPT,)),
+        ({**CAPACITY, **SINKHORN, **SP}, (RoutingIndex.CHOICE, RoutingIndex.KEPT)),
         ({**CAPACITY, **SP, "num_experts": None}, ()),
     ],
 )

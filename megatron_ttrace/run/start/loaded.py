@@ -18,7 +18,7 @@ from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.checkpoints.loading import Source, load_weights
 from megatron_ttrace.mcore.optimizer import owned_by
 from megatron_ttrace.trace.meta import Unverified
-from megatron_ttrace.trace.records import AGREED, MAIN, ONE_DEVICE, STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
 _NAMED = 3
@@ -47,27 +47,27 @@ class OneDevice:
         owned = owned_by(self._model.optimizer)
         for parameter, place in self._model.places():
             weight = self._weights.pop(place.name, None)
-            index = AGREED if weight is None else ONE_DEVICE
+            index = LoadedIndex.AGREED if weight is None else LoadedIndex.ONE_DEVICE
             data = parameter.data if weight is None else weight
             key = TraceKey(iteration, STEP_LEVEL, Kind.LOADED, place.name, index)
             line = writer.add(Entry.of(key, data), data)
             if parameter in owned:
-                main = dataclasses.replace(key, index=MAIN)
+                main = dataclasses.replace(key, index=LoadedIndex.MAIN)
                 writer.add(Entry.of(main, data, same_as=line), None)
 
 
 def compare(model: TracedModel, reference: TraceReader, iteration: int, sink: StepSink) -> None:
     """Compare what this rank loaded, before anything overwrites it."""
     for _, place, data in model.held():
-        agreed = TraceKey(iteration, STEP_LEVEL, Kind.LOADED, place.name, AGREED)
-        index = AGREED if agreed in reference else ONE_DEVICE
+        agreed = TraceKey(iteration, STEP_LEVEL, Kind.LOADED, place.name, LoadedIndex.AGREED)
+        index = LoadedIndex.AGREED if agreed in reference else LoadedIndex.ONE_DEVICE
         where = STEP_LEVEL, Kind.LOADED, place.name, index
         sink.placed(where, data, place.logical_shape, place.placement)
     owned = owned_by(model.optimizer)
     for parameter, place in model.places():
         if (part := owned.get(parameter)) is None:
             continue
-        where = STEP_LEVEL, Kind.LOADED, place.name, MAIN
+        where = STEP_LEVEL, Kind.LOADED, place.name, LoadedIndex.MAIN
         flat = place.flat(*part.range) if part.range else place
         rounded = part.weights.detach().to(parameter.dtype)
         sink.placed(where, rounded, flat.logical_shape, flat.placement)

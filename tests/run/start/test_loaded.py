@@ -13,7 +13,7 @@ from megatron_ttrace.mcore.parameters import place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run.start import loaded
 from megatron_ttrace.trace.meta import ReferenceMeta
-from megatron_ttrace.trace.records import AGREED, MAIN, ONE_DEVICE
+from megatron_ttrace.trace.records import LoadedIndex
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 SOURCE = Source("there", 3, "torch_dist", "")
@@ -87,7 +87,7 @@ def test_shifted_main_weights(model, tmp_path, monkeypatch):
     main = model.owned[model.chunks[0].weight].main
     main.copy_(main.flatten().roll(1).view_as(main))
     found, _ = compared(model, tmp_path, monkeypatch, lambda *_: "")
-    assert [key for key, equal in found.items() if not equal] == [("weight", MAIN)]
+    assert [key for key, equal in found.items() if not equal] == [("weight", LoadedIndex.MAIN)]
 
 
 def test_other_weights(model, tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_other_weights(model, tmp_path, monkeypatch):
 
     found, _ = compared(model, tmp_path, monkeypatch, load)
     wrong = [key for key, equal in found.items() if not equal]
-    assert wrong == [("weight", ONE_DEVICE), ("weight", MAIN)]
+    assert wrong == [("weight", LoadedIndex.ONE_DEVICE), ("weight", LoadedIndex.MAIN)]
 
 
 @pytest.mark.parametrize("refuses", [True, False])
@@ -111,10 +111,10 @@ def test_what_one_device_cannot_load(model, tmp_path, monkeypatch, refuses):
         return "Megatron: no" if refuses else ""
 
     found, notice = compared(model, tmp_path, monkeypatch, load)
-    weight = AGREED if refuses else ONE_DEVICE
+    weight = LoadedIndex.AGREED if refuses else LoadedIndex.ONE_DEVICE
     assert set(found) == {
-        *(("weight", index) for index in (weight, MAIN)),
-        *(("bias", index) for index in (AGREED, MAIN)),
+        *(("weight", index) for index in (weight, LoadedIndex.MAIN)),
+        *(("bias", index) for index in (LoadedIndex.AGREED, LoadedIndex.MAIN)),
     }
     assert all(found.values())
     assert ("Megatron: no" if refuses else "bias") in notice
