@@ -151,7 +151,7 @@ class StepTap:
             return result
 
         with self._tap:
-            self._attempt(self._parameters, 0)
+            self._attempt(self._parameters, ParamIndex.BEFORE)
             self._ready()
             optimizer.step = traced_step
             try:
@@ -162,7 +162,7 @@ class StepTap:
         self._attempt(self._losses, result)
         self._metrics(result)
         self._attempt(self._buffers)
-        self._attempt(self._parameters, 1)
+        self._attempt(self._parameters, ParamIndex.AFTER)
         return result
 
     def counted(self, iteration: int) -> Counted:
