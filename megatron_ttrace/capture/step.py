@@ -30,7 +30,14 @@ from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.copies import Copies, Copy
 from megatron_ttrace.trace.counted import Counted
-from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, BufferIndex, Kind, MetricIndex
+from megatron_ttrace.trace.records import (
+    ROOT,
+    STEP_LEVEL,
+    BufferIndex,
+    Kind,
+    MetricIndex,
+    ParamIndex,
+)
 
 _GRAD_NORM = (STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0)
 
