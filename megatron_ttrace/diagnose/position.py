@@ -88,6 +88,9 @@ def _shards(evidence: Evidence) -> list[_Indexed]:
         for part in evidence.parts
         if (local := part.laid_out()) is not None
     ]
+    # Where rows differ from column to column (tokens of several experts), none is in one place.
+    if any(len(at) != size for s in shards for at, size in zip(s.at, s.values.shape, strict=True)):
+        return []
     if len(shards) == len(evidence.parts):
         return shards
     whole = evidence.reference.float().clone()

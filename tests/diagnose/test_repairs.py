@@ -16,8 +16,9 @@ from megatron_ttrace.diagnose import (
     sources,
     summands,
 )
-from megatron_ttrace.diagnose.evidence import Evidence
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
+from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
@@ -444,3 +445,11 @@ def test_what_is_no_cast() -> None:
     assert scaling.product(dataclasses.replace(evidence, parts=noisy)) is None
     key = dataclasses.replace(LINEAR, kind=Kind.GRAD_INPUT)
     assert scaling.product(dataclasses.replace(evidence, key=key)) is None
+
+
+def test_rows_that_differ_from_column_to_column() -> None:
+    """None is in one place, so that none can be in another; the search goes on."""
+    boxes = (Box((0, 0), (4, 8), (0, 0)), Box((4, 8), (4, 8), (0, 8)))
+    evidence = evidence_of(values(8, 16), meshes(1), lambda rank, right: right * 2)
+    part = FailedPart.of(values(4, 16, seed=1), evidence.parts[0].mesh, boxes, 1.0)
+    assert position.rows(dataclasses.replace(evidence, parts=[part])) is None

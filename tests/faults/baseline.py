@@ -64,7 +64,7 @@ class Baseline:
         fresh: seconds of a check that makes its reference.
         cached: seconds of a check that finds it.
         start: seconds that a cold start takes before it.
-        trained: seconds of a traced training.
+        trained: seconds of a traced training by layout, without and with a cached reference.
         bits: what an untraced training logs, by layout.
         functions: by rank, the functions of ours that a traced one calls, and how often.
     """
@@ -73,9 +73,15 @@ class Baseline:
     fresh: float = 1.0
     cached: float = 1.0
     start: float = 1.0
-    trained: float = 1.0
+    trained: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     bits: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     functions: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+    def scaled(self, factor: float) -> Baseline:
+        """The same on a machine that takes so many times as long."""
+        trained = {name: (factor * a, factor * b) for name, (a, b) in self.trained.items()}
+        times = {name: factor * getattr(self, name) for name in ("fresh", "cached", "start")}
+        return dataclasses.replace(self, trained=trained, **times)  # type: ignore[arg-type]
 
 
 class NoBaselineError(Exception):
@@ -211,7 +217,7 @@ def _end(started: Started, code: int) -> float:
 
 def _trained(base: Baseline, layouts: Collection[str]) -> Baseline:
     """Bits of untraced trainings, which traced ones must log as well; and what these call."""
-    folder, bits, seconds = base.folder, {}, []
+    folder, bits, seconds = base.folder, {}, {}
     if "load" in layouts:
         words = (*jobs.TINY, *jobs.TP, *SAVED, "--save", "CHECKPOINT", "--save-interval", "3")
         _train(base, "saved", words)
@@ -225,12 +231,13 @@ def _trained(base: Baseline, layouts: Collection[str]) -> Baseline:
             calls = [folder / f"calls-{rank}.json" for rank in range(NPROC)]
             order = {str(rank): {"record": str(file)} for rank, file in enumerate(calls)}
         flags += ["--ttrace-iterations", "1-2" if layout != "load" else "4"]
-        traced, took = _train(base, f"{layout}-traced", layout, *flags, order=order)
+        traced, fresh = _train(base, f"{layout}-traced", layout, *flags, order=order)
+        _, cached = _train(base, f"{layout}-cached", layout, *flags)
         if traced != bits[layout] or len(traced) < 2 * NPROC:
             raise NoBaselineError(f"traced and untraced training differ: {layout}: {traced}")
-        seconds.append(took)
+        seconds[layout] = (fresh, cached)
     functions = tuple(tuple(sorted(json.loads(text(file)).items())) for file in calls)
-    return dataclasses.replace(base, bits=bits, functions=functions, trained=max(seconds))
+    return dataclasses.replace(base, bits=bits, functions=functions, trained=seconds)
 
 
 def _train(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import signal
@@ -87,8 +86,7 @@ class Experiment:
         if self._expected is None or self._took is None or self._took >= self._expected:
             return False
         faster = self._took / self._expected
-        times = {name: faster * getattr(self.base, name) for name in ("fresh", "cached", "trained")}
-        self.base = dataclasses.replace(self.base, **times, start=faster * self.base.start)
+        self.base = self.base.scaled(faster)
         return True
 
     # --- for actions ----------------------------------------------------------------------------
@@ -167,11 +165,15 @@ class Experiment:
         if left and not hung:
             self.problem(Problem.ORPHAN, "; ".join(left))
 
+    def took(self, started: Started) -> None:
+        """Remember how long a command took that has to be disturbed at a moment."""
+        if started.ended is not None:
+            self._took = started.ended - started.began
+
     def judge(self, started: Started, *, faulty: bool, report: bool, is_check: bool = True) -> None:
         """Compare a command's end with the promise."""
         self.codes.append(started.code)
-        if started.ended is not None:
-            self._took = started.ended - started.began
+        self.took(started)
         said = text(started.command.output("stderr")).strip()[:400]
         self.said = " | ".join(filter(None, [self.said, said]))
         self.problems += of_command(

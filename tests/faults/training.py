@@ -65,13 +65,14 @@ class Disturbed:
             if not x.mounts:
                 return
             Full(Where.DIRECTORY, self.kib or 16 << 10).mount(x)
-        seconds = x.base.trained
+        seconds = x.base.trained[self.layout][self.cached]
         patience = max(8.0, 2.5 * seconds)
         flags = [*TRACED, "--ttrace-iterations", "1-2", "--ttrace-timeout", f"{patience:.0f}"]
         cache = x.cache("local") if self.cached else x.home / "cache"
         started = Started(baseline.training(x.base, x.home, self.layout, *flags, cache=cache))
         x.injected = self.happen(x, started, seconds)
         hung = not started.wait(2 * LIMIT + 2 * patience)
+        x.took(started)
         left = bury(0 if hung else 5)
         if hung:
             x.problem(Problem.HANG, f"still running after {time.monotonic() - started.began:.0f} s")
@@ -98,14 +99,19 @@ class Disturbed:
                 pid = x.target(started, self.target, self.moment, seconds)
                 kill = self.event is Event.KILL
                 number = signal.SIGKILL if kill else signal.SIGSTOP
-                sent = pid is not None and x.send(started, pid, number)
-                if sent and self.event is Event.PAUSE:
+                if pid is None or not x.send(started, pid, number):
+                    return False
+                if self.event is Event.PAUSE:
                     started.wait(2.0)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGCONT)  # type: ignore[arg-type]
-                return sent
+                    resume(pid)
+                elif self.event is Event.STOP and self.target is Target.HELPER:
+                    # Nobody but its parent's parent can know of it, once it is the last one.
+                    started.wait(2 * LIMIT)
+                    resume(pid)
+                return True
         if not x.until(started, self.moment, seconds):
             return False
+        folders = (x.home / "cache", out)
         if self.event is Event.FILLED:
             fill(out)
         elif self.event is Event.VANISHED:
@@ -113,12 +119,27 @@ class Disturbed:
         else:
             harm = {Event.CUT: Harm.CUT, Event.OVERWRITTEN: Harm.OVERWRITTEN}
             damage = Damage(harm.get(self.event, Harm.DELETED))
-            files = [*(x.home / "cache").rglob("*.safetensors"), *out.rglob("*.safetensors")]
-            for file in {file.resolve() for file in files}:
+            files: set[Path] = set()
+
+            def there() -> bool:
+                """Whether there is a reference by now."""
+                found = (path for folder in folders for path in folder.rglob("*.safetensors"))
+                with contextlib.suppress(OSError):
+                    files.update(path.resolve() for path in found)
+                return bool(files)
+
+            started.wait(LIMIT, there)
+            for file in files:
                 with contextlib.suppress(OSError):
                     damage.spoil(file, x)
-            return bool(files)
+            return bool(files) and started.code is None
         return True
+
+
+def resume(pid: int) -> None:
+    """Let a stopped process go on, if it is still there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
