@@ -311,13 +311,16 @@ def _training(chooser: _Chooser) -> None:
         if event is Event.STOP:
             # Nothing can train on without one of its ranks.
             targets = (Target.REFERENCE, Target.HELPER)
+        target = numbers.choice(targets)
+        # Some time before the end of a training its reference is made.
+        is_early = target is Target.REFERENCE and event in (Event.KILL, Event.STOP, Event.PAUSE)
         action = Disturbed(
             event,
-            numbers.choice(targets),
-            numbers.uniform(0, LATEST),
+            target,
+            numbers.uniform(0, 0.3 if is_early else 0.95),
             numbers.choice(layouts),
             kib=round(4 * 2 ** numbers.uniform(0, 10)) if event is Event.SMALL else 0,
-            cached=numbers.random() < 0.5,
+            cached=numbers.random() < 0.5 and not is_early,
         )
         chooser.add(family, action, Promise(()), faulty=False)
 

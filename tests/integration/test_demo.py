@@ -8,7 +8,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.integration.jobs import environment, ttrace
+
+NEXT = "As it stands, this runs:\n"
 
 
 def cpu_seconds() -> float:
@@ -40,9 +44,14 @@ def test_demo(tmp_path: Path) -> None:
     )
     # Only a path, which is not divided, may be longer.
     assert not [line for line in done.stdout.splitlines() if len(line) > 80 and "/" not in line]
-    # What it says to do next works in the same shell.
-    command = done.stdout.partition("As it stands, this runs:\n")[2]
-    assert " check --shrink -- torchrun " in command
+    assert " check --shrink -- torchrun " in done.stdout.partition(NEXT)[2]
+
+
+@pytest.mark.nightly
+def test_what_it_says_to_do_next(tmp_path: Path) -> None:
+    """It works in the same shell."""
+    done = ttrace("demo", "--directory", "demo", cwd=tmp_path, WANDB_MODE="offline")
+    command = done.stdout.partition(NEXT)[2]
     again = subprocess.run(
         ["bash", "-c", command],
         cwd=tmp_path,

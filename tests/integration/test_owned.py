@@ -3,13 +3,12 @@
 
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_ttrace.trace import owned
+from tests.integration.jobs import SCRIPT, ttrace
 from tests.integration.secretive import FLAGS
 from tests.jobs.commands.test_disclosure import CANARY, SECRET_VARIABLES
 from tests.trace.test_owned import foreign, state_of
@@ -22,16 +21,6 @@ MODEL = """
     --tensor-model-parallel-size 2
 """.split()
 FOLDERS = (".vim.old-2023", ".x.building-1", f".y.old-{'0' * 16}", "trees", "references", "checks")
-
-
-def ttrace(*words: object, cwd: Path, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command, without the settings of who runs the tests."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("TTRACE_")}
-    own |= {"HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **more}
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", *map(str, words)]
-    return subprocess.run(
-        command, cwd=cwd, env=own, capture_output=True, text=True, timeout=400, check=False
-    )
 
 
 @pytest.fixture
@@ -55,23 +44,33 @@ def home(tmp_path: Path) -> Path:
 def test_commands_in_a_home_directory(home: Path) -> None:
     """A check, its report, what follows it, and commands that are refused; twice."""
     before = state_of(home)
-    script = ROOT / "launch" / "pretrain_gpt.py"
-    check = ("check", "--quiet", "--nproc-per-node", 2, "--ttrace-no-wandb", "--ttrace-dir", home)
+    check = (
+        "check",
+        "--quiet",
+        "--nproc-per-node",
+        2,
+        "--ttrace-no-wandb",
+        "--ttrace-dir",
+        home,
+        "--",
+    )
     for _ in range(2):
-        done = ttrace(*check, "--", script, *MODEL, cwd=home, home=home, TTRACE_CACHE=str(home))
+        done = ttrace(
+            *check, "--", SCRIPT, *MODEL, cwd=home, HOME=str(home), TTRACE_CACHE=str(home)
+        )
         assert done.returncode == 0, done.stdout + done.stderr
     assert (home / "reference").is_symlink()
     for words in (
         ("report", home, "--junit", home / "junit.xml"),
-        ("record", "--ttrace-dir", home, "--", script, "--no-such-flag"),
+        ("record", "--ttrace-dir", home, "--", SCRIPT, "--no-such-flag"),
         ("ci", "--directory", home, "--base", "HEAD", home),
-        ("bisect", "--directory", home, "--checkout", home, "a", "b", "--", script),
+        ("bisect", "--directory", home, "--checkout", home, "a", "b", "--", SCRIPT),
         ("diff", home, home / "absent", "--directory", home),
         ("recipes", home, "--directory", home, "--dry-run"),
         ("clean", home),
         ("clean", home, "--yes"),
     ):
-        done = ttrace(*words, cwd=home, home=home)
+        done = ttrace(*words, cwd=home, HOME=str(home))
         assert "Traceback" not in done.stderr, done.stderr
         after = state_of(home)
         assert {name: after.get(name) for name in before} == before, words
@@ -90,7 +89,8 @@ def test_no_secret_is_written(tmp_path: Path) -> None:
         *(ROOT / "tests" / "integration" / "secretive.py", *MODEL, *flags),
         *("--vocab-file", f"s3://key:{CANARY}@bucket/a"),
         cwd=tmp_path,
-        home=tmp_path,
+        cold=True,
+        HOME=str(tmp_path),
         TMPDIR=str(folder),
         TTRACE_CACHE=str(tmp_path / "cache"),
         **dict.fromkeys(names, f"postgres://user:{CANARY}@host"),
