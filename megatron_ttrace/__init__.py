@@ -8,10 +8,19 @@ script calls :func:`check` (docs/api.md). Importing this package imports neither
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal imports a lot before it is there
 import os
 import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+
+_PROGRAM = "".join(sys.argv[:1])
+if (
+    os.path.basename(_PROGRAM) == "ttrace" or (_PROGRAM == "-m" and __name__ in sys.orig_argv)
+) and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    # Until ``__main__`` handles it, Ctrl-C ends our command without a traceback.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+from types import ModuleType  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron_ttrace.saved.api import Report, check, compare, load_report

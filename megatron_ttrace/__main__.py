@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-# Nothing else here: until ``main`` runs, Ctrl-C is Python's own, with a traceback.
+# Nothing else here: until ``main`` runs, Ctrl-C ends the process without a word.
 from megatron_ttrace.jobs import streams
 from megatron_ttrace.jobs.processes import signals
 

@@ -2,6 +2,7 @@
 """The state of standard output and error never changes an exit code; our errors are one line."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,31 @@ def test_a_closed_stream_is_not_taken_by_a_file(tmp_path: Path) -> None:
     body = "f = open('victim', 'w'); import os; os.write(1, b'stray'); f.close()"
     assert shell(f"{talks(tmp_path, body)} >&-", tmp_path).returncode == 1
     assert (tmp_path / "victim").read_text() == ""
+
+
+EARLY = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+moment, sys.argv, seen = int(sys.argv[1]), ["ttrace", "doctor"], []
+def imports(event, arguments):
+    if event == "import" and "megatron_ttrace" in sys.modules:
+        seen.append(arguments[0])
+        if len(seen) == moment:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.addaudithook(imports)
+from megatron_ttrace.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("moment", [*range(2, 20), *range(20, 200, 20)])
+def test_an_early_interrupt(moment: int) -> None:
+    """While our modules are imported, after the first line of the package: no traceback."""
+    done = subprocess.run(
+        [sys.executable, "-c", EARLY, str(moment)], capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode in (-signal.SIGINT, 130)
 
 
 @pytest.mark.parametrize("words", ["--help", "check --help", "--version", "bugs list --json"])
