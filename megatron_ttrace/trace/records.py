@@ -236,11 +236,9 @@ class TensorResult(Record):
 class Verdict(TensorResult):
     """One line of ``verdicts.jsonl``.
 
-    ``rel_err`` is the relative error of the worst rank, ``rel_err_eps`` the same in machine
-    epsilons of the compute dtype, ``tolerance`` what rounding alone may cause, ``margin`` their
-    ratio; all four are ``None`` where nothing could be measured. ``ranks`` are those the verdict
-    speaks of (the worst ones of a failure, all holders of a pass). ``shape`` is the logical shape.
-    ``note`` is for people; what is decided on is ``reason``.
+    ``rel_err`` to ``margin`` are those of the worst rank; ``None`` where nothing could be measured.
+    ``ranks`` are the worst ones of a failure, or all holders of a pass. ``shape`` is the logical
+    shape. ``note`` is for people, ``reason`` for programs.
     """
 
     note: str = ""
@@ -249,14 +247,12 @@ class Verdict(TensorResult):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit(Record):
-    """A localised module: where an error originates, as opposed to where it is only seen.
+    """A module in which an error originates.
 
-    ``reason`` is the chain of evidence in one sentence, ``explanation`` a hypothesis about the
-    cause that was tested on the shards, or "unknown"; ``cause`` and ``axes`` are its sort and the
-    mesh axes it speaks of. ``hint`` is what it suggests, which was not tested. ``where`` is the
-    code to look at: file, line and function. ``collectives`` are those that ran in the module in
-    this direction, which is an observation and no cause. Culprits with the same ``group`` have one
-    cause, or are the same module of several layers; 0 where this is not known.
+    ``explanation`` is the cause that was tested on the shards, or "unknown"; ``cause`` and ``axes``
+    are its sort and its mesh axes. ``hint`` was not tested. ``collectives`` are those that ran in
+    the module in this direction. Culprits with the same ``group`` have one cause, or are the same
+    module of several layers; 0 where this is not known.
     """
 
     name: str
@@ -427,10 +423,9 @@ class Run(Record):
 class Summary(Record):
     """The content of ``summary.json``.
 
-    ``counts`` maps each :class:`Outcome` to its number of tensors, ``config`` holds the layout and
-    the settings of the check, ``execution_order`` the modules in the order the reference ran them.
-    ``exactness`` and ``changed_code``: ``None`` where nothing is known. ``not_exercised`` is what a
-    pass says nothing about; the verdict does not depend on ``collective_findings``.
+    ``config`` holds the layout and the settings of the check. ``exactness`` and ``changed_code``
+    are ``None`` where nothing is known. The verdict does not depend on ``not_exercised`` and
+    ``collective_findings``.
     """
 
     verdict: Result
