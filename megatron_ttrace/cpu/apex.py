@@ -10,9 +10,8 @@ written in plain PyTorch and offered under Apex's module names, when the real Ap
 Apex's kernels compute in float32 whatever the input's type and round once at the end; so does this.
 For float32 and float64 inputs nothing is rounded in between.
 
-Its optimizers are offered too (see ``optimizers.py`` for the reason). Its multi-tensor kernels
-(``amp_C``) are *not*: without them Megatron takes its own ``local_multi_tensor_*`` functions, which
-need no GPU.
+Its optimizers are TransformerEngine's (``te/optimizers.py``). Its multi-tensor kernels (``amp_C``)
+are *not* offered: without them Megatron takes its own ``local_multi_tensor_*`` functions.
 """
 
 import importlib
@@ -24,20 +23,8 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
-from megatron_ttrace.cpu.optimizers import FusedAdam, FusedSGD
 from megatron_ttrace.cpu.stand_in import offer
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _inner_dims(tensor: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(range(tensor.dim() - len(normalized_shape), tensor.dim()))
-
-
-def _outer_dims(tensor: torch.Tensor, normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(range(tensor.dim() - len(normalized_shape)))
+from megatron_ttrace.cpu.te.norms import NormKind, norm_forward
 
 
 class FusedLayerNormAffineFunction(torch.autograd.Function):
@@ -53,82 +40,32 @@ class FusedLayerNormAffineFunction(torch.autograd.Function):
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        """Normalise over the last ``len(normalized_shape)`` dims."""
-        dtype = _compute_dtype(input.dtype)
-        dims = _inner_dims(input, normalized_shape)
-        x = input.to(dtype)
-        mean = x.mean(dims, keepdim=True)
-        centered = x - mean
-        inverse_std = torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
-        output = centered * inverse_std * weight.to(dtype) + bias.to(dtype)
-        ctx.normalized_shape = tuple(normalized_shape)
-        # ``memory_efficient`` saves the output and inverts the norm in the backward pass, to
-        # spare memory at the price of rounding. Memory is no matter here: the input is saved.
-        ctx.save_for_backward(input, weight, bias, mean, inverse_std)
-        return output.to(input.dtype)
+        """Normalise over the last dim, the only one that Megatron normalises over.
+
+        ``memory_efficient`` saves the output and inverts the norm in the backward pass, to spare
+        memory at the price of rounding. Memory is no matter here: the input is saved.
+        """
+        output, mean, inverse = norm_forward(input, weight, bias, NormKind("LayerNorm", eps))
+        ctx.save_for_backward(input, weight, mean, inverse)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the input, the weight and the bias."""
-        input, weight, bias, mean, inverse_std = ctx.saved_tensors
-        dtype = mean.dtype
-        inner = _inner_dims(input, ctx.normalized_shape)
-        outer = _outer_dims(input, ctx.normalized_shape)
-        normalized = (input.to(dtype) - mean) * inverse_std
-        grad = grad_output.to(dtype)
-        scaled = grad * weight.to(dtype)
-        grad_input = inverse_std * (
+        input, weight, mean, inverse = ctx.saved_tensors
+        tokens = tuple(range(input.dim() - 1))
+        normalized = (input.to(mean.dtype) - mean) * inverse
+        grad = grad_output.to(mean.dtype)
+        scaled = grad * weight.to(mean.dtype)
+        grad_input = inverse * (
             scaled
-            - scaled.mean(inner, keepdim=True)
-            - normalized * (scaled * normalized).mean(inner, keepdim=True)
+            - scaled.mean(-1, keepdim=True)
+            - normalized * (scaled * normalized).mean(-1, keepdim=True)
         )
         return (
             grad_input.to(input.dtype),
-            (grad * normalized).sum(outer).to(weight.dtype),
-            grad.sum(outer).to(bias.dtype),
-            None,
-            None,
-            None,
-        )
-
-
-class FusedRMSNormAffineFunction(torch.autograd.Function):
-    """RMS norm with weight: ``x / sqrt(mean(x²) + eps) * weight``."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        normalized_shape: Sequence[int],
-        eps: float,
-        memory_efficient: bool = False,
-    ) -> torch.Tensor:
-        """Normalise over the last ``len(normalized_shape)`` dims."""
-        dtype = _compute_dtype(input.dtype)
-        x = input.to(dtype)
-        dims = _inner_dims(input, normalized_shape)
-        inverse_rms = torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
-        ctx.normalized_shape = tuple(normalized_shape)
-        ctx.save_for_backward(input, weight, inverse_rms)
-        return (x * inverse_rms * weight.to(dtype)).to(input.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of the input and the weight."""
-        input, weight, inverse_rms = ctx.saved_tensors
-        dtype = inverse_rms.dtype
-        inner = _inner_dims(input, ctx.normalized_shape)
-        outer = _outer_dims(input, ctx.normalized_shape)
-        normalized = input.to(dtype) * inverse_rms
-        grad = grad_output.to(dtype)
-        scaled = grad * weight.to(dtype)
-        grad_input = inverse_rms * (
-            scaled - normalized * (scaled * normalized).mean(inner, keepdim=True)
-        )
-        return (
-            grad_input.to(input.dtype),
-            (grad * normalized).sum(outer).to(weight.dtype),
+            (grad * normalized).sum(tokens).to(weight.dtype),
+            grad.sum(tokens).to(weight.dtype),
             None,
             None,
             None,
@@ -136,7 +73,7 @@ class FusedRMSNormAffineFunction(torch.autograd.Function):
 
 
 class FastLayerNormFN(torch.autograd.Function):
-    """Apex's persistent layer norm: the same function, normalising over the last dim."""
+    """Apex's persistent layer norm: the same function."""
 
     @staticmethod
     def forward(
@@ -165,17 +102,16 @@ def real_apex_present() -> bool:
 
 
 def install() -> None:
-    """Offer norms and optimizers under Apex's module names, unless the real Apex is installed."""
+    """Offer norms under Apex's module names, unless the real Apex is installed."""
     if real_apex_present():
         return
+    fused, fast = FusedLayerNormAffineFunction, FastLayerNormFN
     offer("apex", {})
     offer("apex.normalization", {})
-    norms = (FusedLayerNormAffineFunction, FusedRMSNormAffineFunction)
-    offer("apex.normalization.fused_layer_norm", {norm.__name__: norm for norm in norms})
-    offer("apex.optimizers", {"FusedAdam": FusedAdam, "FusedSGD": FusedSGD})
+    offer("apex.normalization.fused_layer_norm", {fused.__name__: fused})
     offer("apex.contrib", {})
     offer("apex.contrib.layer_norm", {})
-    offer("apex.contrib.layer_norm.layer_norm", {"FastLayerNormFN": FastLayerNormFN})
+    offer("apex.contrib.layer_norm.layer_norm", {fast.__name__: fast})
 
 
 def choose_local_norm(normalization: str) -> None:

@@ -10,10 +10,11 @@ stay on: bias + GELU is the tanh approximation, so switching it off would change
 Options whose meaning would be lost are refused with the name of what is needed.
 """
 
-from collections.abc import Callable
+import importlib
+import os
 from typing import Any
 
-from megatron_ttrace.cpu import apex, helpers_cpp, offload, te, warmup
+from megatron_ttrace.cpu import apex, helpers_cpp, offload, te
 from megatron_ttrace.cpu.collectives import gloo
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -54,43 +55,21 @@ def _have_fused_rope() -> bool:
     return getattr(rope_utils, "fused_apply_rotary_pos_emb", None) is not None
 
 
-def _needs_transformer_engine(args: Any) -> list[str]:
-    """Flags in ``args`` that Megatron's local layer specification cannot honour."""
-
-    def get(name: str) -> Any:
-        return getattr(args, name, None)
-
-    rms = get("normalization") == "RMSNorm"
-    sequence_parallel = bool(get("sequence_parallel")) and get("tensor_model_parallel_size") > 1
-    checks: list[tuple[Any, str]] = [
-        ((get("context_parallel_size") or 1) > 1, "--context-parallel-size"),
-        (get("hybrid_context_parallel"), "--hybrid-context-parallel"),
-        (get("fp8"), "--fp8-format"),
-        (get("fp4"), "--fp4-format"),
-        (sequence_parallel and rms, "--sequence-parallel with --normalization RMSNorm"),
-        (
-            rms and get("layernorm_zero_centered_gamma"),
-            "--apply-layernorm-1p with --normalization RMSNorm",
+def _refuse_for_local_layers(adapter: _Adapter) -> None:
+    """Refuse what Megatron's local layers would fail at without naming the option."""
+    cut = adapter.get("sequence_parallel") and adapter.get("tensor_model_parallel_size") > 1
+    asked = {
+        "--context-parallel-size": (adapter.get("context_parallel_size") or 1) > 1,
+        "--fp8-format": adapter.get("fp8"),
+        "--fp4-format": adapter.get("fp4"),
+        "--multi-latent-attention": adapter.get("multi_latent_attention"),
+        "--sequence-parallel with --normalization RMSNorm": (
+            cut and adapter.get("normalization") == "RMSNorm"
         ),
-        (get("sft"), "--sft"),
-        (get("dataloader_inter_document_masking"), "--dataloader-inter-document-masking"),
-        (get("use_te_activation_func"), "--use-te-activation-func"),
-        (get("use_transformer_engine_op_fuser"), "--use-transformer-engine-op-fuser"),
-        (get("te_precision_config_file"), "--te-precision-config-file"),
-        (get("experimental_attention_variant"), "--experimental-attention-variant"),
-        (get("use_precision_aware_optimizer"), "--use-precision-aware-optimizer"),
-        (get("delay_wgrad_compute"), "--delay-wgrad-compute"),
-        (get("overlap_moe_expert_parallel_comm"), "--overlap-moe-expert-parallel-comm"),
-        (get("fused_residual_rmsnorm"), "--fused-residual-rmsnorm"),
-        (get("qk_clip"), "--qk-clip"),
-        (get("multi_latent_attention"), "--multi-latent-attention"),
-        (
-            {"layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"}
-            & set(get("recompute_modules") or ()),
-            "--recompute-modules layernorm, moe_act, mla_up_proj or gdn_norm_out",
-        ),
-    ]
-    return [flag for present, flag in checks if present]
+    }
+    options = [option for option, value in asked.items() if value]
+    if options:
+        raise TTraceError(f"{', '.join(options)} needs --transformer-impl transformer_engine")
 
 
 def _adapt_operations(adapter: _Adapter) -> None:
@@ -105,28 +84,16 @@ def _adapt_operations(adapter: _Adapter) -> None:
 
 
 def _adapt_layers(adapter: _Adapter) -> None:
-    args = adapter.args
-    have_te = _have_transformer_engine()
+    if not _have_transformer_engine():
+        raise TTraceError(
+            "Megatron cannot import the TransformerEngine that is installed: install the release "
+            "that it was built with, or uninstall it, and it is emulated"
+        )
     if te.emulated():
         _adapt_operations(adapter)
-    needing = [] if have_te else _needs_transformer_engine(args)
-    if needing:
-        raise TTraceError(
-            f"{', '.join(needing)} needs TransformerEngine, which cannot be imported here: "
-            "install it, or drop the option"
-        )
+    if adapter.get("transformer_impl") == "local":
+        _refuse_for_local_layers(adapter)
     wanted_te = adapter.get("transformer_impl") == "transformer_engine"
-    if not have_te:
-        if wanted_te:
-            adapter.switch_off("transformer_impl", "TransformerEngine layers", "local")
-        # Without TransformerEngine experts are computed one after the other: the same products.
-        adapter.switch_off("moe_grouped_gemm", "grouped GEMM")
-        if adapter.get("cross_entropy_loss_fusion"):
-            adapter.switch_off(
-                "cross_entropy_fusion_impl", "TransformerEngine cross entropy", "native"
-            )
-        adapter.switch_off("moe_permute_fusion", "MoE permute fusion")
-        adapter.switch_off("moe_router_fusion", "MoE router fusion")
     _adapt_norms(adapter, wanted_te)
     _adapt_attention(adapter, wanted_te)
     _adapt_experts(adapter)
@@ -192,14 +159,8 @@ def _adapt_communication(adapter: _Adapter) -> None:
         adapter.switch_off("moe_enable_deepep", "flex token dispatcher")
     spread = args.tensor_model_parallel_size > 1 or (adapter.get("context_parallel_size") or 1) > 1
     if spread and not (fsdp or adapter.get("use_torch_fsdp2")):  # which refuse it
-        _set_max_connections()
-
-
-def _set_max_connections() -> None:
-    import os
-
-    # Megatron asserts this on anything older than Blackwell; a CPU has no such queue.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # Megatron asserts this on anything older than Blackwell; a CPU has no such queue.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def _adapt_kernels(adapter: _Adapter) -> None:
@@ -228,11 +189,16 @@ def _adapt_kernels(adapter: _Adapter) -> None:
         adapter.switch_off("fp8_param_gather", "FP8 parameter gather")
 
 
-_STEPS: tuple[Callable[[_Adapter], None], ...] = (
-    _adapt_communication,
-    _adapt_layers,
-    _adapt_kernels,
-)
+def _skip_warmup() -> None:
+    """Let ``set_jit_fusion_options`` set its options without the warm-up: nothing is compiled.
+
+    It runs the fused functions on random inputs whose sizes depend on the tensor-parallel size. On
+    a GPU that moves the CUDA generator only. Here the CUDA generator is the CPU's, so the warm-up
+    would make ``--use-cpu-initialization``, which gives all layouts the same weights, depend on
+    the layout.
+    """
+    initialize: Any = importlib.import_module("megatron.training.initialize")
+    initialize._warmup_jit_function = lambda *args, **kwargs: None
 
 
 def adapt_arguments(args: Any) -> list[str]:
@@ -242,12 +208,12 @@ def adapt_arguments(args: Any) -> list[str]:
     configuration, and checks it, from the adapted values. Applying it twice changes nothing more.
     """
     adapter = _Adapter(args)
-    for step in _STEPS:
+    for step in (_adapt_communication, _adapt_layers, _adapt_kernels):
         step(adapter)
     if adapter.get("optimizer_cpu_offload"):
         offload.keep_apart()
     helpers_cpp.skip_compilation()
-    warmup.skip()
+    _skip_warmup()
     return adapter.changes
 
 

@@ -66,21 +66,17 @@ def activate() -> None:
     from megatron_ttrace.cpu import (
         apex,
         collectives,
+        cuda,
         dataloader,
         devices,
-        memory,
         operators,
-        random_states,
-        streams,
     )
 
     # First, while torch.cuda still tells the truth to a real TransformerEngine.
     te.install()
     dataloader.install()
     devices.install()
-    streams.install()
-    memory.install()
-    random_states.install()
+    cuda.install()
     collectives.install()
     apex.install()
     operators.install()

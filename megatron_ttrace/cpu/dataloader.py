@@ -9,7 +9,7 @@ tensors, just not pinned.
 Every iterator also draws a seed for its workers from the CPU's generator. Only the first rank of a
 tensor-parallel group reads data; on a GPU its draw does not touch the generator of the dropout
 masks, which has to stay in step on all ranks of the group. Here the two are one generator (see
-``random_states.py``), so the draw is undone.
+``cuda.py``), so the draw is undone.
 """
 
 import functools

@@ -12,7 +12,6 @@ costs Python time on every operation, which would distort what this package meas
 """
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,22 +28,14 @@ FACTORIES = (
 ).split()
 TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
 
-# Hopper: it has bf16 and FP8, so Megatron refuses nothing for lack of a dtype, and it is not
-# Blackwell, for which Megatron would choose kernels and memory layouts of its own.
-CAPABILITY = (9, 0)
-
 
 def to_cpu(device: Any) -> Any:
     """``device`` with every spelling of a CUDA device turned into the CPU; others unchanged."""
-    if isinstance(device, bool):
-        return device
-    if isinstance(device, int):
-        return "cpu"
-    if isinstance(device, str):
-        return "cpu" if device.split(":")[0] == "cuda" else device
     if isinstance(device, torch.device):
         return torch.device("cpu") if device.type == "cuda" else device
-    return device
+    is_number = isinstance(device, int) and not isinstance(device, bool)
+    is_name = isinstance(device, str) and device.split(":")[0] == "cuda"
+    return "cpu" if is_number or is_name else device
 
 
 def _mapped(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -90,8 +81,8 @@ def _install_tensor_moves() -> None:
             args = (to_cpu(args[0]), *args[1:])
         return original_to(self, *args, **_mapped(kwargs))
 
-    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the tensor itself, as ``cuda()`` does for one that is on the device already."""
+    def itself(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As ``cuda()`` and ``pin_memory()`` do for a tensor that is there already."""
         return self
 
     @functools.wraps(original_type)
@@ -104,17 +95,14 @@ def _install_tensor_moves() -> None:
             return name.replace("torch.", "torch.cuda.", 1)
         return name
 
-    def pin_memory(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self
-
     def record_stream(self: torch.Tensor, stream: Any) -> None:
         """Nothing to keep alive: there is one stream and it has already finished."""
 
     for name, replacement in (
         ("to", to),
-        ("cuda", cuda),
+        ("cuda", itself),
         ("type", type_),
-        ("pin_memory", pin_memory),
+        ("pin_memory", itself),
         ("record_stream", record_stream),
     ):
         setattr(torch.Tensor, name, replacement)
@@ -152,52 +140,9 @@ def _install_meshes() -> None:
     setattr(DeviceMesh, "__init__", init)  # noqa: B010 - mypy refuses the assignment
 
 
-class NoDevice:
-    """Context manager in place of ``torch.cuda.device``: there is one device, the CPU."""
-
-    def __init__(self, device: Any = None) -> None:
-        self.device = device
-
-    def __enter__(self) -> "NoDevice":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-
-def _device_count() -> int:
-    """Give one device to each rank of the machine, so that every ``LOCAL_RANK`` has its own."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def _install_cuda_queries() -> None:
-    cuda: Any = torch.cuda
-    cuda.is_available = lambda: True
-    cuda.is_initialized = lambda: True
-    cuda.init = cuda._lazy_init = lambda: None
-    # Megatron hands its random-state callbacks to _lazy_call, to be run once CUDA is up.
-    cuda._lazy_call = lambda callback, **_: callback()
-    cuda.device_count = _device_count
-    cuda.current_device = lambda: 0
-    cuda.set_device = lambda device: None
-    cuda.device = cuda.device_of = NoDevice
-    cuda.get_device_capability = lambda device=None: CAPABILITY
-    cuda.get_device_name = lambda device=None: "cpu"
-    cuda.is_bf16_supported = lambda including_emulation=True: True
-    # Legacy type objects: used as constructors and in isinstance checks on a tensor's dtype.
-    cuda.FloatTensor = torch.FloatTensor
-    cuda.HalfTensor = torch.HalfTensor
-    cuda.BFloat16Tensor = torch.BFloat16Tensor
-    cuda.DoubleTensor = torch.DoubleTensor
-    cuda.IntTensor = torch.IntTensor
-    cuda.LongTensor = torch.LongTensor
-    cuda.ByteTensor = torch.ByteTensor
-
-
 def install() -> None:
     """Replace everything through which Megatron names a device."""
     _install_factories()
     _install_tensor_moves()
     _install_load()
     _install_meshes()
-    _install_cuda_queries()

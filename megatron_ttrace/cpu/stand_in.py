@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 
-def offer(name: str, contents: dict[str, Any]) -> None:
+def offer(name: str, contents: Mapping[str, Any]) -> None:
     """Make ``import name`` find a module with these contents; its parent must be offered first."""
     module = ModuleType(name, f"Standing in for {name} on a CPU.")
     module.__dict__.update(contents)
@@ -19,3 +21,13 @@ def offer(name: str, contents: dict[str, Any]) -> None:
     parent, _, child = name.rpartition(".")
     if parent:
         setattr(sys.modules[parent], child, module)
+
+
+def offer_all(package: str, offered: Mapping[str, Mapping[str, str]]) -> None:
+    """Offer modules with names of modules of ``package``: ``{module: {home: "names"}}``."""
+    for name, homes in offered.items():
+        contents: dict[str, Any] = {}
+        for home, words in homes.items():
+            module = importlib.import_module(f"{package}.{home}")
+            contents |= {word: getattr(module, word) for word in words.split()}
+        offer(name, contents)

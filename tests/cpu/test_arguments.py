@@ -16,11 +16,12 @@ pytest.importorskip("megatron.training")
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
-    """Nothing of TransformerEngine, and no process-wide change by a test."""
-    monkeypatch.setattr(arguments, "_have_transformer_engine", lambda: False)
-    monkeypatch.setattr(arguments, "_have_fused_rope", lambda: False)
+    """As where TransformerEngine is emulated, and no process-wide change by a test."""
+    monkeypatch.setattr(arguments, "_have_transformer_engine", lambda: True)
+    monkeypatch.setattr(arguments.te, "emulated", lambda: True)
+    monkeypatch.setattr(arguments, "_have_fused_rope", lambda: True)
     monkeypatch.setattr(arguments.helpers_cpp, "skip_compilation", lambda: True)
-    monkeypatch.setattr(arguments.warmup, "skip", lambda: None)
+    monkeypatch.setattr(arguments, "_skip_warmup", lambda: None)
     monkeypatch.setattr(apex, "choose_local_norm", lambda normalization: None)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -37,21 +38,15 @@ def parse(monkeypatch):
     return run
 
 
-DEFAULTS = {
-    "NCCL",
-    "TransformerEngine layers",
-    "flash and fused attention",
-    "gradient accumulation fusion",
-    "data-loader workers",
-}
-
-
 def test_a_plain_command_line(parse):
     args = parse()
-    assert set(adapt_arguments(args)) == DEFAULTS
+    assert set(adapt_arguments(args)) == {
+        "NCCL",
+        "gradient accumulation fusion",
+        "data-loader workers",
+    }
     assert args.distributed_backend == "gloo"
-    assert args.transformer_impl == "local"
-    assert args.attention_backend.name == "unfused"
+    assert args.transformer_impl == "transformer_engine"
     assert not args.gradient_accumulation_fusion
     assert args.no_persist_layer_norm
     assert args.num_workers == 0
@@ -98,12 +93,11 @@ def test_twice_is_once(parse):
 @pytest.mark.parametrize(
     ("words", "lost"),
     [
-        ("--position-embedding-type rope", "RoPE fusion"),
+        ("--multi-latent-attention", "RoPE fusion"),
         ("--cuda-graph-impl local", "CUDA graphs"),
-        ("--tp-comm-overlap", "tensor-parallel communication overlap"),
-        ("--num-experts 4 --moe-grouped-gemm", "grouped GEMM"),
-        ("--num-experts 4", "bias and GELU fusion"),
+        ("--num-experts 4 --transformer-impl local", "bias and GELU fusion"),
         ("--num-experts 4 --moe-token-dispatcher-type flex", "flex token dispatcher"),
+        ("--use-transformer-engine-op-fuser", "operation fuser"),
         ("--transformer-impl local", "masked softmax fusion"),
         ("--transformer-impl local", "persistent layer norm"),
         ("--transformer-impl local --attention-backend flash", "flash and fused attention"),
@@ -118,10 +112,12 @@ def test_what_is_lost_is_named(parse, words, lost):
 @pytest.mark.parametrize(
     ("words", "lost"),
     [
-        ("", "RoPE fusion"),
+        ("--attention-backend flash", "flash and fused attention"),
         ("", "masked softmax fusion"),
         ("", "persistent layer norm"),
-        ("--num-experts 4 --swiglu", "bias and GELU fusion"),
+        ("--tp-comm-overlap", "tensor-parallel communication overlap"),
+        ("--position-embedding-type rope", "RoPE fusion"),
+        ("--num-experts 4 --swiglu --transformer-impl local", "bias and GELU fusion"),
         ("--transformer-impl local", "flash and fused attention"),
         ("--transformer-impl local --normalization RMSNorm", "persistent layer norm"),
     ],
@@ -130,56 +126,50 @@ def test_what_the_user_would_not_have_had_is_not_named(parse, words, lost):
     assert lost not in adapt_arguments(parse(*words.split()))
 
 
+def test_a_real_engine_on_a_cpu(parse, monkeypatch):
+    """It does not overlap communication, and attention has to be unfused."""
+    monkeypatch.setattr(arguments.te, "emulated", lambda: False)
+    monkeypatch.setattr(arguments, "_have_fused_rope", lambda: False)
+    words = "--tp-comm-overlap --position-embedding-type rope --attention-backend flash"
+    args = parse(*words.split())
+    lost = {"tensor-parallel communication overlap", "RoPE fusion", "flash and fused attention"}
+    assert lost < set(adapt_arguments(args))
+    assert args.attention_backend.name == "unfused"
+
+
+def test_an_engine_that_megatron_cannot_import(parse, monkeypatch):
+    """Megatron would fall back to local layers, which are another model."""
+    monkeypatch.setattr(arguments, "_have_transformer_engine", lambda: False)
+    with pytest.raises(TTraceError, match="cannot import the TransformerEngine"):
+        adapt_arguments(parse())
+
+
 @pytest.mark.parametrize(
-    ("words", "flag"),
+    ("words", "option"),
     [
         ("--context-parallel-size 2", "--context-parallel-size"),
         ("--fp8-format hybrid", "--fp8-format"),
+        ("--multi-latent-attention", "--multi-latent-attention"),
         (
             "--tensor-model-parallel-size 2 --sequence-parallel --normalization RMSNorm",
             "--sequence-parallel with --normalization RMSNorm",
         ),
-        ("--multi-latent-attention", "--multi-latent-attention"),
-        ("--sft", "--sft"),
-        (
-            "--recompute-granularity selective --recompute-modules layernorm",
-            "--recompute-modules layernorm",
-        ),
     ],
 )
-def test_what_local_layers_cannot_do_is_refused(parse, monkeypatch, words, flag):
-    with pytest.raises(TTraceError, match=flag) as caught:
-        adapt_arguments(parse(*words.split()))
-    assert "\n" not in str(caught.value)
-    monkeypatch.setattr(arguments, "_have_transformer_engine", lambda: True)
+def test_what_local_layers_cannot_do_is_refused(parse, words, option):
     args = parse(*words.split())
     adapt_arguments(args)
-    assert args.transformer_impl == "transformer_engine"
+    args.transformer_impl = "local"
+    with pytest.raises(TTraceError, match=f"^{option} needs --transformer-impl"):
+        adapt_arguments(args)
 
 
-@pytest.fixture
-def emulated(monkeypatch):
-    """As where the TransformerEngine interface of this package stands in."""
-    monkeypatch.setattr(arguments, "_have_transformer_engine", lambda: True)
-    monkeypatch.setattr(arguments.te, "emulated", lambda: True)
-
-
-@pytest.mark.usefixtures("emulated")
-def test_operations_that_are_not_emulated(parse):
-    """The fuser computes what its operations do one by one; its activation is another formula."""
-    args = parse("--use-transformer-engine-op-fuser")
-    assert "operation fuser" in adapt_arguments(args)
-    assert not args.use_transformer_engine_op_fuser
+def test_another_activation_is_refused(parse):
+    """The engine's GELU is the tanh approximation, Megatron's own the exact one."""
     args = parse()
     args.use_te_activation_func = True
     with pytest.raises(TTraceError, match="--use-te-activation-func"):
         adapt_arguments(args)
-
-
-def test_rms_norm_without_sequence_parallel_is_local(parse):
-    args = parse("--tensor-model-parallel-size", "2", "--normalization", "RMSNorm")
-    adapt_arguments(args)
-    assert args.transformer_impl == "local"
 
 
 def test_other_releases_lack_arguments():

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention as one autograd function, over all keys at once ("fused" attention).
+"""Attention as one autograd function ("fused" attention), and over a part of the keys.
 
 Tensors are ``[b, h, s, d]``. Scores, probabilities and gradients are computed in float32 for 16-bit
 inputs, as fused kernels do, and each result is rounded once.
+
+A part's output is normalised over the part's own keys and comes with the logarithm of its
+normaliser (log-sum-exp); two parts are joined exactly by weighing each with its share of the joint
+normaliser. The backward pass needs the joint output and the joint log-sum-exp only, and gives each
+part's gradients independently.
 """
 
 from collections.abc import Callable
@@ -11,16 +16,131 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.cpu.te.attention_math import (
-    Part,
-    add_sink,
-    attend,
-    attend_backward,
-    output_dot,
-    sink_gradient,
-)
 from megatron_ttrace.cpu.te.masks import MaskRule
 from megatron_ttrace.cpu.te.norms import compute_dtype
+
+
+@dataclass(frozen=True)
+class Part:
+    """What limits attention of these queries to these keys.
+
+    ``allowed`` is boolean, ``bias`` is added to the scores; both broadcast to ``[b, h, sq, sk]``.
+    ``keep`` is the dropout mask, already divided by the probability of keeping.
+    """
+
+    scale: float
+    allowed: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    keep: torch.Tensor | None = None
+
+
+def repeat_groups(kv: torch.Tensor, heads: int) -> torch.Tensor:
+    """Give each query head its key or value head: ``[b, g, s, d]`` to ``[b, h, s, d]``."""
+    groups = kv.shape[1]
+    return kv if groups == heads else kv.repeat_interleave(heads // groups, dim=1)
+
+
+def sum_groups(grad: torch.Tensor, groups: int) -> torch.Tensor:
+    """Sum gradients of heads that share a key head: ``[b, h, s, d]`` to ``[b, g, s, d]``."""
+    b, heads, s, d = grad.shape
+    if groups == heads:
+        return grad
+    return grad.view(b, groups, heads // groups, s, d).sum(2)
+
+
+def scores(q: torch.Tensor, k: torch.Tensor, part: Part) -> torch.Tensor:
+    """Scaled and masked scores ``[b, h, sq, sk]``; -inf where a key is not allowed."""
+    result = torch.matmul(q, k.transpose(-1, -2)) * part.scale
+    if part.bias is not None:
+        result = result + part.bias.to(result.dtype)
+    if part.allowed is not None:
+        result = result.masked_fill(~part.allowed, float("-inf"))
+    return result
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of ``q`` over this part's keys.
+
+    Returns output ``[b, h, sq, dv]``, log-sum-exp ``[b, h, sq]`` and largest score ``[h]``. A query
+    that may see no key of this part gives zero and -inf.
+    """
+    heads = q.shape[1]
+    k, v = repeat_groups(k, heads), repeat_groups(v, heads)
+    score = scores(q, k, part)
+    lse = torch.logsumexp(score, -1)
+    probability = _probability(score, lse)
+    if part.keep is not None:
+        probability = probability * part.keep
+    return torch.matmul(probability, v), lse, score.amax((0, 2, 3))
+
+
+def _probability(score: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    # A query without keys has lse = -inf; with zero in its place its row becomes exp(-inf) = 0.
+    finite = torch.where(torch.isinf(lse), torch.zeros_like(lse), lse)
+    return torch.exp(score - finite[..., None])
+
+
+def join(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join two parts' outputs ``[b, h, s, d]`` and log-sum-exps ``[b, h, s]``."""
+    joint = torch.logaddexp(lse, other_lse)
+    return out * _share(lse, joint) + other_out * _share(other_lse, joint), joint
+
+
+def _share(lse: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
+    share = torch.exp(lse - joint)
+    return torch.where(torch.isinf(joint), torch.zeros_like(share), share)[..., None]
+
+
+def add_sink(
+    out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Let ``exp(sink)`` ``[h]`` take part in the normaliser without contributing a value."""
+    joint = torch.logaddexp(lse, sink.to(lse.dtype)[None, :, None])
+    return out * _share(lse, joint), joint
+
+
+def sink_gradient(delta: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """Gradient of ``sink`` ``[h]``: its probability times minus what the others gain."""
+    probability = torch.exp(sink.to(lse.dtype)[None, :, None] - lse)
+    return -(probability * delta).sum((0, 2))
+
+
+def output_dot(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """``Σ_d grad_out · out``, ``[b, h, s]``: what a change of the normaliser would cost."""
+    return (grad_out * out).sum(-1)
+
+
+def attend_backward(
+    grad_out: torch.Tensor,
+    delta: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    part: Part,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients that this part's keys give: of q, k, v and of the scores.
+
+    ``delta`` and ``lse`` are those of the joint output over all parts. Shapes are those of q, k and
+    v, and ``[b, h, sq, sk]``.
+    """
+    heads, groups = q.shape[1], k.shape[1]
+    k_heads, v_heads = repeat_groups(k, heads), repeat_groups(v, heads)
+    probability = _probability(scores(q, k_heads, part), lse)
+    kept = probability if part.keep is None else probability * part.keep
+    grad_v = torch.matmul(kept.transpose(-1, -2), grad_out)
+    grad_probability = torch.matmul(grad_out, v_heads.transpose(-1, -2))
+    if part.keep is not None:
+        grad_probability = grad_probability * part.keep
+    grad_score = probability * (grad_probability - delta[..., None])
+    grad_q = torch.matmul(grad_score, k_heads) * part.scale
+    grad_k = torch.matmul(grad_score.transpose(-1, -2), q) * part.scale
+    return grad_q, sum_groups(grad_k, groups), sum_groups(grad_v, groups), grad_score
+
 
 #: Draws a dropout mask of a shape, already divided by the probability of keeping.
 DrawMask = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]

@@ -6,18 +6,20 @@ on its way, and joins the blocks' outputs by their log-sum-exps. In the backward
 travel once more, and the gradients of each block travel with it and come home last.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.cpu.te.attention_core import AttentionSettings, upcast
-from megatron_ttrace.cpu.te.attention_math import (
+from megatron_ttrace.cpu.te.attention_core import (
+    AttentionSettings,
     Part,
     attend,
     attend_backward,
     join,
     output_dot,
+    upcast,
 )
 from megatron_ttrace.cpu.te.masks import Tokens
 from megatron_ttrace.cpu.te.parallel import Group
@@ -36,29 +38,22 @@ class Ring:
         """Rank whose block is here after ``step`` steps."""
         return (self.rank - step) % self.size
 
-    def start(self, tensor: torch.Tensor) -> "Message":
-        """Send ``tensor`` to the next rank and receive the previous rank's."""
+    def start(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Send ``tensor`` to the next rank; the result waits for the previous rank's."""
         tensor = tensor.contiguous()
         incoming = torch.empty_like(tensor)
         # One message at a time is under way in a group, so sends and receives pair up in order.
-        works = [
+        works: list[Any] = [
             dist.isend(tensor, self._next, group=self.group),
             dist.irecv(incoming, self._previous, group=self.group),
         ]
-        return Message(tensor, incoming, works)
 
+        def arrived() -> torch.Tensor:
+            for work in works:
+                work.wait()
+            return incoming
 
-class Message:
-    """A block on its way."""
-
-    def __init__(self, outgoing: torch.Tensor, incoming: torch.Tensor, works: list[Any]) -> None:
-        self._outgoing, self._incoming, self._works = outgoing, incoming, works
-
-    def wait(self) -> torch.Tensor:
-        """Return what came; what was sent may be overwritten from now on."""
-        for work in self._works:
-            work.wait()
-        return self._incoming
+        return arrived
 
 
 def _pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -88,7 +83,7 @@ class RingAttention(torch.autograd.Function):
         parts: list[Part] = []
         out = lse = max_score = None
         for step in range(ring.size):
-            message = ring.start(block) if step < ring.size - 1 else None
+            arrived = ring.start(block) if step < ring.size - 1 else None
             allowed = settings.rule.allowed(tokens[ring.rank], tokens[ring.holder(step)])
             part = settings.part(allowed, q, k)
             block_out, block_lse, block_max = attend(*upcast(q, *_unpack(block, k.shape[-1])), part)
@@ -98,8 +93,8 @@ class RingAttention(torch.autograd.Function):
                 out, lse = join(out, lse, block_out, block_lse)
                 max_score = torch.maximum(max_score, block_max)
             parts.append(part)
-            if message is not None:
-                block = message.wait()
+            if arrived is not None:
+                block = arrived()
         assert out is not None
         assert max_score is not None
         ctx.save_for_backward(q, k, v, out, lse)
@@ -126,9 +121,9 @@ class RingAttention(torch.autograd.Function):
             grad_q += block_q
             grad_block = grad_block + _pack(block_k, block_v)
             if step < ring.size - 1:
-                block = ring.start(block).wait()
+                block = ring.start(block)()
             # The gradients go on with their block; after the last step that is home.
-            grad_block = ring.start(grad_block).wait()
+            grad_block = ring.start(grad_block)()
         grad_k, grad_v = _unpack(grad_block, k.shape[-1])
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
 

@@ -5,7 +5,7 @@ import importlib
 import sys
 from typing import Any
 
-from megatron_ttrace.cpu.stand_in import offer
+from megatron_ttrace.cpu.stand_in import offer_all
 from megatron_ttrace.cpu.te import releases
 
 _PACKAGE = "megatron_ttrace.cpu.te"
@@ -24,17 +24,15 @@ _OFFERED: dict[str, dict[str, str]] = {
         "norms": "LayerNorm RMSNorm",
         "attention": "DotProductAttention",
         "fp8": "autocast fp8_autocast fp8_model_init quantized_model_init",
-        "recompute": "checkpoint",
-        "random_tracker": "CudaRNGStatesTracker",
+        "distributed": "CudaRNGStatesTracker checkpoint",
         "permutation": "Fp8Padding Fp8Unpadding",
     },
     "transformer_engine.pytorch.attention": {"attention": "DotProductAttention"},
     "transformer_engine.pytorch.attention.rope": {"rope": "apply_rotary_pos_emb"},
     "transformer_engine.pytorch.cross_entropy": {"cross_entropy": "parallel_cross_entropy"},
     "transformer_engine.pytorch.distributed": {
-        "random_tracker": "CudaRNGStatesTracker",
-        "recompute": "activation_recompute_forward checkpoint in_fp8_activation_recompute_phase "
-        "is_fp8_activation_recompute_enabled",
+        "distributed": "CudaRNGStatesTracker activation_recompute_forward checkpoint "
+        "in_fp8_activation_recompute_phase is_fp8_activation_recompute_enabled",
         "parallel": "gather_along_first_dim reduce_scatter_along_first_dim",
     },
     "transformer_engine.pytorch.fp8": {
@@ -46,13 +44,13 @@ _OFFERED: dict[str, dict[str, str]] = {
     },
     "transformer_engine.pytorch.module.base": {
         "base": "TransformerEngineBaseModule",
-        "overlap": "UserBufferQuantizationMode destroy_ub initialize_ub",
+        "names": "UserBufferQuantizationMode",
+        "overlap": "destroy_ub initialize_ub",
     },
-    "transformer_engine.pytorch.ops": {"ops": "FusibleOperation Sequential"},
+    "transformer_engine.pytorch.ops": {"names": "FusibleOperation Sequential"},
     "transformer_engine.pytorch.optimizers": {
-        "optimizers": "FusedAdam FusedSGD",
-        "multi_tensor": "multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
-        "multi_tensor_scale_tensor",
+        "optimizers": "FusedAdam FusedSGD multi_tensor_applier multi_tensor_l2norm "
+        "multi_tensor_scale multi_tensor_scale_tensor",
     },
     "transformer_engine.pytorch.permutation": {
         "permutation": "moe_permute moe_permute_with_probs moe_sort_chunks_by_index "
@@ -62,13 +60,13 @@ _OFFERED: dict[str, dict[str, str]] = {
         "router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
         "fused_topk_with_score_function",
     },
-    "transformer_engine.pytorch.tensor": {"tensors": "QuantizedTensor"},
-    "transformer_engine.pytorch.tensor.float8_tensor": {"tensors": "Float8Tensor"},
-    "transformer_engine.pytorch.tensor.mxfp8_tensor": {"tensors": "MXFP8Tensor"},
+    "transformer_engine.pytorch.tensor": {"names": "QuantizedTensor"},
+    "transformer_engine.pytorch.tensor.float8_tensor": {"names": "Float8Tensor"},
+    "transformer_engine.pytorch.tensor.mxfp8_tensor": {"names": "MXFP8Tensor"},
     "transformer_engine.pytorch.tensor.float8_blockwise_tensor": {
-        "tensors": "Float8BlockwiseQTensor"
+        "names": "Float8BlockwiseQTensor"
     },
-    "transformer_engine.pytorch.float8_tensor": {"tensors": "Float8Tensor"},
+    "transformer_engine.pytorch.float8_tensor": {"names": "Float8Tensor"},
     "transformer_engine_torch": {"context_parallel": "thd_get_partitioned_indices"},
 }
 
@@ -103,12 +101,7 @@ def install() -> None:
     global _emulated
     if _emulated or real_present():
         return
-    for name, homes in _OFFERED.items():
-        contents: dict[str, Any] = {}
-        for home, words in homes.items():
-            module = importlib.import_module(f"{_PACKAGE}.{home}")
-            contents |= {word: getattr(module, word) for word in words.split()}
-        offer(name, contents)
+    offer_all(_PACKAGE, _OFFERED)
     engine: Any = sys.modules["transformer_engine"]
     engine.__version__ = releases.current()
     _emulated = True

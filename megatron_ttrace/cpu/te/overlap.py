@@ -7,7 +7,6 @@ that have come. Nothing overlaps here, but the buffer is the same: shared, and o
 next layer. So whatever a layer keeps for its backward pass must not lie in it.
 """
 
-from enum import Enum
 from typing import Any
 
 import torch
@@ -15,13 +14,6 @@ import torch
 from megatron_ttrace.cpu.te.parallel import Group, gather_along_first_dim, group_size
 
 _buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-
-class UserBufferQuantizationMode(Enum):
-    """Whether buffers hold FP8 or unrounded tensors; rounding is emulated, so it makes none."""
-
-    NONE = "none"
-    FP8 = "fp8"
 
 
 def initialize_ub(*args: Any, **kwargs: Any) -> None:

@@ -11,8 +11,7 @@ from megatron_ttrace.cpu.operators.delta_rule import (
     chunk_gated_delta_rule,
     l2norm,
 )
-from megatron_ttrace.cpu.operators.hadamard import hadamard_transform
-from megatron_ttrace.cpu.operators.weight_gradient import wgrad_gemm_accum_fp32
+from megatron_ttrace.cpu.operators.matrices import hadamard_transform, wgrad_gemm_accum_fp32
 
 
 def inputs(length=6, heads=4, key_heads=2, keys=3, values=5, batch=2):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_ttrace.cpu import te
 from megatron_ttrace.cpu.te import quantize
+from megatron_ttrace.cpu.te.distributed import checkpoint
 from megatron_ttrace.cpu.te.fp8 import FP8GlobalStateManager, fp8_autocast
 from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
 from megatron_ttrace.cpu.te.linear import LayerNormLinear, Linear
@@ -17,7 +18,6 @@ from megatron_ttrace.cpu.te.recipes import (
     Format,
     MXFP8BlockScaling,
 )
-from megatron_ttrace.cpu.te.recompute import checkpoint
 from tests.cpu.te.ranks import close, run_ranks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_ttrace.cpu.te import multi_tensor, permutation, router
+from megatron_ttrace.cpu.te import optimizers, permutation, router
 from megatron_ttrace.cpu.te.cross_entropy import parallel_cross_entropy
-from megatron_ttrace.cpu.te.random_tracker import CudaRNGStatesTracker
-from megatron_ttrace.cpu.te.recompute import checkpoint
+from megatron_ttrace.cpu.te.distributed import CudaRNGStatesTracker, checkpoint
 from megatron_ttrace.cpu.te.rope import apply_rotary_pos_emb
 from tests.cpu.te.ranks import close, run_ranks
 
@@ -239,15 +238,15 @@ def test_named_random_states():
 
 def test_lists_of_tensors():
     tensors = [torch.tensor([3.0]), torch.tensor([[4.0, 12.0]])]
-    apply, overflow = multi_tensor.multi_tensor_applier, torch.zeros(1, dtype=torch.int)
-    total, each = apply(multi_tensor.multi_tensor_l2norm, overflow, [tensors], True)
+    apply, overflow = optimizers.multi_tensor_applier, torch.zeros(1, dtype=torch.int)
+    total, each = apply(optimizers.multi_tensor_l2norm, overflow, [tensors], True)
     close(total, torch.tensor([13.0]), 1e-6)
     close(each, torch.tensor([3.0, 160.0**0.5]), 1e-6)
     scale = torch.tensor([0.5])
-    apply(multi_tensor.multi_tensor_scale_tensor, overflow, [tensors, tensors], scale)
+    apply(optimizers.multi_tensor_scale_tensor, overflow, [tensors, tensors], scale)
     assert tensors[1].tolist() == [[2.0, 6.0]]
     assert overflow.item() == 0
-    apply(multi_tensor.multi_tensor_scale, overflow, [[torch.tensor([1e39 / 1e-3])], [scale]], 1.0)
+    apply(optimizers.multi_tensor_scale, overflow, [[torch.tensor([1e39 / 1e-3])], [scale]], 1.0)
     assert overflow.item() == 1
 
 
@@ -257,5 +256,5 @@ def test_norm_of_many_elements():
     exact = whole.double().square().sum().sqrt()
     for parts in (1, 2, 7):
         lists = [list(whole.tensor_split(parts))]
-        total, _ = multi_tensor.multi_tensor_l2norm(1, torch.zeros(1), lists)
+        total, _ = optimizers.multi_tensor_l2norm(1, torch.zeros(1), lists)
         close(total.double()[0], exact, 1e-7)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adam whose state has fewer bits than float32."""
+"""Adam against PyTorch's, and with a state of fewer bits than float32."""
+
+import copy
 
 import pytest
 import torch
 
-from megatron_ttrace.cpu import optimizers
 from megatron_ttrace.cpu.te.optimizers import FusedAdam, joined, parted
 from megatron_ttrace.mcore.optimizer import Owned, Snapshot
 from megatron_ttrace.mcore.parameters import place_parameter
@@ -23,7 +24,7 @@ def precise(parameter, **options):
     )
 
 
-def train(optimizer, parameter, *, decoupled, steps=5):
+def train(optimizer, parameter, *, decoupled=False, steps=5):
     """Steps with gradients of a seed."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
@@ -42,6 +43,54 @@ def start():
     )
 
 
+@pytest.mark.parametrize(
+    ("decoupled", "theirs"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)]
+)
+def test_adam_is_torchs(decoupled, theirs):
+    """With either weight decay; they differ."""
+    ours, other, expected = (torch.nn.Parameter(start().detach().float()) for _ in range(3))
+    options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    train(FusedAdam([ours], adam_w_mode=decoupled, **options), ours)
+    train(FusedAdam([other], adam_w_mode=not decoupled, **options), other)
+    train(theirs([expected], **options), expected)
+    torch.testing.assert_close(ours, expected, rtol=2e-6, atol=2e-6)
+    assert not torch.allclose(other, expected, atol=1e-6)
+
+
+def test_bf16_parameters_are_rounded_once():
+    parameter = start()
+    before = parameter.detach().clone()
+    parameter.grad = torch.full_like(parameter, 0.25)
+    FusedAdam([parameter], lr=0.1, weight_decay=0.0).step()
+    # After one step both corrected moments are the gradient's: the update is its sign.
+    assert torch.equal(parameter, (before.float() - 0.1 * (0.25 / (0.25 + 1e-8))).bfloat16())
+
+
+def test_steps_are_counted_by_group():
+    """Megatron saves the step with the group; parameters without gradient stay as they are."""
+    parameter, idle = start(), start()
+    optimizer = FusedAdam([{"params": [parameter, idle]}, {"params": []}], weight_decay=0.5)
+    train(optimizer, parameter, steps=3)
+    full, empty = optimizer.param_groups
+    assert full["step"] == 3
+    assert "step" not in empty
+    assert torch.equal(idle, start())
+    assert not torch.equal(parameter, idle)
+
+
+def test_resumed_is_bitwise_uninterrupted():
+    whole, first = (torch.nn.Parameter(start().detach().float()) for _ in range(2))
+    uninterrupted, interrupted = FusedAdam([whole]), FusedAdam([first])
+    for optimizer, parameter in ((uninterrupted, whole), (interrupted, first)):
+        train(optimizer, parameter, steps=3)
+    second = copy.deepcopy(first)
+    resumed = FusedAdam([second])
+    resumed.load_state_dict(copy.deepcopy(interrupted.state_dict()))
+    train(uninterrupted, whole, steps=3)
+    train(resumed, second, steps=3)
+    assert torch.equal(whole, second)
+
+
 def test_a_value_in_two_parts():
     """Every float32 value is a bf16 number, its nearest, and 16 bits."""
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(2)) * 1e3
@@ -56,8 +105,8 @@ def test_own_main_weights_are_those_of_float32_copies(remainders):
     """Bit for bit, after several steps; the parameter is their rounded value."""
     parameter = start()
     main = torch.nn.Parameter(parameter.detach().float())
-    expected = optimizers.FusedAdam([main], **OPTIONS)
-    train(expected, main, decoupled=False)
+    expected = FusedAdam([main], **OPTIONS)
+    train(expected, main)
     inner = precise(parameter, store_param_remainders=remainders)
     assert torch.equal(Owned(parameter, inner, inner.param_groups[0]).weights, parameter)
     train(inner, parameter, decoupled=True)
@@ -126,7 +175,9 @@ def test_a_restored_step_has_its_scales_again():
     assert torch.equal(inner.get_unscaled_state(parameter, "exp_avg"), before)
 
 
-def test_coarse_main_weights_are_refused():
-    """They are not emulated."""
-    with pytest.raises(NotImplementedError, match="fewer bits"):
-        precise(start(), master_weight_dtype=torch.float16)
+@pytest.mark.parametrize(
+    "options", [{"amsgrad": True}, {"capturable": True}, {"master_weight_dtype": torch.float16}]
+)
+def test_what_is_not_offered_is_refused(options):
+    with pytest.raises(NotImplementedError):
+        precise(start(), **options)

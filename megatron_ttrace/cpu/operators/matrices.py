@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Hadamard transform (``fast_hadamard_transform``)."""
+"""Functions of matrices: the Hadamard transform, and weight gradients added where they belong."""
 
 from __future__ import annotations
 
@@ -22,3 +22,21 @@ def hadamard_transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         values = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         half *= 2
     return (values[..., :size] * scale).to(x.dtype)
+
+
+def wgrad_gemm_accum_fp32(
+    inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """``main_grad += grad_output^T inputs``, not rounded before it is added.
+
+    Args:
+        inputs: [..., in].
+        grad_output: [..., out].
+        main_grad: [out, in], changed in place.
+    """
+    product = grad_output.flatten(0, -2).float().mT @ inputs.flatten(0, -2).float()
+    main_grad.add_(product.to(main_grad.dtype))
+
+
+#: The same for a 16-bit ``main_grad``.
+wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation recomputation (``checkpoint``): run forward twice, keep the inputs only.
+"""Activation recomputation (``checkpoint``), and the tracker of named random states.
 
-The second run has to compute what the first did: the random states are put back, and FP8 modules
-are told which of the two they are in, so that they round with the scales of the first run.
+Recomputation runs forward twice and keeps the inputs only. The second run has to compute what the
+first did: the random states are put back, and FP8 modules are told which of the two they are in, so
+that they round with the scales of the first run.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,6 +40,51 @@ def is_fp8_activation_recompute_enabled() -> bool:
 def in_fp8_activation_recompute_phase() -> bool:
     """Whether this is the second forward pass."""
     return fp8.recompute.second
+
+
+class CudaRNGStatesTracker:
+    """Named states of the one generator there is (``--te-rng-tracker``); see ``cuda.py``."""
+
+    def __init__(self) -> None:
+        self.states_: dict[str, torch.Tensor] = {}
+        self.seeds_: set[int] = set()
+
+    def reset(self) -> None:
+        """Forget all states."""
+        self.states_, self.seeds_ = {}, set()
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        """Return copies of all states."""
+        return {name: state.clone() for name, state in self.states_.items()}
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Take all states back."""
+        self.states_ = states
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a state seeded with ``seed``; neither may have been added before."""
+        if seed in self.seeds_:
+            raise RuntimeError(f"seed {seed} already exists")
+        if name in self.states_:
+            raise RuntimeError(f"state {name} already exists")
+        self.seeds_.add(seed)
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        self.states_[name] = torch.default_generator.get_state()
+        torch.default_generator.set_state(before)
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Draw from the state ``name`` inside the context."""
+        if name not in self.states_:
+            raise KeyError(f"state {name} has not been added")
+        before = torch.default_generator.get_state()
+        torch.default_generator.set_state(self.states_[name])
+        try:
+            yield
+        finally:
+            self.states_[name] = torch.default_generator.get_state()
+            torch.default_generator.set_state(before)
 
 
 class _RandomStates:

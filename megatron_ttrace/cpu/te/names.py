@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes of TransformerEngine of which Megatron needs the name only.
+
+On a CPU parameters stay unrounded and FP8 operands live for the time of one product, so no tensor
+of these classes is ever made: every ``isinstance`` question is answered "no".
+
+Megatron names two classes of the operation fuser in annotations that Python evaluates when its
+wrappers are defined, whatever the options. ``cpu/arguments.py`` keeps runs from using them;
+operations that are looked for by name (``from ...ops import GroupedLinear``) are not found.
+"""
+
+from enum import Enum
+from typing import Any
+
+import torch
+
+from megatron_ttrace.trace.errors import TTraceError
+
+
+class UserBufferQuantizationMode(Enum):
+    """Whether buffers hold FP8 or unrounded tensors; rounding is emulated, so it makes none."""
+
+    NONE = "none"
+    FP8 = "fp8"
+
+
+class QuantizedTensor(torch.Tensor):
+    """Base class of tensors stored in FP8."""
+
+
+class Float8Tensor(QuantizedTensor):
+    """A tensor with one scale."""
+
+
+class Float8BlockwiseQTensor(QuantizedTensor):
+    """A tensor with a scale for each block of 128."""
+
+
+class MXFP8Tensor(QuantizedTensor):
+    """A tensor with a scale for each block of 32."""
+
+
+class FusibleOperation:
+    """One operation of the fuser.
+
+    Raises:
+        TTraceError: when one is to be made.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise TTraceError("TransformerEngine's operation fuser is not emulated on a CPU")
+
+
+class Sequential(FusibleOperation):
+    """A chain of operations."""
