@@ -49,23 +49,18 @@ def split_name(name: str, stacks: Collection[str] = ()) -> tuple[str, str]:
         name: of a module or parameter.
         stacks: what precedes ``layers`` in names (:func:`stacks_of`).
     """
-    if found := _LAYER.match(name):
-        within = name[found.end() + 1 :].split(".")
-        return found[0], ".".join("*" if part.isdigit() else part for part in within) or "layer"
+    if layer := _LAYER.match(name):
+        within = name[layer.end() + 1 :].split(".")
+        return layer[0], ".".join("*" if part.isdigit() else part for part in within) or "layer"
     parts = name.split(".")
     size = 2 if len(parts) > 1 and parts[0] in stacks else 1
     return ".".join(parts[:size]) or UNNAMED, ".".join(parts[size - 1 :]) or UNNAMED
 
 
-def layer_of(name: str, stacks: Collection[str] = ()) -> str:
-    """The layer of a canonical name; a top-level module outside of layers."""
-    return split_name(name, stacks)[0]
-
-
 def stacks_of(verdicts: Iterable[Verdict]) -> frozenset[str]:
     """The top-level modules that hold numbered layers."""
     names = {verdict.name for verdict in verdicts}
-    return frozenset(found[1][:-1] for name in names if (found := _LAYER.match(name)))
+    return frozenset(layer[1][:-1] for name in names if (layer := _LAYER.match(name)))
 
 
 def margin_of(verdict: Verdict) -> float | None:
@@ -190,8 +185,8 @@ def _depths(verdicts: Iterable[Verdict], places: Iterable[Place]) -> dict[str, i
         seen.setdefault(layer, position)
         if verdict.kind is Kind.OUTPUT:
             computed.setdefault(layer, position)
-    found = seen | computed
-    return {layer: depth for depth, layer in enumerate(sorted(found, key=found.__getitem__))}
+    order = seen | computed
+    return {layer: depth for depth, layer in enumerate(sorted(order, key=order.__getitem__))}
 
 
 def layer_rows(verdicts: Sequence[Verdict]) -> list[LayerRow]:
@@ -201,10 +196,10 @@ def layer_rows(verdicts: Sequence[Verdict]) -> list[LayerRow]:
     groups: dict[tuple[str, Direction], Group] = {}
     first: dict[tuple[str, Direction], int] = {}
     for position, (verdict, (layer, _)) in enumerate(zip(verdicts, places, strict=True)):
-        group = groups.setdefault((layer, verdict.direction), Group(verdict))
-        if verdict.verdict.is_failure and not group.failures:
-            first[layer, verdict.direction] = position
-        first.setdefault((layer, verdict.direction), position)
+        key = layer, verdict.direction
+        group = groups.setdefault(key, Group(verdict))
+        if not group.total or (verdict.verdict.is_failure and not group.failures):
+            first[key] = position
         group.add(verdict)
     stacks = stacks_of(verdicts)
     rows = []
@@ -212,16 +207,7 @@ def layer_rows(verdicts: Sequence[Verdict]) -> list[LayerRow]:
         worst = group.worst
         tensor = f"{split_name(worst.name, stacks)[1]} {worst.kind.value}.{worst.index}"
         start = first[layer, direction]
-        rows.append(
-            LayerRow(
-                layer=layer,
-                direction=direction,
-                group=group,
-                depth=depths[layer],
-                tensor=tensor,
-                first=start,
-            )
-        )
+        rows.append(LayerRow(layer, direction, group, depths[layer], tensor=tensor, first=start))
     return sorted(rows, key=_worst_first)
 
 
@@ -235,7 +221,7 @@ def failing_rows(verdicts: Sequence[Verdict], culprits: Sequence[Culprit]) -> li
     rows = [row for row in layer_rows(verdicts) if row.group.failures]
     failures = [verdict for verdict in verdicts if verdict.verdict.is_failure]
     shown = culprits[0].shown_by(failures) if culprits else None
-    origin = (layer_of(shown.name, stacks_of(verdicts)), shown.direction) if shown else None
+    origin = (split_name(shown.name, stacks_of(verdicts))[0], shown.direction) if shown else None
     return sorted(rows, key=lambda row: ((row.layer, row.direction) != origin, row.first))
 
 
@@ -308,8 +294,8 @@ def folds(found: HeatMap) -> dict[str, str]:
 
 def unchecked_reasons(verdicts: Iterable[Verdict]) -> list[tuple[Reason | None, int]]:
     """Why tensors were not checked, most frequent first; ``None`` where no reason is recorded."""
-    unchecked = (one for one in verdicts if one.verdict is Outcome.UNCHECKED)
-    return Counter(one.reason for one in unchecked).most_common()
+    unchecked = (verdict for verdict in verdicts if verdict.verdict is Outcome.UNCHECKED)
+    return Counter(verdict.reason for verdict in unchecked).most_common()
 
 
 def by_cause(culprits: Iterable[Culprit]) -> list[list[Culprit]]:
@@ -327,25 +313,25 @@ def folded(culprits: Sequence[Culprit], order: Iterable[str]) -> list[str]:
         culprits: of one cause.
         order: names of all modules of the run.
     """
-    there: dict[str, set[str]] = {}
+    modules: dict[str, set[str]] = {}
     for name in order:
-        there.setdefault(_NUMBER.sub("*", name), set()).add(name)
-    found: dict[str, dict[str, str]] = {}
+        modules.setdefault(_NUMBER.sub("*", name), set()).add(name)
+    layers: dict[str, dict[str, str]] = {}
     for culprit in culprits:
         number = _NUMBER.search(culprit.name)
-        same = found.setdefault(_NUMBER.sub("*", culprit.name), {})
+        same = layers.setdefault(_NUMBER.sub("*", culprit.name), {})
         same[culprit.name] = number[0] if number else ""
-    said = []
-    for pattern, names in found.items():
-        total = len(there.get(pattern, set()) | names.keys())
+    texts = []
+    for pattern, names in layers.items():
+        total = len(modules.get(pattern, set()) | names.keys())
         if len(names) == 1:
-            said += [clean(name) for name in names]
+            texts += [clean(name) for name in names]
         elif len(names) == total:
-            said.append(f"{clean(pattern)} (in all {total} layers)")
+            texts.append(f"{clean(pattern)} (in all {total} layers)")
         else:
             which = ranks_text(map(int, names.values()))
-            said.append(f"{clean(pattern)} (in {len(names)} of {total} layers: {which})")
-    return said
+            texts.append(f"{clean(pattern)} (in {len(names)} of {total} layers: {which})")
+    return texts
 
 
 def tally(verdicts: Sequence[Verdict]) -> dict[str, int]:

@@ -29,19 +29,9 @@ from megatron_ttrace.trace.records import Direction, Outcome, Result, Summary, V
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 COLUMNS = (
-    "layer",
-    "direction",
-    "verdict",
-    "worst tensor",
-    "relative error",
-    "error in ε",
-    "tolerance",
-    "margin",
-    "failures",
-    "tensors",
-    "unchecked",
-    "ranks",
-    "note",
+    *("layer", "direction", "verdict", "worst tensor"),
+    *("relative error", "error in ε", "tolerance", "margin"),
+    *("failures", "tensors", "unchecked", "ranks", "note"),
 )
 PROBE_SECONDS = 5.0
 INIT_SECONDS = 30.0
@@ -227,10 +217,10 @@ def _has_key(hosts: Sequence[str]) -> bool:
     """Whether wandb would find an API key without asking; its own check may prompt or warn."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    for candidate in filter(None, [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]):
+    for file in filter(None, [os.environ.get("NETRC"), "~/.netrc", "~/_netrc"]):
         with contextlib.suppress(OSError, netrc.NetrcParseError):
-            found = netrc.netrc(os.path.expanduser(candidate))
-            if any(found.authenticators(host) for host in hosts):
+            keys = netrc.netrc(os.path.expanduser(file))
+            if any(map(keys.authenticators, hosts)):
                 return True
     return False
 
@@ -261,10 +251,8 @@ def _where(run: Any) -> str:
 
 def left_offline(directory: Path, since: float) -> str:
     """Where the offline run made in ``directory`` since a time is; empty if there is none."""
-    found = [
-        path for path in directory.glob("wandb/offline-run-*") if path.stat().st_mtime >= since
-    ]
-    return f"W&B: {_OFFLINE}{clean(max(found), NOTE_LIMIT)}" if found else ""
+    runs = [run for run in directory.glob("wandb/offline-run-*") if run.stat().st_mtime >= since]
+    return f"W&B: {_OFFLINE}{clean(max(runs), NOTE_LIMIT)}" if runs else ""
 
 
 def _log(
@@ -324,13 +312,14 @@ def summary_fields(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, A
         "ttrace/unchecked": counts.get(Outcome.UNCHECKED.value, 0),
         "ttrace/not_exercised": len(summary.not_exercised),
     }
-    if summary.run:
-        fields["ttrace/megatron"] = wording.code_text(summary.run.megatron)
-        fields["ttrace/megatron_ttrace"] = wording.code_text(summary.run.ttrace)
-        fields["ttrace/command"] = clean(shlex.join(summary.run.command), NOTE_LIMIT)
-        fields["ttrace/run"] = clean(summary.run.id)
-    for outcome in Outcome:
-        fields[f"ttrace/count/{outcome.value}"] = counts.get(outcome.value, 0)
+    if run := summary.run:
+        fields |= {
+            "ttrace/megatron": wording.code_text(run.megatron),
+            "ttrace/megatron_ttrace": wording.code_text(run.ttrace),
+            "ttrace/command": clean(shlex.join(run.command), NOTE_LIMIT),
+            "ttrace/run": clean(run.id),
+        }
+    fields |= {f"ttrace/count/{outcome}": counts.get(outcome, 0) for outcome in Outcome}
     margins = {
         direction: margin
         for direction in Direction
@@ -341,15 +330,16 @@ def summary_fields(summary: Summary, verdicts: Sequence[Verdict]) -> dict[str, A
     fields |= {f"ttrace/margin/{direction}": margin for direction, margin in margins.items()}
     if summary.culprits:
         first = summary.culprits[0]
-        fields["ttrace/culprit"] = clean(first.name)
-        fields["ttrace/direction"] = first.direction.value
-        fields["ttrace/ranks"] = wording.ranks_text(first.ranks)
-        alike = table.by_cause(summary.culprits)[0]
-        names = ", ".join(table.folded(alike, summary.execution_order))
-        fields["ttrace/culprits"] = clean(names, NOTE_LIMIT)
-        fields["ttrace/explanation"] = clean(first.explanation, NOTE_LIMIT)
-        fields["ttrace/hint"] = clean(first.hint, NOTE_LIMIT)
-        fields["ttrace/where"] = clean(first.where, NOTE_LIMIT)
+        alike = table.folded(table.by_cause(summary.culprits)[0], summary.execution_order)
+        fields |= {
+            "ttrace/culprit": clean(first.name),
+            "ttrace/direction": first.direction.value,
+            "ttrace/ranks": wording.ranks_text(first.ranks),
+            "ttrace/culprits": clean(", ".join(alike), NOTE_LIMIT),
+            "ttrace/explanation": clean(first.explanation, NOTE_LIMIT),
+            "ttrace/hint": clean(first.hint, NOTE_LIMIT),
+            "ttrace/where": clean(first.where, NOTE_LIMIT),
+        }
     return fields
 
 
