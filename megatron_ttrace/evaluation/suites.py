@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.records import Outcome, Summary, Verdict
 
 if TYPE_CHECKING:
@@ -80,12 +80,6 @@ def margin_of(verdict: Verdict) -> float:
 def culprits_of(summary: Summary, most: int) -> str:
     """The first culprits, in words."""
     return "; ".join(f"{c.name} {c.kind} ({c.verdict})" for c in summary.culprits[:most])
-
-
-def one_line(error: TTraceError) -> str:
-    """An error with, of the log lines that follow it, the last, which is the most important."""
-    first, *rest = str(error).splitlines()
-    return f"{first} {rest[-1].strip()}" if rest else first
 
 
 def exit_code(*, alarm: bool, met: bool) -> ExitCode:

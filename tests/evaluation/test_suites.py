@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.suites import Data
-from megatron_ttrace.trace.errors import TTraceError
 from tests.report.synthetic_report import make_verdict
 
 WORDS = 128
@@ -22,8 +21,12 @@ def tokens(data: Data, folder: Path) -> NDArray[np.uint16]:
 
 
 def test_documents(tmp_path: Path) -> None:
-    """From a token to several sequences of the matrix; the last id only ends documents."""
+    """From a token to several sequences of the matrix; the last id ends them; written once."""
     found = tokens(Data.DOCUMENTS, tmp_path)
+    prefix = Path(suites.data_arguments(Data.DOCUMENTS, tmp_path, WORDS)[1])
+    written = prefix.with_suffix(".bin").stat().st_mtime_ns
+    suites.data_arguments(Data.DOCUMENTS, tmp_path, WORDS)
+    assert prefix.with_suffix(".bin").stat().st_mtime_ns == written
     lengths = np.diff(np.flatnonzero(found == WORDS - 1))
     assert lengths.min() <= 2
     assert lengths.max() > 3 * 32
@@ -38,24 +41,9 @@ def test_uneven(tmp_path: Path) -> None:
     assert shares.max() > 0.85
 
 
-def test_a_data_set_is_written_once(tmp_path: Path) -> None:
-    """Jobs of one suite share it."""
-    prefix = Path(suites.data_arguments(Data.UNEVEN, tmp_path, WORDS)[1])
-    written = prefix.with_suffix(".bin").stat().st_mtime_ns
-    suites.data_arguments(Data.UNEVEN, tmp_path, WORDS)
-    assert prefix.with_suffix(".bin").stat().st_mtime_ns == written
-
-
 def test_margin() -> None:
     """That of a tensor that was judged."""
     assert suites.margin_of(make_verdict(rel_err=3e-4, tolerance=1e-3)) == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize(("text", "line"), [("one", "one"), ("one:\n  first\n  last", "one: last")])
-def test_one_line(text: str, line: str) -> None:
-    """The last line of a log is the most important."""
-    error = TTraceError(text)
-    assert suites.one_line(error) == line
 
 
 @pytest.mark.parametrize(

@@ -103,13 +103,14 @@ class BugRow:
         if self.error:
             return self.error
         if self.healthy is not None and not self.is_healthy:
-            named = ", ".join(f"{c.name} {c.kind}" for c in self.healthy.culprits[:2])
-            return f"the healthy run is {self.healthy.verdict}: {named}"
+            names = ", ".join(f"{c.name} {c.kind}" for c in self.healthy.culprits[:2])
+            return f"the healthy run is {self.healthy.verdict}: {names}"
         return self.assessment.problem if self.assessment else ""
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
         found = self.assessment
+        margin = found.margin if found else None
         return {
             "id": self.bug.id,
             "name": self.bug.name,
@@ -120,7 +121,7 @@ class BugRow:
             "detected": found.detected if found else None,
             "localised": found.localised if found else None,
             "explained": found.explained if found else None,
-            "margin": None if not found or found.margin is None else str(found.margin),
+            "margin": None if margin is None else str(margin),
             "healthy_margin": None if self.healthy_margin is None else str(self.healthy_margin),
             "culprits": [c.to_json() for c in self.faulty.culprits] if self.faulty else [],
             "met": self.met,
@@ -159,9 +160,10 @@ def totals(rows: Sequence[BugRow]) -> Totals:
         of_bug.setdefault(bug, []).append(row.assessment)
 
     def whole(name: str) -> int:
-        return sum(all(getattr(one, name, False) for one in own) for own in of_bug.values())
+        return sum(all(getattr(each, name, False) for each in cases) for cases in of_bug.values())
 
-    found = [(r.assessment.margin, r.bug.id) for r in rows if r.assessment]
+    culprits = [(r.assessment.margin, r.bug.id) for r in rows if r.assessment]
+    healthy = [(r.healthy_margin, r.bug.id) for r in rows]
     return Totals(
         bugs=len(of_bug),
         detected=whole("detected"),
@@ -169,10 +171,8 @@ def totals(rows: Sequence[BugRow]) -> Totals:
         explained=whole("explained"),
         healthy=sum(row.is_healthy for row in rows),
         cases=len(rows),
-        weakest=min(((m, bug) for m, bug in found if m is not None), default=None),
-        nearest=max(
-            ((m, r.bug.id) for r in rows if (m := r.healthy_margin) is not None), default=None
-        ),
+        weakest=min(((m, bug) for m, bug in culprits if m is not None), default=None),
+        nearest=max(((m, bug) for m, bug in healthy if m is not None), default=None),
     )
 
 

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_ttrace.evaluation.nightly import records
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
@@ -104,8 +105,7 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
+class _Step(NamedTuple):
     """The command of a part, its log, and the file of its results."""
 
     arguments: tuple[str, ...]
@@ -122,8 +122,7 @@ def _step(part: NightPart, options: Options, directory: Path) -> _Step:
     if part is NightPart.MATRIX:
         # Its results are its output.
         return _Step(("matrix", *(options.matrix or ("--all",)), "--json", *work), log, log)
-    results = directory / part / RESULTS
-    return _Step(("recipes", str(options.recipes), *work), log, results)
+    return _Step(("recipes", str(options.recipes), *work), log, directory / part / RESULTS)
 
 
 def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:

@@ -105,28 +105,23 @@ class Pull:
         # Always the same places: they may be in arguments, and so in the names of jobs.
         self.head = self._tree("head", head)
 
-    def at_head(self, job: SmallJob) -> Checked:
-        """Check the pull request."""
-        found = self._check(job, self.head, self._commit)
-        # What diverges must be checked again. Else the same code has the same answer.
-        if found.answer is Result.EQUIVALENT:
-            self.keep(job, "head", found.ran)
-        return found
-
-    def at_base(self, job: SmallJob) -> Checked:
-        """Check what the pull request began with."""
-        found = self._check(job, self.base_tree(), self.base)
-        if found.answer is not Result.COULD_NOT_CHECK:
-            self.keep(job, "base", found.ran)
-        return found
+    def at(self, name: str, job: SmallJob) -> Checked:
+        """Check a job in a commit: ``head``, the pull request, or ``base``, what it began with."""
+        is_head = name == "head"
+        root, commit = (self.head, self._commit) if is_head else (self.base_tree(), self.base)
+        checked = self._check(job, root, commit)
+        # What diverges with the pull request must be checked again. Else the same code has the
+        # same answer.
+        again = checked.answer is Result.DIVERGED and is_head
+        if checked.answer is not Result.COULD_NOT_CHECK and not again:
+            self.keep(job, name, checked.ran)
+        return checked
 
     def ran(self, job: SmallJob) -> Files | None:
         """What a job ran when this commit or the base was checked; ``None`` if not known."""
-        for name, root in (("head", self.head), ("base", self.base_tree())):
-            ran = self.records.of_job(job.key, self.content[name], root)
-            if ran is not None:
-                return ran
-        return None
+        roots = {"head": self.head, "base": self.base_tree()}
+        known = (self.records.of_job(job.key, self.content[at], roots[at]) for at in roots)
+        return next((ran for ran in known if ran is not None), None)
 
     def changed_files(self) -> list[str]:
         """Files of the repository that the pull request changes or adds."""
@@ -185,8 +180,7 @@ class Pull:
 
     def keep(self, job: SmallJob, name: str, ran: Files | None) -> None:
         """Record what a job ran in the commit ``name``."""
-        trees = (*self.content.values(),)
-        self.records.keep_job(job.key, self.content[name], ran, trees)
+        self.records.keep_job(job.key, self.content[name], ran, [*self.content.values()])
         self.records.save(self.directory / _RECORDS)
 
     def tidy(self) -> None:
@@ -225,7 +219,7 @@ def plan(pull: Pull, folder: Path, given: Sequence[Path], max_ranks: int, tell: 
             tasks.setdefault(job.key, Task(recipe.name, job))
     before = {recipe.name: recipe for recipe in base if recipe.kind is Kind.TRAINING}
     now = {recipe.name: recipe for recipe in head}
-    said: list[Annotation] = []
+    annotations: list[Annotation] = []
     for recipe in head:
         if recipe.kind is Kind.NOT_SHRUNK and recipe.name not in before:
             tell(f"not checked: {recipe.name}: {recipe.why}")
@@ -239,10 +233,10 @@ def plan(pull: Pull, folder: Path, given: Sequence[Path], max_ranks: int, tell: 
         kept = now.get(name)
         if kept is not None and kept.kind is Kind.TRAINING:
             if dropped:
-                said.append(_changed_recipe(pull, kept, len(dropped)))
+                annotations.append(_changed_recipe(pull, kept, len(dropped)))
         elif dropped or kept is not None:
             has_lost = True
-            said.append(_lost_recipe(pull, name, kept))
+            annotations.append(_lost_recipe(pull, name, kept))
         else:
             tell(f"renamed: {name} is now {', '.join(others)}")
     if not tasks:
@@ -250,7 +244,7 @@ def plan(pull: Pull, folder: Path, given: Sequence[Path], max_ranks: int, tell: 
             "no recipe can be checked: give model_config.yaml files or shell scripts that start a "
             "training with --recipes DIR or --recipe FILE"
         )
-    return Plan(tasks, tuple(said), has_lost)
+    return Plan(tasks, tuple(annotations), has_lost)
 
 
 def _recipes(root: Path, places: Sequence[Path], max_ranks: int) -> list[Recipe]:
@@ -273,24 +267,25 @@ def _lost_recipe(pull: Pull, name: str, now: Recipe | None) -> Annotation:
     if now is None:
         text = f"{name} is gone, and no other recipe makes the same jobs"
         return Annotation(Level.ERROR, f"ttrace: recipe removed: {clean(name)}", in_one_line(text))
-    file = (pull.inside / now.file).as_posix()
     text = f"{name} can no longer be checked: {now.why}"
-    title = f"ttrace: recipe broken: {clean(name)}"
-    return Annotation(Level.ERROR, title, in_one_line(text), file, 1)
+    return _of_recipe(pull, now, Level.ERROR, f"ttrace: recipe broken: {clean(name)}", text)
 
 
 def _changed_recipe(pull: Pull, now: Recipe, count: int) -> Annotation:
     jobs = "job" if count == 1 else f"{count} jobs"
-    text = (
-        f"{now.name} makes other jobs than in the base; the {jobs} it made there: checked as well"
-    )
-    file = (pull.inside / now.file).as_posix()
-    return Annotation(Level.WARNING, "ttrace: recipe changed", in_one_line(text), file, 1)
+    text = f"{now.name} makes other jobs than in the base; the {jobs} it made there: "
+    text += "checked as well"
+    return _of_recipe(pull, now, Level.WARNING, "ttrace: recipe changed", text)
+
+
+def _of_recipe(pull: Pull, recipe: Recipe, level: Level, title: str, text: str) -> Annotation:
+    file = (pull.inside / recipe.file).as_posix()
+    return Annotation(level, title, in_one_line(text), file, 1)
 
 
 def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]]:
     """Check the jobs that run changed code: the exit code, and what to say of lines."""
-    said: list[Annotation] = []
+    annotations: list[Annotation] = []
     answers: list[Result] = []
     everything: list[Files | None] = []
     for key, task in todo.tasks.items():
@@ -304,14 +299,14 @@ def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]
             continue
         why = "what it runs is not known" if record is None else "it runs changed code"
         tell(f"checking: {name}: {why}")
-        head = pull.at_head(job)
+        head = pull.at("head", job)
         tell(f"{head.answer}: {name}{f': {head.why}' if head.why else ''}")
         if head.answer is not Result.COULD_NOT_CHECK:
             everything.append(head.ran)
         if head.answer is Result.EQUIVALENT:
             answers.append(head.answer)
             continue
-        base = pull.at_base(job)
+        base = pull.at("base", job)
         tell(f"{base.answer} before the pull request: {name}{f': {base.why}' if base.why else ''}")
         if head.answer is Result.COULD_NOT_CHECK:
             # A recipe may have been changed because its job no longer runs.
@@ -319,26 +314,26 @@ def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]
             level = Level.ERROR if broken else Level.WARNING
             answers += [head.answer] if broken else []
             title = "ttrace could not check" + (" this pull request" if broken else "")
-            said.append(Annotation(level, title, f"{name}: {head.why}"))
+            annotations.append(Annotation(level, title, f"{name}: {head.why}"))
             continue
         culprits = new_culprits(head, base)
         if base.answer is Result.DIVERGED and not culprits:
             answers.append(Result.EQUIVALENT)
             text = f"{name} diverges in {_names(head.culprits)}, as it does without this change"
-            said.append(Annotation(Level.NOTICE, "ttrace: not from this pull request", text))
+            annotations.append(Annotation(Level.NOTICE, "ttrace: not from this pull request", text))
             continue
         answers.append(Result.DIVERGED)
-        said += _annotations(pull, name, head, culprits)
-    if len(answers) + len(said) == 0:
+        annotations += _annotations(pull, name, head, culprits)
+    if not answers and not annotations:
         tell("no recipe runs changed code: nothing was checked")
     else:
         pull.tidy()
     code = ExitCode.EQUIVALENT
     if Result.DIVERGED in answers:
         code = ExitCode.DIVERGED
-    elif todo.has_lost or Result.COULD_NOT_CHECK in answers or (said and not answers):
+    elif todo.has_lost or Result.COULD_NOT_CHECK in answers or (annotations and not answers):
         code = ExitCode.COULD_NOT_CHECK
-    return code, [*todo.annotations, *said, *_not_executed(pull, todo, everything, tell)]
+    return code, [*todo.annotations, *annotations, *_not_executed(pull, todo, everything, tell)]
 
 
 def _not_executed(
@@ -378,10 +373,7 @@ def _runs(files: Files, file: str, change: changes.Change) -> bool:
 
 
 def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+    return path.read_bytes() if path.is_file() else b""
 
 
 def new_culprits(head: Checked, base: Checked) -> tuple[Culprit, ...]:
@@ -415,11 +407,11 @@ def _annotations(
     placed: set[str] = set()
     for group in table.by_cause(culprits)[:_MOST]:
         one = group[0]
-        told = [f"{label}: {text}" for label, text in wording.cause_pairs(one)]
+        causes = [f"{label}: {text}" for label, text in wording.cause_pairs(one)]
         found = place(one, pull.hunks, pull.head, pull.inside)
         file, line = found if found[0] else places[0]
         placed.add(file)
-        message = "\n".join([f"{name}: {wording.sentence(one)}", *told, changed, report])
+        message = "\n".join([f"{name}: {wording.sentence(one)}", *causes, changed, report])
         yield Annotation(Level.ERROR, f"ttrace: diverged in {_names(group)}", message, file, line)
     if placed and not placed.isdisjoint({"", *first}):
         return

@@ -39,6 +39,12 @@ _STEPS = ("--train-iters", "3", "--log-interval", "1")
 """What one step leaves behind can change the next, and its log."""
 
 
+def _last_line(error: TTraceError) -> str:
+    """An error with, of the log lines that follow it, the last, which is the most important."""
+    first, *rest = str(error).splitlines()
+    return f"{first} {rest[-1].strip()}" if rest else first
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reach:
     """What a layout runs without a mutant, and the seconds that its check takes."""
@@ -106,7 +112,7 @@ class Campaign:
             problem = "" if healthy else suites.culprits_of(summary, 2)
             self.alarmed |= summary.verdict is Result.DIVERGED
         except TTraceError as error:
-            problem = suites.one_line(error)
+            problem = _last_line(error)
         if problem:
             self._say(f"{layout.name} fails without a mutant and is left out: {problem}")
             self.unhealthy[layout.name] = problem
@@ -175,7 +181,7 @@ class Campaign:
         except OutOfTimeError as error:
             fate, told = Fate.HUNG, str(error)
         except TTraceError as error:
-            fate, told = Fate.CRASHED, suites.one_line(error)
+            fate, told = Fate.CRASHED, _last_line(error)
         ran = self.reached[layout.name].coverage.ran(
             self._files[mutant.module], mutant.span.first_line, mutant.classes
         )
