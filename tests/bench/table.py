@@ -14,6 +14,8 @@ BEGIN, END = "<!-- bench -->", "<!-- end of bench -->"
 _SECTION = re.compile(r"\*\*(\S+)\*\*, (\S+)")
 _ROW = re.compile(r"\| ([^|]+) \| (?:[^|]+) \|")
 _HEAD = ("| what | figure | |", "|---|---|---|")
+_SHOWN = ("disk", "memory", "other-tools", "traced-step", "whole-check")
+"""Sections that users decide by; all are printed, and their ratios are in ``baseline.json``."""
 
 
 def line(row: Row) -> str:
@@ -41,7 +43,7 @@ def write(path: Path, rows: Sequence[Row], machine: str, pairs: int) -> None:
         raise ValueError(f"{path} has no line {BEGIN}, or none {END} after it")
     dates, lines = _read(old)
     today = f"{datetime.now(UTC):%Y-%m-%d}"
-    for row in rows:
+    for row in (row for row in rows if row.section in _SHOWN):
         dates[row.section] = today
         lines.setdefault(row.section, {})[row.name] = (
             f"| {row.name} | {shown(row)} | {row.note} |".replace("|  |", "| |")
