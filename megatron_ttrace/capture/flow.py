@@ -31,23 +31,6 @@ _UNKNOWN = (False, -1)
 """Stands for a tensor of no known parameter."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Span:
-    """Elements from ``first`` on of a rank's flattened parameter of ``numel``, at an address.
-
-    ``size``: bytes of one.
-    """
-
-    address: int
-    end: int
-    size: int
-    place: ParameterPlace
-    first: int
-    numel: int
-    tensor: torch.Tensor
-    """Kept, so that nothing else is put at its address."""
-
-
 class _Run(NamedTuple):
     """Where elements lie one after the other; ``size``: bytes of one."""
 
@@ -55,6 +38,18 @@ class _Run(NamedTuple):
     end: int
     size: int
     numel: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Span:
+    """Elements from ``first`` on of a rank's flattened parameter of ``numel``, where they lie."""
+
+    run: _Run
+    place: ParameterPlace
+    first: int
+    numel: int
+    tensor: torch.Tensor
+    """Kept, so that nothing else is put at its address."""
 
 
 class Parts:
@@ -110,37 +105,26 @@ class Memory:
             return
         at = bisect.bisect_right(self._addresses, run.address)
         self._addresses.insert(at, run.address)
-        self._spans.insert(
-            at,
-            _Span(
-                address=run.address,
-                end=run.end,
-                size=run.size,
-                place=place,
-                first=span[0],
-                numel=numel,
-                tensor=tensor,
-            ),
-        )
+        self._spans.insert(at, _Span(run, place, first=span[0], numel=numel, tensor=tensor))
 
     def find(self, tensor: torch.Tensor) -> list[int]:
         """The numbers of the parts in a tensor; what lies between parameters is padding."""
         run = _run(tensor)
         if run is None:
             return []
-        found = []
+        parts = []
         for span in self._overlapping(run):
-            low, high = max(run.address, span.address), min(run.end, span.end)
-            first = span.first + (low - span.address) // span.size
-            last = first + (high - low) // span.size
-            found.append(self._number(span.place, first, last, span.numel))
-        return found
+            low, high = max(run.address, span.run.address), min(run.end, span.run.end)
+            first = span.first + (low - span.run.address) // run.size
+            last = first + (high - low) // run.size
+            parts.append(self._number(span.place, first, last, span.numel))
+        return parts
 
     def _overlapping(self, run: _Run) -> list[_Span]:
         first = max(0, bisect.bisect_right(self._addresses, run.address) - 1)
         last = bisect.bisect_left(self._addresses, run.end, first)
         near = self._spans[first:last]
-        return [one for one in near if one.end > run.address and one.size == run.size]
+        return [s for s in near if s.run.end > run.address and s.run.size == run.size]
 
 
 class Flow(TorchDispatchMode):

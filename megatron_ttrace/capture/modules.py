@@ -126,21 +126,19 @@ class ModuleTap:
             return functools.partial(self._guard, function, state, *args)
 
         is_root, spans = name == ROOT, name in names.spans
-        if type(module).__name__ in ("IdentityOp", "IdentityFuncOp"):
-            if module._forward_hooks:
-                passes = guarded(self._passes)
-                self._handles.append(module.register_forward_hook(passes, with_kwargs=True))
-            return
-        self._follow_tokens(state, name, module)
         before, after = [], []
-        if is_root:
-            before.append(guarded(self._root_begins, names))
-            after.append(guarded(self._root_ends))
-        if is_root or not spans:
-            before.append(guarded(self._begins, name))
-        ends_in_loss = is_root and getattr(module, "post_process", True)
-        if ends_in_loss or not (spans or is_root):
-            after.append(guarded(self._ends, name))
+        if type(module).__name__ in ("IdentityOp", "IdentityFuncOp"):
+            after += [guarded(self._passes)] * bool(module._forward_hooks)
+        else:
+            self._follow_tokens(state, name, module)
+            if is_root:
+                before.append(guarded(self._root_begins, names))
+                after.append(guarded(self._root_ends))
+            if is_root or not spans:
+                before.append(guarded(self._begins, name))
+            ends_in_loss = is_root and getattr(module, "post_process", True)
+            if ends_in_loss or not (spans or is_root):
+                after.append(guarded(self._ends, name))
         for hook in before:
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         for hook in after:

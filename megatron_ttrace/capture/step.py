@@ -81,8 +81,7 @@ class TracedModel:
                 owner, _, leaf = name.rpartition(".")
                 buffer = getattr(names.modules[owner or ROOT], leaf, None)
                 if torch.is_tensor(buffer):
-                    shape, placement = place_buffer(name, buffer.shape, names, self.mesh)
-                    yield ParameterPlace(name, shape, placement), buffer
+                    yield place_buffer(name, buffer.shape, names, self.mesh), buffer
 
     @functools.cached_property
     def _stacked(self) -> list[dict[str, tuple[int, ...]]]:
@@ -210,8 +209,8 @@ class StepTap:
             copies.require_space(stepped[0][0].device, sum(sizes))
         for parameter, place, owned in stepped:
             names = "main_grad", "decoupled_grad", "grad"
-            found = (getattr(parameter, name, None) for name in names)
-            gradient = next((one for one in found if one is not None), None)
+            gradients = (getattr(parameter, name, None) for name in names)
+            gradient = next((each for each in gradients if each is not None), None)
             if gradient is not None and owned is not None and owned.range is not None:
                 start, end = owned.range
                 part = gradient.reshape(-1)[start:end] if owned.sharded is None else local(gradient)
@@ -276,18 +275,18 @@ class StepTap:
 
     def _buffers(self) -> None:
         for place, buffer in self._model.buffers():
-            where = STEP_LEVEL, Kind.BUFFER, place.name, BufferIndex.AFTER
-            self._sink.placed(where, buffer, place.logical_shape, place.placement)
+            self._placed(Kind.BUFFER, place, buffer, BufferIndex.AFTER)
 
     def _load(self, name: str, load: torch.Tensor) -> None:
-        self._sink.placed((STEP_LEVEL, Kind.BUFFER, name, BufferIndex.LOADS), load, load.shape, ())
+        place = ParameterPlace(name, tuple(load.shape), ())
+        self._placed(Kind.BUFFER, place, load, BufferIndex.LOADS)
 
     def _scalar(self, kind: Kind, name: str, value: Any, index: int = 0) -> None:
         data = torch.as_tensor(value).detach().reshape(())
         if not torch.is_tensor(value):
             # A Python number was a float32 before; as float64 it would look more exact.
             data = data.float()
-        self._sink.placed((STEP_LEVEL, kind, name, index), data, (), ())
+        self._placed(kind, ParameterPlace(name, (), ()), data, index)
 
 
 def _index_of(metric: str) -> int:
@@ -299,10 +298,8 @@ def _index_of(metric: str) -> int:
     return MetricIndex.LOSS if logged.is_rounded(metric) else MetricIndex.VALUE
 
 
-def place_buffer(
-    name: str, shape: Sequence[int], names: Names, mesh: Mesh
-) -> tuple[tuple[int, ...], Placements]:
-    """Logical shape and placement of a module's buffer.
+def place_buffer(name: str, shape: Sequence[int], names: Names, mesh: Mesh) -> ParameterPlace:
+    """The place of a module's buffer in the whole model.
 
     Buffers are whole on every rank, but for YaRN's cached rotary angles: each context-parallel rank
     keeps the rows of its own positions (``_set_cos_sin_cache`` in
@@ -310,8 +307,8 @@ def place_buffer(
     """
     cp = mesh.size("cp")
     if cp == 1 or not has_positions(name, names):
-        return tuple(shape), ()
-    return (shape[0] * cp, *shape[1:]), (Step("cp", ZigZag(0)),)
+        return ParameterPlace(name, tuple(shape), ())
+    return ParameterPlace(name, (shape[0] * cp, *shape[1:]), (Step("cp", ZigZag(0)),))
 
 
 def has_positions(name: str, names: Names) -> bool:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,34 +24,18 @@ from megatron_ttrace.mcore.groups import group_name
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.waits import Doing, Wait
 
-
-class _Call(NamedTuple):
-    """Arguments of a function: tensors of the same size on all ranks, and the other rank."""
-
-    agreed: str = ""
-    peer: str = ""
-
-
-_CALLS = {
-    "all_reduce": _Call("tensor"),
-    "all_reduce_coalesced": _Call("tensors"),
-    "broadcast": _Call("tensor"),
-    "reduce": _Call("tensor"),
-    "all_gather": _Call("tensor"),
-    "all_gather_into_tensor": _Call("input_tensor"),
-    "_all_gather_base": _Call("input_tensor"),
-    "reduce_scatter": _Call("output"),
-    "reduce_scatter_tensor": _Call("output"),
-    "_reduce_scatter_base": _Call("output"),
-    "gather": _Call("tensor"),
-    "scatter": _Call("tensor"),
-    "all_to_all": _Call(),
-    "all_to_all_single": _Call(),
-    "barrier": _Call(),
-    "send": _Call("tensor", "dst"),
-    "recv": _Call("tensor", "src"),
+_AGREED = {
+    **dict.fromkeys(("all_reduce", "broadcast", "reduce", "all_gather", "gather"), "tensor"),
+    **dict.fromkeys(("scatter", "send", "recv"), "tensor"),
+    **dict.fromkeys(("all_gather_into_tensor", "_all_gather_base"), "input_tensor"),
+    **dict.fromkeys(("reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter"), "output"),
+    **dict.fromkeys(("all_to_all", "all_to_all_single", "barrier"), ""),
+    "all_reduce_coalesced": "tensors",
 }
-"""Functions of torch/distributed/distributed_c10d.py that wait."""
+"""Functions of torch/distributed/distributed_c10d.py that wait, and their argument whose tensors
+have the same size on all ranks."""
+_PEER = {"send": "dst", "recv": "src"}
+"""The argument that is the other rank."""
 
 _HOOKS = tuple(f"{Path(__file__).parents[1] / room}{os.sep}" for room in ("capture", "cpu"))
 
@@ -98,7 +82,7 @@ def _wait(stack: list[FrameType], modules: Mapping[Any, str], mesh: Mesh | None)
     call = where = module = None
     for frame in stack:
         code = frame.f_code
-        if code.co_filename == dist.distributed_c10d.__file__ and code.co_name in _CALLS:
+        if code.co_filename == dist.distributed_c10d.__file__ and code.co_name in _AGREED:
             call = frame
         elif where is None and _is_megatrons(frame):
             where = frame
@@ -115,10 +99,10 @@ def _wait(stack: list[FrameType], modules: Mapping[Any, str], mesh: Mesh | None)
     group: Any = values.get("group") or dist.distributed_c10d._get_default_group()
     members = tuple(dist.get_process_group_ranks(group))
     described = group_name(group.group_desc or "", members, mesh) if mesh else ""
-    kind = _CALLS[name]
-    if kind.peer and isinstance(values.get(kind.peer), int):
-        members = tuple(sorted({dist.get_rank(), values[kind.peer]}))
-    tensors = list(_tensors(values.get(kind.agreed)))
+    peer = values.get(_PEER.get(name, ""))
+    if isinstance(peer, int):
+        members = tuple(sorted({dist.get_rank(), peer}))
+    tensors = list(_tensors(values.get(_AGREED[name])))
     return Wait(
         doing=Doing.COLLECTIVE,
         operation=name,

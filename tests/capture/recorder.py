@@ -7,9 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_ttrace.capture.experts import Followed
 from megatron_ttrace.capture.modules import ModuleTap
 from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.placement.token_index import TokenIndex
+from megatron_ttrace.trace.captured import Place, Routed
 
 
 class Recorder:
@@ -106,3 +108,33 @@ def tapped(chunks, sink, microbatches=(0,), errors=None):
         errors.append(error)
 
     return ModuleTap([canonical_names(chunk) for chunk in chunks], sink, microbatches, on_error)
+
+
+class ExpertRecorder:
+    """Remembers what becomes of tokens; asks for another choice, or for none."""
+
+    def __init__(self, instead: torch.Tensor | None = None, kept: torch.Tensor | None = None):
+        self.dispatches: list[tuple[int, str, TokenIndex]] = []
+        self.routes: list[tuple[int, str, Routed]] = []
+        self.drops: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._instead, self._kept = instead, kept
+
+    def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
+        return torch.arange(local[0] * local[1]) + 100
+
+    def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
+        self.dispatches.append((microbatch, experts, index))
+
+    def routed(self, microbatch: int, router: str, routed: Routed) -> torch.Tensor | None:
+        self.routes.append((microbatch, router, routed))
+        return self._instead
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        self.drops.append((probabilities, kept))
+        return self._kept
+
+    def follow(self, name: str, *, broken: bool = False) -> Followed:
+        """In microbatch 3; no error is hidden, unless tracing is ``broken``."""
+        return Followed(name, lambda: 3, self, lambda f, *a: None if broken else f(*a))

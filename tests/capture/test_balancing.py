@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from megatron_ttrace.capture.balancing import BalancingTap
-from megatron_ttrace.capture.experts import Followed
+from tests.capture.recorder import ExpertRecorder
 
-MICROBATCH, TOKENS, EXPERTS = 3, 6, 4
+TOKENS, EXPERTS = 6, 4
 
 
 # As ``TopKRouter`` and the functions of its module are.
@@ -64,30 +64,9 @@ class Router:
         return apply_router_token_dropping(*found) if self.how == "dropping" else found
 
 
-class Sink:
-    """Remembers what it is told; asks for another choice, or for none."""
-
-    def __init__(self, instead=None, kept=None):
-        self.routed_calls, self.kept_calls = [], []
-        self._instead, self._kept = instead, kept
-
-    def routed(self, microbatch, router, routed):
-        self.routed_calls.append((microbatch, router, routed.scores, routed.chosen, routed.by))
-        return self._instead
-
-    def kept(self, microbatch, router, probabilities, kept):
-        self.kept_calls.append((microbatch, router, probabilities, kept))
-        return self._kept
-
-
-def guard(work, *args):
-    """No error is hidden in a test."""
-    return work(*args)
-
-
 def tapped(how, sink, topk=1):
     router = Router(how, topk)
-    return router, BalancingTap(router, Followed("mlp.router", lambda: MICROBATCH, sink, guard))
+    return router, BalancingTap(router, sink.follow("mlp.router"))
 
 
 @pytest.fixture
@@ -96,22 +75,18 @@ def logits():
     return torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(0))
 
 
-WAYS = ["sinkhorn", "chosen before", "fused", "dropping"]
-
-
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", ["sinkhorn", "chosen before", "fused", "dropping"])
 def test_nothing_is_changed_without_need(logits, how):
     """A sink that asks for nothing, and one that asks for what was chosen, see the same run."""
     expected = Router(how).routing(logits)
-    sink = Sink()
+    sink = ExpertRecorder()
     router, tap = tapped(how, sink)
-    for one, other in zip(router.routing(logits), expected, strict=True):
-        assert torch.equal(one, other)
-    ((microbatch, name, _, chosen, _),) = sink.routed_calls
-    assert (microbatch, name) == (MICROBATCH, "mlp.router")
-    same = tapped(how, Sink(chosen, expected[1] if how == "dropping" else None))[0]
-    for one, other in zip(same.routing(logits), expected, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, router.routing(logits), expected))
+    ((microbatch, name, routed),) = sink.routes
+    assert (microbatch, name) == (3, "mlp.router")
+    kept = expected[1] if how == "dropping" else None
+    same = tapped(how, ExpertRecorder(routed.chosen, kept))[0]
+    assert all(map(torch.equal, same.routing(logits), expected))
     tap.remove()
     assert "routing" not in vars(router)
 
@@ -120,7 +95,7 @@ def test_nothing_is_changed_without_need(logits, how):
 def test_another_choice(logits, how):
     """The reference's experts are chosen, with the candidate's own probabilities of them."""
     instead = (logits.argmin(dim=1, keepdim=True)).clone()
-    probabilities, routing_map = tapped(how, Sink(instead))[0].routing(logits)
+    probabilities, routing_map = tapped(how, ExpertRecorder(instead))[0].routing(logits)
     assert torch.equal(routing_map.nonzero()[:, 1], instead[:, 0])
     expected = torch.sigmoid(logits) if how == "sinkhorn" else torch.ones_like(logits)
     torch.testing.assert_close(probabilities, expected * routing_map)
@@ -128,13 +103,13 @@ def test_another_choice(logits, how):
 
 def test_sinkhorn_is_judged_by_what_it_maximises(logits):
     """The scores are the router's, the choice is the largest of what the sink judges it by."""
-    sink = Sink()
+    sink = ExpertRecorder()
     tapped("sinkhorn", sink)[0].routing(logits)
-    ((_, _, scores, chosen, by),) = sink.routed_calls
-    assert torch.equal(scores, logits)
-    assert torch.equal(by.argmax(dim=1), chosen[:, 0])
+    ((_, _, routed),) = sink.routes
+    assert torch.equal(routed.scores, logits)
+    assert torch.equal(routed.by.argmax(dim=1), routed.chosen[:, 0])
     # One number per expert apart from the scores, once the mean of each token is taken off.
-    shift = by - (scores - scores.mean(dim=1, keepdim=True))
+    shift = routed.by - (logits - logits.mean(dim=1, keepdim=True))
     torch.testing.assert_close(shift, shift[:1].expand_as(shift))
 
 
@@ -142,10 +117,10 @@ def test_other_tokens_are_left(logits):
     """What is left of the choice is the reference's, whatever the capacity is."""
     kept = torch.zeros(TOKENS, EXPERTS).bool()
     kept[:, 1] = True
-    sink = Sink(kept=kept)
+    sink = ExpertRecorder(kept=kept)
     probabilities, found = tapped("dropping", sink)[0].routing(logits)
     assert torch.equal(found, kept)
-    ((_, _, before, own),) = sink.kept_calls
+    ((before, own),) = sink.drops
     assert not torch.equal(own, kept)
     torch.testing.assert_close(probabilities, before * kept)
 
@@ -153,7 +128,7 @@ def test_other_tokens_are_left(logits):
 def test_the_module_is_put_back(logits):
     """Also after an error."""
 
-    class FailingSink(Sink):
+    class FailingSink(ExpertRecorder):
         def routed(self, *args, **kwargs):
             raise RuntimeError("no")
 

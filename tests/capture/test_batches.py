@@ -24,6 +24,11 @@ def loader(asked, count=9):
         yield {"tokens": torch.full((2,), number), "note": "text"}
 
 
+def taken(iterator, count):
+    """The tokens of the next batches."""
+    return [int(next(iterator)["tokens"][0]) for _ in range(count)]
+
+
 def test_batches_are_fetched_and_served_again():
     """Before the step, during it, and what follows afterwards."""
     asked = []
@@ -33,9 +38,9 @@ def test_batches_are_fetched_and_served_again():
     assert [int(b["tokens"][0]) for b in served.batches] == [0, 1, 2]
     assert set(served.batches[0]) == {"tokens"}
     served.serve()
-    assert [int(next(iterator)["tokens"][0]) for _ in range(3)] == [0, 1, 2]
+    assert taken(iterator, 3) == [0, 1, 2]
     served.serve()
-    assert [int(next(iterator)["tokens"][0]) for _ in range(5)] == [0, 1, 2, 3, 4]
+    assert taken(iterator, 5) == [0, 1, 2, 3, 4]
     assert asked == [0, 1, 2, 3, 4]
 
 
@@ -43,7 +48,7 @@ def test_fetching_without_serving_skips():
     """Batches of steps that are not traced are fetched and left."""
     iterator = Wrapper(loader([]))
     Served(iterator, 2)
-    assert int(next(iterator)["tokens"][0]) == 2
+    assert taken(iterator, 1) == [2]
 
 
 def test_what_is_handed_out_is_a_copy():
@@ -61,9 +66,9 @@ def test_batches_may_be_changed_on_the_way():
     iterator = Wrapper(loader([]))
     served = Served(iterator, 2)
     served.serve(lambda item: {**item, "tokens": item["tokens"] + 100})
-    assert [int(next(iterator)["tokens"][0]) for _ in range(3)] == [100, 101, 2]
+    assert taken(iterator, 3) == [100, 101, 2]
     served.serve()
-    assert int(next(iterator)["tokens"][0]) == 0
+    assert taken(iterator, 1) == [0]
     assert int(served.batches[0]["tokens"][0]) == 0
 
 
@@ -74,7 +79,7 @@ def test_one_iterator_per_chunk():
     served = Served(iterators, 2)
     served.serve()
     assert asked == ([0, 1], [0, 1])
-    assert [int(next(i)["tokens"][0]) for i in iterators for _ in range(2)] == [0, 1, 0, 1]
+    assert [taken(iterator, 2) for iterator in iterators] == [[0, 1], [0, 1]]
     assert len(served.batches) == 2
 
 
@@ -117,4 +122,4 @@ def test_a_loader_that_fails_loses_nothing():
     iterator = Wrapper(Flaky())
     with pytest.raises(OSError, match="moment"):
         Served(iterator, 4)
-    assert [int(next(iterator)["tokens"][0]) for _ in range(4)] == [0, 1, 2, 3]
+    assert taken(iterator, 4) == [0, 1, 2, 3]

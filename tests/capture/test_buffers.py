@@ -37,7 +37,7 @@ def test_cached_angles_are_divided_with_the_sequence(cp, group, leaf, shape, pla
     names = canonical_names(Model(group))
     name = f"rotary.{leaf}"
     found = place_buffer(name, names.buffers[name].shape, names, mesh_of(0, cp, cp=cp))
-    assert (found[0], describe(found[1])) == (shape, placement)
+    assert (found.logical_shape, describe(found.placement)) == (shape, placement)
 
 
 def test_start_of_buffers():

@@ -6,8 +6,9 @@ import types
 import pytest
 import torch
 
-from megatron_ttrace.capture.experts import DispatchTap, Followed, RouterTap
+from megatron_ttrace.capture.experts import DispatchTap, RouterTap
 from megatron_ttrace.trace.captured import Groups
+from tests.capture.recorder import ExpertRecorder
 
 MICROBATCH, TOKENS, SAMPLES = 3, 4, 2
 
@@ -40,29 +41,6 @@ class Dispatcher:
         )
 
 
-class Sink:
-    """Remembers what it is told."""
-
-    def __init__(self, instead=None):
-        self.found = []
-        self.instead = instead
-
-    def positions(self, microbatch, local):
-        return torch.arange(local[0] * local[1]) + 100
-
-    def dispatched(self, microbatch, experts, index):
-        self.found.append((microbatch, experts, index))
-
-    def routed(self, microbatch, router, routed):
-        self.found.append((microbatch, router, routed.chosen, routed.groups))
-        return self.instead
-
-
-def guard(work, *args):
-    """No error is hidden in a test."""
-    return work(*args)
-
-
 @pytest.fixture
 def layer():
     """A layer of experts 4 and 5."""
@@ -71,12 +49,12 @@ def layer():
 
 def test_rows_are_named(layer):
     """Each row by its microbatch, position and expert; padding by nobody."""
-    sink = Sink()
-    tap = DispatchTap(layer, Followed("mlp.experts", lambda: MICROBATCH, sink, guard))
+    sink = ExpertRecorder()
+    tap = DispatchTap(layer, sink.follow("mlp.experts"))
     routing = torch.tensor([[1, 0], [0, 1], [1, 1], [0, 0]] * SAMPLES).bool()
     hidden = torch.randn(TOKENS, SAMPLES, 6)
     rows, _, _ = layer.token_dispatcher.run(hidden, routing, torch.ones(8, 2))
-    ((microbatch, name, index),) = sink.found
+    ((microbatch, name, index),) = sink.dispatches
     assert (microbatch, name) == (MICROBATCH, "mlp.experts")
     assert index.position[:-1].tolist() == [100, 102, 104, 106, 101, 102, 105, 106]
     assert index.microbatch.tolist() == [MICROBATCH] * 8 + [-1]
@@ -89,7 +67,7 @@ def test_rows_are_named(layer):
 
 def test_names_that_nobody_sent(layer):
     """Memory that was never written is a token that the reference does not have."""
-    sink = Sink()
+    sink = ExpertRecorder()
     steps = Dispatcher.dispatch_postprocess
 
     def forgetful(self, hidden, probs):
@@ -100,17 +78,17 @@ def test_names_that_nobody_sent(layer):
     layer.token_dispatcher.__class__ = type(
         "Forgetful", (Dispatcher,), {"dispatch_postprocess": forgetful}
     )
-    DispatchTap(layer, Followed("mlp.experts", lambda: MICROBATCH, sink, guard))
+    DispatchTap(layer, sink.follow("mlp.experts"))
     hidden = torch.randn(TOKENS, SAMPLES, 6)
     layer.token_dispatcher.run(hidden, torch.ones(8, 2).bool(), torch.ones(8, 2))
-    ((_, _, index),) = sink.found
+    ((_, _, index),) = sink.dispatches
     assert index.microbatches == [MICROBATCH]
     assert (index.position[:4] == [1 << 24, 1 << 24, 1 << 24, 103]).all()
 
 
 def test_the_dispatcher_keeps_its_state(layer):
     """What the backward pass and the way back need is untouched by the second walk."""
-    tap = DispatchTap(layer, Followed("mlp.experts", lambda: 0, Sink(), guard))
+    tap = DispatchTap(layer, ExpertRecorder().follow("mlp.experts"))
     dispatcher = layer.token_dispatcher
     routing = torch.ones(8, 2).bool()
     dispatcher.run(torch.randn(TOKENS, SAMPLES, 6), routing, torch.ones(8, 2))
@@ -124,8 +102,8 @@ def test_the_dispatcher_keeps_its_state(layer):
 def test_a_choice_is_replaced():
     """The reference's experts, with this run's scores and their gradients."""
     router = types.SimpleNamespace(router_replay=None)
-    sink = Sink(instead=torch.tensor([[2], [0]]))
-    tap = RouterTap(router, Followed("mlp.router", lambda: MICROBATCH, sink, guard))
+    sink = ExpertRecorder(instead=torch.tensor([[2], [0]]))
+    tap = RouterTap(router, sink.follow("mlp.router"))
     scores = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.8, 0.1]], requires_grad=True)
     values, chosen = router.router_replay.get_replay_topk(
         scores, 1, default_compute_topk=lambda s, k, *_: s.topk(k)
@@ -133,8 +111,8 @@ def test_a_choice_is_replaced():
     assert chosen.tolist() == [[2], [0]]
     values.sum().backward()
     assert scores.grad.tolist() == [[0, 0, 1], [1, 0, 0]]
-    assert sink.found[0][2].tolist() == [[0], [1]]
-    assert sink.found[0][3] is None
+    assert sink.routes[0][2].chosen.tolist() == [[0], [1]]
+    assert sink.routes[0][2].groups is None
     tap.remove()
     assert router.router_replay is None
 
@@ -142,24 +120,24 @@ def test_a_choice_is_replaced():
 def test_a_choice_is_left_alone_where_there_is_no_other():
     """As in the reference's first run; groups are passed on."""
     router = types.SimpleNamespace(router_replay=None)
-    sink = Sink()
-    RouterTap(router, Followed("mlp.router", lambda: 0, sink, guard))
+    sink = ExpertRecorder()
+    RouterTap(router, sink.follow("mlp.router"))
     scores = torch.rand(2, 4)
     values, chosen = router.router_replay.get_replay_topk(
         scores, 2, num_groups=2, group_topk=1, default_compute_topk=lambda s, k, *_: s.topk(k)
     )
     assert torch.equal(values, scores.topk(2).values)
     assert torch.equal(chosen, scores.topk(2).indices)
-    assert sink.found[0][3] == Groups(2, 1)
+    assert sink.routes[0][2].groups == Groups(2, 1)
 
 
 def test_names_travel_also_from_a_rank_whose_tracing_failed(layer):
     """The dispatch is a collective: the other ranks wait for this one."""
-    sink = Sink()
-    tap = DispatchTap(layer, Followed("mlp.experts", lambda: 0, sink, lambda *_: None))
+    sink = ExpertRecorder()
+    tap = DispatchTap(layer, sink.follow("mlp.experts", broken=True))
     layer.token_dispatcher.run(
         torch.randn(TOKENS, SAMPLES, 6), torch.ones(8, 2).bool(), torch.ones(8, 2)
     )
     assert layer.token_dispatcher.shapes == [(TOKENS, SAMPLES, 6), (TOKENS, SAMPLES, 2)]
-    assert sink.found == []
+    assert sink.dispatches == []
     tap.remove()
