@@ -11,6 +11,7 @@ from megatron_ttrace.diagnose.ran import cite, in_culprits, where
 from megatron_ttrace.report.texts import culprit_of
 from megatron_ttrace.trace.collectives import (
     UNRECORDED,
+    Citation,
     Collective,
     Ledger,
     ModuleCode,
@@ -114,83 +115,85 @@ def blamed(name: str, direction: Direction) -> Culprit:
     return culprit_of(diagnosis)
 
 
-def test_what_siblings_ran() -> None:
-    """All of them ran it, the culprit did not; also without a finding."""
-    ledger = Ledger((*BACKWARD[:1], *BACKWARD[2:]), sources=SOURCES)
-    cited = cite(failed(Kind.GRAD_INPUT, FC1.format(1)), PARTIAL, ledger)
-    assert cited is not None
-    assert (cited.ran, cited.without) == ((), ("tp",))
-    assert (cited.lacking, cited.siblings) == (((Operation.ALL_REDUCE, "tp"),), 2)
-    blank = cite(failed(Kind.GRAD_INPUT, FC1.format(1)), None, ledger)
-    assert blank == dataclasses.replace(cited, without=())
-    # One sibling without it, and nothing is unusual about the culprit.
-    few = Ledger(tuple(BACKWARD[:1]), sources=SOURCES)
-    cited = cite(failed(Kind.GRAD_INPUT, FC1.format(1)), PARTIAL, few)
-    assert cited is not None
-    assert (cited.lacking, cited.without) == ((), ("tp",))
+def of(*calls: Collective, sources: Sources = SOURCES, unseen: tuple[str, ...] = ()) -> Ledger:
+    """The record of these calls."""
+    return Ledger(calls, sources=sources, unseen=unseen)
 
 
-def test_where_siblings_ran_it() -> None:
-    """The call that is missing here, in whichever layer it is not missing."""
-    ledger = Ledger((*BACKWARD[:1], *BACKWARD[2:]), sources=SOURCES)
-    assert where(failed(Kind.GRAD_INPUT, FC1.format(1)), None, ledger) == "call.py:8 (reduce)"
-    assert where(failed(Kind.GRAD_INPUT, FC1.format(0)), None, ledger) == LINEAR.backward
+def gradients(group: str) -> Collective:
+    """A reduction of gradients over a group."""
+    return ran("", Phase.GRADIENTS, group=group)
 
 
-def test_siblings_have_the_same_code() -> None:
-    """A layer of another class may communicate differently."""
-    sources = dataclasses.replace(SOURCES, modules=SOURCES.modules | {FC1.format(1): 1})
-    cited = cite(failed(Kind.GRAD_INPUT, FC1.format(1)), None, Ledger((BACKWARD[0],), (), sources))
-    assert cited is not None
-    assert (cited.lacking, cited.siblings) == ((), 0)
+INSIDE = ran(FC1.format(0), Phase.FORWARD)
+LATER = dataclasses.replace(INSIDE, iteration=2)
+OTHERS = (BACKWARD[0], BACKWARD[2])
+"""What the siblings of the second layer's module ran."""
+LACKING = ((Operation.ALL_REDUCE, "tp"),)
+UNLIKE = dataclasses.replace(SOURCES, modules=SOURCES.modules | {FC1.format(1): 1})
+LAST = dataclasses.replace(
+    SOURCES,
+    modules=SOURCES.modules | {FC1.format(2): 3},
+    codes=(*SOURCES.codes, dataclasses.replace(LINEAR, user="norm.py:2 (Norm.backward)")),
+)
+WRONG = failed(Kind.GRAD_INPUT, FC1.format(1))
+WEIGHT = failed(Kind.MAIN_GRAD, f"{FC1.format(0)}.weight")
+B, G = Phase.BACKWARD, Phase.GRADIENTS
 
 
-def test_what_ran_in_a_container() -> None:
-    """In the modules inside it, in this direction and iteration only."""
-    inside, other = ran(FC1.format(0), Phase.FORWARD), ran(FC1.format(10), Phase.FORWARD)
-    later = dataclasses.replace(inside, iteration=2)
-    ledger = Ledger((inside, other, later, *BACKWARD), sources=SOURCES)
-    cited = cite(failed(Kind.OUTPUT, "decoder.layers.0"), None, ledger)
-    assert cited is not None
-    assert cited.ran == (inside,)
+def small(axis: str) -> Finding:
+    return Finding(Cause.TOO_SMALL, (axis,))
 
 
 @pytest.mark.parametrize(
-    ("group", "axis", "without"),
+    ("ledger", "verdict", "finding", "expected"),
     [
-        ("tp", "tp", ()),
-        ("dp-cp", "cp", ()),
-        ("embedding", "pp", ()),
-        ("dp", "tp", ("tp",)),
-        ("etp", "tp", ("tp",)),
+        # All siblings ran it, the culprit did not; also without a finding.
+        (of(*OTHERS), WRONG, PARTIAL, Citation(B, (), ("tp",), LACKING, 2)),
+        (of(*OTHERS), WRONG, None, Citation(B, (), (), LACKING, 2)),
+        # One sibling without it, and nothing is unusual about the culprit.
+        (of(OTHERS[0]), WRONG, PARTIAL, Citation(B, (), ("tp",), (), 2)),
+        # A layer of another class may communicate differently.
+        (of(OTHERS[0], sources=UNLIKE), WRONG, None, Citation(B)),
+        # The last layer's output goes to a norm; the layer communicates like the others.
+        (
+            of(*BACKWARD, sources=LAST),
+            *(failed(Kind.GRAD_INPUT, FC1.format(2)), None),
+            Citation(B, (BACKWARD[2],), siblings=2),
+        ),
+        # In the modules inside a container, in this direction and iteration only.
+        (
+            of(INSIDE, ran(FC1.format(10), Phase.FORWARD), LATER, *BACKWARD),
+            *(failed(Kind.OUTPUT, "decoder.layers.0"), None, Citation(Phase.FORWARD, (INSIDE,))),
+        ),
+        # The reductions of gradients over the axes of the finding.
+        *(
+            (
+                *(of(gradients(group)), WEIGHT, small(axis)),
+                Citation(G, (gradients(group),)) if runs else Citation(G, (), (axis,)),
+            )
+            for group, axis, runs in [
+                *(("tp", "tp", True), ("dp-cp", "cp", True), ("embedding", "pp", True)),
+                *(("dp", "tp", False), ("etp", "tp", False)),
+            ]
+        ),
+        (of(gradients("dp")), WEIGHT, Finding(Cause.ROWS), None),
+        # User buffers reduce over tp without a process group: what may run unseen is not missed.
+        (of(gradients("dp"), unseen=("tp",)), WRONG, PARTIAL, None),
+        (
+            of(gradients("dp"), unseen=("tp",)),
+            *(WEIGHT, Finding(Cause.PARTIAL, ("tp", "cp")), Citation(G, (), ("cp",))),
+        ),
+        # Without a record, and for what is wrong before the step.
+        (UNRECORDED, WRONG, PARTIAL, None),
+        (Ledger(), WRONG, PARTIAL, None),
+        (of(*BACKWARD), failed(Kind.TOKENS, "tokens"), None, None),
     ],
 )
-def test_gradients(group: str, axis: str, without: tuple[str, ...]) -> None:
-    """The reductions of gradients over the axes of the finding."""
-    ledger = Ledger((ran("", Phase.GRADIENTS, group=group),), sources=SOURCES)
-    tensor = failed(Kind.MAIN_GRAD, f"{FC1.format(0)}.weight")
-    cited = cite(tensor, Finding(Cause.TOO_SMALL, (axis,)), ledger)
-    assert cited is not None
-    assert cited.without == without
-    assert cite(tensor, Finding(Cause.ROWS), ledger) is None
-
-
-def test_nothing_is_cited() -> None:
-    """Without a record, and for what is wrong before the step."""
-    ledger = Ledger(tuple(BACKWARD), sources=SOURCES)
-    assert cite(failed(Kind.OUTPUT, FC1.format(0)), PARTIAL, UNRECORDED) is None
-    assert cite(failed(Kind.OUTPUT, FC1.format(0)), PARTIAL, Ledger()) is None
-    assert cite(failed(Kind.TOKENS, "tokens"), None, ledger) is None
-
-
-def test_what_may_run_unseen_is_not_missed() -> None:
-    """User buffers reduce over tp without a process group."""
-    ledger = Ledger((ran("", Phase.GRADIENTS, group="dp"),), sources=SOURCES, unseen=("tp",))
-    assert cite(failed(Kind.GRAD_INPUT, FC1.format(0)), PARTIAL, ledger) is None
-    tensor = failed(Kind.MAIN_GRAD, f"{FC1.format(0)}.weight")
-    cited = cite(tensor, Finding(Cause.PARTIAL, ("tp", "cp")), ledger)
-    assert cited is not None
-    assert cited.without == ("cp",)
+def test_cited(
+    ledger: Ledger, verdict: Judged, finding: Finding | None, expected: Citation | None
+) -> None:
+    assert cite(verdict, finding, ledger) == expected
 
 
 @pytest.mark.parametrize(
@@ -244,7 +247,7 @@ def test_where(kind: Kind, name: str, finding: Finding | None, expected: str) ->
         dataclasses.replace(ran("", Phase.OPTIMIZER, place="flag.py:1 (flag)"), dtype="int32"),
         ran("", Phase.OPTIMIZER, place="norm.py:1 (norm)"),
     )
-    assert where(failed(kind, name), finding, Ledger(collectives, sources=SOURCES)) == expected
+    assert where(failed(kind, name), finding, of(*collectives)) == expected
 
 
 @pytest.mark.parametrize(
@@ -260,18 +263,14 @@ def test_where_few_are_reduced(alone: bool, elements: int, expected: str) -> Non
     ]
     tensor = dataclasses.replace(failed(Kind.MAIN_GRAD, "a.weight"), shape=(elements,))
     found = Finding(Cause.TOO_LARGE, ("dp", "pp"))
-    assert where(tensor, found, Ledger(tuple(calls), sources=SOURCES), alone=alone) == expected
+    assert where(tensor, found, of(*calls), alone=alone) == expected
 
 
-def test_what_uses_an_output_may_differ() -> None:
-    """The last layer's output goes to a norm; the layer communicates like the others."""
-    last = dataclasses.replace(LINEAR, user="norm.py:2 (Norm.backward)")
-    sources = dataclasses.replace(
-        SOURCES, modules=SOURCES.modules | {FC1.format(2): 3}, codes=(*SOURCES.codes, last)
-    )
-    cited = cite(failed(Kind.GRAD_INPUT, FC1.format(2)), None, Ledger(tuple(BACKWARD), (), sources))
-    assert cited is not None
-    assert cited.siblings == 2
+@pytest.mark.parametrize(("layer", "place"), [(1, "call.py:8 (reduce)"), (0, LINEAR.backward)])
+def test_where_siblings_ran_it(layer: int, place: str) -> None:
+    """The call that is missing here, in whichever layer it is not missing."""
+    verdict = failed(Kind.GRAD_INPUT, FC1.format(layer))
+    assert where(verdict, None, of(*OTHERS)) == place
 
 
 def test_nothing_is_made_up() -> None:
