@@ -57,8 +57,7 @@ class BalancingTap:
 
     def _sinkhorn(self, original: _Function, cost: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         balanced = original(cost, *args, **kwargs)
-        instead = self._followed.guard(self._rebalanced, cost, balanced)
-        return balanced if instead is None else instead
+        return self._followed.override(balanced, self._rebalanced, cost, balanced)
 
     def _rebalanced(self, cost: torch.Tensor, balanced: torch.Tensor) -> torch.Tensor | None:
         chosen = balanced.topk(self._router.topk, dim=1).indices
@@ -71,16 +70,17 @@ class BalancingTap:
     def _topk(
         self, original: _Function, logits: torch.Tensor, topk: int, *args: Any, **kwargs: Any
     ) -> Any:
-        before, guard = kwargs.get("precomputed_indices"), self._followed.guard
+        followed, before = self._followed, kwargs.get("precomputed_indices")
         if before is not None:
-            instead = guard(self._followed.routed, logits - self._router.qb_beta, before)
-            kwargs["precomputed_indices"] = before if instead is None else instead
+            scores = logits - self._router.qb_beta
+            kwargs["precomputed_indices"] = followed.override(
+                before, followed.routed, scores, before
+            )
         routed = original(logits, topk, *args, **kwargs)
         if not kwargs.get("fused"):
             return routed
         unfused = functools.partial(original, logits, topk, *args, **{**kwargs, "fused": False})
-        instead = guard(self._unfused, unfused, topk, routed[1])
-        return routed if instead is None else instead
+        return followed.override(routed, self._unfused, unfused, topk, routed[1])
 
     def _unfused(self, function: _Function, topk: int, routing_map: torch.Tensor) -> Any:
         """What another choice than the fused function's leads to; ``None`` for the same."""
@@ -100,8 +100,7 @@ class BalancingTap:
         # Room for all tokens in every expert.
         room = {"capacity_factor": float(2 * routing_map.shape[1]), "pad_to_capacity": False}
         dropping = functools.partial(original, probabilities, *args, **{**kwargs, **room})
-        instead = self._followed.guard(self._dropped, dropping, probabilities, dropped[1])
-        return dropped if instead is None else instead
+        return self._followed.override(dropped, self._dropped, dropping, probabilities, dropped[1])
 
     def _dropped(self, dropping: _Function, probabilities: torch.Tensor, kept: torch.Tensor) -> Any:
         """What another map of what is left leads to; ``None`` for the same."""

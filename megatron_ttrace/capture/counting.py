@@ -72,7 +72,9 @@ class Tally:
         self._parts = Parts(mesh)
         self._groups: list[Hyperparameters] = []
         self._countings: list[tuple[Counting, float | torch.Tensor]] = []
-        self._orders: dict[Statistic, Counter[Runs]] = {one: Counter() for one in Statistic}
+        self._orders: dict[Statistic, Counter[Runs]] = {
+            statistic: Counter() for statistic in Statistic
+        }
         self._reducing = Reducing(chunks, self._gradients, attempt)
         self.reduction = self._reducing.active
 
@@ -86,10 +88,12 @@ class Tally:
                 part = sharded.get(parameter)
                 span = part.range if part else (0, numel)
                 held.append(self._parts.number(place, *span, numel))
-        countings = [dataclasses.replace(one, value=float(value)) for one, value in self._countings]
+        countings = [
+            dataclasses.replace(counting, value=float(value)) for counting, value in self._countings
+        ]
         countings += filter(None, [self._attempt(self._reducing.counting)])
         return Counted(
-            iteration, tuple(self._parts.found), tuple(held), tuple(countings), tuple(self._groups)
+            iteration, tuple(self._parts.parts), tuple(held), tuple(countings), tuple(self._groups)
         )
 
     def _gradients(self) -> Memory:
@@ -241,7 +245,7 @@ class Tally:
             tensors: list[Any] = [owned.main]
             if not of_parameters:
                 holders = owned.main, owned.key, parameter
-                tensors = [getattr(one, name, None) for one in holders for name in _GRADIENTS]
+                tensors = [getattr(holder, name, None) for holder in holders for name in _GRADIENTS]
             elif part := sharded.get(parameter):
                 memory.add(part.weights, places[parameter], part.weights_range, numel)
             for tensor in filter(torch.is_tensor, tensors):

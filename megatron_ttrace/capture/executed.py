@@ -53,7 +53,7 @@ class ExecutedTap:
         """Note what runs from now on. Never raises."""
         monitoring = sys.monitoring
         try:
-            tool = next(one for one in range(6) if monitoring.get_tool(one) is None)
+            tool = next(number for number in range(6) if monitoring.get_tool(number) is None)
             monitoring.use_tool_id(tool, _NAME)
             self._tool = tool
             monitoring.register_callback(tool, monitoring.events.PY_START, self._early_start)
@@ -76,7 +76,9 @@ class ExecutedTap:
             self.stop()
             return
         for file, name in self._early:
-            self._ran |= {(one, "", Phase.INITIALIZATION) for one in self._numbers(file, name)}
+            self._ran |= {
+                (number, "", Phase.INITIALIZATION) for number in self._numbers(file, name)
+            }
         if self._tool is not None:
             event = sys.monitoring.events.PY_START
             sys.monitoring.register_callback(self._tool, event, self._starts)
@@ -96,20 +98,20 @@ class ExecutedTap:
 
     def executed(self, chunks: Iterable[Names]) -> tuple[Executed, ...]:
         """What ran, in modules of these names; code outside of functions ran if it was imported."""
-        names = {module: name for one in chunks for name, module in one.modules.items()}
-        found = set(self._ran)
+        names = {module: name for chunk in chunks for name, module in chunk.modules.items()}
+        ran = set(self._ran)
         for number, built in self._built:
             module = None if built is None else built()
             name = "" if module is None else names.get(module, "")
-            found.add((number, pattern(name), Phase.CONSTRUCTION))
+            ran.add((number, pattern(name), Phase.CONSTRUCTION))
         imported = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
         for (file, function), numbers in self._wanted.items():
             if not function and file in imported:
-                found |= {(number, "", Phase.OTHER) for number in numbers}
-        return tuple(Executed(*one) for one in sorted(found))
+                ran |= {(number, "", Phase.OTHER) for number in numbers}
+        return tuple(Executed(*place) for place in sorted(ran))
 
     def _path(self, file: str) -> str:
-        folder = next((one for one in self._folders if file.startswith(one)), "")
+        folder = next((name for name in self._folders if file.startswith(name)), "")
         return self._folders.get(folder, "") + file.removeprefix(folder)
 
     def _numbers(self, file: str, name: str) -> list[int]:

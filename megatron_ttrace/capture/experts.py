@@ -74,6 +74,11 @@ class Followed:
     sink: ExpertSink
     guard: Callable[..., Any]
 
+    def override(self, default: Any, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function of ours wants instead; ``default`` if it wants nothing, or fails."""
+        instead = self.guard(function, *args)
+        return default if instead is None else instead
+
     def routed(
         self,
         scores: torch.Tensor,
@@ -195,5 +200,5 @@ class RouterTap:
         assert default_compute_topk is not None
         values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
         groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
-        instead = self._followed.guard(self._followed.routed, scores, chosen, groups)
-        return (values, chosen) if instead is None else (scores.gather(1, instead), instead)
+        instead = self._followed.override(chosen, self._followed.routed, scores, chosen, groups)
+        return (values, chosen) if instead is chosen else (scores.gather(1, instead), instead)

@@ -58,7 +58,7 @@ class Parts:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._numbers: dict[tuple[str, int, int, bool], int] = {}
-        self.found: list[Part] = []
+        self.parts: list[Part] = []
 
     def number(
         self, place: ParameterPlace, first: int, last: int, numel: int, *, of_rank: bool = False
@@ -71,8 +71,8 @@ class Parts:
         if key not in self._numbers:
             where = place if (first, last) == (0, numel) else place.flat(first, last)
             part = Part(place.name, place.logical_shape, where.boxes(self._mesh))
-            self._numbers[key] = len(self.found)
-            self.found.append(self._of_rank(part) if of_rank else part)
+            self._numbers[key] = len(self.parts)
+            self.parts.append(self._of_rank(part) if of_rank else part)
         return self._numbers[key]
 
     def _of_rank(self, part: Part) -> Part:
@@ -155,7 +155,7 @@ class Flow(TorchDispatchMode):
 
     def of(self, values: Any) -> Terms:
         """What tensors hold together; each tensor counts once."""
-        tensors = {id(one): one for one in tree_leaves(values) if torch.is_tensor(one)}
+        tensors = {id(tensor): tensor for tensor in tree_leaves(values) if torch.is_tensor(tensor)}
         total: Terms = Counter()
         for tensor in tensors.values():
             total.update(self._of(local(tensor)))
@@ -180,13 +180,13 @@ class Flow(TorchDispatchMode):
 
     def added(self, terms: Terms) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
         """Parts and sums that go into a result, apart; notes what is unknown among them."""
-        found: tuple[list[Term], list[Term]] = [], []
+        split: tuple[list[Term], list[Term]] = [], []
         for (is_sum, number), times in sorted(terms.items()):
             if (is_sum, number) == _UNKNOWN:
                 self.unknown = self._unknown
             else:
-                found[is_sum].append(Term(number, times))
-        return tuple(found[0]), tuple(found[1])
+                split[is_sum].append(Term(number, times))
+        return tuple(split[0]), tuple(split[1])
 
     def result(self, value: Any) -> Terms:
         """What a returned number consists of; a Python number was read from a tensor."""

@@ -43,12 +43,12 @@ def initial_values(model: TracedModel) -> list[Initial]:
         for name, buffer in names.buffers.items():
             if buffer.is_floating_point() and not has_positions(name, names):
                 held.append((ParameterPlace(name, tuple(buffer.shape), ()), buffer))
-    found = []
+    initial = []
     with torch.no_grad():
         for place, data in held:
             boxes = place.boxes(model.mesh)
             pieces = (moments_of(local_view(data, box)) for box in boxes)
-            found.append(
+            initial.append(
                 Initial(
                     name=place.name,
                     dtype=str(data.dtype).removeprefix("torch."),
@@ -58,7 +58,7 @@ def initial_values(model: TracedModel) -> list[Initial]:
                     moments=sum(pieces, Moments(state=drawn_from[is_within_experts(place.name)])),
                 )
             )
-    return found
+    return initial
 
 
 def uninitialised(args: MegatronArguments, *, is_loaded: bool) -> str:

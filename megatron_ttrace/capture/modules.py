@@ -8,17 +8,13 @@ gradient of the tensor that enters a module, summed over all its consumers (a re
 included), and ``grad_output`` that of the tensor that leaves it.
 
 A tensor that is seen again under another name (one module's output is the next one's input) is
-handed over once; version counters tell whether it was modified in place in between.
-
-Integer and boolean inputs are taken of the model only: the attention mask of an inner module is
-optional in some layouts, and what is computed with it is judged.
+handed over once, unless its version counter shows that it was modified in between. Integer and
+boolean inputs are taken of the model only: the attention mask of an inner module is optional in
+some layouts, and what is computed with it is judged.
 
 Under activation recomputation a module runs twice: in the forward pass (without a graph), and again
 within the backward pass, which builds the graph. Values are taken from the first run, gradients
 from the run that has them.
-
-A sink that isolates replaces each captured tensor after it was handed over
-(megatron_ttrace/capture/isolate.py), recomputed ones too.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Reducing:
             remember: knows where gradients are in memory; called in the step.
             attempt: runs work of ours; if it fails, Megatron's step goes on.
         """
-        self._groups = [one for chunk in chunks for one in statistics.bucket_groups(chunk)]
+        self._groups = [group for chunk in chunks for group in statistics.bucket_groups(chunk)]
         self._remember = functools.cache(remember)
         self._attempt = attempt
         self._orders: Counter[Runs] = Counter()
@@ -77,7 +77,7 @@ class Reducing:
         for group in self._groups:
             for bucket in group.buckets:
                 own += self._parts(bucket.grad_data)
-        sums = sorted({one.made for one in self._ranges if one.made != _ELSEWHERE})
+        sums = sorted({span.made for span in self._ranges if span.made != _ELSEWHERE})
         return Counting(
             Statistic.REDUCED,
             tuple(self._made),
@@ -105,17 +105,19 @@ class Reducing:
 
     def _note(self, output: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> None:
         """Arguments as of ``all_reduce`` and ``reduce_scatter_tensor``: the output is first."""
-        taken = next((one for one in (*args, kwargs.get("input")) if torch.is_tensor(one)), output)
+        taken = next(
+            (given for given in (*args, kwargs.get("input")) if torch.is_tensor(given)), output
+        )
         start, end = _addresses(taken)
-        before = [one for one in self._ranges if one.start < end and start < one.end]
-        if any(one.start < start or end < one.end for one in before):
+        before = [span for span in self._ranges if span.start < end and start < span.end]
+        if any(span.start < start or end < span.end for span in before):
             self._unknown = "a collective over a part of a bucket that was reduced"
             return
-        sums = sorted({one.made for one in before if one.made != _ELSEWHERE})
+        sums = sorted({span.made for span in before if span.made != _ELSEWHERE})
         ranks = group_ranks(group)
         made = Sum(ranks, self._orders[ranks], tuple(self._parts(taken)), tuple(map(Term, sums)))
         self._orders[ranks] += 1
-        self._ranges = [one for one in self._ranges if one not in before]
+        self._ranges = [span for span in self._ranges if span not in before]
         first, last = _addresses(output)
         for low, high in ((start, min(first, end)), (max(last, start), end)):
             if low < high:
@@ -127,14 +129,14 @@ class Reducing:
         """The parts in a contiguous tensor that no collective has taken."""
         start, end = _addresses(tensor)
         flat, size = tensor.view(-1), tensor.element_size()
-        taken = sorted(one for one in self._ranges if one.start < end and start < one.end)
-        found: list[Term] = []
-        for one in (*taken, _Range(end, end, _ELSEWHERE)):
-            if start < one.start:
-                gap = flat[-((end - start) // size) :][: (one.start - start) // size]
-                found += map(Term, self._remember().find(gap))
-            start = max(start, one.end)
-        return found
+        taken = sorted(span for span in self._ranges if span.start < end and start < span.end)
+        terms: list[Term] = []
+        for span in (*taken, _Range(end, end, _ELSEWHERE)):
+            if start < span.start:
+                gap = flat[-((end - start) // size) :][: (span.start - start) // size]
+                terms += map(Term, self._remember().find(gap))
+            start = max(start, span.end)
+        return terms
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:

@@ -127,7 +127,8 @@ class PlanTap:
         for layer in map(plan.get_layer, range(plan.num_layers())):
             self._follow_layer(layer, number, plan.state)
         if plan.post_process is not None:
-            self._follow(plan.post_process, number, plan.state, after=self._end_of_model)
+            ends = functools.partial(self._leaves, ROOT)
+            self._follow(plan.post_process, number, plan.state, after=ends)
 
     def _follow_layer(self, plan: Any, number: int, chunk: Any) -> None:
         pieces = [getattr(plan, piece, None) for piece in _PIECES]
@@ -136,7 +137,9 @@ class PlanTap:
         inner, predicts = plan.layer, hasattr(plan.layer, "_concat_embeddings")
         before = after = None
         if predicts:
-            inner = next(one for one in inner.children() if hasattr(one, "_forward_attention"))
+            inner = next(
+                child for child in inner.children() if hasattr(child, "_forward_attention")
+            )
             before = functools.partial(self._start_of_prediction, plan.layer)
         name = self._names[id(inner)]
         last = pieces[-2 if predicts else -1]
@@ -161,10 +164,10 @@ class PlanTap:
         def run(*inputs: Any) -> Any:
             self._state.forward = number
             self._plan = chunk
-            for one in inputs:
-                if isinstance(one, torch.Tensor) and one.requires_grad:
-                    self._state.entering[one] = []
-                    entered.append(one)
+            for entering in inputs:
+                if isinstance(entering, torch.Tensor) and entering.requires_grad:
+                    self._state.entering[entering] = []
+                    entered.append(entering)
             inputs = inputs if before is None else before(inputs)
             output = forward(*inputs)
             return output if after is None else after(output)
@@ -195,11 +198,11 @@ class PlanTap:
         if self._ending is None:
             return output
         self._ending = None
-        instead = self._see(Kind.OUTPUT, name, output)
-        return output if instead is None else instead
+        return self._leaves(name, output)
 
-    def _end_of_model(self, output: Any) -> Any:
-        instead = self._see(Kind.OUTPUT, ROOT, output)
+    def _leaves(self, name: str, output: Any) -> Any:
+        """Hand over what leaves a module; returns what goes on."""
+        instead = self._see(Kind.OUTPUT, name, output)
         return output if instead is None else instead
 
     def _attention(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -216,17 +219,15 @@ class PlanTap:
         self, name: str, order: tuple[str, ...], values: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Hand over what a module would have been called with, in ``order``; as it goes on."""
-        held = {argument: values.get(argument) for argument in order}
-        instead = self._see(Kind.INPUT, name, held)
-        found = held if instead is None else instead
-        return {argument: value for argument, value in found.items() if argument in values}
+        given = {argument: values.get(argument) for argument in order}
+        given = self._see(Kind.INPUT, name, given) or given
+        return {argument: value for argument, value in given.items() if argument in values}
 
     def _end_of_prediction(self, name: str, postprocess: Callable[..., Any], *args: Any) -> Any:
         output = postprocess(*args)
         ids = (getattr(self._plan, rest, None) for rest in ("input_ids", "position_ids"))
         padding = getattr(self._plan, "padding_mask", None)
-        instead = self._see(Kind.OUTPUT, name, (output, *ids, padding))
-        return output if instead is None else instead[0]
+        return self._leaves(name, (output, *ids, padding))[0]
 
     def _route(
         self, name: str, route: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any
@@ -235,6 +236,4 @@ class PlanTap:
         return route(hidden, *args, **kwargs)
 
     def _postprocess(self, name: str, postprocess: Callable[..., Any], *args: Any) -> Any:
-        output = postprocess(*args)
-        instead = self._see(Kind.OUTPUT, name, output)
-        return output if instead is None else instead
+        return self._leaves(name, postprocess(*args))

@@ -263,12 +263,12 @@ class StepTap:
         chunks, optimizer = self._model.chunks, self._model.optimizer
         try:
             with torch.no_grad():
-                found = logged.reported(result, chunks, optimizer, self._tally.params_norm)
+                reported = logged.reported(result, chunks, optimizer, self._tally.params_norm)
                 left = logged.left_over(chunks, optimizer)
         except Exception as error:  # noqa: BLE001 - tracing never harms training
             self._error(error)
             return
-        for name, value in found.items():
+        for name, value in reported.items():
             self._attempt(self._scalar, Kind.METRIC, name, value, _index_of(name))
         for name, value in left.items():
             self._attempt(self._scalar, Kind.METRIC, name, value, MetricIndex.LEFT)

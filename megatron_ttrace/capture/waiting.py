@@ -60,11 +60,11 @@ def state(
         # On a GPU, autograd runs the backward pass on threads of its own.
         for ident, other in frames.items():
             inner = list(_outwards(other))
-            if ident != threading.get_ident() and any(_is_megatrons(one) for one in inner):
+            if ident != threading.get_ident() and any(_is_megatrons(frame) for frame in inner):
                 stack = [*inner, *stack]
                 break
-    kept = next((n for n, one in enumerate(stack) if one.f_code is meeting), -1) + 1
-    place = tuple((id(one.f_code), one.f_lasti) for one in stack[kept:])
+    kept = next((n for n, frame in enumerate(stack) if frame.f_code is meeting), -1) + 1
+    place = tuple((id(frame.f_code), frame.f_lasti) for frame in stack[kept:])
     return place, Wait(doing=Doing.MEETING) if kept else _wait(stack, modules, mesh)
 
 

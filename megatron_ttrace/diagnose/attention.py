@@ -104,7 +104,7 @@ def _masked(evidence: Evidence, attention: _Attention) -> Iterator[tuple[WrongMa
         shifted = [(MaskOrder.SHIFTED, n, steps[n:] + steps[:n]) for n in steps[1:]]
         orders += [
             (MaskOrder.REVERSED, 0, steps[::-1]),
-            *(one for one in shifted if one[2] != steps[::-1]),
+            *(order for order in shifted if order[2] != steps[::-1]),
             (MaskOrder.OWN, 0, [0] * len(steps)),
         ]
     axes = ("cp",) if len(steps) > 1 else ()

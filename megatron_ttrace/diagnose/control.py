@@ -47,10 +47,10 @@ class Prediction:
     @property
     def is_contradicted(self) -> bool:
         """Whether some of them were judged, and all of these pass and would not with the change."""
-        judged = [one for one in self.verdicts if one.verdict is not Outcome.UNCHECKED]
+        judged = [verdict for verdict in self.verdicts if verdict.verdict is not Outcome.UNCHECKED]
         return bool(judged) and all(
-            one.verdict is Outcome.PASS and 2 * (one.tolerance or 0.0) < self.change
-            for one in judged
+            verdict.verdict is Outcome.PASS and 2 * (verdict.tolerance or 0.0) < self.change
+            for verdict in judged
         )
 
 
@@ -69,11 +69,11 @@ def controlled(explain: Explain, verdicts: Sequence[Judged], tolerances: Toleran
         if why.finding is None or verdict.key not in places:
             return why
         later = verdicts[places[verdict.key] + 1 :]
-        found = (
+        predictions = (
             *_of_finding(verdict, why.finding, verdicts, tolerances),
             Prediction(tuple(_users(verdict, verdicts, later))),
         )
-        if not any(one.is_contradicted for one in found):
+        if not any(prediction.is_contradicted for prediction in predictions):
             return why
         return dataclasses.replace(why, finding=None, other=None, alike=None)
 

@@ -1,18 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From verdicts to culprits: the modules whose inputs pass and whose result does not.
 
-A step is a chain of cause and effect: start values, forward, loss, backward, gradients, update. A
-failure in one stage makes everything after it differ, so culprits are looked for stage by stage and
-the first stage that has any is the answer.
-
-Megatron's own initial values, which nothing of the traced step comes from, are examined separately.
-
-- start: a parameter, a token or an input of the model differs before anything was computed;
-- missing: a module or parameter of the reference exists nowhere in the candidate;
-- forward: all of a module's inputs pass, an output fails, and no module inside it explains that;
-- backward: all of its output gradients pass, an input gradient fails;
-- gradient: activations and activation gradients pass, a main gradient fails;
-- update: main gradients pass, the change of a parameter or a moment fails.
+A step is a chain of cause and effect (docs/explanations.md): culprits are looked for stage by
+stage, and the first stage that has any is the answer. Megatron's own initial values, which nothing
+of the traced step comes from, are examined separately.
 """
 
 from __future__ import annotations

@@ -193,16 +193,16 @@ class Evidence:
 
         Values within the tolerance of zero do not count: they are zero after many a repair.
         """
-        found = 0
+        distinct = 0
         step = max(self.tolerance.value * self.tolerance.rms, 1e-30)
         sizes = flat(pieces).abs() / step
         for some in (sizes[:: 1 + len(sizes) // _SAMPLED], sizes):
             some = some[some > 0.5]
             levels = len(some.round().unique())
-            found = max(found, levels if levels < _LEVELS else len(some.unique()))
-            if found >= _DISTINCT:
+            distinct = max(distinct, levels if levels < _LEVELS else len(some.unique()))
+            if distinct >= _DISTINCT:
                 break
-        return found
+        return distinct
 
     def repaired(self, repair: Callable[[FailedPart], Pieces | None]) -> Evidence | None:
         """The same tensor after a repair; ``None`` where it cannot be applied to every part."""
@@ -265,7 +265,7 @@ class Evidence:
         if gain == 1:
             return True
         limit = RIGHT * self.tolerance.value
-        sides = [flat(one).double() for one in (pieces, self.expected(part))]
+        sides = [flat(side).double() for side in (pieces, self.expected(part))]
         count = min(_STRETCHES, max(1, len(sides[0]) // _SAMPLE))
         for values, right in zip(*(side.chunk(count) for side in sides), strict=True):
             left, size = values - right, float(torch.linalg.vector_norm(right))
@@ -367,9 +367,9 @@ class Evidence:
 
     def bias(self) -> torch.Tensor | None:
         """The bias that the tensor's module adds to its output, if it has one."""
-        found = self.parameter(f"{self.key.name.partition('#')[0]}.bias")
-        fits = found is not None and found.shape == self.reference.shape[-1:]
-        return found if fits else None
+        bias = self.parameter(f"{self.key.name.partition('#')[0]}.bias")
+        fits = bias is not None and bias.shape == self.reference.shape[-1:]
+        return bias if fits else None
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis."""

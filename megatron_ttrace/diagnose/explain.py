@@ -193,7 +193,11 @@ class Explainer:
 
     def _divided(self, key: TraceKey) -> Finding | None:
         traces = self._traces
-        taken = [one.logical_shape for _, one in traces.of(key) if one.problem is Problem.SHAPE]
+        taken = [
+            measured.logical_shape
+            for _, measured in traces.of(key)
+            if measured.problem is Problem.SHAPE
+        ]
         axes = [axis for axis in axes_of(key.name) if axis in start.DIVIDING]
         return start.other_division(traces.reference.entry(key).shape, taken, traces.meshes, axes)
 

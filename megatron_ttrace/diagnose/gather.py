@@ -75,14 +75,14 @@ class Traces:
     def started(self) -> dict[int, list[str]]:
         """The parameters that each rank holds before the step."""
         return {
-            rank: [one.key.name for one in each if is_start(one.key)]
+            rank: [measured.key.name for measured in each if is_start(measured.key)]
             for rank, each in self.measured.items()
         }
 
     def of(self, key: TraceKey) -> Iterator[tuple[int, Measured]]:
         """Each rank that measured a tensor, with its measurements."""
         for rank, each in self.measured.items():
-            yield from ((rank, one) for one in each if one.key == key)
+            yield from ((rank, measured) for measured in each if measured.key == key)
 
     def evidence(self, key: TraceKey, work: Work) -> Evidence | None:
         """What is known of a failed tensor; ``None`` if its shards were not kept.
@@ -103,7 +103,7 @@ class Traces:
             parts=list(self._parts(self.kept, key)),
             tolerance=self.tolerances.of(key),
             meshes=self.meshes,
-            held={rank: one.boxes for rank, one in self.of(key) if one.boxes},
+            held={rank: measured.boxes for rank, measured in self.of(key) if measured.boxes},
             microbatches=max(1, self.reference.reference.microbatches // ranks),
             seq_length=self.seq_length,
             numbers=numbers(self.reference.reference),
@@ -117,8 +117,8 @@ class Traces:
     def ratios(self, iteration: int) -> dict[TraceKey, list[float]]:
         """The factor of each rank's part of each main gradient that fails."""
         ratios: dict[TraceKey, list[float]] = {}
-        for one in (one for each in self.measured.values() for one in each):
-            key, sums = one.key, one.sums
+        for measured in (measured for each in self.measured.values() for measured in each):
+            key, sums = measured.key, measured.sums
             if key.kind is not Kind.MAIN_GRAD or key.iteration != iteration or sums is None:
                 continue
             if sums.reference and fails(sums, self.tolerances, key):

@@ -68,21 +68,21 @@ def _shares(finding: Finding) -> Finding | tuple[object, ...] | None:
     """
     if not isinstance(finding, UnequalShares):
         return None
-    axes = {one.axis for _, found in finding.by_ranks for one in found}
+    axes = {share.axis for _, shares in finding.by_ranks for share in shares}
     lacking = Counter(
-        (one.module, number)
-        for _, found in finding.by_ranks
-        for one in found
-        if one.missing
-        for number, _ in one.counts
+        (share.module, number)
+        for _, shares in finding.by_ranks
+        for share in shares
+        if share.missing
+        for number, _ in share.counts
     )
     others = len(finding.by_ranks) - 1
     if others and len(axes) == 1 and lacking and {*lacking.values()} == {others}:
         return PartialSums(Cause.PARTIAL, (*axes,))
     counts = {
-        (one.axis, one.missing, *sorted(round(count, 2) + 0.0 for _, count in one.counts))
-        for _, found in finding.by_ranks
-        for one in found
+        (share.axis, share.missing, *sorted(round(count, 2) + 0.0 for _, count in share.counts))
+        for _, shares in finding.by_ranks
+        for share in shares
     }
     return (finding.cause, *sorted(counts))
 

@@ -37,16 +37,16 @@ def miscounted(evidence: Evidence, shares: Sequence[Share]) -> LossShare | None:
         evidence: the failed gradient.
         shares: of the losses beside the main loss.
     """
-    found: list[tuple[LossShare, float, tuple[int, int]]] = []
+    faults: list[tuple[LossShare, float, tuple[int, int]]] = []
     for losses, share in _together(evidence, shares):
         of_share = _of_share(evidence, share)
         for free, left, fault in _faults(of_share) if of_share else ():
             whole = LossShare(fault.cause, fault.axes, losses=losses, fault=fault)
-            found.append((whole, left, (len(losses) + free, free)))
+            faults.append((whole, left, (len(losses) + free, free)))
     # Of losses that are all off by the same, one may bring a wide tolerance about.
-    least = min((left for _, left, _ in found), default=0.0)
-    near = [(order, fault) for fault, left, order in found if left <= _NEAR * least]
-    return min(near, key=lambda one: one[0])[1] if near else None
+    least = min((left for _, left, _ in faults), default=0.0)
+    near = [(order, fault) for fault, left, order in faults if left <= _NEAR * least]
+    return min(near, key=lambda fault: fault[0])[1] if near else None
 
 
 def _together(
@@ -55,9 +55,11 @@ def _together(
     """Every set of losses, with its share. The share of all of them is the whole gradient."""
     for own in (False, True):
         known = {
-            one.loss: one.value
-            for one in shares
-            if one.own is own and one.value.shape == evidence.reference.shape and one.value.any()
+            share.loss: share.value
+            for share in shares
+            if share.own is own
+            and share.value.shape == evidence.reference.shape
+            and share.value.any()
         }
         most = len(known)
         if known and not own:

@@ -184,7 +184,7 @@ def _rows(evidence: Evidence) -> WrongRows | None:
                     slice_of=slice_of,
                 )
             )
-    return min(rows, key=lambda found: len(found.indices) / found.total, default=None)
+    return min(rows, key=lambda each: len(each.indices) / each.total, default=None)
 
 
 def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -217,5 +217,5 @@ def _slice_of(evidence: Evidence, total: int, indices: Sequence[int]) -> tuple[s
     first, count = indices[0], len(indices)
     if indices[-1] - first + 1 != count or total % count or first % count or total == count:
         return None
-    found = [axis for axis in evidence.axes if evidence.size(axis) == total // count]
-    return (found[0], first // count) if len(found) == 1 else None
+    axes = [axis for axis in evidence.axes if evidence.size(axis) == total // count]
+    return (axes[0], first // count) if len(axes) == 1 else None

@@ -37,7 +37,7 @@ def reduced(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
 def _group(evidence: Evidence, part: FailedPart, axes: Sequence[str]) -> list[int]:
     """The ranks that differ from a part's rank along ``axes`` only, and may hold the tensor."""
     fixed = [axis for axis in evidence.axes if axis not in axes]
-    failing = {one.rank for one in evidence.parts}
+    failing = {other.rank for other in evidence.parts}
     return [
         mesh.rank
         for mesh in evidence.meshes
@@ -54,7 +54,7 @@ def _sum(
     group = groups[part.rank]
     if len(group) < 2:
         return None
-    failing = {one.rank: one for one in evidence.parts}
+    failing = {other.rank: other for other in evidence.parts}
     total = [torch.zeros_like(piece, dtype=torch.float64) for piece in part.pieces]
     for rank in group:
         other = failing.get(rank)

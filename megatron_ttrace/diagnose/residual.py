@@ -38,26 +38,28 @@ def residuals(
         culprits: their tensors come first.
         evidence: reads what was kept of a tensor.
     """
-    found: list[Residual] = []
+    shown: list[Residual] = []
     for key in _chosen(verdicts, culprits):
-        if sum(known.total for known in found) >= ELEMENTS:
+        if sum(known.total for known in shown) >= ELEMENTS:
             break
         # Details are optional, the verdicts are complete.
         with contextlib.suppress(Exception):
             if (known := evidence(key)) is not None:
-                found.append(residual(known))
-    return tuple(found)
+                shown.append(residual(known))
+    return tuple(shown)
 
 
 def _chosen(verdicts: Iterable[Judged], culprits: Sequence[Culprit]) -> list[TraceKey]:
-    failed = [one for one in verdicts if one.verdict.is_failure and one.margin is not None]
+    failed = [
+        verdict for verdict in verdicts if verdict.verdict.is_failure and verdict.margin is not None
+    ]
     worst: dict[object, Judged] = {}
     for verdict in failed:
         sort = (verdict.name, verdict.kind)
         if sort not in worst or (verdict.margin or 0.0) > (worst[sort].margin or 0.0):
             worst[sort] = verdict
     # A culprit is of one microbatch, which need not be the worst.
-    shown = [one for culprit in culprits if (one := culprit.shown_by(failed)) is not None]
+    shown = filter(None, (culprit.shown_by(failed) for culprit in culprits))
     ordered = sorted(worst.values(), key=lambda verdict: -(verdict.margin or 0.0))
     return list(dict.fromkeys(verdict.key for verdict in [*shown, *ordered]))[:MOST]
 
@@ -80,7 +82,7 @@ def residual(evidence: Evidence) -> Residual:
                 counts[at] += number
             for index, size in _worst(error, piece.shape, box):
                 worst[index] = max(size, worst.get(index, 0.0))
-            worst = dict(sorted(worst.items(), key=lambda one: -one[1])[:WORST])
+            worst = dict(sorted(worst.items(), key=lambda element: -element[1])[:WORST])
     return Residual(
         key=evidence.key,
         total=total,

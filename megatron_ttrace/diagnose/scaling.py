@@ -290,15 +290,15 @@ def constant_factor(evidence: Evidence, value: float) -> ConstantFactor:
 
 def sizes_of(evidence: Evidence) -> dict[str, float]:
     """Numbers of the layout that a forgotten or doubled division is likely to be off by."""
-    found: dict[str, float] = {axis: evidence.size(axis) for axis in evidence.axes}
+    sizes: dict[str, float] = {axis: evidence.size(axis) for axis in evidence.axes}
     # A main gradient fails alone only if the activations' gradients, which show this too, pass.
     kinds = (Kind.GRAD_OUTPUT, Kind.LOSS)
     shared = evidence.share_of is not None
     if evidence.microbatches > 1 and (evidence.key.kind in kinds or shared):
-        found["microbatches"] = evidence.microbatches
+        sizes["microbatches"] = evidence.microbatches
     for name, value in evidence.numbers.items():
         if evidence.key.kind in _COUNT_IN.get(name, ()):
-            found[name] = value
+            sizes[name] = value
     if INNER_ATTENTION in evidence.key.name and evidence.reference.ndim == 4:
-        found[_SOFTMAX] = math.sqrt(evidence.reference.shape[-1])
-    return found
+        sizes[_SOFTMAX] = math.sqrt(evidence.reference.shape[-1])
+    return sizes

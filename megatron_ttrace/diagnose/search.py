@@ -166,28 +166,28 @@ def search(evidence: Evidence, failed: Failed | None = None) -> list[Composition
         evidence: the failed tensor.
         failed: is called with a repair whose test raised; without it the exception is raised.
     """
-    found: list[Composition] = []
+    compositions: list[Composition] = []
     states = [_State(evidence)] if evidence.parts else []
 
     def is_settled(depth: int) -> bool:
-        return any(composition.size <= depth + 1 for composition in found)
+        return any(composition.size <= depth + 1 for composition in compositions)
 
     with contextlib.suppress(ExhaustedError):
         for depth in range(STEPS + 1):
             if not depth or not is_settled(depth):
                 for state in states:
-                    found += _closed(state, failed)
+                    compositions += _closed(state, failed)
             if depth == STEPS or is_settled(depth):
                 break
             after: list[_State] = []
             for state in states:
                 for new in _stepped(state, failed):
                     if new.evidence.is_right:
-                        found.append(Composition(new.steps))
+                        compositions.append(Composition(new.steps))
                     else:
                         after.append(new)
             states = after
-    return sorted(found, key=lambda composition: composition.order)
+    return sorted(compositions, key=lambda composition: composition.order)
 
 
 def alternative(compositions: list[Composition]) -> Finding | None:

@@ -59,7 +59,7 @@ Stages = Mapping[int, set[Layer]]
 
 def loaded(verdicts: Iterable[Judged]) -> list[tuple[Judged, Grounds]]:
     """Parameters that were loaded wrongly; of main weights, those whose weights are right."""
-    failed = [one for one in verdicts if one.kind is Kind.LOADED and one.verdict.is_failure]
+    failed = [v for v in verdicts if v.kind is Kind.LOADED and v.verdict.is_failure]
     wrong = {verdict.name for verdict in failed if verdict.index != LoadedIndex.MAIN}
     return [
         (verdict, _LOADED[verdict.index])
@@ -110,13 +110,15 @@ def without_consequences(verdicts: Sequence[Judged]) -> list[Judged]:
     ]
     notes = (Note(Reason.OTHER_START),)
     return [
-        dataclasses.replace(one, verdict=Outcome.UNCHECKED, reason=Reason.OTHER_START, notes=notes)
+        dataclasses.replace(
+            verdict, verdict=Outcome.UNCHECKED, reason=Reason.OTHER_START, notes=notes
+        )
         if begun
-        and one.verdict.is_failure
-        and one.iteration >= min(begun)
-        and one.direction is not Direction.START
-        else one
-        for one in verdicts
+        and verdict.verdict.is_failure
+        and verdict.iteration >= min(begun)
+        and verdict.direction is not Direction.START
+        else verdict
+        for verdict in verdicts
     ]
 
 

@@ -74,7 +74,9 @@ def weights_of(
     rest = evidence.reference.float() - torch.stack([*summands]).sum(0) * scale
     fits: dict[int, list[float]] = {}
     for part in evidence.parts:
-        terms = torch.stack([flat(evidence.expected(part, one)) for one in summands]).double()
+        terms = torch.stack(
+            [flat(evidence.expected(part, summand)) for summand in summands]
+        ).double()
         evidence.work.spend(terms.shape[0] ** 2 * terms.shape[1])
         # A summand of nothing counts once as well as twice.
         some = terms.any(1)

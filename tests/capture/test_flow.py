@@ -31,7 +31,7 @@ class Job:
         """How often parameters are in a result; of collectives, their number."""
         found: Counter[str] = Counter()
         for (is_sum, number), times in terms.items():
-            found["sum" if is_sum else self.parts.found[number].name] += times
+            found["sum" if is_sum else self.parts.parts[number].name] += times
         return dict(found)
 
     def followed(self, compute: Callable[["Job"], object]) -> dict[str, int]:
@@ -80,7 +80,7 @@ def test_a_piece() -> None:
     job = Job()
     terms = job.flow.of(job.buffer[3:8])
     (number,) = [number for _, number in terms]
-    assert sum(box.numel for box in job.parts.found[number].boxes) == 5
+    assert sum(box.numel for box in job.parts.parts[number].boxes) == 5
 
 
 def test_a_collective() -> None:

@@ -74,7 +74,7 @@ class Job:
 
     def names(self, terms: tuple[Term, ...]) -> list[str]:
         """Of parameters."""
-        return [self.parts.found[term.number].name for term in terms]
+        return [self.parts.parts[term.number].name for term in terms]
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_all_reduce(job: Job) -> None:
     assert [job.names(one.parts) for one in found.made] == [["a", "b"], ["mlp.experts.w"]]
     assert [(one.group, one.order) for one in found.made] == [(WORLD, 0), (WORLD, 1)]
     assert (found.parts, found.sums) == ((), (Term(0), Term(1)))
-    part = job.parts.found[0]
+    part = job.parts.parts[0]
     assert (part.shape, part.boxes[0].logical) == ((2, 4, 2), (1, 0, 0))
     assert vars(job.group).keys() == {"buckets", "sync"}
 
