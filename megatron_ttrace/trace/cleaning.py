@@ -35,14 +35,7 @@ class Sort(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Left:
-    """A directory that can be removed.
-
-    Attributes:
-        path: of it.
-        sort: what it is.
-        bytes: of all files in it.
-        written: when it was written last, in seconds since 1970.
-    """
+    """A directory that can be removed: bytes of all its files, and when it was written last."""
 
     path: Path
     sort: Sort
@@ -52,7 +45,7 @@ class Left:
 
 def find(home: Path) -> list[Left]:
     """Everything below a directory, itself included, in the order of its paths."""
-    return sorted(_below(home), key=lambda one: one.path)
+    return sorted(_below(home), key=lambda left: left.path)
 
 
 def _below(folder: Path) -> Iterator[Left]:
@@ -99,24 +92,21 @@ def _left(folder: Path, sort: Sort) -> Left:
     return Left(folder, sort, size, written)
 
 
-def remove(one: Left) -> bool:
-    """Remove it; returns false when a running check uses it.
+def remove(left: Left) -> bool:
+    """Remove what was left; returns false when a running check uses it.
 
-    Files that are not ours stay, and so do the directories that hold them.
-
-    Raises:
-        OSError: when a file cannot be removed.
+    Files that are not ours stay, and so do the directories that hold them. Raises ``OSError``.
     """
-    if one.sort is Sort.RUN:
-        return _remove_run(one.path)
-    name = one.path.name
-    if one.sort is Sort.UNFINISHED:
+    if left.sort is Sort.RUN:
+        return _remove_run(left.path)
+    name = left.path.name
+    if left.sort is Sort.UNFINISHED:
         name = re.split(r"\.(?:building|old)-", name[1:])[0]
-    lock = Lock(one.path.parent / f".{name}.lock")
+    lock = Lock(left.path.parent / f".{name}.lock")
     if not lock.acquire():
         return False
     try:
-        owned.remove(one.path)
+        owned.remove(left.path)
         owned.discard(lock.path)
     finally:
         lock.release()
@@ -138,15 +128,9 @@ def _remove_run(folder: Path) -> bool:
 
 
 def remove_tensors(folder: Path, *, own: bool) -> None:
-    """Remove all tensors of a run, but not its reports.
+    """Remove all tensors of a run, but not its reports. Raises ``OSError``.
 
-    Args:
-        folder: of the run.
-        own: whether its reference belongs to it; one that was given by the user stays. Of a shared
-            one, only the link is removed.
-
-    Raises:
-        OSError: when a file cannot be removed.
+    ``own``: with its reference, which the user did not give; of a shared one, only the link goes.
     """
     shared.remove_traces(folder)
     if own:

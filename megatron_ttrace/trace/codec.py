@@ -7,9 +7,9 @@ their values, and floats that are not finite are the strings ``"inf"``, ``"-inf"
 Unknown fields are ignored: a file may hold more than one record (its run, a checksum), and a later
 version more than this one.
 
-pydantic would do most of this. It refuses lone surrogates, which the names of a foreign model's
-modules may contain, accepts lists for tuples in strict mode only from text, and costs every command
-90 ms.
+pydantic and msgspec would do most of this. pydantic refuses lone surrogates, which the names of a
+foreign model's modules may contain, and costs every command 90 ms; msgspec accepts a name twice in
+an object, and writes NaN and infinity as ``null``.
 """
 
 from __future__ import annotations

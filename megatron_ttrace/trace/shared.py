@@ -11,6 +11,9 @@ rank 0 generates it. All files are recorded
 - ``.ranks``: a lock that all ranks share until they end. If the launcher was killed, ranks may be
   left that still write; the next run waits a few seconds for them, then refuses the directory.
 - ``.ttrace-run``: the id, where ranks of other nodes read it.
+
+Functions that take a directory raise ``TTraceError`` when another run uses it, it cannot be
+written, or something else in it has one of our names.
 """
 
 from __future__ import annotations
@@ -119,12 +122,7 @@ class Claim:
 
 
 def claim(directory: Path) -> Claim:
-    """Take a directory for a new run and remove what an earlier run left in it.
-
-    Raises:
-        TTraceError: when another run uses it, it cannot be written, or something else in it has one
-            of our names.
-    """
+    """Take a directory for a new run and remove what an earlier run left in it."""
     run = secrets.token_hex(8)
 
     def clean(directory: Path) -> None:
@@ -137,12 +135,7 @@ def claim(directory: Path) -> Claim:
 
 
 def require_free(directory: Path) -> None:
-    """Refuse a directory that another run uses, before anything slow is done.
-
-    Raises:
-        TTraceError: when it is in use, cannot be written, or something else in it has one of our
-            names.
-    """
+    """Refuse a directory that cannot be taken, before anything slow is done."""
     with _writing(directory):
         _lock_of_ours(directory, NAMES).release()
 
@@ -150,12 +143,7 @@ def require_free(directory: Path) -> None:
 def claim_report(directory: Path, run: str) -> Claim:
     """Take a directory to write a report of saved traces into it; an old report is removed.
 
-    Args:
-        directory: where to write.
-        run: the id of the run that saved the candidate.
-
-    Raises:
-        TTraceError: when a run uses the directory, or it cannot be written.
+    ``run`` is the id of the run that saved the candidate.
     """
     return Claim(directory, run, _REPORTS, _remove_reports)
 
@@ -175,11 +163,7 @@ def _lock_of_ours(directory: Path, names: Sequence[str]) -> Lock:
 
 
 def lock_of(directory: Path) -> Lock:
-    """The exclusive lock on a directory, which is made where it is missing.
-
-    Raises:
-        TTraceError: when another run uses it, or it cannot be written.
-    """
+    """The exclusive lock on a directory, which is made where it is missing."""
     with _writing(directory):
         owned.make(directory, ignored=True)
         lock = Lock(directory / LOCK)
@@ -247,9 +231,7 @@ def _remove_reports(directory: Path) -> None:
 def prepare(directory: Path) -> str:
     """On rank 0: claim the directory unless the launcher has done so; returns the run's id.
 
-    Raises:
-        TTraceError: when another run uses it, it cannot be written, or it is no longer what the
-            launcher claimed.
+    One that is no longer what the launcher claimed is refused.
     """
     for lock in _held.pop(directory.resolve(), []):
         lock.release()

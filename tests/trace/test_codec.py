@@ -15,6 +15,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import Bounds, CodecError, Count, Size
 from tests.placement.meshes import mesh_of
+from tests.trace.arbitrary import arbitrary
 
 
 class Colour(StrEnum):
@@ -46,30 +47,15 @@ class Record:
         return "flag: a red one has none" if self.flag and self.colour is Colour.RED else ""
 
 
-inners = st.builds(Inner, at=st.integers(-(2**63), 2**63 - 1), name=st.text(max_size=5))
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=5,
 )
-records = st.builds(
-    Record,
-    key=inners,
-    size=st.floats(min_value=0),
-    count=st.integers(0, 2**63 - 1),
-    colour=st.sampled_from(Colour),
-    maybe=st.none() | inners,
-    many=st.lists(inners, max_size=3).map(tuple),
-    pair=st.tuples(st.integers(-9, 9), st.text(max_size=3)),
-    table=st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=3),
-    free=json_values,
-    flag=st.booleans(),
-    written=st.floats(min_value=0),
-).filter(lambda one: not one.contradiction())
 GOOD = {"at": 1, "size": 1.5, "count": 2, "colour": "red"}
 
 
-@given(records)
+@given(arbitrary(Record))
 def test_round_trip(record):
     """Through strict JSON."""
     text = json.dumps(codec.encode(record), allow_nan=False)

@@ -6,19 +6,16 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_ttrace.trace.codec import CodecError
-from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
+from megatron_ttrace.trace.collectives import Ledger
+from megatron_ttrace.trace.meta import CandidateMeta, ReferenceMeta
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
-    Code,
     Culprit,
     Direction,
-    Element,
-    Exactness,
     Kind,
     Outcome,
     Residual,
@@ -29,141 +26,21 @@ from megatron_ttrace.trace.records import (
     Verdict,
 )
 from tests.report.synthetic_report import culprit_of, make_verdict
+from tests.trace.arbitrary import arbitrary
 
-numbers = st.none() | st.floats(min_value=0, allow_nan=False)
-ranks = st.lists(st.integers(0, 2**20), max_size=4).map(tuple)
-verdicts = st.builds(
-    Verdict,
-    iteration=st.integers(1, 10**6),
-    microbatch=st.integers(STEP_LEVEL, 100),
-    kind=st.sampled_from(Kind),
-    name=st.text(max_size=20),
-    index=st.integers(0, 9),
-    verdict=st.sampled_from(Outcome),
-    rel_err=numbers,
-    rel_err_eps=numbers,
-    tolerance=numbers,
-    margin=numbers,
-    ranks=ranks,
-    placement=st.text(max_size=20),
-    shape=ranks,
-    note=st.text(max_size=20),
-    reason=st.none() | st.sampled_from(Reason),
-)
-culprits = st.builds(
-    Culprit,
-    name=st.text(max_size=20),
-    kind=st.sampled_from(Kind),
-    direction=st.sampled_from(Direction),
-    reason=st.text(max_size=20),
-    explanation=st.text(max_size=20),
-    iteration=st.integers(1, 9),
-    microbatch=st.integers(STEP_LEVEL, 9),
-    index=st.integers(0, 9),
-    verdict=st.sampled_from(Outcome),
-    ranks=ranks,
-    rel_err=numbers,
-    rel_err_eps=numbers,
-    tolerance=numbers,
-    margin=numbers,
-    hint=st.text(max_size=20),
-    where=st.text(max_size=20),
-    cause=st.none() | st.sampled_from(Cause),
-    axes=st.sampled_from([(), ("tp",), ("tp", "cp")]),
-)
-residuals = st.builds(
-    Residual,
-    key=st.builds(
-        TraceKey,
-        st.integers(1, 9),
-        st.integers(STEP_LEVEL, 9),
-        st.sampled_from(Kind),
-        st.text(max_size=20),
-        st.integers(0, 9),
-    ),
-    total=st.integers(0, 99),
-    exact=st.integers(0, 99),
-    lowest=st.integers(-99, 99),
-    counts=ranks,
-    worst=st.lists(
-        st.builds(
-            Element,
-            index=ranks,
-            reference=st.floats(allow_nan=False),
-            candidate=st.floats(allow_nan=False),
-            rank=st.integers(0, 99),
-        ),
-        max_size=2,
-    ).map(tuple),
-    boxes=st.lists(st.tuples(st.integers(0, 99), st.text(max_size=9)), max_size=2).map(tuple),
-)
-code = st.builds(
-    Code,
-    version=st.text(max_size=9),
-    path=st.text(max_size=9),
-    commit=st.text(max_size=9),
-    dirty=st.booleans(),
-)
-runs = st.builds(
-    Run,
-    id=st.text("0123456789abcdef", min_size=16, max_size=16),
-    command=st.lists(st.text(max_size=9), max_size=3).map(tuple),
-    script=st.text(max_size=9),
-    script_sha256=st.text(max_size=9),
-    megatron=code,
-    ttrace=code,
-    host=st.text(max_size=9),
-    user=st.text(max_size=9),
-    date=st.text(max_size=9),
-    environment=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
-    seed=st.integers(-1, 2**32),
-)
-words = st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)
-summaries = st.builds(
-    Summary,
-    verdict=st.sampled_from(Result),
-    counts=st.dictionaries(st.sampled_from([o.value for o in Outcome]), st.integers(0, 9)),
-    culprits=st.lists(culprits, max_size=2).map(tuple),
-    config=words,
-    versions=words,
-    timings=st.dictionaries(st.text(max_size=5), st.floats(0, 1e9), max_size=3),
-    execution_order=st.lists(st.text(max_size=5), max_size=3).map(tuple),
-    notices=st.lists(st.text(max_size=5), max_size=3).map(tuple),
-    exactness=st.none()
-    | st.builds(
-        Exactness,
-        expected=st.integers(0, 99),
-        lost=st.integers(0, 99),
-        first=st.text(max_size=20),
-        ranks=ranks,
-        rel_err=numbers,
-    ).filter(lambda one: not one.contradiction()),
-    residuals=st.lists(residuals, max_size=2).map(tuple),
-    run=st.none() | runs,
-    not_exercised=st.lists(
-        st.builds(
-            NotExercised,
-            what=st.sampled_from(Unexercised),
-            value=st.none() | st.floats(0, 1e9),
-            names=st.lists(st.text(max_size=5), max_size=2).map(tuple),
-        ),
-        max_size=2,
-    ).map(tuple),
-).filter(lambda one: not one.contradiction())
+RECORDS = (Verdict, Culprit, Residual, Run, Summary, Ledger, ReferenceMeta, CandidateMeta)
 
 
-@given(verdicts)
-def test_verdicts_survive(verdict):
+@pytest.mark.parametrize("record", RECORDS)
+@settings(
+    max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+@given(data=st.data())
+def test_records_survive(record, data):
     """Through strict JSON, infinities included."""
-    line = json.dumps(verdict.to_json(), allow_nan=False)
-    assert Verdict.from_json(json.loads(line)) == verdict
-
-
-@given(summaries)
-def test_summaries_survive(summary):
-    """With their culprits."""
-    text = json.dumps(summary.to_json(), allow_nan=False)
-    assert Summary.from_json(json.loads(text)) == summary
+    value = data.draw(arbitrary(record))
+    text = json.dumps(value.to_json(), allow_nan=False)
+    assert record.from_json(json.loads(text)) == value
 
 
 def test_an_older_summary_is_read():

@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from megatron_ttrace import trace
-from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import index as index_module
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.sealing import seal_json
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, read_meta, seal
+from tests.trace.arbitrary import arbitrary
 
 
 def key(name="a", **others):
@@ -96,12 +95,8 @@ def test_data_is_copied_when_it_is_added(tmp_path):
     writer.add(entry(data), data)
     data.zero_()
     writer.close()
-    assert (
-        TraceReader(tmp_path, sealed=False)
-        .tensor(TraceReader(tmp_path, sealed=False).entry(key()))
-        .tolist()
-        == [1.0] * 4
-    )
+    reader = TraceReader(tmp_path, sealed=False)
+    assert reader.data(key()).tolist() == [1.0] * 4
 
 
 def test_chunks_bound_the_memory(tmp_path):
@@ -176,33 +171,7 @@ def test_ranks_have_their_own_files(tmp_path):
         reader.entry(key("of 1"))
 
 
-ints = st.integers(0, 2**40)
-
-
-@given(
-    st.builds(
-        Entry,
-        key=st.builds(
-            TraceKey,
-            iteration=ints,
-            microbatch=st.integers(STEP_LEVEL, 9),
-            kind=st.sampled_from(Kind),
-            name=st.text(max_size=20),
-            index=ints,
-        ),
-        shape=st.lists(ints, max_size=3).map(tuple),
-        dtype=st.sampled_from(["float32", "float8_e4m3fn"]),
-        file=st.text(max_size=5),
-        tensor=st.text(max_size=5),
-        logical_shape=st.lists(ints, min_size=1, max_size=3).map(tuple),
-        placement=st.text(max_size=20),
-        boxes=st.lists(
-            st.tuples(ints, ints).map(lambda n: Box((n[0], 1), (n[1], 2), (n[0],))), max_size=2
-        ).map(tuple),
-        factor=st.floats(allow_nan=False, allow_infinity=False).filter(bool),
-        misfit=st.text(max_size=9),
-    )
-)
+@given(arbitrary(Entry).filter(lambda line: line.logical_shape))
 def test_index_lines_survive(line):
     """Every field, any text, through one line of JSON."""
     text = index_module.encode(line)
@@ -243,24 +212,21 @@ def reseal(directory):
     seal(directory, {})
 
 
-def test_a_truncated_file(tmp_path):
-    """Half a copy."""
-    file = data_file(written(tmp_path, {"a": torch.randn(50)}))
-    file.write_bytes(file.read_bytes()[:-7])
-    refused(tmp_path, r"safetensors is truncated \(\d+ of \d+ bytes\)")
-
-
-def test_a_missing_file(tmp_path):
-    """A copy without its data."""
-    data_file(written(tmp_path, {"a": torch.randn(5)})).unlink()
-    refused(tmp_path, r"safetensors is missing")
-
-
-def test_a_missing_index(tmp_path):
-    """A copy without its index is no empty trace."""
-    written(tmp_path, {"a": torch.randn(5)})
-    (tmp_path / "rank-00000.index.jsonl").unlink()
-    refused(tmp_path, r"index.jsonl is missing")
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("rank-00000.0000.safetensors", b"half", r"is truncated \(4 of \d+ bytes\)"),
+        ("rank-00000.0000.safetensors", None, "safetensors is missing"),
+        ("rank-00000.index.jsonl", None, "index.jsonl is missing"),
+    ],
+)
+def test_a_copy_that_is_not_whole(tmp_path, name, content, says):
+    """A file is truncated or missing; a trace without its index is not an empty one."""
+    written(tmp_path, {"a": torch.randn(50)})
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    refused(tmp_path, says)
 
 
 def test_a_run_that_never_ended(tmp_path):
@@ -269,10 +235,6 @@ def test_a_run_that_never_ended(tmp_path):
     writer.add(entry(torch.ones(2)), torch.ones(2))
     writer.close()
     refused(tmp_path, "does not contain a complete trace")
-
-
-def test_no_directory_at_all(tmp_path):
-    """A path that is not there."""
     refused(tmp_path / "nowhere", "does not contain a complete trace")
 
 
