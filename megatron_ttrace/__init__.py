@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from megatron_ttrace.saved.api import Report, check, compare, load_report
     from megatron_ttrace.trace.errors import TTraceError
     from megatron_ttrace.trace.records import Culprit, Kind, Outcome, Result, Summary, Verdict
-
-__version__ = "0.1.0"
+    from megatron_ttrace.trace.version import __version__
 
 __all__ = [
     "Culprit",
@@ -46,6 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "megatron_ttrace.trace.version": ("__version__",),
     "megatron_ttrace.trace.errors": ("TTraceError",),
     "megatron_ttrace.saved.api": ("Report", "check", "compare", "load_report"),
     "megatron_ttrace.trace.records": (

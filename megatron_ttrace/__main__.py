@@ -62,8 +62,8 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """
     import importlib
 
-    from megatron_ttrace import __version__
     from megatron_ttrace.cli import command
+    from megatron_ttrace.trace.version import __version__
 
     parser: argparse.ArgumentParser = command.Parser(
         prog="ttrace",

@@ -227,7 +227,7 @@ def neutral_names(known: Modules, classes: frozenset[str]) -> dict[str, set[str]
     return found
 
 
-INSIDE = {"__version__", "_entry"}
+INSIDE = {"_entry"}
 """What rooms may ask of the package; a script that ``ttrace`` starts is as good as one with
 ``enable()`` in it."""
 

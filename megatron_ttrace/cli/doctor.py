@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import index
 from megatron_ttrace.mcore import versions
+from megatron_ttrace.trace import compiled
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
 _EPILOG = """\
@@ -193,9 +194,7 @@ def _disk() -> Finding:
 
 
 def _comparison() -> Finding:
-    from megatron_ttrace.compare import native
-
-    if native.library() is not None:
+    if all(compiled.load(name) for name in compiled.NAMES):
         return Finding("comparison", "ok", "compiled")
     advice = "with a C compiler here when it is installed, CPUs compare several times as fast"
     return Finding("comparison", "optional", "by PyTorch", advice)

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ttrace import __version__
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.mcore import versions
@@ -25,6 +24,7 @@ from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Code, Run
+from megatron_ttrace.trace.version import __version__
 
 COMMAND = "TTRACE_COMMAND"
 """Environment variable: the launcher's command line, for its ranks, as a JSON list."""

@@ -134,13 +134,15 @@ def _enable_on_import() -> None:
     the script does.
     """
     if "megatron.core" in sys.modules:  # a fork of a process that imported it
-        import megatron_ttrace
-
-        entry = megatron_ttrace._entry()
-
-        entry.enable()
+        _entry().enable()
     else:
         sys.meta_path.insert(0, _Awaiting())
+
+
+def _entry() -> types.ModuleType:
+    import megatron_ttrace
+
+    return megatron_ttrace._entry()
 
 
 class _Awaiting:
@@ -157,11 +159,7 @@ class _Awaiting:
             return None
         if name in _BACKEND and self._active:
             return None
-        # Not at the top: this imports torch.
-        import megatron_ttrace
-
-        entry = megatron_ttrace._entry()
-
+        entry = _entry()  # not earlier: this imports torch
         if entry.is_enabled():
             return None
         if not self._active:

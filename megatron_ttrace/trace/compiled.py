@@ -8,6 +8,8 @@ import importlib.util
 import zlib
 from pathlib import Path
 
+NAMES = ("compare.sums", "trace.mapped", "trace.aborts")
+
 
 def load(name: str) -> ctypes.CDLL | None:
     """The compiled file of ``name``, for instance ``compare.sums``.
