@@ -16,7 +16,7 @@ _PROGRAM = "".join(sys.argv[:1])
 if (
     os.path.basename(_PROGRAM) == "ttrace" or (_PROGRAM == "-m" and __name__ in sys.orig_argv)
 ) and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-    # Until ``__main__`` handles it, Ctrl-C ends our command without a traceback.
+    # Until ``cli/main.py`` handles it, Ctrl-C ends our command without a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 from types import ModuleType  # noqa: E402

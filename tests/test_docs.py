@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.__main__ import build_parser
 from megatron_ttrace.cli import demo
+from megatron_ttrace.cli.main import build_parser
 from megatron_ttrace.mcore.versions import MAIN, MAIN_COMMIT, SUPPORTED
 from megatron_ttrace.report import wording
 from megatron_ttrace.trace.records import Direction, Outcome, Result

@@ -8,8 +8,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_ttrace import __main__
 from megatron_ttrace.cli import command
+from megatron_ttrace.cli import main as ttrace
 from tests.assay import plant, same
 from tests.assay.baselines import cli as baselines
 from tests.assay.mutants import cli as mutants
@@ -33,7 +33,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    return __main__.main(argv, build_parser)
+    return ttrace.main(argv, build_parser)
 
 
 if __name__ == "__main__":

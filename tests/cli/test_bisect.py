@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.__main__ import main
 from megatron_ttrace.cli import bisect, bisect_axes, jobs
+from megatron_ttrace.cli.main import main
 from megatron_ttrace.jobs import job as processes
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import apart

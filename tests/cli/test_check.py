@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.__main__ import main
+from megatron_ttrace.cli.main import main
 
 UNDECIDED = """
 import pathlib, sys

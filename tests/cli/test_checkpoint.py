@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_ttrace.__main__ import main
+from megatron_ttrace.cli.main import main
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.__main__ import main
+from megatron_ttrace.cli.main import main
 from megatron_ttrace.evaluation.recipes import collect
 from megatron_ttrace.evaluation.recipes import pull as pull_request
 from megatron_ttrace.jobs import provenance

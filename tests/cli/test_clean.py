@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from megatron_ttrace.__main__ import build_parser
+from megatron_ttrace.cli.main import build_parser
 from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.errors import TTraceError
 

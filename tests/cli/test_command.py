@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.__main__ import OVERVIEW, _named, build_parser, main
 from megatron_ttrace.cli import command
+from megatron_ttrace.cli.main import OVERVIEW, _named, build_parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,7 +121,7 @@ def _run(code: str, *words: object) -> str:
 
 _FIRST_LINE = """
 import sys, time
-from megatron_ttrace import __main__
+from megatron_ttrace.cli.main import main
 from megatron_ttrace.cli import command
 heavy = {"torch", "numpy", "megatron", "rich", "jinja2", "safetensors", "wandb"}
 class Done(BaseException): pass
@@ -132,7 +132,7 @@ def progress(began=None):
     return say
 command.progress = progress
 try:
-    __main__.main()
+    main()
 except Done:
     pass
 """
@@ -150,7 +150,7 @@ def test_the_first_line_of_a_check_needs_no_heavy_import(tmp_path: Path) -> None
 def test_help_needs_no_heavy_import() -> None:
     """All commands are listed without what they need to run."""
     code = (
-        "import sys\nfrom megatron_ttrace.__main__ import build_parser\nbuild_parser()\n"
+        "import sys\nfrom megatron_ttrace.cli.main import build_parser\nbuild_parser()\n"
         "print({'torch', 'numpy', 'rich', 'jinja2', 'megatron'} & set(sys.modules))"
     )
     assert _run(code) == "set()\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.__main__ import main
 from megatron_ttrace.cli import diff, record
+from megatron_ttrace.cli.main import main
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.report import wandb

@@ -3,8 +3,8 @@
 
 import pytest
 
-from megatron_ttrace import __main__
 from megatron_ttrace.cli import matrix
+from megatron_ttrace.cli.main import main
 from megatron_ttrace.evaluation.matrix.suite import MatrixRow
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.trace import files
@@ -34,7 +34,7 @@ def ran(monkeypatch):
 def test_every_configuration_with_every_seed(ran, tmp_path, capsys):
     """Names and directories differ by seed; the total has the worst margin and exactness."""
     words = ["matrix", "tp2/gpt/*", "--seeds", "1,7", "--directory", str(tmp_path)]
-    assert __main__.main(words) == 0
+    assert main(words) == 0
     assert [job.arguments[-2:] for job in ran] == [("--seed", "1")] * 2 + [("--seed", "7")] * 2
     assert len({job.directory for job in ran}) == 4
     text = capsys.readouterr().out
@@ -46,9 +46,7 @@ def test_every_configuration_with_every_seed(ran, tmp_path, capsys):
 
 def test_one_seed_keeps_the_plain_names(ran, tmp_path, capsys):
     """With one seed, names are those of the list."""
-    assert (
-        __main__.main(["matrix", "tp2/gpt/fp32", "--seed", "3", "--directory", str(tmp_path)]) == 0
-    )
+    assert main(["matrix", "tp2/gpt/fp32", "--seed", "3", "--directory", str(tmp_path)]) == 0
     assert "] tp2/gpt/fp32 " in capsys.readouterr().out
     assert ran[0].directory == tmp_path / "tp2-gpt-fp32"
 
@@ -56,7 +54,7 @@ def test_one_seed_keeps_the_plain_names(ran, tmp_path, capsys):
 @pytest.mark.parametrize("seeds", ["", "1,", "x"])
 def test_bad_seeds(seeds, capsys):
     """One line, without the usage."""
-    assert __main__.main(["matrix", "--all", "--seeds", seeds]) == 2
+    assert main(["matrix", "--all", "--seeds", seeds]) == 2
     said = capsys.readouterr().err
     assert "give numbers" in said
     assert said.startswith("ttrace: ")

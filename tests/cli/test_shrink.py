@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.__main__ import main
+from megatron_ttrace.cli.main import main
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 LARGE = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.__main__ import main
+from megatron_ttrace.cli.main import main
 from megatron_ttrace.jobs import inputs
 from megatron_ttrace.trace.errors import TTraceError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.__main__ import build_parser
+from megatron_ttrace.cli.main import build_parser
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs.job import Job
 from megatron_ttrace.jobs.processes import ranks

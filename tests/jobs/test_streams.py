@@ -16,7 +16,7 @@ TTRACE = f"{sys.executable} -m megatron_ttrace"
 # A command that prints a lot and answers "diverged"; or does worse.
 TALKS = """
 import sys
-from megatron_ttrace import __main__ as entry
+from megatron_ttrace.cli import main as entry
 class Parser:
     _actions = ()
     def parse_args(self, argv):
@@ -88,7 +88,7 @@ def imports(event, arguments):
         if len(seen) == moment:
             os.kill(os.getpid(), signal.SIGINT)
 sys.addaudithook(imports)
-from megatron_ttrace.__main__ import main
+from megatron_ttrace.cli.main import main
 main()
 """
 
@@ -176,7 +176,7 @@ def test_a_damaged_installation(tmp_path: Path) -> None:
     """A command that cannot be imported ends with exit code 2."""
     (tmp_path / "rich.py").write_text("raise ImportError('no rich')")
     line = f'{sys.executable} -c \'import sys; sys.path.insert(0, ".")\n'
-    line += "from megatron_ttrace.__main__ import main\nsys.exit(main())' report x"
+    line += "from megatron_ttrace.cli.main import main\nsys.exit(main())' report x"
     done = shell(line, tmp_path)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

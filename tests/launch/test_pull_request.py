@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_ttrace.__main__ import build_parser
+from megatron_ttrace.cli.main import build_parser
 
 FOLDER = Path(__file__).parents[2] / "launch" / "pull-request"
 KEPT = {

@@ -7,7 +7,7 @@ Ranks are forks of this process, so they see that catalogue too.
 import sys
 from pathlib import Path
 
-from megatron_ttrace.__main__ import main
+from megatron_ttrace.cli.main import main
 from megatron_ttrace.evaluation.bugs import catalogue
 
 if __name__ == "__main__":

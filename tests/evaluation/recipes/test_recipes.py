@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.__main__ import main
 from megatron_ttrace.cli import recipes as cli_recipes
+from megatron_ttrace.cli.main import main
 from megatron_ttrace.evaluation.recipes import collect, known
 from megatron_ttrace.evaluation.recipes import run as running
 from megatron_ttrace.evaluation.recipes.collect import Kind

@@ -36,7 +36,7 @@ class HangError(BaseException):
 
 def command(argv: list[str]) -> int:
     """Run ``ttrace``; an error that is one line counts as exit code 2, all others are raised."""
-    from megatron_ttrace.__main__ import build_parser
+    from megatron_ttrace.cli.main import build_parser
     from megatron_ttrace.trace.errors import TTraceError
 
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogateescape")

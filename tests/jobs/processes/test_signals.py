@@ -15,7 +15,7 @@ from tests.jobs.commands.commands import Command
 LAUNCHER = """
 import sys
 from pathlib import Path
-from megatron_ttrace import __main__ as entry
+from megatron_ttrace.cli import main as entry
 from megatron_ttrace.jobs.processes import ranks
 here, fork = Path(sys.argv[1]), sys.argv[2] == "fork"
 class Parser:
@@ -122,7 +122,7 @@ def test_the_reference_dies_with_its_rank(tmp_path: Path) -> None:
 def test_no_traceback_while_importing(tmp_path: Path, moment: float) -> None:
     """One line from our first instruction on; before it Python itself starts."""
     code = (
-        "import sys\nfrom megatron_ttrace.__main__ import main\n"
+        "import sys\nfrom megatron_ttrace.cli.main import main\n"
         "from megatron_ttrace.jobs.processes import signals\n"
         "real = signals.install\n"
         "signals.install = lambda: (real(), print('go', flush=True))\n"

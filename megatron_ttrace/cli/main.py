@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace`` and ``python -m megatron_ttrace``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+# Nothing else here: until ``main`` runs, Ctrl-C ends the process without a word.
+from megatron_ttrace.jobs import streams
+from megatron_ttrace.jobs.processes import signals
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+COMMANDS = (
+    "megatron_ttrace.cli.check",
+    "megatron_ttrace.cli.shrink",
+    "megatron_ttrace.cli.recipes",
+    "megatron_ttrace.cli.compare",
+    "megatron_ttrace.cli.record",
+    "megatron_ttrace.cli.diff",
+    "megatron_ttrace.cli.bisect",
+    "megatron_ttrace.cli.ci",
+    "megatron_ttrace.cli.checkpoint",
+    "megatron_ttrace.cli.report",
+    "megatron_ttrace.cli.clean",
+    "megatron_ttrace.cli.doctor",
+    "megatron_ttrace.cli.patch",
+    "megatron_ttrace.cli.data",
+    "megatron_ttrace.cli.demo",
+)
+"""Modules with ``add_parser(subparsers)``; parsing imports neither torch nor Megatron."""
+EVALUATION = (
+    "megatron_ttrace.cli.bugs",
+    "megatron_ttrace.cli.matrix",
+    "megatron_ttrace.cli.nightly",
+)
+"""The same, of ``ttrace eval``; without ``eval`` they are found too, but not listed."""
+OVERVIEW = """\
+ttrace checks that a Megatron training job computes what one device would.
+
+  ttrace check -- COMMAND   check a job; COMMAND is what starts it
+  ttrace diff A B           compare any two runs: layouts, versions, settings
+  ttrace report DIR         show the report of a finished check again
+  ttrace doctor             show what is installed and where checks will run
+
+`ttrace --help` lists all commands; `ttrace COMMAND --help` has examples.
+"""
+_EPILOG = (
+    "exit codes: 0 equivalent, 1 diverged, 2 could not check; 128 + N if signal N ended "
+    "the command (130: Ctrl-C, 143: SIGTERM)"
+)
+
+
+def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The command line; only the one command that ``words`` begin with, if they name one.
+
+    Other commands need not be imported then.
+    """
+    import importlib
+
+    from megatron_ttrace.cli import command
+    from megatron_ttrace.trace.version import __version__
+
+    parser: argparse.ArgumentParser = command.Parser(
+        prog="ttrace",
+        description="Check that a Megatron run is numerically equivalent to a single-device run.",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"ttrace {__version__}")
+    parser.set_defaults(run=_overview)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    named = _named(words)
+    for name in COMMANDS:
+        if named in ("", name):
+            importlib.import_module(name).add_parser(subparsers)
+    actions = command.add_evaluation(subparsers)
+    for name in EVALUATION:
+        if named in ("", name):
+            importlib.import_module(name).add_parser(actions)
+    subparsers._name_parser_map.update(actions._name_parser_map)
+    return parser
+
+
+def _named(words: Sequence[str]) -> str:
+    """The module of the command that a command line names; empty if it names none."""
+    first = words[:2][-1] if words[:1] == ["eval"] else "".join(words[:1])
+    known = EVALUATION if words[:1] == ["eval"] else (*COMMANDS, *EVALUATION)
+    return next((name for name in known if name.rpartition(".")[2] == first), "")
+
+
+def _overview(_: argparse.Namespace) -> int:
+    """Of ``ttrace`` alone. Nothing was checked, so it is no success."""
+    print(OVERVIEW, end="")
+    return 2
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    build: Callable[[Sequence[str]], argparse.ArgumentParser] | None = None,
+) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        argv: the words of the command. ``None``: this process is the command, and its arguments,
+            signals and standard streams are handled.
+        build: makes the parser of a command line; by default :func:`build_parser`.
+    """
+    build = build or build_parser
+    if argv is not None:
+        return _guarded(argv, build)
+    signals.install()
+    streams.steady()
+    if "TTRACE_END_FILE" in os.environ:
+        from megatron_ttrace.trace import ends
+
+        ends.begin()
+    code = _guarded(None, build)
+    _leave(code)
+    return code
+
+
+def _leave(code: int) -> None:
+    """End this process without the seconds that an interpreter needs to unload torch.
+
+    A signal that arrives in that time would not be handled.
+    """
+    import atexit
+    import threading
+
+    main_thread = threading.main_thread()
+    if any(not one.daemon and one is not main_thread for one in threading.enumerate()):
+        return
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _guarded(
+    argv: Sequence[str] | None, build: Callable[[Sequence[str]], argparse.ArgumentParser]
+) -> int:
+    """Run a command; every other end than its own answer is one line, and never exit code 1."""
+    from megatron_ttrace.trace.errors import ExitCode, TTraceError, one_line
+
+    parsing = True
+    try:
+        from megatron_ttrace.cli import command
+        from megatron_ttrace.jobs.commands import disclosure
+
+        words = sys.argv[1:] if argv is None else list(argv)
+        parser = build(words)
+        disclosure.withhold(["ttrace", *words], known=dict(command.options(parser)))
+        args = parser.parse_args(words)
+        args.began = _began(argv is None)
+        parsing = False
+        with signals.orderly():
+            code = int(args.run(args))
+    except TTraceError as error:
+        if not signals.received():
+            _tell(str(error))
+            return int(ExitCode.COULD_NOT_CHECK)
+    except KeyboardInterrupt as stopped:
+        if not isinstance(stopped, signals.Stopped):
+            _tell("interrupted")
+            return 128 + 2
+    except (Exception, SystemExit) as error:
+        if parsing and isinstance(error, SystemExit):
+            raise  # argparse has printed an error, or the help
+        if not signals.received():
+            _tell(f"internal error: {one_line(error)} (set TTRACE_DEBUG=1 for the traceback)")
+            return int(ExitCode.COULD_NOT_CHECK)
+    else:
+        if not signals.received():
+            return code
+    # Whatever the signal led to: the signal ended the command.
+    stopped_by = signals.Stopped(signals.received())
+    _tell(str(stopped_by))
+    return stopped_by.exit_code
+
+
+def _began(is_process: bool) -> float:
+    """When this command began: as the shell counts, if the process is nothing else."""
+    import time
+
+    from megatron_ttrace.cli import command
+
+    return command.process_began() if is_process else time.monotonic()
+
+
+def _tell(text: str) -> None:
+    """Print an error to standard error; with its traceback only if requested."""
+    import traceback
+
+    from megatron_ttrace.trace.errors import DEBUG
+
+    if os.environ.get(DEBUG):
+        traceback.print_exc()
+    try:
+        from megatron_ttrace.trace import ends
+
+        ends.write(ends.EndRecord(code=2, at=0, message=text))
+    except Exception:  # noqa: BLE001, S110 - the error may be that this cannot be imported
+        pass
+    # Some errors quote the last lines of a log, which is foreign text.
+    lines = "\n".join(map(_clean, text.splitlines()))
+    print(f"ttrace: {lines}", file=sys.stderr, flush=True)
+
+
+def _clean(line: str) -> str:
+    try:
+        from megatron_ttrace.trace.sanitise import NOTE_LIMIT, log_line, shorten
+    except Exception:  # noqa: BLE001 - the error may be that this cannot be imported
+        return ascii(line)[1:-1]
+    return shorten(log_line(line), NOTE_LIMIT)
