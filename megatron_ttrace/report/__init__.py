@@ -78,9 +78,9 @@ def publish(
         write(page, summary, verdicts, run)
 
     def write_junit() -> None:
-        from megatron_ttrace.report.junit import write
+        from megatron_ttrace.report.junit import render
 
-        write(directory / files.JUNIT, summary, verdicts, run)
+        files.write_atomically(directory / files.JUNIT, [render(summary, verdicts, run)])
 
     def log_tensorboard() -> None:
         from megatron_ttrace.report.tensorboard import log

@@ -8,21 +8,10 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_ttrace.report import table, wording
-from megatron_ttrace.trace import files
 from megatron_ttrace.trace.records import Result, Summary, Verdict
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
-
-
-def write(path: Path, summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> None:
-    """Write the XML atomically.
-
-    Raises:
-        TTraceError: when the directory cannot be written.
-    """
-    files.write_atomically(path, [render(summary, verdicts, run)])
 
 
 def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:

@@ -4,22 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from megatron_ttrace.report import table
 from megatron_ttrace.trace.records import Outcome, Summary, Verdict
 from megatron_ttrace.trace.sanitise import clean
 
 
-class ScalarWriter(Protocol):
-    """What is used of a ``SummaryWriter``."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Record one number."""
-
-
-def log(summary: Summary, verdicts: Sequence[Verdict], writer: ScalarWriter) -> None:
-    """Add the worst margin, failures, and the worst margin of each layer, per iteration."""
+def log(summary: Summary, verdicts: Sequence[Verdict], writer: Any) -> None:
+    """Add margins and failures, per iteration and layer, to a ``SummaryWriter``."""
     by_iteration: dict[int, list[Verdict]] = {}
     for verdict in verdicts:
         by_iteration.setdefault(verdict.iteration, []).append(verdict)

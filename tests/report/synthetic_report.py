@@ -50,37 +50,24 @@ def make_verdict(
     name: str = "decoder.layers.0.mlp",
     kind: Kind = Kind.OUTPUT,
     *,
-    verdict: Outcome = Outcome.PASS,
     rel_err: float | None = 1e-3,
     tolerance: float | None = 2e-3,
-    iteration: int = 1,
-    microbatch: int = 0,
-    index: int = 0,
-    ranks: tuple[int, ...] = (0, 1),
-    placement: str = "Shard(0)",
-    shape: tuple[int, ...] = (64, 2, 128),
-    note: str = "",
-    reason: Reason | None = None,
+    **fields: Any,
 ) -> Verdict:
-    """A verdict whose numbers agree with each other."""
+    """A verdict whose numbers agree with each other; a pass without other ``fields``."""
     measured = rel_err is not None
-    return Verdict(
-        iteration=iteration,
-        microbatch=microbatch,
-        kind=kind,
-        name=name,
-        index=index,
-        verdict=verdict,
-        rel_err=rel_err,
-        rel_err_eps=rel_err / EPS if measured else None,
-        tolerance=tolerance,
-        margin=rel_err / tolerance if measured and tolerance else None,
-        ranks=ranks,
-        placement=placement,
-        shape=shape,
-        note=note,
-        reason=reason,
-    )
+    values = {
+        "iteration": 1,
+        "microbatch": 0,
+        "index": 0,
+        "verdict": Outcome.PASS,
+        "ranks": (0, 1),
+        "placement": "Shard(0)",
+        "shape": (64, 2, 128),
+        "rel_err_eps": rel_err / EPS if measured else None,
+        "margin": rel_err / tolerance if measured and tolerance else None,
+    }
+    return Verdict(name=name, kind=kind, rel_err=rel_err, tolerance=tolerance, **values | fields)
 
 
 def make_judged(*place: Any, **more: Any) -> Judged:
@@ -178,35 +165,14 @@ def make_summary(verdicts: list[Verdict], culprits: tuple[Culprit, ...] = ()) ->
     )
 
 
-def culprit_of(
-    verdict: Verdict,
-    reason: str,
-    explanation: str,
-    hint: str = "",
-    where: str = "",
-    cause: Cause | None = None,
-) -> Culprit:
-    """The culprit that this verdict shows."""
-    return Culprit(
-        name=verdict.name,
-        kind=verdict.kind,
-        direction=verdict.kind.direction,
-        reason=reason,
-        explanation=explanation,
-        iteration=verdict.iteration,
-        microbatch=verdict.microbatch,
-        index=verdict.index,
-        verdict=verdict.verdict,
-        ranks=verdict.ranks,
-        rel_err=verdict.rel_err,
-        rel_err_eps=verdict.rel_err_eps,
-        tolerance=verdict.tolerance,
-        margin=verdict.margin,
-        hint=hint,
-        where=where,
-        cause=cause,
-        axes=("tp",),
-    )
+def culprit_of(verdict: Verdict, reason: str, explanation: str, **more: Any) -> Culprit:
+    """The culprit that this verdict shows; ``more`` fields of it."""
+    shared = {field.name for field in dataclasses.fields(Culprit)} & {
+        field.name for field in dataclasses.fields(Verdict)
+    }
+    values = {name: getattr(verdict, name) for name in shared - {"reason"}}
+    values |= {"direction": verdict.kind.direction, "axes": ("tp",), **more}
+    return Culprit(reason=reason, explanation=explanation, **values)
 
 
 def embedding_bug(layers: int = 4, microbatches: int = 4) -> tuple[Summary, list[Verdict]]:
@@ -237,9 +203,9 @@ def embedding_bug(layers: int = 4, microbatches: int = 4) -> tuple[Summary, list
         first,
         "its input passes and its output does not",
         "half of the rows are zero on tp rank 1",
-        "the vocabulary mask is computed from shifted ids",
-        "VocabParallelEmbedding in megatron/core/tensor_parallel/layers.py:185",
-        Cause.TOKEN_IDS,
+        hint="the vocabulary mask is computed from shifted ids",
+        where="VocabParallelEmbedding in megatron/core/tensor_parallel/layers.py:185",
+        cause=Cause.TOKEN_IDS,
     )
     return make_summary(found, (culprit,)), found
 
@@ -264,9 +230,9 @@ def norm_bug() -> tuple[Summary, list[Verdict]]:
         bad,
         "activations and their gradients pass, the main gradient differs between replicas",
         "replicas differ and sum to the reference",
-        "a partial sum over tp was never reduced",
-        "finalize_model_grads in megatron/core/distributed/finalize_model_grads.py:427",
-        Cause.PARTIAL,
+        hint="a partial sum over tp was never reduced",
+        where="finalize_model_grads in megatron/core/distributed/finalize_model_grads.py:427",
+        cause=Cause.PARTIAL,
     )
     assert culprit.direction is Direction.GRADIENT
     return make_summary(found, (culprit,)), found

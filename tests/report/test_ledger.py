@@ -120,14 +120,13 @@ def test_citation(cited: Citation | None, text: str) -> None:
             "which the settings ask for in decoder.layers.0 at a.py:1 (f)",
         ),
         (
-            LedgerFinding(
-                fault=LedgerFault.COUNT,
+            dataclasses.replace(
+                COUNT,
                 group="pp",
-                members=(0, 1),
-                ran=(RanHere((0,), 1), RanHere((1,), 0)),
                 operation=Operation.SEND,
-                dtype="float32",
+                reduction="",
                 bytes=2048,
+                ran=(RanHere((0,), 1), RanHere((1,), 0)),
             ),
             "message float32, 2.0 KB from rank 0 to rank 1: sent once, received never",
         ),
