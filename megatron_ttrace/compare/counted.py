@@ -55,12 +55,12 @@ type _Collective = tuple[Runs, int]
 class _Miscount:
     """How often elements of a parameter are counted, and on which ranks, if not once."""
 
-    held: Coverage
+    cover: Coverage
     ranks: list[int] = dataclasses.field(default_factory=list)
 
-    def add(self, rank: int, held: Coverage) -> None:
+    def add(self, rank: int, cover: Coverage) -> None:
         self.ranks.append(rank)
-        self.held = Coverage(min(self.held.least, held.least), max(self.held.most, held.most))
+        self.cover = Coverage(min(self.cover.least, cover.least), max(self.cover.most, cover.most))
 
 
 type _Wrong = dict[tuple[Cause, str], _Miscount]
@@ -108,15 +108,15 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
             if not wrong:
                 verdicts.append(verdict_of(key, (), Outcome.PASS, ranks))
             for cause, reason in _REASONS.items():
-                names = tuple(name for found, name in wrong if found is cause)
+                names = tuple(name for other, name in wrong if other is cause)
                 for name in names:
-                    held, here = wrong[cause, name].held, dataclasses.replace(key, name=name)
+                    cover, here = wrong[cause, name].cover, dataclasses.replace(key, name=name)
                     finding = Miscounted(
-                        cause, statistic=statistic, least=held.least, most=held.most, names=names
+                        cause, statistic=statistic, least=cover.least, most=cover.most, names=names
                     )
                     findings.setdefault(here, finding)
                     shape = shapes.get(name, ())[statistic is Statistic.REDUCED :]
-                    note = FaultNote(reason, held.least, held.most, finding=finding)
+                    note = FaultNote(reason, cover.least, cover.most, finding=finding)
                     at = wrong[cause, name].ranks
                     verdicts.append(
                         verdict_of(here, shape, Outcome.DIVERGED, at, note, reason=reason)
@@ -130,7 +130,7 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
             other = OtherHyperparameters(Cause.HYPERPARAMETERS, values=tuple(values))
             differ = FaultNote(Remark.HYPERPARAMETERS, finding=other)
             findings[here] = other
-            differing = sorted({rank for found in values.values() for rank in found})
+            differing = sorted({rank for members in values.values() for rank in members})
             verdicts.append(verdict_of(here, (), Outcome.DIVERGED, differing, differ))
     return Judgement(tuple(verdicts), findings, tuple(not_judged))
 
@@ -181,36 +181,36 @@ class _Step:
 
     def wrong(self, expected: frozenset[str] | None) -> _Wrong:
         """Parameters of which some elements are not counted once; ``expected`` as `_names_in`."""
-        found: _Wrong = {}
+        wrong: _Wrong = {}
         for rank in self._ranks:
-            for name, held in self._coverage(rank).items():
-                if held.most > 1:
+            for name, cover in self._coverage(rank).items():
+                if cover.most > 1:
                     cause = Cause.COUNTED_TWICE
-                elif held.least < 1 and (expected is None or name in expected):
+                elif cover.least < 1 and (expected is None or name in expected):
                     cause = Cause.NEVER_COUNTED
                 else:
                     continue
-                found.setdefault((cause, name), _Miscount(held)).add(rank, held)
+                wrong.setdefault((cause, name), _Miscount(cover)).add(rank, cover)
         names = (c.parts[number].name for c in self._ranks.values() for number in c.held)
         order = {name: position for position, name in enumerate(dict.fromkeys(names))}
-        return dict(sorted(found.items(), key=lambda item: order.get(item[0][1], len(order))))
+        return dict(sorted(wrong.items(), key=lambda item: order.get(item[0][1], len(order))))
 
     def _coverage(self, rank: int) -> dict[str, Coverage]:
         """How often a rank's result has the elements that it should have, by parameter."""
         countings = self._result[rank]
         if not countings:
             return {}
-        own = [(term.number, term.times) for c in countings for term in c.parts]
+        parts = [(term.number, term.times) for c in countings for term in c.parts]
         sums = [
             ((c.made[term.number].group, c.made[term.number].order), term.times)
             for c in countings
             for term in c.sums
         ]
         # Ranks with the same result and no parts of their own need to be looked at once.
-        same = (rank if own else -1, tuple(own), tuple(sums))
+        same = (rank if parts else -1, tuple(parts), tuple(sums))
         if same not in self._boxes:
             total: _Parts = Counter()
-            for number, times in own:
+            for number, times in parts:
                 total[rank, number] += times
             for key, times in sums:
                 _add(total, self._value(key), times)
@@ -230,7 +230,7 @@ class _Step:
             part = self._ranks[holder].parts[number]
             boxes.setdefault(part.name, []).extend(part.boxes * times)
         if self._statistic is Statistic.REDUCED:
-            return {name: _stacked(found) for name, found in boxes.items()}
+            return {name: _stacked(pieces) for name, pieces in boxes.items()}
         return boxes
 
     def _within(
@@ -240,17 +240,17 @@ class _Step:
         asked: dict[str, list[Part]] = {}
         for part in self._own(self._ranks[rank]):
             asked.setdefault(part.name, []).append(part)
-        found = {}
-        for name, own in asked.items():
+        covers = {}
+        for name, parts in asked.items():
             if name not in self.shapes:
                 continue
             # Replicas hold the same parts, which are one object if they were sent together.
-            key = same, name, *map(id, own)
+            key = same, name, *map(id, parts)
             if key not in self._within_known:
-                needed = [box for part in own for box in self._asked(part)]
+                needed = [box for part in parts for box in self._asked(part)]
                 self._within_known[key] = _covered(self.shapes[name], boxes.get(name, []), needed)
-            found[name] = self._within_known[key]
-        return found
+            covers[name] = self._within_known[key]
+        return covers
 
     def _asked(self, part: Part) -> list[Box]:
         """What must be in a result; of a reduction, each element once from each rank."""
@@ -304,8 +304,8 @@ def _contains(outer: Box, inner: Box) -> bool:
     return all(a <= c and c + d <= a + b for a, b, c, d in sides)
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    sides = zip(one.logical, one.extent, other.logical, other.extent, strict=True)
+def _overlap(box: Box, other: Box) -> bool:
+    sides = zip(box.logical, box.extent, other.logical, other.extent, strict=True)
     return all(max(a, c) < min(a + b, c + d) for a, b, c, d in sides)
 
 
@@ -317,11 +317,11 @@ def _stacked(boxes: list[Box]) -> list[Box]:
     if any(box.extent[0] != 1 for box in boxes):
         return boxes
     stacks = []
-    for (logical, extent, local), held in ranks.items():
-        first, size = min(held), len(held)
+    for (logical, extent, local), members in ranks.items():
+        first, size = min(members), len(members)
         # One that is there twice stays so.
-        together = sorted(held) == [*range(first, first + size)]
-        spans = [(first, size)] if together else [(rank, 1) for rank in held]
+        together = sorted(members) == [*range(first, first + size)]
+        spans = [(first, size)] if together else [(rank, 1) for rank in members]
         stacks += [Box((at, *logical), (n, *extent), local) for at, n in spans]
     return stacks
 
@@ -346,19 +346,19 @@ def _evaluations(counted: Counted, statistic: Statistic) -> list[list[Counting]]
     A norm may be computed once to be logged and once to clip by: no element is in either twice. An
     update or a reduction that is repeated is made twice.
     """
-    found = _of(counted, statistic)
-    if statistic.is_local or not found:
-        return [found] if found else []
+    countings = _of(counted, statistic)
+    if statistic.is_local or not countings:
+        return [countings] if countings else []
     content = [
         (c.parts, c.sums, tuple((made.group, made.parts, made.sums) for made in c.made))
-        for c in found
+        for c in countings
     ]
     size = next(
         size
-        for size in range(1, len(found) + 1)
-        if len(found) % size == 0 and content == content[:size] * (len(found) // size)
+        for size in range(1, len(countings) + 1)
+        if len(countings) % size == 0 and content == content[:size] * (len(countings) // size)
     )
-    return [found[at : at + size] for at in range(0, len(found), size)]
+    return [countings[at : at + size] for at in range(0, len(countings), size)]
 
 
 def _terms(counting: Counting) -> Iterator[Term]:
@@ -381,7 +381,7 @@ def _other_norms(reference: Counted | None, ranks: Mapping[int, Counted]) -> _Wr
         return {}
     trusted = _norms(reference)
     once = Coverage(1, 1)
-    found: _Wrong = {}
+    wrong: _Wrong = {}
     for rank, counted in ranks.items():
         theirs: dict[float, str] = {}
         ours: dict[float, str] = {}
@@ -390,8 +390,8 @@ def _other_norms(reference: Counted | None, ranks: Mapping[int, Counted]) -> _Wr
                 continue
             # The first parameter clipped by a norm stands for all others: both runs must agree.
             if theirs.setdefault(trusted[name], name) != ours.setdefault(value, name):
-                found.setdefault((Cause.OTHER_NORM, name), _Miscount(once)).add(rank, once)
-    return found
+                wrong.setdefault((Cause.OTHER_NORM, name), _Miscount(once)).add(rank, once)
+    return wrong
 
 
 def _other_hyperparameters(
@@ -402,15 +402,15 @@ def _other_hyperparameters(
     Only those are compared that both optimizers have.
     """
     trusted = _hyperparameters(reference) if reference is not None else {}
-    found: dict[str, dict[tuple[str, float, float], list[int]]] = {}
+    others: dict[str, dict[tuple[str, float, float], list[int]]] = {}
     for rank, counted in ranks.items():
         for name, ours in _hyperparameters(counted).items():
             theirs = trusted.get(name, {})
             for what, value in ours.items():
                 right = theirs.get(what, value)
                 if value != right and not (math.isnan(value) and math.isnan(right)):
-                    found.setdefault(name, {}).setdefault((what, value, right), []).append(rank)
-    return found
+                    others.setdefault(name, {}).setdefault((what, value, right), []).append(rank)
+    return others
 
 
 def _hyperparameters(counted: Counted) -> dict[str, dict[str, float]]:
