@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from megatron_ttrace.compare import native
-from megatron_ttrace.compare.blocks import blocks
+from megatron_ttrace.compare.native import blocks
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.checksum import checksum, joined

@@ -11,13 +11,16 @@ import ctypes
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron_ttrace.compare.blocks import blocks, dims
 from megatron_ttrace.trace import compiled
 
+BLOCK = 1 << 15
+"""Elements of a block: in float64, two blocks take half a megabyte, and stay in a core's cache."""
+_DEVICE_BLOCK = 1 << 22
+"""The same on a GPU: bounds the memory that their copies in float64 take."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 """Those of which ``sums.c`` has the arithmetic."""
 _MOST = 16
@@ -73,3 +76,31 @@ def _rows(a: torch.Tensor, b: torch.Tensor) -> list[_Piece]:
     if a.dim() > _MOST or (size > 1 and strides != [1, 1]):
         return [(x, y, (x.numel(), 1, 1)) for x, y in blocks(a, b)]
     return [(a, b, [*itertools.chain(*zip(*layout, strict=True))])]
+
+
+def blocks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both tensors in contiguous blocks of few elements, in row-major order."""
+    most = BLOCK if a.device.type == "cpu" else _DEVICE_BLOCK
+    if a.numel() <= most:
+        yield a.contiguous(), b.contiguous()
+    elif a.is_contiguous() and b.is_contiguous():
+        yield from zip(a.view(-1).split(most), b.view(-1).split(most), strict=True)
+    else:
+        count = max(1, most * len(a) // a.numel())
+        for x, y in zip(a.split(count), b.split(count), strict=True):
+            yield from blocks(*((x, y) if count > 1 else (x[0], y[0])))
+
+
+def dims(a: torch.Tensor, b: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Size of each dimension, and both tensors' strides in elements.
+
+    Dimensions that are one in both memories are merged; there is at least one.
+    """
+    merged: list[tuple[int, int, int]] = []
+    for size, of_a, of_b in zip(a.shape, a.stride(), b.stride(), strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1:] == (size * of_a, size * of_b):
+            size *= merged.pop()[0]
+        merged.append((size, of_a, of_b))
+    return merged or [(1, 1, 1)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is done with a candidate's captured tensor: it is compared at once.
 
-The sink runs the steps in order: plan (planning.py), measure (comparator.py), store (keeper.py),
+The sink runs the steps in order: plan (planning.py), measure (device.py), store,
 and, when isolating, replace (substituter.py). A perturbed replay of the reference is a candidate on
 a mesh of one rank.
 """
@@ -9,15 +9,15 @@ a mesh of one rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from megatron_ttrace.compare.comparator import compare, read_back, with_share
+from megatron_ttrace.compare.device import compare, read_back, with_share
 from megatron_ttrace.compare.experts import Match
-from megatron_ttrace.compare.keeper import Keeper
 from megatron_ttrace.compare.measure import Sums
-from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.compare.routing import choice, left
 from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
@@ -28,7 +28,7 @@ from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Place, Routed
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import Kind, RoutingIndex, TraceKey
-from megatron_ttrace.trace.store import TraceReader, TraceWriter
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
 _DEFAULT = Budget()
 
@@ -44,6 +44,87 @@ class _Staged:
     data: torch.Tensor
     match: Match | None = None
     first: TraceKey | None = None
+
+
+class _Keeper:
+    """Stores what one rank found, for explanations and for ``ttrace compare``.
+
+    These are the tensors that failed by ``tolerances``; with ``keep_all`` the others too; nothing
+    without a ``writer``. ``factor`` is the expected candidate/reference ratio of a tensor.
+    """
+
+    def __init__(
+        self,
+        writer: TraceWriter | None,
+        tolerances: Tolerances | None,
+        factor: Callable[[TraceKey], float],
+        *,
+        keep_all: bool,
+    ) -> None:
+        self._writer = writer
+        self._tolerances = tolerances
+        self._factor = factor
+        self._keep_all = keep_all
+        self._kept: dict[TraceKey, int] = {}
+
+    @property
+    def waits_for_sums(self) -> bool:
+        """Whether a tensor waits for its sums before it is stored."""
+        return self._writer is not None and self._tolerances is not None
+
+    def keep(
+        self, measured: Measured, data: torch.Tensor, same_as: int | None = None
+    ) -> int | None:
+        """Store a tensor if it is worth it.
+
+        ``same_as`` is its line if it was stored already, for another piece of it; returned is its
+        line, if it is stored.
+        """
+        if measured.problem:
+            if self._keep_all:
+                misfit = measured.note.text if measured.note else ""
+                self._add(measured, data, data, misfit=misfit)
+            return same_as
+        suspect = (
+            not measured.partial_over  # a partial sum alone proves nothing
+            and self._tolerances is not None
+            and fails(measured.sums, self._tolerances, measured.key)
+        )
+        if self._writer is None or not (self._keep_all or suspect):
+            return same_as
+        if same_as is not None:
+            self._add(measured, data, None, same_as=same_as)
+            return same_as
+        self._kept[measured.key] = self._add(measured, data, data)
+        return self._kept[measured.key]
+
+    def keep_again(self, first: TraceKey, measured: Measured, data: torch.Tensor) -> None:
+        """Store another name of ``first``, if that was stored."""
+        if first in self._kept:
+            self._add(measured, data, None, same_as=self._kept[first])
+
+    def keep_sums(self, measured: Measured) -> None:
+        """Store a finding that no stored tensor would give again."""
+        if self._keep_all and measured.sums is not None:
+            self._add(measured, torch.empty(0), None, sums=dataclasses.astuple(measured.sums))
+
+    def _add(
+        self, measured: Measured, like: torch.Tensor, data: torch.Tensor | None, **more: Any
+    ) -> int:
+        """Write a line about a tensor ``like`` this, with its data if given."""
+        if self._writer is None:
+            return -1
+        entry = Entry.of(
+            measured.key,
+            like,
+            logical_shape=measured.logical_shape,
+            placement=measured.placement,
+            boxes=measured.boxes,
+            factor=self._factor(measured.key),
+            partial_over=measured.partial_over,
+            **more,
+        )
+        return self._writer.add(entry, data)
 
 
 class CompareSink:
@@ -87,7 +168,7 @@ class CompareSink:
         self._by_key: dict[TraceKey, Measured] = {}
         self._planner = Planner(reference, iteration, layout)
         self._substituter = Substituter(reference, self._planner, perturb)
-        self._keeper = Keeper(writer, tolerances, self._planner.factor, keep_all=keep_all)
+        self._keeper = _Keeper(writer, tolerances, self._planner.factor, keep_all=keep_all)
 
     def _compare(
         self,

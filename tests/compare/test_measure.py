@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare import blocks as arrangement
 from megatron_ttrace.compare import native
-from megatron_ttrace.compare.blocks import BLOCK
 from megatron_ttrace.compare.measure import Sums, measure
+from megatron_ttrace.compare.native import BLOCK
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.boxes import whole as undivided
 from megatron_ttrace.placement.mesh import SINGLE
@@ -91,7 +90,7 @@ def way(request):
 
 
 def in_blocks_of(size, patch):
-    patch.setattr(arrangement, "BLOCK", size)
+    patch.setattr(native, "BLOCK", size)
 
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *FP8)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megatron_ttrace.compare import comparator
+from megatron_ttrace.compare import device
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import fails
 from megatron_ttrace.compare.offline import measure_saved
@@ -146,8 +146,8 @@ def test_extra_and_misshapen_tensors_are_findings(reference, tensors):
 def test_a_repeated_name_is_not_measured_again(reference, tensors, monkeypatch):
     """The reference knows both names as one tensor, so the first finding counts for both."""
     calls = []
-    plain = comparator.measure
-    monkeypatch.setattr(comparator, "measure", lambda *args: calls.append(args) or plain(*args))
+    plain = device.measure
+    monkeypatch.setattr(device, "measure", lambda *args: calls.append(args) or plain(*args))
     sink = CompareSink(reference, 1, layout())
     sink.tensor((OUT,), tensors[OUT] + 1)
     sink.repeat(OUT, NEXT, tensors[OUT] + 1)
