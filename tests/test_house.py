@@ -112,22 +112,16 @@ def evaluation_is_a_leaf(known: Modules) -> list[str]:
     ]
 
 
-def report_renders(known: Modules) -> list[str]:
-    """Renderers import records only."""
+FEW = {"report": {"trace"}, "compare": {"placement", "trace", "mcore.roles"}}
+
+
+def few_imports(known: Modules) -> list[str]:
+    """Renderers get records; of Megatron, ``compare`` asks only what names mean."""
     return [
         f"{name} -> {target}"
         for name, target in sorted(arrows(known))
-        if room_of(name) == "report" and room_of(target) not in ("report", "trace")
-    ]
-
-
-def compare_asks_names(known: Modules) -> list[str]:
-    """Options and files of Megatron are read elsewhere; ``compare`` asks only what names mean."""
-    return [
-        f"{name} -> {target}"
-        for name, target in sorted(arrows(known))
-        if room_of(name) == "compare" and room_of(target) in ("mcore", "jobs", "capture")
-        if target != "mcore.roles"
+        if (few := FEW.get(room_of(name))) and {target, room_of(target)}.isdisjoint(few)
+        if room_of(target) != room_of(name)
     ]
 
 
@@ -343,8 +337,7 @@ RULES = [
     unknown_rooms,
     upwards,
     evaluation_is_a_leaf,
-    report_renders,
-    compare_asks_names,
+    few_imports,
     circles,
     commands_in_one_room,
     neutral_imports,
@@ -373,12 +366,9 @@ BROKEN = [
     (upwards, {"trace.a": "from megatron_ttrace.compare import b\n", "compare.b": ""}),
     (upwards, {"trace.a": "def f():\n    import megatron_ttrace.cli.b\n", "cli.b": ""}),
     (upwards, {"trace.a": "from megatron_ttrace.run.b import c\n", "run.b": ""}),
-    (
-        evaluation_is_a_leaf,
-        {"run.a": "from megatron_ttrace.evaluation.b import c\n", "evaluation.b": ""},
-    ),
-    (compare_asks_names, {"compare.a": "from megatron_ttrace.mcore.b import c\n", "mcore.b": ""}),
-    (report_renders, {"report.a": "from megatron_ttrace.placement import b\n", "placement.b": ""}),
+    (evaluation_is_a_leaf, {"run.a": "import megatron_ttrace.evaluation.b\n", "evaluation.b": ""}),
+    (few_imports, {"compare.a": "from megatron_ttrace.mcore.b import c\n", "mcore.b": ""}),
+    (few_imports, {"report.a": "from megatron_ttrace.placement import b\n", "placement.b": ""}),
     (
         circles,
         {
