@@ -25,11 +25,7 @@ def _integers(sizes: Any) -> list[int] | None:
 
 def gloo(backend: Any) -> Any:
     """``backend`` with NCCL, alone or in a ``device:backend`` list, replaced by gloo."""
-    if backend is None:
-        return None
-    if str(backend) in {"nccl", "nccl2", "nvshmem"} or "nccl" in str(backend):
-        return "gloo"
-    return backend
+    return "gloo" if "nccl" in str(backend) or str(backend) == "nvshmem" else backend
 
 
 def _patch(name: str, replacement: Any) -> None:
@@ -153,14 +149,8 @@ def install() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        return all_to_all_single(
-            output,
-            input,
-            _integers(output_split_sizes),
-            _integers(input_split_sizes),
-            *args,
-            **kwargs,
-        )
+        sizes = _integers(output_split_sizes), _integers(input_split_sizes)
+        return all_to_all_single(output, input, *sizes, *args, **kwargs)
 
     _patch("all_to_all_single", all_to_all)
     _install_uneven()

@@ -7,6 +7,7 @@ carries the compiled extension; a checkout does not. Then an installed wheel's e
 it was built from the very same source, and else plain numpy (``cpu/indices.py``).
 """
 
+import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
@@ -14,6 +15,8 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+
+from megatron_ttrace.cpu import indices
 
 _NAME = "megatron.core.datasets.helpers_cpp"
 _SOURCE = "helpers.cpp"
@@ -63,20 +66,16 @@ def compiled_elsewhere(source: Path) -> Path | None:
 
 def _put_in_place() -> None:
     package: Any = importlib.import_module("megatron.core.datasets")
-    found = compiled_elsewhere(Path(package.__path__[0], _SOURCE))
-    module: Any = None
-    if found is not None:
-        try:
-            spec = importlib.util.spec_from_file_location(_NAME, found)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        except ImportError:  # built for another interpreter or C++ runtime
-            module = None
-    if module is None:
-        from megatron_ttrace.cpu import indices
-
-        module = indices
+    module: Any = indices
+    extension = compiled_elsewhere(Path(package.__path__[0], _SOURCE))
+    if extension is not None:
+        spec = importlib.util.spec_from_file_location(_NAME, extension)
+        assert spec is not None
+        assert spec.loader is not None
+        # ImportError: built for another interpreter or C++ runtime.
+        with contextlib.suppress(ImportError):
+            compiled = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(compiled)
+            module = compiled
     sys.modules[_NAME] = module
     package.helpers_cpp = module

@@ -28,7 +28,7 @@ __all__ = [
 Integers = NDArray[Any]
 
 
-def build_sample_idx_int32(
+def build_sample_idx_int64(
     sizes: Integers,
     document_idx: Integers,
     seq_length: int,
@@ -51,31 +51,6 @@ def build_sample_idx_int32(
     Returns:
         ``[samples + 1, 2]``: a position in ``document_idx``, and an offset in that document.
     """
-    return _build_sample_idx(
-        sizes,
-        document_idx,
-        seq_length,
-        num_epochs,
-        tokens_per_epoch,
-        drop_last_partial_sequence,
-        add_extra_token_to_sequence,
-    ).astype(np.int32)
-
-
-def build_sample_idx_int64(*args: Any, **kwargs: Any) -> Integers:
-    """:func:`build_sample_idx_int32` for more documents than 32 bits can count."""
-    return _build_sample_idx(*args, **kwargs)
-
-
-def _build_sample_idx(
-    sizes: Integers,
-    document_idx: Integers,
-    seq_length: int,
-    num_epochs: int,
-    tokens_per_epoch: int,
-    drop_last_partial_sequence: bool = True,
-    add_extra_token_to_sequence: int = 1,
-) -> Integers:
     tokens = num_epochs * tokens_per_epoch - add_extra_token_to_sequence
     if drop_last_partial_sequence:
         samples = tokens // seq_length
@@ -100,6 +75,11 @@ def _build_sample_idx(
     return np.stack([document, offset], axis=1).astype(np.int64)
 
 
+def build_sample_idx_int32(*args: Any, **kwargs: Any) -> Integers:
+    """:func:`build_sample_idx_int64` for as many documents as 32 bits can count."""
+    return build_sample_idx_int64(*args, **kwargs).astype(np.int32)
+
+
 def build_blending_indices(
     dataset_index: Integers,
     dataset_sample_index: Integers,
@@ -122,15 +102,7 @@ def build_blending_indices(
     """
     del verbose
     shares = [float(weight) for weight in weights[:num_datasets]]
-    taken = [0] * num_datasets
-    every = range(num_datasets)
-    for sample in range(size):
-        position = float(max(sample, 1))
-        lag = [shares[one] * position - taken[one] for one in every]
-        chosen = lag.index(max(lag))
-        dataset_index[sample] = chosen
-        dataset_sample_index[sample] = taken[chosen]
-        taken[chosen] += 1
+    _blend((dataset_index, dataset_sample_index), shares, [size] * num_datasets, size)
 
 
 def build_exhaustive_blending_indices(
@@ -147,19 +119,22 @@ def build_exhaustive_blending_indices(
     wanted = [int(size) for size in sizes[:num_datasets]]
     total = sum(wanted)
     shares = [size / float(total) for size in wanted]
-    taken = [0] * num_datasets
-    unspent = list(range(num_datasets))
-    sample = 0
-    while unspent:
+    _blend((dataset_index, dataset_sample_index), shares, wanted, total)
+
+
+def _blend(
+    written: tuple[Integers, Integers], shares: list[float], wanted: list[int], total: int
+) -> None:
+    taken = [0] * len(shares)
+    unspent = list(range(len(shares)))
+    for sample in range(total):
         position = float(max(sample, 1))
-        lag = [shares[one] * position - taken[one] for one in unspent]
-        chosen = unspent[lag.index(max(lag))]
-        dataset_index[sample] = chosen
-        dataset_sample_index[sample] = taken[chosen]
+        lags = [shares[index] * position - taken[index] for index in unspent]
+        chosen = unspent[lags.index(max(lags))]
+        written[0][sample], written[1][sample] = chosen, taken[chosen]
         taken[chosen] += 1
         if taken[chosen] == wanted[chosen]:
             unspent.remove(chosen)
-        sample += 1
 
 
 def build_mapping(*args: Any, **kwargs: Any) -> NoReturn:

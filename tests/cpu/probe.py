@@ -209,12 +209,18 @@ def forked() -> list[dict[str, Any]]:
         return [json.loads((Path(where) / str(rank)).read_text()) for rank in range(2)]
 
 
+def optimizer() -> bool:
+    """A step, before which torch imports its compiler."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    torch.optim.SGD([parameter], lr=1.0).step()
+    return parameter.item() == 0.0
+
+
 def main() -> None:
-    had_cuda = torch.cuda.is_available()
     cpu.activate()
     cpu.activate()
     facts = {
-        "had cuda": had_cuda,
         "wrapped once": torch.empty.__wrapped__ is ORIGINAL_EMPTY,  # type: ignore[attr-defined]
         "dynamo": os.environ["TORCHDYNAMO_DISABLE"],
         "compiled": [
@@ -232,6 +238,7 @@ def main() -> None:
         "random": random_states(),
         "queries": queries(),
         "forked": forked(),
+        "optimizer": optimizer(),
     }
     json.dump(facts, sys.stdout)
 

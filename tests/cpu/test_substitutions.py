@@ -28,80 +28,59 @@ def facts():
     return json.loads(ran.stdout)
 
 
-def test_every_spelling_of_a_device_is_the_cpu(facts):
-    assert set(facts["devices"]["asked"].values()) == {"cpu"}
+EXPECTED = {
+    "mesh": "cpu",
+    # --init-model-with-meta-device builds the model under one.
+    "default device": "meta",
+    "scripted": [1.0, 1.0],
+    # Only Megatron sees CUDA types.
+    "types": {
+        "megatron": "torch.cuda.FloatTensor",
+        "megatron bf16": "torch.cuda.BFloat16Tensor",
+        "others": "torch.FloatTensor",
+    },
+    "streams": {"done": True, "ordered": True, "capturing": False},
+    # A data loader's seed, drawn on one rank only, would part the dropout masks of the others.
+    "random": {
+        "kept by a data loader": True,
+        "restored": True,
+        "another stream": True,
+        "same as the CPU's": True,
+    },
+    # Activating twice wraps once.
+    "wrapped once": True,
+    "dynamo": "1",
+    # torch.compile returns functions as they are, and the compiler is not imported for it.
+    "compiled": [True, True, True, False],
+    # Optimizers import the compiler, which wants every function of torch.cuda to be another one.
+    "optimizer": True,
+}
 
 
-def test_a_mesh_of_ranks_is_of_cpus(facts):
-    assert facts["mesh"] == "cpu"
+@pytest.mark.parametrize("name", EXPECTED)
+def test_fact(facts, name):
+    assert facts[name] == EXPECTED[name]
 
 
-def test_also_in_other_threads(facts):
-    """Checkpoints are written, and data sets built, by threads."""
-    assert facts["devices"]["thread"] == "cpu"
-
-
-def test_only_the_place_changes(facts):
+def test_only_the_place_of_a_tensor_changes(facts):
+    """In other threads too: checkpoints are written, and data sets built, by threads."""
     seen = facts["devices"]
+    assert set(seen["asked"].values()) == {seen["thread"]} == {"cpu"}
     assert seen["same tensor"]
     assert seen["dtype kept"] == "torch.float32"
     assert seen["double"] == "torch.float64"
     assert seen["meta"] == "meta"
 
 
-def test_default_devices_still_work(facts):
-    """``--init-model-with-meta-device`` builds the model under one."""
-    assert facts["default device"] == "meta"
-
-
-def test_torchscript_still_works(facts):
-    assert facts["scripted"] == [1.0, 1.0]
-
-
-def test_only_megatron_sees_cuda_types(facts):
-    assert facts["types"] == {
-        "megatron": "torch.cuda.FloatTensor",
-        "megatron bf16": "torch.cuda.BFloat16Tensor",
-        "others": "torch.FloatTensor",
-    }
-
-
-def test_streams_are_always_done(facts):
-    assert facts["streams"] == {"done": True, "ordered": True, "capturing": False}
-
-
-def test_random_states_are_restored(facts):
-    """A data loader's seed, drawn on one rank only, would part the dropout masks of the others."""
-    assert facts["random"] == {
-        "kept by a data loader": True,
-        "restored": True,
-        "another stream": True,
-        "same as the CPU's": True,
-    }
-
-
 def test_megatron_finds_a_device_and_the_data_loader_none(facts):
+    """After activation ``torch.cuda.is_available()`` says yes; the backend is needed still."""
     seen = facts["queries"]
     assert seen["available"]
+    assert seen["still needed"]
     assert not seen["accelerator"]
     assert seen["allocated"] == 0
     assert seen["memory"]
     assert seen["capability"] >= [8, 0]  # bf16 is refused below
-
-
-def test_needed_is_not_fooled_by_itself(facts):
-    """After activation ``torch.cuda.is_available()`` says yes."""
-    assert facts["queries"]["still needed"]
-
-
-def test_activating_twice_wraps_once(facts):
-    assert facts["wrapped once"]
-    assert facts["dynamo"] == "1"
-
-
-def test_nothing_is_compiled(facts):
-    """``torch.compile`` returns functions as they are, and the compiler is not imported for it."""
-    assert facts["compiled"] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

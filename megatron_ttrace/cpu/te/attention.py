@@ -142,31 +142,17 @@ class DotProductAttention(TransformerEngineBaseModule):
         max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,
         window_size: tuple[int, int] | None = None,
-        bottom_right_diagonal: bool | None = None,
-        checkpoint_core_attention: bool = False,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
-        alibi_slopes: torch.Tensor | None = None,
-        fast_zero_fill: bool = True,
-        inference_params: Any = None,
         pad_between_seqs: bool | None = None,
-        fp8_output: bool = False,
         num_splits: int | None = 1,
-        score_mod: Callable[..., Any] | None = None,
-        score_mod_bprop: Callable[..., Any] | None = None,
-        score_mod_tensors: dict[str, torch.Tensor] | None = None,
-        score_mod_bprop_tensors: dict[str, torch.Tensor] | None = None,
+        **unsupported: Any,
     ) -> Any:
         """``[sq, b, h, d]``, ``[sk, b, g, d]``, ``[sk, b, g, dv]`` to ``[sq, b, h * dv]``.
 
         ``bshd`` and ``thd`` likewise. With ``return_max_logit`` also each head's largest score.
         """
-        _refuse(
-            bottom_right_diagonal=bottom_right_diagonal,
-            alibi_slopes=alibi_slopes,
-            inference_params=inference_params,
-            score_mod=score_mod,
-        )
+        _refuse(**unsupported)
         qkv_format = qkv_format or self.qkv_format
         q, k, v = (to_bhsd(t, qkv_format) for t in (query_layer, key_layer, value_layer))
         rule = self._rule(attn_mask_type, window_size, q.shape[2], k.shape[2])
@@ -208,7 +194,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 def _refuse(**given: Any) -> None:
     """Refuse arguments that TransformerEngine takes, and this does not."""
     for name, value in given.items():
-        if value is not None:
+        if value is not None and value is not False:
             raise NotImplementedError(f"attention with {name} on a CPU")
 
 

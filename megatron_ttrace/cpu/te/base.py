@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_ttrace.cpu.te import fp8
+from megatron_ttrace.cpu.te.norms import materialise
 from megatron_ttrace.cpu.te.parallel import TensorParallel, group_size
 from megatron_ttrace.cpu.te.precision import Precision
 
@@ -101,10 +102,7 @@ class TransformerEngineBaseModule(torch.nn.Module):
         for name, parameter in list(self.named_parameters(recurse=False)):
             if name not in self.param_init_meta:
                 continue
-            if parameter.is_meta:
-                real = torch.nn.Parameter(torch.empty_like(parameter, device="cpu"))
-                real.__dict__.update(parameter.__dict__)
-                self.register_parameter(name, real)
+            materialise(self, name, parameter)
             self._initialise(name)
 
     def mark_partitioned(self, parameter: torch.nn.Parameter, dim: int) -> None:

@@ -3,16 +3,14 @@
 
 import functools
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_ttrace.cpu.te.base import InitMethod, Queue, now_or_later
-from megatron_ttrace.cpu.te.linear import ParallelLinear, refuse_delayed
+from megatron_ttrace.cpu.te.base import InitMethod, now_or_later
+from megatron_ttrace.cpu.te.linear import LinearSettings, ParallelLinear, refuse_delayed
 from megatron_ttrace.cpu.te.precision import (
     Operand,
-    Precision,
     bias_gradient,
     flat,
     forward_product,
@@ -24,54 +22,50 @@ from megatron_ttrace.trace.errors import TTraceError
 _SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 
 
-@dataclass(frozen=True)
-class GroupedSettings:
-    """What the autograd function of one call needs besides tensors."""
-
-    precision: Precision
-    #: Number of tokens of each expert.
-    splits: list[int]
-    save_original_input: bool = False
-    delayed: Queue | None = None
-    with_bias: bool = False
-
-
 class GroupedLinearFunction(torch.autograd.Function):
     """``x_i @ weight_iᵀ + bias_i`` for each expert's tokens ``x_i``."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, settings: GroupedSettings, *parameters: torch.Tensor
+        ctx: Any,
+        x: torch.Tensor,
+        settings: LinearSettings,
+        splits: list[int],
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        """``[tokens, k]`` to ``[tokens, n]``; weights, then biases, are in ``parameters``."""
-        count = len(settings.splits)
+        """``[tokens, k]`` to ``[tokens, n]``; ``splits`` are numbers of tokens of the experts.
+
+        Weights, then biases, are in ``parameters``.
+        """
+        count = len(splits)
         weights, biases = parameters[:count], parameters[count:]
         precision = settings.precision
         outputs, inputs, rounded_weights = [], [], []
-        for index, rows in enumerate(x.split(settings.splits)):
+        for index, rows in enumerate(x.split(splits)):
             operand = precision.input(rows, index)
             weight = precision.weight(weights[index], index)
             output = forward_product(operand, weight, x.dtype)
-            outputs.append(output + biases[index] if settings.with_bias else output)
+            outputs.append(output + biases[index] if biases else output)
             inputs.append(operand.columnwise)
             if precision.quantized:
                 rounded_weights.append(weight.columnwise)
         ctx.keep_rounded = not (settings.save_original_input or precision.wgrad_in_high_precision)
         kept = inputs if ctx.keep_rounded else [x]
         ctx.save_for_backward(*kept, *weights, *rounded_weights)
-        ctx.settings, ctx.kept = settings, len(kept)
+        ctx.settings, ctx.splits, ctx.kept = settings, splits, len(kept)
+        ctx.with_bias = bool(biases)
         return torch.cat(outputs)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the input, of the weights and of the biases."""
-        settings: GroupedSettings = ctx.settings
-        precision, count = settings.precision, len(settings.splits)
+        settings: LinearSettings = ctx.settings
+        precision, count = settings.precision, len(ctx.splits)
         saved = ctx.saved_tensors
         kept, weights = saved[: ctx.kept], saved[ctx.kept : ctx.kept + count]
         columnwise = saved[ctx.kept + count :] or weights
-        inputs = kept if ctx.keep_rounded else kept[0].split(settings.splits)
-        grads = grad_output.split(settings.splits)
+        inputs = kept if ctx.keep_rounded else kept[0].split(ctx.splits)
+        grads = grad_output.split(ctx.splits)
         operands = [precision.grad_output(grad, index) for index, grad in enumerate(grads)]
         grad_input = None
         if ctx.needs_input_grad[0]:
@@ -94,12 +88,12 @@ class GroupedLinearFunction(torch.autograd.Function):
 
         grad_parameters = [
             now_or_later(settings.delayed, functools.partial(compute, index)) if needed else None
-            for index, needed in enumerate(ctx.needs_input_grad[2 : 2 + count])
+            for index, needed in enumerate(ctx.needs_input_grad[3 : 3 + count])
         ]
-        if settings.with_bias:
+        if ctx.with_bias:
             grad_parameters += [bias_gradient(grad, weights[0].dtype) for grad in grads]
         precision.after_backward()
-        return grad_input, None, *grad_parameters
+        return grad_input, None, None, *grad_parameters
 
 
 def _refuse_single(asked: bool) -> None:
@@ -161,15 +155,10 @@ class GroupedLinear(ParallelLinear):
         if len(splits) != self.num_gemms:
             raise ValueError(f"{len(splits)} splits for {self.num_gemms} experts")
         biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
-        settings = GroupedSettings(
-            precision=self.precision(self.num_gemms),
-            splits=[int(size) for size in splits],
-            save_original_input=self.save_original_input,
-            delayed=self.wgrad_queue,
-            with_bias=self.apply_bias,
-        )
+        settings = self.settings(num_gemms=self.num_gemms)
         refuse_delayed(settings.precision, self.save_original_input)
         parameters = self.product_weights() + (biases if self.apply_bias else [])
-        output = GroupedLinearFunction.apply(flat(inp), settings, *parameters)
+        sizes = [int(size) for size in splits]
+        output = GroupedLinearFunction.apply(flat(inp), settings, sizes, *parameters)
         output = output.view(*inp.shape[:-1], output.shape[-1])
         return (output, biases) if self.return_bias else output

@@ -249,12 +249,12 @@ class ParallelLinear(TransformerEngineBaseModule):
             self.bias = torch.Tensor()
 
     def settings(
-        self, norm: NormKind | None = None, return_normalized: bool = False
+        self, norm: NormKind | None = None, return_normalized: bool = False, num_gemms: int = 1
     ) -> LinearSettings:
         """Fix layout and precision for one call."""
         return LinearSettings(
             layout=self.layout(),
-            precision=self.precision(),
+            precision=self.precision(num_gemms),
             norm=norm,
             return_normalized=return_normalized,
             save_original_input=self.save_original_input,

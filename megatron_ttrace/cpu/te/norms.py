@@ -147,10 +147,7 @@ class _Norm(torch.nn.Module):
             return
         with torch.no_grad():
             for name, parameter in list(self.named_parameters(recurse=False)):
-                if parameter.is_meta:
-                    real = torch.nn.Parameter(torch.empty_like(parameter, device="cpu"))
-                    real.__dict__.update(parameter.__dict__)
-                    self.register_parameter(name, real)
+                materialise(self, name, parameter)
             self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
             if self.has_bias:
                 self.bias.zero_()
@@ -183,3 +180,11 @@ def mark_sequence_parallel(module: torch.nn.Module, sequence_parallel: bool) -> 
     for parameter in module.parameters(recurse=False):
         attributes: Any = parameter
         attributes.sequence_parallel = sequence_parallel
+
+
+def materialise(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
+    """Give a parameter on the meta device memory; its attributes stay."""
+    if parameter.is_meta:
+        real = torch.nn.Parameter(torch.empty_like(parameter, device="cpu"))
+        real.__dict__.update(parameter.__dict__)
+        module.register_parameter(name, real)

@@ -31,12 +31,14 @@ class Format(Enum):
     HYBRID = "hybrid"
 
 
+@dataclass(kw_only=True)
 class Recipe:
     """Base class; asks by name which recipe this is."""
 
     fp8_format: Format = Format.HYBRID
     fp8_dpa: bool = False
     fp8_mha: bool = False
+    backward_override: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse options that change numbers and are not implemented, as variables too."""
@@ -61,56 +63,42 @@ class Recipe:
         return issubclass(cls, NVFP4BlockScaling)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DelayedScaling(Recipe):
     """One scale a tensor, from the largest values of earlier iterations."""
 
     margin: int = 0
-    fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "max"
     scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
     reduce_amax: bool = True
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     # Megatron passes what it passes to modules.
     params_dtype: Any = None
     device: Any = None
-    backward_override: str | None = None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Float8CurrentScaling(Recipe):
     """One scale a tensor, from its own largest value."""
 
-    fp8_format: Format = Format.HYBRID
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
     use_power_2_scales: bool = False
-    backward_override: str | None = None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Float8BlockScaling(Recipe):
     """One power of two for 128 neighbours of an activation, or for 128 x 128 of a weight."""
 
     use_f32_scales: bool = False
     fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = None
 
 
-@dataclass
+@dataclass(kw_only=True)
 class MXFP8BlockScaling(Recipe):
     """One power of two for 32 neighbours."""
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
-    fp8_dpa: bool = False
-    fp8_mha: bool = False
-    backward_override: str | None = None
 
 
 class NVFP4BlockScaling(Recipe):
