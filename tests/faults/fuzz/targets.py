@@ -11,7 +11,6 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -143,7 +142,7 @@ def trace_file(home: Path, side: str, name: str, *, resealed: bool, plant: bool 
     Args:
         home: of the run.
         side: ``reference`` or ``candidate``.
-        name: of the file.
+        name: of the file; the values of a resealed ``meta.json`` change instead of its bytes.
         resealed: whether ``meta.json`` is of the damaged file: then the parsers behind it are
             reached. Some such damage cannot be told from another run, so a verdict is no error.
         plant: whether to plant errors instead.
@@ -152,43 +151,24 @@ def trace_file(home: Path, side: str, name: str, *, resealed: bool, plant: bool 
     def attempt(dice: random.Random) -> int:
         work = _copy(home)
         path = work / side / name
-        data = path.read_bytes()
-        changed = _header(data, dice) if path.suffix == ".safetensors" else None
-        changed = mutations.damage(data, dice) if changed is None else changed
-        if changed == data:
+        try:
+            if name == "meta.json" and resealed:
+                seal(work / side, mutations.change(_unsealed(path), dice))
+            else:
+                data = path.read_bytes()
+                changed = _header(data, dice) if path.suffix == ".safetensors" else None
+                path.write_bytes(mutations.damage(data, dice) if changed is None else changed)
+                if path.read_bytes() == data:
+                    return 2
+                if resealed:
+                    seal(work / side, _unsealed(work / side / "meta.json"))
+        except (TypeError, ValueError, AttributeError):
             return 2
-        path.write_bytes(changed)
-        if resealed:
-            _reseal(work / side)
         traces = [str(work / "reference"), str(work / "candidate")]
         if plant:
             command(["plant", *traces, "--trials", "1"])
             return 2
         code = command(["compare", *traces, "--output", str(work / "out"), "--json"])
-        return code if resealed else _never_equivalent(code)
-
-    return attempt
-
-
-def meta(home: Path, side: str, *, resealed: bool) -> Attempt:
-    """Damage ``meta.json``; resealed, its values instead of its bytes."""
-
-    def attempt(dice: random.Random) -> int:
-        work = _copy(home)
-        path = work / side / "meta.json"
-        if resealed:
-            found = mutations.change(_unsealed(path), dice)
-            if not isinstance(found, dict):
-                return 2
-            try:
-                seal(work / side, found)
-            except (TypeError, ValueError, AttributeError):
-                return 2
-        else:
-            path.write_bytes(mutations.damage(path.read_bytes(), dice))
-        traces = [str(work / "reference"), str(work / "candidate")]
-        code = command(["compare", *traces, "--output", str(work / "out"), "--json"])
-        # What is changed with a right seal may be the run of another configuration.
         return code if resealed else _never_equivalent(code)
 
     return attempt
@@ -364,49 +344,32 @@ def _sides(home: Path) -> list[str]:
 
 def targets(home: Path) -> dict[str, list[Attempt]]:
     """Every parser, by name; inputs are shared out among its attempts."""
-    index = "rank-00000.index.jsonl"
-    header = "rank-00000.0000.safetensors"
-
-    def both(make: Callable[[bool], Attempt]) -> list[Attempt]:
-        return [make(False), make(True)]
-
+    both, sides = (False, True), ("reference", "candidate")
+    files_of_traces = {
+        "tolerances": ("tolerances.jsonl", sides[:1]),
+        "index": ("rank-00000.index.jsonl", sides),
+        "meta": ("meta.json", sides),
+        "header": ("rank-00000.0000.safetensors", sides),
+    }
+    attempts = {
+        parser: [
+            trace_file(home, side, name, resealed=resealed) for side in where for resealed in both
+        ]
+        for parser, (name, where) in files_of_traces.items()
+    }
     return {
-        "verdicts": both(lambda sealed: report(home, files.VERDICTS, resealed=sealed)),
-        "summary": both(lambda sealed: report(home, files.SUMMARY, resealed=sealed)),
-        "tolerances": both(
-            lambda sealed: trace_file(home, "reference", "tolerances.jsonl", resealed=sealed)
-        ),
+        **attempts,
+        "verdicts": [report(home, files.VERDICTS, resealed=resealed) for resealed in both],
+        "summary": [report(home, files.SUMMARY, resealed=resealed) for resealed in both],
         "wire": [messages(home)],
         "patch": [patch(home)],
         "data": [data(home)],
         "flags": [flags(home)],
         "plant": [
             trace_file(home, side, name, resealed=True, plant=True)
-            for side, name in (
-                ("reference", "tolerances.jsonl"),
-                ("candidate", index),
-                ("reference", index),
-                ("candidate", header),
-            )
-        ],
-        "index": [
-            one
-            for side in ("reference", "candidate")
-            for one in both(
-                lambda sealed, side=side: trace_file(home, side, index, resealed=sealed)
-            )
-        ],
-        "meta": [
-            one
-            for side in ("reference", "candidate")
-            for one in both(lambda sealed, side=side: meta(home, side, resealed=sealed))
-        ],
-        "header": [
-            one
-            for side in ("reference", "candidate")
-            for one in both(
-                lambda sealed, side=side: trace_file(home, side, header, resealed=sealed)
-            )
+            for parser, (name, where) in files_of_traces.items()
+            if parser != "meta"
+            for side in where
         ],
     }
 
@@ -428,10 +391,6 @@ def _unsealed(path: Path) -> dict[str, object]:
     for name in ("files", "format", "checksum"):
         found.pop(name, None)
     return found
-
-
-def _reseal(directory: Path) -> None:
-    seal(directory, _unsealed(directory / "meta.json"))  # type: ignore[arg-type]
 
 
 def _document(directory: Path) -> dict[str, object]:
