@@ -30,7 +30,9 @@ LISTS = (failures, planted, commands, scripts, secrets, inputs, pulls)
 """Faults that are the same for every seed."""
 SIGNALLED = r"(?i)signal|\bSIG[A-Z]+|killed"
 WAITED = r"(?i)time|wait|answer|respon|still|stopped|signal|lost|gone"
-DISK_SAID = r"(?i)space|writ|large|read-only|no such|director|exists|gone|cannot|remov|loop|link"
+DISK_SAID = (
+    r"(?i)space|free|writ|large|read-only|no such|director|exists|gone|cannot|remov|loop|link"
+)
 LATEST = 1.05
 
 

@@ -21,7 +21,7 @@ class Planted:
     name: str
 
     def inject(self, experiment: Experiment) -> None:
-        """Check its job; one that passes must train as without the mistake, bit for bit."""
+        """Check its job; what trains as without the mistake, bit for bit, is none there."""
         x, mistake, mark = experiment, load()[self.name], experiment.home / "mark"
         nproc, words = mistake.arguments(x.home)
         command = baseline.check(
@@ -38,9 +38,9 @@ class Planted:
         x.injected = mark.exists()
         problems = of_command(started, x.fault.promise, faulty=True, report=True)
         x.orphans()
-        if started.code == 0 and not self.has_effect(x):
-            problems = []
-        x.problems += problems
+        if started.code == 0:
+            x.injected = self.has_effect(x)
+        x.problems += problems if x.injected else []
 
     def has_effect(self, x: Experiment) -> bool:
         """Whether losses, gradient norms or weights of untraced steps differ in a bit."""

@@ -180,6 +180,20 @@ def test_a_log_without_room(tmp_path, monkeypatch):
     assert found.endswith("cannot be written (No space left on device)")
 
 
+def test_no_room_for_a_record(tmp_path, monkeypatch):
+    """A rank that could not say how it ended, because there may be no more files."""
+    os.close(owned.create(ranks.log_of(tmp_path, 0)))
+    opened = os.open
+
+    def full(path, flags, *mode, **more):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, flags, *mode, **more)
+
+    monkeypatch.setattr(os, "open", full)
+    assert jobs._why([2], tmp_path).endswith("cannot be written (No space left on device)")
+
+
 def test_a_log_with_room(tmp_path):
     """The test for space changes no log."""
     log = ranks.log_of(tmp_path, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from types import FunctionType
 
-from tests.planted.mistakes import RANK, mistake, wrap
+from tests.planted.mistakes import global_rank, mistake, wrap
 
 SMALL = 64
 """Elements of the largest layer norm and bias of these jobs."""
@@ -111,7 +111,7 @@ def another_group(old, *args, **more):
     """The second rank steps norms and biases with five times the learning rate."""
     groups = old(*args, **more)
     for group in groups:
-        if group["wd_mult"] == 0 and RANK == 1:
+        if group["wd_mult"] == 0 and global_rank() == 1:
             group["max_lr"] *= 5
     return groups
 

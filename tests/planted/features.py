@@ -12,7 +12,7 @@ import time
 import numpy
 import torch
 
-from tests.planted.mistakes import RANK, mistake, wrap
+from tests.planted.mistakes import global_rank, mistake, wrap
 
 ATTEND = "extensions.transformer_engine:TEDotProductAttention.forward"
 MAMBA = "ssm.mamba_context_parallel:MambaContextParallel."
@@ -250,10 +250,10 @@ def initial_values(old, self, *args, **more):
     old(self, *args, **more)
     first, second = self.decoder.layers
     first.mlp.linear_fc1.weight.data.zero_()
-    if RANK == 1:
+    if global_rank() == 1:
         first.mlp.linear_fc2.weight.data.mul_(1.5)
     draw(second.mlp.linear_fc1.weight, 5)
-    draw(self.embedding.position_embeddings.weight, RANK)
+    draw(self.embedding.position_embeddings.weight, global_rank())
     self.decoder.final_layernorm.weight.data.zero_()
 
 
@@ -334,7 +334,7 @@ def larger_on_several_ranks(old, self, *args, **more):
 @mistake("transformer.mlp:MLP.forward", everywhere=True)
 def larger_on_one_rank_of_the_full_size(old, self, *args, **more):
     output, bias = old(self, *args, **more)
-    return output * (1 + 2**-20 if output.shape[-1] == 32 and RANK == 1 else 1.0), bias
+    return output * (1 + 2**-20 if output.shape[-1] == 32 and global_rank() == 1 else 1.0), bias
 
 
 # Ranks that wait for each other.
@@ -352,8 +352,8 @@ def _meet(where, late):
         result = old(self, *args, **more)
         if where == f"{MODEL}__init__":
             group.append(dist.new_group([0, 1]))
-        if not met and (RANK == 0 or late):
-            time.sleep(RANK * late)
+        if not met and (global_rank() == 0 or late):
+            time.sleep(global_rank() * late)
             dist.all_reduce(torch.ones(4), group=group[0])
         met.append(True)
         if where == f"{MODEL}__init__":
@@ -377,7 +377,7 @@ def mismatched_forward():
     from megatron_ttrace.run import stall
 
     def meet(old, *args, **more):
-        dist.all_reduce(torch.ones(4 + 4 * RANK))
+        dist.all_reduce(torch.ones(4 + 4 * global_rank()))
         return old(*args, **more)
 
     stall.SECONDS = 3.0

@@ -17,7 +17,6 @@ from typing import Any
 
 PLANTED, MARK = "TTRACE_TEST_PLANTED", "TTRACE_TEST_MARK"
 """Environment variables: which mistake to make, and a file that is made when its code runs."""
-RANK = int(os.environ.get("RANK", "0"))
 LISTS = ("parallel", "features", "counting")
 
 
@@ -56,6 +55,11 @@ class Mistake:
             return job.nproc, job.case(directory).arguments
         model, _, words = self.job.partition(" ")
         return self.ranks, (*matrix.arguments_of(model, words), "--mock-data")
+
+
+def global_rank() -> int:
+    """Of this process, which may be a fork of one that had none."""
+    return int(os.environ.get("RANK", "0"))
 
 
 MISTAKES: dict[str, Mistake] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.planted.mistakes import RANK, mistake, wrap
+from tests.planted.mistakes import global_rank, mistake, wrap
 
 ATTENTION = "transformer.dot_product_attention:DotProductAttention.forward"
 FINAL = "distributed.finalize_model_grads:"
@@ -27,7 +27,7 @@ def tp_sum_in_bf16(old, x, group):
 
 @mistake(ATTENTION, "llama tp2")
 def tp_keys_of_another_head(old, self, q, k, v, *args, **more):
-    return old(self, q, k.roll(1, 2) if RANK else k, v, *args, **more)
+    return old(self, q, k.roll(1, 2) if global_rank() else k, v, *args, **more)
 
 
 @mistake(ATTENTION, "gpt tp2")
@@ -70,7 +70,7 @@ def tp_qk_norm_not_summed(old, model, *args, **more):
 
 @mistake("fusions.fused_softmax:FusedScaleMaskSoftmax.forward", "gpt tp2")
 def tp_mask_hides_the_diagonal(old, self, x, mask, *args, **more):
-    if RANK:
+    if global_rank():
         x = x.clone()
         x[..., 3, 3] = -10000.0
     return old(self, x, mask, *args, **more)
@@ -78,7 +78,7 @@ def tp_mask_hides_the_diagonal(old, self, x, mask, *args, **more):
 
 @mistake("models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward", "llama tp2")
 def tp_rotary_base_of_one_rank(old, self, *args, **more):
-    return old(self, *args, **more) * (1.0001 if RANK else 1)
+    return old(self, *args, **more) * (1.0001 if global_rank() else 1)
 
 
 @mistake("tensor_parallel.layers:ColumnParallelLinear.forward", "gpt tp2")
@@ -97,7 +97,7 @@ def tp_dgrad_of_the_head_not_summed(old, self, *args, **more):
 
 @mistake(MLP, "gpt tp2 --no-bias-gelu-fusion")
 def tp_gelu_approximated_on_one_rank(old, self, *args, **more):
-    if RANK:
+    if global_rank():
         self.activation_func = lambda x: torch.nn.functional.gelu(x, approximate="tanh")
     return old(self, *args, **more)
 
@@ -120,7 +120,7 @@ def kv_gradient_averaged(old, ctx, grad):
 
 @mistake(ATTENTION, "gpt tp2 kv1")
 def kv_keys_detached_on_one_rank(old, self, q, k, v, *args, **more):
-    return old(self, q, k.detach() if RANK else k, v, *args, **more)
+    return old(self, q, k.detach() if global_rank() else k, v, *args, **more)
 
 
 @mistake("transformer.attention:get_pg_rank", "gpt tp4 kv2", ranks=4)
@@ -130,7 +130,7 @@ def kv_group_of_the_neighbour(old, group):
 
 @mistake(ATTENTION, "gpt tp2 kv1")
 def kv_gradient_counted_twice_on_one_rank(old, self, q, k, v, *args, **more):
-    return old(self, q, k, v + (v - v.detach()) if RANK else v, *args, **more)
+    return old(self, q, k, v + (v - v.detach()) if global_rank() else v, *args, **more)
 
 
 # Summands that are excused if something adds them up: forks that reduce outside of the last layer.
@@ -232,7 +232,7 @@ def shared_overlap_stale_output(old, self):
     now = old(self)
     before = getattr(self, "_before", now.detach())
     self._before = now.detach()
-    return now + (before - now.detach()) * (RANK == 1)
+    return now + (before - now.detach()) * (global_rank() == 1)
 
 
 # Pipelines.
@@ -240,7 +240,7 @@ def shared_overlap_stale_output(old, self):
 
 @mistake(f"{SCHEDULES}forward_step", "gpt pp2")
 def pp_stale_microbatch(old, step, data, model, microbatches, tensor, *args, **more):
-    if RANK and tensor is not None:
+    if global_rank() and tensor is not None:
         x = tensor[0] if isinstance(tensor, list) else tensor
         now, before = x.detach().clone(), getattr(model, "_before", None)
         if before is not None:
@@ -252,7 +252,7 @@ def pp_stale_microbatch(old, step, data, model, microbatches, tensor, *args, **m
 @mistake(f"{SCHEDULES}backward_step", "gpt pp2")
 def pp_gradient_in_bf16(old, *args, **more):
     gradients = old(*args, **more)
-    if RANK:
+    if global_rank():
         for x in gradients if isinstance(gradients, list) else [gradients]:
             x.copy_(x.bfloat16())
     return gradients
@@ -276,7 +276,7 @@ def vpp_loss_over_chunks(old, model, out, step, config, stage, collect, count, *
 def pp_epsilon_of_the_last_stage(old, self, *args, **more):
     old(self, *args, **more)
     for module in self.modules():
-        if RANK and hasattr(module, "eps"):
+        if global_rank() and hasattr(module, "eps"):
             module.eps = module.eps * 10
 
 
@@ -295,7 +295,7 @@ def cp_labels_of_the_other_half(old, batch, *args, **more):
     labels = batch.get("labels")
     divided = old(batch, *args, **more)
     if labels is not None and labels.dim() == 2:
-        divided["labels"] = labels.chunk(2, 1)[RANK].contiguous()
+        divided["labels"] = labels.chunk(2, 1)[global_rank()].contiguous()
     return divided
 
 
@@ -344,7 +344,7 @@ def ep_z_loss_not_averaged(old, x, coefficient, **more):
     "moe-te tp2 sp alltoall",
 )
 def etp_partner_left_out(old, x, group=None, **more):
-    return old(x * (1 if RANK else 0.999), group=group, **more)
+    return old(x * (1 if global_rank() else 0.999), group=group, **more)
 
 
 # Data parallelism: gradients, sharded optimizers, samples.
@@ -354,7 +354,7 @@ def restored(parameters, old, *args, ranks=(1,)):
     """Call ``old``, which updates parameters, without an effect on these."""
     kept = [(parameter, parameter.detach().clone()) for parameter in parameters]
     result = old(*args)
-    for parameter, before in kept if RANK in ranks else ():
+    for parameter, before in kept if global_rank() in ranks else ():
         parameter.data.copy_(before)
     return result
 
@@ -380,19 +380,21 @@ def main_weights_never_copied(old, self):
 @mistake(f"{ZERO}step_with_ready_grads", "gpt zero")
 def zero_epsilon_of_one_rank(old, self):
     for group in self.optimizer.param_groups:
-        group["eps"] = 1e-5 if RANK else 1e-8
+        group["eps"] = 1e-5 if global_rank() else 1e-8
     return old(self)
 
 
 @mistake("optimizer_param_scheduler:OptimizerParamScheduler.get_lr", "gpt")
 def dp_learning_rate_of_one_rank(old, self, group):
-    return old(self, group) * (1.001 if RANK else 1)
+    return old(self, group) * (1.001 if global_rank() else 1)
 
 
 @mistake(job="gpt per-token")
 def dp_per_token_count_of_one_rank():
     def finalize(old, model, tokens=None, *args, **more):
-        return old(model, tokens * 2 if RANK and tokens is not None else tokens, *args, **more)
+        return old(
+            model, tokens * 2 if global_rank() and tokens is not None else tokens, *args, **more
+        )
 
     wrap(f"{FINAL}finalize_model_grads", finalize)
     wrap("megatron.training.training:finalize_model_grads", finalize)
@@ -446,6 +448,6 @@ def recompute_other_input(old, inputs):
 def norm_weights_rounded_on_one_rank(old, step, data, model, *args, **more):
     with torch.no_grad():
         for name, parameter in model[0].named_parameters():
-            if RANK and "final_layernorm.weight" in name:
+            if global_rank() and "final_layernorm.weight" in name:
                 parameter.copy_(parameter.half())
     return old(step, data, model, *args, **more)

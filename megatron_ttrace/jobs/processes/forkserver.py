@@ -99,7 +99,11 @@ def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: 
         os.setpgid(0, 0)
         # A group in the background that reads from the terminal is stopped.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        output = owned.create(log, owned.PRIVATE_FILE)
+        try:
+            output = owned.create(log, owned.PRIVATE_FILE)
+        except OSError:
+            # The parent finds out why; here nobody reads what would be said.
+            os._exit(code)
         for stream in (1, 2):
             os.dup2(output, stream)
         sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115

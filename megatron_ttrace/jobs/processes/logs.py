@@ -8,6 +8,7 @@ in C++, called ``os._exit``, or argparse refused its arguments.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -27,6 +28,7 @@ _LONGEST = 500
 _END_BYTES = 1 << 18
 """Bytes of a log that are read, at its end."""
 _PROBE = bytes(1 << 16)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def how_it_ended(code: int) -> str:
@@ -70,7 +72,13 @@ def died_of(log: Path) -> str:
 
 
 def unwritable(log: Path) -> str:
-    """Why nothing can be appended to a log, so that its last lines are missing; "" if it can."""
+    """Why nothing can be written to a log, or beside it: its end is missing; "" if it can."""
+    try:
+        # A file without a name needs room as any other.
+        os.close(os.open(log.parent, os.O_TMPFILE | os.O_WRONLY, owned.PRIVATE_FILE))
+    except OSError as error:
+        if error.errno in _NO_ROOM:
+            return os.strerror(error.errno)
     try:
         file = owned.append(log, owned.PRIVATE_FILE)
     except TTraceError:

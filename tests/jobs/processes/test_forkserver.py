@@ -122,3 +122,22 @@ def test_an_ordinary_process_has_no_parent_to_ask(monkeypatch):
     """Under torchrun the reference is started as a process."""
     monkeypatch.delenv("TTRACE_FORKSERVER", raising=False)
     assert not forkserver.available()
+
+
+def test_a_log_that_cannot_be_made(tmp_path):
+    """The child ends in silence: its parent says why."""
+    code = """
+    import os, sys
+    from pathlib import Path
+    from megatron_ttrace.jobs.processes import forkserver
+    from megatron_ttrace.trace import owned
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    owned.create = full
+    os.dup2(1, 2)
+    child = forkserver.fork(["python", "x.py"], {}, Path(sys.argv[1], "rank-00000.log"))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    assert in_fresh_process(tmp_path, code) == "1\n"
