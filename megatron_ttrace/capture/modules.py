@@ -30,13 +30,7 @@ import torch
 
 from megatron_ttrace.capture.balancing import BalancingTap
 from megatron_ttrace.capture.chunk_state import ChunkState, OnGradient, Seen, is_recomputing
-from megatron_ttrace.capture.experts import (
-    CAN_FOLLOW,
-    DispatchTap,
-    ExpertSink,
-    Followed,
-    RouterTap,
-)
+from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, Followed, RouterTap
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
 from megatron_ttrace.mcore.names import Names

@@ -16,13 +16,7 @@ from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation, Finding, Miscounted, OtherHyperparameters
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import (
-    MOMENTS,
-    STEP_LEVEL,
-    Direction,
-    Kind,
-    Outcome,
-)
+from megatron_ttrace.trace.records import MOMENTS, STEP_LEVEL, Direction, Kind, Outcome
 
 Explain = Callable[[Judged], Explanation]
 

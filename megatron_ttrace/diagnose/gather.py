@@ -18,12 +18,7 @@ from megatron_ttrace.diagnose.start import is_start
 from megatron_ttrace.mcore.numbers import numbers
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace.findings import (
-    Cause,
-    Finding,
-    OtherTensor,
-    OtherTime,
-)
+from megatron_ttrace.trace.findings import Cause, Finding, OtherTensor, OtherTime
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 

@@ -26,11 +26,7 @@ Groups = dict[tuple[object, ...], int]
 
 
 def group_of(
-    groups: Groups,
-    direction: Direction,
-    verdict: Judged,
-    grounds: Grounds,
-    finding: Finding | None,
+    groups: Groups, direction: Direction, verdict: Judged, grounds: Grounds, finding: Finding | None
 ) -> int:
     """The number of the group of culprits with one cause.
 

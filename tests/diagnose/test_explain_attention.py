@@ -157,8 +157,7 @@ def test_an_attention_that_is_not_this_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"kind": Kind.GRAD_OUTPUT}, {"index": 3}, {"name": "decoder.layers.1.mlp"}],
+    "change", [{"kind": Kind.GRAD_OUTPUT}, {"index": 3}, {"name": "decoder.layers.1.mlp"}]
 )
 def test_other_tensors(change: dict[str, object]) -> None:
     given = inputs()

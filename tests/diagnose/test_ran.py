@@ -106,11 +106,7 @@ def blamed(name: str, direction: Direction) -> Culprit:
     """A culprit."""
     verdict = failed(Kind.OUTPUT, name)
     diagnosis = Diagnosis(
-        name=name,
-        direction=direction,
-        grounds=Grounds.OUTPUT,
-        verdict=verdict,
-        why=Explanation(),
+        name=name, direction=direction, grounds=Grounds.OUTPUT, verdict=verdict, why=Explanation()
     )
     return culprit_of(diagnosis)
 

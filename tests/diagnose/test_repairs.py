@@ -8,14 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from megatron_ttrace.diagnose import (
-    position,
-    region,
-    replicas,
-    scaling,
-    sources,
-    summands,
-)
+from megatron_ttrace.diagnose import position, region, replicas, scaling, sources, summands
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
 from megatron_ttrace.placement.boxes import Box
@@ -277,19 +270,10 @@ UNEXPLAINED: dict[str, tuple[Repair, Evidence]] = {
     "rows from nowhere": (position.rows, of(ROWS, values(32, 12, seed=5))),
     "rows from nowhere, any repair": (explain, of(ROWS, values(32, 12, seed=5))),
     "all rows": (region.extent, of(ROWS, ROWS + 1)),
-    "a rank's rows": (
-        explain,
-        slice_of_a_rank(),
-    ),
+    "a rank's rows": (explain, slice_of_a_rank()),
     "another microbatch": (sources.elsewhere, stale(values(6, 12, seed=9))),
-    "unrelated copies": (
-        explain,
-        of(LONG, {0: NOISE, 1: values(64, seed=2)}, on(tp=2), key=NORM),
-    ),
-    "one of four copies": (
-        explain,
-        copies(values(32, 12, seed=4)),
-    ),
+    "unrelated copies": (explain, of(LONG, {0: NOISE, 1: values(64, seed=2)}, on(tp=2), key=NORM)),
+    "one of four copies": (explain, copies(values(32, 12, seed=4))),
     "opposite signs around zero": (
         explain,
         of(

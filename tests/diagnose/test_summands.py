@@ -83,11 +83,7 @@ def test_a_moment(kind: Kind, times: float, cause: Cause, words: str) -> None:
 @pytest.mark.parametrize(
     ("evidence", "cause", "words"),
     [
-        (
-            loss(2.0),
-            Cause.TOO_LARGE,
-            "the label is 2.000 times too large = the size of tp",
-        ),
+        (loss(2.0), Cause.TOO_LARGE, "the label is 2.000 times too large = the size of tp"),
         (loss(0.0), Cause.ZERO, "the logit of the label is missing"),
         (gradient(softmax=2.0), Cause.TOO_LARGE, "the softmax is 2.000 times too large"),
         (gradient(one=0.0), Cause.ZERO, "the one at the label is missing"),
