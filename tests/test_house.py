@@ -309,7 +309,7 @@ def namespaces_are_of_commands(known: Modules) -> list[str]:
     ]
 
 
-LONG_CALLS = 30
+LONG_CALLS = 23
 """Calls with more than 5 unnamed arguments; ``cpu/`` has others' signatures. It only falls."""
 
 

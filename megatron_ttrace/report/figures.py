@@ -169,7 +169,7 @@ def heat_map_figure(
     }
     places = sorted(found.cells, key=lambda place: (column_of[place[1]], row_of[place[0]]))
     ids = {place: number for number, place in enumerate(places)}
-    drawing = _Drawing(found, culprits, labels, ids, header, pitch)
+    drawing = _Drawing(found, culprits, labels, ids=ids, header=header, pitch=pitch)
     names = table.folds(found)
     maps = [drawing.map(renamed) for renamed in ([names, {}] if names else [{}])]
     longest = max((len(text) for each in maps for _, text, _ in each.rows), default=0)

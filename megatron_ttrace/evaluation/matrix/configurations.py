@@ -107,12 +107,12 @@ def configurations() -> list[Configuration]:
     """All of them; names are ``layout/model/dtype``."""
     return [
         Configuration(
-            f"{layout.name}/{model}/{dtype}",
-            layout.nproc,
-            arguments_of(model, f"{layout.arguments} {DTYPES[dtype]}"),
-            layout.data,
-            layout.finding,
-            SCRIPTS.get(model, "pretrain_gpt.py"),
+            name=f"{layout.name}/{model}/{dtype}",
+            nproc=layout.nproc,
+            arguments=arguments_of(model, f"{layout.arguments} {DTYPES[dtype]}"),
+            data=layout.data,
+            finding=layout.finding,
+            script=SCRIPTS.get(model, "pretrain_gpt.py"),
         )
         for layout in codec.decode(tuple[Layout, ...], _TABLES["layout"])
         for model in layout.models
