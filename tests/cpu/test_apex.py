@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from megatron_ttrace.cpu import apex
+from tests.cpu.te.ranks import same_gradients
 
 HIDDEN = 12
 
@@ -41,12 +42,7 @@ def ours_fast(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor
 def test_layer_norm_is_torchs_in_float64(norm):
     x, w, b, grad = (t.requires_grad_() for t in operands(torch.float64))
     expected = F.layer_norm(x, (HIDDEN,), w, b, 1e-5)
-    output = norm(x, w, b)
-    torch.testing.assert_close(output, expected, rtol=1e-13, atol=1e-13)
-    for ours, theirs in zip(
-        gradients(output, grad, x, w, b), gradients(expected, grad, x, w, b), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    same_gradients(norm(x, w, b), expected, (x, w, b), grad)
 
 
 def test_gradients_are_the_derivatives():

@@ -49,3 +49,11 @@ def run_ranks(size, function, *args):
 
 def close(actual, expected, tolerance=1e-10):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def same_gradients(ours, theirs, tensors, grad):
+    """Both outputs are equal, and so are the gradients of ``tensors``."""
+    gradients = (torch.autograd.grad(output, tensors, grad) for output in (ours, theirs))
+    close(ours, theirs)
+    for actual, expected in zip(*gradients, strict=True):
+        close(actual, expected)

@@ -10,7 +10,7 @@ from megatron_ttrace.cpu.te import optimizers, permutation, router
 from megatron_ttrace.cpu.te.cross_entropy import parallel_cross_entropy
 from megatron_ttrace.cpu.te.distributed import CudaRNGStatesTracker, checkpoint
 from megatron_ttrace.cpu.te.rope import apply_rotary_pos_emb
-from tests.cpu.te.ranks import close, run_ranks
+from tests.cpu.te.ranks import close, run_ranks, same_gradients
 
 
 @pytest.fixture
@@ -43,14 +43,7 @@ def test_unpermute_is_the_weighted_sum(routing):
     rows, row_map = permutation.moe_permute(tokens, routing_map, 9)
     ours = permutation.moe_unpermute(rows, row_map, probs, tokens.shape)
     theirs = tokens * probs.masked_fill(~routing_map, 0).sum(-1, keepdim=True)
-    close(ours, theirs)
-    grad = torch.randn_like(ours)
-    for one, other in zip(
-        torch.autograd.grad(ours, (tokens, probs), grad),
-        torch.autograd.grad(theirs, (tokens, probs), grad),
-        strict=True,
-    ):
-        close(one, other)
+    same_gradients(ours, theirs, (tokens, probs), torch.randn_like(ours))
 
 
 def test_chunks():

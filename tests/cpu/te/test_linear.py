@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
 from megatron_ttrace.cpu.te.linear import LayerNormLinear, Linear
 from megatron_ttrace.trace.errors import TTraceError
-from tests.cpu.te.ranks import close, run_ranks
+from tests.cpu.te.ranks import close, run_ranks, same_gradients
 
 DOUBLE = {"params_dtype": torch.float64}
 
@@ -33,12 +33,7 @@ def test_linear(bias):
     ours = module(x)
     theirs = F.linear(x, module.weight, module.bias if bias else None)
     grad = torch.randn_like(ours)
-    tensors = [x, *module.parameters()]
-    close(ours, theirs)
-    for one, other in zip(
-        gradients(ours, tensors, grad), gradients(theirs, tensors, grad), strict=True
-    ):
-        close(one, other)
+    same_gradients(ours, theirs, [x, *module.parameters()], grad)
 
 
 def test_bias_is_returned_instead_of_added():
@@ -102,12 +97,7 @@ def test_grouped_linear(bias):
         ]
     )
     grad = torch.randn_like(ours)
-    tensors = [x, *module.parameters()]
-    close(ours, theirs)
-    for one, other in zip(
-        gradients(ours, tensors, grad), gradients(theirs, tensors, grad), strict=True
-    ):
-        close(one, other)
+    same_gradients(ours, theirs, [x, *module.parameters()], grad)
 
 
 def test_delayed_weight_gradient():

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_ttrace.cpu.te.releases import PINNED
-from megatron_ttrace.mcore.versions import megatron_core_version, series
+from megatron_ttrace.cpu.te.releases import PINNED, current
+from megatron_ttrace.mcore.versions import KNOWN, megatron_core_version, series
 
 ROOT = Path(__file__).parents[3]
 
@@ -66,3 +66,13 @@ def test_real_engine_is_left_alone(tmp_path):
     (package / "pytorch.py").write_text("")
     code = "from megatron_ttrace.cpu import te; te.install(); import transformer_engine as e\n"
     assert python(code + "print(e.__version__, te.emulated())", tmp_path) == ["1.0", "False"]
+
+
+def test_every_supported_megatron_has_its_release():
+    """The releases that are emulated are those that a supported Megatron is built with."""
+    assert {*PINNED} == {series(version) for version in KNOWN}
+
+
+def test_the_installed_megatron_chooses():
+    """The emulation calls itself what the Megatron was built with."""
+    assert current() == PINNED[series(megatron_core_version())]
