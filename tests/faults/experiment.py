@@ -98,8 +98,8 @@ class Experiment:
     def check(self, *flags: str, fresh: bool = False, **more: object) -> Command:
         """The check under test; without ``fresh`` it finds its reference in a cache of its own."""
         more.setdefault("faulty", self.fault.faulty)
-        if not fresh:
-            more.setdefault("cache", self.cache())
+        if not fresh and "cache" not in more:
+            more["cache"] = self.cache()
         return check(self.home, *flags, **more)  # type: ignore[arg-type]
 
     def cache(self, name: str = "cache") -> Path:

@@ -148,7 +148,8 @@ def _withheld(words: Sequence[str], known: Mapping[str, int] = _NONE) -> Iterato
         hidden = word.removeprefix(before)
         if hides and shown != word and not os.path.exists(hidden):
             yield hidden
-        if re.search(r"\s", word):
+        # A line break among the words of a text is a separator, and a word.
+        if re.search(r"\s", word) and not _is_separator(word):
             with contextlib.suppress(ValueError):
                 yield from _withheld(_split(word))
 

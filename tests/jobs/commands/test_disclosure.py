@@ -176,3 +176,9 @@ def test_arguments_of_an_identity() -> None:
 def test_lists_name_what_exists() -> None:
     """Every option that is called free text is one of Megatron's."""
     assert ROLES.keys() >= disclosure._FREE_TEXT
+
+
+@pytest.mark.parametrize("word", ["a\nb", "\n", "a;\nb", "out\nx\ty"])
+def test_a_line_break_in_a_word(word: str) -> None:
+    """It ends a command in a text; it is no text that has a command in it."""
+    disclosure.withhold(["ttrace", "check", "--ttrace-dir", word, "--", word])
