@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from megatron_ttrace.mcore import places
+from megatron_ttrace.mcore.sources import builder_place
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import (
     Citation,
@@ -92,7 +92,7 @@ def where(verdict: Judged, finding: Finding | None, ledger: Ledger, *, alone: bo
         ledger: of the traced step.
         alone: whether no other tensor is known to have the same fault.
     """
-    if place := places.by_hand(finding):
+    if place := builder_place(finding):
         return place
     kind, sources = verdict.kind, ledger.sources
     if (kind, verdict.name) == (Kind.INPUT, ROOT) or kind in (Kind.TOKENS, Kind.LOSS):

@@ -23,39 +23,26 @@ from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.disclosure import is_shown
 from megatron_ttrace.jobs.reference_arguments import overrides_of
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import cyclic, fim, packed
+from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 
 FIM_BY_SAMPLE = "fim_by_sample"
-"""Whether samples are rearranged by their index (:mod:`megatron_ttrace.mcore.fim`)."""
+"""Whether samples are rearranged by their index (:mod:`megatron_ttrace.mcore.samples`)."""
 
 PADDED_FOR = "conversations padded for context-parallel ranks"
-"""How many (:mod:`megatron_ttrace.mcore.packed`)."""
+"""How many."""
 
 DEALT_TO = "data-parallel ranks that shuffled samples are dealt to"
-"""How many (:mod:`megatron_ttrace.mcore.cyclic`)."""
+"""How many."""
 
 _TOLD = "told"
 """The part of an identity that is reported but not compared."""
-_HARMLESS_PREFIXES = (
-    "ttrace",
-    "log_",
-    "tensorboard_",
-    "wandb_",
-    "save",
-    "exit_",
-    "eval_",
-    "timing_",
-    "distributed_",
-    "profile",
-    "inprocess_",
-    "ckpt_",
-    "dist_ckpt_",
-    "non_persistent_",
-    "straggler_",
-    "one_logger",
-    "ft_",
+_HARMLESS_PREFIXES = tuple(
+    """
+    ttrace log_ tensorboard_ wandb_ save exit_ eval_ timing_ distributed_ profile inprocess_
+    ckpt_ dist_ckpt_ non_persistent_ straggler_ one_logger ft_
+    """.split()
 )
 _LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
 """What is computed only if it is logged is compared if it is."""
@@ -66,27 +53,14 @@ _DERIVED = frozenset(
     }
 )
 """What Megatron computes from its options, and the report may show."""
-_HARMLESS = {
-    "rank",
-    "local_rank",
-    "world_size",
-    "data_parallel_size",
-    "transformer_pipeline_model_parallel_size",
-    "num_workers",
-    "enable_one_logger",
-    "use_dist_ckpt",
-    "data_cache_path",
-    "consumed_train_samples",
-    "consumed_valid_samples",
-    "align_param_gather",
-    "align_grad_reduce",
-    "variable_seq_lengths",
-    "padded_vocab_size",
-    "iteration",
-    "curr_iteration",
-    "model_type",
-    "num_floating_point_operations_so_far",
-}
+_HARMLESS = frozenset(
+    """
+    rank local_rank world_size data_parallel_size transformer_pipeline_model_parallel_size
+    num_workers enable_one_logger use_dist_ckpt data_cache_path consumed_train_samples
+    consumed_valid_samples align_param_gather align_grad_reduce variable_seq_lengths
+    padded_vocab_size iteration curr_iteration model_type num_floating_point_operations_so_far
+    """.split()
+)
 
 
 def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
@@ -109,16 +83,16 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "reference_args": _arguments(settings.reference_args),
             "reference_layout": str(settings.reference_layout or ""),
             "device": _device(),
-            FIM_BY_SAMPLE: fim.is_by_sample(args, exits=settings.exit_after),
-            PADDED_FOR: packed.padded_for(args),
-            DEALT_TO: cyclic.dealt_to(args),
+            FIM_BY_SAMPLE: samples.is_by_sample(args, exits=settings.exit_after),
+            PADDED_FOR: samples.padded_for(args),
+            DEALT_TO: samples.dealt_to(args),
         },
         "data": _data(args),
         "environment": provenance.numeric_environment(),
         "code": {
             "script": _content([Path(sys.argv[0])]),
             "modules beside the script": _content(_beside(Path(sys.argv[0]))),
-            "megatron_ttrace": _content(_sources("megatron_ttrace")),
+            "megatron_ttrace": _tree(Path(__file__).parents[1]),
             **{name: _tree(_folder_of(name)) for name in scripts.MEGATRON},
         },
         "versions": provenance.installed(),
@@ -209,14 +183,6 @@ def _data(args: MegatronArguments) -> dict[str, Any]:
                     stat = path.stat()
                     stamps[str(path)] = [stat.st_size, stat.st_mtime_ns]
     return stamps
-
-
-def _sources(package: str) -> list[Path]:
-    import importlib.util
-
-    spec = importlib.util.find_spec(package)
-    roots = list(spec.submodule_search_locations or []) if spec else []
-    return sorted(path for root in roots for path in Path(root).rglob("*.py"))
 
 
 def _content(paths: Iterable[Path]) -> str:

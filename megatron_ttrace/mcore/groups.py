@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of Megatron's process groups, by the mesh axes that they span."""
+"""Where a rank is among all ranks; Megatron's process groups, and what they exchange."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import torch
+
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.mesh import Axes, Mesh
 
 _DESCRIBED = {
     "TENSOR_MODEL_PARALLEL": ("tp",),
@@ -73,3 +75,56 @@ def unseen_axes(args: MegatronArguments) -> tuple[str, ...]:
     overlaps = bool(getattr(args, "tp_comm_overlap", False))
     flex = bool(args.num_experts) and args.moe_token_dispatcher_type == "flex"  # noqa: S105
     return ("tp",) * overlaps + ("etp", "ep") * flex
+
+
+_COORDINATES = {
+    "tp": "tensor_model_parallel",
+    "cp": "context_parallel",
+    "pp": "pipeline_model_parallel",
+    "ep": "expert_model_parallel",
+    "etp": "expert_tensor_parallel",
+    "dp": "data_parallel",
+    "edp": "expert_data_parallel",
+}
+
+
+def current_mesh(args: MegatronArguments) -> Mesh:
+    """Read the initialised ``megatron.core.parallel_state``."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    def axes(what: str) -> Axes:
+        found = {axis: getattr(mpu, f"get_{name}_{what}")() for axis, name in _COORDINATES.items()}
+        return Axes(**found)
+
+    return Mesh(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        sizes=axes("world_size"),
+        coordinates=axes("rank"),
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
+    )
+
+
+def reduced_in(args: MegatronArguments) -> tuple[str, str]:
+    """Dtype of activations, and that of the reduction of gradients; empty if it is left open.
+
+    ``grad_reduce_in_fp32`` of Megatron's data parallel wrapper is
+    ``accumulate_allreduce_grads_in_fp32`` (megatron/training/training.py); Megatron-FSDP has dtypes
+    of its own, and PyTorch's FSDP reduces in the model's dtype.
+    """
+    compute = torch.bfloat16 if args.bf16 else args.params_dtype
+    gradients: torch.dtype | None = compute
+    if getattr(args, "use_torch_fsdp2", False):
+        gradients = None
+    elif getattr(args, "use_megatron_fsdp", False):
+        names = "megatron_fsdp_grad_comm_dtype", "megatron_fsdp_main_grads_dtype"
+        asked = (getattr(args, name, None) for name in names)
+        gradients = next((one for one in asked if isinstance(one, torch.dtype)), None)
+    elif getattr(args, "accumulate_allreduce_grads_in_fp32", False):
+        gradients = torch.float32
+    return _dtype_name(compute), _dtype_name(gradients)
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.mcore import sources
+from megatron_ttrace.mcore.quiet import changed
 
 _UNWATCHED = MappingProxyType(
     {
@@ -130,7 +130,9 @@ def _logged(
         return {}
     writer = _Writer()
     writers = dict.fromkeys(_WRITERS, lambda: None) | {_WRITERS[0]: lambda: writer}
-    with _set(args, _UNWATCHED), _set(training, writers):
+    values: list[tuple[Any, str, Any]] = [(args, *one) for one in _UNWATCHED.items()]
+    values += [(training, *one) for one in writers.items()]
+    with changed(values):
         log(
             loss_dict={},
             total_loss_dict={},
@@ -180,14 +182,3 @@ def _of(training: ModuleType) -> Callable[..., Any] | None:
     found = next(own, None)
     # Arguments that are not given are None, as Megatron's own defaults are.
     return found and FunctionType(found, vars(training), None, (None,) * found.co_argcount)
-
-
-@contextmanager
-def _set(owner: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Within this context attributes that exist have other values."""
-    with ExitStack() as stack:
-        for name, value in values.items():
-            if hasattr(owner, name):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, value)
-        yield

@@ -9,13 +9,14 @@ config in each forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.quiet import changed
 from megatron_ttrace.trace.findings import Loss
 
 _COEFFICIENTS = {
@@ -46,8 +47,9 @@ def present(args: MegatronArguments) -> tuple[Loss, ...]:
     )
 
 
-@contextmanager
-def weighted(chunks: Sequence[torch.nn.Module], loss: Loss, factor: float) -> Iterator[None]:
+def weighted(
+    chunks: Sequence[torch.nn.Module], loss: Loss, factor: float
+) -> AbstractContextManager[None]:
     """Within this context a loss has ``factor`` times its coefficient."""
     configs = {
         id(config): config
@@ -55,19 +57,16 @@ def weighted(chunks: Sequence[torch.nn.Module], loss: Loss, factor: float) -> It
         for module in chunk.modules()
         if (config := getattr(module, "config", None)) is not None
     }
-    with ExitStack() as stack:
-        for config in configs.values():
-            if found := _coefficient(config, loss):
-                name, index, value = found
-                own = getattr(config, name)
-                stack.callback(setattr, config, name, own)
-                changed = value * factor
-                setattr(
-                    config,
-                    name,
-                    changed if index is None else [*own[:index], changed, *own[index + 1 :]],
-                )
-        yield
+    values = []
+    for config in configs.values():
+        if coefficient := _coefficient(config, loss):
+            name, index, value = coefficient
+            scaled: Any = value * factor
+            before = getattr(config, name)
+            if index is not None:
+                scaled = [*before[:index], scaled, *before[index + 1 :]]
+            values.append((config, name, scaled))
+    return changed(values)
 
 
 def _coefficient(config: Any, loss: Loss) -> tuple[str, int | None, float] | None:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -37,45 +37,40 @@ def has_random_routing(args: MegatronArguments) -> bool:
 
 
 @contextmanager
-def without_random_routing(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let routers choose by their own scores: each rank draws numbers of its own."""
-    changed: list[tuple[Any, str, Any]] = []
-    try:
-        for chunk in chunks:
-            for module in chunk.modules():
-                config = getattr(module, "config", None)
-                for name, off in _RANDOM_ROUTING.items():
-                    value = getattr(config, name, off)
-                    if value != off:
-                        changed.append((config, name, value))
-                        setattr(config, name, off)
+def changed(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Within this context attributes (owner, name) that exist have other values."""
+    with ExitStack() as stack:
+        for owner, name, value in values:
+            if hasattr(owner, name):
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, value)
         yield
-    finally:
-        for config, name, value in changed:
-            setattr(config, name, value)
 
 
-@contextmanager
-def without_dropout(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+def without_random_routing(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+    """Let routers choose by their own scores: each rank draws numbers of its own."""
+    return changed(
+        (config, name, off)
+        for chunk in chunks
+        for module in chunk.modules()
+        for name, off in _RANDOM_ROUTING.items()
+        if getattr(config := getattr(module, "config", None), name, off) != off
+    )
+
+
+def without_dropout(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Switch dropout off, because ranks of different layouts draw different masks.
 
     ``bias_dropout_add`` reads ``hidden_dropout`` of its layer, attention and embedding have
     ``torch.nn.Dropout`` modules, and TransformerEngine keeps ``attention_dropout``.
     """
-    changed: list[tuple[Any, str, Any]] = []
-    try:
-        for chunk in chunks:
-            for module in chunk.modules():
-                names = ["p"] if isinstance(module, torch.nn.Dropout) else _DROPOUT_ATTRIBUTES
-                for name in names:
-                    value = getattr(module, name, None)
-                    if isinstance(value, float) and value > 0:
-                        changed.append((module, name, value))
-                        setattr(module, name, 0.0)
-        yield
-    finally:
-        for module, name, value in changed:
-            setattr(module, name, value)
+    return changed(
+        (module, name, 0.0)
+        for chunk in chunks
+        for module in chunk.modules()
+        for name in (("p",) if isinstance(module, torch.nn.Dropout) else _DROPOUT_ATTRIBUTES)
+        if isinstance(value := getattr(module, name, None), float) and value > 0
+    )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import importlib.util
@@ -19,6 +20,7 @@ import torch
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import leaves_of
 from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase, Sources
+from megatron_ttrace.trace.findings import Cause, Finding
 
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -178,3 +180,32 @@ def sources_of(
         function_place(step),
         inputs=tuple(inputs),
     )
+
+
+BUILDERS = {
+    Cause.LAYERS: "core/transformer/transformer_block.py:get_num_layers_to_build",
+    Cause.RANDOM_STATE: "core/tensor_parallel/random.py:model_parallel_cuda_manual_seed",
+}
+"""``file:function``, relative to the package ``megatron``, of faults that happen while the model is
+built: nothing that is traced leads to the function that went wrong."""
+
+
+def builder_place(finding: Finding | None) -> str:
+    """The place of a fault of the model's construction; empty for any other fault."""
+    if finding is None or finding.cause not in BUILDERS:
+        return ""
+    file, _, function = BUILDERS[finding.cause].partition(":")
+    line = _lines(file).get(function)
+    return f"megatron/{file}" + (f":{line}" if line else "") + f" ({function})"
+
+
+@functools.cache
+def _lines(file: str) -> dict[str, int]:
+    """Line of each function and class of a file of the imported Megatron."""
+    try:
+        source = Path(megatron_folder(), file).read_text(encoding="utf-8")
+        nodes = list(ast.walk(ast.parse(source)))
+    except (ImportError, OSError, ValueError, SyntaxError):
+        return {}
+    kinds = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
+    return {node.name: node.lineno for node in reversed(nodes) if isinstance(node, kinds)}

@@ -25,7 +25,7 @@ from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.jobs import edited, reference_layout
 from megatron_ttrace.jobs.processes.progress import NOTICE
 from megatron_ttrace.jobs.settings import Keep, Settings
-from megatron_ttrace.mcore import fim, loss_scale, losses, quiet, statistics
+from megatron_ttrace.mcore import loss_scale, losses, quiet, samples, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.run import answer, launch, requirements
 from megatron_ttrace.run.agreement import EndError, Ranks
@@ -75,8 +75,8 @@ class CandidateSession:
         self._timings: dict[str, float] = {}
         self._notices: list[str] = []
         requirements.require(args, settings)
-        if fim.is_by_sample(args, exits=settings.exit_after):
-            fim.rearrange_by_sample()
+        if samples.is_by_sample(args, exits=settings.exit_after):
+            samples.rearrange_by_sample()
         if quiet.has_dropout(args):
             _say("dropout is switched off in the traced steps")
         if quiet.has_random_routing(args):

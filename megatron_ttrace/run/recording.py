@@ -17,8 +17,7 @@ from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare import collectives
 from megatron_ttrace.mcore import logged
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.groups import axes_of, unseen_axes
-from megatron_ttrace.mcore.precision import reduced_in
+from megatron_ttrace.mcore.groups import axes_of, reduced_in, unseen_axes
 from megatron_ttrace.mcore.sources import sources_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, folded

@@ -27,7 +27,7 @@ from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.jobs.processes.progress import OF_REFERENCE
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import cyclic, fim, logged, loss_scale, losses, packed, quiet
+from megatron_ttrace.mcore import logged, loss_scale, losses, quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run import low_precision
@@ -68,11 +68,11 @@ class ReferenceSession:
         self._order = order
         self._directory = Path(self._order.directory)
         if self._order.identity["ttrace"][fingerprint.FIM_BY_SAMPLE]:
-            fim.rearrange_by_sample()
+            samples.rearrange_by_sample()
         if (padded := self._order.identity["ttrace"][fingerprint.PADDED_FOR]) > 1:
-            packed.pad_for(padded)
+            samples.pad_for(padded)
         if (dealt := self._order.identity["ttrace"][fingerprint.DEALT_TO]) > 1:
-            cyclic.deal_to(dealt)
+            samples.deal_to(dealt)
         self._loss_scales: dict[str, float] = {}
         self._counted: list[Counted] = []
         self._seconds = 0.0

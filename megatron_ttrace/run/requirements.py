@@ -10,7 +10,7 @@ import sys
 from megatron_ttrace import cpu
 from megatron_ttrace.jobs import provenance, reference_arguments, reference_layout
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import balancing, fim, own_shards, packed, versions
+from megatron_ttrace.mcore import balancing, own_shards, samples, versions
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.checkpoints import loading
 from megatron_ttrace.mcore.options import decisions
@@ -82,7 +82,7 @@ def require(args: MegatronArguments, settings: Settings) -> None:
     if (
         getattr(args, "fim_data", False)
         and getattr(args, "data_parallel_size", 1) > 1
-        and not fim.is_by_sample(args, exits=settings.exit_after)
+        and not samples.is_by_sample(args, exits=settings.exit_after)
     ):
         raise TTraceError(
             "--fim-data with data parallelism: each rank rearranges samples at random in the order "
@@ -96,7 +96,7 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "so layouts differ by design: check the job with fp32"
         )
     if (
-        any(getattr(args, name, False) for name in packed.OPTIONS)
+        any(getattr(args, name, False) for name in samples.PACKING)
         and args.num_experts
         and args.micro_batch_size > 1
         and (args.context_parallel_size > 1 or args.sequence_parallel)
@@ -205,7 +205,7 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
             f"{option}: every tensor-parallel rank updates its own shard of a matrix, which is "
             "another update than a single device's by design: unchecked; gradients are judged"
         )
-    if fim.is_by_sample(args, exits=settings.exit_after):
+    if samples.is_by_sample(args, exits=settings.exit_after):
         found.append(
             "--fim-data: each sample is rearranged by random numbers of its own, not by those of "
             "the rank that reads it, so that all layouts have the same samples"

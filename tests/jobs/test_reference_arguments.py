@@ -107,7 +107,6 @@ def test_an_unreadable_order(tmp_path, text):
 def one_device(monkeypatch):
     """The device is asked for elsewhere."""
     monkeypatch.setattr(fingerprint, "_device", lambda: "cpu")
-    monkeypatch.setattr(fingerprint, "_sources", lambda package: [])
     monkeypatch.setattr(fingerprint, "_tree", lambda folder: "")
 
 

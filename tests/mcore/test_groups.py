@@ -4,8 +4,9 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megatron_ttrace.mcore.groups import axes_of, group_name, unseen_axes
+from megatron_ttrace.mcore.groups import axes_of, group_name, reduced_in, unseen_axes
 from tests.placement.meshes import mesh_of
 
 LAYOUT = {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 1}
@@ -64,3 +65,37 @@ def test_unseen(overlap: bool, experts: int | None, dispatcher: str, axes: objec
         tp_comm_overlap=overlap, num_experts=experts, moe_token_dispatcher_type=dispatcher
     )
     assert unseen_axes(args) == axes  # type: ignore[arg-type]
+
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("given", "gradients"),
+    [
+        ({"accumulate_allreduce_grads_in_fp32": True}, "float32"),
+        ({"accumulate_allreduce_grads_in_fp32": False}, "bfloat16"),
+        ({"use_torch_fsdp2": True, "accumulate_allreduce_grads_in_fp32": True}, ""),
+        ({"use_megatron_fsdp": True, "megatron_fsdp_main_grads_dtype": FP32}, "float32"),
+        (
+            {
+                "use_megatron_fsdp": True,
+                "megatron_fsdp_main_grads_dtype": FP32,
+                "megatron_fsdp_grad_comm_dtype": BF16,
+            },
+            "bfloat16",
+        ),
+        ({"use_megatron_fsdp": True, "accumulate_allreduce_grads_in_fp32": True}, ""),
+    ],
+)
+def test_gradients(given: dict[str, object], gradients: str) -> None:
+    """Of each kind of data parallelism; the compute dtype is the model's."""
+    args = SimpleNamespace(bf16=True, params_dtype=BF16, **given)
+    assert reduced_in(args) == ("bfloat16", gradients)  # type: ignore[arg-type]
+
+
+def test_single_precision() -> None:
+    """Without a half precision, everything is in float32."""
+    assert reduced_in(SimpleNamespace(bf16=False, params_dtype=FP32)) == (  # type: ignore[arg-type]
+        *("float32", "float32"),
+    )

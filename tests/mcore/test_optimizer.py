@@ -59,7 +59,6 @@ def test_leaves_of_nested_chains():
 
 
 def test_the_models_own_parameters():
-    """Main and model parameter are one."""
     model = nn.Linear(2, 3)
     optimizer = plain(model)
     owned = owned_by(optimizer)

@@ -69,6 +69,8 @@ LOCAL = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc"
         ("linear_fc1.weight", sharded(4, 6), {"tp": 2}, True, (8, 6), "tp:BlockShard(0, 2)"),
         ("a.linear_fc2.weight", sharded(4, 6, dim=1), {"tp": 4}, True, (4, 24), "tp:Shard(1)"),
         (FC1, sharded(4, 6, allreduce=False), {"tp": 2, "etp": 1}, True, (4, 6), "Replicate"),
+        # nothing on attention sinks says that heads are divided
+        ("a.core_attention.softmax_offset", parameter(4), {"tp": 2}, False, (8,), "tp:Shard(0)"),
         # experts, which older releases do not mark
         (f"{LOCAL}1.weight", parameter(4, 6), {"tp": 2}, True, (8, 6), "etp:BlockShard(0, 2)"),
         (f"{LOCAL}1.bias", parameter(4), {"tp": 2}, False, (8,), "etp:Shard(0)"),
@@ -279,14 +281,3 @@ def test_other_optimizers_are_left_alone():
     place = place_parameter("a.weight", main, SINGLE, gated=False)
     assert primed(SINGLE, main, place, cls=torch.optim.SGD) is None
     assert primed(SINGLE, main, place, cls=torch.optim.Adagrad).keys() == {"step", "sum"}
-
-
-def test_attention_sinks_are_divided_by_head():
-    """Nothing on the parameter says so; every other unmarked one is whole."""
-    mesh = mesh_of(1, 2, tp=2)
-    name = "decoder.layers.0.self_attention.core_attention.softmax_offset"
-    place = place_parameter(name, parameter(4), mesh, gated=False)
-    assert (place.logical_shape, describe(place.placement)) == ((8,), "tp:Shard(0)")
-    assert not place_parameter(
-        "decoder.final_layernorm.weight", parameter(4), mesh, gated=False
-    ).placement

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ttrace.mcore.mesh import current_mesh
+from megatron_ttrace.mcore.groups import current_mesh
 from megatron_ttrace.placement.mesh import AXES, SINGLE
 from tests.placement.meshes import DEFAULT_ORDER, mesh_of
 

@@ -22,6 +22,7 @@ from torch import distributed
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ttrace.mcore import versions
+from megatron_ttrace.mcore.quiet import changed
 from megatron_ttrace.trace import small_files
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -147,19 +148,14 @@ def _loading(home: Path) -> Iterator[Any]:
         raise TTraceError(f"{home}: Megatron cannot load this checkpoint ({reason})") from error
 
 
-@contextlib.contextmanager
-def _without_strides() -> Iterator[None]:
+def _without_strides() -> contextlib.AbstractContextManager[None]:
     """PyTorch 2.15 describes strides, too, and Megatron hands all of it to ``torch.empty``."""
     empty = torch.empty
 
     def without(*args: Any, strides: object = None, **kwargs: Any) -> torch.Tensor:
         return empty(*args, **kwargs)
 
-    torch.empty = without
-    try:
-        yield
-    finally:
-        torch.empty = empty
+    return changed([(torch, "empty", without)])
 
 
 def _safetensors(files: list[Path]) -> Iterator[tuple[str, Stored]]:

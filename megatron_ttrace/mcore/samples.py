@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples that Megatron makes from the data otherwise in another layout; both runs get the same.
+
+Shuffled (``--dataloader-type cyclic``): ``MegatronPretrainingRandomSampler``
+(megatron/training/datasets/data_samplers.py) shuffles each data-parallel rank's part of the data
+set, or deals one shuffled list to the ranks. A reference reads, in turns, what each rank of its
+candidate reads.
+
+Fill in the middle (``--fim-data``): ``GPTFIMDataset`` (fim_dataset.py in the same folder)
+rearranges samples at random, with one generator per process. In a run that ends with its check,
+every sample has a generator of its own instead. Samples are cut between characters, so a tokenizer
+must know their text. ``NullTokenizer``, which needs no files, does not: its tokens are characters
+then.
+
+Packed conversations (``--sft``): context parallelism divides each sequence of a sample
+(``get_batch_on_this_cp_rank`` in megatron/core/utils.py), so ``SFTDataset`` (sft_dataset.py) pads
+each to a multiple of twice the context-parallel ranks. A reference pads as its candidate does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+
+from megatron_ttrace.mcore.arguments import MegatronArguments
+
+BOUNDS = "cu_seqlens"
+"""The batch's tensor [samples, tokens + 1] of where sequences start and end, filled up with the
+number of tokens."""
+
+PACKING = ("sft", "dataloader_inter_document_masking")
+"""Options that pack sequences."""
+
+_READ = "_query_document_sample_shuffle_indices"
+
+
+def dealt_to(args: MegatronArguments) -> int:
+    """The data-parallel ranks that the order of samples depends on; 1 if it depends on none."""
+    is_shuffled = getattr(args, "dataloader_type", None) == "cyclic"
+    return int(args.data_parallel_size) if is_shuffled else 1
+
+
+def deal_to(ranks: int) -> None:
+    """Let shuffling samplers read what this many data-parallel ranks would.
+
+    Microbatch ``j`` of rank ``r`` is number ``j * ranks + r`` of the global batch. Called before
+    data loaders are built.
+    """
+    from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler
+
+    original = MegatronPretrainingRandomSampler.__iter__
+
+    def dealt(self: Any) -> Iterator[list[int]]:
+        settings = self.dataset, self.total_samples, self.consumed_samples, self.micro_batch_size
+        samplers = [type(self)(*settings, rank, ranks, self.data_sharding) for rank in range(ranks)]
+        turns = zip(*(original(sampler) for sampler in samplers), strict=False)
+        for number, samples in enumerate(itertools.chain.from_iterable(turns)):
+            if number % self.data_parallel_size == self.data_parallel_rank:
+                self.consumed_samples += self.micro_batch_times_data_parallel_size
+                yield samples
+
+    MegatronPretrainingRandomSampler.__iter__ = dealt
+
+
+def is_by_sample(args: MegatronArguments, *, exits: bool) -> bool:
+    """Whether each sample is rearranged by its index: if the run exits after its check."""
+    return bool(getattr(args, "fim_data", False)) and exits
+
+
+def rearrange_by_sample() -> None:
+    """Seed the data set's generator with a sample's index before the sample is read, and cut text.
+
+    Called before the data loader forks workers.
+    """
+    from megatron.training.datasets.fim_dataset import GPTFIMDataset
+
+    original = getattr(GPTFIMDataset, _READ)
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def read(self: Any, idx: int) -> Any:
+        self.np_rng = numpy.random.RandomState([self.config.random_seed, int(idx)])
+        return original(self, idx)
+
+    setattr(GPTFIMDataset, _READ, read)
+    _spell()
+
+
+def _spell() -> None:
+    """Let each token of ``NullTokenizer`` be a character; a named token is its number."""
+    from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
+
+    def text_of(self: Any, ids: Any, remove_special_tokens: bool = False) -> str:
+        del self, remove_special_tokens
+        return "".join(map(chr, ids))
+
+    def ids_of(self: Any, text: str) -> list[int]:
+        del self
+        return [ord(character) for character in text]
+
+    def numbers_of(self: Any, tokens: str | list[str]) -> int | list[int]:
+        del self
+        return int(tokens) if isinstance(tokens, str) else [int(token) for token in tokens]
+
+    NullTokenizer.ids_to_text = text_of
+    NullTokenizer.text_to_ids = ids_of
+    NullTokenizer.tokens_to_ids = numbers_of
+
+
+def padded_for(args: MegatronArguments) -> int:
+    """The context-parallel ranks for which conversations are padded; 1 if none are."""
+    return int(args.context_parallel_size) if getattr(args, "sft", False) else 1
+
+
+def pad_for(ranks: int) -> None:
+    """Pad conversations as for this many context-parallel ranks.
+
+    Called before the data set is built.
+    """
+    from megatron.training.datasets.sft_dataset import SFTDataset
+
+    original = SFTDataset.__getitem__
+
+    @functools.wraps(original)
+    def padded(self: Any, idx: int) -> Any:
+        self.config.context_parallel_size = ranks
+        return original(self, idx)
+
+    SFTDataset.__getitem__ = padded
