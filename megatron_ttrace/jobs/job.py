@@ -38,7 +38,6 @@ _UNBIDDEN = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 )
 """Signals that no process sends itself when another rank is lost."""
-_DIVERGED = int(ExitCode.DIVERGED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +151,8 @@ def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summa
     began = time.monotonic()
     progress = Progress(say)
     progress(f"starting {job.nproc} rank{'s' if job.nproc > 1 else ''}")
+    # Without the fork server rank 0 limits the reference run, and should give up first.
+    timeout = job.settings.timeout + (0.0 if fork else _MARGIN_SECONDS)
     watch = _Watch(job, ranks.log_of(logs, 0), progress, fork)
     for _ in range(2):
         observed = ranks.Observed()
@@ -162,7 +163,7 @@ def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summa
             fork=fork,
             environment=environment,
             progress=watch,
-            patience=_patience(job, fork, progress.note),
+            patience=Patience(timeout, progress.note, _logs_of_references(job)),
             observed=observed,
         )
         watch.flush()
@@ -193,28 +194,21 @@ def _believed(
     from megatron_ttrace.trace import files
 
     answers = set(codes)
-    if answers == {int(ExitCode.COULD_NOT_CHECK)}:
+    if answers == {ExitCode.COULD_NOT_CHECK}:
         with contextlib.suppress(TTraceError):
             summary = files.answer_of(directory, run_id)
             if summary.verdict is Result.COULD_NOT_CHECK:
                 return summary
-    if answers not in ({int(ExitCode.EQUIVALENT)}, {int(ExitCode.DIVERGED)}):
-        raise TTraceError(_why(codes, logs, observed))
-    if not (directory / files.SUMMARY).exists():
+    is_answer = answers in ({ExitCode.EQUIVALENT}, {ExitCode.DIVERGED})
+    if not is_answer or not (directory / files.SUMMARY).exists():
         raise TTraceError(_why(codes, logs, observed))
     summary = files.answer_of(directory, run_id)
-    if {int(summary.verdict.exit_code)} != answers:
+    if {summary.verdict.exit_code} != answers:
         raise TTraceError(
             f"the ranks ended with exit code {codes[0]}, but {directory / files.SUMMARY} says "
             f"{summary.verdict.value!r}: run the check again (logs: {logs})"
         )
     return summary
-
-
-def _patience(job: Job, fork: bool, say: Callable[[str], None]) -> Patience:
-    # Without the fork server rank 0 limits the reference run, and should give up first.
-    margin = 0.0 if fork else _MARGIN_SECONDS
-    return Patience(job.settings.timeout + margin, say, _logs_of_references(job))
 
 
 def _logs_of_references(job: Job) -> list[Path]:
@@ -296,7 +290,7 @@ def _order(
     if record is not None:
         return record.follows, record.at
     # Without a record, exit code 1 is that of a rank whose check diverged, or of os._exit.
-    return codes[rank] == _DIVERGED, _fell_silent(rank, logs, observed)
+    return codes[rank] == ExitCode.DIVERGED, _fell_silent(rank, logs, observed)
 
 
 def _failure(rank: int, code: int, log: Path) -> str:

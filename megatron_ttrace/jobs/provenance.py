@@ -12,13 +12,13 @@ import json
 import os
 import platform
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands import disclosure
+from megatron_ttrace.jobs.processes import worktrees
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.trace import shared
@@ -148,22 +148,11 @@ def commit_of(file: Path) -> tuple[str, bool]:
 
 
 def git(folder: Path, *words: str) -> str | None:
-    """What git prints in a folder; ``None`` if it fails. The folder's files are left alone."""
-    # In a git hook, git's variables name another repository.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
+    """What git prints in a folder; ``None`` if it fails."""
     try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(folder), *words],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_GIT_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError):
+        return worktrees.git(folder, *words, seconds=_GIT_SECONDS)
+    except TTraceError:
         return None
-    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
 
 
 def _code(version: str, folder: Path, file: Path) -> Code:

@@ -119,15 +119,21 @@ def _path_or_none(text: str) -> Path | None:
     return Path(text) if text else None
 
 
+def _blocks(iterations: Sequence[int]) -> list[list[int]]:
+    """Runs of consecutive iterations."""
+    blocks: list[list[int]] = []
+    for iteration in iterations:
+        if blocks and blocks[-1][-1] == iteration - 1:
+            blocks[-1].append(iteration)
+        else:
+            blocks.append([iteration])
+    return blocks
+
+
 def _iterations_text(iterations: Sequence[int]) -> str:
     """The reverse of :func:`parse_iterations`."""
-    parts: list[list[int]] = []
-    for iteration in iterations:
-        if parts and iteration == parts[-1][-1] + 1:
-            parts[-1].append(iteration)
-        else:
-            parts.append([iteration])
-    return ",".join(f"{part[0]}-{part[-1]}" if part[1:] else f"{part[0]}" for part in parts)
+    blocks = _blocks(iterations)
+    return ",".join(f"{part[0]}-{part[-1]}" if part[1:] else f"{part[0]}" for part in blocks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -287,13 +293,7 @@ class Settings:
 
     def blocks(self) -> list[list[int]]:
         """The traced iterations as runs of consecutive ones; each run is one rehearsal."""
-        blocks: list[list[int]] = []
-        for iteration in self.iterations:
-            if blocks and blocks[-1][-1] == iteration - 1:
-                blocks[-1].append(iteration)
-            else:
-                blocks.append([iteration])
-        return blocks
+        return _blocks(self.iterations)
 
     def words(self) -> list[str]:
         """The flags that give these settings: the directory, and what differs from the default."""

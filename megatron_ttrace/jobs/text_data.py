@@ -80,20 +80,13 @@ def _matches(folder: Path, pattern: str) -> list[Path]:
         folders[:] = [name for name in folders if not _is_hidden(name)]
         for name in fnmatch.filter(names, "*" if pattern == "**" else pattern):
             path = Path(home, name)
-            if not _is_hidden(name) and _is_regular(path):
+            if not _is_hidden(name) and os.path.isfile(path):
                 found.append(path)
     return sorted(found)
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__pycache__"
-
-
-def _is_regular(path: Path) -> bool:
-    try:
-        return stat.S_ISREG(path.stat().st_mode)
-    except OSError:
-        return False
 
 
 def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Iterator[bytes]:

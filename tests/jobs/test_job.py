@@ -31,12 +31,12 @@ AssertionError: world size (2) is not divisible by 3
 """
 
 
-def why(tmp_path, codes, *logs):
-    """The reason for these exit codes and logs, the first log written first."""
+def why(tmp_path, codes, *logs, step=1):
+    """The reason for these exit codes and logs; the first log was written first, or last."""
     for rank, text in enumerate(logs):
         log = ranks.log_of(tmp_path, rank)
         log.write_text(text)
-        os.utime(log, ns=(rank, rank))
+        os.utime(log, ns=2 * (9 + step * rank,))
     return jobs._why(codes, tmp_path)
 
 
@@ -138,11 +138,7 @@ def test_exceptions_of_any_rank_and_module(tmp_path, line):
 def test_the_first_to_die_is_the_cause(tmp_path):
     """Rank 0 lost its connection because rank 1 died first."""
     logs = "RuntimeError: Connection closed by peer\n", "AssertionError: heads do not divide\n"
-    for rank, text in enumerate(logs):
-        log = ranks.log_of(tmp_path, rank)
-        log.write_text(text)
-        os.utime(log, ns=(9 - rank, 9 - rank))
-    found = jobs._why([1, 1], tmp_path)
+    found = why(tmp_path, [1, 1], *logs, step=-1)
     assert found.startswith("rank 1 failed: AssertionError: heads do not divide")
 
 
@@ -316,13 +312,7 @@ def test_out_of_time(tmp_path):
     """A job that hangs is ended at its limit, and leaves no process behind."""
     script = tmp_path / "sleeps.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
-    job = Job(
-        script=script,
-        arguments=(),
-        nproc=2,
-        settings=Settings(directory=tmp_path / "out"),
-        limit=2.0,
-    )
+    job = Job(script, (), 2, Settings(directory=tmp_path / "out"), limit=2.0)
     with pytest.raises(jobs.OutOfTimeError, match="still running after 2 s"):
         jobs.run(job, fork=False)
     for rank in range(2):

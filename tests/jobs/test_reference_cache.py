@@ -98,7 +98,6 @@ def test_a_damaged_one_is_made_again(
 
 
 def test_one_of_another_configuration_is_replaced(tmp_path: Path) -> None:
-    """A reference of another configuration is replaced."""
     home = tmp_path / "reference"
     Maker(1.0)(home)
     seal(home, {"role": "reference", "fingerprint": "another"})

@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,27 +115,25 @@ def test_check_writes_nothing(checkout: Path, capsys: pytest.CaptureFixture[str]
         capsys.readouterr()
 
 
-def test_own_edits_survive(checkout: Path) -> None:
-    """Lines that a user added elsewhere move the place and are kept, both ways."""
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda script: b"# mine\n" * 40 + script + b"# no newline at the end",
+        lambda script: script.replace(b"\n", b"\r\n"),
+    ],
+    ids=["own lines", "Windows"],
+)
+def test_own_edits_survive(checkout: Path, edit: Callable[[bytes], bytes]) -> None:
+    """Lines that a user added elsewhere, and the ends of lines, both ways."""
     script = checkout / "pretrain_gpt.py"
-    edited = "# mine\n" * 40 + script.read_text() + "# no newline at the end"
-    script.write_text(edited)
-    run(checkout)
-    assert "megatron_ttrace.enable()" in script.read_text()
-    run(checkout, "--reverse")
-    assert script.read_text() == edited
-
-
-def test_windows_line_ends(checkout: Path) -> None:
-    """A checkout with CRLF stays one, and comes back byte for byte."""
-    script = checkout / "pretrain_gpt.py"
-    original = script.read_bytes().replace(b"\n", b"\r\n")
-    script.write_bytes(original)
+    edited = edit(script.read_bytes())
+    script.write_bytes(edited)
     run(checkout)
     content = script.read_bytes()
-    assert content.count(b"\r\n") == content.count(b"\n") > original.count(b"\n")
+    assert b"megatron_ttrace.enable()" in content
+    assert content.count(b"\r\n") == (content.count(b"\n") if b"\r\n" in edited else 0)
     run(checkout, "--reverse")
-    assert script.read_bytes() == original
+    assert script.read_bytes() == edited
 
 
 def test_symbolic_link_stays(checkout: Path, tmp_path: Path) -> None:
@@ -168,13 +167,6 @@ def test_line_in_the_way(checkout: Path, option: tuple[str, ...]) -> None:
     refuses(checkout, rf"pretrain_gpt.py:{at + 2}: 'import mine' is in the way", *option)
 
 
-def test_enabled_by_hand(checkout: Path) -> None:
-    """A script that has the lines already, in the user's own way, does not get them twice."""
-    script = checkout / "pretrain_gpt.py"
-    script.write_text(script.read_text() + "import megatron_ttrace\n")
-    refuses(checkout, "'import megatron_ttrace' is in the way: it was added by hand")
-
-
 def test_patched_lines_edited(checkout: Path) -> None:
     """Patched lines that were edited are not recognised; the first of them is named."""
     run(checkout)
@@ -184,21 +176,24 @@ def test_patched_lines_edited(checkout: Path) -> None:
     refuses(checkout, "the patched lines were edited")
 
 
-def test_short_script(checkout: Path) -> None:
-    """A script that ends too early is said to."""
-    (checkout / "pretrain_gpt.py").write_text("")
-    refuses(checkout, "the file ends, expected")
-
-
-def test_no_checkout(tmp_path: Path) -> None:
-    """Any other folder is refused by what it lacks."""
-    refuses(tmp_path, "not a checkout of Megatron-LM: it has no megatron/core/package_info.py")
-
-
-def test_no_script(checkout: Path) -> None:
-    """A checkout without the script says so."""
-    (checkout / "pretrain_gpt.py").unlink()
-    refuses(checkout, "pretrain_gpt.py: cannot be read: No such file")
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("pretrain_gpt.py", "import megatron_ttrace\n", "is in the way: it was added by hand"),
+        ("pretrain_gpt.py", "", "the file ends, expected"),
+        ("pretrain_gpt.py", None, "pretrain_gpt.py: cannot be read: No such file"),
+        ("megatron/core/package_info.py", "MAJOR = 0\n", "package_info.py: no version found"),
+        ("megatron/core/package_info.py", None, "not a checkout of Megatron-LM: it has no "),
+    ],
+)
+def test_what_is_no_checkout(tmp_path: Path, file: str, content: str | None, message: str) -> None:
+    """A file that is missing, cut off, or edited by hand."""
+    folder = stand_in(tmp_path / "Megatron-LM", RELEASES[-1])
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    refuses(folder, message)
 
 
 def test_unknown_release(tmp_path: Path) -> None:
@@ -210,12 +205,6 @@ def test_unknown_release(tmp_path: Path) -> None:
 def test_later_patch_release(tmp_path: Path) -> None:
     """The branch of a series counts on after the tag, and keeps the series' patch."""
     assert run(stand_in(tmp_path / "new", "0.19.3")) == 0
-
-
-def test_no_version(checkout: Path) -> None:
-    """A package_info.py without numbers gives one line, not a traceback."""
-    (checkout / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\n")
-    refuses(checkout, "package_info.py: no version found")
 
 
 @pytest.mark.parametrize("release", RELEASES)

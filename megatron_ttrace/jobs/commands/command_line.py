@@ -167,12 +167,7 @@ def _text(
     """
     found = None
     for statement in shell_text.statements(text):
-        words = []
-        for word in statement:
-            known = {**environment, **context.environment}
-            words.append(
-                "".join(shell_text.expand(part, known) if live else part for part, live in word)
-            )
+        words = shell_text.words(statement, {**environment, **context.environment})
         before = words
         while before and (before[0] == "export" or _ASSIGNMENT.fullmatch(before[0])):
             before = before[1:]
@@ -199,14 +194,7 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
     """
     found: Command | ShellScript | None = None
     for statement in shell_text.statements(text, lines=True):
-        known = context.environment
-        words = [
-            "".join(
-                shell_text.expand(part, known, strict=False) if live else part
-                for part, live in word
-            )
-            for word in statement
-        ]
+        words = shell_text.words(statement, context.environment, strict=False)
         if words[0].startswith("-"):
             raise TTraceError(
                 f"in the text after -c, a line that begins with {_quoted(words[:1])} is a new "

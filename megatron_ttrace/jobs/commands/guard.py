@@ -60,17 +60,7 @@ unlink 87 -|unlinkat 263 35|seccomp 317 277""".replace("|", "\n").splitlines()
 """System calls with their numbers (asm/unistd_64.h, asm-generic/unistd.h). ``sendmsg`` hands over
 the filter's descriptor: without ``socket``, which is not here, nothing else can use it."""
 _DECIDED = ("execve", "open", "openat")
-_NOTHING = (
-    "kill",
-    "tkill",
-    "tgkill",
-    "setpgid",
-    "flock",
-    "fsync",
-    "fdatasync",
-    "unlink",
-    "unlinkat",
-)
+_NOTHING = tuple("kill tkill tgkill setpgid flock fsync fdatasync unlink unlinkat".split())
 """Succeed without an effect."""
 _CHOSEN = {
     "ioctl": (1, (0x5401, 0x5413, 0x541B, 0x540F), errno.ENOTTY),  # is it a terminal, how large

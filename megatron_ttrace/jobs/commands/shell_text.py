@@ -92,6 +92,14 @@ def _tokens(text: str, *, lines: bool) -> list[Word | None]:
     return found if word is None else [*found, word]
 
 
+def words(statement: list[Word], known: Mapping[str, str], *, strict: bool = True) -> list[str]:
+    """The words of a statement, with the values of variables. Raises as :func:`expand`."""
+    return [
+        "".join(expand(part, known, strict=strict) if live else part for part, live in word)
+        for word in statement
+    ]
+
+
 _EXPANSION = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*)|[({@*#?0-9!$-])|`")
 
 

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo
+from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo, say
 from megatron_ttrace.jobs.processes.tether import tethered
 from megatron_ttrace.jobs.processes.waiting import Patience, Waited
 from megatron_ttrace.trace import ends, owned
@@ -31,7 +31,7 @@ def run_subprocess(
     """
     process = start(command, environment, log)
     waited = Waited("the reference run", process.pid, log, is_reference=True)
-    patience, echo = Patience(timeout, _say), Echo(log, _say, OF_REFERENCE)
+    patience, echo = Patience(timeout, say), Echo(log, say, OF_REFERENCE)
     try:
         while True:
             try:
@@ -43,10 +43,6 @@ def run_subprocess(
     finally:
         process.kill()
         process.wait()
-
-
-def _say(line: str) -> None:
-    print(f"ttrace: {line}", flush=True)
 
 
 def start(

@@ -8,9 +8,12 @@ a fork. A rank requests its reference run over a socket that it inherits.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import gc
 import importlib
+import io
 import json
 import os
 import select
@@ -23,7 +26,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_ttrace.jobs import script as scripts
-from megatron_ttrace.jobs.processes import preload as megatron
 from megatron_ttrace.jobs.processes import signals, tether
 from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.trace import ends, owned
@@ -31,6 +33,23 @@ from megatron_ttrace.trace.errors import TTraceError
 
 _VARIABLE = "TTRACE_FORKSERVER"
 _MARGIN_SECONDS = 10.0
+_MODULES = (
+    "megatron.training.training",
+    "megatron.core.models.gpt",
+    # Megatron imports these while a job starts.
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.models.mimo",
+    "megatron.core.tokenizers.text",
+)
+_OURS = (
+    "megatron_ttrace.run.candidate",
+    "megatron_ttrace.run.entry",
+    "megatron_ttrace.run.injection",
+    "megatron_ttrace.run.loop",
+    "megatron_ttrace.run.reference_run",
+    "torch._dynamo",  # optimizers import it, for a decorator
+)
+"""What a rank imports for a check; this room imports none of it itself."""
 
 
 def preload(script: Path, *, arguments: Sequence[str] = ()) -> None:
@@ -49,11 +68,47 @@ def preload(script: Path, *, arguments: Sequence[str] = ()) -> None:
         # There is next to no garbage, and all that is imported stays.
         gc.disable()
         try:
-            megatron.preload()
-            for name in megatron.OURS if megatron.accepts(arguments) else ():
+            _import_megatron()
+            for name in _OURS if accepts(arguments) else ():
                 importlib.import_module(name)
         finally:
             gc.enable()
+
+
+def _import_megatron() -> None:
+    """Import its modules; a release that lacks one, or has it behind a dependency, does without."""
+    for name in _MODULES:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    _remember_help_texts()
+
+
+def accepts(arguments: Sequence[str]) -> bool:
+    """Whether Megatron's parser accepts arguments; some that it does not may be the script's own.
+
+    It decides nothing but whether it is worth the time to import more before the ranks start.
+    """
+    parser = _remember_help_texts()
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            return not parser.parse_known_args(list(arguments))[1]
+        except SystemExit:
+            return False
+
+
+@functools.cache
+def _remember_help_texts() -> argparse.ArgumentParser:
+    """Megatron parses its own source for the help texts of its flags, twice in each rank."""
+    from megatron.training import argument_utils, arguments
+
+    factory: Any = argument_utils.ArgumentGroupFactory
+    parse = factory._get_field_docstrings
+    remembered = functools.cache(lambda config: parse(factory, config))
+    factory._get_field_docstrings = staticmethod(remembered)
+    parser: argparse.ArgumentParser = arguments.add_megatron_arguments(
+        argparse.ArgumentParser(allow_abbrev=False)
+    )
+    return parser
 
 
 def refuses(script: Path) -> str:

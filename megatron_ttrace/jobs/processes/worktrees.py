@@ -147,22 +147,31 @@ class Checkout:
             self._git("worktree", "remove", "--force", str(folder))
 
     def _git(self, *words: str) -> str:
-        # In a git hook, git's variables name another repository. No hook of the user's runs here.
-        own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(self.root), "-c", f"core.hooksPath={os.devnull}", *words],
-                env={**own, "GIT_LFS_SKIP_SMUDGE": "1"},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                check=False,
-            )
-        except OSError as error:
-            raise TTraceError(f"git cannot be run ({error.strerror})") from error
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            said = clean(lines[-1], NOTE_LIMIT).removeprefix("fatal: ")
-            raise TTraceError(f"git {words[0]} in {self.root} failed: {said}")
-        return done.stdout
+        return git(self.root, *words)
+
+
+def git(folder: Path, *words: str, seconds: float | None = None) -> str:
+    """What git prints in a folder. Its index is left alone, and none of its hooks run.
+
+    Raises:
+        TTraceError: when git is absent, fails, or takes longer than ``seconds``.
+    """
+    # In a git hook, git's variables name another repository.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    program = ["git", "--no-optional-locks", "-c", f"core.hooksPath={os.devnull}"]
+    try:
+        done = subprocess.run(
+            [*program, "-C", str(folder), *words],
+            env={**inherited, "GIT_LFS_SKIP_SMUDGE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise TTraceError(f"git cannot be run ({error})") from error
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = clean(lines[-1] if lines else f"exit code {done.returncode}", NOTE_LIMIT)
+        raise TTraceError(f"git {words[0]} in {folder} failed: {reason.removeprefix('fatal: ')}")
+    return done.stdout.decode(errors="replace")

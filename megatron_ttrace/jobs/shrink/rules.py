@@ -15,6 +15,16 @@ from megatron_ttrace.jobs.shrink.case import Case, Change, bf16_ends
 from megatron_ttrace.trace.errors import TTraceError
 
 
+def _sizes(why: str, **sizes: int) -> Iterator[Change]:
+    """Options that become these numbers."""
+    return (Change(option, (str(size),), why) for option, size in sizes.items())
+
+
+def _given(case: Case, why: str, **sizes: int) -> Iterator[Change]:
+    """The same, of those that the large job has."""
+    return (change for change in _sizes(why, **sizes) if case.given.has(change.option))
+
+
 def axes(case: Case) -> Iterator[Change]:
     """Sizes of the axes; what belongs to one that is left out goes with it."""
     given, large, small = case.given, case.large, case.small
@@ -76,30 +86,24 @@ def layers(case: Case) -> Iterator[Change]:
             yield Change("num_layers", None, "the pattern says it")
         return
     why = "layers per stage and chunk, of every kind"
-    for option in ("encoder_num_layers", "decoder_num_layers"):
-        if given.has(option):
-            yield Change(option, (str(2 * case.small.pp),), why)
-    if given.has("num_layers"):
-        yield Change("num_layers", (str(depth.layers),), why)
+    each = 2 * case.small.pp
+    yield from _given(
+        case, why, encoder_num_layers=each, decoder_num_layers=each, num_layers=depth.layers
+    )
     if depth.stages:
         yield Change(
             "pipeline_model_parallel_layout",
             ("|".join(depth.stages),),
             "first, last and different stages",
         )
-    for option, end in (
-        ("decoder_first_pipeline_num_layers", depth.first),
-        ("decoder_last_pipeline_num_layers", depth.last),
-    ):
-        if end is not None:
-            yield Change(option, (str(end),), "as uneven as before")
+    for end, count in (("first", depth.first), ("last", depth.last)):
+        if count is not None:
+            option = f"decoder_{end}_pipeline_num_layers"
+            yield Change(option, (str(count),), "as uneven as before")
     if case.small.pp > 1 and case.small.chunks > 1:
-        if given.has("num_layers_per_virtual_pipeline_stage"):
-            size = depth.per_chunk
-            yield Change("num_layers_per_virtual_pipeline_stage", (str(size),), why)
-        if given.has("num_virtual_stages_per_pipeline_rank"):
-            count = str(case.small.chunks)
-            yield Change("num_virtual_stages_per_pipeline_rank", (count,), "an axis becomes 2")
+        yield from _given(case, why, num_layers_per_virtual_pipeline_stage=depth.per_chunk)
+        chunks = case.small.chunks
+        yield from _given(case, "an axis becomes 2", num_virtual_stages_per_pipeline_rank=chunks)
     for option, value in case.frequencies.items():
         if isinstance(value, list):
             words = patterns.write_layers(patterns.compress(value, depth.layers))
@@ -107,13 +111,12 @@ def layers(case: Case) -> Iterator[Change]:
         elif value > 1:
             yield Change(option, ("2",), "both kinds of layers within few")
     if given.has("first_last_layers_bf16"):
-        for option, size in bf16_ends(given).items():
-            yield Change(option, (str(size),), "one layer at an end")
+        yield from _sizes("one layer at an end", **bf16_ends(given))
     if given.integer("mtp_num_layers") > 0:
         depths = sum(stage.count("m") for stage in depth.stages) or min(
             2, given.integer("mtp_num_layers")
         )
-        yield Change("mtp_num_layers", (str(depths),), "one, or two")
+        yield from _sizes("one, or two", mtp_num_layers=depths)
     for option in ("recompute_num_layers", "cpu_offloading_num_layers"):
         if given.integer(option) > 0:
             yield Change(option, (str(min(2, given.integer(option))),), "one, or several")
@@ -125,23 +128,19 @@ def width(case: Case) -> Iterator[Change]:
     heads, groups = case.heads
     before = given.integer("hidden_size", 1)
     why = "rows of a few blocks"
-    yield Change("hidden_size", (str(hidden),), why)
-    yield Change("num_attention_heads", (str(heads),), "heads on every rank")
+    yield from _sizes(why, hidden_size=hidden)
+    yield from _sizes("heads on every rank", num_attention_heads=heads)
     if groups:
-        yield Change("num_query_groups", (str(groups),), "groups to ranks as before")
+        yield from _sizes("groups to ranks as before", num_query_groups=groups)
     if given.has("kv_channels"):
         fits = given.integer("kv_channels") * given.integer("num_attention_heads") == before
         size = hidden // heads if fits else (unit if unit * heads != hidden else 2 * unit)
-        yield Change(
-            "kv_channels",
-            (str(size),),
-            "product with heads as before: the hidden size"
-            if fits
-            else "product with heads as before: not the hidden size",
-        )
+        relation = "" if fits else "not "
+        why_channels = f"product with heads as before: {relation}the hidden size"
+        yield from _sizes(why_channels, kv_channels=size)
     if given.has("ffn_hidden_size"):
         size = hidden * (4 if given.integer("ffn_hidden_size") == 4 * before else 2)
-        yield Change("ffn_hidden_size", (str(size),), why)
+        yield from _sizes(why, ffn_hidden_size=size)
     if given.integer("mup_base_hidden_size") > 0:
         ratio = max(1, before // given.integer("mup_base_hidden_size"))
         yield Change("mup_base_hidden_size", (str(max(1, hidden // ratio)),), "the same ratio")
@@ -159,19 +158,17 @@ def latent_attention(case: Case) -> Iterator[Change]:
     quantised = given.has("fp8") or given.has("fp4")
     same = given.integer("v_head_dim", 128) == given.integer("qk_head_dim", 128)
     if given.has("multi_latent_attention"):
-        if given.has("q_lora_rank"):
-            yield Change("q_lora_rank", (str(2 * unit),), why)
-        yield Change("kv_lora_rank", (str(2 * unit),), why)
-        yield Change("qk_head_dim", (str(unit),), why)
-        yield Change("qk_pos_emb_head_dim", (str(unit if quantised else unit // 2),), why)
-        yield Change("v_head_dim", (str(unit if same else 2 * unit),), "to the keys as before")
+        rotated = unit if quantised else unit // 2
+        yield from _given(case, why, q_lora_rank=2 * unit)
+        yield from _sizes(why, kv_lora_rank=2 * unit, qk_head_dim=unit, qk_pos_emb_head_dim=rotated)
+        yield from _sizes("to the keys as before", v_head_dim=unit if same else 2 * unit)
     if given.text("experimental_attention_variant") == "dsa":
         tokens = given.integer("dsa_indexer_topk", case.sequence)
         before = given.integer("seq_length", case.sequence)
         kept = max(1, case.sequence * min(tokens, before) // max(1, before))
-        yield Change("dsa_indexer_topk", (str(kept),), "the same share of the sequence")
-        yield Change("dsa_indexer_n_heads", ("4",), "a few")
-        yield Change("dsa_indexer_head_dim", (str(2 * unit),), why)
+        yield from _sizes("the same share of the sequence", dsa_indexer_topk=kept)
+        yield from _sizes("a few", dsa_indexer_n_heads=4)
+        yield from _sizes(why, dsa_indexer_head_dim=2 * unit)
 
 
 def other_mixers(case: Case) -> Iterator[Change]:
@@ -180,17 +177,15 @@ def other_mixers(case: Case) -> Iterator[Change]:
     if given.text("experimental_attention_variant") == "gated_delta_net":
         keys = given.integer("linear_num_key_heads", 16)
         ratio = min(2, max(1, given.integer("linear_num_value_heads", 32) // max(1, keys)))
-        yield Change("linear_num_key_heads", (str(2 * tp),), "heads on every rank")
-        yield Change("linear_num_value_heads", (str(2 * tp * ratio),), "to the keys as before")
-        for option in ("linear_key_head_dim", "linear_value_head_dim"):
-            yield Change(option, (str(unit),), "a block")
+        yield from _sizes("heads on every rank", linear_num_key_heads=2 * tp)
+        yield from _sizes("to the keys as before", linear_num_value_heads=2 * tp * ratio)
+        yield from _sizes("a block", linear_key_head_dim=unit, linear_value_head_dim=unit)
     pattern = given.text("hybrid_layer_pattern") or given.text("hybrid_override_pattern")
     if "M" in pattern:
         groups = tp * min(2, max(1, given.integer("mamba_num_groups", 8) // case.large.tp))
-        yield Change("mamba_num_groups", (str(groups),), "groups on every rank")
-        yield Change("mamba_num_heads", (str(max(8, 2 * groups)),), "heads in every group")
-        yield Change("mamba_head_dim", (str(unit),), "a block")
-        yield Change("mamba_state_dim", (str(unit),), "a block")
+        yield from _sizes("groups on every rank", mamba_num_groups=groups)
+        yield from _sizes("heads in every group", mamba_num_heads=max(8, 2 * groups))
+        yield from _sizes("a block", mamba_head_dim=unit, mamba_state_dim=unit)
 
 
 def experts(case: Case) -> Iterator[Change]:
@@ -212,19 +207,17 @@ def experts(case: Case) -> Iterator[Change]:
     apart = count // case.large.ep == 1 < short // small.ep
     why = f"{short // small.ep} on each rank instead of 1" if apart else "experts on every rank"
     yield Change("num_experts", (str(short),), why, lost=apart)
-    if given.has("moe_router_topk"):
-        yield Change("moe_router_topk", (str(few if chosen < count else short),), "one, or several")
+    tokens_go_to = few if chosen < count else short
+    yield from _given(case, "one, or several", moe_router_topk=tokens_go_to)
     if groups:
-        yield Change("moe_router_num_groups", ("2",), "more than one group")
+        yield from _sizes("more than one group", moe_router_num_groups=2)
         size = 1 if limited < groups else 2
-        yield Change("moe_router_group_topk", (str(size),), "not all groups, if that was so")
-    why = "a few blocks on every rank"
-    if given.has("moe_ffn_hidden_size"):
-        yield Change("moe_ffn_hidden_size", (str(2 * unit * small.etp),), why)
-    if given.has("moe_shared_expert_intermediate_size"):
-        yield Change("moe_shared_expert_intermediate_size", (str(2 * unit * small.tp),), why)
+        yield from _sizes("not all groups, if that was so", moe_router_group_topk=size)
+    why, block = "a few blocks on every rank", 2 * unit
+    yield from _given(case, why, moe_ffn_hidden_size=block * small.etp)
+    yield from _given(case, why, moe_shared_expert_intermediate_size=block * small.tp)
     if given.integer("moe_latent_size") > 0:
-        yield Change("moe_latent_size", (str(case.hidden // 2),), "half of the hidden size")
+        yield from _sizes("half of the hidden size", moe_latent_size=case.hidden // 2)
 
 
 def length(case: Case) -> Iterator[Change]:
@@ -232,24 +225,21 @@ def length(case: Case) -> Iterator[Change]:
     given, short = case.given, case.sequence
     why = "tokens for every rank"
     before = 1
-    for option in ("seq_length", "encoder_seq_length"):
-        if given.has(option):
-            before = max(before, given.integer(option, 1))
-            yield Change(option, (str(short),), why)
+    for change in _given(case, why, seq_length=short, encoder_seq_length=short):
+        before = max(before, given.integer(change.option, 1))
+        yield change
     if given.has("decoder_seq_length"):
         shorter = given.integer("decoder_seq_length", 1) < before
         size = short // 2 if shorter else short
-        yield Change("decoder_seq_length", (str(size),), "shorter than the encoder's, if so before")
+        yield from _sizes("shorter than the encoder's, if so before", decoder_seq_length=size)
     if given.has("max_position_embeddings"):
         positions = given.integer("max_position_embeddings", 1)
         size = short if positions <= before else 2 * short
-        yield Change(
-            "max_position_embeddings", (str(size),), "more than the sequence, if so before"
-        )
+        yield from _sizes("more than the sequence, if so before", max_position_embeddings=size)
         if given.has("yarn_original_max_position_embeddings"):
             original = given.integer("yarn_original_max_position_embeddings", 1)
             size = max(1, size * original // max(1, positions))
-            yield Change("yarn_original_max_position_embeddings", (str(size),), "the same ratio")
+            yield from _sizes("the same ratio", yarn_original_max_position_embeddings=size)
     if given.has("window_size"):
         ends = [end.strip("()") for end in given.text("window_size").replace(",", " ").split()]
         sizes = [end if int(end) <= 0 else str(max(1, short // 4 - 1)) for end in ends]
@@ -263,7 +253,7 @@ def batch(case: Case) -> Iterator[Change]:
     given, small = case.given, case.small
     micro = max(1, given.integer("micro_batch_size", 1))
     short = min(2, micro)
-    yield Change("micro_batch_size", (str(short),), "one, or several sequences")
+    yield from _sizes("one, or several sequences", micro_batch_size=short)
     schedule = given.text("step_batch_size_schedule").split()
     whole = given.integer("global_batch_size")
     if schedule:
@@ -284,7 +274,7 @@ def batch(case: Case) -> Iterator[Change]:
         yield Change("rampup_batch_size", (str(size), str(size), samples), "a ramp of one step")
         size *= 2
     if whole:
-        yield Change("global_batch_size", (str(size),), "microbatches for every phase of a step")
+        yield from _sizes("microbatches for every phase of a step", global_batch_size=size)
 
 
 def _microbatches(case: Case, before: int) -> int:
@@ -309,8 +299,8 @@ def _group(case: Case) -> int:
 def groups_of_microbatches(case: Case) -> Iterator[Change]:
     """Of an interleaved schedule."""
     if case.given.has("microbatch_group_size_per_vp_stage") and case.small.chunks > 1:
-        values = (str(_group(case)),)
-        yield Change("microbatch_group_size_per_vp_stage", values, "more than stages, if so before")
+        why = "more than stages, if so before"
+        yield from _sizes(why, microbatch_group_size_per_vp_stage=_group(case))
 
 
 def buckets(case: Case) -> Iterator[Change]:

@@ -148,7 +148,6 @@ def test_a_line_that_a_shell_loses():
 
 @pytest.mark.parametrize("count", ["gpu", "auto", "cpu"])
 def test_ranks_that_the_machine_decides(count):
-    """They are not one."""
     found = parse(["torchrun", "--standalone", "--nproc-per-node", count, "x.py", "-a"])
     assert (found.ranks, found.uncounted) == (None, f"--nproc-per-node {count}")
 
@@ -301,7 +300,6 @@ def test_contradictions(words, said):
 
 @pytest.mark.parametrize("words", ["mpirun python x.py", "srun -n 2-4 python x.py"])
 def test_numbers_that_are_not_said(words):
-    """They are not one."""
     assert parse(words.split()).uncounted
 
 
@@ -315,7 +313,6 @@ def test_numbers_that_are_not_said(words):
     ],
 )
 def test_variables_that_a_launcher_sets(words):
-    """They are the ranks'."""
     found = parse(words.split())
     assert (found.arguments, found.environment) == (("-a",), {"A": "1", "B": "2"})
     assert found.ranks == 2

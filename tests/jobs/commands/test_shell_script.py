@@ -67,7 +67,6 @@ def test_arrays_conditions_and_arguments(tmp_path):
 
 
 def test_a_batch_script(tmp_path):
-    """A script that submits one."""
     assert resolve(tmp_path, BATCH) == Command("/m/pretrain_gpt.py", ("--num-layers", "4"))
 
 
@@ -101,7 +100,6 @@ def test_nothing_is_trained(tmp_path, text):
 
 
 def test_no_such_script(tmp_path):
-    """Is said."""
     with pytest.raises(TTraceError, match=r"absent\.sh: no such script"):
         shell_script.resolve(ShellScript((str(tmp_path / "absent.sh"),)))
 

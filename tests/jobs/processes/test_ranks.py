@@ -44,7 +44,6 @@ def log(tmp_path, rank):
 
 
 def test_exit_codes_in_the_order_of_ranks(tmp_path):
-    """Exit codes are in the order of ranks."""
     code = "time.sleep(0.1 * (2 - rank)); sys.exit(rank)"
     assert run(tmp_path, code, nproc=2) == [0, 1]
 

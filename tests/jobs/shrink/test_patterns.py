@@ -46,7 +46,6 @@ def test_megatrons_notation(text, pattern):
 
 @given(st.text())
 def test_any_text(text):
-    """No error."""
     patterns.layers(text)
     patterns.stages(text[:20].replace("*", ""))
 

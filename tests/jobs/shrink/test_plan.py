@@ -76,7 +76,6 @@ def test_the_account_is_complete():
 
 
 def test_several_jobs():
-    """With what no single one does."""
     found = shrunk(f"{LARGE} --context-parallel-size 4")
     assert len(found.jobs) > 1
     assert "all axes in one job (tp, cp, pp, dp)" in found.lost[-1]
