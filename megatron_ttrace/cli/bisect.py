@@ -130,12 +130,11 @@ class _Checks:
                 Settings(directory=folder, wandb=False),
                 *(["--against", self.against] if self.against else []),
             )
-            own = {n: value for n, value in os.environ.items() if n not in self.command.unset}
-            cache = str((self.directory / "references").resolve())
+            cache = {"TTRACE_CACHE": str((self.directory / "references").resolve())}
             code, said = apart.ttrace(
                 self.interpreter,
                 words,
-                {"TTRACE_CACHE": cache, **own, **self.command.environment, "PYTHONPATH": path},
+                {**cache, **os.environ, **self.command.environment, "PYTHONPATH": path},
                 quiet=self.quiet,
             )
         if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.cli import command, jobs, training
+from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.settings import split
 from megatron_ttrace.jobs.shrink import documents, plan
@@ -34,8 +34,6 @@ _FEATURES = (Role.CODE, Role.DATA, Role.LAYOUT, Role.TRANSPORT)
 def run(args: argparse.Namespace) -> int:
     """Shrink the command, leave out axes, then flags, while the same module diverges."""
     found = training.command_of(args)
-    for name in found.unset:
-        os.environ.pop(name, None)
     say = command.silent if args.quiet or args.json else command.progress()
     search = _Search(found, args.directory, say)
     whole = plan.shrink(search.command, args.max_ranks)
@@ -141,7 +139,7 @@ class _Search:
         self._say(f"check {self.checked}: {what}, {job.axes.ranks} ranks")
         directory = self._directory / "checks" / str(self.checked)
         data = documents.arguments(self.command.script, self.prefix, job.arguments)
-        report = jobs.check(
+        report = training.check(
             dataclasses.replace(self.command, arguments=(*job.arguments, *data)),
             dataclasses.replace(self._settings, directory=directory),
             command.silent,

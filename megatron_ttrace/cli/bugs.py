@@ -56,7 +56,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "list",
         _list,
         summary="list the known bugs",
-        description="List the known bugs.",
         epilog="example:\n  ttrace eval bugs list --json",
     )
     running = command.add(
@@ -64,7 +63,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "run",
         _run,
         summary="run known bugs and report which are found",
-        description="Run known bugs and report which are found.",
         epilog=_EPILOG,
     )
     for action in (listing, running):

@@ -6,11 +6,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import time
 from pathlib import Path
 
-from megatron_ttrace.cli import command, diff, jobs, training
+from megatron_ttrace.cli import command, diff, training
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.settings import check_single, settings_of, split
@@ -43,7 +42,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     parser.set_defaults(began=None)  # the process may have begun before this command
-    jobs.add_options(parser)
+    training.add_options(parser)
     parser.add_argument(
         "--shrink",
         action="store_true",
@@ -68,8 +67,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Run the check and show its report."""
     command_ = training.command_of(args)
-    for name in command_.unset:
-        os.environ.pop(name, None)
     check_single(args, "nproc_per_node")
     began = time.time()
     say = command.silent if args.quiet or args.json else command.progress(args.began)
@@ -81,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         reports = _shrunk(args, command_, say)
     else:
         how = {"fork": not args.no_fork, "nproc": args.nproc_per_node}
-        reports = [jobs.check(command_, settings_of(args), say, **how)]
+        reports = [training.check(command_, settings_of(args), say, **how)]
     if len(reports) == 1 and args.began is not None:
         reports = [api.timed(reports[0], time.monotonic() - args.began)]
     if args.json:
@@ -142,7 +139,7 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
             settings = dataclasses.replace(settings, directory=folder / str(number))
             say(f"job {number} of {len(found.jobs)}: {one.axes.ranks} ranks")
         small = dataclasses.replace(large, arguments=(*one.arguments, *data))
-        report = jobs.check(
+        report = training.check(
             small,
             settings,
             say,

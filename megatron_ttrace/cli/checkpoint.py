@@ -33,8 +33,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "checkpoint",
         run,
         summary="compare the weights of two checkpoints, in any layouts",
-        description="Compare the weights in two checkpoints, which may have been resharded or "
-        "converted.",
         epilog=_EPILOG,
     )
     for name in ("A", "B"):

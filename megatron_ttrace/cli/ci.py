@@ -63,13 +63,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         default="plain",
         help="of annotations: text, GitHub's workflow commands, or GitLab's code quality as JSON",
     )
-    parser.add_argument(
-        "--max-ranks",
-        type=flags.integer(1, flags.MOST_RANKS),
-        default=flags.DEFAULT_RANKS,
-        metavar="N",
-        help=f"most ranks of a job (default {flags.DEFAULT_RANKS})",
-    )
+    command.add_max_ranks(parser)
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
     command.add_directory(parser, "ttrace-ci")
     return parser

@@ -35,7 +35,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "clean",
         run,
         summary="list and remove what checks have left: reports, traces, references",
-        description="List the runs and references in a directory; with --yes, remove them.",
         epilog=_EPILOG,
     )
     parser.add_argument(

@@ -101,7 +101,7 @@ def add(
     *,
     aliases: tuple[str, ...] = (),
     summary: str,
-    description: str,
+    description: str = "",
     epilog: str,
 ) -> argparse.ArgumentParser:
     """Add a command to ``ttrace``, or an action to a command.
@@ -112,14 +112,14 @@ def add(
         run: runs it and returns the exit code.
         aliases: further names of it.
         summary: its line in the list of commands.
-        description: the first paragraph of its ``--help``.
+        description: the first paragraph of its ``--help``; by default the summary.
         epilog: the end of its ``--help``: an example, and the exit codes.
     """
     parser = subparsers.add_parser(
         name,
         aliases=aliases,
         help=summary,
-        description=description,
+        description=description or f"{summary[0].upper()}{summary[1:]}.",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -135,6 +135,17 @@ def add_directory(parser: argparse._ActionsContainer, default: str) -> None:
         default=Path(default),
         metavar="DIR",
         help=f"working directory (default {default})",
+    )
+
+
+def add_max_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add ``--max-ranks``."""
+    parser.add_argument(
+        "--max-ranks",
+        type=flags.integer(1, flags.MOST_RANKS),
+        default=flags.DEFAULT_RANKS,
+        metavar="N",
+        help=f"most ranks of a shrunk job (default {flags.DEFAULT_RANKS})",
     )
 
 

@@ -28,7 +28,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "compare",
         run,
         summary="compare two saved traces",
-        description="Compare a candidate's saved trace with a reference's.",
         epilog=_EPILOG,
     )
     parser.add_argument("reference", type=flags.path, metavar="REFERENCE_DIR")

@@ -27,7 +27,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "data",
         run,
         summary="convert text files into Megatron's .bin and .idx",
-        description="Convert text files into a Megatron data set of byte tokens.",
         epilog=_EPILOG,
     )
     parser.add_argument(

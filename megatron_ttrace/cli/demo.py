@@ -46,7 +46,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "demo",
         run,
         summary="check a healthy run and a run with a known bug",
-        description="Check a healthy 4-rank job and the same job with a known bug.",
         epilog=_EPILOG,
     )
     command.add_directory(parser, "demo-out")

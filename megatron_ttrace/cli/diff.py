@@ -8,7 +8,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from megatron_ttrace.cli import command, record
+from megatron_ttrace.cli import command, record, training
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.settings import Settings, settings_of, split
@@ -73,15 +73,13 @@ def run(args: argparse.Namespace) -> int:
     say = command.silent if args.quiet or args.json else command.progress()
     first = _kept("A", args.a, Settings(directory=args.directory / "a"), say)
     second = _kept("B", args.b, Settings(directory=args.directory / "b"), say, like=first)
-    return _shown(
-        args,
-        first,
-        second,
-        args.directory,
-        args.allow_unchecked,
+    settings = Settings(
+        directory=args.directory,
+        allow_unchecked=args.allow_unchecked,
         wandb=args.wandb,
-        online=args.wandb,
+        wandb_online=args.wandb,
     )
+    return _shown(args, first, second, settings)
 
 
 def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
@@ -111,15 +109,7 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
     found = _padded_like(first, dataclasses.replace(found, arguments=tuple(theirs)))
     nproc = args.nproc_per_node
     report = record.kept(found, unshown, say, fork=not args.no_fork, nproc=nproc)
-    return _shown(
-        args,
-        first,
-        report.directory,
-        report.directory,
-        settings.allow_unchecked,
-        wandb=settings.wandb,
-        online=settings.wandb_online,
-    )
+    return _shown(args, first, report.directory, settings)
 
 
 def _require_apart(trace: str, folder: Path, flag: str) -> None:
@@ -152,7 +142,7 @@ def _kept(
         return Path(what)
     if len(what.split()) < 2 and not os.path.isfile(what):
         raise TTraceError(f"{what}: neither a directory nor a command")
-    found = record.parsed(what)
+    found = training.parsed([what], "record")
     if like is not None:
         found = _padded_like(like, found)
     say(f"{who}: {in_one_line(what)}")
@@ -180,24 +170,16 @@ def _padded_like(other: Path, found: Command) -> Command:
     return dataclasses.replace(found, arguments=(*found.arguments, *more))
 
 
-def _shown(
-    args: argparse.Namespace,
-    first: Path,
-    second: Path,
-    to: Path,
-    allowed: float,
-    *,
-    wandb: bool,
-    online: bool,
-) -> int:
+def _shown(args: argparse.Namespace, first: Path, second: Path, settings: Settings) -> int:
+    """Compare two traces, into the directory of ``settings``, and show the report."""
     report = api.diff(
         first,
         second,
-        output=to,
+        output=settings.directory,
         known=args.known,
-        allow_unchecked=allowed,
-        wandb=wandb,
-        wandb_online=online,
+        allow_unchecked=settings.allow_unchecked,
+        wandb=settings.wandb,
+        wandb_online=settings.wandb_online,
         show=not args.json,
     )
     if reason := report.summary.reason:

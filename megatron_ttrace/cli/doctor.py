@@ -48,7 +48,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "doctor",
         run,
         summary="show what is installed and where checks will run",
-        description="Show what is installed, what is missing, and where checks will run.",
         epilog=_EPILOG,
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")

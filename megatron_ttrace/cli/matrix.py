@@ -36,7 +36,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "matrix",
         run,
         summary="check healthy configurations, which must all pass",
-        description="Check healthy configurations (layout x model x dtype), which must all pass.",
         epilog=_EPILOG,
     )
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names to run, e.g. 'tp2*'")

@@ -35,7 +35,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "nightly",
         run,
         summary="run all suites; report what changed since the last good night",
-        description="Run known bugs, healthy jobs and recipes; report what changed.",
         epilog=_EPILOG,
     )
     what = parser.add_argument_group("what to run")

@@ -43,8 +43,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "recipes",
         run,
         summary="check all training configurations of a Megatron-LM checkout, shrunk",
-        description="Shrink all training configurations of a Megatron-LM checkout, check them, and "
-        "print which are covered.",
         epilog=_EPILOG,
     )
     parser.add_argument("checkout", type=flags.path, metavar="CHECKOUT")
@@ -58,13 +56,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--limit", type=flags.integer(1), metavar="N", help="check at most N jobs now"
     )
-    parser.add_argument(
-        "--max-ranks",
-        type=flags.integer(1, flags.MOST_RANKS),
-        default=flags.DEFAULT_RANKS,
-        metavar="N",
-        help=f"most ranks of a job (default {flags.DEFAULT_RANKS})",
-    )
+    command.add_max_ranks(parser)
     parser.add_argument(
         "--seconds",
         type=flags.number,

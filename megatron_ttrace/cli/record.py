@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-from megatron_ttrace.cli import command, jobs, training
+from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import Settings, check_single, checking, settings_of, split
@@ -43,7 +43,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "its tensors for ttrace check --against and ttrace diff.",
         epilog=_EPILOG,
     )
-    jobs.add_options(parser)
+    training.add_options(parser)
     training.add_arguments(parser)
     return parser
 
@@ -51,8 +51,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Run and keep."""
     found = training.command_of(args)
-    for name in found.unset:
-        os.environ.pop(name, None)
     check_single(args, "nproc_per_node")
     settings, theirs = split(found.arguments, settings_of(args, _DEFAULTS))
     found = dataclasses.replace(found, arguments=tuple(theirs))
@@ -66,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.summary.to_json(), indent=1))
     else:
         count = len(report.verdicts)
-        print(f"ttrace: kept in {folder}: {count} tensors; {own_verdict(report.verdict.value)}")
+        print(
+            f"ttrace: kept in {folder}: {count} tensors; compared with its own "
+            f"single-device reference: {report.verdict.value}"
+        )
         from megatron_ttrace.report import wandb
 
         if line := wandb.left_offline(report.directory, began):
@@ -74,22 +75,17 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.EQUIVALENT
 
 
-def own_verdict(verdict: str) -> str:
-    """How a run compares with its own reference, in words."""
-    return f"compared with its own single-device reference: {verdict}"
-
-
 def kept(
     found: Command, settings: Settings, say: command.Say, *, fork: bool, nproc: int | None
 ) -> api.Report:
-    """Check a command in this process as ``jobs.check`` does, with all its tensors kept.
+    """Check a command in this process as ``training.check`` does, with all its tensors kept.
 
     Raises:
         TTraceError: when the run has no complete trace.
     """
     settings = dataclasses.replace(settings, save_candidate=True)
     # Too many unchecked tensors are no reason not to keep them.
-    report = jobs.check(found, settings, say, fork=fork, nproc=nproc, settle=False)
+    report = training.check(found, settings, say, fork=fork, nproc=nproc, settle=False)
     reference = report.directory / "reference"
     if reference.is_symlink():
         # An entry of the cache may be removed at any time.
@@ -99,18 +95,7 @@ def kept(
     return report
 
 
-def parsed(text: str) -> Command:
-    """A whole command in one word. Raises ``TTraceError`` when there is no script in it."""
-    return training.parsed([text], "record")
-
-
-def run_apart(
-    text: str,
-    found: Command,
-    settings: Settings,
-    *,
-    quiet: bool = False,
-) -> None:
+def run_apart(text: str, found: Command, settings: Settings, *, quiet: bool) -> None:
     """Record a command in a process and an environment of its own.
 
     Args:
@@ -126,7 +111,7 @@ def run_apart(
     if (folder / "candidate").is_dir():
         owned.remove(folder / "candidate")
     unshown = dataclasses.replace(settings, directory=folder, wandb=False, wandb_online=False)
-    ranks = jobs.ranks_of(found)
+    ranks = training.ranks_of(found)
     words = checking(found.script, found.arguments, ranks, unshown, command="record")
     own = {name: value for name, value in os.environ.items() if name not in found.unset}
     code, said = apart.ttrace(

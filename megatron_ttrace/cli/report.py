@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +30,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "report",
         run,
         summary="show the report of a finished check again",
-        description="Show the report of a finished check again, from its files.",
         epilog=_EPILOG,
     )
     parser.add_argument(
@@ -65,15 +62,10 @@ def run(args: argparse.Namespace) -> int:
         if path is not None:
             page = sink.render(summary, verdicts, files.run_of(args.directory))
             files.write_named(path, page)
-    try:
-        if args.json:
-            print(json.dumps(_machine(summary, verdicts), indent=2, allow_nan=False), flush=True)
-        else:
-            terminal.render(summary, verdicts, Console(), args.directory)
-    except (BrokenPipeError, SystemExit):
-        # The reader (head, less) has seen enough; the exit code is still the answer.
-        # rich turns a closed pipe into SystemExit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if args.json:
+        print(json.dumps(_machine(summary, verdicts), indent=2, allow_nan=False))
+    else:
+        terminal.render(summary, verdicts, Console(), args.directory)
     return int(summary.verdict.exit_code)
 
 

@@ -40,8 +40,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "shrink",
         run,
         summary="print the smallest job that runs the same code as a large one",
-        description="Print the smallest job that runs the same code as a large one, what differs "
-        "between them, and what could not be kept.",
         epilog=_EPILOG,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``check`` and ``shrink`` share: the training command that they are given."""
+"""What commands share that are given a training command: how it is read, and checked here."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags, settings
 from megatron_ttrace.jobs.commands.command_line import (
     EXAMPLE,
@@ -16,6 +19,7 @@ from megatron_ttrace.jobs.commands.command_line import (
     is_launcher,
     parse,
 )
+from megatron_ttrace.saved import api
 from megatron_ttrace.trace.errors import TTraceError
 
 if TYPE_CHECKING:
@@ -33,13 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: str = "-- COMMAND") ->
         metavar="FILE",
         help="a model_config.yaml of Megatron-LM's functional tests, instead of a command",
     )
-    parser.add_argument(
-        "--max-ranks",
-        type=flags.integer(1, flags.MOST_RANKS),
-        default=flags.DEFAULT_RANKS,
-        metavar="N",
-        help=f"most ranks of a shrunk job (default {flags.DEFAULT_RANKS})",
-    )
+    command.add_max_ranks(parser)
     parser.add_argument(
         "command_words",
         nargs=argparse.REMAINDER,
@@ -50,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: str = "-- COMMAND") ->
 
 
 def command_of(args: argparse.Namespace) -> Command:
-    """The training command of a command line.
+    """The training command of a command line; variables that it unsets are gone from here.
 
     Raises:
         TTraceError: when there is none, or more than one.
@@ -61,7 +59,10 @@ def command_of(args: argparse.Namespace) -> Command:
         from megatron_ttrace.jobs.commands import recipe_file
 
         return recipe_file.read(args.recipe)
-    return parsed(args.command_words, args.command, getattr(args, "nproc_per_node", None))
+    found = parsed(args.command_words, args.command, getattr(args, "nproc_per_node", None))
+    for name in found.unset:
+        os.environ.pop(name, None)
+    return found
 
 
 def parsed(words: list[str], user: str, nproc: int | None = None) -> Command:
@@ -112,16 +113,85 @@ def _as_script(words: list[str]) -> Command | ShellScript | None:
     return Command(words[0], tuple(words[1:]))
 
 
-def checking(command: Command, job: Job, prefix: Path) -> list[str]:
+def checking(command_: Command, job: Job, prefix: Path) -> list[str]:
     """The command that checks a small job."""
     from megatron_ttrace.jobs.shrink import documents
 
-    data = documents.arguments(command.script, prefix, job.arguments)
-    words = settings.checking(command.script, [*job.arguments, *data], job.axes.ranks)
-    changes = [word for name in command.unset for word in ("-u", name)]
-    changes += [f"{name}={value}" for name, value in command.environment.items()]
+    data = documents.arguments(command_.script, prefix, job.arguments)
+    words = settings.checking(command_.script, [*job.arguments, *data], job.axes.ranks)
+    changes = [word for name in command_.unset for word in ("-u", name)]
+    changes += [f"{name}={value}" for name, value in command_.environment.items()]
     return [
         *(["env", *changes] if changes else []),
         "ttrace",
         *words,
     ]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what ``check`` and ``record`` know of how a job is run and checked."""
+    parser.add_argument(
+        "--nproc-per-node",
+        type=flags.integer(1, flags.MOST_RANKS),
+        default=None,
+        metavar="N",
+        help="number of ranks (default: as the command starts, else 1)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument(
+        "--no-fork",
+        action="store_true",
+        help="start every rank as a new process instead of forking it",
+    )
+    parser.add_argument("--quiet", action="store_true", help="do not print progress")
+    settings.add_arguments(parser, aliases=True)
+
+
+def check(
+    command_: Command,
+    how: settings.Settings,
+    say: command.Say,
+    *,
+    fork: bool = True,
+    nproc: int | None = None,
+    settle: bool = True,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> api.Report:
+    """Check a command in this process.
+
+    Args:
+        command_: with flags of ours among its arguments, perhaps; they override ``how``.
+        how: settings of the check.
+        say: called with each line of progress.
+        fork: fork the ranks, where that is possible.
+        nproc: number of ranks; by default as many as the command starts.
+        settle: as of ``api.run_check``.
+        environment: further variables of the ranks.
+
+    Raises:
+        TTraceError: when there is no report.
+    """
+    return api.run_check(
+        Path(command_.script),
+        command_.arguments,
+        how,
+        nproc=nproc or ranks_of(command_),
+        environment={**command_.environment, **environment},
+        fork=fork,
+        say=say,
+        settle=settle,
+    )
+
+
+def ranks_of(command_: Command) -> int:
+    """How many ranks a command that is checked as it is starts on this machine.
+
+    Raises:
+        TTraceError: when it is for several machines.
+    """
+    if command_.nodes > 1:
+        raise TTraceError(
+            f"the command is for {command_.nodes} machines: add --shrink to check a small job that "
+            "runs the same code, or --nproc-per-node N to run it here"
+        )
+    return command_.ranks or 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.cli import bisect, bisect_axes, jobs
+from megatron_ttrace.cli import bisect, bisect_axes, training
 from megatron_ttrace.cli.main import main
 from megatron_ttrace.jobs import job as processes
 from megatron_ttrace.jobs import provenance
@@ -161,7 +161,7 @@ def test_the_smallest_layout(tmp_path, monkeypatch, capsys):
         summary = Summary(result, {}, (culprit("", name),), {}, {}, {}, ())
         return api.Report(summary=summary, verdicts=(), directory=tmp_path)
 
-    monkeypatch.setattr(jobs, "check", stand_in)
+    monkeypatch.setattr(training, "check", stand_in)
     words = (
         "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --context-parallel-size 2 "
         "--num-layers 8 --hidden-size 256 --num-attention-heads 16 --seq-length 512 --swiglu "

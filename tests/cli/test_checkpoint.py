@@ -34,7 +34,6 @@ def test_answers(capsys):
 
 
 def test_bad_input(capsys):
-    """One line."""
     for words in (["one", "absent"], ["one", "."], ["one"]):
         assert main(["checkpoint", *words]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1

@@ -221,7 +221,6 @@ def test_a_recipe_that_is_removed_with_a_fault(fork, checked, capsys):
 
 
 def test_a_recipe_that_is_broken(fork, checked, capsys):
-    """It is an error on the recipe, and what it was is checked."""
     (fork / "ci" / "tp.yaml").write_text("MODEL_ARGS: [\n")
     edit(fork, LAYERS, "x + 0", "x + 1")
     assert pull("--format", "github") == 1

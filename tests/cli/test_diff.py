@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.cli import diff, record
+from megatron_ttrace.cli import diff, record, training
 from megatron_ttrace.cli.main import main
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.settings import Settings
@@ -124,7 +124,7 @@ def test_bad_input(capsys, words, said):
 def test_a_command_that_fails(tmp_path, monkeypatch):
     """Its own last words, in one error."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    found = record.parsed("absent.py --num-layers 2")
+    found = training.parsed(["absent.py --num-layers 2"], "record")
     place = Settings(directory=tmp_path / "a")
     with pytest.raises(TTraceError, match=r"no trace of 'absent.py .*absent.py: no such script"):
         record.run_apart("absent.py --num-layers 2", found, place, quiet=True)
@@ -132,5 +132,5 @@ def test_a_command_that_fails(tmp_path, monkeypatch):
 
 def test_other_paddings(place):
     """A multiple that the tensor-parallel size does not divide is left as it is."""
-    found = record.parsed(f"{JOB} --tensor-model-parallel-size 3")
+    found = training.parsed([f"{JOB} --tensor-model-parallel-size 3"], "record")
     assert diff._padded_like(place / "one", found) == found
