@@ -123,13 +123,10 @@ def _is_private(path: Path) -> bool:
     return (private and path.suffix == ".log") or path.name == "train.sh"
 
 
-OPEN = ("number-first", "after-a-switch")
-"""Words after the value of a known option are shown: its number of values is not known."""
 FAULTS = (
     *(
         Fault(f"secret-{name}", Family.SECRETS, Shown(tuple(words)))
         for name, words in SHOWN.items()
-        if name not in OPEN
     ),
     Fault("secret-files", Family.SECRETS, Written(tuple(VARIABLES)), Promise(())),
 )

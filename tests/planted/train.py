@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import gc
 import hashlib
+import inspect
 import json
 import os
 import runpy
@@ -55,6 +56,8 @@ def _may_fail(code: CodeType, package: str) -> bool:
         and not name.startswith(_LEFT_OUT)
         and not name.partition(":")[0].endswith(_ENTRY)
         and "<" not in code.co_name
+        # Not the body of a class.
+        and bool(code.co_flags & inspect.CO_OPTIMIZED)
     )
 
 
