@@ -106,10 +106,7 @@ def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
     given = Given.parse(command.arguments)
     require_checkable(given)
     large = axes.of_large(given, command.ranks)
-    own_data = not documents.suits(command.script)
-    smaller = axes.jobs(given, large, most)
-    can_chat = documents.can_chat()
-    made = [_job(Case(given, large, small, own_data, can_chat)) for small in smaller]
+    made = [_job(_case(command, given, large, small)) for small in axes.jobs(given, large, most)]
     first, rows, kept, lost = made[0]
     if len(made) > 1:
         names = ", ".join(large.spread())
@@ -136,7 +133,7 @@ def with_axes(command: Command, kept: tuple[str, ...], most: int = DEFAULT_RANKS
     small = axes.of_small(given, large, kept)
     if not small.edp or small.ranks > most:
         raise TTraceError(f"{', '.join(kept)}: do not fit {most} ranks")
-    return _job(Case(given, large, small, not documents.suits(command.script)))[0]
+    return _job(_case(command, given, large, small))[0]
 
 
 def as_it_is(command: Command) -> Plan:
@@ -147,8 +144,7 @@ def as_it_is(command: Command) -> Plan:
     """
     given = Given.parse(command.arguments)
     large = axes.of_large(given, command.ranks)
-    own_data = not documents.suits(command.script)
-    job, rows, kept, lost = _job(Case(given, large, large, own_data, documents.can_chat()))
+    job, rows, kept, lost = _job(_case(command, given, large, large))
     return Plan(command, large, (job,), tuple(rows), tuple(kept), tuple(lost))
 
 
@@ -166,6 +162,11 @@ def require_checkable(given: Given) -> None:
         raise TTraceError(
             "--use-checkpoint-args: the model's arguments are in the checkpoint; give them as flags"
         )
+
+
+def _case(command: Command, given: Given, large: Axes, small: Axes) -> Case:
+    own_data = not documents.suits(command.script)
+    return Case(given, large, small, own_data, documents.can_chat())
 
 
 def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:

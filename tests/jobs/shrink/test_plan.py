@@ -167,3 +167,11 @@ def test_axes_as_they_are():
     assert given.integer("num_layers") == 4
     assert given.integer("num_attention_heads") % 4 == 0
     assert given.integer("hidden_size") < 1000
+
+
+def test_some_axes_of_a_job_with_conversations(monkeypatch):
+    """Without the packages that read them it trains on text, with all axes and with fewer."""
+    monkeypatch.setattr(plan.documents, "can_chat", lambda: False)
+    command = Command("pretrain_gpt.py", ("--sft", "--tensor-model-parallel-size", "2"), {}, 2)
+    for job in (*plan.shrink(command).jobs, plan.with_axes(command, ())):
+        assert "--sft" not in job.arguments
