@@ -52,7 +52,7 @@ def origins(path: Sequence[str]) -> dict[str, str]:
     Nothing is imported. A package that is not found is left out.
     """
     found = {}
-    with _as_search_path(path):
+    with as_search_path(path):
         whole = _find("megatron", None)
         inside = list(whole.submodule_search_locations or ()) if whole else []
         for name in MEGATRON:
@@ -181,14 +181,8 @@ class _Awaiting:
 
 
 @contextlib.contextmanager
-def as_search_path_of(script: str | Path) -> Iterator[None]:
-    """Import what ``python SCRIPT`` would import."""
-    with _as_search_path(search_path(script)):
-        yield
-
-
-@contextlib.contextmanager
-def _as_search_path(path: Sequence[str]) -> Iterator[None]:
+def as_search_path(path: Sequence[str]) -> Iterator[None]:
+    """Import what a process with this ``sys.path`` would import."""
     before = sys.path[:]
     sys.path[:] = path
     try:

@@ -60,7 +60,7 @@ def preload(script: Path, *, arguments: Sequence[str] = ()) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_ttrace import cpu
 
-    with scripts.as_search_path_of(script), quiet_imports():
+    with scripts.as_search_path(scripts.search_path(script)), quiet_imports():
         cpu.activate()
         import torch
 
