@@ -231,11 +231,6 @@ def neutral_names(known: Modules, classes: frozenset[str]) -> dict[str, set[str]
     return found
 
 
-INSIDE = {"_entry"}
-"""What rooms may ask of the package; a script that ``ttrace`` starts is as good as one with
-``enable()`` in it."""
-
-
 def front_door_is_for_users(known: Modules) -> list[str]:
     """No room imports the public names from the package: that would bypass the order of rooms."""
     found = []
@@ -246,7 +241,7 @@ def front_door_is_for_users(known: Modules) -> list[str]:
                 asked |= {alias.name for alias in node.names} - known.keys()
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == PACKAGE:
                 asked.add(node.attr)
-        found += [f"{name} asks for {one}" for one in sorted(asked - INSIDE)]
+        found += [f"{name} asks for {one}" for one in sorted(asked)]
     return found
 
 
@@ -309,6 +304,16 @@ def namespaces_are_of_commands(known: Modules) -> list[str]:
     ]
 
 
+ARROWS = 48
+"""Pairs of rooms of which one imports the other. It only falls."""
+
+
+def room_arrows(known: Modules) -> set[tuple[str, str]]:
+    """(importing room, imported room); the package's ``__init__`` only imports."""
+    pairs = {(room_of(name), room_of(target)) for name, target in arrows(known) if target}
+    return {(room, other) for room, other in pairs if room != other}
+
+
 LONG_CALLS = 23
 """Calls with more than 5 unnamed arguments; ``cpu/`` has others' signatures. It only falls."""
 
@@ -322,6 +327,13 @@ def long_calls(known: Modules) -> list[str]:
         for node in nodes(text)
         if isinstance(node, ast.Call) and len(node.args) > 5
     ]
+
+
+def test_room_arrows() -> None:
+    """Rooms stay as independent as they are."""
+    number = len(room_arrows(modules()))
+    assert number <= ARROWS
+    assert number == ARROWS, f"lower ARROWS to {number}"
 
 
 def test_long_calls() -> None:

@@ -184,9 +184,16 @@ def _user() -> str:
         return str(os.getuid())
 
 
+def emulates_transformer_engine() -> bool:
+    """Whether this process runs the stand-in of ``cpu/te``."""
+    from megatron_ttrace.cpu import te
+
+    return te.emulated()
+
+
 def installed() -> dict[str, str]:
     """Versions of everything that can change a number, for fingerprints and reports."""
-    from megatron_ttrace.cpu import te  # imports torch
+    from megatron_ttrace.cpu.te import releases  # imports torch
 
     found = {"megatron-ttrace": __version__, "python": platform.python_version()}
     for name in _DISTRIBUTIONS:
@@ -194,8 +201,8 @@ def installed() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if te.emulated():
-        found["transformer-engine"] = f"{te.releases.current()} (emulated)"
+    if emulates_transformer_engine():
+        found["transformer-engine"] = f"{releases.current()} (emulated)"
     with contextlib.suppress(ImportError):
         found["megatron-core"] = versions.megatron_core_version()
     return found

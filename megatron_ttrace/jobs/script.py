@@ -140,9 +140,9 @@ def _enable_on_import() -> None:
 
 
 def _entry() -> types.ModuleType:
-    import megatron_ttrace
-
-    return megatron_ttrace._entry()
+    # By name, as a script would import it: the package's front is above this room.
+    entry: types.ModuleType = importlib.import_module("megatron_ttrace")._entry()
+    return entry
 
 
 class _Awaiting:

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, SourcePatch
+from megatron_ttrace.jobs import provenance
 from megatron_ttrace.trace.errors import TTraceError
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
@@ -48,9 +49,8 @@ def introduce(bug_id: str) -> None:
 
 def _require_emulation(bug: Bug) -> None:
     """A bug of TransformerEngine is in its stand-in, which must be the one that runs."""
-    from megatron_ttrace.cpu import te
-
-    if all(patch.module.startswith(te.__name__) for patch in bug.patches) and not te.emulated():
+    ours = all(patch.module.startswith("megatron_ttrace.") for patch in bug.patches)
+    if ours and not provenance.emulates_transformer_engine():
         raise TTraceError(
             f"--ttrace-bug {bug.id}: is re-created in the emulated TransformerEngine, which runs "
             "only if the real one cannot be imported: ttrace eval bugs run"
@@ -145,9 +145,8 @@ def _changes(name: str, change: Change, what: str) -> list[tuple[FunctionType, C
 def _of_release(name: str) -> str:
     if not name.startswith("megatron."):
         return ""
-    from megatron_ttrace.mcore.versions import megatron_core_version
 
-    return f" of megatron-core {megatron_core_version()}"
+    return f" of megatron-core {provenance.installed()['megatron-core']}"
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
