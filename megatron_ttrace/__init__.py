@@ -71,7 +71,9 @@ def enable() -> None:
     backend is activated; the training loop is changed by ``--ttrace`` only.
     """
     if not _is_off():
-        _entry().enable()
+        from megatron_ttrace.run import entry
+
+        entry.enable()
 
 
 def _is_off() -> bool:
@@ -110,18 +112,3 @@ sys.modules[__name__].__class__ = _Package
 def __dir__() -> list[str]:
     """The public names, for completion."""
     return sorted({*globals(), *__all__})
-
-
-def _entry() -> ModuleType:
-    """``run.entry``, with the known bugs offered to it; the only import of ``run`` here."""
-    from megatron_ttrace.run import entry, injection
-
-    injection.offer(_known_bug)
-    return entry
-
-
-def _known_bug(name: str) -> None:
-    """Implements ``--ttrace-bug``."""
-    from megatron_ttrace.evaluation.bugs import patching
-
-    patching.introduce(name)

@@ -27,6 +27,8 @@ from typing import Any
 MEGATRON = ("megatron.core", "megatron.training")
 """Packages that must be imported from where the script would."""
 
+_ENTRY = "megatron_ttrace.run.entry"
+"""By name: what a rank does is in a room above this one."""
 _PARSER = "megatron.training.arguments"
 _BACKEND = ("megatron", "transformer_engine", "apex")
 
@@ -140,9 +142,7 @@ def _enable_on_import() -> None:
 
 
 def _entry() -> types.ModuleType:
-    # By name, as a script would import it: the package's front is above this room.
-    entry: types.ModuleType = importlib.import_module("megatron_ttrace")._entry()
-    return entry
+    return importlib.import_module(_ENTRY)
 
 
 class _Awaiting:
