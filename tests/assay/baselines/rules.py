@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from megatron_ttrace.report.table import layer_of
+from megatron_ttrace.report.table import split_name
 from megatron_ttrace.trace.records import Kind, TraceKey
 from tests.assay.baselines.statistics import Stats
 
@@ -73,7 +73,7 @@ def depth(key: TraceKey, layers: int) -> int:
     gradients = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT, Kind.MAIN_GRAD)
     if key.kind not in gradients:
         return 0
-    number = layer_of(key.name).rpartition(".")[2]
+    number = split_name(key.name)[0].rpartition(".")[2]
     if number.isdigit():
         return int(number) + 1
     return 0 if "embedding" in key.name else layers + 1
