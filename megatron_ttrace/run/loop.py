@@ -82,15 +82,13 @@ class _Watch:
     def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ends.enter(ends.Phase.BUILDING)
         session = self._attempt("preparing the check", self._make_session)
-        if session is not None and self._settings.role == "candidate":
-            self._watch_for_stalls()
         result = original(*args, **kwargs)
         if session is not None:
             model, optimizer, scheduler = result
             self._session = session
-            self._attempt("preparing the check", lambda: session.begin(model, optimizer, scheduler))
-            if self._watchdog is not None and self._session is not None:
-                self._watchdog.knows(session.model.names, session.model.mesh)
+            self._attempt(
+                "preparing the check", lambda: self._begin(session, model, optimizer, scheduler)
+            )
         return result
 
     def around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -109,6 +107,11 @@ class _Watch:
                 self._session = None
                 self._stop_watching()
         return step()
+
+    def _begin(self, session: Session, *built: Any) -> None:
+        session.begin(*built)
+        if self._watchdog is not None:
+            self._watchdog.knows(session.model.names, session.model.mesh)
 
     def _watch_for_stalls(self) -> None:
         from megatron_ttrace.run.stall import Watchdog
@@ -130,7 +133,9 @@ class _Watch:
 
         if self._settings.role == "reference":
             return self._reference()
-        return CandidateSession(get_args(), self._settings, self._ranks, self._executed)
+        session = CandidateSession(get_args(), self._settings, self._ranks, self._executed)
+        self._watch_for_stalls()
+        return session
 
     def _reference(self) -> Session:
         """A reference's, on one device or on several ranks."""
