@@ -369,6 +369,8 @@ class CandidateSession:
         self, comparison: Comparison, findings: dict[str, Any] | None, settings: Settings
     ) -> Answer:
         assert findings is not None, "the last rank has them"
+        # A second rehearsal, which only adds notices, does not replay the reference again.
+        replays = comparison is self.comparison and losses.present(self.args)
         answered = answer.answer(
             comparison,
             findings,
@@ -378,7 +380,7 @@ class CandidateSession:
             timings=self._timings,
             notices=self._notices,
             edits=self._edits,
-            separate=self._separate if losses.present(self.args) and not settings.isolate else None,
+            separate=self._separate if replays else None,
         )
         mapped.require_whole()
         return answered
