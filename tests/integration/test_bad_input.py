@@ -57,7 +57,7 @@ def test_data_that_do_not_exist(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "nproc", "words"),
     [
-        ("--context-parallel-size 2 --transformer-impl local", 2, "context parallel"),
+        ("--context-parallel-size 2 --transformer-impl local", 2, "needs --transformer-impl"),
         *(
             pytest.param(*row, marks=pytest.mark.nightly)
             for row in (

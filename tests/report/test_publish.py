@@ -168,9 +168,8 @@ def test_a_reader_may_leave_early(flags: list[str], diverged: Check, tmp_path: P
     """``ttrace report DIR | head -1``: no traceback, and still the check's exit code."""
     published(diverged, tmp_path)
     code = (
-        "import argparse, sys; from megatron_ttrace.cli import report as cli\n"
-        "p = argparse.ArgumentParser(); cli.add_parser(p.add_subparsers())\n"
-        "a = p.parse_args(['report', *sys.argv[1:]]); sys.stdin.read(1); sys.exit(a.run(a))"
+        "import sys; from megatron_ttrace.cli.main import main\n"
+        "sys.argv.insert(1, 'report'); sys.stdin.read(1); sys.exit(main())"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path), *flags],
