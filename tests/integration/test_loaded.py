@@ -51,6 +51,16 @@ def test_weights_of_other_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_a_sharded_model(tmp_path: Path) -> None:
+    """Weights that torch's FSDP2 divides are handed over, too."""
+    fsdp = ("--use-torch-fsdp2", "--no-gradient-accumulation-fusion")
+    save(tmp_path, 2, *fsdp, "--no-save-optim")
+    checked, loaded = check(tmp_path, *fsdp, "--no-load-optim")
+    assert not checked.failed
+    assert loaded
+
+
+@pytest.mark.nightly
 def test_right_weights(tmp_path: Path) -> None:
     """Without the mistakes the same job passes; loaded weights and main weights are judged."""
     save(tmp_path, 1)

@@ -24,6 +24,7 @@ from megatron_ttrace.mcore.checkpoints import loading
 from megatron_ttrace.mcore.checkpoints.loading import Source
 from megatron_ttrace.mcore.optimizer import layer_wise, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
+from megatron_ttrace.mcore.sharded_weights import buffers_of, like, parts_of, publish
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.run.agreement import Ranks
 from megatron_ttrace.run.start.moments import set_step
@@ -120,9 +121,16 @@ def restore(model: TracedModel, directory: Path, step: float | None) -> None:
         for place, buffer in model.buffers():
             if (Kind.BUFFER, place.name) in pieces:
                 copy(Kind.BUFFER, place, buffer)
+        parts = parts_of(model.chunks)
         for parameter, place in model.places():
-            copy(Kind.PARAM, place, parameter.data)
-        model.optimizer.reload_model_params()
+            if shard := parts.get(parameter):
+                copy(Kind.PARAM, place.flat(*shard.range), shard.stepped)
+            else:
+                copy(Kind.PARAM, place, parameter.data)
+        if buffers_of(model.chunks):
+            publish(model.chunks)
+        else:
+            model.optimizer.reload_model_params()
         for parameter, place in model.places():
             if (part := owned.get(parameter)) is None:
                 continue
@@ -133,9 +141,9 @@ def restore(model: TracedModel, directory: Path, step: float | None) -> None:
                     continue
                 moment = torch.zeros_like(part.main, dtype=torch.float32)
                 copy(kind, where, moment)
-                part.inner.state[part.main][name] = moment
+                part.inner.state[part.key][name] = like(part.key, moment)
                 if step is not None:
-                    set_step(part, part.main, step)
+                    set_step(part, part.key, step)
 
 
 def _assemble(reader: TraceReader, entries: list[Entry], place: ParameterPlace) -> torch.Tensor:

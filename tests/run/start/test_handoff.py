@@ -9,6 +9,7 @@ import torch
 
 from megatron_ttrace.mcore.optimizer import Owned
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
+from megatron_ttrace.mcore.sharded_weights import WeightPart
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run.start import handoff
 from megatron_ttrace.trace.errors import TTraceError
@@ -34,7 +35,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, seed: int, width: int = 3) -> Simpl
     optimizer = SimpleNamespace(owned=owned, reload_model_params=lambda: None)
     buffers = [(ParameterPlace("expert_bias", (4,), ()), torch.randn(4))]
     return SimpleNamespace(
-        mesh=SINGLE, optimizer=optimizer, places=lambda: places, buffers=lambda: buffers
+        mesh=SINGLE, optimizer=optimizer, chunks=(), places=lambda: places, buffers=lambda: buffers
     )
 
 
@@ -67,6 +68,22 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert float(mine["step"]) == 7.0
     assert handoff.steps_of(second) == 7.0
     assert torch.equal(second.buffers()[0][1], first.buffers()[0][1])
+
+
+def test_a_sharded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With FSDP the rank's part of a parameter is filled, not the sharded tensor."""
+    first, second = trained(monkeypatch, 1), trained(monkeypatch, 2)
+    handoff.write(first, tmp_path)
+    seal(tmp_path, {"role": "start"})
+    second.optimizer.owned.clear()
+    parameter, place = second.places()[0]
+    rows, before = torch.zeros(parameter.numel() // 2), parameter.detach().clone()
+    part = WeightPart(rows, (0, len(rows)), rows, (0, len(rows)))
+    monkeypatch.setattr(handoff, "parts_of", lambda chunks: {parameter: part})
+    handoff.restore(second, tmp_path, None)
+    whole = {at.name: value for value, at in first.places()}[place.name]
+    assert torch.equal(rows, whole.flatten()[: len(rows)])
+    assert torch.equal(parameter, before)
 
 
 def test_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
