@@ -122,6 +122,7 @@ def add(
         description=description or f"{summary[0].upper()}{summary[1:]}.",
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.set_defaults(run=run)
     return parser

@@ -39,7 +39,7 @@ def test_the_table(data, capsys):
     assert re.search(r"^--hidden-size +12288 +64 ", table, re.MULTILINE)
     assert "not kept: --load" in table
     assert max(map(len, table.splitlines())) <= 80
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         words = shlex.split(command.replace("\\\n", " "), comments=True)
         assert words[:3] == ["ttrace", "check", "--nproc-per-node"]
@@ -51,7 +51,7 @@ def test_json(data, capsys):
     """The same for machines."""
     assert main(["shrink", "--json", "--max-ranks", "16", "--data", str(data), "--", *COMMAND]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert [job["ranks"] for job in found["jobs"]] == [16]
+    assert [job["ranks"] for job in found["jobs"]] == [16, 3]
     assert ["--hidden-size", "12288", "64", "rows of a few blocks"] in found["changes"]
 
 

@@ -111,8 +111,10 @@ def _chunks(given: Given, pp: int) -> int:
     return 1
 
 
-def of_small(given: Given, large: Axes, kept: tuple[str, ...] | None = None) -> Axes:
-    """Every axis above 1 becomes 2.
+def of_small(
+    given: Given, large: Axes, kept: tuple[str, ...] | None = None, *, stages: int = 3
+) -> Axes:
+    """Every axis above 1 becomes 2, and a pipeline with a stage in the middle has 3.
 
     Except where 2 would not run the same code: context parallelism on two levels needs 2 x 2,
     interleaving without overlapped communication 3 stages (``validate_args``), and several
@@ -122,14 +124,15 @@ def of_small(given: Given, large: Axes, kept: tuple[str, ...] | None = None) -> 
         given: the arguments.
         large: the axes that they stand for.
         kept: the only axes to keep; the others become 1.
+        stages: of the pipeline, at most; only the third both receives and sends in each direction.
     """
 
-    def size(name: str) -> int:
+    def size(name: str, most: int = 2) -> int:
         if kept is not None and name not in kept:
             return 1
-        return min(2, int(getattr(large, name)))
+        return min(most, int(getattr(large, name)))
 
-    tp, cp, pp, ep = size("tp"), size("cp"), size("pp"), size("ep")
+    tp, cp, pp, ep = size("tp"), size("cp"), size("pp", stages), size("ep")
     levels = given.text("hierarchical_context_parallel_sizes").split()
     if cp > 1 and levels:
         cp = math.prod(min(2, int(level)) for level in levels if level.isdigit())
@@ -178,23 +181,36 @@ def _equal_copies(given: Given, small: Axes, large: Axes) -> tuple[int, int, int
 def jobs(given: Given, large: Axes, most: int) -> list[Axes]:
     """The axes of the small jobs: one if the world is large enough, else all pairs are covered.
 
+    Where a middle stage of the pipeline does not fit beside the other axes, one job has it alone.
+
     Raises:
         TTraceError: when a pair of axes does not fit, with its name.
     """
     whole = of_small(given, large)
     if whole.ranks <= most:
         return [whole]
+    chosen = _of_two_stages(given, large, most)
+    middle = of_small(given, large, ("pp",))
+    if max(one.pp for one in chosen) < middle.pp and middle.ranks <= most:
+        chosen.append(middle)
+    return chosen
+
+
+def _of_two_stages(given: Given, large: Axes, most: int) -> list[Axes]:
+    whole = of_small(given, large, stages=2)
+    if whole.ranks <= most:
+        return [whole]
     spread = large.spread()
     found: dict[tuple[str, ...], Axes] = {}
     for count in range(1, len(spread)):
         for kept in itertools.combinations(spread, count):
-            one = of_small(given, large, kept)
+            one = of_small(given, large, kept, stages=2)
             if one.edp and one.ranks <= most:
                 found[kept] = one
     wanted: set[tuple[str, ...]] = {*itertools.combinations(spread, 2)} or {spread}
     for pair in sorted(wanted):
         if not any(set(pair) <= set(kept) for kept in found):
-            needed = of_small(given, large, pair).ranks
+            needed = of_small(given, large, pair, stages=2).ranks
             names = " with ".join(FLAGS[axis] for axis in pair)
             raise TTraceError(
                 f"{names} does not fit {most} ranks: the smallest job has {needed}; "

@@ -39,8 +39,10 @@ class Given:
     """The flags of a command; of one that is repeated the last counts, as for argparse."""
 
     def __init__(self, flags: Sequence[Flag]) -> None:
-        self.flags = tuple(flags)
         self._by_option = {flag.option: flag for flag in flags}
+        self.flags = tuple(
+            flag for flag in flags if flag.option is None or self._by_option[flag.option] is flag
+        )
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Given:

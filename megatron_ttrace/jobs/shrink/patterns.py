@@ -95,7 +95,7 @@ def stages(layout: str) -> list[str]:
 
 
 def shrink_stages(found: Sequence[str], count: int) -> list[str]:
-    """``count`` of the stages: the first, the last, and different ones between them.
+    """``count`` of the stages: the first, the last, and between them different ones in their order.
 
     Stages with more layers than others keep having more: the numbers of decoder layers become
     1, 2, ... in their order.
@@ -103,8 +103,12 @@ def shrink_stages(found: Sequence[str], count: int) -> list[str]:
     if count == 1:
         chosen = ["".join(found)]
     else:
-        middle = sorted(set(found[1:-1]), key=list(found[1:-1]).index) or [found[0].lstrip("E")]
-        chosen = [found[0], *itertools.islice(itertools.cycle(middle), count - 2), found[-1]]
+        middle = [*found[1:-1]] or [found[0].lstrip("E")]
+        # One of each kind, then more of those that come first.
+        order = [*dict.fromkeys(map(middle.index, middle)), *range(len(middle))]
+        places = sorted([*dict.fromkeys(order)][: count - 2])
+        between = itertools.islice(itertools.cycle(middle[place] for place in places), count - 2)
+        chosen = [found[0], *between, found[-1]]
     numbers = sorted({stage.count("t") for stage in chosen if "t" in stage})
     return [
         re.sub("t+", "t" * (numbers.index(stage.count("t")) + 1), stage) if "t" in stage else stage

@@ -108,10 +108,15 @@ def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
     large = axes.of_large(given, command.ranks)
     made = [_job(_case(command, given, large, small)) for small in axes.jobs(given, large, most)]
     first, rows, kept, lost = made[0]
-    if len(made) > 1:
-        names = ", ".join(large.spread())
+    spread, smalls = large.spread(), [job.axes for job, *_ in made]
+    if not any(small.spread() == spread for small in smalls):
+        names = ", ".join(spread)
         lost = [*lost, f"all axes in one job ({names}): {len(made)} jobs have all pairs of them"]
-    ranks = Row("ranks", str(command.ranks or "not said"), str(first.axes.ranks), "2 per axis")
+    if large.pp > 2 and first.axes.pp == 2:
+        alone = "one job has them alone" if smalls[-1].pp > 2 else f"{most} ranks are too few"
+        lost = [*lost, f"middle stages of the pipeline with the other axes: {alone}"]
+    why = "2 per axis" + (", 3 pipeline stages" if first.axes.pp == 3 else "")
+    ranks = Row("ranks", str(command.ranks or "not said"), str(first.axes.ranks), why)
     return Plan(
         command,
         large,

@@ -2,6 +2,7 @@
 """Axes of the large job become 2, and pairs of them are covered by jobs that fit."""
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -60,12 +61,13 @@ def test_ranks_that_are_too_few_are_taken_for_a_placeholder():
 
 @given(POWERS, POWERS, POWERS, POWERS)
 def test_axes_become_two(tp, cp, pp, dp):
-    """And those of 1 stay."""
+    """Those of 1 stay, and a pipeline keeps a stage in the middle."""
     given = flags(tp, cp, pp)
     large = axes.of_large(given, tp * cp * pp * dp)
     small = axes.of_small(given, large)
+    sizes = [(name, getattr(large, name)) for name in large.spread()]
     assert small.spread() == large.spread()
-    assert small.ranks == 2 ** len(large.spread())
+    assert small.ranks == math.prod(min(3 if name == "pp" else 2, size) for name, size in sizes)
 
 
 @given(POWERS, POWERS, POWERS, POWERS, POWERS, st.sampled_from([4, 8, 16]))
@@ -77,6 +79,7 @@ def test_pairs_are_covered(tp, cp, pp, dp, ep, most):
     assert all(one.ranks <= most and one.edp for one in small)
     for pair in itertools.combinations(large.spread(), 2):
         assert any(set(pair) <= set(one.spread()) for one in small), pair
+    assert max(one.pp for one in small) == min(3, pp)
 
 
 def test_what_does_not_fit():
@@ -97,8 +100,8 @@ def test_two_would_not_run_the_same_code():
     words = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
     overlapped = Given.parse(words.split())
     not_overlapped = Given.parse([*words.split(), "--no-overlap-p2p-communication"])
-    assert axes.of_small(overlapped, axes.of_large(overlapped, 4)).pp == 2
-    assert axes.of_small(not_overlapped, axes.of_large(not_overlapped, 4)).pp == 3
+    assert axes.of_small(overlapped, axes.of_large(overlapped, 4), stages=2).pp == 2
+    assert axes.of_small(not_overlapped, axes.of_large(not_overlapped, 4), stages=2).pp == 3
     words = "--use-tp-pp-dp-mapping --expert-tensor-parallel-size 4"
     last = Given.parse([*words.split(), *"--tensor-model-parallel-size 2".split()])
     last = Given([*last.flags, *flags(2, 2, 2).flags])

@@ -31,7 +31,7 @@ def shrunk(text=LARGE, ranks=1024, most=8):
 
 def test_what_is_kept_and_what_goes():
     """Code stays, sizes shrink, paths and logs go; unknown flags are Megatron's to judge."""
-    (job,) = shrunk().jobs
+    job, *_ = shrunk().jobs
     given = Given.parse(job.arguments)
     for option in ("sequence_parallel", "bf16", "swiglu", "use_distributed_optimizer", "fim_data"):
         assert given.has(option)
@@ -55,7 +55,7 @@ def test_what_is_kept_and_what_goes():
 def test_the_account_is_complete():
     """Every flag is kept as it is, or stands in a row with its old value and its new one."""
     found = shrunk()
-    (job,) = found.jobs
+    job, *_ = found.jobs
     now = Given.parse(job.arguments)
     rows = {row.flag: row for row in found.rows}
     for flag in Given.parse(LARGE.split()).flags:
@@ -75,10 +75,27 @@ def test_the_account_is_complete():
     assert "1024 ranks" in found.told()
 
 
+def test_of_a_repeated_flag_the_last_counts():
+    """As for Megatron's parser; the earlier ones go."""
+    (job,) = shrunk("--num-layers 8 --bf16 --num-layers 16 --bf16", 1).jobs
+    assert [str(flag) for flag in Given.parse(job.arguments).flags].count("--num-layers 2") == 1
+    assert "16" not in job.arguments
+    assert job.arguments.count("--bf16") == 1
+
+
+def test_a_middle_stage():
+    """A pipeline of more than two stages keeps one, with the other axes or in a job of its own."""
+    (job,) = shrunk("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 8).jobs
+    assert (job.axes.tp, job.axes.pp, job.axes.ranks) == (2, 3, 6)
+    assert [job.axes.pp for job in shrunk().jobs] == [2, 3]
+    assert shrunk(most=2 * 2 * 3 * 2).jobs[0].axes.pp == 3
+
+
 def test_several_jobs():
     found = shrunk(f"{LARGE} --context-parallel-size 4")
     assert len(found.jobs) > 1
-    assert "all axes in one job (tp, cp, pp, dp)" in found.lost[-1]
+    assert any("all axes in one job (tp, cp, pp, dp)" in text for text in found.lost)
+    assert "middle stages" in found.lost[-1]
     assert all(job.axes.ranks <= 8 for job in found.jobs)
     for job in found.jobs:
         assert Given.parse(job.arguments).has("sequence_parallel") == (job.axes.tp > 1)
@@ -133,7 +150,7 @@ def test_any_arguments(words):
 
 def test_shrinking_again_changes_nothing():
     """What is small stays as it is: the same job."""
-    (job,) = shrunk().jobs
+    job, *_ = shrunk().jobs
     (again,) = shrunk(" ".join(job.arguments), job.axes.ranks).jobs
     first, second = Given.parse(job.arguments), Given.parse(again.arguments)
     assert {str(flag) for flag in first.flags} == {str(flag) for flag in second.flags}
@@ -147,7 +164,7 @@ def test_masked_word_pieces_keep_their_data(tmp_path):
     for name, text in scripts.items():
         script = tmp_path / name
         script.write_text(text, encoding="utf-8")
-        (job,) = plan.shrink(Command(str(script), tuple(words), {}, 1024)).jobs
+        job, *_ = plan.shrink(Command(str(script), tuple(words), {}, 1024)).jobs
         given = Given.parse(job.arguments)
         kept[name] = [given.text(one) for one in ("data_path", "vocab_size", "tokenizer_type")]
         assert given.has("num_layers")

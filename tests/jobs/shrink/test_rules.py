@@ -34,30 +34,30 @@ PIPELINE = "--pipeline-model-parallel-size 8"
     ("text", "expected"),
     [
         ("--num-layers 96", {"num_layers": "2"}),
-        (f"{PIPELINE} --num-layers 96", {"num_layers": "4"}),
-        (f"{PIPELINE} --num-layers 95", {"num_layers": "5"}),
+        (f"{PIPELINE} --num-layers 96", {"num_layers": "6"}),
+        (f"{PIPELINE} --num-layers 95", {"num_layers": "7"}),
         (
             f"{PIPELINE} --num-layers 64 --num-layers-per-virtual-pipeline-stage 4",
-            {"num_layers": "8", "num_layers_per_virtual_pipeline_stage": "2"},
+            {"num_layers": "12", "num_layers_per_virtual_pipeline_stage": "2"},
         ),
         (
             f"{PIPELINE} --num-layers 32 --num-layers-per-virtual-pipeline-stage 1",
-            {"num_layers": "4", "num_layers_per_virtual_pipeline_stage": "1"},
+            {"num_layers": "6", "num_layers_per_virtual_pipeline_stage": "1"},
         ),
         (
             f"{PIPELINE} --num-layers 62 --account-for-embedding-in-pipeline-split "
             "--account-for-loss-in-pipeline-split",
-            {"num_layers": "2"},
+            {"num_layers": "4"},
         ),
         (
             f"{PIPELINE} --num-layers 62 --decoder-last-pipeline-num-layers 6",
-            {"num_layers": "3", "decoder_last_pipeline_num_layers": "1"},
+            {"num_layers": "5", "decoder_last_pipeline_num_layers": "1"},
         ),
         (
             f"{PIPELINE} --num-layers 61 --decoder-first-pipeline-num-layers 10 "
             "--decoder-last-pipeline-num-layers 3",
             {
-                "num_layers": "4",
+                "num_layers": "6",
                 "decoder_first_pipeline_num_layers": "3",
                 "decoder_last_pipeline_num_layers": "1",
             },
@@ -66,8 +66,8 @@ PIPELINE = "--pipeline-model-parallel-size 8"
             f"{PIPELINE} --num-layers 61 --pipeline-model-parallel-layout Et*3|(tt|)*29m|L "
             "--mtp-num-layers 1",
             {
-                "num_layers": "3",
-                "pipeline_model_parallel_layout": "Ett|t|m|L",
+                "num_layers": "5",
+                "pipeline_model_parallel_layout": "Ett|t|t|t|m|L",
                 "mtp_num_layers": "1",
             },
         ),
@@ -291,14 +291,14 @@ def test_length(text, expected):
         (
             f"--micro-batch-size 1 --global-batch-size 128 {PIPELINE}",
             64,
-            {"micro": "1", "global": "8"},
+            {"micro": "1", "global": "12"},
         ),
         (
             f"--micro-batch-size 1 --global-batch-size 80 {PIPELINE} --num-layers 32 "
             "--microbatch-group-size-per-virtual-pipeline-stage 10 "
             "--num-virtual-stages-per-pipeline-rank 2",
             8,
-            {"micro": "1", "global": "6"},
+            {"micro": "1", "global": "8"},
         ),
     ],
 )
@@ -326,10 +326,10 @@ def test_groups_of_microbatches():
     text = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2 --num-layers 32"
     flag = "--microbatch-group-size-per-virtual-pipeline-stage"
     assert changes(rules.groups_of_microbatches, f"{text} {flag} 10", 8) == {
-        "microbatch_group_size_per_vp_stage": "3"
+        "microbatch_group_size_per_vp_stage": "4"
     }
     assert changes(rules.groups_of_microbatches, f"{text} {flag} 8", 8) == {
-        "microbatch_group_size_per_vp_stage": "2"
+        "microbatch_group_size_per_vp_stage": "3"
     }
 
 
