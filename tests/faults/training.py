@@ -196,8 +196,11 @@ class Failure:
         if hung:
             x.problem(Problem.HANG, f"exit codes {codes}")
         elif x.injected:
-            rank = None if self.outcome in (Outcome.DIES, Outcome.EITHER) else self.rank
+            # Whichever rank reads a truncated file first says so.
+            is_shared = self.outcome in (Outcome.DIES, Outcome.EITHER) or self.error == "truncated"
+            rank = None if is_shared else self.rank
             expected = x.base.bits[self.layout]
             x.problems += of_training(codes, logs, expected, self.outcome, rank=rank)
-            if self.outcome is Outcome.EITHER and not _GAVE_UP.search("".join(logs)):
+            needs_line = self.outcome is Outcome.EITHER or self.error == "truncated"
+            if needs_line and not _GAVE_UP.search("".join(logs)):
                 x.problem(Problem.NO_LINE, "".join(logs)[-300:])
