@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How good the checker is: known bugs, mutants, the matrix, other tools' rules."""
+"""What a fork runs every night: known bugs, the matrix, recipes."""

@@ -302,7 +302,8 @@ def _next_steps(
     if summary.verdict is not Result.DIVERGED:
         return
     open_page = f"open {files.HTML} in a browser"
-    if is_isolated or summary.config.get("isolate"):
+    # Runs with modules isolated cannot be compared with each other (docs/diff.md).
+    if is_isolated or summary.config.get("isolate") or "against" in summary.config:
         page.field("next", open_page)
         return
     again = "give every module the reference's inputs, so that one bug shows in one module:"

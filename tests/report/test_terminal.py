@@ -104,6 +104,15 @@ def test_a_command_can_be_copied(diverged: Check) -> None:
     assert "the same with --ttrace-isolate --ttrace-dir 'a b-isolated'" in file.getvalue()
 
 
+def test_nothing_is_suggested_that_would_be_refused(diverged: Check) -> None:
+    """Two runs with modules isolated cannot be compared with each other."""
+    summary, verdicts = diverged
+    file = io.StringIO()
+    both = dataclasses.replace(summary, config={**summary.config, "against": {}})
+    terminal.render(both, verdicts, Console(file=file), Path("out"))
+    assert "--ttrace-isolate" not in file.getvalue()
+
+
 @pytest.mark.parametrize("what", Unexercised)
 def test_what_was_not_exercised(what: Unexercised) -> None:
     """Each in words, in 80 columns, without a place for a number left open."""

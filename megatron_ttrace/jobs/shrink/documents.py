@@ -61,7 +61,7 @@ def can_chat() -> bool:
 
 
 def write(prefix: Path, words: Sequence[str] = ()) -> Path:
-    """Write the data set, once.
+    """Write the data set, once, in a directory that git ignores if it is a new one.
 
     Args:
         prefix: of the ``.bin`` and ``.idx`` files.
@@ -70,14 +70,15 @@ def write(prefix: Path, words: Sequence[str] = ()) -> Path:
     Raises:
         TTraceError: when it cannot be written.
     """
-    if not prefix.with_name(f"{prefix.name}.idx").exists():
-        with quiet_imports():
-            text_data.write_corpus(_cut(text_data.standard_library_text(_BYTES)), prefix)
-    if SFT in words:
-        try:
+    try:
+        owned.make(prefix.parent, ignored=True)
+        if not prefix.with_name(f"{prefix.name}.idx").exists():
+            with quiet_imports():
+                text_data.write_corpus(_cut(text_data.standard_library_text(_BYTES)), prefix)
+        if SFT in words:
             _write_chats(_chats(prefix))
-        except OSError as error:
-            raise TTraceError(f"{prefix}: cannot be written: {error.strerror}") from error
+    except OSError as error:
+        raise TTraceError(f"{prefix}: cannot be written: {error.strerror}") from error
     return prefix
 
 

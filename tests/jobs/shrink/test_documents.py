@@ -22,6 +22,14 @@ def test_conversations(tmp_path):
     assert len(set(map(len, contents))) > 10
 
 
+def test_git_ignores_the_directory(tmp_path):
+    """A new one; of one that is there it is the user's affair."""
+    documents.write(tmp_path / "made" / "text")
+    documents.write(tmp_path / "text")
+    assert (tmp_path / "made" / ".gitignore").read_text(encoding="utf-8") == "*\n"
+    assert not (tmp_path / ".gitignore").exists()
+
+
 def test_other_jobs_have_none(tmp_path):
     """Nothing else is written, and the arguments are those of text."""
     prefix = documents.write(tmp_path / "text")
