@@ -99,7 +99,7 @@ def where(verdict: Judged, finding: Finding | None, ledger: Ledger, *, alone: bo
         return sources.step
     if kind is Kind.LOADED:
         code = sources.of(verdict.name.rpartition(".")[0])
-        return code.described if code and verdict.index != LoadedIndex.MAIN else ""
+        return code.described if code and verdict.index != LoadedIndex.ROUNDED else ""
     if kind is Kind.COUNTED and verdict.index in _OF_OPTIMIZERS:
         return sources.optimizer
     reduced = kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number

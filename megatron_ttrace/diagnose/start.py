@@ -46,7 +46,7 @@ _OTHER_START = (
 
 _LOADED: dict[int, Grounds] = {
     LoadedIndex.ONE_DEVICE: Grounds.LOADED,
-    LoadedIndex.MAIN: Grounds.LOADED_MAIN,
+    LoadedIndex.ROUNDED: Grounds.LOADED_MAIN,
     LoadedIndex.AGREED: Grounds.LOADED_AGREED,
 }
 _LAYER = re.compile(r"^(|.*?\.)layers\.(\d+)\.")
@@ -60,11 +60,11 @@ Stages = Mapping[int, set[Layer]]
 def loaded(verdicts: Iterable[Judged]) -> list[tuple[Judged, Grounds]]:
     """Parameters that were loaded wrongly; of main weights, those whose weights are right."""
     failed = [v for v in verdicts if v.kind is Kind.LOADED and v.verdict.is_failure]
-    wrong = {verdict.name for verdict in failed if verdict.index != LoadedIndex.MAIN}
+    wrong = {verdict.name for verdict in failed if verdict.index != LoadedIndex.ROUNDED}
     return [
         (verdict, _LOADED[verdict.index])
         for verdict in failed
-        if verdict.index != LoadedIndex.MAIN or verdict.name not in wrong
+        if verdict.index != LoadedIndex.ROUNDED or verdict.name not in wrong
     ]
 
 

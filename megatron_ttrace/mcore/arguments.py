@@ -74,3 +74,6 @@ class Scheduler(Protocol):
 
     def step(self, increment: int) -> None:
         """Advance by a number of samples, and set the learning rate."""
+
+    def state_dict(self) -> dict[str, float | str]:
+        """What a checkpoint keeps of it."""

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -32,6 +33,8 @@ _HYPERPARAMETERS = (
     *("betas", "eps", "momentum", "nesterov"),
 )
 """What a parameter group says of how its parameters are updated; the rest is bookkeeping."""
+
+_MARKS = (("expert", "is_expert_parallel"), ("decoupled", "is_decoupled_lr"))
 
 LAYER_WISE = "LayerWiseDistributedOptimizer"
 """Of megatron/core/optimizer/layer_wise_optimizer.py: it gives whole parameters to ranks."""
@@ -91,6 +94,23 @@ def hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
         elif value is not None:
             found.append((name, float(value)))
     return tuple(found)
+
+
+def group_names(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Names of parameter groups that do not depend on their order or on other groups.
+
+    By what tells them apart in a checkpoint (``param_group_identifier_keys`` in
+    megatron/core/optimizer/optimizer.py). Of several alike all but the first get a number.
+    """
+    counts: Counter[str] = Counter()
+    for group in groups:
+        marks = [f"wd_mult={float(group.get('wd_mult', 1.0)):g}"]
+        if (rate := group.get("lr_mult", 1.0)) != 1.0:
+            marks.append(f"lr_mult={float(rate):g}")
+        marks += [mark for mark, name in _MARKS if group.get(name)]
+        name = f"param_groups[{','.join(marks)}]"
+        counts[name] += 1
+        yield name if counts[name] == 1 else f"{name}#{counts[name]}"
 
 
 def gathered_over(leaf: Any, groups: LayerWise | None, parameters: Mapping[str, Any]) -> Any:

@@ -139,14 +139,28 @@ class RoutingIndex(IntEnum):
 
 
 class LoadedIndex(IntEnum):
-    """Index of a ``loaded`` parameter."""
+    """Index of a ``loaded`` tensor or number."""
 
     ONE_DEVICE = 0
     """The weights, which must be what one device loads from the checkpoint."""
-    MAIN = 1
+    ROUNDED = 1
     """The optimizer's main weights, rounded, which must equal these."""
     AGREED = 2
-    """Weights that one device cannot load, which must be the main weights that were loaded."""
+    """Weights that could be read in no other way, which must be the main weights."""
+    WEIGHT = 3
+    """The weights, which must be what is stored."""
+    MAIN = 4
+    """Likewise the main weights, as of the optimizer."""
+    EXP_AVG = 5
+    """Likewise the mean of the gradient."""
+    EXP_AVG_SQ = 6
+    """Likewise the mean of its square."""
+    BUFFER = 7
+    """Likewise a module's buffer."""
+    OTHER = 8
+    """Likewise other state of the optimizer; its name follows the parameter's."""
+    NUMBER = 9
+    """Likewise a number: the position in the data, of the scheduler, of a parameter group."""
 
 
 class MetricIndex(IntEnum):

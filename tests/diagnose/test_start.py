@@ -93,15 +93,15 @@ def test_what_was_loaded_is_apart_from_the_step() -> None:
     wrong = Outcome.DIVERGED
     verdicts = [
         verdict(embedding, Kind.LOADED, wrong, index=LoadedIndex.ONE_DEVICE),
-        verdict(embedding, Kind.LOADED, wrong, index=LoadedIndex.MAIN, margin=9.0),
+        verdict(embedding, Kind.LOADED, wrong, index=LoadedIndex.ROUNDED, margin=9.0),
         verdict(output, Kind.LOADED, index=LoadedIndex.ONE_DEVICE),
-        verdict(output, Kind.LOADED, wrong, index=LoadedIndex.MAIN),
+        verdict(output, Kind.LOADED, wrong, index=LoadedIndex.ROUNDED),
         verdict("decoder", Kind.OUTPUT, wrong),
     ]
     culprits = localise(verdicts)
     assert [(one.name, one.direction, one.index) for one in culprits] == [
         ("embedding", Direction.START, LoadedIndex.ONE_DEVICE),
-        ("output_layer", Direction.START, LoadedIndex.MAIN),
+        ("output_layer", Direction.START, LoadedIndex.ROUNDED),
         ("decoder", Direction.FORWARD, 0),
     ]
     assert len({one.reason for one in culprits}) == 3

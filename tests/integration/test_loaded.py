@@ -66,7 +66,7 @@ def test_right_weights(tmp_path: Path) -> None:
     save(tmp_path, 1)
     checked, loaded = check(tmp_path, *TP)
     assert not checked.failed
-    assert {one.index for one in loaded} == {LoadedIndex.ONE_DEVICE, LoadedIndex.MAIN}
+    assert {one.index for one in loaded} == {LoadedIndex.ONE_DEVICE, LoadedIndex.ROUNDED}
 
 
 @pytest.mark.nightly
@@ -74,5 +74,5 @@ def test_main_weights_of_other_places(tmp_path: Path) -> None:
     """Megatron saves shifted main weights (megatron-core 0.19); its weights are right."""
     save(tmp_path, 2, *BUCKETS)
     checked, loaded = check(tmp_path, *BUCKETS, code=1)
-    assert {one.index for one in loaded if one.verdict.is_failure} == {LoadedIndex.MAIN}
-    assert {one.index for one in checked.summary.culprits} == {LoadedIndex.MAIN}
+    assert {one.index for one in loaded if one.verdict.is_failure} == {LoadedIndex.ROUNDED}
+    assert {one.index for one in checked.summary.culprits} == {LoadedIndex.ROUNDED}

@@ -17,13 +17,14 @@ from pathlib import Path
 
 import torch
 
+from megatron_ttrace.capture.state import MOMENTS, held_state
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
 from megatron_ttrace.mcore.checkpoints import loading
 from megatron_ttrace.mcore.checkpoints.loading import Source
-from megatron_ttrace.mcore.optimizer import layer_wise, owned_by
-from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
+from megatron_ttrace.mcore.optimizer import owned_by
+from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import buffers_of, like, parts_of, publish
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.run.agreement import Ranks
@@ -31,7 +32,7 @@ from megatron_ttrace.run.start.moments import set_step
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from megatron_ttrace.trace.views import local_view, logical_view
 
@@ -44,16 +45,17 @@ def write(model: TracedModel, directory: Path) -> str:
     """
     writer = TraceWriter(directory, model.mesh.rank)
     marks = hashlib.sha256()
-    owned = owned_by(model.optimizer)
-    one_has_it = layer_wise(model.optimizer)
-    # Ranks that hold a part only, those of context parallelism, leave it as it was built.
-    buffers = [(place, data) for place, data in model.buffers() if not place.placement]
-    if model.mesh.at("dp") or model.mesh.at("cp"):
-        buffers = []
-
-    def add(kind: Kind, where: ParameterPlace, data: torch.Tensor) -> None:
+    stepped = owned_by(model.optimizer)
+    for part in held_state(model):
+        is_cast = part.index is LoadedIndex.WEIGHT and part.parameter in stepped
+        is_copy = any(model.mesh.at(axis) for axis in part.replicated)
+        # Ranks that have a part of a buffer (context parallelism) leave it as it was built.
+        is_partial = part.index is LoadedIndex.BUFFER and bool(part.place.placement)
+        if is_cast or is_copy or is_partial or part.index is LoadedIndex.OTHER:
+            continue
+        where, data = part.place, part.data
         entry = Entry(
-            key=TraceKey(0, STEP_LEVEL, kind, where.name),
+            key=TraceKey(0, STEP_LEVEL, Kind.LOADED, where.name, part.index),
             shape=tuple(data.shape),
             dtype=str(data.dtype).removeprefix("torch."),
             logical_shape=where.logical_shape,
@@ -61,31 +63,7 @@ def write(model: TracedModel, directory: Path) -> str:
             boxes=where.boxes(model.mesh),
         )
         writer.add(entry, data)
-        marks.update(f"{where.name}/{kind}/{checksum(data)}".encode())
-
-    for place, data in buffers:
-        add(Kind.BUFFER, place, data)
-    for parameter, place in model.places():
-        part = owned.get(parameter)
-        if parameter in one_has_it:
-            is_mine = part is not None
-        elif part is not None and part.range is not None:
-            is_mine = True
-        else:
-            is_mine = not any(model.mesh.at(axis) for axis in reduced_over(place.name))
-        if not is_mine:
-            continue
-        where = place.flat(*part.range) if part is not None and part.range else place
-        tensors = {Kind.PARAM: part.main if part is not None else parameter.data}
-        if part is not None:
-            state = part.state
-            tensors |= {
-                kind: state[name]
-                for name, kind in part.moments.items()
-                if torch.is_tensor(state.get(name))
-            }
-        for kind, data in tensors.items():
-            add(kind, where, data)
+        marks.update(f"{where.name}/{part.index}/{checksum(data)}".encode())
     writer.close()
     return marks.hexdigest()
 
@@ -106,27 +84,31 @@ def restore(model: TracedModel, directory: Path, step: float | None) -> None:
         TTraceError: when a parameter is not among what was written.
     """
     reader = TraceReader(directory)
-    pieces: defaultdict[tuple[Kind, str], list[Entry]] = defaultdict(list)
+    pieces: defaultdict[tuple[LoadedIndex, str], list[Entry]] = defaultdict(list)
     for entries in reader.ranks.values():
         for entry in entries:
-            pieces[entry.key.kind, entry.key.name].append(entry)
+            if entry.key.index == LoadedIndex.WEIGHT:
+                # Main weights of other ranks come after it.
+                pieces[LoadedIndex.MAIN, entry.key.name].insert(0, entry)
+            else:
+                pieces[LoadedIndex(entry.key.index), entry.key.name].append(entry)
 
-    def copy(kind: Kind, place: ParameterPlace, target: torch.Tensor) -> None:
-        whole = _assemble(reader, pieces[kind, place.name], place)
+    def copy(index: LoadedIndex, place: ParameterPlace, target: torch.Tensor) -> None:
+        whole = _assemble(reader, pieces[index, place.name], place)
         for box in place.boxes(model.mesh):
             local_view(target, box).copy_(logical_view(whole, box))
 
     owned = owned_by(model.optimizer)
     with torch.no_grad():
         for place, buffer in model.buffers():
-            if (Kind.BUFFER, place.name) in pieces:
-                copy(Kind.BUFFER, place, buffer)
+            if (LoadedIndex.BUFFER, place.name) in pieces:
+                copy(LoadedIndex.BUFFER, place, buffer)
         parts = parts_of(model.chunks)
         for parameter, place in model.places():
             if shard := parts.get(parameter):
-                copy(Kind.PARAM, place.flat(*shard.range), shard.stepped)
+                copy(LoadedIndex.MAIN, place.flat(*shard.range), shard.stepped)
             else:
-                copy(Kind.PARAM, place, parameter.data)
+                copy(LoadedIndex.MAIN, place, parameter.data)
         if buffers_of(model.chunks):
             publish(model.chunks)
         else:
@@ -135,12 +117,12 @@ def restore(model: TracedModel, directory: Path, step: float | None) -> None:
             if (part := owned.get(parameter)) is None:
                 continue
             where = place.flat(*part.range) if part.range else place
-            copy(Kind.PARAM, where, part.main)
+            copy(LoadedIndex.MAIN, where, part.main)
             for name, kind in part.moments.items():
-                if (kind, place.name) not in pieces:
+                if (MOMENTS[kind], place.name) not in pieces:
                     continue
                 moment = torch.zeros_like(part.main, dtype=torch.float32)
-                copy(kind, where, moment)
+                copy(MOMENTS[kind], where, moment)
                 part.inner.state[part.key][name] = like(part.key, moment)
                 if step is not None:
                     set_step(part, part.key, step)

@@ -13,6 +13,7 @@ import dataclasses
 
 import torch
 
+from megatron_ttrace.capture.state import held_state
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.checkpoints.loading import Source, load_weights
@@ -52,25 +53,23 @@ class OneDevice:
             key = TraceKey(iteration, STEP_LEVEL, Kind.LOADED, place.name, index)
             line = writer.add(Entry.of(key, data), data)
             if parameter in owned:
-                main = dataclasses.replace(key, index=LoadedIndex.MAIN)
+                main = dataclasses.replace(key, index=LoadedIndex.ROUNDED)
                 writer.add(Entry.of(main, data, same_as=line), None)
 
 
 def compare(model: TracedModel, reference: TraceReader, iteration: int, sink: StepSink) -> None:
     """Compare what this rank loaded, before anything overwrites it."""
-    for _, place, data in model.held():
-        agreed = TraceKey(iteration, STEP_LEVEL, Kind.LOADED, place.name, LoadedIndex.AGREED)
-        index = LoadedIndex.AGREED if agreed in reference else LoadedIndex.ONE_DEVICE
+    for part in held_state(model):
+        place, data, index = part.place, part.data, LoadedIndex.ONE_DEVICE
+        if part.index is LoadedIndex.WEIGHT:
+            agreed = TraceKey(iteration, STEP_LEVEL, Kind.LOADED, place.name, LoadedIndex.AGREED)
+            index = LoadedIndex.AGREED if agreed in reference else index
+        elif part.index is LoadedIndex.MAIN and part.parameter is not None:
+            data, index = data.detach().to(part.parameter.dtype), LoadedIndex.ROUNDED
+        else:
+            continue
         where = STEP_LEVEL, Kind.LOADED, place.name, index
         sink.placed(where, data, place.logical_shape, place.placement)
-    owned = owned_by(model.optimizer)
-    for parameter, place in model.places():
-        if (part := owned.get(parameter)) is None:
-            continue
-        where = STEP_LEVEL, Kind.LOADED, place.name, LoadedIndex.MAIN
-        flat = place.flat(*part.range) if part.range else place
-        rounded = part.weights.detach().to(parameter.dtype)
-        sink.placed(where, rounded, flat.logical_shape, flat.placement)
 
 
 def notice(reference: TraceReader) -> str:

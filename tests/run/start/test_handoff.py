@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_ttrace.capture import state
 from megatron_ttrace.mcore.optimizer import Owned
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.mcore.sharded_weights import WeightPart
@@ -31,11 +32,17 @@ def trained(monkeypatch: pytest.MonkeyPatch, seed: int, width: int = 3) -> Simpl
         (one, place_parameter(name, one, SINGLE, gated=False))
         for name, one in layer.named_parameters()
     ]
-    monkeypatch.setattr(handoff, "owned_by", lambda optimizer: optimizer.owned)
+    for module in (handoff, state):
+        monkeypatch.setattr(module, "owned_by", lambda optimizer: optimizer.owned)
     optimizer = SimpleNamespace(owned=owned, reload_model_params=lambda: None)
     buffers = [(ParameterPlace("expert_bias", (4,), ()), torch.randn(4))]
     return SimpleNamespace(
-        mesh=SINGLE, optimizer=optimizer, chunks=(), places=lambda: places, buffers=lambda: buffers
+        mesh=SINGLE,
+        optimizer=optimizer,
+        chunks=(),
+        places=lambda: places,
+        held=lambda: [(one, place, one.data) for one, place in places],
+        buffers=lambda: buffers,
     )
 
 

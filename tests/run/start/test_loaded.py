@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_ttrace.capture import state
 from megatron_ttrace.mcore.checkpoints.loading import Source
 from megatron_ttrace.mcore.optimizer import Owned
 from megatron_ttrace.mcore.parameters import place_parameter
@@ -33,7 +34,8 @@ def model(monkeypatch):
         (one, place_parameter(name, one, SINGLE, gated=False))
         for name, one in layer.named_parameters()
     ]
-    monkeypatch.setattr(loaded, "owned_by", lambda optimizer: owned)
+    for module in (loaded, state):
+        monkeypatch.setattr(module, "owned_by", lambda optimizer: owned)
     return SimpleNamespace(
         optimizer=None,
         chunks=[layer],
@@ -41,6 +43,7 @@ def model(monkeypatch):
         mesh=SINGLE,
         places=lambda: places,
         held=lambda: [(one, place, one.data) for one, place in places],
+        buffers=list,
     )
 
 
@@ -87,7 +90,7 @@ def test_shifted_main_weights(model, tmp_path, monkeypatch):
     main = model.owned[model.chunks[0].weight].main
     main.copy_(main.flatten().roll(1).view_as(main))
     found, _ = compared(model, tmp_path, monkeypatch, lambda *_: "")
-    assert [key for key, equal in found.items() if not equal] == [("weight", LoadedIndex.MAIN)]
+    assert [key for key, equal in found.items() if not equal] == [("weight", LoadedIndex.ROUNDED)]
 
 
 def test_other_weights(model, tmp_path, monkeypatch):
@@ -99,7 +102,7 @@ def test_other_weights(model, tmp_path, monkeypatch):
 
     found, _ = compared(model, tmp_path, monkeypatch, load)
     wrong = [key for key, equal in found.items() if not equal]
-    assert wrong == [("weight", LoadedIndex.ONE_DEVICE), ("weight", LoadedIndex.MAIN)]
+    assert wrong == [("weight", LoadedIndex.ONE_DEVICE), ("weight", LoadedIndex.ROUNDED)]
 
 
 @pytest.mark.parametrize("refuses", [True, False])
@@ -113,8 +116,8 @@ def test_what_one_device_cannot_load(model, tmp_path, monkeypatch, refuses):
     found, notice = compared(model, tmp_path, monkeypatch, load)
     weight = LoadedIndex.AGREED if refuses else LoadedIndex.ONE_DEVICE
     assert set(found) == {
-        *(("weight", index) for index in (weight, LoadedIndex.MAIN)),
-        *(("bias", index) for index in (LoadedIndex.AGREED, LoadedIndex.MAIN)),
+        *(("weight", index) for index in (weight, LoadedIndex.ROUNDED)),
+        *(("bias", index) for index in (LoadedIndex.AGREED, LoadedIndex.ROUNDED)),
     }
     assert all(found.values())
     assert ("Megatron: no" if refuses else "bias") in notice

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank's job would lose without a checkpoint: tensors and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.mcore import loss_scale
+from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
+from megatron_ttrace.mcore.optimizer import Owned, layer_wise, leaves_of, owned_by
+from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
+from megatron_ttrace.mcore.statistics import group_names, hyperparameters
+from megatron_ttrace.trace.records import Kind, LoadedIndex
+
+MOMENTS = {Kind.EXP_AVG: LoadedIndex.EXP_AVG, Kind.EXP_AVG_SQ: LoadedIndex.EXP_AVG_SQ}
+"""Which index the moments of a kind have."""
+_NOT_OTHER = ("master_param", "step")
+"""State of a torch optimizer that is read in another way."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A rank's part of a logical tensor of the training state.
+
+    Attributes:
+        index: ``WEIGHT``, ``MAIN``, ``EXP_AVG``, ``EXP_AVG_SQ``, ``BUFFER`` or ``OTHER``.
+        place: in the whole model. An ``OTHER`` has the name ``PARAMETER/STATE``.
+        data: not a copy.
+        replicated: axes whose ranks have the same part.
+        parameter: whose state this is; ``None`` for a buffer.
+    """
+
+    index: LoadedIndex
+    place: ParameterPlace
+    data: torch.Tensor
+    replicated: tuple[str, ...]
+    parameter: torch.nn.Parameter | None = None
+
+
+def held_state(model: TracedModel) -> Iterator[StateTensor]:
+    """The training state of this rank: weights, then optimizer state, then buffers.
+
+    Optimizer state whose shape is not the parameter's has no place in the whole model if the
+    parameter is divided; it is left out.
+    """
+    owned = owned_by(model.optimizer)
+    as_wholes = layer_wise(model.optimizer)
+    for parameter, place, data in model.held():
+        replicated = reduced_over(place.name) if data.numel() == parameter.numel() else ()
+        yield StateTensor(LoadedIndex.WEIGHT, place, data, replicated, parameter)
+    for parameter, place in model.places():
+        if (part := owned.get(parameter)) is None:
+            continue
+        where = place.flat(*part.range) if part.range else place
+        whole = part.range is None and parameter not in as_wholes
+        replicated = reduced_over(place.name) if whole else ()
+        for index, at, data in _of_optimizer(part, where):
+            yield StateTensor(index, at, data, replicated, parameter)
+    for place, buffer in model.buffers():
+        axes = {step.axis for step in place.placement}
+        replicated = tuple(axis for axis in ("dp", "cp") if axis not in axes)
+        yield StateTensor(LoadedIndex.BUFFER, place, buffer, replicated)
+
+
+def _of_optimizer(
+    part: Owned, place: ParameterPlace
+) -> Iterator[tuple[LoadedIndex, ParameterPlace, torch.Tensor]]:
+    main, state = part.weights, part.state
+    yield LoadedIndex.MAIN, place, main
+    for name, value in state.items():
+        if not torch.is_tensor(value) or name in _NOT_OTHER:
+            continue
+        if kind := part.moments.get(name):
+            yield MOMENTS[kind], place, value
+            continue
+        at = dataclasses.replace(place, name=f"{place.name}/{name}")
+        if value.shape == main.shape:
+            yield LoadedIndex.OTHER, at, value
+        elif not place.placement:
+            at = dataclasses.replace(at, logical_shape=tuple(value.shape))
+            yield LoadedIndex.OTHER, at, value
+
+
+def held_numbers(args: MegatronArguments, scheduler: Scheduler, optimizer: Any) -> dict[str, float]:
+    """The numbers of the training state on this rank, by name.
+
+    Position in the data; the scheduler's; of each parameter group its hyper-parameters and the
+    steps that were made; the loss scale. A name does not depend on the layout.
+    """
+    numbers: dict[str, float] = {
+        "iteration": float(args.iteration),
+        "consumed_train_samples": float(args.consumed_train_samples),
+    }
+    state = scheduler.state_dict()
+    numbers |= {
+        f"opt_param_scheduler.{name}": float(value)
+        for name, value in state.items()
+        if isinstance(value, (int, float))
+    }
+    inner = [leaf.optimizer for leaf in leaves_of(optimizer) if getattr(leaf, "optimizer", None)]
+    groups = [(each, group) for each in inner for group in each.param_groups]
+    for name, (each, group) in zip(group_names(g for _, g in groups), groups, strict=True):
+        numbers |= {f"{name}.{key}": value for key, value in hyperparameters(group)}
+        if (step := _step(each, group)) is not None:
+            numbers[f"{name}.step"] = step
+    if (scale := loss_scale.get(optimizer)) is not None:
+        numbers["loss_scale"] = scale
+    return numbers
+
+
+def _step(inner: Any, group: dict[str, Any]) -> float | None:
+    """The steps that were made for a group's parameters; if these differ, the rarest number.
+
+    Fused optimizers count in the group, torch's Adam for each parameter.
+    """
+    counts = [inner.state.get(parameter, {}).get("step") for parameter in group["params"]]
+    steps = Counter(float(step) for step in (*counts, group.get("step")) if step is not None)
+    return steps.most_common()[-1][0] if steps else None

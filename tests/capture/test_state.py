@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training state of a rank: which tensors and numbers there are, and where they belong."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_ttrace.capture import state
+from megatron_ttrace.mcore.optimizer import Owned
+from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
+from megatron_ttrace.mcore.statistics import group_names
+from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.trace.records import LoadedIndex
+
+MOMENTS = {LoadedIndex.EXP_AVG, LoadedIndex.EXP_AVG_SQ}
+
+
+def stepped(monkeypatch: pytest.MonkeyPatch, halves: int = 1) -> SimpleNamespace:
+    """A layer in bfloat16; the optimizer has main weights of the first of ``halves`` of each."""
+    layer = torch.nn.Linear(4, 2).bfloat16()
+    mains = [one.data.float().view(-1)[: one.numel() // halves] for one in layer.parameters()]
+    adam = torch.optim.Adam(mains, lr=0.25, betas=(0.5, 0.75))
+    for main in mains:
+        main.grad = torch.ones_like(main)
+    adam.step()
+    for main in mains:
+        adam.state[main]["basis"] = torch.eye(2)
+    owned = {
+        one: Owned(main, adam, adam.param_groups[0], (0, main.numel()) if halves > 1 else None)
+        for one, main in zip(layer.parameters(), mains, strict=True)
+    }
+    places = [
+        (one, place_parameter(name, one, SINGLE, gated=False))
+        for name, one in layer.named_parameters()
+    ]
+    monkeypatch.setattr(state, "owned_by", lambda _: owned)
+    return SimpleNamespace(
+        optimizer=SimpleNamespace(optimizer=adam),
+        mesh=SINGLE,
+        places=lambda: places,
+        held=lambda: [(one, place, one.data) for one, place in places],
+        buffers=lambda: [(ParameterPlace("expert_bias", (4,), ()), torch.zeros(4))],
+    )
+
+
+def test_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, main weights, moments, other state by its name, and buffers."""
+    found = list(state.held_state(stepped(monkeypatch)))
+    parts = {LoadedIndex.WEIGHT, LoadedIndex.MAIN, *MOMENTS}
+    assert {(one.place.name, one.index) for one in found} == {
+        *((name, index) for name in ("weight", "bias") for index in parts),
+        *((f"{name}/basis", LoadedIndex.OTHER) for name in ("weight", "bias")),
+        ("expert_bias", LoadedIndex.BUFFER),
+    }
+    assert {one.replicated for one in found} == {("dp", "cp")}
+    assert {one.parameter is None for one in found if one.index is LoadedIndex.BUFFER} == {True}
+
+
+def test_a_divided_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has its own range; state of another shape has no place."""
+    found = list(state.held_state(stepped(monkeypatch, 2)))
+    parts = [one for one in found if one.index in {LoadedIndex.MAIN, *MOMENTS}]
+    assert {one.replicated for one in parts} == {()}
+    boxes = {one.place.name: one.place.boxes(SINGLE) for one in parts}
+    assert {name: sum(box.numel for box in held) for name, held in boxes.items()} == {
+        "weight": 4,
+        "bias": 1,
+    }
+    assert not [one for one in found if one.index is LoadedIndex.OTHER]
+
+
+def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Position, scheduler, parameter group; a parameter that lost its steps is not hidden."""
+    optimizer = stepped(monkeypatch).optimizer
+    optimizer.optimizer.param_groups[0] |= {"wd_mult": 0.0, "is_expert_parallel": True}
+    args = SimpleNamespace(iteration=3, consumed_train_samples=12)
+    scheduler = SimpleNamespace(state_dict=lambda: {"num_steps": 12, "lr_decay_style": "linear"})
+    numbers = state.held_numbers(args, scheduler, optimizer)  # type: ignore[arg-type]
+    group = "param_groups[wd_mult=0,expert]"
+    assert (
+        numbers.items()
+        >= {
+            "iteration": 3.0,
+            "consumed_train_samples": 12.0,
+            "opt_param_scheduler.num_steps": 12.0,
+            f"{group}.lr": 0.25,
+            f"{group}.betas[1]": 0.75,
+            f"{group}.step": 1.0,
+        }.items()
+    )
+    main = optimizer.optimizer.param_groups[0]["params"][0]
+    optimizer.optimizer.state[main]["step"] = torch.tensor(0.0)
+    optimizer.optimizer.param_groups[0]["step"] = 1
+    lost = state.held_numbers(args, scheduler, optimizer)  # type: ignore[arg-type]
+    assert lost[f"{group}.step"] == 0.0
+
+
+def test_groups_that_are_alike() -> None:
+    """All but the first get a number; their order among different ones does not matter."""
+    decayed, expert = {"wd_mult": 1.0}, {"wd_mult": 1.0, "is_expert_parallel": True, "lr_mult": 2.0}
+    assert list(group_names([expert, decayed, decayed])) == [
+        "param_groups[wd_mult=1,lr_mult=2,expert]",
+        "param_groups[wd_mult=1]",
+        "param_groups[wd_mult=1]#2",
+    ]
