@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches that need few checks: the first bad commit, the smallest set that still diverges."""
+"""Searches that need few checks: the first bad commit, the smallest set of parts that diverges."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class FirstBad:
     suspects: tuple[int, ...]
 
 
-def first_bad(count: int, check: Callable[[int], Answer]) -> FirstBad | None:
+def first_bad(
+    count: int, check: Callable[[int], Answer], pivots: Sequence[int] = ()
+) -> FirstBad | None:
     """Bisect ``count`` commits that follow a good one; the last is checked first.
 
     Of 64 commits that can all be checked, 7 are.
@@ -37,6 +39,7 @@ def first_bad(count: int, check: Callable[[int], Answer]) -> FirstBad | None:
     Args:
         count: of the commits.
         check: answers for the commit with this number.
+        pivots: numbers to check before those in the middle.
 
     Returns:
         ``None`` when the last commit is not bad, so that there is nothing to find.
@@ -47,7 +50,8 @@ def first_bad(count: int, check: Callable[[int], Answer]) -> FirstBad | None:
     skipped: set[int] = set()
     while candidates := [one for one in range(good + 1, bad) if one not in skipped]:
         # The one nearest to the middle that can perhaps be checked.
-        middle = min(candidates, key=lambda one: abs(2 * one - good - bad))
+        nearest = min(candidates, key=lambda one: abs(2 * one - good - bad))
+        middle = next((one for one in pivots if one in candidates), nearest)
         answer = check(middle)
         if answer is Answer.SKIPPED:
             skipped.add(middle)
@@ -80,3 +84,83 @@ def smallest[T](parts: Sequence[T], diverges: Callable[[Sequence[T]], bool]) -> 
                 start += size
         size = min(size // 2, len(kept)) if size > 1 else 0
     return kept
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Causes[T]:
+    """Parts that make the whole bad.
+
+    Attributes:
+        sets: each is bad alone, and without any single part of it no longer; the first found first.
+        without: the answer for all other parts together.
+    """
+
+    sets: tuple[tuple[T, ...], ...]
+    without: Answer
+
+
+def causes[T](
+    parts: Sequence[T], check: Callable[[Sequence[T]], Answer], pivots: Sequence[int] = ()
+) -> Causes[T]:
+    """The smallest sets of parts that are bad by themselves, until the rest is bad no more.
+
+    One bad part of ``n`` is found and proven in log2(n) + 5 checks, and one more for each pivot;
+    each further part that only matters together with it costs about log2(n) + 3.
+
+    Args:
+        parts: hashable; likely ones first.
+        check: answers for some of the parts, in their order; asked only once for each set.
+        pivots: numbers of parts after which others are much less likely.
+
+    Returns:
+        No sets when all parts together are not bad, or none of them is not good.
+    """
+    number = {part: position for position, part in enumerate(parts)}
+    known: dict[frozenset[T], Answer] = {}
+
+    def ask(some: Sequence[T]) -> Answer:
+        key = frozenset(some)
+        if key not in known:
+            known[key] = check(sorted(some, key=number.__getitem__))
+        return known[key]
+
+    if ask(parts) is not Answer.BAD or ask(()) is not Answer.GOOD:
+        return Causes((), ask(parts))
+    rest = list(parts)
+    sets: list[tuple[T, ...]] = []
+    while (answer := ask(rest)) is Answer.BAD:
+        sets.append(tuple(_cause(rest, ask, pivots)))
+        rest = [part for part in rest if part not in sets[-1]]
+        pivots = ()
+    return Causes(tuple(sets), answer)
+
+
+def _cause[T](
+    parts: Sequence[T], ask: Callable[[Sequence[T]], Answer], pivots: Sequence[int]
+) -> list[T]:
+    """Parts that are bad together, though none of them can be left out.
+
+    The shortest beginning of the parts that is bad needs its last part. With that given, the
+    shortest beginning that is bad needs another one, and so on, until nothing else is needed.
+    """
+    pool, kept = list(parts), list[T]()
+    while not kept or ask(kept) is not Answer.BAD:
+        where = first_bad(len(pool), _Prefixes(pool, kept, ask), pivots)
+        if where is None:
+            raise ValueError("all parts of the pool, with what is kept, are not bad")
+        begin = min((*where.suspects, where.number))
+        kept = pool[begin : where.number + 1] + kept
+        pool = pool[:begin]
+    return smallest(kept, lambda some: ask(some) is Answer.BAD)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prefixes[T]:
+    """Answers for the first parts of a pool together with what is kept."""
+
+    pool: Sequence[T]
+    kept: Sequence[T]
+    ask: Callable[[Sequence[T]], Answer]
+
+    def __call__(self, last: int) -> Answer:
+        return self.ask([*self.pool[: last + 1], *self.kept])

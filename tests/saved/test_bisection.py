@@ -4,7 +4,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.saved.bisection import Answer, first_bad, smallest
+from megatron_ttrace.saved.bisection import Answer, Causes, causes, first_bad, smallest
 
 
 def test_sixty_four_commits():
@@ -70,3 +70,70 @@ def test_few_of_many():
     found = smallest(range(256), lambda kept: asked.append(1) or 77 in kept)
     assert found == [77]
     assert len(asked) < 40
+
+
+def log2(count):
+    """Rounded up."""
+    return (count - 1).bit_length()
+
+
+@given(st.integers(1, 400), st.data())
+def test_one_cause_among_harmless_changes(count, data):
+    """It is found and proven in 2 log2(n) + 6 checks, none of them asked twice."""
+    cause = data.draw(st.integers(0, count - 1))
+    pivots = sorted(data.draw(st.sets(st.integers(0, count - 1), max_size=2)))
+    asked = []
+
+    def check(parts):
+        asked.append(tuple(parts))
+        return Answer.BAD if cause in parts else Answer.GOOD
+
+    found = causes([*range(count)], check, pivots)
+    assert found == Causes(((cause,),), Answer.GOOD)
+    assert {(cause,), (), tuple(part for part in range(count) if part != cause)} <= set(asked)
+    assert len(set(asked)) == len(asked) <= 2 * log2(count) + 6
+    assert len(asked) <= log2(count) + 5 + len(pivots)
+
+
+@given(st.integers(1, 60), st.data())
+def test_a_likely_cause_is_found_at_once(count, data):
+    """With a pivot behind it, the number of unlikely parts hardly matters."""
+    likely = data.draw(st.integers(1, min(count, 4)))
+    cause = data.draw(st.integers(0, likely - 1))
+    asked = []
+
+    def check(parts):
+        asked.append(parts)
+        return Answer.BAD if cause in parts else Answer.GOOD
+
+    assert causes([*range(count)], check, [likely - 1]).sets == ((cause,),)
+    assert len(asked) <= 8
+
+
+@given(st.integers(1, 40), st.data())
+def test_parts_that_matter_together_and_apart(count, data):
+    """Each set that is found is bad, without any part of it no longer; the rest is not bad."""
+    parts = [*range(count)]
+    some = st.sets(st.sampled_from(parts), min_size=1, max_size=3)
+    bad = data.draw(st.lists(some, min_size=1, max_size=3))
+    broken = data.draw(st.lists(st.tuples(st.sampled_from(parts), st.sampled_from(parts))))
+
+    def check(some):
+        if 0 < len(some) < count and any((a in some) != (b in some) for a, b in broken):
+            return Answer.SKIPPED
+        return Answer.BAD if any(one <= set(some) for one in bad) else Answer.GOOD
+
+    found = causes(parts, check)
+    assert found.sets
+    for one in found.sets:
+        assert check(one) is Answer.BAD
+        assert not any(check([p for p in one if p != part]) is Answer.BAD for part in one)
+    blamed = {part for one in found.sets for part in one}
+    assert check([part for part in parts if part not in blamed]) is found.without is not Answer.BAD
+
+
+def test_no_cause():
+    """Nothing to find: the parts are not bad together, or the reason is none of them."""
+    for all_, none in ((Answer.GOOD, Answer.GOOD), (Answer.BAD, Answer.BAD)):
+        found = causes([1, 2], lambda some, a=all_, n=none: a if some else n)
+        assert found == Causes((), all_)

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The difference between two versions of a tree of Python files, as hunks that can be left out.
+
+Pure: from texts to texts. A hunk has no context lines, and equally long replaced blocks are divided
+into lines. Hunks that make sense only together are grouped (:func:`groups`).
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import io
+import re
+import tokenize
+import warnings
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from megatron_ttrace.trace import changes
+
+Texts = Mapping[str, str]
+"""Path below the tree -> content."""
+
+_NAME = re.compile(r"[^\W\d]\w*")
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+_LEAST_MOVED = 8
+"""Characters of a line that is recognised where it was moved to; brackets are everywhere."""
+_IGNORED = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER})
+
+type Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Splice:
+    """A hunk: lines of the good file, and what the bad file has in their place.
+
+    Attributes:
+        file: path below the tree.
+        start: of the good file's lines, from 0.
+        removed: lines of the good file.
+        added: lines of the bad file.
+        line: of the bad file, from 1, where the added lines begin, or those after the removed ones.
+        function: qualified name of the function that it is in; empty outside of functions.
+        is_code: whether it has more than comments and blank lines.
+        is_whole: whether it is a whole file, which the other version lacks.
+    """
+
+    file: str
+    start: int
+    removed: tuple[str, ...]
+    added: tuple[str, ...]
+    line: int
+    function: str = ""
+    is_code: bool = True
+    is_whole: bool = False
+
+
+def difference(good: Texts, bad: Texts) -> list[Splice]:
+    """All hunks, by file and line."""
+    files = sorted({*good, *bad})
+    return [
+        splice
+        for file in files
+        if good.get(file) != bad.get(file)
+        for splice in _of_file(file, good.get(file), bad.get(file))
+    ]
+
+
+def applied(good: Texts, splices: Iterable[Splice]) -> dict[str, str | None]:
+    """The files of these hunks with only them applied to the good version; ``None``: no file."""
+    by_file: dict[str, list[Splice]] = defaultdict(list)
+    for splice in splices:
+        by_file[splice.file].append(splice)
+    return {file: _text(good.get(file), own) for file, own in by_file.items()}
+
+
+def _text(good: str | None, splices: Sequence[Splice]) -> str | None:
+    if splices[0].is_whole:
+        return "".join(splices[0].added) if good is None else None
+    lines, pieces, at = _lines(good or ""), [], 0
+    for splice in sorted(splices, key=lambda splice: (splice.start, splice.line)):
+        pieces += [*lines[at : splice.start], *splice.added]
+        at = splice.start + len(splice.removed)
+    return "".join([*pieces, *lines[at:]])
+
+
+def _of_file(file: str, good: str | None, bad: str | None) -> Iterator[Splice]:
+    old, new = _lines(good or ""), _lines(bad or "")
+    if good is None or bad is None:
+        yield Splice(file, 0, tuple(old), tuple(new), 1, is_whole=True)
+        return
+    functions = _Functions(good), _Functions(bad)
+    comments = _comments(good), _comments(bad)
+    for start, end, first, last in _blocks(old, new):
+        # Where nothing was added, the function is that of the removed lines.
+        name = functions[1].at(first + 1) if first < last else functions[0].at(start + 1)
+        is_code = not (
+            comments[0].issuperset(range(start + 1, end + 1))
+            and comments[1].issuperset(range(first + 1, last + 1))
+        )
+        yield Splice(
+            file=file,
+            start=start,
+            removed=tuple(old[start:end]),
+            added=tuple(new[first:last]),
+            line=max(1, min(first + 1, len(new))),
+            function=name,
+            is_code=is_code,
+        )
+
+
+def _blocks(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[int, int, int, int]]:
+    """Ranges of lines that differ: begin and end in the old file, then in the new one."""
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for tag, start, end, first, last in matcher.get_opcodes():
+        if tag == "replace" and end - start == last - first:
+            for number in range(end - start):
+                yield start + number, start + number + 1, first + number, first + number + 1
+        elif tag != "equal":
+            yield start, end, first, last
+
+
+def compiles(file: str, text: str | None) -> bool:
+    """Whether a combination of hunks is a program at all: this costs no check."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(text or "", file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def groups(splices: Sequence[Splice], good: Texts, bad: Texts) -> list[tuple[int, ...]]:
+    """Numbers of hunks that depend on each other, the groups by their first hunk.
+
+    Together stay hunks of a statement; of lines that were moved within a file; and those that
+    mention a name that only one version binds: a new function, parameter or import and its uses, a
+    renamed variable.
+    """
+    sets = _Sets(len(splices))
+    by_file: dict[str, list[int]] = defaultdict(list)
+    for number, splice in enumerate(splices):
+        by_file[splice.file].append(number)
+    for file, numbers in by_file.items():
+        own = [(number, splices[number]) for number in numbers]
+        _join_statements(sets, own, good.get(file, ""), bad.get(file, ""))
+        _join_moved(sets, own)
+        _join_local_names(sets, own, good.get(file, ""), bad.get(file, ""))
+    _join_names(
+        sets,
+        list(enumerate(splices)),
+        _global_names(good, by_file) ^ _global_names(bad, by_file),
+    )
+    return sets.listed()
+
+
+class _Sets:
+    """Disjoint sets of numbers."""
+
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+
+    def join(self, numbers: Iterable[int]) -> None:
+        """Make one set of those that these numbers are in."""
+        roots = sorted({self._root(number) for number in numbers})
+        for root in roots[1:]:
+            self._parent[root] = roots[0]
+
+    def listed(self) -> list[tuple[int, ...]]:
+        """All sets, by their smallest numbers."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for number in range(len(self._parent)):
+            found[self._root(number)].append(number)
+        return [tuple(numbers) for numbers in found.values()]
+
+    def _root(self, number: int) -> int:
+        while self._parent[number] != number:
+            number = self._parent[number]
+        return number
+
+
+type _Numbered = Sequence[tuple[int, Splice]]
+
+
+def _join_statements(sets: _Sets, own: _Numbered, good: str, bad: str) -> None:
+    """Hunks in one simple statement, or in one header of a compound one, of either version."""
+    for text, is_old in ((good, True), (bad, False)):
+        spans = list(_statements(text))
+        by_span: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, splice in own:
+            first = splice.start + 1 if is_old else splice.line
+            count = len(splice.removed if is_old else splice.added)
+            for span in spans:
+                if first <= span[1] and first + count - 1 >= span[0]:
+                    by_span[span].append(number)
+        for numbers in by_span.values():
+            sets.join(numbers)
+
+
+def _statements(text: str) -> Iterator[tuple[int, int]]:
+    """First and last lines of simple statements and of headers, where they are several lines."""
+    tree = _parsed(text)
+    for node in ast.walk(tree) if tree else ():
+        if not isinstance(node, ast.stmt):
+            continue
+        body = getattr(node, "body", None)
+        last = body[0].lineno - 1 if body and isinstance(body, list) else node.end_lineno
+        if last and last > node.lineno:
+            yield node.lineno, last
+
+
+def _join_moved(sets: _Sets, own: _Numbered) -> None:
+    """Hunks of a line that is removed in one and added in another."""
+    removed: dict[str, list[int]] = defaultdict(list)
+    added: dict[str, list[int]] = defaultdict(list)
+    for number, splice in own:
+        for lines, by_line in ((splice.removed, removed), (splice.added, added)):
+            for line in lines:
+                if len(line.strip()) >= _LEAST_MOVED and not line.lstrip().startswith("#"):
+                    by_line[line.strip()].append(number)
+    for line, numbers in removed.items():
+        if line in added:
+            sets.join([*numbers, *added[line]])
+
+
+def _join_local_names(sets: _Sets, own: _Numbered, good: str, bad: str) -> None:
+    """Hunks in one function that mention a name that it binds in one version alone."""
+    old, new = _Functions(good), _Functions(bad)
+    for function in {splice.function for _, splice in own} - {""}:
+        names = old.bound(function) ^ new.bound(function)
+        _join_names(sets, [pair for pair in own if pair[1].function == function], names)
+
+
+def _join_names(sets: _Sets, own: _Numbered, names: Collection[str]) -> None:
+    by_name: dict[str, list[int]] = defaultdict(list)
+    for number, splice in own:
+        text = "".join((*splice.removed, *splice.added))
+        for name in {*_NAME.findall(text)}.intersection(names):
+            by_name[name].append(number)
+    for numbers in by_name.values():
+        sets.join(numbers)
+
+
+def _global_names(texts: Texts, files: Iterable[str]) -> set[str]:
+    """What files define for others: modules, functions, classes, parameters, attributes."""
+    found: set[str] = set()
+    for file in files:
+        tree = _parsed(texts[file]) if file in texts else None
+        if tree is None:
+            continue
+        stem = file.rpartition("/")[2].removesuffix(".py")
+        found |= {stem, *_outer_names(tree.body)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found |= {node.name, *(argument.arg for argument in _arguments(node))}
+            elif isinstance(node, ast.ClassDef):
+                found |= {node.name, *_outer_names(node.body)}
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return found
+
+
+def _outer_names(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """Names that statements bind outside of functions."""
+    for statement in body:
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield from _bound(statement)
+
+
+def _bound(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias):
+            yield (node.asname or node.name).partition(".")[0]
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+
+
+def _arguments(node: Definition) -> Iterator[ast.arg]:
+    every = node.args
+    yield from (*every.posonlyargs, *every.args, *every.kwonlyargs)
+    yield from filter(None, (every.vararg, every.kwarg))
+
+
+class _Functions:
+    """The outermost functions of a file, by line."""
+
+    def __init__(self, text: str) -> None:
+        functions = changes.read(text.encode(errors="surrogatepass")).functions
+        self._spans = [(a, b, name) for name, one in functions.items() for a, b in one.spans]
+        self._text = text
+
+    def at(self, line: int) -> str:
+        """The one that a line is in; empty outside of functions."""
+        return next((name for a, b, name in self._spans if a <= line <= b), "")
+
+    def bound(self, function: str) -> set[str]:
+        """Names that are bound in it."""
+        lines = _lines(self._text)
+        found: set[str] = set()
+        for a, b, name in self._spans:
+            if name == function:
+                # Indented, it is a body: of a class, perhaps.
+                tree = _parsed("if 1:\n " + " ".join(lines[a - 1 : b]))
+                found.update(_bound(tree) if tree else ())
+        return found
+
+
+def _comments(text: str) -> set[int]:
+    """Numbers of lines with nothing but comments; and of blank ones, outside of texts."""
+    codes: set[int] = set()
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type not in _IGNORED | {tokenize.INDENT, tokenize.DEDENT}:
+                codes.update(range(token.start[0], token.end[0] + 1))
+    except (tokenize.TokenError, SyntaxError, ValueError):
+        return set()
+    return set(range(1, text.count("\n") + 2)) - codes
+
+
+def _parsed(text: str) -> ast.Module | None:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _lines(text: str) -> list[str]:
+    """With their ends; as Python counts, which knows fewer ends than ``str.splitlines``."""
+    return _LINE.findall(text)
