@@ -44,11 +44,14 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, and list what is not the same."""
-    from megatron_ttrace.mcore.checkpoints.stored import weights
+    from megatron_ttrace.mcore.checkpoints.stored import open_checkpoint
     from megatron_ttrace.saved.weights import compare
     from megatron_ttrace.trace.sanitise import clean
+    from megatron_ttrace.trace.states import State
 
-    found = list(compare(weights(args.a), weights(args.b)))
+    opened = [open_checkpoint(folder).tensors for folder in (args.a, args.b)]
+    a, b = ({i.name: s for i, s in one.items() if i.state is State.WEIGHT} for one in opened)
+    found = list(compare(a, b))
     different = [one for one in found if not one.same.is_same]
     counts = Counter(one.same.value for one in found)
     code = ExitCode.DIVERGED if different else ExitCode.EQUIVALENT

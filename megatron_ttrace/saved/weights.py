@@ -67,7 +67,9 @@ class _Part:
         return self.stored.shape if self.layer is None else self.stored.shape[1:]
 
     def read(self) -> torch.Tensor:
-        return self.stored.read(self.layer)
+        stored = self.stored if self.layer is None else self.stored.at(self.layer)
+        assert stored is not None
+        return stored.read()
 
 
 def compare(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> Iterator[Weight]:

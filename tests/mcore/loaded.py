@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program that has Megatron save a checkpoint, and reads its weights; see test_checkpoints.py."""
+"""A program that has Megatron save a checkpoint, and reads it; see test_checkpoints.py."""
 
 import multiprocessing
 import sys
@@ -22,6 +22,13 @@ TENSORS = {
     "embedding.word_embeddings.weight": torch.randn(8, 4).half(),
     "whole": torch.arange(6),
 }
+BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0.param"
+OPTIMIZER = {
+    "optimizer.state.exp_avg.whole": torch.randn(6),
+    "optimizer.state.fp32_param.whole": torch.randn(6),
+    BUCKET: torch.randn(9),
+}
+GROUPS = {"optimizer": {"param_groups": [{"step": 12}]}}
 
 
 def steps(folder: Path) -> None:
@@ -30,26 +37,34 @@ def steps(folder: Path) -> None:
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     made = dist_checkpointing.ShardedTensor.from_rank_offsets
-    state = {**TENSORS, "optimizer.state.exp_avg": torch.ones(3)}
+    state = {**TENSORS, **OPTIMIZER}
     sharded = {name: made(name, data.clone()) for name, data in state.items()}
     home = folder / "iter_0000012"
     home.mkdir(parents=True)
-    dist_checkpointing.save({**sharded, "args": {"a": [1]}}, str(home))
+    dist_checkpointing.save({**sharded, "iteration": 12, "optimizer": GROUPS}, str(home))
     (folder / "latest_checkpointed_iteration.txt").write_text("12\n")
+    torch.distributed.destroy_process_group()
 
-    found = stored.weights(folder)
-    assert set(found) == set(TENSORS)
-    for name, data in TENSORS.items():
-        assert found[name].shape == tuple(data.shape)
-        read = found[name].read(None)
+    checkpoint = stored.open_checkpoint(folder)
+    assert (checkpoint.iteration, checkpoint.format) == (12, stored.Format.TORCH_DIST)
+    assert dict(checkpoint.numbers) == {"iteration": 12, "param_groups[].step": 12}
+    assert [*checkpoint.unread] == [BUCKET]
+    assert len(checkpoint.tensors) == len(state) - 1
+    for key, data in state.items():
+        item = stored.item_of(key)
+        tensor = checkpoint.tensors[item] if item else checkpoint.unread[key]
+        assert tensor.shape == tuple(data.shape)
+        read = tensor.read()
         assert read.dtype == data.dtype
         assert torch.equal(read, data)
-        assert torch.equal(found[name].read(1), data[1])
+        part = tensor.at(1)
+        assert part is not None
+        assert torch.equal(part.read(), data[1])
 
     for file in home.glob("*.distcp"):
         file.unlink()
-    with pytest.raises(TTraceError, match=r"^.*cannot load this checkpoint \(.*distcp'\)$"):
-        found["whole"].read(None)
+    with pytest.raises(TTraceError, match=r"^.*cannot be loaded \(.*distcp'\)$"):
+        tensor.read()
 
 
 if __name__ == "__main__":

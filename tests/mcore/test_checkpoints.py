@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of checkpoints: of safetensors, and of what Megatron saves and loads."""
+"""What checkpoints hold: safetensors, and what Megatron and torch save and load."""
 
 import pickle
 from pathlib import Path
@@ -10,11 +10,17 @@ from safetensors.torch import save_file
 
 from megatron_ttrace.mcore.checkpoints import stored
 from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.states import Item, State
 from tests.integration import jobs
 
 
+def weight(name: str) -> Item:
+    """A weight of this name."""
+    return Item(State.WEIGHT, name)
+
+
 def test_distributed(tmp_path: Path) -> None:
-    """All weights with their bits, and nothing else; a damaged checkpoint is one line."""
+    """All tensors with their bits, and numbers; a damaged checkpoint is one line."""
     words = "-m", "tests.mcore.loaded", tmp_path / "all"
     done = jobs.python(*words, cwd=tmp_path, timeout=200, cold=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -24,10 +30,12 @@ def test_the_latest_iteration(tmp_path: Path) -> None:
     """As Megatron marks it."""
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("12\n")
     with pytest.raises(TTraceError, match="iter_0000012, which does not exist"):
-        stored.weights(tmp_path)
+        stored.open_checkpoint(tmp_path)
     (tmp_path / "iter_0000012").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "iter_0000012" / "m.safetensors")
-    assert set(stored.weights(tmp_path)) == {"a"}
+    checkpoint = stored.open_checkpoint(tmp_path)
+    assert set(checkpoint.tensors) == {weight("a")}
+    assert (checkpoint.iteration, checkpoint.format) == (12, stored.Format.SAFETENSORS)
 
 
 def test_prefixes_of_wrappers(tmp_path: Path) -> None:
@@ -35,19 +43,66 @@ def test_prefixes_of_wrappers(tmp_path: Path) -> None:
     save_file(
         {"model.module.decoder.a": torch.ones(2), "b": torch.zeros(1)}, tmp_path / "m.safetensors"
     )
-    assert set(stored.weights(tmp_path)) == {"decoder.a", "b"}
+    assert set(stored.open_checkpoint(tmp_path).tensors) == {weight("decoder.a"), weight("b")}
 
 
 def test_a_layer_of_a_stack(tmp_path: Path) -> None:
-    """One index of the first dimension is read on its own."""
-    data = torch.randn(3, 4)
+    """Indices of the first dimensions are read on their own."""
+    data = torch.randn(3, 4, 2)
     save_file({"a": data}, tmp_path / "m.safetensors")
-    found = stored.weights(tmp_path)["a"]
-    assert torch.equal(found.read(1), data[1])
-    assert torch.equal(found.read(None), data)
+    whole = stored.open_checkpoint(tmp_path).tensors[weight("a")]
+    layer, expert = whole.at(1), whole.at(1, 3)
+    assert layer is not None
+    assert expert is not None
+    assert (layer.shape, expert.shape) == ((4, 2), (2,))
+    assert torch.equal(layer.read(), data[1])
+    assert torch.equal(expert.read(), data[1, 3])
+    assert torch.equal(whole.read(), data)
+    assert whole.at(3) is whole.at(0, 0, 0, 0) is None
     (tmp_path / "m.safetensors").unlink()
     with pytest.raises(TTraceError, match="damaged or missing"):
-        found.read(None)
+        whole.read()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers.w.experts.v",
+        "layers.2.w.experts.v",
+        "layers.w.experts.1.v",
+        "layers.2.w.experts.1.v",
+    ],
+)
+def test_finding_a_part(name: str) -> None:
+    """Layers and experts may each be stacked or stored on their own."""
+    data = torch.randn(3, 4, 5)
+    stacked = data[(2 if "2" in name else slice(None), 1 if "1" in name else slice(None))]
+    held = stored.Stored(tuple(stacked.shape), lambda index: stacked[index])
+    there = Item(State.MAIN, f"decoder.{name}")
+    checkpoint = stored.Checkpoint(Path(), stored.Format.TORCH_DIST, 1, {there: held})
+    item = Item(State.MAIN, "decoder.layers.2.w.experts.1.v")
+    found = checkpoint.find(item)
+    assert found is not None
+    assert found[0] == there
+    assert torch.equal(found[1].read(), data[2, 1])
+    assert checkpoint.find(Item(State.WEIGHT, item.name)) is None
+    assert checkpoint.find(Item(State.MAIN, "decoder.layers.3.w.experts.4.v")) is None
+
+
+def test_items_of_keys() -> None:
+    """What each key of Megatron's is."""
+    name = "decoder.layers.mlp.linear_fc1.weight"
+    keys = {
+        name: weight(name),
+        f"optimizer.state.fp32_param.{name}": Item(State.MAIN, name),
+        f"optimizer.state.param.{name}": Item(State.MAIN, name),
+        f"chained_1.optimizer.state.exp_avg.{name}": Item(State.EXP_AVG, name),
+        f"optimizer.state.exp_avg_sq.{name}": Item(State.EXP_AVG_SQ, name),
+        f"optimizer.state.momentum_buffer.{name}": Item(State.EXP_AVG, name),
+        f"optimizer.state.GG.{name}": Item(State.OTHER, name, "GG"),
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg": None,
+    }
+    assert {key: stored.item_of(key) for key in keys} == keys
 
 
 class Harmful:
@@ -63,15 +118,12 @@ class Harmful:
 def test_refused(tmp_path: Path) -> None:
     """Each with what to do; no pickle is opened."""
     with pytest.raises(TTraceError, match="no such directory"):
-        stored.weights(tmp_path / "absent")
+        stored.open_checkpoint(tmp_path / "absent")
     with pytest.raises(TTraceError, match="holds no checkpoint"):
-        stored.weights(tmp_path)
+        stored.open_checkpoint(tmp_path)
     pickled = pickle.dumps(Harmful(tmp_path / "made"))
     (tmp_path / "mp_rank_00").mkdir()
     (tmp_path / "mp_rank_00" / "model_optim_rng.pt").write_bytes(pickled)
     with pytest.raises(TTraceError, match="which is pickles: convert it"):
-        stored.weights(tmp_path)
-    (tmp_path / ".metadata").write_bytes(pickled)
-    with pytest.raises(TTraceError, match="not in the format torch_dist"):
-        stored.weights(tmp_path)
+        stored.open_checkpoint(tmp_path)
     assert not (tmp_path / "made").exists()

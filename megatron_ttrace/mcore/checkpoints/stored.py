@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a checkpoint: names, shapes, and how to read them.
+"""What a checkpoint holds: logical tensors and numbers, and how to read them.
 
-Formats: Megatron's distributed checkpoint (``--ckpt-format torch_dist``), whose names and shapes do
-not depend on the layout, and safetensors, as exported for other programs. A distributed checkpoint
-is described by a pickle, which nothing here reads: Megatron loads it, as it does when it trains.
+Formats: Megatron's distributed checkpoint (``--ckpt-format torch_dist``), that of Megatron-FSDP
+(``fsdp_dtensor``), and safetensors, as exported for other programs. The first two are torch's
+distributed checkpoints (DCP), described by a pickle, which nothing here reads: torch and Megatron
+do, as they do in training. No process group is needed, and none is used: what is read depends on no
+layout.
 """
 
 from __future__ import annotations
@@ -11,46 +13,149 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import re
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import distributed
+from torch.distributed.checkpoint import filesystem, state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_ttrace.mcore import versions
-from megatron_ttrace.mcore.quiet import changed
+from megatron_ttrace.mcore.checkpoints import numbers
+from megatron_ttrace.mcore.optimizer import MOMENTS
 from megatron_ttrace.trace import small_files
 from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.states import Item, State
 
 _DESCRIPTION = ".metadata"
 _MARK = "metadata.json"
 """Megatron's own, beside PyTorch's description, in ``torch_dist`` only."""
 _LATEST = "latest_checkpointed_iteration.txt"
-_OTHERS = ("optimizer.", "rng_state", "rerun_state_machine", "opt_param_scheduler", "chained_")
-"""Beginnings of the names of what is not a weight."""
+_ITERATION = re.compile(r"iter_([0-9]{7,18})")
 _PREFIX = re.compile(r"^(?:model\d*\.)?(?:module\.)*")
+_CHAINED = re.compile(r"^chained_\d+\.")
+_STATE = re.compile(r"optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)")
+_BUCKET = "optimizer.distributed."
+_GROUPS = re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.optimizer/")
+_NUMBER = re.compile(r"(?<=\.)(\d+)\.")
+
+_SLOTS: Mapping[str, State] = MappingProxyType(
+    {
+        "param": State.MAIN,
+        "fp32_param": State.MAIN,
+        **{
+            slot: State.EXP_AVG if kind is Kind.EXP_AVG else State.EXP_AVG_SQ
+            for slots in MOMENTS.values()
+            for slot, kind in slots.items()
+        },
+    }
+)
+"""Main weights with and without the distributed optimizer, and what optimizers keep."""
+
+
+class Format(StrEnum):
+    """How a checkpoint is stored."""
+
+    TORCH_DIST = "torch_dist"
+    FSDP_DTENSOR = "fsdp_dtensor"
+    SAFETENSORS = "safetensors"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored:
-    """A weight.
+    """A logical tensor, or a part of one.
 
     Attributes:
-        shape: of the whole weight.
-        read: returns it, or one index of its first dimension. Raises ``TTraceError`` when it is
-            missing or damaged.
+        shape: of the tensor.
+        load: returns the part at these indices of the first dimensions of what is stored.
+        index: where the tensor is in what is stored.
     """
 
     shape: tuple[int, ...]
-    read: Callable[[int | None], torch.Tensor]
+    load: Callable[[tuple[int, ...]], torch.Tensor]
+    index: tuple[int, ...] = ()
+
+    def read(self) -> torch.Tensor:
+        """The tensor, on the CPU.
+
+        Raises:
+            TTraceError: when it is missing or damaged.
+        """
+        return self.load(self.index)
+
+    def at(self, *index: int) -> Stored | None:
+        """The part at these indices of the first dimensions; ``None`` if it has no such part."""
+        inside = len(index) <= len(self.shape) and all(map(int.__lt__, index, self.shape))
+        if not inside:
+            return None
+        return Stored(self.shape[len(index) :], self.load, (*self.index, *index))
 
 
-def weights(folder: Path) -> dict[str, Stored]:
-    """The weights of a checkpoint.
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """One iteration's checkpoint.
+
+    Attributes:
+        folder: of the iteration.
+        format: how it is stored.
+        iteration: its number; ``None`` where it has none.
+        tensors: all that have a logical form, as they are stored.
+        numbers: by names that no layout changes, as of :mod:`.numbers`.
+        unread: tensors without a logical form (buckets of the distributed optimizer), by key.
+    """
+
+    folder: Path
+    format: Format
+    iteration: int | None
+    tensors: Mapping[Item, Stored]
+    numbers: Mapping[str, numbers.Number] = dataclasses.field(default_factory=dict)
+    unread: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
+
+    def find(self, item: Item) -> tuple[Item, Stored] | None:
+        """A tensor, or the part of a stack of layers, of experts or of both that it is.
+
+        Args:
+            item: with the numbers of layer and expert in its name, counted over the whole model:
+                ``decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight``.
+
+        Returns:
+            The item that is stored, and the tensor or its part of this; ``None`` without one.
+        """
+        matches = list(_NUMBER.finditer(item.name))
+        # The fewest numbers first: a tensor of its own comes before a part of a stack.
+        for count in range(len(matches) + 1):
+            for stacked in itertools.combinations(matches, count):
+                name = item.name
+                for match in reversed(stacked):
+                    name = name[: match.start()] + name[match.end() :]
+                there = dataclasses.replace(item, name=name)
+                stored = self.tensors.get(there)
+                part = stored and stored.at(*(int(match[1]) for match in stacked))
+                if part is not None:
+                    return there, part
+        return None
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """What a checkpoint holds. Tensors are read when they are asked for.
 
     Args:
         folder: of one iteration, or with several of them, of which the latest counts.
@@ -59,25 +164,21 @@ def weights(folder: Path) -> dict[str, Stored]:
         TTraceError: when there is no checkpoint in a format that is read.
     """
     home = _of_iteration(folder)
-    if (home / _MARK).is_file():
-        found = _distributed(home)
+    if (home / _DESCRIPTION).is_file():
+        checkpoint = _distributed(home)
     elif files := sorted(home.glob("*.safetensors")):
-        found = dict(_safetensors(files))
-    elif (home / _DESCRIPTION).is_file():
-        raise TTraceError(
-            f"{home} has no {_MARK}, so it is not in the format torch_dist. Formats that are "
-            "read: torch_dist, safetensors (fsdp_dtensor: export it)"
-        )
+        weights = {Item(State.WEIGHT, name): stored for name, stored in _safetensors(files)}
+        checkpoint = Checkpoint(home, Format.SAFETENSORS, _number(home), weights)
     elif next(home.rglob("*.pt"), None) is not None:
         raise TTraceError(
             f"{home} is in Megatron's format torch, which is pickles: convert it with "
             "--ckpt-convert-format torch_dist --ckpt-convert-save DIR"
         )
     else:
-        raise TTraceError(f"{folder} holds no checkpoint: neither {_MARK} nor *.safetensors")
-    if not found:
+        raise TTraceError(f"{folder} holds no checkpoint: neither {_DESCRIPTION} nor *.safetensors")
+    if not checkpoint.tensors:
         raise TTraceError(f"{home} holds no weights")
-    return found
+    return checkpoint
 
 
 def _of_iteration(folder: Path) -> Path:
@@ -97,65 +198,122 @@ def _of_iteration(folder: Path) -> Path:
     return home
 
 
-def _distributed(home: Path) -> dict[str, Stored]:
-    with _loading(home) as megatron, _without_strides():
-        described = megatron.load_tensors_metadata(str(home))
-    return {
-        _PREFIX.sub("", name): Stored(
-            tuple(one.global_shape), functools.partial(_load, home, name, one)
+def _number(home: Path) -> int | None:
+    match = _ITERATION.fullmatch(home.name)
+    return int(match[1]) if match else None
+
+
+class _Reader(filesystem.FileSystemReader):
+    """torch's, which reads the description once."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
+
+
+class _Part(DefaultLoadPlanner):
+    """Loads the part of one tensor at some indices of its first dimensions, into ``target``."""
+
+    def __init__(self, name: str, stored: TensorStorageMetadata, index: tuple[int, ...]) -> None:
+        super().__init__()
+        shape = tuple(stored.size)[len(index) :]
+        self._name, self._stored = name, stored
+        self._chunk = ChunkStorageMetadata(
+            torch.Size((*index, *(0 for _ in shape))), torch.Size((*(1 for _ in index), *shape))
         )
-        for name, one in described.items()
-        if not name.startswith(_OTHERS)
-    }
+        self.target = torch.empty(self._chunk.sizes, dtype=stored.properties.dtype)
 
-
-def _load(home: Path, name: str, described: Any, index: int | None) -> torch.Tensor:
-    """A tensor by Megatron's loader, on one rank."""
-    shape = tuple(described.global_shape)
-    with _loading(home) as megatron:
-        if index is None:
-            wanted = megatron.ShardedTensor.from_rank_offsets(
-                name, torch.empty(shape, dtype=described.dtype)
+    def create_local_plan(self) -> LoadPlan:
+        items = create_read_items_for_chunk_list(self._name, self._stored, [self._chunk])
+        covered = sum(math.prod(item.lengths) for item in items)
+        if covered != self.target.numel():
+            # torch would leave what is in no file as it was allocated.
+            raise ValueError(
+                f"{self._name}: {covered} of {self.target.numel()} elements are stored"
             )
-        else:
-            part = torch.empty((1, *shape[1:]), dtype=described.dtype)
-            wanted = megatron.ShardedTensor.from_rank_offsets(name, part, (0, index, shape[0]))
-        loaded = megatron.load({name: wanted}, str(home), validate_access_integrity=False)
-    found: torch.Tensor = loaded[name]
-    return found if index is None else found[0]
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        del index
+        return self.target
 
 
 @contextlib.contextmanager
-def _loading(home: Path) -> Iterator[Any]:
-    """``megatron.core.dist_checkpointing`` in a process that is the only rank.
+def _loading(home: Path) -> Iterator[None]:
+    """Whatever torch and Megatron raise is one line.
 
     Raises:
-        TTraceError: when Megatron is absent, or fails.
+        TTraceError: when Megatron is absent, or they fail.
     """
     with versions.quiet_imports():
         versions.check_supported()
     try:
-        with versions.quiet_imports():
-            from megatron.core import dist_checkpointing
-
-            if not distributed.is_initialized():
-                store = distributed.HashStore()  # type: ignore[attr-defined]
-                distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-            yield dist_checkpointing
+        with versions.quiet_imports(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is no process group
+            yield
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         # Of an error with a traceback in its text the last line says why.
         reason = f"{type(error).__name__}: {error}".rstrip().splitlines()[-1][:200]
-        raise TTraceError(f"{home}: Megatron cannot load this checkpoint ({reason})") from error
+        raise TTraceError(f"{home}: this checkpoint cannot be loaded ({reason})") from error
 
 
-def _without_strides() -> contextlib.AbstractContextManager[None]:
-    """PyTorch 2.15 describes strides, too, and Megatron hands all of it to ``torch.empty``."""
-    empty = torch.empty
+def _distributed(home: Path) -> Checkpoint:
+    is_megatron = (home / _MARK).is_file()
+    with _loading(home):
+        from megatron.core import dist_checkpointing
 
-    def without(*args: Any, strides: object = None, **kwargs: Any) -> torch.Tensor:
-        return empty(*args, **kwargs)
+        reader = _Reader(home)
+        described = reader.read_metadata().state_dict_metadata
+        objects = {key for key, value in described.items() if not hasattr(value, "size")}
+        if is_megatron:
+            common = dist_checkpointing.load_common_state_dict(str(home))
+            wanted = {key for key in objects if _GROUPS.match(key)}
+        else:
+            common, wanted = {}, objects
+        loaded: dict[str, Any] = dict.fromkeys(wanted)
+        if loaded:
+            state_dict_loader.load(loaded, storage_reader=reader, no_dist=True)
+    tensors: dict[Item, Stored] = {}
+    unread: dict[str, Stored] = {}
+    for key, value in described.items():
+        if isinstance(value, TensorStorageMetadata):
+            load = functools.partial(_load, home, reader, key, value)
+            stored = Stored(tuple(value.size), load)
+            if (item := item_of(key)) is None:
+                unread[key] = stored
+            else:
+                tensors[item] = stored
+    format = Format.TORCH_DIST if is_megatron else Format.FSDP_DTENSOR
+    read = numbers.of_state({**common, **loaded})
+    iteration = read.get("iteration")
+    number = int(iteration) if isinstance(iteration, int) else _number(home)
+    return Checkpoint(home, format, number, tensors, numbers=read, unread=unread)
 
-    return changed([(torch, "empty", without)])
+
+def item_of(key: str) -> Item | None:
+    """Which tensor a key of a distributed checkpoint names; ``None`` if it has no logical form."""
+    key = _CHAINED.sub("", key)
+    if match := _STATE.fullmatch(key):
+        state = _SLOTS.get(match["slot"], State.OTHER)
+        slot = match["slot"] if state is State.OTHER else ""
+        return Item(state, _PREFIX.sub("", match["name"]), slot)
+    if key.startswith("optimizer."):
+        return None
+    return Item(State.WEIGHT, _PREFIX.sub("", key))
+
+
+def _load(
+    home: Path, reader: _Reader, key: str, stored: TensorStorageMetadata, index: tuple[int, ...]
+) -> torch.Tensor:
+    with _loading(home):
+        part = _Part(key, stored, index)
+        state_dict_loader.load(
+            {key: part.target}, storage_reader=reader, planner=part, no_dist=True
+        )
+    return part.target.reshape(tuple(stored.size)[len(index) :])
 
 
 def _safetensors(files: list[Path]) -> Iterator[tuple[str, Stored]]:
@@ -169,13 +327,13 @@ def _safetensors(files: list[Path]) -> Iterator[tuple[str, Stored]]:
             raise TTraceError(f"{file} is damaged ({error})") from error
 
 
-def _cut(file: Path, name: str, index: int | None) -> torch.Tensor:
+def _cut(file: Path, name: str, index: tuple[int, ...]) -> torch.Tensor:
     try:
         with safe_open(file, framework="pt") as opened:
-            if index is None:
-                found: torch.Tensor = opened.get_tensor(name)
+            if not index:
+                data: torch.Tensor = opened.get_tensor(name)
             else:
-                found = opened.get_slice(name)[index : index + 1][0]
+                data = opened.get_slice(name)[index[0] : index[0] + 1][(0, *index[1:])]
     except (OSError, SafetensorError) as error:
         raise TTraceError(f"{file} is damaged or missing ({error})") from error
-    return found
+    return data

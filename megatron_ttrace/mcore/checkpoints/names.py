@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a distributed checkpoint calls the parameters and buffers of a model.
+
+Megatron's ``sharded_state_dict()`` names them; the names follow TransformerEngine's modules,
+whatever the model is built of. Only the words are taken from it: numbers of layers and experts come
+from the canonical name (``mcore/names.py``), because what is under test must not say where to look.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron_ttrace.mcore.names import unwrap
+
+_NUMBERS = re.compile(r"(?<=layers\.)\d+\.|(?<=experts\.experts\.)\d+\.")
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\..*?(?:local_experts\.(\d+)\.|(?:weight|bias)(\d+)$)")
+
+
+def stored_names(chunks: Iterable[torch.nn.Module]) -> dict[torch.Tensor, str]:
+    """The stored name of each parameter and buffer, without numbers of layers and experts.
+
+    Not of those that are stored as something made of them (a fused weight in two parts).
+
+    Args:
+        chunks: of the model. In a format of FSDP (``fsdp_dtensor``) stored names are canonical
+            ones, and this is not needed.
+    """
+    names: dict[torch.Tensor, str] = {}
+    for chunk in chunks:
+        model: Any = unwrap(chunk)
+        tensors = {id(one): one for one in (*model.parameters(), *model.buffers())}
+        for key, data in _leaves(model.sharded_state_dict()):
+            if (tensor := tensors.get(id(data))) is not None:
+                names[tensor] = _NUMBERS.sub("", key)
+    return names
+
+
+def stored_name(name: str, canonical: str) -> str:
+    """A stored name with the numbers of layer and expert, for ``Checkpoint.find``.
+
+    Args:
+        name: one of :func:`stored_names`.
+        canonical: the canonical name of the same parameter.
+    """
+    for layer in _LAYER.findall(canonical):
+        name = re.sub(r"layers\.(?!\d)", f"layers.{layer}.", name, count=1)
+    if match := _EXPERT.search(canonical):
+        name = name.replace(".experts.experts.", f".experts.experts.{match[1] or match[2]}.", 1)
+    return name
+
+
+def _leaves(state: Any) -> Iterator[tuple[str, Any]]:
+    """Keys and data of the ``ShardedTensor`` and ``ShardedTensorFactory`` in a state."""
+    if isinstance(state, Mapping):
+        for value in state.values():
+            yield from _leaves(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _leaves(value)
+    elif isinstance(data := getattr(state, "data", None), torch.Tensor) and hasattr(state, "key"):
+        yield state.key, data

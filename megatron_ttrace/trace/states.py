@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint keeps of parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """What of a parameter a tensor is."""
+
+    WEIGHT = "weight"
+    """The model's own; also that of a buffer."""
+    MAIN = "main weight"
+    """The optimizer's copy, in float32."""
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    OTHER = "other optimizer state"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Item:
+    """Which tensor of a checkpoint.
+
+    Attributes:
+        state: what of the parameter it is.
+        name: of the parameter, as stored, without the optimizer's prefix. Numbers of layers and
+            experts may be given although a checkpoint stacks them (``Checkpoint.find``).
+        slot: the optimizer's name of the state, for :attr:`State.OTHER`.
+    """
+
+    state: State
+    name: str
+    slot: str = ""
+
+    def __str__(self) -> str:
+        if self.state is State.WEIGHT:
+            return self.name
+        return f"{self.name} ({self.slot or self.state})"
