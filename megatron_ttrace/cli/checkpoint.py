@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace checkpoint``: whether two checkpoints hold the same weights."""
+"""``ttrace checkpoint``: whether two checkpoints hold the same state."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags
-from megatron_ttrace.trace.errors import ExitCode
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 _EPILOG = """\
 examples:
   ttrace checkpoint checkpoints/tp8 checkpoints/pp4
-  ttrace checkpoint before/iter_0001000 converted/iter_0001000
+  ttrace checkpoint --weights-only before/iter_0001000 converted/iter_0001000
 
-Formats: distributed checkpoints (--ckpt-format torch_dist) of any layout, and safetensors; the
-older format torch must be converted first. Megatron loads distributed checkpoints, as it does when
-it trains: only compare those that you would train from. Only weights are compared, bit by bit; if
-dtypes differ, after rounding to the narrower one.
+Compares weights, main weights, moments and other optimizer state, buffers, and the numbers that
+training continues from (iteration, consumed samples, schedule, parameter groups), tensor by tensor
+and bit by bit; if dtypes differ, after rounding to the narrower one. Formats: torch_dist of any
+layout, fsdp_dtensor, and safetensors, which hold weights only. The older format torch must be
+converted first. Optimizer state in the default dp_reshardable form depends on the layout and is
+compared only with that of the same layout. torch and Megatron load distributed checkpoints, as they
+do in training: only compare those that you would train from.
 
-exit code: 0 the same weights, 1 not, 2 could not compare
+exit code: 0 the same, 1 different, 2 could not compare everything
 """
 _SHOWN = 40
+_TITLES = ("the {} are the same", "the {} differ", "could not compare everything")
+"""By exit code."""
 
 
 def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
@@ -32,12 +37,14 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         subparsers,
         "checkpoint",
         run,
-        summary="compare the weights of two checkpoints, in any layouts",
+        summary="compare the state of two checkpoints, in any layouts",
         epilog=_EPILOG,
     )
     for name in ("A", "B"):
         help = "directory of a checkpoint, or of one iteration of it"
         parser.add_argument(name.lower(), type=flags.path, metavar=name, help=help)
+    help = "compare weights and buffers, not optimizer state and numbers"
+    parser.add_argument("--weights-only", action="store_true", help=help)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -45,28 +52,50 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Compare, and list what is not the same."""
     from megatron_ttrace.mcore.checkpoints.stored import open_checkpoint
-    from megatron_ttrace.saved.weights import compare
-    from megatron_ttrace.trace.sanitise import clean
+    from megatron_ttrace.saved.checkpoints import compare
+    from megatron_ttrace.trace.errors import ExitCode
     from megatron_ttrace.trace.states import State
 
-    opened = [open_checkpoint(folder).tensors for folder in (args.a, args.b)]
-    a, b = ({i.name: s for i, s in one.items() if i.state is State.WEIGHT} for one in opened)
-    found = list(compare(a, b))
-    different = [one for one in found if not one.same.is_same]
-    counts = Counter(one.same.value for one in found)
-    code = ExitCode.DIVERGED if different else ExitCode.EQUIVALENT
+    opened = [open_checkpoint(folder) for folder in (args.a, args.b)]
+    compared = compare(*opened, weights_only=args.weights_only)
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for tensor in compared.tensors:
+        counts[tensor.state][tensor.same] += 1
     if args.json:
-        answer = {"same": not different, "counts": counts, "weights": [w.to_json() for w in found]}
+        weights = [tensor for tensor in compared.tensors if tensor.state == State.WEIGHT]
+        optimizer = [tensor for tensor in compared.tensors if tensor.state != State.WEIGHT]
+        answer = {
+            "same": compared.code is ExitCode.EQUIVALENT,
+            "counts": counts[State.WEIGHT],
+            "weights": [tensor.to_json() for tensor in weights],
+            "optimizer": [tensor.to_json() for tensor in optimizer],
+            "numbers": [number.to_json() for number in compared.numbers],
+            "notices": compared.notices,
+        }
         print(json.dumps(answer, indent=1))
-        return code
-    told = ", ".join(f"{count} {what}" for what, count in counts.items())
-    print(f"ttrace: {'other' if different else 'the same'} weights: {told}")
-    for one in different[:_SHOWN]:
-        error = "" if one.rel_err is None else f", relative error {one.rel_err:.3g}"
-        note = f" ({one.note})" if one.note else ""
-        print(clean(f"  {one.name}: {one.same}{error}{note}"))
-    if len(different) > _SHOWN:
-        print(f"  and {len(different) - _SHOWN} more (--json lists all)")
-    for note in dict.fromkeys(one.note for one in found if one.same.is_same and one.note):
-        print(clean(f"  {note}"))
-    return code
+        return compared.code
+    title = _TITLES[compared.code].format("weights" if compared.weights_only else "checkpoints")
+    print(f"ttrace: {title}")
+    for state, count in counts.items():
+        print(
+            f"  {clean(state)}: {', '.join(f'{number} {same}' for same, number in count.items())}"
+        )
+    different = [tensor for tensor in compared.tensors if not tensor.same.is_same]
+    lines = [f"{clean(n.name)}: {_shown(n.a)} in A, {_shown(n.b)} in B" for n in compared.numbers]
+    for tensor in different:
+        error = "" if tensor.rel_err is None else f", relative error {tensor.rel_err:.3g}"
+        note = f" ({clean(tensor.note, NOTE_LIMIT)})" if tensor.note else ""
+        state = "" if tensor.state == State.WEIGHT else f"{tensor.state} of "
+        lines.append(f"{clean(state + tensor.name)}: {tensor.same}{error}{note}")
+    for line in lines[:_SHOWN]:
+        print(f"  {line}")
+    if len(lines) > _SHOWN:
+        print(f"  and {len(lines) - _SHOWN} more (--json lists all)")
+    notes = (tensor.note for tensor in compared.tensors if tensor.same.is_same and tensor.note)
+    for note in dict.fromkeys((*compared.notices, *notes)):
+        print(f"  {clean(note, NOTE_LIMIT)}")
+    return compared.code
+
+
+def _shown(number: str | None) -> str:
+    return "absent" if number is None else clean(number)

@@ -23,14 +23,16 @@ def place(tmp_path, monkeypatch):
 def test_answers(capsys):
     """The same, or which weights are not."""
     assert main(["checkpoint", "one", "same"]) == 0
-    assert capsys.readouterr().out == "ttrace: the same weights: 2 same\n"
+    assert capsys.readouterr().out == "ttrace: the weights are the same\n  weight: 2 same\n"
     assert main(["checkpoint", "one", "other"]) == 1
     said = capsys.readouterr().out
-    assert said.splitlines()[1] == "  a: different, relative error 1"
+    assert said.splitlines()[2] == "  a: different, relative error 1"
     assert main(["checkpoint", "--json", "one", "other"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["counts"] == {"different": 1, "same": 1}
     assert [one["name"] for one in found["weights"]] == ["a", "b"]
+    assert found["same"] is False
+    assert found["optimizer"] == found["numbers"] == found["notices"] == []
 
 
 def test_bad_input(capsys):

@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from megatron_ttrace.mcore.checkpoints import stored
 from megatron_ttrace.trace.errors import TTraceError
@@ -127,3 +132,15 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(TTraceError, match="which is pickles: convert it"):
         stored.open_checkpoint(tmp_path)
     assert not (tmp_path / "made").exists()
+
+
+def test_padding_of_buckets() -> None:
+    """What does not begin at a multiple of 64, and ends before or at the next one."""
+    sizes = (96, 32, 4000, 16, 16, 16, 64, 60)
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    chunks = [
+        ChunkStorageMetadata(torch.Size([start]), torch.Size([size]))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    bucket = TensorStorageMetadata(TensorProperties(), torch.Size([sum(sizes)]), chunks)
+    assert stored._padding(bucket) == ((96, 128), (4128, 4144), (4144, 4160))

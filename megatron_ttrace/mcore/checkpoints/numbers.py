@@ -2,7 +2,7 @@
 """What training continues from besides tensors: numbers, by names that no layout changes.
 
 ``iteration``, ``consumed_train_samples``, ``consumed_valid_samples``, ``opt_param_scheduler.*``,
-``grad_scaler.*``, and every parameter group's, ``param_groups[wd_mult=1.0,lr_mult=1.0].lr``. The
+``loss_scale``, ``grad_scaler.*``, and every parameter group's, ``param_groups[wd_mult=1].lr``. The
 number and order of groups depend on the layout; what distinguishes them does not.
 """
 
@@ -13,13 +13,15 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.mcore.statistics import group_names
+
 type Number = int | float | bool | str
 
 _OF_ARGUMENTS = ("consumed_train_samples", "consumed_valid_samples")
-_IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""Of a parameter group (``param_group_identifier_keys`` in megatron/core/optimizer/optimizer.py),
-without ``is_expert_parallel``, which depends on the layout."""
-_BY_LAYOUT = ("is_expert_parallel", "default_config", "params")
+_BY_NAME = "param_to_group_meta"
+_NAMING = ("wd_mult", "lr_mult", "is_decoupled_lr", "is_expert_parallel")
+_UNUSED = ("default_config", "params")
+"""Of a parameter group: what names it, and what no update uses."""
 
 
 def of_state(state: Mapping[str, Any]) -> dict[str, Number]:
@@ -33,10 +35,13 @@ def of_state(state: Mapping[str, Any]) -> dict[str, Number]:
     for name in _OF_ARGUMENTS:
         found.update(_flat(name, getattr(arguments, name, None)))
     found.update(_flat("opt_param_scheduler", state.get("opt_param_scheduler")))
-    optimizers = {key: value for key, value in state.items() if key.startswith("optimizer")}
+    optimizers = {key: value for key, value in state.items() if "optimizer" in key}
     for scaler in _under(optimizers, "grad_scaler"):
-        found.update(_flat("grad_scaler", scaler))
+        for name, value in scaler.items():
+            found.update(_flat("loss_scale" if name == "scale" else f"grad_scaler.{name}", value))
     groups = [group for groups in _under(optimizers, "param_groups") for group in groups]
+    # With Megatron-FSDP each parameter has the numbers of its group.
+    groups += [group for by_name in _under(optimizers, _BY_NAME) for group in by_name.values()]
     return found | of_groups(groups)
 
 
@@ -48,15 +53,14 @@ def of_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, Number]:
     """
     merged: dict[str, dict[str, Number]] = {}
     for group in groups:
-        identity = ",".join(f"{name}={group[name]}" for name in _IDENTITY if name in group)
         values = {
             name: number
             for key, value in group.items()
-            if key not in (*_BY_LAYOUT, *_IDENTITY)
+            if key not in (*_NAMING, *_UNUSED)
             for name, number in _flat(key, value).items()
         }
-        label, count = f"param_groups[{identity}]", 1
-        name = label
+        (label,) = group_names([group])
+        name, count = label, 1
         while any(merged.get(name, {}).get(key, value) != value for key, value in values.items()):
             count += 1
             name = f"{label}#{count}"

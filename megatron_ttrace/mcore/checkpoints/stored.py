@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -53,8 +53,17 @@ _ITERATION = re.compile(r"iter_([0-9]{7,18})")
 _PREFIX = re.compile(r"^(?:model\d*\.)?(?:module\.)*")
 _CHAINED = re.compile(r"^chained_\d+\.")
 _STATE = re.compile(r"optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)")
-_BUCKET = "optimizer.distributed."
-_GROUPS = re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.optimizer/")
+_STATE_OF_FSDP = re.compile(r"optimizer\.state\.(?P<name>.+)\.(?P<slot>[^.]+)")
+_EXPERT_OF_FSDP = re.compile(
+    r"\.experts\.(?:local_experts\.(?P<own>\d+)\.(?P<rest>.+)"
+    r"|(?P<module>.+\.)(?P<leaf>weight|bias)(?P<number>\d+)(?P<half>_[wv])?)$"
+)
+_HALVES = "_w", "_v"
+"""Ends of names of the gate and of the rest of a gated ``linear_fc1``, in ``fsdp_dtensor``."""
+_NO_STATE = ("rng_state", "rerun_state_machine")
+_NEEDED = ("args", "iteration", "opt_param_scheduler.", "optimizer.")
+_GROUPS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/")
+_ALIGNED = 64
 _NUMBER = re.compile(r"(?<=\.)(\d+)\.")
 
 _SLOTS: Mapping[str, State] = MappingProxyType(
@@ -87,11 +96,13 @@ class Stored:
         shape: of the tensor.
         load: returns the part at these indices of the first dimensions of what is stored.
         index: where the tensor is in what is stored.
+        padding: ranges of elements of a bucket that may belong to no parameter.
     """
 
     shape: tuple[int, ...]
     load: Callable[[tuple[int, ...]], torch.Tensor]
     index: tuple[int, ...] = ()
+    padding: tuple[tuple[int, int], ...] = ()
 
     def read(self) -> torch.Tensor:
         """The tensor, on the CPU.
@@ -262,47 +273,128 @@ def _loading(home: Path) -> Iterator[None]:
 
 def _distributed(home: Path) -> Checkpoint:
     is_megatron = (home / _MARK).is_file()
+    format = Format.TORCH_DIST if is_megatron else Format.FSDP_DTENSOR
     with _loading(home):
         from megatron.core import dist_checkpointing
 
         reader = _Reader(home)
-        described = reader.read_metadata().state_dict_metadata
-        objects = {key for key, value in described.items() if not hasattr(value, "size")}
+        described = reader.read_metadata()
+        objects = [k for k, v in described.state_dict_metadata.items() if not hasattr(v, "size")]
         if is_megatron:
             common = dist_checkpointing.load_common_state_dict(str(home))
-            wanted = {key for key in objects if _GROUPS.match(key)}
+            common |= _objects(reader, filter(_GROUPS.match, objects))
         else:
-            common, wanted = {}, objects
-        loaded: dict[str, Any] = dict.fromkeys(wanted)
-        if loaded:
-            state_dict_loader.load(loaded, storage_reader=reader, no_dist=True)
+            loaded = _objects(reader, (key for key in objects if key.startswith(_NEEDED)))
+            common = _nested(loaded, described.planner_data or {})
     tensors: dict[Item, Stored] = {}
     unread: dict[str, Stored] = {}
-    for key, value in described.items():
-        if isinstance(value, TensorStorageMetadata):
-            load = functools.partial(_load, home, reader, key, value)
-            stored = Stored(tuple(value.size), load)
-            if (item := item_of(key)) is None:
-                unread[key] = stored
-            else:
-                tensors[item] = stored
-    format = Format.TORCH_DIST if is_megatron else Format.FSDP_DTENSOR
-    read = numbers.of_state({**common, **loaded})
+    for key, value in described.state_dict_metadata.items():
+        if not isinstance(value, TensorStorageMetadata) or key.startswith(_NO_STATE):
+            continue
+        stored = Stored(tuple(value.size), functools.partial(_load, home, reader, key, value))
+        if (item := item_of(key, format)) is None:
+            unread[key] = dataclasses.replace(stored, padding=_padding(value))
+        else:
+            tensors[item] = stored
+    if not is_megatron:
+        tensors = _as_torch_dist(tensors)
+    read = numbers.of_state(common)
     iteration = read.get("iteration")
     number = int(iteration) if isinstance(iteration, int) else _number(home)
     return Checkpoint(home, format, number, tensors, numbers=read, unread=unread)
 
 
-def item_of(key: str) -> Item | None:
+def _objects(reader: _Reader, keys: Iterable[str]) -> dict[str, Any]:
+    loaded: dict[str, Any] = dict.fromkeys(keys)
+    if loaded:
+        state_dict_loader.load(loaded, storage_reader=reader, no_dist=True)
+    return loaded
+
+
+def _nested(
+    values: Mapping[str, Any], paths: Mapping[str, tuple[str | int, ...]]
+) -> dict[str, Any]:
+    """What torch flattened, as it was."""
+    tree: dict[Any, Any] = {}
+    for key, value in values.items():
+        *parents, leaf = paths.get(key, (key,))
+        branch = tree
+        for parent in parents:
+            branch = branch.setdefault(parent, {})
+        branch[leaf] = value
+    return tree
+
+
+def _as_torch_dist(tensors: Mapping[Item, Stored]) -> dict[Item, Stored]:
+    """The tensors of ``fsdp_dtensor`` as ``torch_dist`` has them.
+
+    The halves of gated weights are put together. The model's weights are what the optimizer steps,
+    in float32, so they are the main weights as well.
+    """
+    whole: dict[Item, Stored] = {}
+    for item, stored in tensors.items():
+        name, end = item.name[:-2], item.name[-2:]
+        halves = [tensors.get(dataclasses.replace(item, name=name + half)) for half in _HALVES]
+        if end not in _HALVES or halves[0] is None or halves[1] is None:
+            whole[item] = stored
+        elif end == _HALVES[0]:
+            whole[dataclasses.replace(item, name=name)] = _joined(halves[0], halves[1])
+    stepped = {item.name for item in whole if item.state is not State.WEIGHT}
+    return whole | {
+        dataclasses.replace(item, state=State.MAIN): stored
+        for item, stored in whole.items()
+        if item.state is State.WEIGHT and item.name in stepped
+    }
+
+
+def _joined(first: Stored, second: Stored) -> Stored:
+    """Two tensors as one, along the first dimension."""
+    rows = first.shape[0]
+
+    def load(index: tuple[int, ...]) -> torch.Tensor:
+        if not index:
+            return torch.cat([first.read(), second.read()])
+        row, *rest = index
+        return first.load((row, *rest)) if row < rows else second.load((row - rows, *rest))
+
+    return Stored((rows + second.shape[0], *first.shape[1:]), load)
+
+
+def _padding(bucket: TensorStorageMetadata) -> tuple[tuple[int, int], ...]:
+    """Parameters begin at multiples of 64 (``pad_param_start`` in megatron/core/optimizer).
+
+    Megatron stores what is between them, as it was allocated, in chunks of its own. The part that
+    one rank has of a parameter may look like that if it is as short.
+    """
+    chunks = [(chunk.offsets[0], math.prod(chunk.sizes)) for chunk in bucket.chunks]
+    return tuple(
+        (start, start + size) for start, size in chunks if 0 < start % _ALIGNED <= _ALIGNED - size
+    )
+
+
+def item_of(key: str, format: Format = Format.TORCH_DIST) -> Item | None:
     """Which tensor a key of a distributed checkpoint names; ``None`` if it has no logical form."""
+    is_megatron = format is Format.TORCH_DIST
     key = _CHAINED.sub("", key)
-    if match := _STATE.fullmatch(key):
+    if match := (_STATE if is_megatron else _STATE_OF_FSDP).fullmatch(key):
         state = _SLOTS.get(match["slot"], State.OTHER)
         slot = match["slot"] if state is State.OTHER else ""
-        return Item(state, _PREFIX.sub("", match["name"]), slot)
-    if key.startswith("optimizer."):
+        name = match["name"]
+    elif key.startswith("optimizer."):
         return None
-    return Item(State.WEIGHT, _PREFIX.sub("", key))
+    else:
+        state, slot, name = State.WEIGHT, "", key
+    name = _PREFIX.sub("", name)
+    return Item(state, name if is_megatron else _EXPERT_OF_FSDP.sub(_expert, name), slot)
+
+
+def _expert(match: re.Match[str]) -> str:
+    """The name of an expert's parameter as in ``torch_dist``."""
+    if match["own"]:
+        return f".experts.experts.{match['own']}.{match['rest']}"
+    return (
+        f".experts.experts.{match['number']}.{match['module']}{match['leaf']}{match['half'] or ''}"
+    )
 
 
 def _load(
