@@ -132,12 +132,38 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
         return _run(job, claim.run, fork, say)
 
 
+def record(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None) -> None:
+    """Run a job that only records (``run/states.py``), to its end; ``fork`` as of :func:`run`.
+
+    Raises:
+        TTraceError: when a rank failed, with the reason.
+    """
+    with shared.claim(job.directory) as claim:
+        codes, observed = _ran(job, claim.run, fork, Progress(say))
+    if set(codes) != {0}:
+        raise TTraceError(_why(codes, job.directory / shared.LOGS, observed))
+
+
 def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summary:
     """Run a check in a directory that is locked for it."""
-    logs = job.directory / "logs"
     if fork and (why := forkserver.refuses(job.script)):
         say(f"{job.script} runs in fresh processes: {why}")
         fork = False
+    began = time.monotonic()
+    progress = Progress(say)
+    progress(f"starting {job.nproc} rank{'s' if job.nproc > 1 else ''}")
+    codes, observed = _ran(job, run_id, fork, progress)
+    summary = _believed(job.directory, run_id, codes, job.directory / shared.LOGS, observed)
+    return dataclasses.replace(
+        summary, timings={**summary.timings, "wall": time.monotonic() - began}
+    )
+
+
+def _ran(
+    job: Job, run_id: str, fork: bool, progress: Progress
+) -> tuple[list[int | None], ranks.Observed]:
+    """Run a job's ranks; their exit codes, and what was observed of them."""
+    logs = job.directory / shared.LOGS
     assigned = [f"{name}={value}" for name, value in job.environment.items()]
     disclosure.withhold([*assigned, "python", str(job.script), *job.arguments])
     program = (sys.executable, str(job.script)) if fork else scripts.command(job.script)
@@ -148,9 +174,6 @@ def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summa
         **job.environment,
         shared.VARIABLE: run_id,
     }
-    began = time.monotonic()
-    progress = Progress(say)
-    progress(f"starting {job.nproc} rank{'s' if job.nproc > 1 else ''}")
     # Without the fork server rank 0 limits the reference run, and should give up first.
     timeout = job.settings.timeout + (0.0 if fork else _MARGIN_SECONDS)
     watch = _Watch(job, ranks.log_of(logs, 0), progress, fork)
@@ -169,10 +192,7 @@ def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summa
         watch.flush()
         if not any(port_was_taken(ranks.log_of(logs, rank)) for rank in range(job.nproc)):
             break
-    summary = _believed(job.directory, run_id, codes, logs, observed)
-    return dataclasses.replace(
-        summary, timings={**summary.timings, "wall": time.monotonic() - began}
-    )
+    return codes, observed
 
 
 def _believed(

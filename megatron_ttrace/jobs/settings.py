@@ -25,7 +25,7 @@ from megatron_ttrace.jobs.reference_layout import parse as parse_layout
 from megatron_ttrace.trace.budget import DEFAULT_MB, LEAST_MB, MOST_MB
 from megatron_ttrace.trace.errors import TTraceError
 
-_ROLES = ("candidate", "reference")
+_ROLES = ("candidate", "reference", "state")
 _INITS = ("reveal", "megatron")
 _MOST_SEEDS = 1000
 _MOST_TIMEOUT = 366 * 86400.0
@@ -282,9 +282,10 @@ class Settings:
         "candidate (default); or 'all', as with --ttrace-save-candidate.",
     )
     role: str = _flag("--ttrace-role", "candidate", choices=_ROLES)
-    """``candidate`` for what the user starts, ``reference`` for the run we start."""
+    """``candidate`` for what the user starts; we start a ``reference``, or a run that records its
+    ``state`` (``run/states.py``)."""
     overrides: Path | None = _flag("--ttrace-overrides", None, metavar="FILE", value=_path_or_none)
-    """JSON file with the values that a reference run takes over."""
+    """JSON file with the values that a reference run takes over, or what to record."""
 
     @property
     def saves_candidate(self) -> bool:

@@ -51,6 +51,8 @@ class MegatronArguments(Protocol):
     load: str | None
     iteration: int
     consumed_train_samples: int
+    num_floating_point_operations_so_far: float
+    save_interval: int | None
 
 
 class ModelConfig(Protocol):

@@ -44,6 +44,11 @@ def dealt_to(args: MegatronArguments) -> int:
     return int(args.data_parallel_size) if is_shuffled else 1
 
 
+def depend_on_layout(args: MegatronArguments) -> bool:
+    """Whether another layout trains on other samples, or in another order, by design."""
+    return dealt_to(args) > 1 or any(getattr(args, name, False) for name in ("fim_data", "sft"))
+
+
 def deal_to(ranks: int) -> None:
     """Let shuffling samplers read what this many data-parallel ranks would.
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     type Session = CandidateSession | ReferenceSession
     from megatron_ttrace.run.stall import Watchdog
+    from megatron_ttrace.run.states import StateSession
 
 
 def install(settings: Settings) -> None:
@@ -41,7 +42,7 @@ def install(settings: Settings) -> None:
     if getattr(training.train_step, "is_watched", False):
         return
 
-    if settings.role == "candidate" and settings.bug is not None:
+    if settings.role != "reference" and settings.bug is not None:
         from megatron_ttrace.run import injection
 
         injection.put_in(settings.bug)
@@ -68,6 +69,7 @@ class _Watch:
         self._settings = settings
         self._ends_job = settings.exit_after or settings.role == "reference"
         self._session: Session | None = None
+        self._recorder: StateSession | None = None
         self._step = 0
         self._watchdog: Watchdog | None = None
         self._executed = ExecutedTap(edited.folders())
@@ -81,6 +83,8 @@ class _Watch:
 
     def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ends.enter(ends.Phase.BUILDING)
+        if self._settings.role == "state":
+            return self._set_up_recorded(original, *args, **kwargs)
         session = self._attempt("preparing the check", self._make_session)
         result = original(*args, **kwargs)
         if session is not None:
@@ -95,9 +99,11 @@ class _Watch:
         self._step += 1
         ends.enter(ends.Phase.STEPS)
         step = functools.partial(original, *args, **kwargs)
+        iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
+        if self._recorder is not None:
+            return self._record(self._recorder, step, iterator)
         session = self._session
         if session is not None and self._alone("checking", lambda: session.traces(self._step)):
-            iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
             code = self._attempt(
                 "checking", lambda: session.before_step(self._step, step, iterator)
             )
@@ -107,6 +113,31 @@ class _Watch:
                 self._session = None
                 self._stop_watching()
         return step()
+
+    def _set_up_recorded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        from megatron_ttrace.run.states import StateSession
+
+        recorder = self._attempt(
+            "preparing the recording",
+            lambda: StateSession(get_args(), self._settings, self._ranks),
+        )
+        result = original(*args, **kwargs)
+        if recorder is not None:
+            self._attempt("preparing the recording", lambda: recorder.begin(*result))
+        self._recorder = recorder
+        return result
+
+    def _record(self, recorder: StateSession, step: Callable[[], Any], iterator: Any) -> Any:
+        """A training step that is recorded; the last one ends the job."""
+        self._attempt("recording", lambda: recorder.before_step(self._step, iterator))
+        with recorder.running():
+            result = step()
+        code = self._attempt("recording", lambda: recorder.after_step(result))
+        if code is not None:
+            self._leave(code)
+        return result
 
     def _begin(self, session: Session, *built: Any) -> None:
         session.begin(*built)

@@ -22,12 +22,15 @@ there, what it orthogonalises is multiplied by 1 ± epsilon of bfloat16.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare.tolerance import epsilon
 from megatron_ttrace.cpu import te
 from megatron_ttrace.mcore.names import Names
@@ -49,6 +52,22 @@ class Spread:
     parts: Mapping[str, int]
     ends: bool
     add_up: Callable[[torch.Tensor], object]
+
+
+def spread_over(model: TracedModel) -> Spread:
+    """This rank's part of a model on several ranks."""
+    from megatron.core import parallel_state as mpu
+
+    mesh = model.mesh
+    parts = {
+        place.name: zlib.crc32(
+            repr((place.name, [box.region for box in place.boxes(mesh)])).encode()
+        )
+        for _, place in model.places()
+    }
+    group = mpu.get_tensor_model_parallel_group()
+    add_up = functools.partial(torch.distributed.all_reduce, group=group)
+    return Spread(parts, mesh.at("pp") == mesh.size("pp") - 1, add_up)
 
 
 UNPERTURBED = 0

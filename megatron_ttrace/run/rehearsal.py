@@ -80,6 +80,36 @@ class Block:
         return self.served.batches[at : at + self.microbatches]
 
 
+def traced_model(
+    chunks: list[torch.nn.Module], optimizer: Optimizer, args: MegatronArguments
+) -> TracedModel:
+    """What Megatron's ``setup_model_and_optimizer`` returned on this rank, with its names."""
+    from megatron.core.utils import get_model_config
+
+    mesh = current_mesh(args)
+    offset = (args.num_experts or 0) // mesh.size("ep") * mesh.at("ep")
+    return TracedModel(
+        chunks,
+        [canonical_names(unwrap(chunk), expert_offset=offset) for chunk in chunks],
+        optimizer,
+        mesh,
+        gated=bool(get_model_config(chunks[0]).gated_linear_unit),
+    )
+
+
+def settle(model: TracedModel, args: MegatronArguments) -> None:
+    """Gather updated parameters now if Megatron would do so in the next forward pass."""
+    if buffers_of(model.chunks):
+        for chunk in model.chunks:
+            chunk.synchronize_param_gather()  # type: ignore[operator]
+        return
+    if not getattr(args, "overlap_param_gather", False):
+        return
+    import megatron.training.training as training
+
+    call_known(training.force_param_sync, model.chunks, optimizer=model.optimizer)
+
+
 class Rehearsal:
     """Traced steps of this rank: equal starts, Megatron's step, all state as before.
 
@@ -104,17 +134,7 @@ class Rehearsal:
         ranks: Ranks,
         budget: Budget,
     ) -> None:
-        from megatron.core.utils import get_model_config
-
-        mesh = current_mesh(args)
-        offset = (args.num_experts or 0) // mesh.size("ep") * mesh.at("ep")
-        self.model = TracedModel(
-            chunks,
-            [canonical_names(unwrap(chunk), expert_offset=offset) for chunk in chunks],
-            optimizer,
-            mesh,
-            gated=bool(get_model_config(chunks[0]).gated_linear_unit),
-        )
+        self.model = traced_model(chunks, optimizer, args)
         self.device = next(chunks[0].parameters()).device
         self.start: tuple[Path, float | None] | None = None
         """Where the state of a start that was loaded is, and the optimizer's step in it."""
@@ -342,13 +362,4 @@ class Rehearsal:
             raise TTraceError(f"tracing failed: {self._errors[0]}")
 
     def _settle(self) -> None:
-        """Gather updated parameters now if Megatron would do so in the next forward pass."""
-        if buffers_of(self.model.chunks):
-            for chunk in self.model.chunks:
-                chunk.synchronize_param_gather()  # type: ignore[operator]
-            return
-        if not getattr(self._args, "overlap_param_gather", False):
-            return
-        import megatron.training.training as training
-
-        call_known(training.force_param_sync, self.model.chunks, optimizer=self.model.optimizer)
+        settle(self.model, self._args)

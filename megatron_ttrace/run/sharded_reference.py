@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from megatron_ttrace.compare import sharding, tolerance
 from megatron_ttrace.compare.measured import Measured
@@ -23,7 +20,7 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved
 from megatron_ttrace.run import merging
 from megatron_ttrace.run.comparison import layout_of
-from megatron_ttrace.run.perturb import Spread, perturbed
+from megatron_ttrace.run.perturb import perturbed, spread_over
 from megatron_ttrace.run.reference_run import ReferenceSession
 from megatron_ttrace.run.rehearsal import Block, DataIterator
 from megatron_ttrace.trace import counted, owned
@@ -111,7 +108,7 @@ class ShardedReferenceSession(ReferenceSession):
     ) -> dict[TraceKey, Moved]:
         """Replay a block once on all ranks; each returns what the replays until now did."""
         measured: list[Measured] = []
-        with perturbed(self.model.names, seed, self.model.optimizer, self._spread()):
+        with perturbed(self.model.names, seed, self.model.optimizer, spread_over(self.model)):
             for iteration in block.iterations:
                 sink = CompareSink(reader, iteration, self._layout)
                 numbers = range(block.microbatches)
@@ -124,17 +121,3 @@ class ShardedReferenceSession(ReferenceSession):
             self.rehearsal.device,
         )
         return merging.moved(found, before)
-
-    def _spread(self) -> Spread:
-        from megatron.core import parallel_state as mpu
-
-        mesh = self.model.mesh
-        parts = {
-            place.name: zlib.crc32(
-                repr((place.name, [box.region for box in place.boxes(mesh)])).encode()
-            )
-            for _, place in self.model.places()
-        }
-        group = mpu.get_tensor_model_parallel_group()
-        add_up = functools.partial(torch.distributed.all_reduce, group=group)
-        return Spread(parts, mesh.at("pp") == mesh.size("pp") - 1, add_up)

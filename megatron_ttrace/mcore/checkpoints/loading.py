@@ -19,7 +19,7 @@ from megatron_ttrace.trace.errors import one_line
 
 _LONGEST = 120
 _NAME = "iter_{:07d}"
-_TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,9 +83,9 @@ def _flaw(path: str, args: MegatronArguments) -> str:
         if step:
             iteration = _NAME.format(step)
             return "" if iteration in names else f"has no iteration {step} ({iteration})"
-        if _TRACKER not in names:
-            return f"has no checkpoint ({_TRACKER} is missing)"
-        (home / _TRACKER).read_bytes()
+        if TRACKER not in names:
+            return f"has no checkpoint ({TRACKER} is missing)"
+        (home / TRACKER).read_bytes()
     except FileNotFoundError:
         return "does not exist"
     except NotADirectoryError:
@@ -122,7 +122,7 @@ def _iteration(directory: str, args: MegatronArguments) -> int | None:
     """Megatron's own ``read_metadata`` is a collective, and this is asked on one rank."""
     if step := getattr(args, "ckpt_step", None):
         return int(step)
-    written = Path(directory, _TRACKER).read_text(encoding="utf-8").strip()
+    written = Path(directory, TRACKER).read_text(encoding="utf-8").strip()
     return int(written) if written.isdecimal() else None
 
 

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace resume``: whether a job that is restarted from its checkpoint goes on as before."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from megatron_ttrace.cli import command, training
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs.settings import FLAGS, Settings, check_single, split
+from megatron_ttrace.trace import ends
+
+_EPILOG = """\
+examples:
+  ttrace resume -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
+  ttrace resume --into "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2" \\
+      --into "--nproc-per-node 1" -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
+
+The job trains and saves with its own options, but into DIR/checkpoint, and goes on for 2 steps.
+Then it is restarted from this checkpoint, in the same layout and in those of --into. The loaded
+state must be the saved one, to the bit; so must the following steps in the same layout, while in
+others rounding is tolerated. --save and --load of the command are not written to.
+
+exit code: 0 every restart goes on as before, 1 one does not, 2 could not check
+"""
+
+
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``resume`` command."""
+    parser = command.add(
+        subparsers,
+        "resume",
+        run,
+        summary="check that a job goes on as before when it is restarted from its checkpoint",
+        description="Train, save, and restart from the checkpoint; compare all training state and "
+        "the following steps with the run that was not interrupted.",
+        epilog=_EPILOG,
+    )
+    parser.set_defaults(began=None)
+    parser.add_argument(
+        "--steps",
+        type=flags.integer(1, 1000),
+        default=2,
+        metavar="K",
+        help="steps before the checkpoint (default 2)",
+    )
+    parser.add_argument(
+        "--into",
+        action="append",
+        default=[],
+        metavar='"FLAGS"',
+        help="also restart in this layout: flags of the script that differ, and --nproc-per-node; "
+        "can be repeated",
+    )
+    command.add_directory(parser, "ttrace-resume")
+    parser.add_argument(
+        "--nproc-per-node",
+        type=flags.integer(1, flags.MOST_RANKS),
+        default=None,
+        metavar="N",
+        help="number of ranks (default: as the command starts, else 1)",
+    )
+    timeout = FLAGS["timeout"]
+    timeout.add(parser, timeout.alias, timeout.name, default=Settings.timeout, dest="timeout")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument(
+        "--no-fork",
+        action="store_true",
+        help="start every rank as a new process instead of forking it",
+    )
+    parser.add_argument("--quiet", action="store_true", help="do not print progress")
+    training.add_arguments(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run all runs, and show the answer."""
+    from megatron_ttrace.saved import restarts
+
+    found = training.command_of(args)
+    check_single(args, "nproc_per_node", "steps", "directory", "timeout")
+    folder: Path = args.directory
+    settings, theirs = split(found.arguments, Settings(directory=folder, timeout=args.timeout))
+    say = command.silent if args.quiet or args.json else command.progress(args.began)
+    resumed = restarts.resume(
+        dataclasses.replace(found, arguments=tuple(theirs)),
+        dataclasses.replace(settings, directory=folder, wandb=False, wandb_online=False),
+        nproc=args.nproc_per_node or training.ranks_of(found),
+        steps=args.steps,
+        into=args.into,
+        fork=not args.no_fork,
+        say=say,
+    )
+    if args.json:
+        print(json.dumps(resumed.to_json(), indent=1))
+    else:
+        from rich.console import Console
+
+        from megatron_ttrace.report import resumed as report
+
+        report.render(resumed, Console(), folder)
+    code = int(resumed.verdict.exit_code)
+    if resumed.reason:
+        ends.write(ends.EndRecord(code=code, at=0, message=resumed.reason))
+    return code

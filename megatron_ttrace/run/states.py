@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that records its training state and its steps, and ends after some of them.
+
+It has no reference, and nothing in it is rehearsed: these are Megatron's own steps, on the job's
+own data. ``ttrace resume`` starts such runs (``saved/restarts.py``). All ranks write all they have,
+replicas too, so that replicas that differ are noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.state import StateTensor, held_numbers, held_state
+from megatron_ttrace.jobs.processes import progress
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore import quiet, samples
+from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
+from megatron_ttrace.mcore.optimizer import leaves_of
+from megatron_ttrace.mcore.sources import class_place, function_place
+from megatron_ttrace.placement.plan import describe
+from megatron_ttrace.run import requirements
+from megatron_ttrace.run.agreement import Ranks
+from megatron_ttrace.run.perturb import perturbed, spread_over
+from megatron_ttrace.run.rehearsal import DataIterator, settle, traced_model
+from megatron_ttrace.trace import shared
+from megatron_ttrace.trace.captured import Batch
+from megatron_ttrace.trace.checksum import checksum
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.recorded import FOLDER, Order, Point, RankRecord, Step
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
+from megatron_ttrace.trace.resumed import What
+from megatron_ttrace.trace.store import Entry, TraceWriter, seal
+
+_OMITTING = ("no_save_optim", "no_load_optim", "no_save_rng", "no_load_rng")
+"""Options because of which a restart does not have all of the state."""
+_TOKENS = ("tokens", "text")
+"""Names of the tensor in a batch whose rows are the samples."""
+
+
+class StateSession:
+    """Records the run that it is part of."""
+
+    finished = False
+    judged = False
+
+    def __init__(self, args: MegatronArguments, settings: Settings, ranks: Ranks) -> None:
+        if settings.overrides is None:
+            raise TTraceError("--ttrace-role state is internal: use ttrace resume")
+        self._order = Order.read(settings.overrides)
+        self._args = args
+        self._settings = settings
+        self._ranks = ranks
+        self._home = settings.directory / FOLDER
+        self._steps: list[Step] = []
+        self._numbers: dict[str, dict[str, float]] = {}
+        self._random: dict[str, dict[str, str]] = {}
+        self._next: Callable[..., Step] | None = None
+        requirements.complete(args, settings)
+        run = ranks.from_one(
+            0, "preparing the recording", lambda: shared.prepare(settings.directory)
+        )
+        shared.require(settings.directory, run)
+
+    def begin(
+        self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
+    ) -> None:
+        """Record what was loaded, and have Megatron save after the right step."""
+        args = self._args
+        self.model = traced_model(chunks, optimizer, args)
+        self._scheduler = scheduler
+        self._device = next(chunks[0].parameters()).device
+        self._first = args.iteration
+        self._record(Point.LOADED, args.iteration, args.num_floating_point_operations_so_far)
+        self._say("training")
+        if self._order.save_after:
+            args.save_interval = self._first + self._order.save_after
+        self._intercept_saving()
+
+    def _intercept_saving(self) -> None:
+        """Record the state that Megatron begins to save, and let it save only once."""
+        import megatron.training.training as training
+
+        save = training.save_checkpoint
+
+        @functools.wraps(save)
+        def recorded(iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any) -> None:
+            if not self._order.save_after or iteration != self._first + self._order.save_after:
+                return
+            self._record(Point.SAVED, iteration, rest[1])
+            self._say("saving")
+            save(iteration, model, optimizer, *rest, **kwargs)
+
+        training.save_checkpoint = recorded
+
+    def _say(self, line: str) -> None:
+        if self._ranks.rank == 0:
+            progress.say(f"{line} ({self._settings.directory.name})")
+
+    def before_step(self, step: int, iterator: DataIterator) -> None:
+        """Note what the next step begins with."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        served = Served(iterator, get_num_microbatches())
+        served.serve()
+        self._next = functools.partial(
+            Step,
+            iteration=self._first + step,
+            samples=tuple(_digests(batch) for batch in served.batches),
+            # Megatron counts iterations in a local variable.
+            numbers=self._held_numbers() | {"iteration": float(self._first + step - 1)},
+        )
+
+    def _held_numbers(self) -> dict[str, float]:
+        return held_numbers(self._args, self._scheduler, self.model.optimizer)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While a step runs: perturbed, if that is the order."""
+        seed = self._order.seed and self._order.seed * 1000 + len(self._steps)
+        spread = spread_over(self.model) if seed else None
+        with perturbed(self.model.names, seed, self.model.optimizer, spread):
+            yield
+
+    def after_step(self, result: Any) -> int | None:
+        """Record a step; after the last one write everything, and return the run's exit code."""
+        assert self._next is not None, "before_step() comes first"
+        losses, skipped, norm = result[0], result[1], result[5]
+        step = self._next(
+            losses={name: float(value) for name, value in losses.items()},
+            grad_norm=None if norm is None else float(norm),
+            skipped=bool(skipped),
+        )
+        self._steps.append(step)
+        if len(self._steps) < self._order.steps:
+            return None
+        self._record(Point.END, step.iteration, 0.0)
+        self._finish_saving()
+        self._ranks.together("writing the record", self._write)
+        return ExitCode.EQUIVALENT
+
+    def _finish_saving(self) -> None:
+        """Wait for what Megatron saves in the background."""
+        from megatron.training.async_utils import maybe_finalize_async_save
+
+        maybe_finalize_async_save(blocking=True, terminate=True)
+
+    def _record(self, point: Point, iteration: int, operations: float) -> None:
+        """Write this rank's state."""
+        what = "recording the state"
+        self._ranks.meet(what)
+        settle(self.model, self._args)
+        folder = self._home / point
+        self._ranks.together(what, lambda: self._write_state(folder, iteration))
+        self._ranks.from_one(0, what, lambda: seal(folder, {"role": "state"}))
+        numbers = {
+            "iteration": float(iteration),
+            "num_floating_point_operations_so_far": float(operations),
+        }
+        self._numbers[point] = self._held_numbers() | numbers
+        self._random[point] = _random_states()
+
+    def _write_state(self, folder: Path, iteration: int) -> None:
+        writer = TraceWriter(folder, self.model.mesh.rank)
+        try:
+            for part in held_state(self.model):
+                if _is_weight(part):
+                    continue
+                entry = Entry.of(
+                    TraceKey(iteration, STEP_LEVEL, Kind.LOADED, part.place.name, part.index),
+                    part.data,
+                    logical_shape=part.place.logical_shape,
+                    placement=describe(part.place.placement),
+                    boxes=part.place.boxes(self.model.mesh),
+                )
+                writer.add(entry, part.data)
+        finally:
+            writer.close()
+
+    def _write(self) -> None:
+        args = self._args
+        owners = {
+            parameter: module
+            for names in self.model.names
+            for module in names.modules.values()
+            for parameter in module.parameters(recurse=False)
+        }
+        described = {
+            place.name: class_place(type(owners[parameter]), "sharded_state_dict")
+            for parameter, place in self.model.places()
+            if parameter in owners
+        }
+        RankRecord(
+            mesh=self.model.mesh,
+            omitted=tuple(name for name in _OMITTING if getattr(args, name, None)),
+            is_exact=self._device.type == "cpu" or bool(getattr(args, "deterministic_mode", False)),
+            dropout=quiet.has_dropout(args) or quiet.has_random_routing(args),
+            samples_by_layout=samples.depend_on_layout(args),
+            numbers=self._numbers,
+            random=self._random,
+            steps=tuple(self._steps),
+            described=described,
+            stored=self._stored_names(),
+            places=self._places(),
+        ).write(self._home)
+
+    def _places(self) -> dict[str, str]:
+        """The code that saves and loads what no parameter's class describes."""
+        from megatron.training import checkpointing
+
+        leaf = type(next(leaves_of(self.model.optimizer)))
+        described = class_place(leaf, "sharded_state_dict")
+        scheduler = class_place(type(self._scheduler), "load_state_dict")
+        return {
+            What.MAIN: described,
+            What.RANDOM: function_place(checkpointing.get_rng_state),
+            What.NUMBER: function_place(checkpointing.load_checkpoint),
+            "param_groups": described,
+            "opt_param_scheduler": scheduler,
+        }
+
+    def _stored_names(self) -> dict[str, str]:
+        """Parameters' and buffers' names in a distributed checkpoint, as far as they have some."""
+        names = stored_names(self.model.chunks)
+        tensors: list[tuple[str, torch.Tensor]] = [
+            (place.name, parameter) for parameter, place in self.model.places()
+        ]
+        tensors += [(place.name, buffer) for place, buffer in self.model.buffers()]
+        return {
+            name: stored_name(names[tensor], name) for name, tensor in tensors if tensor in names
+        }
+
+
+def _is_weight(part: StateTensor) -> bool:
+    """Whether main weights are the model's own: nothing keeps them apart."""
+    own = part.parameter
+    return (
+        part.index is LoadedIndex.MAIN
+        and own is not None
+        and type(own.data) is torch.Tensor
+        and part.data.dtype == own.dtype
+        and part.data.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+    )
+
+
+def _digests(batch: Batch) -> tuple[str, ...]:
+    """A digest of each sample of a microbatch: its row of every tensor that has one."""
+    rows = next((len(batch[name]) for name in _TOKENS if name in batch), 1)
+    marks = [hashlib.sha256() for _ in range(rows)]
+    for name, tensor in sorted(batch.items()):
+        parts = tensor if tensor.dim() and len(tensor) == rows else [tensor] * rows
+        for mark, part in zip(marks, parts, strict=True):
+            mark.update(f"{name}/{checksum(part)};".encode())
+    return tuple(mark.hexdigest()[:16] for mark in marks)
+
+
+def _random_states() -> dict[str, str]:
+    """Digests of the states of all generators that a checkpoint keeps (``get_rng_state``)."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    states = {
+        "python": repr(random.getstate()),
+        "numpy": repr(numpy.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+    }
+    tracked = get_cuda_rng_tracker().get_states()
+    states |= {f"tracker {name}": state for name, state in tracked.items()}
+    if torch.version.cuda is not None and torch.cuda.device_count():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return {name: _digest(state) for name, state in states.items()}
+
+
+def _digest(state: Any) -> str:
+    if isinstance(state, torch.Generator):
+        state = state.get_state()
+    data = state.cpu().numpy().tobytes() if torch.is_tensor(state) else str(state).encode()
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded runs (``trace/recorded.py``): logical state, steps, and how far rounding moves both."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from megatron_ttrace.compare.tolerance import SAFETY, epsilon, few_samples
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.saved.whole import Shards
+from megatron_ttrace.trace.recorded import FOLDER, Point, RankRecord, Step, read_ranks
+from megatron_ttrace.trace.records import LoadedIndex, TraceKey
+from megatron_ttrace.trace.resumed import What
+from megatron_ttrace.trace.store import TraceReader
+
+_WHAT = {
+    LoadedIndex.WEIGHT: What.WEIGHT,
+    LoadedIndex.MAIN: What.MAIN,
+    LoadedIndex.EXP_AVG: What.EXP_AVG,
+    LoadedIndex.EXP_AVG_SQ: What.EXP_AVG_SQ,
+    LoadedIndex.BUFFER: What.BUFFER,
+    LoadedIndex.OTHER: What.OTHER,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A recorded run."""
+
+    folder: Path
+    ranks: tuple[RankRecord, ...]
+
+    @classmethod
+    def open(cls, run: Path) -> Recorded:
+        """Of a run's directory. Raises ``TTraceError`` when it is incomplete."""
+        folder = run / FOLDER
+        return cls(folder, read_ranks(folder))
+
+    def state(self, point: Point) -> State:
+        """The tensors at a point. Raises ``TTraceError`` when they are missing or damaged."""
+        return State(TraceReader(self.folder / point))
+
+    def numbers(self, point: Point) -> dict[str, frozenset[float]]:
+        """The values that each number has on the ranks."""
+        return merged(one.numbers[point] for one in self.ranks)
+
+    @functools.cached_property
+    def steps(self) -> list[tuple[Step, ...]]:
+        """Each step as the ranks recorded it."""
+        return list(zip(*(one.steps for one in self.ranks), strict=True))
+
+    def samples(self, number: int) -> list[str]:
+        """Digests of a step's samples in the order of the global batch.
+
+        Megatron deals microbatches to data-parallel ranks in turns
+        (``MegatronPretrainingSampler``).
+        """
+        by_rank: dict[int, tuple[tuple[str, ...], ...]] = {}
+        for one in self.ranks:
+            if found := one.steps[number].samples:
+                by_rank.setdefault(one.mesh.at("dp"), found)
+        turns = zip(*(by_rank[at] for at in sorted(by_rank)), strict=True)
+        return [sample for turn in turns for part in turn for sample in part]
+
+    def logged(self, number: int) -> tuple[dict[str, float], float | None]:
+        """Losses and gradient norm of a step, of the last rank that has them."""
+        step = self.steps[number]
+        losses = next((one.losses for one in reversed(step) if one.losses), {})
+        return losses, next((one.grad_norm for one in reversed(step) if one.grad_norm), None)
+
+    def any(self, attribute: str) -> bool:
+        """Whether something is true of any rank."""
+        return any(getattr(one, attribute) for one in self.ranks)
+
+
+class State:
+    """The logical tensors of a recorded state, by what they are and by name."""
+
+    def __init__(self, trace: TraceReader) -> None:
+        self._trace = trace
+        self._shards = Shards(trace)
+        self._keys = {(_WHAT[LoadedIndex(key.index)], key.name): key for key in self._shards}
+
+    def __iter__(self) -> Iterator[tuple[What, str]]:
+        return iter(self._keys)
+
+    def __contains__(self, item: tuple[What, str]) -> bool:
+        return item in self._keys
+
+    def tensor(self, item: tuple[What, str]) -> torch.Tensor | None:
+        """The whole tensor; ``None`` if the ranks' shards do not cover it."""
+        return self._shards.tensor(self._keys[item])
+
+    def conflicting(self, item: tuple[What, str], whole: torch.Tensor) -> list[int]:
+        """The ranks whose part is not that of ``whole``."""
+        return self._shards.conflicting(self._keys[item], whole)
+
+    def parts(self, item: tuple[What, str]) -> dict[int, torch.Tensor]:
+        """What each rank has of a tensor, as it has it."""
+        holders = self._shards.holders(self._keys[item])
+        return {
+            rank: self._trace.tensor(self._trace.resolve(rank, number)) for rank, number in holders
+        }
+
+    def shape(self, item: tuple[What, str]) -> tuple[int, ...]:
+        """The logical shape, as the first rank has it."""
+        rank, number = self._shards.holders(self._keys[item])[0]
+        return self._trace.ranks[rank][number].logical_shape
+
+    def part(self, item: tuple[What, str], rank: int) -> str:
+        """What a rank has of a tensor, as slices; empty if it has all."""
+        key: TraceKey = self._keys[item]
+        number = next(n for r, n in self._shards.holders(key) if r == rank)
+        entry = self._trace.ranks[rank][number]
+        whole = all(box.extent == entry.logical_shape for box in entry.boxes)
+        return "" if whole else _slices(entry.boxes)
+
+
+def _slices(boxes: tuple[Box, ...], most: int = 2) -> str:
+    shown = (
+        "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(b.logical, b.extent, strict=True)) + "]"
+        for b in boxes[:most]
+    )
+    return " ".join(shown) + (" ..." if len(boxes) > most else "")
+
+
+def merged(each: Iterable[Mapping[str, float]]) -> dict[str, frozenset[float]]:
+    """All values that each number has."""
+    found: dict[str, set[float]] = {}
+    for numbers in each:
+        for name, value in numbers.items():
+            found.setdefault(name, set()).add(value)
+    return {name: frozenset(values) for name, values in found.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    """How far perturbed steps move what the steps of a restart give."""
+
+    perturbed: Recorded
+    restarted: Recorded
+
+    @classmethod
+    def of(cls, perturbed: Recorded | None, restarted: Recorded | None) -> Moves | None:
+        """Of two restarts; ``None`` if one was not made."""
+        return cls(perturbed, restarted) if perturbed and restarted else None
+
+    def scalar(self, what: What, name: str) -> float:
+        """The tolerance of a number that is logged."""
+        moved = []
+        for number in range(len(self.restarted.steps)):
+            (losses, norm), (others, other) = (
+                run.logged(number) for run in (self.restarted, self.perturbed)
+            )
+            pair = (losses.get(name), others.get(name)) if what is What.LOSS else (norm, other)
+            if pair[0] and pair[1] is not None:
+                moved.append(abs(pair[1] - pair[0]) / abs(pair[0]))
+        # Sums over all elements, whose terms are added in another order.
+        floor = epsilon(torch.float32) * 16
+        return SAFETY * max(max(moved, default=math.inf) * few_samples(len(moved)), floor)
+
+    def tensor(self, item: tuple[What, str], whole: torch.Tensor) -> float:
+        """The tolerance of a tensor after the last step."""
+        one, other = (run.state(Point.END) for run in (self.restarted, self.perturbed))
+        if item not in one or item not in other:
+            return math.inf
+        a, b = one.tensor(item), other.tensor(item)
+        if a is None or b is None:
+            return math.inf
+        moved = distance(b, a) * few_samples(whole.numel())
+        return SAFETY * max(moved, epsilon(whole.dtype) / 2)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether all elements are equal, or both not a number."""
+    if a.shape != b.shape:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def distance(found: torch.Tensor, whole: torch.Tensor) -> float:
+    """``||found - whole|| / ||whole||``, infinite where it is not finite."""
+    norm = float(whole.double().norm())
+    error = float((found.double() - whole.double()).norm())
+    ratio = error / norm if norm else (math.inf if error else 0.0)
+    return ratio if math.isfinite(ratio) else math.inf

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run a job, restart it from its checkpoint, and compare: from a command to an answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_ttrace.jobs import restarts
+from megatron_ttrace.jobs.commands import disclosure
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.settings import Settings, checking
+from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, open_checkpoint
+from megatron_ttrace.saved.recorded import Moves, Recorded
+from megatron_ttrace.saved.resume import compare, could_not
+from megatron_ttrace.trace import owned, shared
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.recorded import Point
+from megatron_ttrace.trace.resumed import Restart, Resumed, What, worst
+from megatron_ttrace.trace.states import Item, State
+
+ANSWER = "resume.json"
+"""The file with the answer."""
+_STATES = {
+    What.WEIGHT: State.WEIGHT,
+    What.BUFFER: State.WEIGHT,
+    What.MAIN: State.MAIN,
+    What.EXP_AVG: State.EXP_AVG,
+    What.EXP_AVG_SQ: State.EXP_AVG_SQ,
+    What.OTHER: State.OTHER,
+}
+
+
+def resume(
+    command: Command,
+    settings: Settings,
+    *,
+    nproc: int,
+    steps: int,
+    into: Sequence[str],
+    fork: bool,
+    say: Callable[[str], None],
+) -> Resumed:
+    """Run everything, and write ``resume.json``.
+
+    Args:
+        command: the job, without flags of ours.
+        settings: its directory is where everything is written.
+        nproc: number of ranks.
+        steps: before the checkpoint.
+        into: flags of other layouts.
+        fork: fork the ranks, where that is possible.
+        say: called with each line of progress.
+
+    Raises:
+        TTraceError: when the uninterrupted run or the restart in the same layout gives no state.
+    """
+    folder = settings.directory.resolve()
+    plan = restarts.plan(command.arguments, nproc, steps, into, folder)
+    from megatron_ttrace.jobs import job as jobs
+
+    began = time.monotonic()
+    with shared.claim(folder):
+        _clear(folder)
+        script = Path(command.script)
+        if not script.is_file():
+            raise TTraceError(f"{script}: no such script")
+        if fork:
+            say(f"restarting {script}: importing torch and Megatron")
+            fork = jobs.prepare(settings.device, script, arguments=command.arguments)
+        runner = _Runner(command, settings, folder, fork, say)
+        before = runner.record(plan.uninterrupted)
+        if any(Point.SAVED not in one.numbers for one in before.ranks):
+            raise TTraceError("the job saved nothing: does its script save checkpoints?")
+        names = {name: stored for one in before.ranks for name, stored in one.stored.items()}
+        stored = _Checkpoint(folder / restarts.CHECKPOINT, names)
+        answers = list(_answers(plan, runner, before, stored))
+        words = checking(script, command.arguments, nproc, command="resume")
+        resumed = Resumed(
+            verdict=worst([one.verdict for one in answers]),
+            command=tuple(disclosure.command(["ttrace", *words])),
+            iteration=before.steps[steps - 1][0].iteration,
+            checkpoint=str(folder / restarts.CHECKPOINT),
+            restarts=tuple(answers),
+            notices=(*plan.notices, *filter(None, [stored.notice])),
+            seconds=time.monotonic() - began,
+        )
+        owned.write(folder / ANSWER, [json.dumps(resumed.to_json(), indent=1), "\n"])
+    return resumed
+
+
+def _clear(folder: Path) -> None:
+    """Remove what an earlier command left; refuse what it did not write."""
+    names = restarts.CHECKPOINT, ANSWER
+    owned.require(folder, names)
+    for name in names:
+        owned.remove(folder / name)
+    if (folder / restarts.CHECKPOINT).exists():
+        raise TTraceError(f"{folder / restarts.CHECKPOINT} has files that are not ours: move them")
+    owned.make(folder / restarts.CHECKPOINT, whole=True)
+
+
+@dataclasses.dataclass
+class _Runner:
+    """Makes the runs of a plan, one after the other."""
+
+    command: Command
+    settings: Settings
+    folder: Path
+    fork: bool
+    say: Callable[[str], None]
+
+    def record(self, run: restarts.Run) -> Recorded:
+        """Make a run. Raises ``TTraceError`` with the reason when it fails."""
+        from megatron_ttrace.jobs import job as jobs
+
+        order = self.folder / f"{run.name}.order.json"
+        run.order.write(order)
+        job = jobs.Job(
+            script=Path(self.command.script),
+            arguments=run.arguments,
+            nproc=run.nproc,
+            settings=dataclasses.replace(
+                self.settings, directory=self.folder / run.name, role="state", overrides=order
+            ),
+            environment=dict(self.command.environment),
+        )
+        jobs.record(job, fork=self.fork, say=self.say)
+        return Recorded.open(job.directory)
+
+
+def _answers(
+    plan: restarts.Plan, runner: _Runner, before: Recorded, stored: _Checkpoint
+) -> Iterator[Restart]:
+    """The answer for each restart, the same layout's first."""
+    restarted = perturbed = None
+
+    def compared(after: Recorded, layout: str) -> Restart:
+        return compare(
+            before,
+            after,
+            layout,
+            stored=stored.read,
+            numbers=stored.numbers,
+            moves=Moves.of(perturbed, restarted),
+        )
+
+    runner.say("restarting in the same layout")
+    try:
+        restarted = runner.record(plan.restarted)
+        if plan.into or not before.any("is_exact"):
+            runner.say("restarting once more, perturbed, for tolerances")
+            perturbed = runner.record(plan.perturbed)
+        yield compared(restarted, "")
+    except TTraceError as error:
+        yield could_not("", error)
+    for run in plan.into:
+        runner.say(f"restarting with {run.layout}")
+        try:
+            yield compared(runner.record(run), run.layout)
+        except TTraceError as error:
+            yield could_not(run.layout, error)
+
+
+class _Checkpoint:
+    """What was saved, as it is stored."""
+
+    def __init__(self, folder: Path, names: Mapping[str, str]) -> None:
+        self._names = names
+        self._checkpoint: Checkpoint | None = None
+        self.notice = ""
+        self.numbers: Mapping[str, object] = {}
+        try:
+            self._checkpoint = open_checkpoint(folder)
+            self.numbers = self._checkpoint.numbers
+        except TTraceError as error:
+            self.notice = f"saving and loading cannot be distinguished: {error}"
+
+    def read(self, what: What, name: str) -> torch.Tensor | None:
+        """A tensor; ``None`` if it is stored in no logical form."""
+        if self._checkpoint is None:
+            return None
+        parameter, _, slot = name.partition("/")
+        stored = self._names.get(parameter, parameter)
+        found = self._checkpoint.find(Item(_STATES[what], stored, slot))
+        return None if found is None else found[1].read()

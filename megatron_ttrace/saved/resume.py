@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A restarted run against the uninterrupted one: what was lost, and on which way.
+
+Both are recorded runs (``trace/recorded.py``). Compared are, in this order: the loaded state with
+the saved one, and what is stored with both; the following steps; the state after them. A difference
+of the loaded state explains all that follow, so these are compared only if there is none.
+
+The loaded state must be equal to the bit in every layout. The following steps must be in the same
+layout, where the same step gives the same bits again; otherwise within ``SAFETY`` times what a
+restart with perturbed steps moves (``compare/tolerance.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from megatron_ttrace.compare.tolerance import BLIND
+from megatron_ttrace.saved.recorded import Moves, Recorded, State, distance, merged, same
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.recorded import Point
+from megatron_ttrace.trace.records import Result
+from megatron_ttrace.trace.resumed import Blame, Difference, How, Logged, Restart, What
+
+type Stored = Callable[[What, str], torch.Tensor | None]
+"""Reads the state of a parameter from the checkpoint; ``None`` where it has no logical form."""
+
+_OF_OPTIMIZER = (What.MAIN, What.EXP_AVG, What.EXP_AVG_SQ, What.OTHER)
+_ZERO_AT_FIRST = (What.EXP_AVG, What.EXP_AVG_SQ, What.OTHER)
+"""State that an optimizer creates as zeros when it first needs it."""
+_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
+"""Weights with a row per token, the last ones padding that depends on the layout."""
+_NUMBERS_OF_OPTIMIZER = ("param_groups", "opt_param_scheduler", "grad_scaler", "loss_scale")
+_BY_LAYOUT = ("num_floating_point_operations_so_far",)
+"""Numbers that are not exact in another layout."""
+
+
+def compare(
+    before: Recorded,
+    after: Recorded,
+    layout: str,
+    *,
+    stored: Stored = lambda what, name: None,
+    numbers: Mapping[str, object] | None = None,
+    moves: Moves | None = None,
+) -> Restart:
+    """Compare a restarted run with the uninterrupted one.
+
+    Args:
+        before: the uninterrupted run.
+        after: the restarted run.
+        layout: its flags, if its layout is another one.
+        stored: reads what the checkpoint has.
+        numbers: that the checkpoint has, by name.
+        moves: how far rounding moves the following steps.
+
+    Raises:
+        TTraceError: when a record is missing or damaged.
+    """
+    comparison = _Comparison(before, after, layout)
+    comparison.read_from(stored, numbers or {})
+    comparison.loaded()
+    if not comparison.differences:
+        comparison.following(moves)
+        comparison.settle()
+    return comparison.answer()
+
+
+class _Comparison:
+    def __init__(self, before: Recorded, after: Recorded, layout: str) -> None:
+        self._before, self._after = before, after
+        self._layout = layout
+        self._at = len(before.steps) - len(after.steps)
+        self._compared = self._stored = 0
+        self._notices: list[str] = []
+        self.differences: list[Difference] = []
+        self._suspects: list[Difference] = []
+        self._otherwise: list[str] = []
+        omitted = {name for one in (*before.ranks, *after.ranks) for name in one.omitted}
+        self._without_optimizer = sorted(omitted & {"no_save_optim", "no_load_optim"})
+        self._without_random = sorted(omitted & {"no_save_rng", "no_load_rng"})
+        self._described = {n: d for one in before.ranks for n, d in one.described.items()}
+        self._names_stored = {name for one in before.ranks for name in one.stored}
+
+    def read_from(self, stored: Stored, numbers: Mapping[str, object]) -> None:
+        """Read tensors and numbers of the checkpoint from here."""
+        self._stored_tensor, self._stored_numbers = stored, numbers
+
+    def answer(self) -> Restart:
+        steps = []
+        for number in range(len(self._after.steps)):
+            old, new = self._before.logged(self._at + number), self._after.logged(number)
+            steps.append(
+                Logged(
+                    self._before.steps[self._at + number][0].iteration,
+                    (next(iter(old[0].values()), None), next(iter(new[0].values()), None)),
+                    (old[1], new[1]),
+                )
+            )
+        return Restart(
+            layout=self._layout,
+            verdict=Result.DIVERGED if self.differences else Result.EQUIVALENT,
+            compared=self._compared,
+            stored=self._stored,
+            differences=tuple(self.differences),
+            steps=tuple(steps),
+            notices=tuple(dict.fromkeys(self._notices)),
+        )
+
+    def loaded(self) -> None:
+        """What was loaded against what was saved."""
+        if self._without_optimizer:
+            flags = ", ".join(_flag(name) for name in self._without_optimizer)
+            self._notices.append(
+                f"{flags}: optimizer state and schedules are not restored, and not compared; "
+                "neither are the following steps"
+            )
+        self._tensors()
+        self._numbers()
+        self._random()
+        if self._otherwise and not self.differences:
+            self._notices.append(
+                "the checkpoint has other values than were saved, and they were loaded as saved: "
+                f"{_listed(self._otherwise)}; restart in another layout (--into) as well"
+            )
+
+    def _tensors(self) -> None:
+        saved, loaded = self._before.state(Point.SAVED), self._after.state(Point.LOADED)
+        by_rank: list[str] = []
+        for item in saved:
+            if self._without_optimizer and item[0] in _OF_OPTIMIZER:
+                continue
+            whole = saved.tensor(item)
+            if whole is not None and not saved.conflicting(item, whole):
+                self._compared += 1
+                self._tensor(item, whole, loaded)
+            elif self._layout:
+                by_rank.append(f"{item[0]} of {item[1]}")
+            else:
+                self._compared += 1
+                self._by_rank(item, saved, loaded)
+        if by_rank:
+            self._notices.append(
+                f"not compared, because ranks had values of their own: {_listed(by_rank)}"
+            )
+        for item in loaded:
+            if item in saved or (self._without_optimizer and item[0] in _OF_OPTIMIZER):
+                continue
+            found = loaded.tensor(item)
+            if item[0] is not What.MAIN and (
+                item[0] not in _ZERO_AT_FIRST or found is None or found.any()
+            ):
+                self._differ(*item, How.EXTRA, Blame.LOADING)
+
+    def _by_rank(self, item: tuple[What, str], saved: State, loaded: State) -> None:
+        """What each rank has a value of its own of, in the same layout."""
+        theirs = loaded.parts(item) if item in loaded else {}
+        parts = saved.parts(item)
+        if wrong := [
+            r for r, part in parts.items() if r not in theirs or not same(theirs[r], part)
+        ]:
+            self._differ(*item, How.DIFFERENT, Blame.EITHER, ranks=tuple(wrong))
+
+    def _tensor(self, item: tuple[What, str], whole: torch.Tensor, loaded: State) -> None:
+        stored = self._of_checkpoint(item, whole)
+        blame = Blame.EITHER
+        if stored is not None:
+            self._stored += 1
+            blame = Blame.LOADING if same(stored, whole) else Blame.SAVING
+        found = loaded.tensor(item) if item in loaded else None
+        if found is None:
+            how = How.INCOMPLETE if item in loaded else How.MISSING
+            if how is How.INCOMPLETE or item[0] not in _ZERO_AT_FIRST or whole.any():
+                self._differ(*item, how, blame)
+            return
+        if found.shape != whole.shape:
+            rows = _common_rows(item[1], whole, found)
+            if rows is None:
+                self._differ(*item, How.SHAPE, blame)
+                return
+            whole, found = whole[:rows], found[:rows]
+            wrong_ranks: list[int] = []
+        else:
+            wrong_ranks = loaded.conflicting(item, whole.to(found.dtype))
+        if not same(found, whole):
+            part = loaded.part(item, wrong_ranks[0]) if wrong_ranks else ""
+            self._measured(item, whole, found, blame, ranks=tuple(wrong_ranks), part=part)
+        elif wrong_ranks:
+            part = loaded.part(item, wrong_ranks[0])
+            self._differ(*item, How.CONFLICT, blame, ranks=tuple(wrong_ranks), part=part)
+        elif blame is Blame.SAVING:
+            self._otherwise.append(f"{item[0]} of {item[1]}")
+
+    def _of_checkpoint(self, item: tuple[What, str], whole: torch.Tensor) -> torch.Tensor | None:
+        stored = self._stored_tensor(*item)
+        if stored is not None and stored.shape != whole.shape:
+            rows = _common_rows(item[1], whole, stored)
+            return None if rows is None else torch.cat([stored[:rows], whole[rows:]])
+        return stored
+
+    def _measured(
+        self,
+        item: tuple[What, str],
+        whole: torch.Tensor,
+        found: torch.Tensor,
+        blame: Blame,
+        **more: object,
+    ) -> None:
+        what, name = item
+        self._differ(
+            what,
+            name,
+            How.DIFFERENT,
+            blame,
+            rel_err=distance(found, whole),
+            wrong=int((found.double() != whole.double()).sum()),
+            total=whole.numel(),
+            **more,
+        )
+
+    def _differ(self, what: What, name: str, how: How, blame: Blame, **more: object) -> None:
+        described, places = self._described, self._before.ranks[0].places
+        if what in _OF_OPTIMIZER:
+            where = places.get(What.MAIN, "")
+        elif what.is_tensor:
+            where = described.get(name, "")
+        else:
+            # A number's name begins with what it belongs to.
+            where = places.get(re.split(r"[.[]", name)[0]) or places.get(what, "")
+        found = Difference(what=what, name=name, how=how, blame=blame, where=where)
+        found = dataclasses.replace(found, **more)  # type: ignore[arg-type]
+        # Not all of these matter: a buffer may be scratch, and a generator unused.
+        is_buffer = what is What.BUFFER and name not in self._names_stored
+        to = self._suspects if what is What.RANDOM or is_buffer else self.differences
+        to.append(found)
+
+    def _numbers(self) -> None:
+        self._compare_numbers(
+            self._before.numbers(Point.SAVED), self._after.numbers(Point.LOADED), self._blame
+        )
+
+    def _blame(self, name: str, value: float) -> Blame:
+        stored = self._stored_numbers.get(name)
+        if not isinstance(stored, (int, float)):
+            return Blame.EITHER
+        return Blame.LOADING if float(stored) == value else Blame.SAVING
+
+    def _compare_numbers(
+        self,
+        old: Mapping[str, frozenset[float]],
+        new: Mapping[str, frozenset[float]],
+        blame: Callable[[str, float], Blame],
+    ) -> None:
+        for name in old:
+            if self._without_optimizer and name.startswith(_NUMBERS_OF_OPTIMIZER):
+                continue
+            if self._layout and name in _BY_LAYOUT:
+                continue
+            before, after = old[name], new.get(name, frozenset())
+            if before != after:
+                value = min(before - after, default=min(before))
+                self._differ(
+                    What.NUMBER,
+                    name,
+                    How.DIFFERENT if after else How.MISSING,
+                    blame(name, value),
+                    before=value,
+                    after=min(after - before, default=None),
+                )
+
+    def _random(self) -> None:
+        if self._layout:
+            return
+        if self._without_random:
+            flags = ", ".join(_flag(name) for name in self._without_random)
+            self._notices.append(f"{flags}: random states are not restored, and not compared")
+            return
+        for old, new in zip(self._before.ranks, self._after.ranks, strict=True):
+            saved, loaded = old.random[Point.SAVED], new.random[Point.LOADED]
+            for name in saved:
+                if saved[name] != loaded.get(name):
+                    rank = (old.mesh.rank,)
+                    self._differ(What.RANDOM, name, How.DIFFERENT, Blame.EITHER, ranks=rank)
+
+    def following(self, moves: Moves | None) -> None:
+        """The following steps, and the state after them."""
+        if self._without_optimizer or (why := self._incomparable(moves)):
+            if not self._without_optimizer:
+                self._notices.append(f"the following steps are not compared: {why}")
+            return
+        exact = not self._layout and self._before.any("is_exact")
+        for number in range(len(self._after.steps)):
+            self._step(number, None if exact else moves)
+        if not self.differences:
+            self._ends(None if exact else moves)
+
+    def settle(self) -> None:
+        """State that may not matter is the cause if the following steps differ."""
+        if self.differences and self._suspects:
+            self.differences = self._suspects
+        elif self._suspects:
+            names = dict.fromkeys(f"{one.what} {one.name}" for one in self._suspects)
+            self._notices.append(
+                f"not restored, without effect on the steps that were compared: {_listed(names)}"
+            )
+
+    def _incomparable(self, moves: Moves | None) -> str:
+        if self._layout and self._before.any("dropout"):
+            return "dropout, or random routing, draws other numbers in another layout"
+        if self._layout and self._before.any("samples_by_layout"):
+            return "another layout trains on other samples by design"
+        saved, loaded = self._before.state(Point.SAVED), self._after.state(Point.LOADED)
+        if any(saved.shape(item) != loaded.shape(item) for item in saved if item in loaded):
+            return "the vocabulary is padded to another size"
+        needs = self._layout or not self._before.any("is_exact")
+        return "there is no perturbed restart for tolerances" if needs and moves is None else ""
+
+    def _step(self, number: int, moves: Moves | None) -> None:
+        at = self._at + number
+        iteration = str(self._before.steps[at][0].iteration)
+        if self._before.samples(at) != self._after.samples(number):
+            self._differ(What.SAMPLES, iteration, How.DIFFERENT, Blame.TRAINING)
+        old = merged(one.numbers for one in self._before.steps[at])
+        new = merged(one.numbers for one in self._after.steps[number])
+        self._compare_numbers(old, new, lambda name, value: Blame.TRAINING)
+        (losses, norm), (others, other) = self._before.logged(at), self._after.logged(number)
+        for name in losses:
+            pair = losses[name], others.get(name)
+            tolerance = moves.scalar(What.LOSS, name) if moves else 0.0
+            self._scalar(What.LOSS, f"{name} of iteration {iteration}", pair, tolerance)
+        tolerance = moves.scalar(What.GRAD_NORM, "") if moves else 0.0
+        name = f"grad norm of iteration {iteration}"
+        self._scalar(What.GRAD_NORM, name, (norm, other), tolerance)
+
+    def _scalar(
+        self, what: What, name: str, pair: tuple[float | None, float | None], tolerance: float
+    ) -> None:
+        before, after = pair
+        if _equal(before, after):
+            return
+        error = math.inf
+        if before and after is not None:
+            error = abs(after - before) / abs(before)
+        if tolerance > BLIND:
+            self._notices.append(
+                f"not compared, because rounding alone moves it by more than {BLIND:.0%}: {name}"
+            )
+        elif not error <= tolerance:
+            more = {"rel_err": error, "tolerance": tolerance, "before": before, "after": after}
+            self._differ(what, name, How.DIFFERENT, Blame.TRAINING, **more)
+
+    def _ends(self, moves: Moves | None) -> None:
+        """The state after the last step."""
+        old, new = self._before.state(Point.END), self._after.state(Point.END)
+        blind = []
+        for item in old:
+            whole = old.tensor(item)
+            if whole is None or old.conflicting(item, whole):
+                continue
+            found = new.tensor(item) if item in new else None
+            if found is None:
+                self._differ(*item, How.MISSING, Blame.TRAINING)
+                continue
+            if same(found, whole):
+                continue
+            tolerance = moves.tensor(item, whole) if moves else 0.0
+            if tolerance > BLIND:
+                blind.append(f"{item[0]} of {item[1]}")
+            elif not distance(found, whole) <= tolerance:
+                self._measured(item, whole, found, Blame.TRAINING, tolerance=tolerance)
+        if blind:
+            self._notices.append(
+                f"not compared after the last step, because rounding alone moves it by more than "
+                f"{BLIND:.0%}: {_listed(blind)}"
+            )
+
+
+def _listed(names: Iterable[str], most: int = 3) -> str:
+    shown = list(names)
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more
+
+
+def _flag(option: str) -> str:
+    return f"--{option.replace('_', '-')}"
+
+
+def _equal(a: float | None, b: float | None) -> bool:
+    return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
+
+
+def _common_rows(name: str, a: torch.Tensor, b: torch.Tensor) -> int | None:
+    """Rows that are no padding in either; ``None`` if the shapes differ otherwise."""
+    if not name.endswith(_VOCABULARY) or a.dim() != b.dim() or a.shape[1:] != b.shape[1:]:
+        return None
+    return min(len(a), len(b))
+
+
+def could_not(layout: str, error: TTraceError) -> Restart:
+    """A restart of which nothing is known but why."""
+    return Restart(layout=layout, verdict=Result.COULD_NOT_CHECK, reason=str(error))

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a recorded training run keeps on disk: its state at some points, and each of its steps.
+
+``ttrace resume`` trains a job with this recorded and compares two such runs (``saved/resume.py``).
+Layout of the folder ``states`` of a run's directory::
+
+    saved/, loaded/, end/   state of all ranks (``trace/store.py``), at these points
+    rank-00000.json         the rest of what a rank recorded: a :class:`RankRecord`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace import codec, owned
+from megatron_ttrace.trace.codec import Count, Record
+from megatron_ttrace.trace.errors import TTraceError
+
+FOLDER = "states"
+"""Of a run's directory."""
+
+
+class Point(StrEnum):
+    """When a state was recorded."""
+
+    LOADED = "loaded"
+    """After the model was built and the checkpoint loaded, before the first step."""
+    SAVED = "saved"
+    """When Megatron begins to save."""
+    END = "end"
+    """After the last step."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Order(Record):
+    """What a run is asked to do; its file is the value of ``--ttrace-overrides``.
+
+    Attributes:
+        steps: after which the run ends.
+        save_after: steps after which the one checkpoint is saved; 0 to save none.
+        seed: of the perturbation of every step (``run/perturb.py``); 0 for none.
+    """
+
+    steps: Count
+    save_after: Count = 0
+    seed: Count = 0
+
+    def write(self, path: Path) -> None:
+        """Write it."""
+        owned.write(path, [json.dumps(self.to_json())])
+
+    @classmethod
+    def read(cls, path: Path) -> Order:
+        """Read it. Raises ``TTraceError``."""
+        return _read(cls, path)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One training step.
+
+    Attributes:
+        iteration: its number in the training, from 1.
+        samples: a digest of each sample, by microbatch; empty on a rank that reads no data.
+        numbers: with which it began (``capture/state.py: held_numbers``).
+        losses: what is logged; empty on a rank that computes no loss.
+        grad_norm: as it is logged.
+        skipped: whether Megatron skipped the update.
+    """
+
+    iteration: Count
+    samples: tuple[tuple[str, ...], ...]
+    numbers: dict[str, float]
+    losses: dict[str, float]
+    grad_norm: float | None
+    skipped: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RankRecord(Record):
+    """What one rank recorded besides tensors.
+
+    Attributes:
+        mesh: the rank's place in the layout.
+        omitted: options of the job because of which something is neither saved nor loaded.
+        is_exact: whether the same step gives the same bits again.
+        dropout: whether there is dropout.
+        samples_by_layout: whether the order of samples depends on the layout by design.
+        numbers: of the training state, at each point.
+        random: digests of random states at each point, by name.
+        steps: in order.
+        described: by parameter, the code that describes its shards.
+        stored: by parameter or buffer, its name in a checkpoint, if it is stored as it is.
+        places: other code that saves and loads: by what it does that for (``trace/resumed.py``), or
+            by the first word of a number's name.
+    """
+
+    mesh: Mesh
+    omitted: tuple[str, ...]
+    is_exact: bool
+    dropout: bool
+    samples_by_layout: bool
+    numbers: dict[str, dict[str, float]]
+    random: dict[str, dict[str, str]]
+    steps: tuple[Step, ...]
+    described: dict[str, str]
+    stored: dict[str, str]
+    places: dict[str, str]
+
+    def write(self, folder: Path) -> None:
+        """Write it beside the tensors."""
+        owned.write(folder / f"rank-{self.mesh.rank:05d}.json", [json.dumps(self.to_json())])
+
+
+def read_ranks(folder: Path) -> tuple[RankRecord, ...]:
+    """The records of all ranks, by rank.
+
+    Raises:
+        TTraceError: when one is missing or damaged.
+    """
+    records = [_read(RankRecord, path) for path in sorted(folder.glob("rank-*.json"))]
+    if not records or [one.mesh.rank for one in records] != list(range(records[0].mesh.world_size)):
+        raise TTraceError(f"{folder} lacks the records of some ranks: run the command again")
+    return tuple(records)
+
+
+def _read[R: Record](kind: type[R], path: Path) -> R:
+    try:
+        document: Any = codec.parse(codec.read(path))
+        return kind.from_json(document)
+    except (OSError, ValueError) as error:
+        raise TTraceError(f"{path} cannot be read ({error}): run the command again") from error

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``ttrace resume`` finds out: the records of ``resume.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+
+from megatron_ttrace.trace.codec import Count, Rank, Record, Size
+from megatron_ttrace.trace.records import Result
+
+
+class What(StrEnum):
+    """What a restart does not have as it was."""
+
+    WEIGHT = "weight"
+    MAIN = "main weight"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    BUFFER = "buffer"
+    OTHER = "optimizer state"
+    NUMBER = "number"
+    RANDOM = "random state"
+    SAMPLES = "samples"
+    LOSS = "loss"
+    GRAD_NORM = "grad norm"
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is the state of a parameter, or a buffer."""
+        return self in TENSORS
+
+
+TENSORS = (What.WEIGHT, What.MAIN, What.EXP_AVG, What.EXP_AVG_SQ, What.BUFFER, What.OTHER)
+
+
+class How(StrEnum):
+    """In which way."""
+
+    DIFFERENT = "different"
+    MISSING = "missing"
+    EXTRA = "extra"
+    SHAPE = "another shape"
+    INCOMPLETE = "incomplete"
+    CONFLICT = "replicas differ"
+
+
+class Blame(StrEnum):
+    """What went wrong, as far as it can be distinguished."""
+
+    SAVING = "saving"
+    LOADING = "loading"
+    EITHER = "saving or loading"
+    TRAINING = "training on"
+    """All compared state was restored, and the following steps differ nevertheless."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Difference(Record):
+    """One tensor or number that is not what it was.
+
+    Attributes:
+        what: it is.
+        name: of the parameter, buffer or number; of a step its iteration.
+        how: it differs.
+        blame: what went wrong.
+        rel_err: ``||restarted - uninterrupted|| / ||uninterrupted||``, where both are there.
+        tolerance: tolerated ``rel_err``; 0 where it must be equal.
+        wrong: elements that differ.
+        total: elements.
+        before: the number in the uninterrupted run, where it is one.
+        after: the number in the restarted run.
+        ranks: of the restarted run that have a wrong part; all of the saving run if saving is to
+            blame and nothing wrong was loaded.
+        part: what they have of the tensor, of the first of them.
+        where: the code that describes the state to the checkpoint.
+    """
+
+    what: What
+    name: str
+    how: How
+    blame: Blame
+    rel_err: Size | None = None
+    tolerance: Size = 0.0
+    wrong: Count = 0
+    total: Count = 0
+    before: float | None = None
+    after: float | None = None
+    ranks: tuple[Rank, ...] = ()
+    part: str = ""
+    where: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Logged:
+    """What is logged of one step after the restart, in both runs."""
+
+    iteration: Count
+    loss: tuple[float | None, float | None]
+    grad_norm: tuple[float | None, float | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Restart(Record):
+    """The answer for one layout.
+
+    Attributes:
+        layout: the flags by which it differs from the job's own; empty for that.
+        verdict: of this restart.
+        reason: why it could not be checked.
+        compared: tensors of the loaded state that were compared.
+        stored: of them, those that were also read from the checkpoint.
+        differences: what is not as it was. If the loaded state differs, the following steps do so
+            as a consequence and are not listed.
+        steps: after the restart.
+        notices: what was not compared, and why.
+    """
+
+    layout: str
+    verdict: Result
+    reason: str = ""
+    compared: Count = 0
+    stored: Count = 0
+    differences: tuple[Difference, ...] = ()
+    steps: tuple[Logged, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed(Record):
+    """The content of ``resume.json``.
+
+    Attributes:
+        verdict: of all restarts: the worst.
+        command: the job, without values that may be secret.
+        iteration: that was saved.
+        checkpoint: its directory.
+        restarts: the same layout first.
+        notices: how the runs differ from the command.
+        seconds: it took.
+    """
+
+    verdict: Result
+    command: tuple[str, ...]
+    iteration: Count
+    checkpoint: str
+    restarts: tuple[Restart, ...]
+    notices: tuple[str, ...] = ()
+    seconds: Size = 0.0
+
+    @property
+    def reason(self) -> str:
+        """Why something could not be checked; empty if there is an answer for every layout."""
+        return next((one.reason for one in self.restarts if one.reason), "")
+
+
+def worst(verdicts: list[Result]) -> Result:
+    """The one answer for several restarts."""
+    order = (Result.DIVERGED, Result.COULD_NOT_CHECK, Result.EQUIVALENT)
+    return min(verdicts, key=order.index)

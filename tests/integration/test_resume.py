@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace resume``: a restart from a checkpoint against the run that was not interrupted."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.trace.records import Result
+from megatron_ttrace.trace.resumed import Blame, Restart, Resumed, What
+from tests.integration.jobs import PP, SCRIPT, TINY, TP, TRAIN, ttrace
+from tests.planted.mistakes import PLANTED
+
+MODEL = ("--bf16", "--ckpt-format", "torch_dist")
+ZERO = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+BUCKETS = (*ZERO, "--overlap-grad-reduce", "--ddp-bucket-size", "2000")
+OPTIMIZER = {What.MAIN, What.EXP_AVG, What.EXP_AVG_SQ}
+ONE = ("--tensor-model-parallel-size", "1")
+
+
+def resume(
+    cwd: Path, *job: object, into: Sequence[str] = (), code: int = 0, mistake: str = ""
+) -> tuple[Restart, ...]:
+    """The answers for all layouts; the command must end with ``code``."""
+    layouts = [word for flags in into for word in ("--into", flags)]
+    script = TRAIN if mistake else SCRIPT
+    done = ttrace(
+        *("resume", "--json", "--nproc-per-node", 2, *layouts, "--", script, *TINY, *MODEL, *job),
+        cwd=cwd,
+        **({PLANTED: mistake} if mistake else {}),
+    )
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    written = json.loads((cwd / "ttrace-resume" / "resume.json").read_text())
+    assert written == json.loads(done.stdout)
+    return Resumed.from_json(written).restarts
+
+
+def test_shifted_main_weights(tmp_path: Path) -> None:
+    """Megatron saves shifted optimizer state (megatron-core 0.19); the weights are right."""
+    (tmp_path / "mine").mkdir()
+    (found,) = resume(tmp_path, *BUCKETS, "--save", "mine", "--save-interval", 1, code=1)
+    assert {one.what for one in found.differences} == OPTIMIZER
+    assert {one.blame for one in found.differences} == {Blame.SAVING}
+    assert all("DistributedOptimizer" in one.where for one in found.differences)
+    assert found.steps[-1].loss[0] != found.steps[-1].loss[1]
+    assert not list((tmp_path / "mine").iterdir())
+
+
+@pytest.mark.nightly
+def test_a_healthy_job_in_other_layouts(tmp_path: Path) -> None:
+    """Restarts in the same layout, in another one, and on another number of ranks."""
+    layouts = [" ".join((*ONE, *PP)), " ".join(("--nproc-per-node 1", *ONE))]
+    found = resume(tmp_path, *TP, into=layouts)
+    assert [one.verdict for one in found] == [Result.EQUIVALENT] * 3
+    assert all(one.compared == one.stored > 50 for one in found)
+    assert found[1].steps
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "job",
+    [
+        ("--use-distributed-optimizer",),
+        (*ZERO, "--async-save"),
+        (*ZERO, "--ckpt-fully-parallel-save"),
+        ("--use-distributed-optimizer", "--ckpt-format", "torch"),
+        (*ZERO, "--hidden-dropout", "0.1"),
+        (*ZERO, "--overlap-grad-reduce", "--overlap-param-gather"),
+    ],
+    ids=" ".join,
+)
+def test_healthy_formats(tmp_path: Path, job: tuple[str, ...]) -> None:
+    """Whatever is saved by Megatron as it should be goes on as before."""
+    (found,) = resume(tmp_path, *job)
+    assert found.verdict is Result.EQUIVALENT
+
+
+@pytest.mark.nightly
+def test_experts(tmp_path: Path) -> None:
+    """With the biases of their routers; Megatron does not restore a generator that is not used."""
+    experts = (
+        "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear "
+        "--transformer-impl transformer_engine --expert-model-parallel-size 2 "
+        "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+    ).split()
+    (found,) = resume(tmp_path, *experts, *ZERO)
+    assert found.verdict is Result.EQUIVALENT
+    assert any("expert-parallel-rng" in notice for notice in found.notices)
+
+
+@pytest.mark.nightly
+def test_a_layout_that_megatron_refuses(tmp_path: Path) -> None:
+    """It could not be checked, with Megatron's reason; the other layout has its answer."""
+    found = resume(tmp_path, "--use-distributed-optimizer", into=[" ".join(TP)], code=2)
+    assert [one.verdict for one in found] == [Result.EQUIVALENT, Result.COULD_NOT_CHECK]
+    assert "mismatch" in found[1].reason
+    assert "\n" not in found[1].reason

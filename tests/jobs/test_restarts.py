@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runs that are made from one training command."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.jobs.restarts import AFTER, Plan, plan
+from megatron_ttrace.trace.errors import TTraceError
+
+HOME = Path("/home/resume")
+JOB = ("--tensor-model-parallel-size", "2", "--train-iters", "100", "--bf16")
+
+
+def made(*words: str, into: tuple[str, ...] = (), steps: int = 3) -> Plan:
+    """The runs of a job with some more flags."""
+    return plan((*JOB, *words), 2, steps, into, HOME)
+
+
+def test_where_it_saves() -> None:
+    """In our folder and nowhere else, whatever the job says; other options are kept."""
+    found = made("--save", "/data/mine", "--save-interval", "500", "--tensorboard-dir", "/data/tb")
+    words = found.uninterrupted.arguments
+    assert words == (*JOB, "--save", f"{HOME}/checkpoint", "--save-interval", "3")
+    assert (found.uninterrupted.order.steps, found.uninterrupted.order.save_after) == (3 + AFTER, 3)
+    assert any("--tensorboard-dir" in notice for notice in found.notices)
+
+
+def test_where_it_restarts(tmp_path: Path) -> None:
+    """From our folder, without saving; the uninterrupted run keeps a start from a checkpoint."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("97")
+    found = made("--load", str(tmp_path), "--ckpt-step", "97", "--finetune", "--no-load-optim")
+    assert str(tmp_path) in found.uninterrupted.arguments
+    again = found.restarted.arguments
+    assert again == (*JOB, "--no-load-optim", "--load", f"{HOME}/checkpoint")
+    assert found.perturbed.arguments == again
+    assert found.perturbed.order.seed
+    assert found.restarted.order.seed == found.restarted.order.save_after == 0
+
+
+def test_a_first_start(tmp_path: Path) -> None:
+    """A job that loads what it will save starts without it."""
+    found = made("--load", str(tmp_path))
+    assert "--load" not in found.uninterrupted.arguments
+    assert any(str(tmp_path) in notice for notice in found.notices)
+
+
+@pytest.mark.parametrize(("steps", "iterations"), [(3, "100"), (200, "202")])
+def test_a_short_job(steps: int, iterations: str) -> None:
+    """It trains long enough; otherwise its schedule is not touched."""
+    found = made(steps=steps)
+    for run in (found.uninterrupted, found.restarted):
+        at = len(run.arguments) - 1 - run.arguments[::-1].index("--train-iters")
+        assert run.arguments[at + 1] == iterations
+    assert bool(found.notices) == (iterations != "100")
+
+
+def test_longer_than_its_checkpoint(tmp_path: Path) -> None:
+    """Steps count from the iteration that the job starts from."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("97")
+    found = made("--load", str(tmp_path))
+    assert found.uninterrupted.arguments[-6:-4] == ("--train-iters", "102")
+
+
+def test_other_layouts() -> None:
+    """Their flags come last; ranks are ours; the vocabulary is padded as before."""
+    flags = "--nproc-per-node 4 --tensor-model-parallel-size 1"
+    (run,) = made(into=(flags,)).into
+    padding = ("--make-vocab-size-divisible-by", "256")
+    assert (run.nproc, run.layout) == (4, flags)
+    assert run.arguments[-4:] == ("--tensor-model-parallel-size", "1", *padding)
+
+
+@pytest.mark.parametrize("flags", ["dp 2", "--nproc-per-node many", "'", "--ttrace-seeds 3"])
+def test_no_layout(flags: str) -> None:
+    """One line for what is none."""
+    with pytest.raises(TTraceError):
+        made(into=(flags,))

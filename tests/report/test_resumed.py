@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``ttrace resume`` prints."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_ttrace.report.resumed import culprits, render
+from megatron_ttrace.trace.records import Result
+from megatron_ttrace.trace.resumed import Blame, Difference, How, Logged, Restart, Resumed, What
+
+
+def moment(name: str, what: What = What.EXP_AVG) -> Difference:
+    """State that was saved wrongly."""
+    more = {"rel_err": 0.7, "wrong": 3, "total": 4, "ranks": (1,), "where": "a.py:1 (f)"}
+    return Difference(what=what, name=name, how=How.DIFFERENT, blame=Blame.SAVING, **more)
+
+
+def printed(*restarts: Restart) -> str:
+    """All lines, on a narrow terminal."""
+    worst = min((one.verdict for one in restarts), key=lambda one: one != Result.DIVERGED)
+    resumed = Resumed(
+        verdict=worst, command=("ttrace",), iteration=2, checkpoint="c", restarts=restarts
+    )
+    text = io.StringIO()
+    render(resumed, Console(file=text, width=80), Path("ttrace-resume"))
+    return text.getvalue()
+
+
+def test_one_cause() -> None:
+    """Parameters whose state is wrong in the same way are one culprit, the worst one shown."""
+    names = [f"decoder.layers.{n}.mlp.linear_fc1.weight" for n in range(5)]
+    differences = [*map(moment, names), moment(names[0], What.MAIN)]
+    assert [len(one.differences) for one in culprits(differences)] == [5, 1]
+    steps = (Logged(3, (4.0, 4.5), (1.0, 1.0)),)
+    text = printed(
+        Restart(layout="", verdict=Result.DIVERGED, differences=tuple(differences), steps=steps)
+    )
+    assert text.startswith("ttrace: diverged: saving a checkpoint changes the state")
+    assert "and 2 more" in text
+    assert "look at a.py:1 (f)" in text
+    assert "loss 4.5 instead of 4" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_no_control_characters() -> None:
+    """Names come from the user's model, reasons from Megatron."""
+    failed = Restart(layout="--x \x1b[31m", verdict=Result.COULD_NOT_CHECK, reason="no\x1b[2J")
+    wrong = Restart(layout="", verdict=Result.DIVERGED, differences=(moment("a\x1b[1m"),))
+    assert "\x1b" not in printed(failed, wrong)
+
+
+def test_equivalent() -> None:
+    """The answer, and how much it stands on."""
+    text = printed(Restart(layout="", verdict=Result.EQUIVALENT, compared=7, stored=5))
+    assert text.startswith("ttrace: equivalent")
+    assert "7 tensors" in text

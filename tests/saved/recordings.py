@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recorded runs made by hand: the state of one parameter, divided among two ranks."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.saved.recorded import Recorded
+from megatron_ttrace.trace.recorded import FOLDER, Point, RankRecord, Step
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceWriter, seal
+from tests.placement.meshes import mesh_of
+
+NAME = "decoder.final_layernorm.weight"
+NUMBERS = {"iteration": 2.0, "consumed_train_samples": 8.0, "param_groups[wd_mult=1].lr": 1e-3}
+
+type Tensors = dict[LoadedIndex, torch.Tensor]
+
+
+def state() -> Tensors:
+    """A parameter of four elements, with its state."""
+    return {
+        LoadedIndex.WEIGHT: torch.arange(4, dtype=torch.bfloat16),
+        LoadedIndex.MAIN: torch.arange(4, dtype=torch.float32),
+        LoadedIndex.EXP_AVG: torch.full((4,), 0.5),
+    }
+
+
+def step(iteration: int, **changes: object) -> Step:
+    """A step; all runs make the same."""
+    made = Step(
+        iteration=iteration,
+        samples=((f"sample {iteration}",),),
+        numbers=NUMBERS | {"iteration": float(iteration - 1)},
+        losses={"lm loss": 4.0 / iteration},
+        grad_norm=1.0 / iteration,
+        skipped=False,
+    )
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
+
+
+def run(
+    home: Path,
+    points: Mapping[Point, Tensors],
+    steps: list[Step],
+    *,
+    numbers: Mapping[str, float] = NUMBERS,
+    random: str = "a",
+    **changes: object,
+) -> Recorded:
+    """A run of which two ranks have half of each tensor."""
+    for point, tensors in points.items():
+        folder = home / FOLDER / point
+        for rank in range(2):
+            writer = TraceWriter(folder, rank)
+            for index, whole in tensors.items():
+                half = len(whole) // 2
+                local = whole[rank * half : (rank + 1) * half]
+                key = TraceKey(2, STEP_LEVEL, Kind.LOADED, NAME, index)
+                box = Box((rank * half,), (half,), (0,))
+                writer.add(
+                    Entry.of(key, local, logical_shape=tuple(whole.shape), boxes=(box,)), local
+                )
+            writer.close()
+        seal(folder, {"role": "state"})
+    for rank in range(2):
+        record = RankRecord(
+            mesh=mesh_of(rank, 2, tp=2),
+            omitted=(),
+            is_exact=True,
+            dropout=False,
+            samples_by_layout=False,
+            numbers={point: dict(numbers) for point in points},
+            random={point: {"torch": random} for point in points},
+            steps=tuple(steps),
+            described={NAME: "megatron/norm.py:1 (sharded_state_dict)"},
+            stored={NAME: NAME},
+            places={"main weight": "megatron/optimizer.py:1 (sharded_state_dict)"},
+        )
+        dataclasses.replace(record, **changes).write(home / FOLDER)  # type: ignore[arg-type]
+    return Recorded.open(home)
+
+
+def uninterrupted(home: Path) -> Recorded:
+    """Four steps; the state is saved after two."""
+    points = {Point.SAVED: state(), Point.END: state()}
+    return run(home, points, [step(number) for number in range(1, 5)])
+
+
+def restarted(
+    home: Path, loaded: Tensors | None = None, end: Tensors | None = None, **changes: object
+) -> Recorded:
+    """Two steps, from a loaded state."""
+    points = {Point.LOADED: loaded or state(), Point.END: end or state()}
+    steps = changes.pop("steps", [step(3), step(4)])
+    return run(home, points, steps, **changes)  # type: ignore[arg-type]

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A restarted run against the uninterrupted one, both made by hand."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ttrace.saved.recorded import Moves
+from megatron_ttrace.saved.resume import compare
+from megatron_ttrace.trace.records import LoadedIndex, Result
+from megatron_ttrace.trace.resumed import Blame, How, Restart, What
+from tests.saved import recordings
+from tests.saved.recordings import NAME, NUMBERS, state, step
+
+
+def answer(tmp_path: Path, layout: str = "", **restart: object) -> Restart:
+    """The answer for a restart that differs in something."""
+    more = {name: restart.pop(name) for name in ("stored", "numbers_stored") if name in restart}
+    return compare(
+        recordings.uninterrupted(tmp_path / "a"),
+        recordings.restarted(tmp_path / "b", **restart),  # type: ignore[arg-type]
+        layout,
+        stored=more.get("stored", lambda what, name: None),  # type: ignore[arg-type]
+        numbers=more.get("numbers_stored"),  # type: ignore[arg-type]
+    )
+
+
+def test_the_same(tmp_path: Path) -> None:
+    """Nothing differs."""
+    found = answer(tmp_path)
+    assert (found.verdict, found.differences, found.compared) == (Result.EQUIVALENT, (), 3)
+
+
+@pytest.mark.parametrize(
+    ("stored", "blame"),
+    [(None, Blame.EITHER), (0.5, Blame.LOADING), (0.25, Blame.SAVING)],
+)
+def test_a_lost_moment(tmp_path: Path, stored: float | None, blame: Blame) -> None:
+    """What is stored decides whether saving or loading lost it; zeros are of no tensor."""
+    loaded = state() | {LoadedIndex.EXP_AVG: torch.zeros(4)}
+
+    def read(what: What, name: str) -> torch.Tensor | None:
+        assert name == NAME
+        if what is What.EXP_AVG:
+            return None if stored is None else torch.full((4,), stored)
+        return None
+
+    found = answer(tmp_path, loaded=loaded, stored=read)
+    (one,) = found.differences
+    assert (one.what, one.how, one.blame, one.name) == (What.EXP_AVG, How.DIFFERENT, blame, NAME)
+    assert (one.rel_err, one.wrong, one.total, one.ranks) == (1.0, 4, 4, (0, 1))
+    assert one.where.startswith("megatron/optimizer.py")
+    assert found.verdict is Result.DIVERGED
+
+
+def test_one_rank(tmp_path: Path) -> None:
+    """The part that one rank has wrong is named."""
+    loaded = state() | {LoadedIndex.MAIN: torch.tensor([0.0, 1.0, 2.0, 4.0])}
+    (one,) = answer(tmp_path, loaded=loaded).differences
+    assert (one.ranks, one.part, one.wrong) == ((1,), "[2:4]", 1)
+
+
+def test_missing(tmp_path: Path) -> None:
+    """State that was not restored at all; a moment that was zero is not missed."""
+    loaded = state()
+    del loaded[LoadedIndex.EXP_AVG]
+    (one,) = answer(tmp_path, loaded=loaded).differences
+    assert (one.what, one.how) == (What.EXP_AVG, How.MISSING)
+
+
+def test_otherwise_stored(tmp_path: Path) -> None:
+    """Wrong in the checkpoint, and loaded as it was: a notice, for this restart goes on."""
+
+    def read(what: What, name: str) -> torch.Tensor | None:
+        return torch.zeros(4) if what is What.WEIGHT else None
+
+    found = answer(tmp_path, stored=read)
+    assert found.verdict is Result.EQUIVALENT
+    assert any("other values" in notice for notice in found.notices)
+
+
+def test_a_number(tmp_path: Path) -> None:
+    """A number that is stored right was lost in loading."""
+    name = "consumed_train_samples"
+    numbers = NUMBERS | {name: 0.0}
+    found = answer(tmp_path, numbers=numbers, numbers_stored={name: 8})
+    (one,) = found.differences
+    assert (one.what, one.name, one.before, one.after) == (What.NUMBER, name, 8.0, 0.0)
+    assert one.blame is Blame.LOADING
+
+
+def test_other_samples(tmp_path: Path) -> None:
+    """All state is right, and the data begins from the start."""
+    steps = [step(3, samples=(("sample 1",),)), step(4)]
+    (one,) = answer(tmp_path, steps=steps).differences
+    assert (one.what, one.blame) == (What.SAMPLES, Blame.TRAINING)
+
+
+def test_random_states(tmp_path: Path) -> None:
+    """They are a cause if the following steps differ, else a notice."""
+    found = answer(tmp_path, random="b")
+    assert found.verdict is Result.EQUIVALENT
+    assert any("random state torch" in notice for notice in found.notices)
+    steps = [step(3, losses={"lm loss": 5.0}), step(4)]
+    found = answer(tmp_path / "steps", random="b", steps=steps)
+    assert {one.what for one in found.differences} == {What.RANDOM}
+
+
+def test_a_loss(tmp_path: Path) -> None:
+    """In the same layout to the bit; not a number is equal to itself."""
+    steps = [step(3, losses={"lm loss": math.nextafter(4 / 3, 2)}), step(4)]
+    (one,) = answer(tmp_path, steps=steps).differences
+    assert (one.what, one.blame, one.tolerance) == (What.LOSS, Blame.TRAINING, 0.0)
+
+
+def test_another_layout(tmp_path: Path) -> None:
+    """Within what rounding moves, and not beyond."""
+    near, far = ([step(3, losses={"lm loss": 4 / 3 * (1 + by)}), step(4)] for by in (1e-6, 1e-2))
+    restarted = recordings.restarted(tmp_path / "b")
+    perturbed = recordings.restarted(tmp_path / "p", steps=near)
+    before = recordings.uninterrupted(tmp_path / "a")
+    moves = Moves.of(perturbed, restarted)
+    for steps, verdict in ((near, Result.EQUIVALENT), (far, Result.DIVERGED)):
+        after = recordings.restarted(tmp_path / verdict.value, steps=steps)
+        found = compare(before, after, "--tensor-model-parallel-size 1", moves=moves)
+        assert found.verdict is verdict
+
+
+def test_nothing_of_the_optimizer(tmp_path: Path) -> None:
+    """With ``--no-load-optim`` weights are compared, and the rest is a notice."""
+    loaded = {LoadedIndex.WEIGHT: state()[LoadedIndex.WEIGHT]}
+    steps = [step(3, losses={"lm loss": 5.0}), step(4)]
+    found = answer(tmp_path, loaded=loaded, omitted=("no_load_optim",), steps=steps)
+    assert (found.verdict, found.compared) == (Result.EQUIVALENT, 1)
+    assert any("--no-load-optim" in notice for notice in found.notices)
+
+
+def test_the_state_after_the_steps(tmp_path: Path) -> None:
+    """Everything else was equal."""
+    end = state() | {LoadedIndex.MAIN: torch.ones(4)}
+    (one,) = answer(tmp_path, end=end).differences
+    assert (one.what, one.blame) == (What.MAIN, Blame.TRAINING)
