@@ -88,7 +88,11 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient; the others get their state, too.
+
+        So ranks whose part of a sharded parameter is empty have the same keys in their state
+        (megatron/training/checkpointing.py, ``fsdp_dtensor``, waits for all of them).
+        """
         loss = closure() if closure is not None else None
         name = "decoupled_grad" if self.use_decoupled_grad else "grad"
         for group in self.param_groups:
@@ -96,6 +100,8 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
+                if not self.state[parameter]:
+                    self.initialize_state(parameter, self._has_remainders(parameter))
                 gradient = getattr(parameter, name, None)
                 if gradient is not None:
                     self._update(parameter, gradient.float(), group)
@@ -136,12 +142,13 @@ class FusedAdam(torch.optim.Optimizer):
         else:
             state[state_name] = unscaled_state.to(dtype, copy=True)
 
+    def _has_remainders(self, parameter: torch.Tensor) -> bool:
+        return self.store_param_remainders and parameter.dtype is torch.bfloat16
+
     def _update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
     ) -> None:
-        remainders = self.store_param_remainders and parameter.dtype is torch.bfloat16
-        if not self.state[parameter]:
-            self.initialize_state(parameter, remainders)
+        remainders = self._has_remainders(parameter)
         main = self.state[parameter].get("master_param")
         if main is None or parameter.dtype is torch.float32:
             value = parameter.float()

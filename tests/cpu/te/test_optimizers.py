@@ -181,3 +181,12 @@ def test_a_restored_step_has_its_scales_again():
 def test_what_is_not_offered_is_refused(options):
     with pytest.raises(NotImplementedError):
         precise(start(), **options)
+
+
+def test_parameters_without_gradient_have_state():
+    """As in TransformerEngine: a rank whose part is empty has the same keys as all others."""
+    weights = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.empty(0))]
+    weights[0].grad = torch.ones(3)
+    adam = FusedAdam(weights)
+    adam.step()
+    assert [sorted(adam.state[weight]) for weight in weights] == [["exp_avg", "exp_avg_sq"]] * 2
