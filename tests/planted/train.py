@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train as launch/pretrain_gpt.py does, with what a test asks for in the environment.
 
-``TTRACE_TEST_PLANTED`` names a mistake of ``mistakes.py``. ``TTRACE_TEST_ORDER``, which is gone
+``TTRACE_TEST_PLANTED`` names a mistake of ``mistakes.py``, or is a fault of ``checkpoints.py``.
+``TTRACE_TEST_ORDER``, which is gone
 before the script starts, so that a reference does not see it, is a JSON object:
 
 - ``bits``: print all bits of what each step logs and of the weights it leaves.
+- ``states``: a directory for checksums of what each rank begins with (``digests.py``).
 - ``mode``: ``bare`` runs Megatron on the CPU backend, without the rest of this package;
   ``spilling`` keeps no copy of the training state in memory, and prints their size in files.
 - a rank's number: ``record`` (a file) counts calls of our functions; ``raise`` fails in one.
@@ -27,6 +29,7 @@ from types import CodeType
 from typing import Any
 
 import megatron_ttrace
+from tests.planted import digests
 from tests.planted.mistakes import PLANTED, plant
 
 ORDER = "TTRACE_TEST_ORDER"
@@ -128,6 +131,18 @@ def bare() -> None:
         if getattr(module, "parse_args", None) is parse:
             module.parse_args = parse_args  # type: ignore[attr-defined]
     megatron_ttrace.enable = lambda: None  # type: ignore[attr-defined]
+    _save_without_manager()
+
+
+def _save_without_manager() -> None:
+    """Results of saving pass through a process that is spawned and imports torch: seconds.
+
+    Threads of this process write, except with ``--async-save``, which forks.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    make = filesystem_async.get_write_results_queue
+    filesystem_async.get_write_results_queue = lambda mode="spawn": make("fork")
 
 
 def spill() -> None:
@@ -204,6 +219,8 @@ def main() -> None:
     sys.path.insert(0, str(SCRIPT.parent))
     if mine:
         watch(mine)
+    if "states" in order:
+        digests.watch(Path(order["states"]))
     if PLANTED in os.environ:
         plant(os.environ[PLANTED])
         # sys.argv stays as it is: a reference runs this file, too.
@@ -216,8 +233,10 @@ def main() -> None:
         else:
             pretrain_gpt.main()
     else:
-        sys.argv[0] = str(SCRIPT)
-        runpy.run_path(str(SCRIPT), run_name="__main__")
+        hybrid = "--hybrid-layer-pattern" in sys.argv
+        script = SCRIPT.with_name("pretrain_hybrid.py") if hybrid else SCRIPT
+        sys.argv[0] = str(script)
+        runpy.run_path(str(script), run_name="__main__")
     if "record" in mine:
         os._exit(0)
 

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checker's answers: ``ttrace resume``, ``ttrace check --load``, and what is true of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.evaluation.matrix import configurations as matrix
+from megatron_ttrace.jobs.resources import launch_dir
+from tests import warm
+from tests.assay.checkpoints.jobs import Job, Layout
+from tests.integration.jobs import TRAIN, environment
+from tests.planted.mistakes import PLANTED
+
+_SECONDS = 900.0
+_STATES = {
+    "momentum_buffer": "exp_avg",
+    "main weight": "main",
+    "param": "main",
+    "fp32_param": "main",
+    "master_param": "main",
+}
+_STORED = re.compile(r"optimizer\.state\.(\w+?)\.(?=decoder|embedding|output|mtp)")
+_SYNONYMS = {
+    "max_lr": ("lr",),
+    "betas": ("beta",),
+    "consumed_train_samples": ("samples", "consumed"),
+    "num_steps": ("lr", "opt_param_scheduler"),
+    "loss_scale": ("scale", "scaler"),
+    "rng": ("random", "rng", "generator"),
+}
+"""A number by the words of names that stand for it, too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A difference that is reported: what it is of, and who is to blame (empty if not said)."""
+
+    state: str
+    name: str
+    side: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a command answered.
+
+    Attributes:
+        verdict: ``diverged``, ``equivalent``, or why there is none.
+        named: what differs, the first first.
+        seconds: it took.
+        text: the end of what it printed, for those who read the report.
+    """
+
+    verdict: str
+    named: tuple[Named, ...]
+    seconds: float
+    text: str
+
+    @property
+    def is_found(self) -> bool:
+        """Whether it diverged."""
+        return self.verdict == "diverged"
+
+
+def resume(directory: Path, job: Job, into: Sequence[Layout], fault: str = "") -> Answer:
+    """``ttrace resume`` in ``directory``, into other layouts than the job's own."""
+    words: list[object] = ["resume", "--json", "--directory", "out"]
+    words += ["--nproc-per-node", job.layout.nproc]
+    for layout in into:
+        if layout != job.layout:
+            flags = [f"--nproc-per-node {layout.nproc}", *layout.changed(job.layout)]
+            words += ["--into", " ".join(flags)]
+    script = TRAIN if fault else launch_dir() / matrix.SCRIPTS.get(job.model, "pretrain_gpt.py")
+    words += ["--", script, *job.base, *job.layout.flags]
+    done, document = _run(directory, words, "out/resume.json", fault)
+    if document is None:
+        return Answer(f"exit code {done.returncode}", (), 0.0, _end(done))
+    named = [
+        Named(_state(one["what"]), one["name"], _side(one["blame"]))
+        for restart in document["restarts"]
+        for one in restart["differences"]
+    ]
+    reasons = [restart.get("reason", "") for restart in document["restarts"]]
+    verdict = document["verdict"]
+    if verdict != "diverged" and any(reasons):
+        verdict = next(filter(None, reasons))
+    return Answer(verdict, tuple(named), document["seconds"], _end(done))
+
+
+def check(directory: Path, job: Job, layout: Layout, checkpoint: Path, fault: str) -> Answer:
+    """``ttrace check`` of the job that goes on from a healthy checkpoint."""
+    words: list[object] = ["check", "--quiet", "--ttrace-no-wandb", "--ttrace-dir", "out"]
+    words += ["--nproc-per-node", layout.nproc, "--", TRAIN, *job.base, *job.layout.flags]
+    words += [*layout.changed(job.layout), "--load", checkpoint]
+    done, document = _run(directory, words, "out/summary.json", fault)
+    if document is None:
+        return Answer(f"exit code {done.returncode}", (), 0.0, _end(done))
+    named = [
+        Named(_loaded(one.get("kind", ""), one.get("index")), one["name"])
+        for one in document["culprits"]
+    ]
+    return Answer(document["verdict"], tuple(named), 0.0, _end(done))
+
+
+def _run(
+    directory: Path, words: Sequence[object], answer: str, fault: str
+) -> tuple[Any, dict[str, Any] | None]:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    more = {PLANTED: fault} if fault else {}
+    done = warm.run(
+        ["-m", "megatron_ttrace", *words], cwd=directory, env=environment(**more), timeout=_SECONDS
+    )
+    file = directory / answer
+    document = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return done, document
+
+
+def _end(done: Any) -> str:
+    return str(done.stdout[-1500:] + done.stderr[-3000:])
+
+
+def _state(what: str) -> str:
+    return _STATES.get(what, what)
+
+
+def _side(blame: str) -> str:
+    return {"saving": "save", "loading": "load"}.get(blame, "")
+
+
+def _loaded(kind: str, index: Any) -> str:
+    """The state that a verdict about what was loaded is of (``LoadedIndex``)."""
+    from megatron_ttrace.trace.records import LoadedIndex
+
+    if kind != "loaded":
+        return kind
+    name = LoadedIndex(index).name.lower()
+    return {"one_device": "weight", "stored": "weight", "numbers": "number"}.get(name, name)
+
+
+def is_right(named: Named, truth: Sequence[tuple[str, str]]) -> bool:
+    """Whether a difference is of something that was changed."""
+    return any(_is_same(named, state, name) for state, name in truth)
+
+
+def _is_same(named: Named, state: str, name: str) -> bool:
+    if state == "number":
+        words = (name, *_SYNONYMS.get(name, ()))
+        return any(word in f"{named.state} {named.name}" for word in words)
+    theirs = named.name.partition("/")[0]
+    if state == "described":
+        stored = _STORED.match(name)
+        state, name = (stored[1], name[stored.end() :]) if stored else ("weight", name)
+        name, theirs = _stacked(name), _stacked(theirs)
+    # A culprit of a check may be the module of a parameter.
+    same = name == theirs or name.startswith(f"{theirs}.")
+    return same and _state(state) == _state(named.state)
+
+
+def _stacked(name: str) -> str:
+    """As layers and experts are stored: one tensor for all of them."""
+    name = re.sub(r"\.layers\.\d+\.", ".layers.", name)
+    name = name.replace("experts.experts.", "experts.")
+    name = re.sub(r"local_experts\.\d+\.", "", name)
+    return re.sub(r"(weight|bias)\d+$", r"\1", name)

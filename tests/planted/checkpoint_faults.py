@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How saving or loading goes wrong: the mechanisms of ``checkpoints.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from tests.planted.live import NUMBER, Key, Live, gathered, random_state, set_random_state
+from tests.planted.mistakes import global_rank
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
+
+class Side(StrEnum):
+    """Which half is wrong."""
+
+    SAVE = "save"
+    LOAD = "load"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Mechanism:
+    """A kind of fault.
+
+    Attributes:
+        damage: makes it, on live state.
+        sides: that can have it.
+        needs: words that a job must have (``tests/assay/checkpoints/jobs.toml``).
+        describes: whether it changes the description of shards instead of their values.
+    """
+
+    damage: Callable[[Live, random.Random], None]
+    sides: tuple[Side, ...]
+    needs: frozenset[str]
+    describes: bool = False
+
+
+MECHANISMS: dict[str, Mechanism] = {}
+
+
+def mechanism(
+    *needs: str, sides: Iterable[Side] = Side, describes: bool = False
+) -> Callable[[Callable[[Live, random.Random], None]], Callable[[Live, random.Random], None]]:
+    """Register a function as the mechanism of its name."""
+
+    def register(
+        function: Callable[[Live, random.Random], None],
+    ) -> Callable[[Live, random.Random], None]:
+        MECHANISMS[function.__name__] = Mechanism(
+            function, tuple(sides), frozenset(needs), describes
+        )
+        return function
+
+    return register
+
+
+# --- tensors -------------------------------------------------------------------------------------
+
+
+@mechanism()
+def lost_moment(live: Live, chance: random.Random) -> None:
+    """One of a parameter's moments, or both, are zero."""
+    chosen, name = live.choose(chance, lambda state, name: state in MOMENTS)
+    for state in chance.choice([MOMENTS, (chosen,)]):
+        live.change((state, name), torch.zeros_like)
+
+
+@mechanism()
+def lost_moments(live: Live, chance: random.Random) -> None:
+    """The moments of all parameters are zero."""
+    for key in live.tensors():
+        if key[0] in MOMENTS:
+            live.change(key, torch.zeros_like)
+
+
+@mechanism("main")
+def stale_main(live: Live, chance: random.Random) -> None:
+    """A parameter's main weights are those of an earlier time."""
+    key = live.choose(chance, lambda state, name: state == "main")
+    live.change(key, lambda old: live.before.get(key, old))
+
+
+@mechanism("main")
+def stale_mains(live: Live, chance: random.Random) -> None:
+    """All main weights are those of an earlier time."""
+    for key in live.tensors():
+        if key[0] == "main":
+            live.change(key, lambda old, key=key: live.before.get(key, old))
+
+
+@mechanism()
+def stale_weight(live: Live, chance: random.Random) -> None:
+    """A parameter's weights are those of an earlier time."""
+    key = live.choose(chance, lambda state, name: state == "weight")
+    live.change(key, lambda old: live.before.get(key, old))
+
+
+@mechanism("main")
+def rounded_main(live: Live, chance: random.Random) -> None:
+    """Main weights pass through bfloat16."""
+    _, name = live.choose(chance, lambda state, name: state == "main")
+    everything = chance.random() < 0.5
+    for key in live.tensors():
+        if key[0] == "main" and (everything or key[1] == name):
+            live.change(key, lambda old: old.bfloat16().float())
+
+
+@mechanism()
+def exchanged_states(live: Live, chance: random.Random) -> None:
+    """Two parameters of one shape have each other's state of the optimizer."""
+    tensors = live.tensors()
+    shapes: dict[tuple[str, Any], list[Key]] = {}
+    for key in sorted(tensors):
+        if key[0] not in ("weight", "buffer"):
+            shapes.setdefault((key[0], tuple(tensors[key].shape)), []).append(key)
+    pairs = {(one, other) for same in shapes.values() for one, other in itertools.pairwise(same)}
+    one, other = chance.choice(sorted(set().union(*gathered(pairs))))
+    if (one, other) in pairs:
+        first, second = tensors[one].clone(), tensors[other].clone()
+        live.change(one, lambda old: second)
+        live.change(other, lambda old: first)
+
+
+@mechanism()
+def shifted(live: Live, chance: random.Random) -> None:
+    """The elements of a tensor begin at another offset, on one rank."""
+    key = live.choose(chance, lambda state, name: state != "buffer")
+    by, rank = chance.randint(1, 31), _rank_with(live, chance, key)
+    if global_rank() == rank:
+        live.change(key, lambda old: old.flatten().roll(by).view_as(old))
+
+
+@mechanism()
+def missing_shard(live: Live, chance: random.Random) -> None:
+    """One rank's part of a tensor is zero."""
+    key = live.choose(chance, lambda state, name: state != "buffer")
+    if global_rank() == _rank_with(live, chance, key):
+        live.change(key, torch.zeros_like)
+
+
+def _rank_with(live: Live, chance: random.Random, key: Key) -> int:
+    held = gathered(key in live.tensors() and bool(live.tensors()[key].any()))
+    return chance.choice([rank for rank, has in enumerate(held) if has])
+
+
+@mechanism("gated")
+def swapped_halves(live: Live, chance: random.Random) -> None:
+    """Gate and up rows of a gated MLP are exchanged."""
+    _, name = live.choose(
+        chance, lambda state, name: state == "weight" and ".linear_fc1.weight" in name
+    )
+    shape = _whole(live, name)
+    for key in live.related(chance, name):
+        # A range of the flattened parameter (ZeRO) has no halves of its own.
+        live.change(key, lambda old: _swapped(old) if tuple(old.shape) == shape else old)
+
+
+def _whole(live: Live, name: str) -> tuple[int, ...]:
+    return tuple(live.parameters[name].shape) if name in live.parameters else ()
+
+
+def _swapped(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat(tensor.chunk(2)[::-1])
+
+
+@mechanism("tp")
+def shards_in_other_order(live: Live, chance: random.Random) -> None:
+    """The tensor-parallel ranks have each other's part of a parameter."""
+    from megatron.core import mpu
+
+    name = _chosen_divided(live, chance)
+    _from_others(live, live.related(chance, name), mpu.get_tensor_model_parallel_group())
+
+
+@mechanism("tp")
+def shard_twice(live: Live, chance: random.Random) -> None:
+    """The last tensor-parallel rank has the first one's part of a parameter."""
+    from megatron.core import mpu
+
+    name = _chosen_divided(live, chance)
+    group = mpu.get_tensor_model_parallel_group()
+    _from_others(live, live.related(chance, name), group, turned=False)
+
+
+def _chosen_divided(live: Live, chance: random.Random) -> str:
+    divided = {
+        name
+        for name, parameter in live.parameters.items()
+        if getattr(parameter, "tensor_model_parallel", False) and ".experts." not in name
+    }
+    divided = set().union(*gathered(divided))
+    return live.choose(chance, lambda state, name: state == "weight" and name in divided)[1]
+
+
+@mechanism("ep")
+def experts_of_other_ranks(live: Live, chance: random.Random) -> None:
+    """The expert-parallel ranks have each other's experts, in one module."""
+    from megatron.core import mpu
+
+    _, name = live.choose(chance, lambda state, name: state == "weight" and ".experts." in name)
+    module = name.partition(".experts.")[0]
+    leaf = name.rpartition(".linear_fc")[2][:1]
+    group = mpu.get_expert_model_parallel_group()
+    states = sorted({key[0] for key in live.tensors() if ".experts." in key[1]})
+    states = chance.choice([states, [state for state in states if state != "weight"] or states])
+    keys = [
+        key
+        for key in sorted(live.tensors())
+        if key[0] in states and key[1].startswith(module) and f".linear_fc{leaf}" in key[1]
+    ]
+    # Experts have other names on other ranks; their order is the same.
+    _from_others(live, keys, group, by_order=True)
+
+
+@mechanism("experts")
+def experts_exchanged(live: Live, chance: random.Random) -> None:
+    """Two experts of a rank have each other's state."""
+    _, name = live.choose(chance, lambda state, name: state == "weight" and ".experts." in name)
+    tensors = live.tensors()
+    states = sorted({state for state, other in tensors if other == name})
+    states = chance.choice([states, [state for state in states if state != "weight"] or states])
+    module = name.rstrip("0123456789")
+    same = [other for other in sorted(live.parameters) if other.rstrip("0123456789") == module]
+    if ".local_experts." in name:
+        before, _, rest = name.partition(".local_experts.")
+        leaf = rest.partition(".")[2]
+        same = [
+            other
+            for other in sorted(live.parameters)
+            if other.startswith(f"{before}.local_experts.") and other.endswith(leaf)
+        ]
+    for state in states:
+        keys = [(state, other) for other in same[:2]]
+        if len(keys) == 2 and all(key in tensors for key in keys):
+            first, second = (tensors[key].clone() for key in keys)
+            live.change(keys[0], lambda old, new=second: new)
+            live.change(keys[1], lambda old, new=first: new)
+
+
+def _from_others(
+    live: Live, keys: list[Key], group: Any, *, turned: bool = True, by_order: bool = False
+) -> None:
+    """Give each rank of a group the values of the one opposite, or all those of the first."""
+    tensors = live.tensors()
+    mine = [(key, tensors[key].clone()) for key in keys if key in tensors]
+    everybody = gathered([value for _, value in mine] if by_order else dict(mine), group)
+    rank = torch.distributed.get_rank(group)
+    source = everybody[len(everybody) - 1 - rank if turned else 0]
+    for order, (key, value) in enumerate(mine):
+        new = source[order] if by_order else source.get(key)
+        if new is not None and new.shape == value.shape:
+            live.change(key, lambda old, new=new: new)
+
+
+@mechanism("deep")
+def layers_off_by_one(live: Live, chance: random.Random) -> None:
+    """The layers of one pipeline stage are numbered in a circle from the second."""
+    layers = sorted({_layer(name) for _, name in live.tensors()} - {-1})
+    rank = chance.choice([r for r, held in enumerate(gathered(layers)) if len(held) > 1])
+    states = sorted(set().union(*gathered({state for state, _ in live.tensors()})) - {"buffer"})
+    states = chance.choice([states, [state for state in states if state != "weight"] or states])
+    stage = gathered(layers)[rank]
+    tensors = {key: value.clone() for key, value in live.tensors().items()}
+    for key in sorted(tensors):
+        state, name = key
+        if state in states and _layer(name) in stage and layers == stage:
+            other = stage[(stage.index(_layer(name)) + 1) % len(stage)]
+            source = (state, name.replace(f".layers.{_layer(name)}.", f".layers.{other}.", 1))
+            if source in tensors and tensors[source].shape == tensors[key].shape:
+                live.change(key, lambda old, new=tensors[source]: new)
+
+
+def _layer(name: str) -> int:
+    head, _, rest = name.partition("decoder.layers.")
+    return int(rest.partition(".")[0]) if rest and not head else -1
+
+
+@mechanism("bias")
+def lost_buffer(live: Live, chance: random.Random) -> None:
+    """A buffer of the router is what it was, or zero."""
+    key = live.choose(chance, lambda state, name: "expert_bias" in name)
+    live.change(key, lambda old: live.before.get(key, old * 0))
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+@mechanism("decay")
+def lost_schedule(live: Live, chance: random.Random) -> None:
+    """The schedule begins anew."""
+    live.set(live.scheduler, "num_steps", 0, "num_steps")
+
+
+@mechanism("decay")
+def shifted_schedule(live: Live, chance: random.Random) -> None:
+    """The schedule is a step ahead, or behind."""
+    from megatron.training import get_args
+
+    by = chance.choice([-1, 1]) * get_args().global_batch_size
+    live.set(live.scheduler, "num_steps", live.scheduler.num_steps + by, "num_steps")
+
+
+@mechanism()
+def other_hyperparameter(live: Live, chance: random.Random) -> None:
+    """A parameter group has another ``eps``, ``betas`` or ``max_lr``."""
+    groups = [group for leaf in live.leaves() for group in leaf.optimizer.param_groups]
+    fields = sorted({"eps", "betas", "momentum", "max_lr"} & set(groups[0]))
+    field = chance.choice(fields)
+    everything = chance.random() < 0.5
+    for group in groups if everything else groups[:1]:
+        old = group[field]
+        new = tuple(value * 0.9 for value in old) if isinstance(old, tuple) else (old or 1e-3) * 0.5
+        live.set(group, field, new, field)
+
+
+@mechanism()
+def lost_step_count(live: Live, chance: random.Random) -> None:
+    """The optimizer's count of steps is that of a new optimizer."""
+    first = chance.choice([0, 1])
+    for leaf in live.leaves():
+        for group in leaf.optimizer.param_groups:
+            if group.get("step"):
+                live.set(group, "step", first, "step")
+        for state in leaf.optimizer.state.values():
+            if torch.is_tensor(state.get("step")) and bool(state["step"] > 1):
+                live.set(state, "step", torch.ones_like(state["step"]), "step")
+
+
+@mechanism()
+def replayed_data(live: Live, chance: random.Random) -> None:
+    """Samples are seen twice."""
+    _shift_samples(live, -1)
+
+
+@mechanism()
+def skipped_data(live: Live, chance: random.Random) -> None:
+    """Samples are never seen."""
+    _shift_samples(live, 1)
+
+
+def _shift_samples(live: Live, by: int) -> None:
+    from megatron.training import get_args
+
+    args = get_args()
+    new = args.consumed_train_samples + by * args.global_batch_size
+    live.set(args, "consumed_train_samples", new, "consumed_train_samples")
+
+
+@mechanism("fp16")
+def lost_loss_scale(live: Live, chance: random.Random) -> None:
+    """The loss scale is that of another time, or the count until it grows is."""
+    field = chance.choice(["_scale", "_growth_tracker"])
+    for leaf in live.leaves():
+        scaler = leaf.grad_scaler
+        new = scaler._scale * 0.25 if field == "_scale" else 0
+        live.set(scaler, field, new, "loss_scale")
+
+
+@mechanism("dropout")
+def lost_random_state(live: Live, chance: random.Random) -> None:
+    """The generators are those of another time."""
+    live.undo.append(functools.partial(set_random_state, random_state()))
+    set_random_state(live.before[NUMBER, "rng"])
+    live.truth.append((NUMBER, "rng"))
+
+
+# --- descriptions --------------------------------------------------------------------------------
+
+
+@mechanism("tp", "torch_dist", sides=[Side.SAVE], describes=True)
+def offsets_in_other_order(live: Live, chance: random.Random) -> None:
+    """Megatron describes the tensor-parallel shards of a parameter in the other order."""
+    _turn(live, chance, lambda key: ".experts." not in key, from_end=True)
+
+
+@mechanism("ep", "torch_dist", sides=[Side.SAVE], describes=True)
+def expert_offsets_in_other_order(live: Live, chance: random.Random) -> None:
+    """Megatron describes the experts of the ranks in the other order."""
+    _turn(live, chance, lambda key: ".experts." in key, from_end=False)
+
+
+def _turn(
+    live: Live, chance: random.Random, wanted: Callable[[str], bool], *, from_end: bool
+) -> None:
+    """Count the divided axis of a stored tensor from its end; ``from_end``: the last such axis."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    def axis_of(shard: Any) -> int | None:
+        """The divided axis: local shape is smaller than the global one."""
+        first = 0 if not from_end else shard.prepend_axis_num
+        sizes = [1] * shard.prepend_axis_num + list(shard.local_shape)
+        axes = [
+            axis
+            for axis in range(first, len(sizes))
+            if sizes[axis] < shard.global_shape[axis] and not (axis == 0 and _is_stack(shard))
+        ]
+        return axes[-1 if from_end else 0] if axes else None
+
+    def turned(shard: Any, name: str) -> Any:
+        axis = axis_of(shard) if shard.key == name else None
+        if axis is None:
+            return shard
+        sizes = [1] * shard.prepend_axis_num + list(shard.local_shape)
+        offsets = list(shard.global_offset)
+        offsets[axis] = shard.global_shape[axis] - sizes[axis] - offsets[axis]
+        live.truth.append(("described", name))
+        return dataclasses.replace(shard, global_offset=tuple(offsets))
+
+    names = set()
+
+    def collect(one: Any) -> Any:
+        if isinstance(one, ShardedTensor) and wanted(one.key) and axis_of(one) is not None:
+            names.add(one.key)
+        return one
+
+    dict_list_map_inplace(collect, live.described)
+    name = chance.choice(sorted(set().union(*gathered(names))))
+
+    def change(one: Any) -> Any:
+        if isinstance(one, ShardedTensorFactory):
+            return one
+        return turned(one, name) if isinstance(one, ShardedTensor) else one
+
+    dict_list_map_inplace(change, live.described)
+
+
+def _is_stack(shard: Any) -> bool:
+    """Whether the first axis counts layers."""
+    return bool(shard.prepend_axis_num) and re.search(r"layers\.\d", shard.key) is None

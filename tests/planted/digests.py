@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checksum of everything a rank has when training begins, to prove that a fault is real.
+
+Nothing of the checker is used: tensors are listed as PyTorch's modules and optimizers list them.
+Two runs of the same layout are compared, so no name has to mean the same elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.planted.mistakes import global_rank, wrap
+
+
+def watch(directory: Path) -> None:
+    """Write the checksums to ``directory/RANK.json`` when the model is set up."""
+
+    def setup(old: Any, *args: Any, **more: Any) -> Any:
+        model, optimizer, scheduler = found = old(*args, **more)
+        content = dict(_everything(model, optimizer, scheduler))
+        Path(directory, f"{global_rank()}.json").write_text(json.dumps(content), encoding="utf-8")
+        return found
+
+    wrap("megatron.training.training:setup_model_and_optimizer", setup)
+
+
+def _everything(model: Any, optimizer: Any, scheduler: Any) -> Iterator[tuple[str, str]]:
+    from megatron.core import tensor_parallel
+    from megatron.training import get_args
+
+    args = get_args()
+    for number, chunk in enumerate(model):
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
+            yield f"model{number}.{name}", _digest(tensor)
+    for number, leaf in enumerate(_leaves(optimizer)):
+        inner = leaf.optimizer
+        for order, group in enumerate(inner.param_groups):
+            for index, main in enumerate(group["params"]):
+                yield f"optimizer{number}.{order}.{index}", _digest(main)
+                for state, value in sorted(inner.state.get(main, {}).items()):
+                    yield f"optimizer{number}.{order}.{index}.{state}", _digest(value)
+            for field, value in group.items():
+                if field != "params":
+                    yield f"optimizer{number}.{order}.{field}", _digest(value)
+        if getattr(leaf, "grad_scaler", None) is not None:
+            yield f"optimizer{number}.scale", repr(leaf.grad_scaler.state_dict())
+    yield "scheduler", repr(scheduler.state_dict())
+    for name in ("iteration", "consumed_train_samples", "skipped_train_samples"):
+        yield name, repr(getattr(args, name, None))
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    yield "rng", _digest(repr((torch.get_rng_state().tolist(), random.getstate())))
+    yield "rng.tracker", _digest(repr({name: _digest(state) for name, state in states.items()}))
+
+
+def _leaves(optimizer: Any) -> Iterator[Any]:
+    for leaf in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if getattr(leaf, "chained_optimizers", None) is not None:
+            yield from _leaves(leaf)
+        elif getattr(leaf, "optimizer", None) is not None:
+            yield leaf
+
+
+def _digest(value: Any) -> str:
+    if torch.is_tensor(value):
+        tensor = getattr(value, "_local_tensor", value).detach().cpu().contiguous()
+        if not tensor.untyped_storage().nbytes():
+            return "released"
+        return hashlib.sha256(tensor.reshape(-1).clone().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(repr(value).encode()).hexdigest()
