@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import Any
 
@@ -215,7 +216,9 @@ def experts_of_other_ranks(live: Live, chance: random.Random) -> None:
     keys = [
         key
         for key in sorted(live.tensors())
-        if key[0] in states and key[1].startswith(module) and f".linear_fc{leaf}" in key[1]
+        if key[0] in states
+        and key[1].startswith(f"{module}.experts.")
+        and f".linear_fc{leaf}" in key[1]
     ]
     # Experts have other names on other ranks; their order is the same.
     _from_others(live, keys, group, by_order=True)
@@ -378,62 +381,70 @@ def lost_random_state(live: Live, chance: random.Random) -> None:
 
 @mechanism("tp", "torch_dist", sides=[Side.SAVE], describes=True)
 def offsets_in_other_order(live: Live, chance: random.Random) -> None:
-    """Megatron describes the tensor-parallel shards of a parameter in the other order."""
-    _turn(live, chance, lambda key: ".experts." not in key, from_end=True)
+    """Megatron describes the tensor-parallel ranks' parts of a tensor in the other order."""
+    _turn(live, chance, experts=False)
 
 
 @mechanism("ep", "torch_dist", sides=[Side.SAVE], describes=True)
 def expert_offsets_in_other_order(live: Live, chance: random.Random) -> None:
-    """Megatron describes the experts of the ranks in the other order."""
-    _turn(live, chance, lambda key: ".experts." in key, from_end=False)
+    """Megatron describes the expert-parallel ranks' experts in the other order."""
+    _turn(live, chance, experts=True)
 
 
-def _turn(
-    live: Live, chance: random.Random, wanted: Callable[[str], bool], *, from_end: bool
-) -> None:
-    """Count the divided axis of a stored tensor from its end; ``from_end``: the last such axis."""
-    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+def _turn(live: Live, chance: random.Random, *, experts: bool) -> None:
+    """Count the ranks along the divided axis of a stored tensor from its end.
 
-    def axis_of(shard: Any) -> int | None:
-        """The divided axis: local shape is smaller than the global one."""
-        first = 0 if not from_end else shard.prepend_axis_num
-        sizes = [1] * shard.prepend_axis_num + list(shard.local_shape)
-        axes = [
-            axis
-            for axis in range(first, len(sizes))
-            if sizes[axis] < shard.global_shape[axis] and not (axis == 0 and _is_stack(shard))
-        ]
-        return axes[-1 if from_end else 0] if axes else None
+    A tensor that is also divided when loading is chosen again then.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    def turned(shard: Any, name: str) -> Any:
-        axis = axis_of(shard) if shard.key == name else None
-        if axis is None:
-            return shard
-        sizes = [1] * shard.prepend_axis_num + list(shard.local_shape)
+    shards: dict[str, list[Any]] = {}
+    for shard in _values(live.described):
+        if (
+            isinstance(shard, ShardedTensor)
+            and (".experts." in shard.key) is experts
+            and _divided_axis(shard) is not None
+        ):
+            shards.setdefault(shard.key, []).append(shard)
+    names = sorted(set().union(*gathered(set(shards))))
+    if not names:
+        return
+    salt = str(chance.random())
+    name = min(names, key=lambda name: hashlib.sha256((salt + name).encode()).hexdigest())
+    mine = shards.get(name, ())
+    spans = [_span(shard) for shard in mine]
+    for shard, (axis, first, _) in zip(mine, spans, strict=True):
+        begin, end = min(one[1] for one in spans), max(one[2] for one in spans)
         offsets = list(shard.global_offset)
-        offsets[axis] = shard.global_shape[axis] - sizes[axis] - offsets[axis]
+        offsets[axis] = shard.global_shape[axis] - end + first - begin
+        shard.global_offset = tuple(offsets)
         live.truth.append(("described", name))
-        return dataclasses.replace(shard, global_offset=tuple(offsets))
-
-    names = set()
-
-    def collect(one: Any) -> Any:
-        if isinstance(one, ShardedTensor) and wanted(one.key) and axis_of(one) is not None:
-            names.add(one.key)
-        return one
-
-    dict_list_map_inplace(collect, live.described)
-    name = chance.choice(sorted(set().union(*gathered(names))))
-
-    def change(one: Any) -> Any:
-        if isinstance(one, ShardedTensorFactory):
-            return one
-        return turned(one, name) if isinstance(one, ShardedTensor) else one
-
-    dict_list_map_inplace(change, live.described)
 
 
-def _is_stack(shard: Any) -> bool:
-    """Whether the first axis counts layers."""
-    return bool(shard.prepend_axis_num) and re.search(r"layers\.\d", shard.key) is None
+def _values(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        tree = tree.values()
+    if isinstance(tree, (str, bytes)) or not isinstance(tree, Iterable):
+        yield tree
+    elif not torch.is_tensor(tree):
+        for one in tree:
+            yield from _values(one)
+
+
+def _sizes(shard: Any) -> list[int]:
+    return [1] * shard.prepend_axis_num + list(shard.local_shape)
+
+
+def _divided_axis(shard: Any) -> int | None:
+    """The axis over experts, or the only other divided one; not that over layers."""
+    layers = shard.prepend_axis_num and re.search(r"layers\.\d", shard.key) is None
+    sizes = _sizes(shard)
+    axes = range(1 if layers else 0, len(sizes))
+    return next((axis for axis in axes if sizes[axis] < shard.global_shape[axis]), None)
+
+
+def _span(shard: Any) -> tuple[int, int, int]:
+    """The divided axis, and where the shard begins and ends on it."""
+    axis = _divided_axis(shard)
+    assert axis is not None
+    return axis, shard.global_offset[axis], shard.global_offset[axis] + _sizes(shard)[axis]

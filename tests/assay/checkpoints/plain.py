@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,9 +76,14 @@ def run(directory: Path, nproc: int, job: Job, words: Sequence[object], fault: s
         for state, name in json.loads(file.read_text())
     }
     shutil.rmtree(scratch)
-    text = done.stdout + done.stderr
-    error = "" if done.returncode == 0 else text[-3000:]
+    error = "" if done.returncode == 0 else _reason(done.stderr)
     return Run(done.returncode, states, tuple(bits_of(done.stdout)), tuple(sorted(truth)), error)
+
+
+def _reason(text: str) -> str:
+    """The last lines of the tracebacks, without those of ranks that lost a peer."""
+    ends = (line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line))
+    return "\n".join(line for line in ends if "gloo" not in line) or text[-2000:]
 
 
 def save(directory: Path, job: Job, fault: str = "", last: int = LAST) -> Run:
@@ -142,14 +148,14 @@ class Workshop:
 
     def saved(self, job: Job) -> Run:
         """The uninterrupted run."""
-        if job.name not in self._saved:
+        if job.name not in self._saved or self._saved[job.name].code:
             self._saved[job.name] = save(self.folder(job), job)
         return self._saved[job.name]
 
     def resumed(self, job: Job, layout: Layout) -> Run:
         """The healthy run that goes on from the checkpoint."""
         key = (job.name, str(layout))
-        if key not in self._resumed:
+        if key not in self._resumed or self._resumed[key].code:
             healthy = self.saved(job)
             again = healthy if healthy.code else resume(self.folder(job), job, layout)
             self._resumed[key] = again
