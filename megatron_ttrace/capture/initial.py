@@ -64,10 +64,7 @@ def initial_values(model: TracedModel) -> list[Initial]:
 def uninitialised(args: MegatronArguments, *, is_loaded: bool) -> str:
     """Why a run's initial values say nothing; empty when they do."""
     if is_loaded:
-        return (
-            "the run starts from a checkpoint: initial values and the optimizer's loaded moments "
-            "are not judged"
-        )
+        return "the run starts from a checkpoint: initial values are not judged"
     if not getattr(args, "perform_initialization", True):
         return "--no-initialization: initial values are not judged"
     return ""

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.step import TracedModel
-from megatron_ttrace.mcore import loss_scale
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
+from megatron_ttrace.mcore.checkpoints import numbers
 from megatron_ttrace.mcore.optimizer import Owned, layer_wise, leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
-from megatron_ttrace.mcore.statistics import group_names, hyperparameters
 from megatron_ttrace.trace.records import Kind, LoadedIndex
 
 MOMENTS = {Kind.EXP_AVG: LoadedIndex.EXP_AVG, Kind.EXP_AVG_SQ: LoadedIndex.EXP_AVG_SQ}
@@ -88,37 +87,34 @@ def _of_optimizer(
 
 
 def held_numbers(args: MegatronArguments, scheduler: Scheduler, optimizer: Any) -> dict[str, float]:
-    """The numbers of the training state on this rank, by name.
+    """The numbers of the training state on this rank, by the names of a checkpoint's.
 
-    Position in the data; the scheduler's; of each parameter group its hyper-parameters and the
-    steps that were made; the loss scale. A name does not depend on the layout.
+    The position in the data; the scheduler's; of each parameter group its hyper-parameters and the
+    steps that were made; the loss scale.
     """
-    numbers: dict[str, float] = {
-        "iteration": float(args.iteration),
-        "consumed_train_samples": float(args.consumed_train_samples),
-    }
-    state = scheduler.state_dict()
-    numbers |= {
-        f"opt_param_scheduler.{name}": float(value)
-        for name, value in state.items()
-        if isinstance(value, (int, float))
-    }
-    inner = [leaf.optimizer for leaf in leaves_of(optimizer) if getattr(leaf, "optimizer", None)]
-    groups = [(each, group) for each in inner for group in each.param_groups]
-    for name, (each, group) in zip(group_names(g for _, g in groups), groups, strict=True):
-        numbers |= {f"{name}.{key}": value for key, value in hyperparameters(group)}
-        if (step := _step(each, group)) is not None:
-            numbers[f"{name}.step"] = step
-    if (scale := loss_scale.get(optimizer)) is not None:
-        numbers["loss_scale"] = scale
-    return numbers
+    leaves = list(leaves_of(optimizer))
+    inner = [leaf.optimizer for leaf in leaves if getattr(leaf, "optimizer", None)]
+    scalers = [leaf.grad_scaler for leaf in leaves if getattr(leaf, "grad_scaler", None)]
+    groups = [_with_step(each, group) for each in inner for group in each.param_groups]
+    found = numbers.of_state(
+        {
+            "iteration": args.iteration,
+            "args": args,
+            "opt_param_scheduler": scheduler.state_dict(),
+            "optimizer": {
+                "param_groups": groups,
+                "grad_scalers": [{"grad_scaler": scaler.state_dict()} for scaler in scalers],
+            },
+        }
+    )
+    return {name: float(value) for name, value in found.items() if not isinstance(value, str)}
 
 
-def _step(inner: Any, group: dict[str, Any]) -> float | None:
-    """The steps that were made for a group's parameters; if these differ, the rarest number.
+def _with_step(inner: Any, group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group with the steps that were made; if these differ, the rarest number.
 
     Fused optimizers count in the group, torch's Adam for each parameter.
     """
     counts = [inner.state.get(parameter, {}).get("step") for parameter in group["params"]]
     steps = Counter(float(step) for step in (*counts, group.get("step")) if step is not None)
-    return steps.most_common()[-1][0] if steps else None
+    return {**group, "step": steps.most_common()[-1][0]} if steps else group

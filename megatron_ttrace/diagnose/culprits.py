@@ -16,8 +16,9 @@ from typing import NamedTuple
 from megatron_ttrace.diagnose.groups import Groups, group_of
 from megatron_ttrace.diagnose.start import loaded
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import Explanation, Grounds
+from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import (
     MOMENTS,
     ROOT,

@@ -38,7 +38,7 @@ from megatron_ttrace.trace.findings import (
     Miscounted,
 )
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import ROOT, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import ROOT, Kind, LoadedIndex, Outcome, TraceKey
 
 STRICT = "TTRACE_STRICT"
 """Environment variable: when set, as in tests, an error in the test of a repair is raised."""
@@ -140,6 +140,8 @@ class Explainer:
         except (TTraceError, CodecError) as error:  # the files may be damaged
             _log.warning("cannot read what was kept of %s: %s", key, error)
             return Explanation()
+        if evidence is not None and (key.kind, key.index) == (Kind.LOADED, LoadedIndex.NUMBER):
+            return Explanation(start.other_number(evidence))
         return Explanation() if evidence is None else self._repaired(verdict, evidence)
 
     def _repaired(self, verdict: Judged, evidence: Evidence) -> Explanation:

@@ -13,12 +13,12 @@ from megatron_ttrace.trace.findings import (
     Composed,
     ConstantFactor,
     Finding,
-    Grounds,
     LossShare,
     PartialSums,
     UnequalShares,
 )
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import Direction, Kind
 
 Groups = dict[tuple[object, ...], int]

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from megatron_ttrace.diagnose.start import WEIGHTS
 from megatron_ttrace.mcore.sources import builder_place
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import (
@@ -98,8 +99,12 @@ def where(verdict: Judged, finding: Finding | None, ledger: Ledger, *, alone: bo
     if (kind, verdict.name) == (Kind.INPUT, ROOT) or kind in (Kind.TOKENS, Kind.LOSS):
         return sources.step
     if kind is Kind.LOADED:
+        if verdict.index == LoadedIndex.NUMBER:
+            loaders = sources.loaders.items()
+            return next((place for of, place in loaders if verdict.name.startswith(of)), "")
         code = sources.of(verdict.name.rpartition(".")[0])
-        return code.described if code and verdict.index != LoadedIndex.ROUNDED else ""
+        is_module = verdict.index in (*WEIGHTS, LoadedIndex.BUFFER)
+        return (code.described if code else "") if is_module else sources.optimizer_state
     if kind is Kind.COUNTED and verdict.index in _OF_OPTIMIZERS:
         return sources.optimizer
     reduced = kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number

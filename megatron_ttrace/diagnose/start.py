@@ -12,17 +12,18 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.findings import (
     Cause,
-    Grounds,
     MisplacedLayers,
     Note,
     OtherDivision,
+    OtherNumber,
     Remark,
 )
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.outcomes import Grounds, Reason
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Direction,
@@ -32,6 +33,7 @@ from megatron_ttrace.trace.records import (
     ParamIndex,
     TraceKey,
 )
+from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER
 
 DIVIDING = ("tp", "etp", "ep")
 """Axes over which a parameter is divided by its module, by a mark on it."""
@@ -48,7 +50,10 @@ _LOADED: dict[int, Grounds] = {
     LoadedIndex.ONE_DEVICE: Grounds.LOADED,
     LoadedIndex.ROUNDED: Grounds.LOADED_MAIN,
     LoadedIndex.AGREED: Grounds.LOADED_AGREED,
+    LoadedIndex.NUMBER: Grounds.LOADED_NUMBER,
 }
+WEIGHTS = (LoadedIndex.ONE_DEVICE, LoadedIndex.AGREED, LoadedIndex.WEIGHT)
+"""What the weights of a model must be."""
 _LAYER = re.compile(r"^(|.*?\.)layers\.(\d+)\.")
 
 Layer = tuple[str, int]
@@ -58,14 +63,44 @@ Stages = Mapping[int, set[Layer]]
 
 
 def loaded(verdicts: Iterable[Judged]) -> list[tuple[Judged, Grounds]]:
-    """Parameters that were loaded wrongly; of main weights, those whose weights are right."""
-    failed = [v for v in verdicts if v.kind is Kind.LOADED and v.verdict.is_failure]
-    wrong = {verdict.name for verdict in failed if verdict.index != LoadedIndex.ROUNDED}
-    return [
-        (verdict, _LOADED[verdict.index])
-        for verdict in failed
-        if verdict.index != LoadedIndex.ROUNDED or verdict.name not in wrong
-    ]
+    """What was loaded wrongly, without what follows from it.
+
+    Of main weights, those whose weights are right; of learning rates, those that the scheduler's
+    own numbers do not make wrong.
+    """
+    given = [verdict for verdict in verdicts if verdict.kind is Kind.LOADED]
+    passed = {(v.name, v.index) for v in given if not v.verdict.is_failure}
+    failed = {(v.name, v.index): v for v in given if v.verdict.is_failure}
+    wrong = {name for name, index in failed if index in WEIGHTS}
+    is_scheduled = any(name.startswith(SCHEDULER) for name, _ in failed)
+
+    def follows(name: str, index: int) -> bool:
+        if index == LoadedIndex.NUMBER:
+            is_of_group = not name.startswith(SCHEDULER)
+            return is_scheduled and is_of_group and name.rpartition(".")[2] in SCHEDULED
+        main = (name, LoadedIndex.MAIN)
+        return index == LoadedIndex.ROUNDED and (name in wrong or main in failed)
+
+    def grounds(name: str, index: int) -> Grounds:
+        one_device, stored = (name, LoadedIndex.ONE_DEVICE), (name, LoadedIndex.WEIGHT)
+        if index in WEIGHTS:
+            if {one_device, stored} <= failed.keys():
+                return Grounds.LOADED_NEITHER
+            if one_device in failed and stored in passed:
+                return Grounds.LOADED_ONE_DEVICE
+            if stored in failed and one_device in passed:
+                return Grounds.LOADED_ALIKE
+        if index == LoadedIndex.ROUNDED and (name, LoadedIndex.MAIN) in passed:
+            return Grounds.SAVED_MAIN
+        return _LOADED.get(index, Grounds.LOADED_STORED)
+
+    return [(v, grounds(*key)) for key, v in failed.items() if not follows(*key)]
+
+
+def other_number(evidence: Evidence) -> OtherNumber:
+    """The numbers that ranks loaded, and the one that is stored."""
+    values = {float(piece) for part in evidence.parts for piece in part.pieces}
+    return OtherNumber(Cause.NUMBER, values=tuple(sorted(values)), stored=float(evidence.reference))
 
 
 def is_start(key: TraceKey) -> bool:

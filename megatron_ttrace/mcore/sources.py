@@ -21,6 +21,7 @@ from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import leaves_of
 from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase, Sources
 from megatron_ttrace.trace.findings import Cause, Finding
+from megatron_ttrace.trace.states import SCHEDULER
 
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -179,7 +180,21 @@ def sources_of(
         function_place(finalize),
         function_place(step),
         inputs=tuple(inputs),
+        optimizer_state=class_place(leaf, "sharded_state_dict"),
+        loaders=_loaders(leaf),
     )
+
+
+def _loaders(optimizer: type) -> dict[str, str]:
+    """What loads a number of a checkpoint, by beginnings of their names; the last is any."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.training import checkpointing
+
+    return {
+        SCHEDULER: class_place(OptimizerParamScheduler, "load_state_dict"),
+        "param_groups[": class_place(optimizer, "load_state_dict"),
+        "": function_place(checkpointing.load_checkpoint),
+    }
 
 
 BUILDERS = {

@@ -21,10 +21,10 @@ from megatron_ttrace.report.wording import (
 )
 from megatron_ttrace.trace import findings as f
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks, Grounds
+from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks
 from megatron_ttrace.trace.judged import Diagnosis, Judged
-from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.outcomes import Grounds, Reason
+from megatron_ttrace.trace.records import Kind, LoadedIndex
 from megatron_ttrace.trace.sanitise import clean
 
 _OTHERS = 4
@@ -34,6 +34,7 @@ Text = tuple[str, str]
 """What was tested, and what that suggests."""
 
 _GROUNDS = messages(Grounds)
+_LOADED = {int(index): text for index, text in messages(LoadedIndex).items()}
 _ORDERS = messages(f.RowOrder)
 _MASKS = messages(f.MaskOrder)
 _OPERANDS = messages(f.CastOperand)
@@ -47,12 +48,12 @@ _TEMPLATES = MESSAGES["Finding"]
 def reason_text(diagnosis: Diagnosis) -> str:
     """The evidence for a culprit in one sentence."""
     verdict, before, alike = diagnosis.verdict, diagnosis.before, diagnosis.alike
-    note = notes_text(verdict.notes)
+    note, is_loaded = notes_text(verdict.notes), verdict.kind is Kind.LOADED
     text = _GROUNDS[diagnosis.grounds].format(
         name=verdict.name,
         kind=verdict.kind.value,
         note=note or "absent",
-        index=statistic_text(verdict),
+        index=_LOADED[verdict.index] if is_loaded else statistic_text(verdict),
     )
     text += f"; {note}" * (verdict.reason is Reason.TWIN)
     if before is not None:
@@ -368,6 +369,8 @@ class _Words(string.Formatter):
     def format_field(self, value: Any, spec: str) -> str:
         if spec in ("and", "or"):
             return f" {spec} ".join(value)
+        if spec == "numbers":
+            return " and ".join(f"{number:.10g}" for number in value)
         if spec == "ranges":
             return _ranges(value)
         return _listed(value) if spec == "factors" else str(super().format_field(value, spec))

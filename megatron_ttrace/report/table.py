@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from megatron_ttrace.report.wording import ranks_text
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Verdict
+from megatron_ttrace.trace.records import Culprit, Direction, Kind, LoadedIndex, Outcome, Verdict
 from megatron_ttrace.trace.sanitise import clean
 
 UNNAMED = "(unnamed)"
@@ -168,10 +168,11 @@ def _places(verdicts: Sequence[Verdict]) -> list[Place]:
             kind = verdict.kind
             if kind is Kind.PARAM and verdict.direction is Direction.UPDATE:
                 kind = Kind.PARAM_DELTA
-            elif kind in (Kind.INITIAL, Kind.LOADED):
-                kind = Kind.PARAM
-            elif kind in _PER_STEP and not verdict.verdict.is_failure:
+            is_number = (kind, verdict.index) == (Kind.LOADED, LoadedIndex.NUMBER)
+            if (kind in _PER_STEP or is_number) and not verdict.verdict.is_failure:
                 layer, tail = WHOLE_STEP, kind.value
+            elif kind in (Kind.INITIAL, Kind.LOADED) and not is_number:
+                kind = Kind.PARAM
             known[key] = layer, Column(verdict.direction, tail, kind)
         places.append(known[key])
     return places

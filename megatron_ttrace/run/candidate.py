@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
+from megatron_ttrace.capture.state import held_numbers
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.jobs import edited, reference_layout
 from megatron_ttrace.jobs.processes.progress import NOTICE
@@ -123,17 +124,18 @@ class CandidateSession:
                 self.model, directory, self.args, scheduler, self.ranks, self.rehearsal.device
             )
             self.rehearsal.start = directory, started.step
+            numbers = held_numbers(self.args, scheduler, optimizer)
             self._find_reference(started)
-            self._compare_loaded()
+            self._compare_loaded(numbers)
         self.comparison.initial(self.settings.iterations[0], self._initial)
 
-    def _compare_loaded(self) -> None:
-        """Compare what every rank has loaded with what one device loads."""
+    def _compare_loaded(self, numbers: Mapping[str, float]) -> None:
+        """Compare what every rank has loaded with what is in the checkpoint."""
         first, reference = self.settings.iterations[0], self.comparison.reference
         with self.comparison.step(first, layout_of(self.model, self.args), (), ()) as sink:
-            loaded.compare(self.model, reference, first, sink)
-        if unverified := loaded.notice(reference):
-            self._notice(unverified)
+            loaded.compare(self.model, numbers, reference, first, sink)
+        for text in loaded.notices(reference):
+            self._notice(text)
 
     @property
     def rehearsal(self) -> Rehearsal:

@@ -36,7 +36,8 @@ from megatron_ttrace.run.launch import Order
 from megatron_ttrace.run.perturb import UNPERTURBED, perturbed
 from megatron_ttrace.run.rehearsal import Block, DataIterator, Rehearsal
 from megatron_ttrace.run.separation import FACTOR, Separation
-from megatron_ttrace.run.start.loaded import OneDevice
+from megatron_ttrace.run.start import handoff
+from megatron_ttrace.run.start.loaded import InCheckpoint
 from megatron_ttrace.trace import counted
 from megatron_ttrace.trace.budget import Budget, require_space
 from megatron_ttrace.trace.counted import Counted
@@ -76,7 +77,7 @@ class ReferenceSession:
         self._loss_scales: dict[str, float] = {}
         self._counted: list[Counted] = []
         self._seconds = 0.0
-        self._loaded: OneDevice | None = None
+        self._loaded: InCheckpoint | None = None
 
     def begin(
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
@@ -98,7 +99,8 @@ class ReferenceSession:
         if not uninitialised(self.args, is_loaded=started is not None):
             self._initial = initial_values(self.model)
         if started and self._order.separation is None:
-            self._loaded = OneDevice(started.source, self.model, self.args)
+            buckets = handoff.buckets(Path(started.directory))
+            self._loaded = InCheckpoint(started.source, self.model, self.args, buckets)
 
     @property
     def rehearsal(self) -> Rehearsal:

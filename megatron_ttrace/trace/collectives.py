@@ -195,6 +195,8 @@ class Sources(Record):
         step: the training script's forward step, which reads the batch and computes the loss.
         metrics: what reports each number that is logged, by its name.
         inputs: names of what the model is given, by position.
+        optimizer_state: the optimizer's description of its state for checkpoints.
+        loaders: what loads a number of a checkpoint, by beginnings of their names.
     """
 
     modules: dict[str, Count] = dataclasses.field(default_factory=dict)
@@ -204,6 +206,8 @@ class Sources(Record):
     step: str = ""
     metrics: dict[str, str] = dataclasses.field(default_factory=dict)
     inputs: tuple[str, ...] = ()
+    optimizer_state: str = ""
+    loaders: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def of(self, module: str) -> ModuleCode | None:
         """The code of a module, or of the innermost known module that contains it."""

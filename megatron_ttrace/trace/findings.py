@@ -15,40 +15,6 @@ from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.outcomes import Reason
 
 
-class Grounds(StrEnum):
-    """Why a tensor is taken for the origin of the error."""
-
-    INITIAL = "initial"
-    LOADED = "loaded"
-    LOADED_MAIN = "loaded_main"
-    LOADED_AGREED = "loaded_agreed"
-    START = "start"
-    MODEL_INPUT = "model_input"
-    ABSENT = "absent"
-    ABSENT_MODULE = "absent_module"
-    OUTPUT = "output"
-    OUTPUT_WITHOUT_INPUTS = "output_without_inputs"
-    BETWEEN_MODULES = "between_modules"
-    LOSS = "loss"
-    FIRST_ABSENT_GRADIENT = "first_absent_gradient"
-    JUMP = "jump"
-    GRAD_INPUT = "grad_input"
-    GRAD_INPUT_WITHOUT_GRAD_OUTPUTS = "grad_input_without_grad_outputs"
-    WITHIN = "within"
-    FIRST_GRADIENT = "first_gradient"
-    MAIN_GRAD = "main_grad"
-    REDUCED = "reduced"
-    STEPPED = "stepped"
-    COUNTED = "counted"
-    GRAD_NORM = "grad_norm"
-    METRIC = "metric"
-    LEFT_OVER = "left_over"
-    NO_OPTIMIZER_STATE = "no_optimizer_state"
-    UPDATE = "update"
-    ISOLATED = "isolated"
-    FIRST_FAILURE = "first_failure"
-
-
 class Cause(StrEnum):
     """What sort of fault a finding is."""
 
@@ -83,6 +49,7 @@ class Cause(StrEnum):
     NEVER_COUNTED = "never_counted"
     OTHER_NORM = "other_norm"
     HYPERPARAMETERS = "hyperparameters"
+    NUMBER = "number"
 
 
 class Remark(StrEnum):
@@ -461,6 +428,13 @@ class OtherHyperparameters(Finding):
     """The optimizer steps a parameter with other hyper-parameters: name, value, reference's."""
 
     values: tuple[tuple[str, float, float], ...]
+
+
+class OtherNumber(Finding):
+    """A rank holds other numbers than the one that is stored."""
+
+    values: tuple[float, ...]
+    stored: float
 
 
 class FailingRanks(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron_ttrace.trace.findings import Explanation, Grounds, Note
-from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.findings import Explanation, Note
+from megatron_ttrace.trace.outcomes import Grounds, Reason
 from megatron_ttrace.trace.records import Direction, TensorResult
 
 

@@ -13,15 +13,19 @@ from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unverified:
-    """What one device did not load from a checkpoint.
+    """What of a start was not compared with its checkpoint.
 
     Attributes:
-        why: nothing was loaded; empty if something was.
-        weights: names of weights that the checkpoint lacks.
+        why: one device did not load the weights; empty if it did.
+        unread: no stored tensor was read; empty if any could be.
+        weights: names of weights that are neither stored nor loaded by one device.
+        states: names of parameters whose optimizer state is not stored by parameter.
     """
 
     why: str = ""
+    unread: str = ""
     weights: tuple[str, ...] = ()
+    states: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,7 @@ class ReferenceMeta(Record):
         logs: whether Megatron's log was found, and with it what it prints.
         seconds: that one step took.
         layout: of a reference on several ranks.
-        loaded: what one device did not load, in a run that loads a checkpoint.
+        loaded: what was not compared with the checkpoint, in a run that loads one.
         fp8: whether it computes in FP8.
         by_module: whether replays gave each module its own inputs.
         epsilon: of the compute dtype; 0 if it is not known.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a tensor has its outcome, and what a check does not cover."""
+"""Why a tensor has its outcome, why it is a culprit, and what a check does not cover."""
 
 from __future__ import annotations
 
@@ -81,3 +81,43 @@ class NotExercised:
     value: float | None = None
     limit: float | None = None
     names: tuple[str, ...] = ()
+
+
+class Grounds(StrEnum):
+    """Why a tensor is taken for the origin of the error."""
+
+    INITIAL = "initial"
+    LOADED = "loaded"
+    LOADED_NEITHER = "loaded_neither"
+    LOADED_ONE_DEVICE = "loaded_one_device"
+    LOADED_ALIKE = "loaded_alike"
+    LOADED_STORED = "loaded_stored"
+    LOADED_MAIN = "loaded_main"
+    SAVED_MAIN = "saved_main"
+    LOADED_AGREED = "loaded_agreed"
+    LOADED_NUMBER = "loaded_number"
+    START = "start"
+    MODEL_INPUT = "model_input"
+    ABSENT = "absent"
+    ABSENT_MODULE = "absent_module"
+    OUTPUT = "output"
+    OUTPUT_WITHOUT_INPUTS = "output_without_inputs"
+    BETWEEN_MODULES = "between_modules"
+    LOSS = "loss"
+    FIRST_ABSENT_GRADIENT = "first_absent_gradient"
+    JUMP = "jump"
+    GRAD_INPUT = "grad_input"
+    GRAD_INPUT_WITHOUT_GRAD_OUTPUTS = "grad_input_without_grad_outputs"
+    WITHIN = "within"
+    FIRST_GRADIENT = "first_gradient"
+    MAIN_GRAD = "main_grad"
+    REDUCED = "reduced"
+    STEPPED = "stepped"
+    COUNTED = "counted"
+    GRAD_NORM = "grad_norm"
+    METRIC = "metric"
+    LEFT_OVER = "left_over"
+    NO_OPTIMIZER_STATE = "no_optimizer_state"
+    UPDATE = "update"
+    ISOLATED = "isolated"
+    FIRST_FAILURE = "first_failure"

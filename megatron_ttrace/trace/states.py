@@ -38,3 +38,10 @@ class Item:
         if self.state is State.WEIGHT:
             return self.name
         return f"{self.name} ({self.slot or self.state})"
+
+
+SCHEDULER = "opt_param_scheduler."
+"""Beginning of the names of the scheduler's numbers."""
+
+SCHEDULED = ("lr", "min_lr", "max_lr", "start_wd", "end_wd", "weight_decay")
+"""What the scheduler sets in a parameter group."""

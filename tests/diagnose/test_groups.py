@@ -11,13 +11,13 @@ from megatron_ttrace.trace.findings import (
     Composed,
     ConstantFactor,
     Finding,
-    Grounds,
     Loss,
     LossShare,
     PartialSums,
     ShareWeights,
     UnequalShares,
 )
+from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import Direction
 from tests.diagnose.evidence_by_hand import WEIGHT, failed
 

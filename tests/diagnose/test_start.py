@@ -5,7 +5,7 @@ import pytest
 
 from megatron_ttrace.diagnose import start
 from megatron_ttrace.report.wording import notes_text
-from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.outcomes import Grounds, Reason
 from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, LoadedIndex, Outcome
 from tests.diagnose.evidence_by_hand import meshes
 from tests.diagnose.judged_by_hand import localise
@@ -85,6 +85,50 @@ def test_a_part_that_is_taken_for_the_whole(taken, found) -> None:
 def test_ranks_that_take_different_shapes_are_not_explained() -> None:
     """One mark is lost on all ranks."""
     assert start.other_division((8,), [(4,), (8,)], meshes(2, tp=2), ("tp",)) is None
+
+
+L = LoadedIndex
+LR = "param_groups[wd_mult=1.0].lr"
+
+
+@pytest.mark.parametrize(
+    ("failed", "passed", "grounds"),
+    [
+        ({L.ONE_DEVICE, L.ROUNDED}, set(), [(L.ONE_DEVICE, Grounds.LOADED)]),
+        ({L.WEIGHT, L.ROUNDED}, set(), [(L.WEIGHT, Grounds.LOADED_STORED)]),
+        ({L.WEIGHT}, {L.ONE_DEVICE}, [(L.WEIGHT, Grounds.LOADED_ALIKE)]),
+        ({L.ONE_DEVICE}, {L.WEIGHT}, [(L.ONE_DEVICE, Grounds.LOADED_ONE_DEVICE)]),
+        ({L.ROUNDED}, {L.ONE_DEVICE}, [(L.ROUNDED, Grounds.LOADED_MAIN)]),
+        ({L.ROUNDED}, {L.ONE_DEVICE, L.MAIN}, [(L.ROUNDED, Grounds.SAVED_MAIN)]),
+        ({L.ROUNDED, L.MAIN}, {L.ONE_DEVICE}, [(L.MAIN, Grounds.LOADED_STORED)]),
+        ({L.EXP_AVG_SQ}, {L.EXP_AVG}, [(L.EXP_AVG_SQ, Grounds.LOADED_STORED)]),
+    ],
+)
+def test_why_a_parameter_was_loaded_wrongly(
+    failed: set[LoadedIndex],
+    passed: set[LoadedIndex],
+    grounds: list[tuple[LoadedIndex, Grounds]],
+) -> None:
+    """By which of its states are wrong; main weights are not blamed for wrong weights."""
+    verdicts = [
+        verdict("weight", Kind.LOADED, Outcome.DIVERGED if wrong else Outcome.PASS, index=index)
+        for wrong, indices in ((True, sorted(failed)), (False, sorted(passed)))
+        for index in indices
+    ]
+    assert [(judged.index, why) for judged, why in start.loaded(verdicts)] == grounds
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_learning_rates_follow_from_the_schedule(steps: bool) -> None:
+    """If the schedule's position was loaded, they are a fault of their own."""
+    outcome = Outcome.DIVERGED if steps else Outcome.PASS
+    verdicts = [
+        verdict("opt_param_scheduler.num_steps", Kind.LOADED, outcome, index=L.NUMBER),
+        verdict(LR, Kind.LOADED, Outcome.DIVERGED, index=L.NUMBER),
+    ]
+    ((judged, grounds),) = start.loaded(verdicts)
+    assert judged.name == (verdicts[0].name if steps else LR)
+    assert grounds is Grounds.LOADED_NUMBER
 
 
 def test_what_was_loaded_is_apart_from_the_step() -> None:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from a checkpoint: what its ranks loaded is compared with what one device loads."""
+"""A run from a checkpoint: what its ranks loaded is compared with what is stored."""
 
 from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.trace.records import Direction, Kind, LoadedIndex, Verdict
+from megatron_ttrace.trace.findings import Cause
+from megatron_ttrace.trace.records import Direction, Kind, Verdict
+from megatron_ttrace.trace.records import LoadedIndex as L
 from tests.integration import jobs
 from tests.integration.jobs import SCRIPT, TINY, TP, torchrun
 
@@ -13,6 +15,13 @@ SAVED = ("--ckpt-format", "torch_dist", "--train-iters", 1)
 SAVING = (*SAVED, "--save", "ck", "--save-interval", 1)
 PARTS = ("weight", "bias")
 MODEL = ("--bf16", "--swiglu", "--untie-embeddings-and-output-weights")
+ALL = {*L} - {L.AGREED, L.WEIGHT, L.BUFFER, L.OTHER}
+MOE = (
+    "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-router-enable-expert-bias "
+    "--moe-router-score-function sigmoid --moe-router-load-balancing-type none"
+).split()
+RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
+EP = ("--expert-model-parallel-size", 2)
 BUCKETS = (
     "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --overlap-grad-reduce "
     "--ddp-bucket-size 2000"
@@ -37,9 +46,7 @@ def test_weights_of_other_ranks(tmp_path: Path) -> None:
     save(tmp_path, 1)
     checked, _ = check(tmp_path, *TP, code=1, mistake="descriptions_of_a_checkpoint")
     wrong = {
-        one.name
-        for one in checked.failed
-        if (one.kind, one.index) == (Kind.LOADED, LoadedIndex.ONE_DEVICE)
+        one.name for one in checked.failed if (one.kind, one.index) == (Kind.LOADED, L.ONE_DEVICE)
     }
     assert wrong == {
         "embedding.word_embeddings.weight",
@@ -48,6 +55,37 @@ def test_weights_of_other_ranks(tmp_path: Path) -> None:
     culprits = checked.summary.culprits
     assert {(one.direction, one.kind) for one in culprits} == {(Direction.START, Kind.LOADED)}
     assert {one.name for one in culprits} == {name.rpartition(".")[0] for name in wrong}
+
+
+def test_states_that_are_not_loaded(tmp_path: Path) -> None:
+    """Main weights, a moment, a router's bias, the schedule: each at its module, and why."""
+    save(tmp_path, 2, *MOE, *EP, *RESHARDABLE)
+    job = (*MOE, *EP, *RESHARDABLE)
+    checked, loaded = check(
+        tmp_path, *job, code=1, mistake="parts_of_a_checkpoint_that_are_not_loaded"
+    )
+    layers = "decoder.layers"
+    assert {(one.name, one.index) for one in loaded if one.verdict.is_failure} == {
+        (f"{layers}.0.self_attention.linear_proj.weight", L.ROUNDED),
+        (f"{layers}.0.self_attention.linear_proj.weight", L.MAIN),
+        (f"{layers}.1.self_attention.linear_qkv.weight", L.EXP_AVG_SQ),
+        (f"{layers}.0.mlp.router.expert_bias", L.BUFFER),
+        ("opt_param_scheduler.num_steps", L.NUMBER),
+    }
+    culprits = {one.name: one for one in checked.summary.culprits}
+    assert set(culprits) == {
+        f"{layers}.0.self_attention.linear_proj",
+        f"{layers}.1.self_attention.linear_qkv",
+        f"{layers}.0.mlp.router",
+        "opt_param_scheduler",
+    }
+    assert culprits["opt_param_scheduler"].cause is Cause.NUMBER
+    for name, function in {
+        f"{layers}.0.self_attention.linear_proj": "Optimizer.sharded_state_dict",
+        f"{layers}.0.mlp.router": "Module.sharded_state_dict",
+        "opt_param_scheduler": "OptimizerParamScheduler.load_state_dict",
+    }.items():
+        assert function in culprits[name].where
 
 
 @pytest.mark.nightly
@@ -62,11 +100,11 @@ def test_a_sharded_model(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_right_weights(tmp_path: Path) -> None:
-    """Without the mistakes the same job passes; loaded weights and main weights are judged."""
+    """Without the mistakes the same job passes; all that it loaded is judged."""
     save(tmp_path, 1)
     checked, loaded = check(tmp_path, *TP)
     assert not checked.failed
-    assert {one.index for one in loaded} == {LoadedIndex.ONE_DEVICE, LoadedIndex.ROUNDED}
+    assert {one.index for one in loaded} == ALL
 
 
 @pytest.mark.nightly
@@ -74,5 +112,5 @@ def test_main_weights_of_other_places(tmp_path: Path) -> None:
     """Megatron saves shifted main weights (megatron-core 0.19); its weights are right."""
     save(tmp_path, 2, *BUCKETS)
     checked, loaded = check(tmp_path, *BUCKETS, code=1)
-    assert {one.index for one in loaded if one.verdict.is_failure} == {LoadedIndex.ROUNDED}
-    assert {one.index for one in checked.summary.culprits} == {LoadedIndex.ROUNDED}
+    assert {one.index for one in loaded if one.verdict.is_failure} == {L.ROUNDED}
+    assert {one.index for one in checked.summary.culprits} == {L.ROUNDED}

@@ -12,6 +12,7 @@ import time
 import numpy
 import torch
 
+from megatron_ttrace.mcore.optimizer import owned_by
 from tests.planted.mistakes import global_rank, mistake, wrap
 
 ATTEND = "extensions.transformer_engine:TEDotProductAttention.forward"
@@ -398,3 +399,26 @@ def stalled_building():
 @mistake()
 def slow_forward():
     _meet("transformer.mlp:MLP.forward", 8)
+
+
+@mistake()
+def parts_of_a_checkpoint_that_are_not_loaded():
+    """Moments of a weight, a router's bias, main weights of a layer, steps of the schedule."""
+
+    def loaded(old, model, optimizer, scheduler, *args, **more):
+        result = old(model, optimizer, scheduler, *args, **more)
+        with torch.no_grad():
+            for name, parameter in model[0].named_parameters():
+                found = owned_by(optimizer).get(parameter)
+                if found and name.endswith("layers.1.self_attention.linear_qkv.weight"):
+                    found.state["exp_avg_sq"].zero_()
+                if found and name.endswith("layers.0.self_attention.linear_proj.weight"):
+                    found.main.copy_(found.main.roll(1))
+            for name, buffer in model[0].named_buffers():
+                if name.endswith("layers.0.mlp.router.expert_bias"):
+                    buffer.zero_()
+        scheduler.num_steps += 4
+        scheduler.step(0)
+        return result
+
+    wrap("megatron.training.training:load_checkpoint", loaded)

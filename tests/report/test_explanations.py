@@ -17,15 +17,14 @@ from megatron_ttrace.trace.findings import (
     Explanation,
     FailingRanks,
     Finding,
-    Grounds,
     Note,
     Remark,
     ShareWeights,
     UnequalShares,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
-from megatron_ttrace.trace.outcomes import Unexercised
-from megatron_ttrace.trace.records import Direction, Kind, Outcome, Result
+from megatron_ttrace.trace.outcomes import Grounds, Unexercised
+from megatron_ttrace.trace.records import Direction, Kind, LoadedIndex, Outcome, Result
 from tests.report.synthetic_report import make_judged
 
 NOTE = Note(Remark.SHAPE, text="the note")
@@ -62,7 +61,7 @@ def test_every_type_of_finding_has_a_renderer() -> None:
 
 
 ENUMS: tuple[type[Enum], ...] = (
-    *(Result, Outcome, Grounds, Remark, Unexercised, Execution, Statistic),
+    *(Result, Outcome, Grounds, LoadedIndex, Remark, Unexercised, Execution, Statistic),
     *(findings.RowOrder, findings.MaskOrder, findings.CastOperand, findings.Term),
 )
 

@@ -8,7 +8,8 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,18 @@ _NAME = "iter_{:07d}"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
+class Part(StrEnum):
+    """What a job may load from a checkpoint besides weights."""
+
+    OPTIMIZER = "optimizer"
+    SCHEDULER = "scheduler"
+    SCHEDULE = "schedule"
+    """The scheduler's settings, without its position."""
+    POSITION = "position"
+    """The iteration and the samples that were consumed."""
+    RANDOM = "random"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
     """A checkpoint that a candidate has loaded.
@@ -32,6 +45,7 @@ class Source:
         format: Megatron's ``--ckpt-format``.
         files: a digest of its files' names, sizes and dates.
         why_not: why one device cannot load the same; empty if that can be tried.
+        left: what the job does not load by its user's choice, and the option that says so.
     """
 
     directory: str
@@ -39,6 +53,17 @@ class Source:
     format: str
     files: str
     why_not: str = ""
+    left: tuple[tuple[Part, str], ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Of the iteration that was loaded."""
+        name = "release" if self.iteration is None else _NAME.format(self.iteration)
+        return Path(self.directory, name)
+
+    def loads(self, part: Part) -> bool:
+        """Whether the job loads this part, if the checkpoint has it."""
+        return all(part is not left for left, _ in self.left)
 
 
 def directory_of(args: MegatronArguments) -> str | None:
@@ -108,14 +133,31 @@ def source_of(args: MegatronArguments) -> Source | None:
     elif any(getattr(args, name, False) for name in ("fp8_param_gather", "fp4_param_gather")):
         why_not = "weights that are kept in few bits have a scale on each rank"
     iteration = _iteration(directory, args)
-    files = _files(Path(directory, "release" if iteration is None else _NAME.format(iteration)))
-    return Source(
+    source = Source(
         str(Path(directory).absolute()),
         iteration,
         str(getattr(args, "ckpt_format", "torch")),
-        files,
-        why_not,
+        files="",
+        why_not=why_not,
+        left=tuple(_left(args, is_release=iteration is None)),
     )
+    return dataclasses.replace(source, files=_files(source.folder))
+
+
+def _left(args: MegatronArguments, *, is_release: bool) -> Iterator[tuple[Part, str]]:
+    """What Megatron does not load (``load_checkpoint`` in megatron/training/checkpointing.py)."""
+    nothing = "a release" if is_release else "--finetune" if getattr(args, "finetune", 0) else ""
+    without = nothing or ("--no-load-optim" if getattr(args, "no_load_optim", None) else "")
+    if without:
+        yield from ((part, without) for part in (Part.OPTIMIZER, Part.SCHEDULER, Part.SCHEDULE))
+    elif getattr(args, "override_opt_param_scheduler", False):
+        yield Part.SCHEDULE, "--override-opt_param-scheduler"
+    if nothing:
+        yield Part.POSITION, nothing
+    elif getattr(args, "override_ckpt_iteration", None) is not None:
+        yield Part.POSITION, "--override-ckpt-iteration"
+    if nothing or getattr(args, "no_load_rng", None):
+        yield Part.RANDOM, nothing or "--no-load-rng"
 
 
 def _iteration(directory: str, args: MegatronArguments) -> int | None:

@@ -1,86 +1,344 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether every rank loaded what is in the checkpoint.
 
-The reference's process lets Megatron load the checkpoint's weights into its own model, of one
-device. Every rank's weights, and the main weights of its optimizer after rounding, must equal them
-bit for bit. Where Megatron cannot load a weight on one device, every rank's must equal the main
-weights that the candidate handed over (``handoff.py``).
+The reference's process reads the stored tensors and numbers, by names that no layout changes
+(``mcore/checkpoints/``), and lets Megatron load the weights into its own model, of one device.
+Every rank's weights, main weights, moments, buffers and numbers must equal what is stored, to the
+last bit; weights also what one device loads, where that is something else. What can be read in
+neither way must agree with the state that the candidate handed over (``handoff.py``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
-from megatron_ttrace.capture.state import held_state
+from megatron_ttrace.capture.state import MOMENTS, held_state
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.checkpoints.loading import Source, load_weights
+from megatron_ttrace.mcore.checkpoints.buckets import Bucketed
+from megatron_ttrace.mcore.checkpoints.loading import Part, Source, load_weights
+from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
+from megatron_ttrace.mcore.checkpoints.numbers import Number
+from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Stored, open_checkpoint
 from megatron_ttrace.mcore.optimizer import owned_by
+from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.placement.coverage import coverage
+from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.meta import Unverified
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
+from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER, Item, State
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+from megatron_ttrace.trace.views import local_view, logical_view
 
 _NAMED = 3
+_DIGITS = 12
+"""Of numbers that are compared: a learning rate is computed again after it was loaded."""
+
+_STATES = {
+    LoadedIndex.WEIGHT: State.WEIGHT,
+    LoadedIndex.MAIN: State.MAIN,
+    LoadedIndex.EXP_AVG: State.EXP_AVG,
+    LoadedIndex.EXP_AVG_SQ: State.EXP_AVG_SQ,
+    LoadedIndex.BUFFER: State.WEIGHT,
+}
+_STEPPED = (LoadedIndex.MAIN, *MOMENTS.values())
+_IN_BUCKETS = {
+    LoadedIndex.MAIN: "param",
+    LoadedIndex.EXP_AVG: "exp_avg",
+    LoadedIndex.EXP_AVG_SQ: "exp_avg_sq",
+}
+_WEIGHTS = (LoadedIndex.ONE_DEVICE, LoadedIndex.AGREED, LoadedIndex.WEIGHT)
+
+_GROUPS = "param_groups["
+_POSITION = ("iteration", "consumed_")
 
 
-class OneDevice:
-    """The weights of a checkpoint, loaded into the model of this process."""
+class InCheckpoint:
+    """A checkpoint, and the weights that Megatron loads from it into the model of this process."""
 
-    def __init__(self, source: Source | None, model: TracedModel, args: MegatronArguments) -> None:
+    def __init__(
+        self,
+        source: Source | None,
+        model: TracedModel,
+        args: MegatronArguments,
+        buckets: Mapping[str, Sequence[Bucketed]] = MappingProxyType({}),
+    ) -> None:
+        """Load and open.
+
+        Args:
+            source: the checkpoint, if it is known.
+            model: of this process.
+            args: of this process.
+            buckets: where the ranks' parameters are in buckets.
+        """
         self._model = model
+        self._buckets = buckets
+        self._source = source
         self._weights: dict[str, torch.Tensor] = {}
+        self._names = stored_names(model.chunks)
+        self._last: dict[str, torch.Tensor] = {}
+        self._checkpoint: Checkpoint | None = None
         held = model.held()
-        why = "the checkpoint is unknown"
+        why = unread = "the checkpoint is unknown"
         if source is not None:
             why = load_weights(source, model.chunks, [data for *_, data in held], args)
-        lacking = []
+            unread = self._open(source)
         for _, place, data in held if not why else ():
-            if data.isnan().any():
-                lacking.append(place.name)
-            else:
+            if not data.isnan().any():
                 self._weights[place.name] = data.detach().clone()
-        self.unverified = Unverified(why, tuple(lacking))
+        self.unverified = Unverified(why, unread)
+
+    def _open(self, source: Source) -> str:
+        """Open the checkpoint; returns why it cannot be read."""
+        if source.why_not:
+            return source.why_not
+        try:
+            self._checkpoint = open_checkpoint(source.folder)
+        except TTraceError as error:
+            return str(error)
+        return ""
 
     def write(self, writer: TraceWriter, iteration: int) -> None:
         """Write what every rank must have. The model has the state that was handed over by now."""
-        owned = owned_by(self._model.optimizer)
+        stepped = owned_by(self._model.optimizer) if self._loads_optimizer else {}
+        held = {(part.index, part.place.name): part.data for part in held_state(self._model)}
+        lines = _Lines(writer, iteration)
+        weights, states = [], []
         for parameter, place in self._model.places():
-            weight = self._weights.pop(place.name, None)
-            index = LoadedIndex.AGREED if weight is None else LoadedIndex.ONE_DEVICE
-            data = parameter.data if weight is None else weight
-            key = TraceKey(iteration, STEP_LEVEL, Kind.LOADED, place.name, index)
-            line = writer.add(Entry.of(key, data), data)
-            if parameter in owned:
-                main = dataclasses.replace(key, index=LoadedIndex.ROUNDED)
-                writer.add(Entry.of(main, data, same_as=line), None)
+            if self._write_weight(lines, parameter, place) is LoadedIndex.AGREED:
+                weights.append(place.name)
+            for index in _STEPPED if parameter in stepped else ():
+                data = held.get((index, place.name))
+                if (stored := self._find(parameter, place, index)) is not None:
+                    lines.add(place.name, index, _fitted(stored, place, data))
+                elif (gathered := self._in_buckets(place, index)) is not None:
+                    lines.add(place.name, index, gathered)
+                elif data is not None and index is not LoadedIndex.MAIN:
+                    states.append(place.name)
+        for place, buffer in self._model.buffers():
+            if (stored := self._find(buffer, place, LoadedIndex.BUFFER)) is not None:
+                lines.add(place.name, LoadedIndex.BUFFER, _fitted(stored, place, buffer))
+        if self._checkpoint is not None and self._source is not None:
+            for name, value in _comparable(self._checkpoint.numbers, self._source):
+                lines.add(name, LoadedIndex.NUMBER, torch.tensor(value, dtype=torch.float64))
+        self.unverified = dataclasses.replace(
+            self.unverified, weights=tuple(weights), states=tuple(dict.fromkeys(states))
+        )
+
+    def _write_weight(
+        self, lines: _Lines, parameter: torch.nn.Parameter, place: ParameterPlace
+    ) -> LoadedIndex:
+        """Write a weight; returns what it must be, at last."""
+        loaded, data = self._weights.pop(place.name, None), parameter.data
+        if (stored := self._find(parameter, place, LoadedIndex.WEIGHT)) is not None:
+            data = _fitted(stored, place, parameter.data)
+        index = LoadedIndex.AGREED
+        if loaded is not None:
+            lines.add(place.name, LoadedIndex.ONE_DEVICE, loaded)
+            index = LoadedIndex.ONE_DEVICE
+        if loaded is None or not (stored is None or torch.equal(data, loaded)):
+            index = LoadedIndex.AGREED if stored is None else LoadedIndex.WEIGHT
+            lines.add(place.name, index, data)
+        lines.again(place.name, LoadedIndex.ROUNDED)
+        return index
+
+    def _find(
+        self, tensor: torch.Tensor, place: ParameterPlace, index: LoadedIndex
+    ) -> Stored | None:
+        name = self._names.get(tensor)
+        if self._checkpoint is None or self._source is None or name is None:
+            return None
+        item = Item(_STATES[index], stored_name(name, place.name))
+        found = self._checkpoint.find(item)
+        return found and found[1]
+
+    @property
+    def _loads_optimizer(self) -> bool:
+        return self._source is not None and self._source.loads(Part.OPTIMIZER)
+
+    def _in_buckets(self, place: ParameterPlace, index: LoadedIndex) -> torch.Tensor | None:
+        """The state of a parameter that is stored in buckets, if all of it is."""
+        pieces = self._buckets.get(place.name, ())
+        if (
+            coverage(place.logical_shape, [box for piece in pieces for box in piece.boxes]).least
+            < 1
+        ):
+            return None
+        whole = torch.empty(place.logical_shape, dtype=torch.float32)
+        for piece in pieces:
+            bucket = self._bucket(f"{piece.key}.{_IN_BUCKETS[index]}")
+            if bucket is None:
+                return None
+            part = bucket[piece.start : piece.start + math.prod(piece.shape)].view(piece.shape)
+            for box in piece.boxes:
+                logical_view(whole, box).copy_(local_view(part, box))
+        return whole
+
+    def _bucket(self, key: str) -> torch.Tensor | None:
+        """A stored bucket; the last ones are kept, because parameters of one follow each other."""
+        stored = self._checkpoint.unread.get(key) if self._checkpoint else None
+        if stored is not None and key not in self._last:
+            self._last = {**dict([*self._last.items()][1 - len(_STEPPED) :]), key: stored.read()}
+        return None if stored is None else self._last[key]
 
 
-def compare(model: TracedModel, reference: TraceReader, iteration: int, sink: StepSink) -> None:
-    """Compare what this rank loaded, before anything overwrites it."""
-    for part in held_state(model):
-        place, data, index = part.place, part.data, LoadedIndex.ONE_DEVICE
-        if part.index is LoadedIndex.WEIGHT:
-            agreed = TraceKey(iteration, STEP_LEVEL, Kind.LOADED, place.name, LoadedIndex.AGREED)
-            index = LoadedIndex.AGREED if agreed in reference else index
-        elif part.index is LoadedIndex.MAIN and part.parameter is not None:
-            data, index = data.detach().to(part.parameter.dtype), LoadedIndex.ROUNDED
-        else:
+class _Lines:
+    """Writes the reference's ``loaded`` entries."""
+
+    def __init__(self, writer: TraceWriter, iteration: int) -> None:
+        self._writer = writer
+        self._iteration = iteration
+        self._last: tuple[int, torch.Tensor] | None = None
+
+    def add(self, name: str, index: LoadedIndex, data: torch.Tensor) -> None:
+        """Write a tensor."""
+        key = TraceKey(self._iteration, STEP_LEVEL, Kind.LOADED, name, index)
+        self._last = self._writer.add(Entry.of(key, data), data), data
+
+    def again(self, name: str, index: LoadedIndex) -> None:
+        """Write another name of the last one."""
+        assert self._last is not None, "add() comes first"
+        line, data = self._last
+        key = TraceKey(self._iteration, STEP_LEVEL, Kind.LOADED, name, index)
+        self._writer.add(Entry.of(key, data, same_as=line), None)
+
+
+def _fitted(stored: Stored, place: ParameterPlace, held: torch.Tensor | None) -> torch.Tensor:
+    """A stored tensor as this layout has it.
+
+    The rows that pad a vocabulary depend on the layout that saved it. Those that are not stored are
+    the candidate's own.
+    """
+    data = stored.read()
+    dtype = torch.float32 if held is None else held.dtype
+    rows, *rest = place.logical_shape or (1,)
+    if place.logical_shape and stored.shape[1:] == tuple(rest) and stored.shape[0] != rows:
+        whole = torch.zeros(place.logical_shape, dtype=dtype)
+        if held is not None:
+            whole.copy_(held.detach().reshape(place.logical_shape))
+        common = min(rows, stored.shape[0])
+        whole[:common] = data[:common]
+        return whole
+    return data.to(dtype)
+
+
+def _comparable(numbers: Mapping[str, Number], source: Source) -> Iterator[tuple[str, float]]:
+    """The numbers that this job loads from the checkpoint and does not set itself."""
+    for name, value in numbers.items():
+        field = name.rpartition("].")[2]
+        if isinstance(value, str):
             continue
-        where = STEP_LEVEL, Kind.LOADED, place.name, index
-        sink.placed(where, data, place.logical_shape, place.placement)
+        if name.startswith(_POSITION):
+            part = Part.POSITION
+        elif name.startswith(_GROUPS):
+            part = Part.SCHEDULE if field in SCHEDULED else Part.OPTIMIZER
+        elif name == f"{SCHEDULER}num_steps":
+            part = Part.SCHEDULER
+        else:
+            part = Part.SCHEDULE if name.startswith(SCHEDULER) else Part.OPTIMIZER
+        if source.loads(part):
+            yield name, _number(value)
 
 
-def notice(reference: TraceReader) -> str:
-    """What could not be compared with one device's load; empty if everything was."""
-    found = reference.reference.loaded or Unverified()
-    if not found.why and not found.weights:
-        return ""
-    names = ", ".join(found.weights[:_NAMED]) + (", ..." if found.weights[_NAMED:] else "")
-    what = f"the checkpoint has no {names}" if found.weights else found.why
-    rest = "these" if found.weights else "weights"
-    return (
-        f"not verified: whether the loaded weights are the checkpoint's, because one device cannot "
-        f"load it ({what}). Of {rest}, only the agreement of ranks and main weights was verified"
-    )
+def _number(value: float) -> float:
+    return float(f"{float(value):.{_DIGITS}g}")
+
+
+def compare(
+    model: TracedModel,
+    numbers: Mapping[str, float],
+    reference: TraceReader,
+    iteration: int,
+    sink: StepSink,
+) -> None:
+    """Compare what this rank loaded, before anything overwrites it.
+
+    Args:
+        model: of this rank.
+        numbers: that it loaded.
+        reference: has what it must be.
+        iteration: under which the reference has it.
+        sink: compares.
+    """
+
+    def key(name: str, index: LoadedIndex) -> TraceKey:
+        return TraceKey(iteration, STEP_LEVEL, Kind.LOADED, name, index)
+
+    def put(data: torch.Tensor, place: ParameterPlace, indices: Iterable[LoadedIndex]) -> None:
+        for index in indices:
+            where = STEP_LEVEL, Kind.LOADED, place.name, index
+            sink.placed(where, data, place.logical_shape, place.placement)
+
+    for part in held_state(model):
+        place, data = part.place, part.data
+        known = [part.index] if key(place.name, part.index) in reference else []
+        if part.index is LoadedIndex.WEIGHT:
+            known = [index for index in _WEIGHTS if key(place.name, index) in reference]
+            known = known or [LoadedIndex.ONE_DEVICE]
+        elif part.index is LoadedIndex.MAIN and part.parameter is not None:
+            put(data.detach().to(part.parameter.dtype), place, [LoadedIndex.ROUNDED])
+        put(data, place, known)
+    for name, value in numbers.items():
+        # Groups that should agree and do not have a number.
+        alike = name if key(name, LoadedIndex.NUMBER) in reference else _first_alike(name)
+        if key(alike, LoadedIndex.NUMBER) in reference:
+            data = torch.tensor(_number(value), dtype=torch.float64)
+            put(data, ParameterPlace(alike, (), ()), [LoadedIndex.NUMBER])
+
+
+def _first_alike(name: str) -> str:
+    label, marked, field = name.partition("#")
+    return f"{label}.{field.partition('.')[2]}" if marked else name
+
+
+def notices(reference: TraceReader) -> Iterator[str]:
+    """Which checkpoint was loaded, what was not, and what could not be compared with it."""
+    known = reference.reference.identity.get("start", {}).get("source")
+    if known is not None:
+        source = codec.decode(Source, known)
+        yield f"started from {source.folder} ({source.format}){_left(source)}"
+    unverified = reference.reference.loaded or Unverified()
+    if unverified.weights:
+        reasons = "; ".join(dict.fromkeys(filter(None, (unverified.why, unverified.unread))))
+        yield (
+            f"not verified: whether {_named(unverified.weights)} are the checkpoint's "
+            f"({reasons or 'it has none of these'}); ranks and main weights agree or are reported"
+        )
+    if unverified.unread:
+        yield (
+            "not verified: whether the optimizer's state, buffers and numbers are the "
+            f"checkpoint's ({unverified.unread})"
+        )
+    if unverified.states:
+        yield (
+            "not verified: whether the optimizer's state is the checkpoint's, because it is not "
+            f"stored by parameter: {_named(unverified.states)}"
+        )
+
+
+_WORDS = {
+    Part.OPTIMIZER: "the optimizer's state",
+    Part.SCHEDULER: "the scheduler",
+    Part.POSITION: "the iteration and the position in the data",
+    Part.RANDOM: "random states",
+}
+
+
+def _left(source: Source) -> str:
+    """What the user chose not to load."""
+    left: dict[str, list[str]] = {}
+    for part, option in source.left:
+        is_part_of = part is Part.SCHEDULE and not source.loads(Part.SCHEDULER)
+        if not is_part_of:
+            left.setdefault(option, []).append(_WORDS.get(part, "the scheduler's settings"))
+    return "".join(f"; not loaded ({option}): {', '.join(what)}" for option, what in left.items())
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (", ..." if names[_NAMED:] else "")

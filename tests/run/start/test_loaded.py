@@ -1,41 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks loaded, against one device's load: weights, main weights, and what that lacks."""
+"""What ranks loaded, against what is stored and what one device loads."""
 
+import dataclasses
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_ttrace.capture import state
-from megatron_ttrace.mcore.checkpoints.loading import Source
+from megatron_ttrace.mcore.checkpoints.buckets import Bucketed
+from megatron_ttrace.mcore.checkpoints.loading import Part, Source
+from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
 from megatron_ttrace.mcore.optimizer import Owned
-from megatron_ttrace.mcore.parameters import place_parameter
+from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run.start import loaded
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import LoadedIndex
+from megatron_ttrace.trace.states import Item, State
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 SOURCE = Source("there", 3, "torch_dist", "")
+NAMES = ("weight", "bias")
+L = LoadedIndex
+WHOLE = (L.ONE_DEVICE, L.ROUNDED, L.MAIN, L.EXP_AVG, L.EXP_AVG_SQ)
+NUMBERS = {
+    "iteration": 3,
+    "opt_param_scheduler.num_steps": 12,
+    "opt_param_scheduler.max_lr": 0.5,
+    "opt_param_scheduler.lr_decay_style": "linear",
+    "param_groups[wd_mult=1].step": 3,
+    "param_groups[wd_mult=1].lr": 0.1,
+}
 
 
 @pytest.fixture
 def model(monkeypatch):
-    """A layer in bfloat16 whose optimizer has main weights."""
+    """A layer in bfloat16 whose optimizer has main weights and moments; and a buffer."""
     torch.manual_seed(1)
     layer = torch.nn.Linear(3, 2).bfloat16()
-    adam = torch.optim.Adam([torch.zeros(1)])
+    mains = [one.data.float() + 1e-5 for one in layer.parameters()]
+    adam = torch.optim.Adam(mains)
+    for main in mains:
+        main.grad = torch.randn(main.shape)
+    adam.step()
+    for main, one in zip(mains, layer.parameters(), strict=True):
+        main.copy_(one.data.float() + 1e-5)
     owned = {
-        one: Owned(one.data.float() + 1e-5, adam, adam.param_groups[0])
-        for one in layer.parameters()
+        one: Owned(main, adam, adam.param_groups[0])
+        for one, main in zip(layer.parameters(), mains, strict=True)
     }
     places = [
         (one, place_parameter(name, one, SINGLE, gated=False))
         for name, one in layer.named_parameters()
     ]
+    buffer = torch.randn(4)
     for module in (loaded, state):
         monkeypatch.setattr(module, "owned_by", lambda optimizer: owned)
+    stored = {one: place.name for one, place in places} | {buffer: "expert_bias"}
+    monkeypatch.setattr(loaded, "stored_names", lambda chunks: stored)
     return SimpleNamespace(
         optimizer=None,
         chunks=[layer],
@@ -43,8 +69,28 @@ def model(monkeypatch):
         mesh=SINGLE,
         places=lambda: places,
         held=lambda: [(one, place, one.data) for one, place in places],
-        buffers=list,
+        buffers=lambda: [(ParameterPlace("expert_bias", (4,), ()), buffer)],
     )
+
+
+def stored(data: torch.Tensor) -> Stored:
+    """A stored tensor."""
+    return Stored(tuple(data.shape), lambda index: data.clone()[index])
+
+
+def checkpoint_of(model) -> Checkpoint:
+    """A checkpoint of a model's state, which it does not share."""
+    states = {index: State(s) for index, s in loaded._STATES.items()}
+    tensors = {
+        Item(states[part.index], part.place.name): stored(part.data.detach().clone())
+        for part in state.held_state(model)
+    }
+    return Checkpoint(Path("there"), Format.TORCH_DIST, 3, tensors, NUMBERS)
+
+
+def numbers() -> dict:
+    """What ranks hold."""
+    return {name: value for name, value in NUMBERS.items() if not isinstance(value, str)}
 
 
 class Sink:
@@ -60,64 +106,213 @@ class Sink:
         self.found[name, index] = torch.equal(data, self._reference[name, index])
 
 
-def compared(model, directory, monkeypatch, load):
-    """What every tensor of the candidate is, and the notice."""
-    monkeypatch.setattr(loaded, "load_weights", load)
-    weights = {one: one.data.clone() for one, _ in model.places()}
-    device = loaded.OneDevice(SOURCE, model, SimpleNamespace())
-    for one, weight in weights.items():
-        one.data.copy_(weight)
-    writer = TraceWriter(directory, 0)
-    device.write(writer, 1)
-    writer.close()
-    seal(directory, ReferenceMeta(loaded=device.unverified).to_json())
-    reference = TraceReader(directory)
-    sink = Sink(reference)
-    loaded.compare(model, reference, 1, sink)
-    return sink.found, loaded.notice(reference)
+@dataclasses.dataclass
+class Start:
+    """A start: what Megatron loads on one device, the checkpoint, and what the ranks loaded."""
+
+    model: SimpleNamespace
+    directory: Path
+    patch: pytest.MonkeyPatch
+    source: Source = SOURCE
+    checkpoint: Checkpoint | None = None
+    numbers: dict = dataclasses.field(default_factory=numbers)
+    buckets: dict = dataclasses.field(default_factory=dict)
+
+    def compared(self, load=lambda *_: ""):
+        """What every tensor of the candidate is, what the reference has, and the notices."""
+
+        def opened(folder):
+            assert folder == Path("there/iter_0000003")
+            if self.checkpoint is None:
+                raise TTraceError("there: unreadable")
+            return self.checkpoint
+
+        self.patch.setattr(loaded, "load_weights", load)
+        self.patch.setattr(loaded, "open_checkpoint", opened)
+        weights = {one: one.data.clone() for one, _ in self.model.places()}
+        device = loaded.InCheckpoint(self.source, self.model, SimpleNamespace(), self.buckets)
+        for one, weight in weights.items():
+            one.data.copy_(weight)
+        writer = TraceWriter(self.directory, 0)
+        device.write(writer, 1)
+        writer.close()
+        identity = {"start": {"source": dataclasses.asdict(self.source)}}
+        meta = ReferenceMeta(loaded=device.unverified, identity=identity)
+        seal(self.directory, meta.to_json())
+        reference = TraceReader(self.directory)
+        sink = Sink(reference)
+        loaded.compare(self.model, self.numbers, reference, 1, sink)
+        there = {(key.name, LoadedIndex(key.index)) for key in reference}
+        return sink.found, there, list(loaded.notices(reference))
 
 
-def test_what_one_device_loads_is_equal(model, tmp_path, monkeypatch):
-    """Weights, and main weights that round to them."""
-    found, notice = compared(model, tmp_path, monkeypatch, lambda *_: "")
-    assert set(found) == {(name, index) for name in ("weight", "bias") for index in (0, 1)}
-    assert all(found.values())
-    assert not notice
+@pytest.fixture
+def start(model, tmp_path, monkeypatch) -> Start:
+    """Of a checkpoint that can be read."""
+    return Start(model, tmp_path, monkeypatch, checkpoint=checkpoint_of(model))
 
 
-def test_shifted_main_weights(model, tmp_path, monkeypatch):
-    """The weights are right."""
-    main = model.owned[model.chunks[0].weight].main
-    main.copy_(main.flatten().roll(1).view_as(main))
-    found, _ = compared(model, tmp_path, monkeypatch, lambda *_: "")
-    assert [key for key, equal in found.items() if not equal] == [("weight", LoadedIndex.ROUNDED)]
+def wrong(found) -> list:
+    """What differs."""
+    return [key for key, equal in found.items() if not equal]
 
 
-def test_other_weights(model, tmp_path, monkeypatch):
-    """One device loads something else."""
+def test_a_right_start(start):
+    """Every state and number is compared; of settings that are words, none."""
+    found, there, notices = start.compared()
+    assert set(found) == there
+    assert there == {
+        *((name, index) for name in NAMES for index in WHOLE),
+        ("expert_bias", L.BUFFER),
+        *((name, L.NUMBER) for name, value in NUMBERS.items() if not isinstance(value, str)),
+    }
+    assert not wrong(found)
+    assert notices == ["started from there/iter_0000003 (torch_dist)"]
+
+
+def test_what_ranks_lost(start):
+    """Each state, and a number, is named; a group that is not like the others is not hidden."""
+    part = start.model.owned[start.model.chunks[0].weight]
+    part.main.copy_(part.main.flatten().roll(1).view_as(part.main))
+    part.state["exp_avg_sq"].zero_()
+    start.model.buffers()[0][1].zero_()
+    start.numbers["param_groups[wd_mult=1]#2.step"] = 0
+    found, *_ = start.compared()
+    assert wrong(found) == [
+        ("weight", L.ROUNDED),
+        ("weight", L.MAIN),
+        ("weight", L.EXP_AVG_SQ),
+        ("expert_bias", L.BUFFER),
+        ("param_groups[wd_mult=1].step", L.NUMBER),
+    ]
+
+
+def test_main_weights_that_were_saved_wrongly(start):
+    """They are what is stored."""
+    part = start.model.owned[start.model.chunks[0].weight]
+    part.main.copy_(part.main.flatten().roll(1).view_as(part.main))
+    start.checkpoint = checkpoint_of(start.model)
+    found, *_ = start.compared()
+    assert wrong(found) == [("weight", L.ROUNDED)]
+
+
+def test_one_device_loads_something_else(start):
+    """The ranks have what is stored."""
 
     def load(source, chunks, weights, args):
         weights[0].add_(1.0)
         return ""
 
-    found, _ = compared(model, tmp_path, monkeypatch, load)
-    wrong = [key for key, equal in found.items() if not equal]
-    assert wrong == [("weight", LoadedIndex.ONE_DEVICE), ("weight", LoadedIndex.ROUNDED)]
+    found, *_ = start.compared(load)
+    assert wrong(found) == [("weight", L.ONE_DEVICE)]
+    assert found["weight", L.WEIGHT]
+
+
+def test_every_layout_loads_something_else(start):
+    """Also one device."""
+    weight = start.model.chunks[0].weight.data
+    start.checkpoint.tensors[Item(State.WEIGHT, "weight")] = stored(weight + 1)
+    found, *_ = start.compared()
+    assert wrong(found) == [("weight", L.WEIGHT), ("weight", L.ROUNDED)]
+    assert found["weight", L.ONE_DEVICE]
+
+
+def test_lost_state_is_missing(start):
+    """The reference has what no rank has, whatever its own optimizer got."""
+    part = start.model.owned[start.model.chunks[0].weight]
+    del part.inner.state[part.key]
+    found, there, _ = start.compared()
+    assert there - set(found) == {("weight", L.EXP_AVG), ("weight", L.EXP_AVG_SQ)}
+
+
+def test_a_padded_vocabulary(start):
+    """More rows are padding, which is not compared; fewer are cut off."""
+    tensors = start.checkpoint.tensors
+    for item in [item for item in tensors if item.name == "weight"]:
+        data = tensors[item].read()
+        rows = data[:1] if item.state is State.MAIN else torch.cat([data, data])
+        tensors[item] = stored(rows)
+    found, *_ = start.compared()
+    assert not wrong(found)
+    start.model.owned[start.model.chunks[0].weight].main[0, 0] += 1
+    found, *_ = start.compared()
+    assert ("weight", L.MAIN) in wrong(found)
+
+
+def test_what_the_user_did_not_load(start):
+    """It is named, and not compared."""
+    start.source = dataclasses.replace(SOURCE, left=tuple((part, "--finetune") for part in Part))
+    part = start.model.owned[start.model.chunks[0].weight]
+    del part.inner.state[part.key]
+    start.numbers |= {"iteration": 0, "param_groups[wd_mult=1].step": 0}
+    found, there, (notice,) = start.compared()
+    assert there == {
+        *((name, index) for name in NAMES for index in (L.ONE_DEVICE, L.ROUNDED)),
+        ("expert_bias", L.BUFFER),
+    }
+    assert not wrong(found)
+    assert notice.count("--finetune") == 1
+
+
+def test_a_schedule_of_the_users_own(start):
+    """Settings and what follows from them may differ, steps may not."""
+    start.source = dataclasses.replace(SOURCE, left=((Part.SCHEDULE, "--override"),))
+    start.numbers |= {"opt_param_scheduler.max_lr": 7.0, "param_groups[wd_mult=1].lr": 7.0}
+    start.numbers["opt_param_scheduler.num_steps"] = 0
+    found, *_ = start.compared()
+    assert wrong(found) == [("opt_param_scheduler.num_steps", L.NUMBER)]
+
+
+def test_buckets(start):
+    """Two ranks' halves of a weight are put together."""
+    moment = start.model.owned[start.model.chunks[0].weight].state["exp_avg"]
+    tensors = dict(start.checkpoint.tensors)
+    del tensors[Item(State.EXP_AVG, "weight")]
+    halves = [ParameterPlace("weight", (2, 3), ()).flat(*at) for at in ((0, 3), (3, 6))]
+    start.buckets = {
+        "weight": [
+            Bucketed("weight", f"chained_{rank}.bucket", 2, (3,), place.boxes(SINGLE))
+            for rank, place in enumerate(halves)
+        ]
+    }
+    unread = {
+        f"chained_{rank}.bucket.exp_avg": stored(torch.cat([torch.ones(2), half, torch.ones(1)]))
+        for rank, half in enumerate(moment.clone().flatten().split(3))
+    }
+    start.checkpoint = dataclasses.replace(start.checkpoint, tensors=tensors, unread=unread)
+    found, *_ = start.compared()
+    assert found["weight", L.EXP_AVG]
+    moment[1, 0] += 1
+    found, *_ = start.compared()
+    assert wrong(found) == [("weight", L.EXP_AVG)]
+
+
+def test_state_that_is_not_stored_by_parameter(start):
+    """It is not verified, by name."""
+    tensors = {item: data for item, data in start.checkpoint.tensors.items() if item.name != "bias"}
+    start.checkpoint = dataclasses.replace(start.checkpoint, tensors=tensors)
+    found, there, notices = start.compared()
+    assert not wrong(found)
+    assert ("bias", L.EXP_AVG) not in there
+    assert "bias" in notices[-1]
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_what_one_device_cannot_load(model, tmp_path, monkeypatch, refuses):
-    """All of it, or a weight that the checkpoint lacks: ranks and main weights must agree."""
+def test_what_cannot_be_read(start, refuses):
+    """Not the checkpoint, and on one device nothing, or all but a weight: ranks must agree."""
+    start.checkpoint = None
 
     def load(source, chunks, weights, args):
         weights[1].fill_(math.nan)
         return "Megatron: no" if refuses else ""
 
-    found, notice = compared(model, tmp_path, monkeypatch, load)
-    weight = LoadedIndex.AGREED if refuses else LoadedIndex.ONE_DEVICE
-    assert set(found) == {
-        *(("weight", index) for index in (weight, LoadedIndex.ROUNDED)),
-        *(("bias", index) for index in (LoadedIndex.AGREED, LoadedIndex.ROUNDED)),
+    found, there, notices = start.compared(load)
+    weight = L.AGREED if refuses else L.ONE_DEVICE
+    assert set(found) == there
+    assert there == {
+        *(("weight", index) for index in (weight, L.ROUNDED)),
+        *(("bias", index) for index in (L.AGREED, L.ROUNDED)),
     }
-    assert all(found.values())
-    assert ("Megatron: no" if refuses else "bias") in notice
+    assert not wrong(found)
+    assert any(("Megatron: no" if refuses else "bias") in notice for notice in notices)
+    assert any("there: unreadable" in notice for notice in notices)
