@@ -16,9 +16,11 @@ from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes import apart
-from megatron_ttrace.jobs.settings import Settings, checking
-from megatron_ttrace.saved import api
+from megatron_ttrace.jobs.settings import Settings, checking, split
+from megatron_ttrace.report import blame as blaming
+from megatron_ttrace.saved import api, blame
 from megatron_ttrace.saved.bisection import Answer, FirstBad, first_bad
+from megatron_ttrace.trace.blamed import Blame
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Culprit
 from megatron_ttrace.trace.sanitise import in_one_line
@@ -145,6 +147,26 @@ class _Checks:
         self.skipped[commit] = in_one_line(said)
         return Answer.SKIPPED
 
+    def blamed(self, commit: str, good: str) -> Blame | None:
+        """Which changes of a commit are to blame, compared with a good one; ``None``: not known."""
+        tree = self.directory / "trees" / commit[:12]
+        with self.checkout.at(commit, tree.resolve()) as root:
+            script, path = self._placed(root)
+            settings, arguments = split(self.command.arguments, Settings())
+            folder = self.reports[commit].directory
+            trial = blame.Trial(
+                interpreter=self.interpreter,
+                arguments=tuple(arguments),
+                ranks=self.command.ranks or 1,
+                settings=dataclasses.replace(settings, directory=folder, wandb=False),
+                environment={**os.environ, **self.command.environment, "PYTHONPATH": path},
+            )
+            try:
+                report = blame.run_apart(trial, Path(script), good, quiet=self.quiet)
+            except TTraceError:
+                return None
+        return report.summary.blame
+
     def _placed(self, root: Path) -> tuple[str, str]:
         """The script, and a ``PYTHONPATH`` with which it imports the worktree's Megatron."""
         whole, script = self.checkout.root, Path(self.command.script).resolve()
@@ -183,19 +205,27 @@ def _commits(args: argparse.Namespace, found: Command, good: str, bad: str) -> i
         say(f"{commit[:12]}: {answer.value}")
         return answer
 
+    found_by: Blame | None = None
     try:
         where = first_bad(len(commits), check)
+        if where is not None and args.against is None:
+            bad = commits[where.number]
+            say(f"looking for the changes of {bad[:12]} to blame")
+            before = commits[min((*where.suspects, where.number))]
+            found_by = checks.blamed(bad, f"{before}^1")
     finally:
         owned.discard(args.directory / "trees")
     if where is None:
         why = checks.skipped.get(commits[-1], "it is equivalent")
         raise TTraceError(f"BAD does not diverge, so there is nothing to find: {why}")
-    answer = _answer(checks, commits, where)
+    answer = _answer(checks, commits, where, found_by)
     print(json.dumps(answer, indent=1)) if args.json else _show(answer)
     return ExitCode.COULD_NOT_CHECK if where.suspects else ExitCode.EQUIVALENT
 
 
-def _answer(checks: _Checks, commits: Sequence[str], where: FirstBad) -> dict[str, Any]:
+def _answer(
+    checks: _Checks, commits: Sequence[str], where: FirstBad, blamed: Blame | None
+) -> dict[str, Any]:
     """The result, as JSON."""
     commit = commits[where.number]
     report = checks.reports[commit]
@@ -216,9 +246,20 @@ def _answer(checks: _Checks, commits: Sequence[str], where: FirstBad) -> dict[st
             }
             for one in culprits
         ],
-        "lines": [one.text for one in nearest(checks.checkout.hunks(commit), culprits)],
+        "blame": None if blamed is None else blamed.to_json(),
+        "lines": _lines(blamed)
+        or [one.text for one in nearest(checks.checkout.hunks(commit), culprits)],
         "report": str(report.directory),
     }
+
+
+def _lines(blamed: Blame | None) -> list[str]:
+    """The hunks to blame, and how that is known."""
+    if blamed is None or not blamed.changes:
+        return []
+    hunks = [hunk for change in blamed.changes for hunk in change.hunks]
+    texts = ["\n".join([blaming.place(hunk), *blaming.lines(hunk)]) for hunk in hunks]
+    return [*texts, blaming.sentence(blamed)]
 
 
 def nearest(hunks: Sequence[Hunk], culprits: Sequence[Culprit]) -> list[Hunk]:

@@ -6,16 +6,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import sys
 import time
 from pathlib import Path
 
-from megatron_ttrace.cli import command, diff, training
+from megatron_ttrace.cli import blame, command, diff, training
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.settings import check_single, settings_of, split
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.records import Result
 
 _EPILOG = """\
 examples:
@@ -60,6 +63,17 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         metavar="FILE",
         help="with --against: known differences",
     )
+    parser.add_argument(
+        "--blame",
+        action="store_true",
+        help="if it diverges, find which change to Megatron is to blame (see ttrace blame)",
+    )
+    blame.add_good(parser)
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="do not check again, with modules isolated, where a cause is not known",
+    )
     training.add_arguments(parser)
     return parser
 
@@ -70,15 +84,23 @@ def run(args: argparse.Namespace) -> int:
     check_single(args, "nproc_per_node")
     began = time.time()
     say = command.silent if args.quiet or args.json else command.progress(args.began)
+    if args.good is not None and not args.blame:
+        raise TTraceError("--good: only with --blame")
     if args.against is not None:
+        if args.blame:
+            raise TTraceError(
+                "--blame: not with --against, which compares two runs of one Megatron"
+            )
         return diff.against(args, command_, say)
     if args.known is not None:
         raise TTraceError("--known: only with --against")
     if args.shrink:
         reports = _shrunk(args, command_, say)
     else:
-        how = {"fork": not args.no_fork, "nproc": args.nproc_per_node}
+        how = {"fork": not args.no_fork, "nproc": args.nproc_per_node, "settle": not args.once}
         reports = [training.check(command_, settings_of(args), say, **how)]
+        ranks = args.nproc_per_node or training.ranks_of(command_)
+        reports = [_blamed(args, command_, reports[0], ranks, say)]
     if len(reports) == 1 and args.began is not None:
         reports = [api.timed(reports[0], time.monotonic() - args.began)]
     if args.json:
@@ -145,7 +167,34 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
             say,
             fork=not args.no_fork,
             nproc=one.axes.ranks,
+            settle=not args.once,
             environment={SHRUNK: found.told()},
         )
-        reports.append(report)
+        reports.append(_blamed(args, small, report, one.axes.ranks, say))
     return reports
+
+
+def _blamed(
+    args: argparse.Namespace, command_: Command, report: api.Report, ranks: int, say: command.Say
+) -> api.Report:
+    """The report of a job that diverges, with the changes to blame if that was asked for."""
+    if not args.blame or report.verdict is not Result.DIVERGED:
+        return report
+    from megatron_ttrace.saved import blame as searching
+
+    settings, arguments = split(command_.arguments, settings_of(args))
+    trial = searching.Trial(
+        interpreter=sys.executable,
+        arguments=tuple(arguments),
+        ranks=ranks,
+        settings=dataclasses.replace(settings, directory=report.directory),
+        environment={**os.environ, **command_.environment},
+        fork=not args.no_fork,
+    )
+    say("it diverges: looking for the change to blame")
+    script = Path(command_.script)
+    try:
+        return searching.run_apart(trial, script, args.good, quiet=args.quiet or args.json)
+    except TTraceError as error:
+        say(f"no change can be blamed: {error}")
+        return report

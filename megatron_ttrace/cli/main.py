@@ -22,6 +22,7 @@ COMMANDS = (
     "megatron_ttrace.cli.compare",
     "megatron_ttrace.cli.record",
     "megatron_ttrace.cli.diff",
+    "megatron_ttrace.cli.blame",
     "megatron_ttrace.cli.bisect",
     "megatron_ttrace.cli.ci",
     "megatron_ttrace.cli.resume",

@@ -18,10 +18,15 @@ from pathlib import Path
 
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.changes import changes
 from megatron_ttrace.trace.executed import Edit, Edits
 
-_RELEASES = "core_v*"
+GIVEN, ROOT = "TTRACE_EDITS", "TTRACE_EDITS_ROOT"
+"""Environment variables: a file with the :class:`Edits` of a tree, and its folder, where they are
+known (``jobs/overlay.py``)."""
+RELEASES = "core_v*"
+"""Tags of upstream's releases."""
 _MOST_FILES = 60
 """A fork with more changed files is compared with HEAD: nobody reads such a list."""
 _MOST = 300
@@ -34,6 +39,8 @@ def folders() -> dict[str, str]:
     As they are in the code's file names: links are not resolved.
     """
     found = {}
+    if ROOT in os.environ:
+        return {"": os.path.join(os.environ[ROOT], "")}
     for name in scripts.MEGATRON:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file:
@@ -46,6 +53,8 @@ def find() -> Edits:
     found: list[Edit] = []
     since = ""
     try:
+        if GIVEN in os.environ:
+            return Edits.from_json(codec.parse(codec.read(Path(os.environ[GIVEN]))))
         for prefix, path in folders().items():
             folder = Path(path)
             base, edits = _in_checkout(folder, prefix) or _in_wheel(folder, prefix)
@@ -60,7 +69,7 @@ def _in_checkout(folder: Path, prefix: str) -> tuple[str, list[Edit]] | None:
     """``None`` if the folder is not tracked by git."""
     if not (provenance.git(folder, "ls-files", "--", "*.py") or ""):
         return None
-    release = provenance.git(folder, "describe", "--tags", "--abbrev=0", "--match", _RELEASES)
+    release = provenance.git(folder, "describe", "--tags", "--abbrev=0", "--match", RELEASES)
     commit = (provenance.git(folder, "rev-parse", "--short=12", "HEAD") or "").strip()
     for base in filter(None, ((release or "").strip(), commit)):
         words = ("diff", "--name-only", "-z", "--no-renames", "--diff-filter=d", "--relative")

@@ -18,7 +18,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from megatron_ttrace.report import figures, ledger, table, wording
+from megatron_ttrace.report import blame, figures, ledger, table, wording
 from megatron_ttrace.trace import files
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, Summary, Verdict
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, script_json
@@ -105,6 +105,7 @@ def _template() -> jinja2.Template:
     limits = {"max_alike": MAX_ALIKE, "max_collectives": MAX_COLLECTIVES, "open_rows": OPEN_ROWS}
     records = {"Outcome": Outcome, "Direction": Direction, "Kind": Kind}
     rooms = {"wording": wording, "figures": figures, "files": files, "ledger": ledger}
+    rooms["blame"] = blame
     return environment.from_string(_asset("report.html.j2"), limits | records | rooms)
 
 

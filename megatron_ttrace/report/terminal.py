@@ -11,14 +11,16 @@ import shlex
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from megatron_ttrace.report import table, wording
+from megatron_ttrace.report import blame, table, wording
 from megatron_ttrace.report.ledger import finding_text
 from megatron_ttrace.trace import files
+from megatron_ttrace.trace.blamed import Blame
 from megatron_ttrace.trace.records import Culprit, Direction, Outcome, Result, Summary, Verdict
 from megatron_ttrace.trace.sanitise import NAME_LIMIT, NOTE_LIMIT, clean, for_encoding
 
@@ -36,6 +38,7 @@ MAX_NOTICES = 5
 MAX_UNEXERCISED = 8
 MAX_COMMAND = 16
 _LABEL = 11
+_CODE: dict[str, Any] = {"drop_whitespace": False, "replace_whitespace": False}
 
 _SHORT = {Outcome.REPLICA_CONFLICT: "conflict", Outcome.NONFINITE: "NaN, inf"}
 _STYLES = {
@@ -60,6 +63,8 @@ def render(
     """
     page = _Page(console)
     page.answer(summary.verdict)
+    if summary.blame is not None:
+        _blame(page, summary.blame)
     if summary.verdict is Result.DIVERGED:
         _culprits(page, summary, verdicts)
     _counts(page, summary, verdicts)
@@ -156,6 +161,26 @@ class _Page:
             label = ""
         if len(values) > limit:
             self.field("", more.format(len(values) - limit), style)
+
+
+def _blame(page: _Page, found: Blame) -> None:
+    """The changes that make the job diverge, and how that is known."""
+    page.line()
+    label = "blame"
+    for change in found.changes[:MAX_CULPRITS]:
+        for hunk in change.hunks[:MAX_ALIKE]:
+            page.whole(label, blame.place(hunk), "bold red")
+            label = ""
+            for line in blame.lines(hunk):
+                page.labelled("", textwrap.wrap(line, page.width - _LABEL, **_CODE) or [line])
+        more = len(change.hunks) - MAX_ALIKE
+        if more > 0:
+            page.field("", f"and {more} more hunks, which only matter together")
+        label = "and"
+    if len(found.changes) > MAX_CULPRITS:
+        page.field("", f"{len(found.changes) - MAX_CULPRITS} more changes in {files.HTML}")
+    page.field("" if found.changes else "blame", blame.sentence(found))
+    page.field("", f"({blame.effort(found)})")
 
 
 def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
@@ -301,9 +326,12 @@ def _next_steps(
         page.labelled("see logs", [clean(directory / name, NOTE_LIMIT) for name in logs])
     if summary.verdict is not Result.DIVERGED:
         return
+    is_plain = not (summary.config.get("isolate") or "against" in summary.config)
+    if summary.blame is None and is_plain and (text := blame.suggestion(summary.changed_code)):
+        page.field("changes", text, "bold")
     open_page = f"open {files.HTML} in a browser"
     # Runs with modules isolated cannot be compared with each other (docs/diff.md).
-    if is_isolated or summary.config.get("isolate") or "against" in summary.config:
+    if is_isolated or not is_plain or summary.blame is not None:
         page.field("next", open_page)
         return
     again = "give every module the reference's inputs, so that one bug shows in one module:"

@@ -332,6 +332,32 @@ def _compared(
     return Report(summary=summary, verdicts=tuple(verdicts), directory=folder)
 
 
+def rewritten(report: Report, summary: Summary) -> Report:
+    """The same report with another summary, in its files too.
+
+    Raises:
+        TTraceError: when it cannot be written.
+    """
+    import io
+
+    from rich.console import Console
+
+    from megatron_ttrace.report import publish
+    from megatron_ttrace.trace import files, shared
+
+    run = files.run_of(report.directory)
+    with shared.claim_report(report.directory, run):
+        publish(
+            summary,
+            report.verdicts,
+            report.directory,
+            wandb=False,
+            console=Console(file=io.StringIO()),
+            run_id=run,
+        )
+    return dataclasses.replace(report, summary=summary)
+
+
 @contextlib.contextmanager
 def consistent(reference: Path, candidate: Path) -> Iterator[None]:
     """Report numbers of saved traces that are each in range but do not belong to one run.

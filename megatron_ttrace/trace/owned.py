@@ -181,6 +181,55 @@ def wipe(path: Path) -> None:
             os.unlink(path.name, dir_fd=folder.handle)
 
 
+def mirror(source: Path, target: Path, is_copied: Callable[[Path], bool]) -> None:
+    """Recreate a directory in one that is wholly ours: some of it copied, the rest as links to it.
+
+    Args:
+        source: the directory, which is only read. Git's own directory in it is left out.
+        target: where; must not exist.
+        is_copied: whether a directory is made anew, with copies of its Python files.
+    """
+    _require_whole(target.parent)
+    _mirror(source, target, is_copied)
+
+
+def _mirror(source: Path, target: Path, is_copied: Callable[[Path], bool]) -> None:
+    os.mkdir(target)
+    for entry in os.scandir(source):
+        own, path = Path(entry.path), target / entry.name
+        if entry.name == ".git" or (target.is_relative_to(own) and not is_copied(own)):
+            continue
+        # What was compiled earlier fits the copies, whose times are the same.
+        is_anew = entry.name == "__pycache__" or is_copied(own)
+        if entry.is_dir(follow_symlinks=False) and is_anew:
+            _mirror(own, path, is_copied)
+        elif entry.is_file() and entry.name.endswith((".py", ".pyc")):
+            shutil.copy2(own, path)
+        else:
+            os.symlink(os.path.realpath(own), path)
+
+
+def put(path: Path, text: str | None, seconds: int) -> None:
+    """Write a file in a directory that is wholly ours, modified at a given time; ``None``: none."""
+    _require_whole(path.parent)
+    path.unlink(missing_ok=True)
+    if text is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        os.utime(path, (seconds, seconds))
+
+
+def _require_whole(path: Path) -> None:
+    """Refuse a directory that is in none that is wholly ours."""
+    for folder in (path, *path.parents):
+        if not folder.is_dir():
+            continue
+        with opened(folder) as there:
+            if there.is_made() and there.whole:
+                return
+    raise ForeignError(path)
+
+
 def replace_named(path: Path, content: bytes) -> None:
     """Write a whole file that the user named as the output, whatever it was, as a shell's ``>``.
 

@@ -15,6 +15,7 @@ from enum import IntEnum, StrEnum
 from typing import Annotated, Any
 
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.blamed import Blame
 from megatron_ttrace.trace.codec import Bounds, Count, Rank, Record, Size
 from megatron_ttrace.trace.collectives import CollectiveRow, LedgerFinding
 from megatron_ttrace.trace.errors import ExitCode
@@ -437,9 +438,8 @@ class Run(Record):
 class Summary(Record):
     """The content of ``summary.json``.
 
-    ``config`` holds the layout and the settings of the check. ``exactness`` and ``changed_code``
-    are ``None`` where nothing is known. The verdict does not depend on ``not_exercised`` and
-    ``collective_findings``.
+    ``config`` holds the layout and the settings of the check. ``exactness``, ``changed_code`` and
+    ``blame`` may be unknown. The verdict does not depend on what follows ``run``.
     """
 
     verdict: Result
@@ -457,6 +457,7 @@ class Summary(Record):
     collectives: tuple[CollectiveRow, ...] = ()
     collective_findings: tuple[LedgerFinding, ...] = ()
     changed_code: ChangedCode | None = None
+    blame: Blame | None = None
 
     @property
     def reason(self) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace bisect``: what is searched, with a checker that only looks for a mark in a file."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.processes.worktrees import Hunk
 from megatron_ttrace.jobs.shrink import documents
-from megatron_ttrace.saved import api
+from megatron_ttrace.saved import api, blame
+from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
 from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.executed import Execution
 from megatron_ttrace.trace.records import Culprit, Outcome, Result, Summary
 from tests.jobs.processes.test_worktrees import git
 from tests.report.synthetic_report import culprit_of, make_verdict
@@ -60,6 +63,16 @@ def checked(tmp_path, monkeypatch):
         report = api.diff(right, right if is_right else wrong, output=folder)
         return int(report.verdict.exit_code), ""
 
+    def blamed(trial, script, good, *, quiet):
+        stand_in.trial = trial, script, good
+        if stand_in.blamed is None:
+            raise TTraceError("nothing can be blamed")
+        report = api.load_report(trial.settings.directory)
+        summary = dataclasses.replace(report.summary, blame=stand_in.blamed)
+        return dataclasses.replace(report, summary=summary)
+
+    stand_in.blamed = None
+    monkeypatch.setattr(blame, "run_apart", blamed)
     stand_in.broken = set()
     stand_in.asked = asked
     monkeypatch.setattr(apart, "ttrace", stand_in)
@@ -79,6 +92,22 @@ def test_a_fault_among_64_commits(history, checked, capsys):
     assert found["checked"] == len(checked.asked) <= 7
     assert git(history, "status", "--porcelain", "--branch") == before
     assert git(history, "worktree", "list").count("\n") == 0
+
+
+def test_the_hunks_of_the_commit(history, checked, capsys):
+    """Those that are to blame, compared with the last good commit, in the commit's worktree."""
+    hunk = BlamedHunk("layers.py", 1, "", ("right\n",), ("wrong\n",), Execution.ELSEWHERE)
+    checked.blamed = Blame(Blaming.PROVEN, "before", (BlamedChange((hunk,), ("decoder",)),))
+    words = [f"HEAD~{COMMITS}", "HEAD", "--", str(history / "pretrain.py"), *JOB]
+    assert main(["bisect", "--quiet", *words]) == 0
+    said = capsys.readouterr().out
+    assert "layers.py:1 (outside of functions)\n- right\n+ wrong\n" in said
+    assert "proven: with this hunk on before the job diverges" in said
+    trial, script, good = checked.trial
+    commit = git(history, "rev-parse", f"HEAD~{COMMITS - FAULT}")
+    assert good == f"{commit}^1"
+    assert (script.name, script.parent.name) == ("pretrain.py", commit[:12])
+    assert trial.arguments == tuple(JOB)
 
 
 def test_commits_that_cannot_be_checked(history, checked, capsys):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace ci``: what of a pull request is checked and said, with a checker that reads a mark."""
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -13,8 +14,11 @@ from megatron_ttrace.evaluation.recipes import pull as pull_request
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.shrink import documents
-from megatron_ttrace.saved import api
+from megatron_ttrace.saved import api, blame
 from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.executed import Execution
 from tests.evaluation.recipes.test_recipes import MODEL
 from tests.jobs.processes.test_worktrees import git
 from tests.run import kept
@@ -91,7 +95,16 @@ def checked(tmp_path, monkeypatch):
         report = api.diff(right, wrong if "x + 1" in code else right, output=folder)
         return int(report.verdict.exit_code), ""
 
-    stand_in.asked = []
+    def blamed(trial, script, good, *, quiet):
+        stand_in.trial = trial, script, good
+        if stand_in.blamed is None:
+            raise TTraceError("nothing can be blamed")
+        report = api.load_report(trial.settings.directory)
+        summary = dataclasses.replace(report.summary, blame=stand_in.blamed)
+        return dataclasses.replace(report, summary=summary)
+
+    stand_in.asked, stand_in.blamed = [], None
+    monkeypatch.setattr(blame, "run_apart", blamed)
     monkeypatch.setattr(apart, "ttrace", stand_in)
     return stand_in
 
@@ -141,6 +154,25 @@ def test_a_faulty_change(fork, checked, capsys):
     ]
     assert pull() == 1
     assert f"{LAYERS}:3: error: ttrace: diverged in" in capsys.readouterr().out
+
+
+def test_the_change_to_blame(fork, checked, capsys):
+    """Its line has the error, wherever the culprit's code is, with what was proven."""
+    edit(fork, PIPELINE, "return 1", "return 2")
+    edit(fork, LAYERS, "x + 0", "x + 1")
+    hunk = BlamedHunk(PIPELINE, 7, "other", ("a\n",), ("b\n",), Execution.NOT_KNOWN)
+    change = BlamedChange((hunk,), ("decoder.layers.*.mlp",))
+    checked.blamed = Blame(Blaming.PROVEN, "main", (change,))
+    assert pull("--format", "github") == 1
+    said = capsys.readouterr().out
+    (line,) = (line for line in said.splitlines() if line.startswith("::error"))
+    assert line.startswith(f"::error file={PIPELINE},line=7,title=ttrace%3A diverged in decoder")
+    assert "%0Aproven: with this hunk on main the job diverges" in line
+    trial, script, good = checked.trial
+    assert script == fork / "ttrace-ci" / "trees" / "head" / "pretrain_gpt.py"
+    assert good == git(fork, "rev-parse", "main")
+    assert trial.ranks == 4
+    assert str(fork / "ttrace-ci" / "trees" / "head") in trial.environment["PYTHONPATH"]
 
 
 def test_a_culprit_in_code_that_did_not_change(fork, checked, capsys, monkeypatch):

@@ -19,10 +19,13 @@ from megatron_ttrace.jobs.processes import apart, stripped
 from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
 from megatron_ttrace.jobs.settings import Settings, checking
 from megatron_ttrace.jobs.shrink import documents
+from megatron_ttrace.report import blame as blaming
 from megatron_ttrace.report import table, wording
 from megatron_ttrace.report.review import Annotation, Level
-from megatron_ttrace.saved import api
+from megatron_ttrace.saved import api, blame
 from megatron_ttrace.trace import changes, owned
+from megatron_ttrace.trace.blamed import Blame
+from megatron_ttrace.trace.collectives import pattern
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Culprit, Result
 from megatron_ttrace.trace.sanitise import clean, in_one_line
@@ -137,28 +140,58 @@ class Pull:
         owned.make(self.directory, ignored=True)
         return self._stack.enter_context(self._checkout.at(commit, tree))
 
-    def _check(self, job: SmallJob, root: Path, commit: str) -> Checked:
-        script = root / Path(job.script).relative_to(self.head)
-        if not script.is_file():
-            return Checked(Result.COULD_NOT_CHECK, why=f"{script.name}: no such script")
+    def blamed(self, job: SmallJob) -> Blame | None:
+        """The changes of the pull request that make a job diverge; ``None`` if not known."""
+        try:
+            report = blame.run_apart(
+                self._trial(job, self.head, self._commit),
+                self._script(job, self.head),
+                self.base,
+                quiet=self._quiet,
+            )
+        except TTraceError:
+            return None
+        return report.summary.blame
+
+    def _script(self, job: SmallJob, root: Path) -> Path:
+        return root / Path(job.script).relative_to(self.head)
+
+    def _trial(self, job: SmallJob, root: Path, commit: str) -> blame.Trial:
+        """How a job is checked in the files of a commit."""
         folder = self.directory / "checks" / commit[:12] / job.key
-        log = self.directory / _RAN
-        references = (self.directory / "references").resolve()
-        cached = set(os.listdir(references)) if references.is_dir() else set()
         prefix = documents.write(self.directory / "data" / "text", (documents.SFT,))
-        data = documents.arguments(str(script), prefix, job.arguments)
-        settings = Settings(directory=folder, wandb=False)
-        words = checking(script, [*job.arguments, *data], job.ranks, settings)
+        script = str(self._script(job, root))
         path = [str(root / self.inside), os.environ.get("PYTHONPATH", "")]
-        code, said = apart.ttrace(
-            sys.executable,
-            [str(log), str(root), *words],
-            {
+        return blame.Trial(
+            interpreter=sys.executable,
+            arguments=(*job.arguments, *documents.arguments(script, prefix, job.arguments)),
+            ranks=job.ranks,
+            settings=Settings(directory=folder, wandb=False),
+            environment={
                 **stripped.of(os.environ, self._home),
                 **dict(job.environment),
-                "TTRACE_CACHE": str(references),
+                "TTRACE_CACHE": str(self._references),
                 "PYTHONPATH": os.pathsep.join(filter(None, path)),
             },
+        )
+
+    @property
+    def _references(self) -> Path:
+        return (self.directory / "references").resolve()
+
+    def _check(self, job: SmallJob, root: Path, commit: str) -> Checked:
+        script = self._script(job, root)
+        if not script.is_file():
+            return Checked(Result.COULD_NOT_CHECK, why=f"{script.name}: no such script")
+        log, references = self.directory / _RAN, self._references
+        cached = set(os.listdir(references)) if references.is_dir() else set()
+        trial = self._trial(job, root, commit)
+        folder = trial.settings.directory
+        words = checking(script, trial.arguments, trial.ranks, trial.settings)
+        code, said = apart.ttrace(
+            trial.interpreter,
+            [str(log), str(root), *words],
+            trial.environment,
             quiet=self._quiet,
             module=reached.MODULE,
         )
@@ -323,7 +356,8 @@ def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]
             annotations.append(Annotation(Level.NOTICE, "ttrace: not from this pull request", text))
             continue
         answers.append(Result.DIVERGED)
-        annotations += _annotations(pull, name, head, culprits)
+        tell(f"looking for the change to blame: {name}")
+        annotations += _annotations(pull, name, head, culprits, pull.blamed(job))
     if not answers and not annotations:
         tell("no recipe runs changed code: nothing was checked")
     else:
@@ -391,9 +425,13 @@ def _names(culprits: Sequence[Culprit]) -> str:
 
 
 def _annotations(
-    pull: Pull, name: str, head: Checked, culprits: Sequence[Culprit]
+    pull: Pull, name: str, head: Checked, culprits: Sequence[Culprit], blamed: Blame | None
 ) -> Iterator[Annotation]:
-    """One per cause on the line to look at; if no file is a changed one, also on changed code."""
+    """One per cause, on the change to blame.
+
+    If that is not known, on the line to look at; and, if its file has not changed, on changed code
+    that ran.
+    """
     different = sorted(reached.changed(head.ran or {}, pull.base_tree()))
     ran = [f"{file}{f' ({function})' if function else ''}" for file, function in different]
     suspects = {file for file, _ in different}
@@ -410,6 +448,11 @@ def _annotations(
         causes = [f"{label}: {text}" for label, text in wording.cause_pairs(one)]
         found = place(one, pull.hunks, pull.head, pull.inside)
         file, line = found if found[0] else places[0]
+        if blamed is not None and blamed.changes:
+            change = blamed.of(pattern(one.name.partition("#")[0]))
+            file, line = change.hunks[0].file, change.hunks[0].line
+            places_of = [f"blame: {blaming.place(hunk)}" for hunk in change.hunks[:_MOST]]
+            causes = [*places_of, blaming.sentence(blamed), *causes]
         placed.add(file)
         message = "\n".join([f"{name}: {wording.sentence(one)}", *causes, changed, report])
         yield Annotation(Level.ERROR, f"ttrace: diverged in {_names(group)}", message, file, line)

@@ -3,16 +3,25 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import os
 import re
+import runpy
+import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from megatron_ttrace.jobs.processes.tether import tethered
+from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.jobs.processes import signals
+from megatron_ttrace.jobs.processes.tether import die_with, tethered
 from megatron_ttrace.trace import ends
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import log_line
 
 _INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
@@ -43,24 +52,39 @@ def ttrace(
     *,
     quiet: bool,
     module: str = "megatron_ttrace",
+    warm: bool = False,
 ) -> tuple[int, str]:
     """Run ``ttrace WORDS``, or another module of ours, which ends with this process.
+
+    Args:
+        interpreter: the Python that runs it.
+        words: the arguments.
+        environment: of the process, and nothing else.
+        quiet: do not print its progress.
+        module: what is run.
+        warm: as a fork of this process, after :func:`import_torch`, where ``interpreter`` allows.
 
     Returns:
         Its exit code, and why it failed: its own record, or the last it printed.
     """
     with tempfile.TemporaryDirectory(prefix="ttrace-end-") as home:
         file = Path(home) / "end.json"
-        process = subprocess.Popen(
-            # Not with the current directory on its path, as `ttrace` has not.
-            tethered([interpreter, "-P", "-m", module, *words]),
-            env={**environment, **ends.announced(file)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
+        environment = {**environment, **ends.announced(file)}
+        process: subprocess.Popen[str] | _Fork
+        is_ready = "torch" in sys.modules and "megatron.core" not in sys.modules
+        if warm and is_ready and interpreter == sys.executable:
+            process = _Fork(module, words, environment)
+        else:
+            process = subprocess.Popen(
+                # Not with the current directory on its path, as `ttrace` has not.
+                tethered([interpreter, "-P", "-m", module, *words]),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
         last = ""
         try:
             assert process.stderr is not None
@@ -74,3 +98,77 @@ def ttrace(
             process.wait()
         record = ends.read(file)
     return code, (record.reason if record else "") or last or f"exit code {code}"
+
+
+def import_torch(script: Path, device: str) -> None:
+    """Import what takes longest, so that forks have it; nothing of Megatron's.
+
+    With a GPU nothing is imported: ranks are new processes there.
+    """
+    with signals.abrupt(), scripts.as_search_path(scripts.search_path(script)):
+        from megatron_ttrace import cpu
+
+        if not cpu.needed(device):
+            return
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        cpu.activate()
+        import torch
+
+        torch.set_num_threads(1)
+        importlib.import_module("torch._dynamo")
+
+
+class _Fork:
+    """A fork of this process that runs a module of ours as ``python -m`` would."""
+
+    def __init__(self, module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        reading, writing = os.pipe()
+        parent = os.getpid()
+        self._code: int | None = None
+        with signals.deferred():
+            self._child = os.fork()
+            if not self._child:
+                self._run(parent, writing, [module, *words], environment)
+            os.close(writing)
+        self.stderr = os.fdopen(reading, encoding="utf-8", errors="replace")
+
+    def wait(self) -> int:
+        """Its exit code, as of ``subprocess``."""
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+            self.stderr.close()
+        return self._code
+
+    def kill(self) -> None:
+        """End it, if it has not ended."""
+        if self._code is None:
+            os.kill(self._child, signal.SIGKILL)
+
+    @staticmethod
+    def _run(
+        parent: int, stderr: int, words: Sequence[str], environment: Mapping[str, str]
+    ) -> NoReturn:
+        code = int(ExitCode.COULD_NOT_CHECK)
+        try:
+            gc.freeze()
+            die_with(parent)
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream, target in enumerate((null, null, stderr)):
+                os.dup2(target, stream)
+            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+            signals.reset()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.argv = list(words)
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else code
+        except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
+            traceback.print_exc()
+        finally:
+            os._exit(code)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace blame``: which of the user's changes to Megatron make a job diverge."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+from megatron_ttrace.cli import command, training
+from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.jobs.settings import check_single, settings_of, split
+from megatron_ttrace.trace.errors import TTraceError
+
+_EPILOG = """\
+examples:
+  ttrace blame -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
+  ttrace blame --good origin/main -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
+  ttrace blame --good ../Megatron-LM-0.19.0 -- python pretrain_gpt.py ...
+
+The Python lines in which your Megatron differs from a good one, committed or not, are divided into
+hunks. Checks with some of them left out find the smallest set with which the job diverges and
+without which it does not. Your files are only read: other checks run in a copy in DIR-blame, where
+DIR is --ttrace-dir.
+
+exit code: 0 equivalent, so nothing is to blame; 1 diverged; 2 could not check
+"""
+
+
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``blame`` command."""
+    parser = command.add(
+        subparsers,
+        "blame",
+        run,
+        summary="find which of your changes to Megatron make a job diverge",
+        description="Find the smallest set of your changes to Megatron with which a job diverges, "
+        "and without which it does not.",
+        epilog=_EPILOG,
+    )
+    parser.set_defaults(began=None)
+    add_good(parser)
+    training.add_options(parser)
+    training.add_arguments(parser)
+    return parser
+
+
+def add_good(parser: argparse.ArgumentParser) -> None:
+    """Add ``--good``."""
+    parser.add_argument(
+        "--good",
+        metavar="REF|DIR",
+        help="the Megatron to compare yours with: a commit of its checkout, or a directory "
+        "(default: the last release that it descends from, or the installed one of its version)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search, and show the report."""
+    from rich.console import Console
+
+    from megatron_ttrace.jobs import overlay
+    from megatron_ttrace.report import terminal
+    from megatron_ttrace.saved import blame
+
+    found = training.command_of(args)
+    check_single(args, "nproc_per_node")
+    settings, arguments = split(found.arguments, settings_of(args))
+    say = command.silent if args.quiet or args.json else command.progress(args.began)
+    script = Path(found.script)
+    if not script.is_file():
+        raise TTraceError(f"{script}: no such script")
+    # The Megatron is the one that the command would import.
+    os.environ.update(found.environment)
+    tree = overlay.Tree.of(script)
+    difference = overlay.difference(tree, args.good)
+    trial = blame.Trial(
+        interpreter=apart.interpreter_of(args.command_words[1:]),
+        arguments=tuple(arguments),
+        ranks=args.nproc_per_node or training.ranks_of(found),
+        settings=settings,
+        environment=dict(os.environ),
+        fork=not args.no_fork,
+    )
+    say(f"comparing {command.near(tree.packages)} with {difference.since}")
+    report = blame.blame(tree, difference, trial, say)
+    if args.json:
+        print(json.dumps(report.summary.to_json(), indent=1))
+    else:
+        terminal.render(report.summary, report.verdicts, Console(), report.directory)
+    return int(report.verdict.exit_code)

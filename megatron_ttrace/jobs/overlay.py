@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The user's Megatron, a good one to compare it with, and a copy in which hunks can be left out.
+
+The user's files are only read. The copy lies in a directory of ours: packages of Megatron, and
+folders with files that differ, are copied, everything else is linked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from megatron_ttrace.jobs import edited, hunks, provenance
+from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.jobs.hunks import Splice
+from megatron_ttrace.jobs.processes import worktrees
+from megatron_ttrace.trace import changes, files, owned
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.executed import Edit, Edits
+
+_CORE = "megatron.core"
+_VERSION = re.compile(r"^(MAJOR|MINOR|PATCH) = (\d+)", re.MULTILINE)
+_EPOCH = 1_000_000_000
+"""Seconds: files of the copy are modified from then on, each at a time of its own. Python compares
+a file's time and size with those of what it compiled."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tree:
+    """The Megatron that a script imports.
+
+    Attributes:
+        root: the folder of its git checkout, or else the one that holds ``megatron/``.
+        inside: of ``megatron/``, below the root.
+        script: the training script.
+        is_checkout: whether git tracks it.
+    """
+
+    root: Path
+    inside: Path
+    script: Path
+    is_checkout: bool
+
+    @classmethod
+    def of(cls, script: Path) -> Tree:
+        """The one that ``python SCRIPT`` would import in this environment.
+
+        Raises:
+            TTraceError: when there is none.
+        """
+        core = scripts.origins(scripts.search_path(script)).get(_CORE)
+        if core is None:
+            raise TTraceError(f"{script} would find no {_CORE}: set PYTHONPATH, as for training")
+        home = Path(core).resolve().parents[2]
+        at = provenance.git(home, "rev-parse", "--show-toplevel")
+        tracked = provenance.git(home, "ls-files", "--", "megatron/core/__init__.py")
+        if at and tracked:
+            root = Path(at.strip()).resolve()
+            return cls(root, home.relative_to(root), script.resolve(), is_checkout=True)
+        return cls(home, Path(), script.resolve(), is_checkout=False)
+
+    @property
+    def packages(self) -> Path:
+        """The folder of Megatron's packages."""
+        return self.root / self.inside / "megatron"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs between a good tree and the user's.
+
+    Attributes:
+        since: names the good tree.
+        good: content of the files that differ, if it has them.
+        bad: the same of the user's.
+    """
+
+    since: str
+    good: Mapping[str, str]
+    bad: Mapping[str, str]
+
+    def edits(self) -> Edits:
+        """The functions that differ, by their paths below the root."""
+        found = [
+            Edit(file, one.name, one.line, one.is_seen)
+            for file, text in self.bad.items()
+            for one in changes.changes(self.good.get(file, "").encode(), text.encode())
+        ]
+        return Edits(self.since, tuple(found))
+
+
+def difference(tree: Tree, good: str | None) -> Difference:
+    """What differs from a good tree: all Python files, committed or not.
+
+    Args:
+        tree: the user's.
+        good: a directory, or a commit of the user's checkout. By default the last release that the
+            checkout descends from, or the installed release of the same version.
+
+    Raises:
+        TTraceError: when there is no such tree.
+    """
+    if good is not None and Path(good).is_dir():
+        return _from_folder(tree, Path(good).resolve(), good)
+    if good is not None:
+        if not tree.is_checkout:
+            raise TTraceError(
+                f"--good {good}: no such directory, and {tree.packages} is not in a git checkout"
+            )
+        worktrees.Checkout(tree.root).commit(good)
+        return _from_commit(tree, good)
+    if tree.is_checkout:
+        words = ("describe", "--tags", "--abbrev=0", "--match", edited.RELEASES)
+        if release := (provenance.git(tree.root, *words) or "").strip():
+            return _from_commit(tree, release)
+    if installed := _installed(tree):
+        return _from_folder(tree, *installed)
+    if tree.is_checkout and worktrees.Checkout(tree.root).is_edited():
+        return _from_commit(tree, "HEAD")
+    raise TTraceError(
+        f"no good Megatron to compare {tree.packages} with: give a commit, a branch, or the "
+        "directory of another one with --good"
+    )
+
+
+def _from_commit(tree: Tree, commit: str) -> Difference:
+    def git(*words: str) -> str:
+        return worktrees.git(tree.root, *words)
+
+    at = git("rev-parse", "--verify", "--end-of-options", f"{commit}^{{commit}}").strip()
+    listed = git(*"diff --name-only -z --no-renames".split(), at, "--", "*.py")
+    fresh = git(*"ls-files -z --others --exclude-standard -- *.py".split())
+    names = sorted({name for name in f"{listed}{fresh}".split("\0") if name})
+    before = git("ls-tree", "-r", "-z", "--name-only", at).split("\0")
+    old = {name: git("show", f"{at}:{name}") for name in {*names}.intersection(before)}
+    return _difference(commit, old, _texts(tree.root, names))
+
+
+def _from_folder(tree: Tree, folder: Path, since: str) -> Difference:
+    """``folder``: the root of a tree like the user's, or the folder that holds ``megatron/``."""
+    inside = next((at for at in (tree.inside, Path()) if (folder / at / "megatron").is_dir()), None)
+    if inside is None or not (folder / inside / "megatron" / "core").is_dir():
+        raise TTraceError(f"{folder} has no megatron/core: give the folder that holds megatron/")
+    home = folder / inside
+    # A release may lack packages (megatron.legacy, tests), which nobody removed.
+    parts = [one.name for one in (home / "megatron").iterdir() if one.is_dir()]
+    old = _python_files(home, [Path("megatron", part) for part in parts])
+    new = _python_files(tree.root / tree.inside, [Path("megatron", part) for part in parts])
+    # Scripts and what is beside them, as far as both trees have them.
+    beside = {file.name for file in (tree.root / tree.inside).glob("*.py")}
+    both = sorted(name for name in beside if (home / name).is_file())
+    prefix = tree.inside
+    return _difference(
+        since,
+        {(prefix / file).as_posix(): text for file, text in _texts(home, [*old, *both]).items()},
+        {
+            (prefix / file).as_posix(): text
+            for file, text in _texts(tree.root / tree.inside, [*new, *both]).items()
+        },
+    )
+
+
+def _difference(since: str, good: Mapping[str, str], bad: Mapping[str, str]) -> Difference:
+    names = [name for name in sorted({*good, *bad}) if good.get(name) != bad.get(name)]
+    return Difference(
+        since,
+        {name: good[name] for name in names if name in good},
+        {name: bad[name] for name in names if name in bad},
+    )
+
+
+def _python_files(root: Path, folders: Sequence[Path]) -> list[str]:
+    return [
+        path.relative_to(root).as_posix()
+        for folder in folders
+        for path in sorted((root / folder).rglob("*.py"))
+    ]
+
+
+def _texts(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """The content of files, decoded as git's output is."""
+    return {
+        name: (root / name).read_bytes().decode(errors="replace")
+        for name in names
+        if (root / name).is_file()
+    }
+
+
+def _installed(tree: Tree) -> tuple[Path, str] | None:
+    """The folder and name of an installed release of the same version that is another tree."""
+    try:
+        wheel = importlib.metadata.distribution("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    home = Path(str(wheel.locate_file("megatron"))).resolve().parent
+    text = (tree.packages / "core" / "package_info.py").read_text(encoding="utf-8")
+    parts = dict(_VERSION.findall(text))
+    version = ".".join(parts.get(name, "") for name in ("MAJOR", "MINOR", "PATCH"))
+    if home == tree.packages.parent or wheel.version != version:
+        return None
+    return home, f"megatron-core {version} in {home}"
+
+
+class Overlay:
+    """A copy of the user's tree in which files can be exchanged."""
+
+    def __init__(self, tree: Tree, home: Path, difference: Difference) -> None:
+        """Make it as ``overlay`` in ``home``, a directory for trees alone.
+
+        Raises:
+            ForeignError: when ``home`` was not made for trees.
+        """
+        self._tree, self._good, self._bad = tree, difference.good, difference.bad
+        owned.make(home, whole=True)
+        self.root = home.resolve() / "overlay"
+        owned.wipe(self.root)
+        differing = {tree.root / file for file in {*self._good, *self._bad}}
+        real = {tree.packages, *(folder for file in differing for folder in file.parents)}
+        real |= {*tree.packages.parents, *(tree.script.parents if self.has_script else ())}
+        if tree.is_checkout or self.has_script:
+            owned.mirror(tree.root, self.root, lambda at: at in real or tree.packages in at.parents)
+        else:
+            owned.make(self.root)
+            owned.mirror(tree.packages, self.root / "megatron", lambda at: True)
+        self._writes = 0
+        self._shown = dict(self._bad)
+
+    @property
+    def has_script(self) -> bool:
+        """Whether the training script is in the tree."""
+        return self._tree.script.is_relative_to(self._tree.root)
+
+    def show(self, splices: Iterable[Splice]) -> None:
+        """Apply these hunks to the good tree, and no others."""
+        texts = hunks.applied(self._good, splices)
+        for file in sorted({*self._good, *self._bad}):
+            text = texts.get(file, self._good.get(file))
+            if text != self._shown.get(file):
+                self._writes += 1
+                owned.put(self.root / file, text, _EPOCH + self._writes)
+                if text is None:
+                    self._shown.pop(file)
+                else:
+                    self._shown[file] = text
+
+    def placed(self, environment: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
+        """The script, and the environment in which it imports this tree's Megatron.
+
+        Args:
+            environment: in which it would import the user's.
+        """
+        tree, script = self._tree, self._tree.script
+        path = [
+            str(self._moved(Path(entry)))
+            for entry in environment.get("PYTHONPATH", "").split(os.pathsep)
+            if entry
+        ]
+        if not self.has_script or script.parent != tree.root / tree.inside:
+            path.insert(0, str(self.root / tree.inside))
+        return self._moved(script), {**environment, "PYTHONPATH": os.pathsep.join(path)}
+
+    def announced(self, edits: Edits, file: Path) -> dict[str, str]:
+        """What ranks need in their environment to record where these functions run."""
+        files.write_atomically(file, [json.dumps(edits.to_json())])
+        return {edited.GIVEN: str(file.resolve()), edited.ROOT: str(self.root)}
+
+    def _moved(self, path: Path) -> Path:
+        there = path.resolve()
+        if there.is_relative_to(self._tree.root):
+            return self.root / there.relative_to(self._tree.root)
+        return path

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the user's changes is to blame, in words."""
+
+from __future__ import annotations
+
+import textwrap
+
+from megatron_ttrace.report.wording import messages
+from megatron_ttrace.trace.blamed import Blame, BlamedHunk, Blaming
+from megatron_ttrace.trace.executed import ChangedCode, Execution
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+
+MOST_LINES = 12
+"""Of a hunk."""
+_SENTENCES = messages(Blaming)
+_RAN = messages(Execution, "Ran")
+
+
+def place(hunk: BlamedHunk) -> str:
+    """``file:line (function)``."""
+    function = clean(hunk.function) or "outside of functions"
+    return f"{clean(hunk.file, NOTE_LIMIT)}:{hunk.line} ({function})"
+
+
+def lines(hunk: BlamedHunk) -> list[str]:
+    """The hunk as a diff without context, its indentation removed."""
+    text = textwrap.dedent("".join(line.rstrip("\n") + "\n" for line in _all(hunk)))
+    signs = ["-"] * len(hunk.removed) + ["+"] * len(hunk.added)
+    shown = [
+        f"{sign} {clean(line, NOTE_LIMIT)}".rstrip()
+        for sign, line in zip(signs, text.split("\n"), strict=False)
+    ]
+    if len(shown) > MOST_LINES:
+        more = len(shown) - MOST_LINES + 1
+        shown[MOST_LINES - 1 :] = [f"  and {more} more lines"]
+    return shown
+
+
+def ran(hunk: BlamedHunk) -> str:
+    """Where it ran."""
+    return _RAN[hunk.ran]
+
+
+def sentence(blame: Blame) -> str:
+    """What was proven, and how."""
+    count = len(blame.changes[0].hunks) if blame.changes else 0
+    alone = these = "this hunk" if count == 1 else f"these {count} hunks"
+    if len(blame.changes) > 1:
+        alone, these = f"each of these {len(blame.changes)} changes", "them"
+    since, reason = clean(blame.since, NOTE_LIMIT), clean(blame.reason, NOTE_LIMIT)
+    return _SENTENCES[blame.result].format(alone=alone, these=these, since=since, reason=reason)
+
+
+def effort(blame: Blame) -> str:
+    """How many hunks there are, and what the search took."""
+    hunks = f"{blame.hunks} hunk{'s' if blame.hunks != 1 else ''}"
+    idle = f", {blame.idle} did not run" if blame.idle else ""
+    return f"{hunks} since {clean(blame.since)}{idle}; {blame.checks} checks, {blame.seconds:.0f} s"
+
+
+def suggestion(changed: ChangedCode | None) -> str:
+    """What to do about a job that diverges with changed code; empty if none of it may have run."""
+    if changed is None or all(one.ran is Execution.NOT_RUN for one in changed.functions):
+        return ""
+    return f"your Megatron differs from {clean(changed.since)}: --blame finds the change to blame"
+
+
+def _all(hunk: BlamedHunk) -> tuple[str, ...]:
+    return (*hunk.removed, *hunk.added)

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of the user's changes make a job diverge: proven by checks with some of them left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from megatron_ttrace.jobs import hunks, provenance
+from megatron_ttrace.jobs.hunks import Splice
+from megatron_ttrace.jobs.overlay import Difference, Overlay, Tree
+from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.jobs.settings import Settings, checking
+from megatron_ttrace.saved import api
+from megatron_ttrace.saved.bisection import Answer, causes
+from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
+from megatron_ttrace.trace.collectives import pattern
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.executed import ChangedCode, Execution
+from megatron_ttrace.trace.records import Culprit, Result, Run
+from megatron_ttrace.trace.sanitise import in_one_line
+
+type Say = Callable[[str], None]
+
+_TREES, _EDITS = "trees", "edits.json"
+_LIKELY = (Execution.IN_CULPRIT, Execution.ELSEWHERE, Execution.NOT_KNOWN, Execution.NOT_RUN)
+"""What to try first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """How a tree is checked.
+
+    Attributes:
+        interpreter: the Python that runs the job.
+        arguments: of the training script.
+        ranks: how many.
+        settings: of the check; the report of the user's tree is written to their directory.
+        environment: all of it, with which the script imports the user's tree.
+        fork: whether ranks may be forks.
+    """
+
+    interpreter: str
+    arguments: tuple[str, ...]
+    ranks: int
+    settings: Settings
+    environment: Mapping[str, str]
+    fork: bool = True
+
+    @property
+    def beside(self) -> Path:
+        """Where other trees are checked."""
+        return Path(f"{self.settings.directory}-blame")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Checked:
+    """The answer for some hunks on the good tree.
+
+    Attributes:
+        result: the answer.
+        names: of the culprits, layers' numbers as ``*``; one is empty if nothing is known.
+        why: it could not be checked.
+    """
+
+    result: Result
+    names: frozenset[str] = frozenset()
+    why: str = ""
+
+
+def blame(tree: Tree, difference: Difference, trial: Trial, say: Say) -> api.Report:
+    """Check the user's tree and, if it diverges, find the hunks to blame.
+
+    Args:
+        tree: the user's.
+        difference: from a good tree.
+        trial: how a job is checked with a tree.
+        say: called with each line of progress.
+
+    Returns:
+        The report of the user's tree, on disk too; with ``summary.blame`` if it diverged.
+
+    Raises:
+        TTraceError: when the user's tree cannot be checked, or does not differ.
+    """
+    if not difference.good and not difference.bad:
+        raise TTraceError(f"{tree.packages} has the same Python files as {difference.since}")
+    owned.require(trial.beside, (_TREES, _EDITS))
+    owned.make(trial.beside, ignored=True)
+    if trial.fork:
+        apart.import_torch(tree.script, trial.settings.device)
+    try:
+        return _Search(tree, difference, trial, say).run()
+    finally:
+        owned.discard(trial.beside / _TREES)
+
+
+def run_apart(trial: Trial, script: Path, good: str | None, *, quiet: bool) -> api.Report:
+    """Run ``ttrace blame`` in a process of its own, and read its report.
+
+    Args:
+        trial: how the job is checked.
+        script: the training script.
+        good: as of ``--good``.
+        quiet: do not print its progress.
+
+    Raises:
+        TTraceError: when there is no answer.
+    """
+    options = [*(["--good", good] if good else []), *([] if trial.fork else ["--no-fork"])]
+    ours = trial.settings
+    words = checking(script, trial.arguments, trial.ranks, ours, *options, command="blame")
+    code, said = apart.ttrace(trial.interpreter, words, trial.environment, quiet=quiet)
+    if code not in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
+        raise TTraceError(said)
+    return api.load_report(trial.settings.directory)
+
+
+def names_of(culprits: Iterable[Culprit]) -> frozenset[str]:
+    """Where a job diverges: the names of its culprits, in any layer."""
+    return frozenset(pattern(one.name.partition("#")[0]) for one in culprits) or frozenset({""})
+
+
+class _Search:
+    """The checks of one search; each combination of hunks is checked once."""
+
+    def __init__(self, tree: Tree, difference: Difference, trial: Trial, say: Say) -> None:
+        self._tree, self._difference, self._trial, self._say = tree, difference, trial, say
+        self._splices = hunks.difference(difference.good, difference.bad)
+        self._overlay = Overlay(tree, trial.beside / _TREES, difference)
+        self._known: dict[frozenset[int], _Checked] = {}
+        self._checks = 0
+        self._wanted: frozenset[str] = frozenset()
+        self._usual: frozenset[str] = frozenset()
+
+    def run(self) -> api.Report:
+        """See :func:`blame`."""
+        began = time.monotonic()
+        everything = frozenset(range(len(self._splices)))
+        home = self._trial.settings.directory
+        whole = self._check(everything, home, self._difference.since)
+        if whole.result is Result.COULD_NOT_CHECK:
+            raise TTraceError(whole.why)
+        report = api.load_report(home)
+        summary = dataclasses.replace(report.summary, run=self._of_user(report.run))
+        if whole.result is Result.DIVERGED:
+            found = self._blamed(everything, whole, summary.changed_code)
+            found = dataclasses.replace(
+                found,
+                since=self._difference.since,
+                hunks=len(everything),
+                checks=self._checks,
+                seconds=time.monotonic() - began,
+            )
+            summary = dataclasses.replace(summary, blame=found)
+        return api.rewritten(report, summary)
+
+    def _of_user(self, run: Run | None) -> Run | None:
+        """A run of the user's tree, of which a copy was checked."""
+        tree = self._tree
+        if run is None:
+            return None
+        commit, dirty = provenance.commit_of(tree.packages / "core" / "__init__.py")
+        megatron = dataclasses.replace(
+            run.megatron, path=str(tree.packages), commit=commit, dirty=dirty
+        )
+        return dataclasses.replace(run, script=str(tree.script), megatron=megatron)
+
+    def _blamed(
+        self, everything: frozenset[int], whole: _Checked, changed: ChangedCode | None
+    ) -> Blame:
+        good = self._ask(frozenset())
+        if good.result is Result.COULD_NOT_CHECK:
+            return Blame(Blaming.GOOD_UNCHECKED, "", reason=good.why)
+        self._usual = good.names if good.result is Result.DIVERGED else frozenset()
+        self._wanted = whole.names - self._usual
+        if not self._wanted:
+            return Blame(Blaming.GOOD_DIVERGES, "")
+        ran = where_ran(self._splices, changed)
+        groups = hunks.groups(self._splices, self._difference.good, self._difference.bad)
+        likely = {group: min(_LIKELY.index(ran[number]) for number in group) for group in groups}
+        ordered = sorted(groups, key=likely.__getitem__)
+        pivots = [
+            last - 1
+            for last in itertools.accumulate(
+                sum(likely[group] in tier for group in groups) for tier in ((0,), (1, 2))
+            )
+            if 0 < last < len(groups)
+        ]
+        found = causes(ordered, lambda some: self._answer(_numbers(some)), pivots)
+        sets = [self._refined(_numbers(one), everything) for one in found.sets]
+        without = self._ask(everything.difference(*sets))
+        return Blame(
+            Blaming.PROVEN if found.without is Answer.GOOD else Blaming.ALONE,
+            "",
+            changes=tuple(self._change(one, ran) for one in sets),
+            idle=sum(one is Execution.NOT_RUN for one in ran),
+            reason=without.why,
+        )
+
+    def _refined(self, group: frozenset[int], everything: frozenset[int]) -> frozenset[int]:
+        """Fewer hunks of a group, if they alone are to blame, and it is equivalent without them."""
+        if len(group) == 1 or self._answer(everything - group) is not Answer.GOOD:
+            return group
+        found = causes(sorted(group), lambda some: self._answer(frozenset(some)))
+        fewer = frozenset(itertools.chain.from_iterable(found.sets))
+        is_proven = fewer and self._answer(everything - fewer) is Answer.GOOD
+        return fewer if is_proven else group
+
+    def _change(self, numbers: frozenset[int], ran: Sequence[Execution]) -> BlamedChange:
+        found = [
+            BlamedHunk(
+                file=splice.file,
+                line=splice.line,
+                function=splice.function,
+                removed=splice.removed,
+                added=splice.added,
+                ran=ran[number],
+            )
+            for number in sorted(numbers)
+            for splice in (self._splices[number],)
+        ]
+        return BlamedChange(tuple(found), tuple(sorted(filter(None, self._ask(numbers).names))))
+
+    def _answer(self, numbers: frozenset[int]) -> Answer:
+        """Whether the job diverges with these hunks as it does with all of them."""
+        found = self._ask(numbers)
+        if found.result is Result.COULD_NOT_CHECK:
+            return Answer.SKIPPED
+        if found.names & self._wanted:
+            return Answer.BAD
+        # Diverging elsewhere is no answer: it may hide whether it diverges here.
+        return Answer.GOOD if found.names <= self._usual else Answer.SKIPPED
+
+    def _ask(self, numbers: frozenset[int]) -> _Checked:
+        if numbers not in self._known:
+            texts = hunks.applied(self._difference.good, (self._splices[one] for one in numbers))
+            broken = [file for file, text in texts.items() if not hunks.compiles(file, text)]
+            if broken:
+                self._known[numbers] = _Checked(
+                    Result.COULD_NOT_CHECK, why=f"{broken[0]} would not compile"
+                )
+            else:
+                self._check(numbers, self._trial.beside / "checks" / str(self._checks + 1))
+        return self._known[numbers]
+
+    def _check(self, numbers: frozenset[int], folder: Path, since: str = "") -> _Checked:
+        """Check a combination; ``since`` names the good tree, to record where changed code runs."""
+        self._checks += 1
+        trial, overlay = self._trial, self._overlay
+        overlay.show(self._splices[number] for number in sorted(numbers))
+        script, environment = overlay.placed(trial.environment)
+        own = checking(self._tree.script, trial.arguments, trial.ranks, trial.settings)
+        environment[provenance.COMMAND] = provenance.command_line(["ttrace", *own])
+        if since:
+            edits = self._difference.edits()
+            environment |= overlay.announced(edits, trial.beside / _EDITS)
+        else:
+            # Other code needs another reference, which nobody else will use.
+            environment["TTRACE_CACHE"] = ""
+        settings = dataclasses.replace(trial.settings, directory=folder, wandb=False)
+        options = ["--once"] if trial.fork else ["--once", "--no-fork"]
+        code, said = apart.ttrace(
+            trial.interpreter,
+            checking(script, trial.arguments, trial.ranks, settings, *options),
+            environment,
+            quiet=True,
+            warm=trial.fork,
+        )
+        if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
+            report = api.load_report(folder)
+            names = names_of(report.culprits) if code else frozenset[str]()
+            found = _Checked(report.verdict, names)
+        elif code == ExitCode.COULD_NOT_CHECK:
+            found = _Checked(Result.COULD_NOT_CHECK, why=in_one_line(said))
+        else:
+            raise TTraceError(f"a check ended with exit code {code}: {said}")
+        if not since:
+            owned.discard(folder / "reference")
+        count = f"{len(numbers)} of {len(self._splices)}"
+        self._say(f"check {self._checks}: {count} hunks: {found.result}")
+        self._known[numbers] = found
+        return found
+
+
+def _numbers(groups: Iterable[tuple[int, ...]]) -> frozenset[int]:
+    return frozenset(itertools.chain.from_iterable(groups))
+
+
+def where_ran(splices: Sequence[Splice], changed: ChangedCode | None) -> list[Execution]:
+    """Where each hunk ran, by its function: in a culprit, elsewhere, or not at all."""
+    ran: dict[tuple[str, str], Execution] = {}
+    whole: dict[str, Execution] = {}
+    for function in changed.functions if changed else ():
+        ran[function.file, function.function] = function.ran
+        known = whole.get(function.file, Execution.NOT_RUN)
+        whole[function.file] = min(known, function.ran, key=_LIKELY.index)
+    found = []
+    for splice in splices:
+        if changed is None:
+            found.append(Execution.NOT_KNOWN)
+        elif not splice.is_code:
+            found.append(Execution.NOT_RUN)
+        elif splice.is_whole:
+            found.append(whole.get(splice.file, Execution.NOT_KNOWN))
+        else:
+            # A function of the good tree alone is not known to have run.
+            is_gone = not splice.added and (splice.file, splice.function) not in ran
+            idle = Execution.NOT_KNOWN if is_gone else Execution.NOT_RUN
+            found.append(ran.get((splice.file, splice.function), idle))
+    return found

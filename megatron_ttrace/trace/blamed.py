@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The records of which of the user's changes make a job diverge."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+
+from megatron_ttrace.trace.codec import Count, Record
+from megatron_ttrace.trace.executed import Execution
+
+
+class Blaming(StrEnum):
+    """How a search for the changes to blame ended."""
+
+    PROVEN = "proven"
+    """The job diverges with the changes alone, and is equivalent without them."""
+    ALONE = "alone"
+    """It diverges with the changes alone; without them it cannot be checked."""
+    GOOD_DIVERGES = "good_diverges"
+    """The good tree diverges in the same modules."""
+    GOOD_UNCHECKED = "good_unchecked"
+    """The good tree cannot be checked."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlamedHunk(Record):
+    """A hunk of the difference.
+
+    Attributes:
+        file: path below the root of the user's tree.
+        line: of the user's file.
+        function: qualified name; empty outside of functions.
+        removed: lines of the good tree.
+        added: lines of the user's.
+        ran: where its function ran.
+    """
+
+    file: str
+    line: Count
+    function: str
+    removed: tuple[str, ...]
+    added: tuple[str, ...]
+    ran: Execution
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BlamedChange(Record):
+    """Hunks with which alone the job diverges, though not with any fewer of them.
+
+    Attributes:
+        hunks: the hunks.
+        culprits: modules in which it diverges with only these hunks; layers' numbers are ``*``.
+    """
+
+    hunks: tuple[BlamedHunk, ...]
+    culprits: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Blame(Record):
+    """Which of the user's changes make the job diverge.
+
+    Attributes:
+        result: how the search ended.
+        since: names the good tree.
+        changes: to blame, each by itself.
+        hunks: of the whole difference.
+        idle: of these, hunks that did not run in the job.
+        checks: made for it.
+        seconds: it took.
+        reason: why the good tree, or the rest of the changes, could not be checked.
+    """
+
+    result: Blaming
+    since: str
+    changes: tuple[BlamedChange, ...] = ()
+    hunks: Count = 0
+    idle: Count = 0
+    checks: Count = 0
+    seconds: float = 0.0
+    reason: str = ""
+
+    def of(self, culprit: str) -> BlamedChange:
+        """The change that a culprit comes from, as far as is known; there must be a change."""
+        own = (change for change in self.changes if culprit in change.culprits)
+        return next(own, self.changes[0])

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m tests.assay blame``: is the known bug blamed among harmless changes?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.cli import command
+from megatron_ttrace.evaluation import suites
+from megatron_ttrace.evaluation.bugs.catalogue import Bug, load_catalogue
+from megatron_ttrace.evaluation.bugs.suite import Variant
+from megatron_ttrace.jobs import flags, hunks, overlay
+from megatron_ttrace.jobs.resources import launch_dir
+from megatron_ttrace.jobs.settings import Settings, split
+from megatron_ttrace.saved import blame
+from megatron_ttrace.trace.blamed import Blaming
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from tests.assay import harmless
+
+_OURS = "megatron_ttrace."
+_WORDS = 60
+
+_EPILOG = """\
+examples:
+  python -m tests.assay blame
+  python -m tests.assay blame --harmless 200 --seed 2 01 08
+
+Each known bug of Megatron's is put into a copy of the installed Megatron together with harmless
+changes; ttrace blame has to name hunks of the bug, and nothing else. One JSON object per row goes
+to DIR/rows.jsonl. (Bugs of TransformerEngine's emulation are not changes to Megatron.)
+
+exit code: 0 if all were blamed exactly, else 2
+"""
+
+
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``blame`` command."""
+    parser = command.add(
+        subparsers,
+        "blame",
+        run,
+        summary="count how many known bugs are blamed among harmless changes",
+        epilog=_EPILOG,
+    )
+    parser.add_argument("ids", nargs="*", metavar="ID", help="known bugs (default: all)")
+    parser.add_argument("--harmless", type=flags.integer(0, 1000), default=60, metavar="N")
+    parser.add_argument("--seed", type=flags.integer(least=0), default=1)
+    command.add_directory(parser, "ttrace-out/blame")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Blame each bug, and print a table."""
+    rows = []
+    args.directory.mkdir(parents=True, exist_ok=True)
+    with (args.directory / "rows.jsonl").open("a") as out:
+        for bug in load_catalogue():
+            if args.ids and bug.id not in args.ids:
+                continue
+            if any(patch.module.startswith(_OURS) for patch in bug.patches):
+                continue
+            row = _row(bug, args.directory.resolve(), args.harmless, args.seed)
+            rows.append(row)
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+            print(
+                f"{row['id']:<4} {row['name']:<28} {row['result']:<10} exact {row['exact']!s:<6}"
+                f"{row['hunks']:>4} hunks {row['checks']:>3} checks {row['seconds']:>6.1f} s",
+                flush=True,
+            )
+    exact = sum(row["exact"] for row in rows)
+    print(f"{exact} of {len(rows)} blamed exactly")
+    return ExitCode.EQUIVALENT if exact == len(rows) else ExitCode.COULD_NOT_CHECK
+
+
+def _row(bug: Bug, directory: Path, count: int, seed: int) -> dict[str, Any]:
+    home = directory / bug.id
+    shutil.rmtree(home, ignore_errors=True)
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    good, bad = home / "good", home / "bad"
+    skipped = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(Path(spec.origin).parents[1], good / "megatron", ignore=skipped)
+    shutil.copytree(good, bad)
+    for patch in bug.patches:
+        file = bad / (patch.module.replace(".", "/") + ".py")
+        if not file.is_file():
+            file = file.with_suffix("") / "__init__.py"
+        text = file.read_text()
+        assert text.count(patch.fragment) == 1
+        file.write_text(text.replace(patch.fragment, patch.replacement))
+    fault = {_key(one) for one in _splices(bad, good)}
+    done = harmless.plant(bad, count, seed)
+    layout = bug.layouts[0]
+    variant = Variant(model=layout.models[0])
+    words = (
+        *variant.arguments,
+        *suites.data_arguments(layout.data, directory, _WORDS),
+        *layout.arguments,
+    )
+    ours, theirs = split(
+        [*layout.flags, "--ttrace-device", "cpu"], Settings(directory=home / "blame")
+    )
+    assert not theirs
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(bad), *filter(None, sys.path[:1])])
+    trial = blame.Trial(
+        interpreter=sys.executable,
+        arguments=words,
+        ranks=layout.nproc,
+        settings=dataclasses.replace(ours, wandb=False),
+        environment=dict(os.environ),
+    )
+    tree = overlay.Tree.of(launch_dir() / "pretrain_gpt.py")
+    assert tree.packages == bad / "megatron", tree
+    began = time.monotonic()
+    row: dict[str, Any] = {"id": bug.id, "name": bug.name, "harmless": len(done), "seed": seed}
+    try:
+        report = blame.blame(
+            tree,
+            overlay.difference(tree, str(good)),
+            trial,
+            lambda line: print(f"  [{time.monotonic() - began:5.0f} s] {line}", file=sys.stderr),
+        )
+    except TTraceError as error:
+        failed = {"result": "error", "reason": str(error), "exact": False, "hunks": 0, "checks": 0}
+        return {**row, **failed, "seconds": time.monotonic() - began}
+    found = report.summary.blame
+    if found is None:
+        missed = {"result": "equivalent", "exact": False, "hunks": 0, "checks": 1}
+        return {**row, **missed, "seconds": time.monotonic() - began}
+    blamed = {
+        (one.file, one.removed, one.added) for change in found.changes for one in change.hunks
+    }
+    shutil.rmtree(good)
+    shutil.rmtree(bad)
+    return {
+        **row,
+        "result": found.result.value,
+        "exact": found.result is Blaming.PROVEN and bool(blamed) and blamed <= fault,
+        "blamed": len(blamed),
+        "fault": len(fault),
+        "changes": [[f"{h.file}:{h.line} {h.function}" for h in c.hunks] for c in found.changes],
+        "hunks": found.hunks,
+        "idle": found.idle,
+        "checks": found.checks,
+        "seconds": round(found.seconds, 1),
+        "reason": found.reason,
+    }
+
+
+def _splices(bad: Path, good: Path) -> list[hunks.Splice]:
+    tree = overlay.Tree(bad, Path(), bad / "none.py", is_checkout=False)
+    found = overlay.difference(tree, str(good))
+    return hunks.difference(found.good, found.bad)
+
+
+def _key(splice: hunks.Splice) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    return splice.file, splice.removed, splice.added

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace blame``: what is tried and reported, with a checker that runs a function of the tree."""
+
+import dataclasses
+import json
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ttrace.cli.main import main
+from megatron_ttrace.jobs import edited
+from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.saved import api, blame
+from megatron_ttrace.trace.blamed import Blaming
+from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Edits, Execution
+from megatron_ttrace.trace.records import Result
+from tests.jobs.processes.test_worktrees import git
+from tests.jobs.test_overlay import write
+from tests.run import kept
+
+LAYERS = "megatron/core/layers.py"
+OTHERS = "megatron/core/others.py"
+FUNCTION = "def f{0}(x):\n    a = 1\n    y = x + {0}\n    return y\n\n\n"
+COUNT = 12
+GOOD = {
+    "megatron/core/__init__.py": "",
+    LAYERS: "".join(map(FUNCTION.format, range(COUNT))),
+    OTHERS: "def idle(x):\n    return x\n",
+    "pretrain.py": "import megatron.core\n",
+}
+EXPECTED = sum(range(COUNT))
+
+
+@pytest.fixture
+def fork(tmp_path, monkeypatch):
+    """A fork of a release, checked out."""
+    root = tmp_path / "fork"
+    write(root, GOOD)
+    git(root, "init", "-q", "-b", "main")
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "a release")
+    git(root, "tag", "core_v0.19.7")
+    monkeypatch.chdir(root)
+    return root
+
+
+def edit(root, *edits, file=LAYERS):
+    """Replace texts in a file."""
+    text = (root / file).read_text()
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new, 1)
+    (root / file).write_text(text)
+
+
+def harmless(*spared):
+    """A comment, or another spelling, in each function."""
+    kinds = ("    # why\n    y = x + {0}", "    y = {0} + x", "    y = x + {0} + 0")
+    for number in range(COUNT):
+        if number not in spared:
+            new = kinds[number % len(kinds)].format(number)
+            yield f"    y = x + {number}\n", f"{new}\n"
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """The reports of a job that is equivalent, and of one that diverges."""
+    home = tmp_path_factory.mktemp("reports")
+    right = kept.run(home / "right", kept.tensors())
+    wrong = kept.run(home / "wrong", kept.tensors(1))
+    runs = {Result.EQUIVALENT: right, Result.DIVERGED: wrong}
+    return {
+        answer: api.diff(right, run, output=home / answer).directory for answer, run in runs.items()
+    }
+
+
+@pytest.fixture
+def checked(reports, monkeypatch):
+    """Checks, by a stand-in: a job diverges where its functions do not add up."""
+    monkeypatch.setattr(apart, "import_torch", lambda script, device: None)
+
+    def stand_in(interpreter, words, environment, *, quiet, warm=False):
+        root = Path(words[words.index("--") + 1]).parent
+        stand_in.asked.append(words)
+        stand_in.environment = environment
+        try:
+            names = runpy.run_path(str(root / LAYERS))
+            total = sum(names[f"f{number}"](0) for number in range(COUNT))
+        except (ArithmeticError, AttributeError, NameError) as error:
+            return 2, repr(error)
+        answer = Result.EQUIVALENT if total == EXPECTED else Result.DIVERGED
+        folder = Path(words[words.index("--ttrace-dir") + 1])
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(reports[answer], folder)
+        report = api.load_report(folder)
+        if edited.GIVEN in environment:
+            edits = Edits.from_json(json.loads(Path(environment[edited.GIVEN]).read_text()))
+            changed = ChangedCode(edits.since, tuple(map(stand_in.ran, edits.functions)))
+            api.rewritten(report, dataclasses.replace(report.summary, changed_code=changed))
+        return int(answer.exit_code), ""
+
+    def ran(change):
+        ran = Execution.ELSEWHERE if change.file == LAYERS else Execution.NOT_RUN
+        if change.function in stand_in.culprits:
+            ran = Execution.IN_CULPRIT
+        return ChangedFunction(change.file, change.function, change.line, ran)
+
+    stand_in.ran, stand_in.culprits, stand_in.asked = ran, (), []
+    monkeypatch.setattr(apart, "ttrace", stand_in)
+    return stand_in
+
+
+def run(capsys, *words, code=1):
+    """The summary that the command prints."""
+    assert main(["blame", "--json", *words, "--", "pretrain.py", "--num-layers", "2"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_one_change_among_others(fork, checked, capsys):
+    """The hunk, proven with and without it, in few checks; committed or not. No file is touched."""
+    edit(fork, *harmless(7, 8))
+    git(fork, "commit", "-q", "-a", "-m", "harmless")
+    edit(fork, ("x + 7", "x + 9"))
+    edit(fork, ("return x", "return x + 0"), file=OTHERS)
+    before = git(fork, "status", "--porcelain"), (fork / LAYERS).read_text()
+    found = run(capsys)["blame"]
+    assert found["result"] == Blaming.PROVEN
+    [change] = found["changes"]
+    [hunk] = change["hunks"]
+    assert (hunk["file"], hunk["function"], hunk["ran"]) == (LAYERS, "f7", "elsewhere")
+    assert (fork / LAYERS).read_text().splitlines()[hunk["line"] - 1] == "    y = x + 9"
+    assert (hunk["removed"], hunk["added"]) == (["    y = x + 7\n"], ["    y = x + 9\n"])
+    assert change["culprits"] == ["decoder.layers.*.mlp"]
+    # Comments do not run, and the other file does not.
+    assert (found["hunks"], found["idle"]) == (COUNT, len([0, 3, 6, 9]) + 1)
+    assert found["checks"] == len(checked.asked) <= 2 * (COUNT - 1).bit_length() + 6
+    assert (git(fork, "status", "--porcelain"), (fork / LAYERS).read_text()) == before
+    assert not (fork / "ttrace-out-blame" / "trees").exists()
+
+
+def test_the_report(fork, checked, capsys):
+    """In the terminal, in the page and in its summary: the user's tree, not its copy."""
+    edit(fork, *harmless(7), ("x + 7", "x + 9"))
+    assert main(["blame", "--quiet", "--", "pretrain.py"]) == 1
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    place = f"{LAYERS}:"
+    assert said.index("ttrace  diverged") < said.index(place) < said.index("culprit  ")
+    for text in ("(f7)", "- y = x + 7", "+ y = x + 9", "proven: with this hunk on core_v0.19.7"):
+        assert text in said
+        assert text.lstrip("+- ") in (fork / "ttrace-out" / "report.html").read_text()
+    report = api.load_report("ttrace-out")
+    assert report.summary.blame.changes[0].hunks[0].function == "f7"
+    assert main(["report", "ttrace-out"]) == 1
+    assert "proven: with this hunk" in capsys.readouterr().out
+
+
+def test_what_ran_in_the_culprit_is_tried_first(fork, checked, capsys):
+    """The number of other hunks hardly matters then."""
+    checked.culprits = ("f7", "f8")
+    edit(fork, *harmless(7), ("x + 7", "x + 9"))
+    found = run(capsys)["blame"]
+    assert found["changes"][0]["hunks"][0]["ran"] == "in_culprit"
+    assert found["checks"] <= 6
+
+
+def test_changes_that_matter_together(fork, checked, capsys):
+    """Both are named: neither of them diverges alone."""
+    edit(fork, *harmless(3, 7), ("y = x + 3", "f0.k = 1\n    y = x + 3"))
+    edit(fork, ("    y = x + 7", "    y = x + 7 + vars(f0).get('k', 0)"))
+    [change] = run(capsys)["blame"]["changes"]
+    assert [hunk["function"] for hunk in change["hunks"]] == ["f3", "f7"]
+
+
+def test_changes_that_are_each_to_blame(fork, checked, capsys):
+    """Both are named, each by itself, and without both of them it does not diverge."""
+    edit(fork, *harmless(3, 7), ("x + 3", "x + 30"), ("x + 7", "x + 70"))
+    found = run(capsys)["blame"]
+    assert found["result"] == Blaming.PROVEN
+    functions = [[hunk["function"] for hunk in change["hunks"]] for change in found["changes"]]
+    assert sorted(functions) == [["f3"], ["f7"]]
+
+
+def test_dependent_hunks(fork, checked, capsys):
+    """A new function and its use stay together; of a group, only what is needed is blamed."""
+    edit(fork, *harmless(7), ("def f7", "def g(x):\n    return x + 9\n\n\ndef f7"))
+    edit(fork, ("    y = x + 7\n", "    y = g(x)\n"))
+    found = run(capsys)["blame"]
+    [change] = found["changes"]
+    assert {line.strip() for hunk in change["hunks"] for line in hunk["added"]} >= {"y = g(x)"}
+    assert found["result"] == Blaming.PROVEN
+    assert found["checks"] <= 2 * (COUNT - 1).bit_length() + 6
+
+
+def test_combinations_that_crash(fork, checked, capsys):
+    """They are inconclusive: the change is found nevertheless."""
+    edit(fork, *harmless(2, 3, 7), ("x + 7", "x + 9"))
+    # Neither works without the other, and nothing in the text says so.
+    edit(fork, ("a = 1\n    y = x + 2", "exec('f0.k = 1')\n    y = x + 2"))
+    edit(fork, ("    y = x + 3\n", "    y = x + 3 * eval('f0.k')\n"))
+    found = run(capsys)["blame"]
+    assert [[hunk["function"] for hunk in one["hunks"]] for one in found["changes"]] == [["f7"]]
+
+
+def test_a_good_tree_that_diverges(fork, checked, capsys):
+    """No change is to blame."""
+    edit(fork, ("x + 7", "x + 9"))
+    git(fork, "commit", "-q", "-a", "-m", "wrong")
+    edit(fork, *harmless(7))
+    found = run(capsys, "--good", "HEAD")["blame"]
+    assert (found["result"], found["changes"]) == (Blaming.GOOD_DIVERGES, [])
+    assert len(checked.asked) == 2
+
+
+def test_a_good_tree_that_cannot_be_checked(fork, checked, capsys):
+    """It is said why, and that the job diverges."""
+    edit(fork, ("x + 7", "x / 0"))
+    git(fork, "commit", "-q", "-a", "-m", "broken")
+    edit(fork, ("x / 0", "x + 9"))
+    found = run(capsys, "--good", "HEAD")["blame"]
+    assert found["result"] == Blaming.GOOD_UNCHECKED
+    assert "ZeroDivisionError" in found["reason"]
+
+
+def test_an_equivalent_job(fork, checked, capsys):
+    """There is nothing to blame: one check."""
+    edit(fork, *harmless())
+    summary = run(capsys, code=0)
+    assert (summary["verdict"], summary["blame"]) == ("equivalent", None)
+    assert len(checked.asked) == 1
+
+
+def test_references_of_combinations_are_not_shared(fork, checked, monkeypatch, capsys):
+    """Only the user's tree may use a cache of references; of others they are removed."""
+    monkeypatch.setenv("TTRACE_CACHE", "/somewhere")
+    edit(fork, ("x + 7", "x + 9"), *harmless(7))
+    run(capsys)
+    assert checked.environment["TTRACE_CACHE"] == ""
+    assert not list((fork / "ttrace-out-blame").glob("checks/*/reference"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--", "pretrain.py"], "has the same Python files as core_v0.19.7"),
+        (["--good", "absent", "--", "pretrain.py"], "rev-parse"),
+        (["--", "absent.py"], "absent.py: no such script"),
+        ([], "no script given"),
+        (["--", "srun", "-N", "2", "pretrain.py"], "the command is for 2 machines"),
+    ],
+)
+def test_bad_input(fork, checked, capsys, words, said):
+    """One line that says what to do."""
+    assert main(["blame", "--quiet", *words]) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1
+    assert said in error[0]
+
+
+def test_a_job_that_cannot_be_checked(fork, checked, capsys):
+    """One line, and exit code 2."""
+    edit(fork, ("x + 7", "x / 0"))
+    assert main(["blame", "--quiet", "--", "pretrain.py"]) == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_in_a_process_of_its_own(fork, checked, tmp_path):
+    """For other commands: the words that it is run with, and its report."""
+    trial = blame.Trial(
+        interpreter=sys.executable,
+        arguments=("--num-layers", "2"),
+        ranks=3,
+        settings=dataclasses.replace(api.Settings(), directory=tmp_path / "out"),
+        environment={},
+    )
+    report = blame.run_apart(trial, fork / "pretrain.py", "HEAD~1", quiet=True)
+    assert report.verdict is Result.EQUIVALENT
+    [words] = checked.asked
+    assert words[:3] == ["blame", "--nproc-per-node", "3"]
+    assert words[words.index("--good") + 1] == "HEAD~1"
+    assert words[words.index("--") + 1 :] == [str(fork / "pretrain.py"), "--num-layers", "2"]

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The change to blame, in real checks of a fork of Megatron."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.jobs import TINY, ttrace
+from tests.integration.test_checkout import FAULT, HARMLESS, make_checkout, plant
+from tests.jobs.processes.test_worktrees import git
+
+
+@pytest.mark.nightly
+def test_a_fork(tmp_path: Path) -> None:
+    """The fault, which is not committed, among changes of code that ran and of code that did not.
+
+    The files of the fork are as they were, and the report is that of the fork.
+    """
+    root = tmp_path / "tree"
+    make_checkout(root)
+    git(root, "init", "-q", "-b", "main")
+    git(root, "add", ".")
+    git(root, "commit", "-q", "-m", "a release")
+    git(root, "tag", "core_v0.19.2")
+    for file, old, new in HARMLESS:
+        path = root / "megatron" / "core" / file
+        path.write_text(path.read_text().replace(old, new, 1))
+    git(root, "commit", "-q", "-a", "-m", "changes")
+    plant(root)
+    before = git(root, "diff"), git(root, "status", "--porcelain")
+    words = ["check", "--blame", "--once", "--nproc-per-node", 2, "--", "tree/pretrain_gpt.py"]
+    words += [*TINY, "--tensor-model-parallel-size", 2]
+    done = ttrace(*words, cwd=tmp_path, cold=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "ttrace-out" / "summary.json").read_text())
+    blame = summary["blame"]
+    assert (blame["result"], blame["since"]) == ("proven", "core_v0.19.2")
+    assert (blame["hunks"], blame["idle"]) == (4, 1)
+    [[hunk]] = [change["hunks"] for change in blame["changes"]]
+    assert "".join(hunk["added"]) == FAULT
+    assert (hunk["function"], hunk["ran"]) == ("ColumnParallelLinear.forward", "in_culprit")
+    assert blame["checks"] == 4
+    assert summary["run"]["megatron"]["path"] == str(root / "megatron")
+    assert (git(root, "diff"), git(root, "status", "--porcelain")) == before
+    assert "without this hunk it does not" in " ".join(done.stdout.split())
