@@ -48,8 +48,10 @@ def culprits(differences: Sequence[Difference]) -> list[Culprit]:
     """Differences by what they are, how they differ and what is to blame, in order."""
     groups: dict[object, list[Difference]] = {}
     for one in differences:
-        name = "" if one.what.is_tensor else one.name
-        groups.setdefault((one.what, one.how, one.blame, name), []).append(one)
+        # Of numbers, those of several parameter groups.
+        last = "" if one.what.is_tensor else one.name.rpartition(".")[2]
+        key = one.what, one.how, one.blame, last, one.before, one.after
+        groups.setdefault(key, []).append(one)
     return [Culprit(tuple(group)) for group in groups.values()]
 
 
@@ -142,8 +144,10 @@ def _culprit(culprit: Culprit) -> Iterator[str]:
             has = f", which has {first.part}" if first.part and len(first.ranks) == 1 else ""
             yield f"wrong on rank{'s' if len(first.ranks) > 1 else ''} {ranks}{has}"
     elif first.what is What.NUMBER:
+        listed = ", ".join(one.name for one in culprit.differences[:_NAMED])
+        more = f" and {count - _NAMED} more" if count > _NAMED else ""
         yield (
-            f"{first.blame}: {first.name} is {_number(first.after)} instead of "
+            f"{first.blame}: {listed}{more}: {_number(first.after)} instead of "
             f"{_number(first.before)}"
         )
     elif first.what is What.RANDOM:

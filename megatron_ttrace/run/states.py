@@ -25,8 +25,9 @@ from megatron_ttrace.jobs.processes import progress
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.mcore.checkpoints.buckets import in_buckets
 from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
-from megatron_ttrace.mcore.optimizer import leaves_of
+from megatron_ttrace.mcore.optimizer import leaves_of, owned_by
 from megatron_ttrace.mcore.sources import class_place, function_place
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.run import requirements
@@ -37,7 +38,7 @@ from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
-from megatron_ttrace.trace.recorded import FOLDER, Order, Point, RankRecord, Step
+from megatron_ttrace.trace.recorded import FOLDER, Code, Order, Part, Point, RankRecord, Step
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
 from megatron_ttrace.trace.resumed import What
 from megatron_ttrace.trace.store import Entry, TraceWriter, seal
@@ -211,22 +212,34 @@ class StateSession:
             steps=tuple(self._steps),
             described=described,
             stored=self._stored_names(),
+            buckets=self._buckets(),
             places=self._places(),
         ).write(self._home)
 
-    def _places(self) -> dict[str, str]:
-        """The code that saves and loads what no parameter's class describes."""
+    def _buckets(self) -> dict[str, Part]:
+        owned, names = owned_by(self.model.optimizer), {p: w.name for p, w in self.model.places()}
+        return {
+            names[parameter]: Part(bucket, first + mine.range[0], first + mine.range[1])
+            for parameter, bucket, first in in_buckets(self.model.optimizer)
+            if parameter in names and (mine := owned.get(parameter)) and mine.range
+        }
+
+    def _places(self) -> dict[str, Code]:
         from megatron.training import checkpointing
 
-        leaf = type(next(leaves_of(self.model.optimizer)))
+        leaf, scheduler = type(next(leaves_of(self.model.optimizer))), type(self._scheduler)
         described = class_place(leaf, "sharded_state_dict")
-        scheduler = class_place(type(self._scheduler), "load_state_dict")
+        optimizer = Code(described, class_place(leaf, "load_state_dict") or described)
+        generators = function_place(checkpointing.get_rng_state)
+        whole = checkpointing.save_checkpoint, checkpointing.load_checkpoint
         return {
-            What.MAIN: described,
-            What.RANDOM: function_place(checkpointing.get_rng_state),
-            What.NUMBER: function_place(checkpointing.load_checkpoint),
-            "param_groups": described,
-            "opt_param_scheduler": scheduler,
+            What.MAIN: optimizer,
+            What.RANDOM: Code(generators, generators),
+            What.NUMBER: Code(*map(function_place, whole)),
+            "param_groups": optimizer,
+            "opt_param_scheduler": Code(
+                class_place(scheduler, "state_dict"), class_place(scheduler, "load_state_dict")
+            ),
         }
 
     def _stored_names(self) -> dict[str, str]:

@@ -34,6 +34,8 @@ _STATES = {
     What.EXP_AVG_SQ: State.EXP_AVG_SQ,
     What.OTHER: State.OTHER,
 }
+_SLOTS = {What.MAIN: "param", What.EXP_AVG: "exp_avg", What.EXP_AVG_SQ: "exp_avg_sq"}
+"""What the distributed optimizer, which is for Adam only, calls state in its buckets."""
 
 
 def resume(
@@ -77,8 +79,7 @@ def resume(
         before = runner.record(plan.uninterrupted)
         if any(Point.SAVED not in one.numbers for one in before.ranks):
             raise TTraceError("the job saved nothing: does its script save checkpoints?")
-        names = {name: stored for one in before.ranks for name, stored in one.stored.items()}
-        stored = _Checkpoint(folder / restarts.CHECKPOINT, names)
+        stored = _Checkpoint(folder / restarts.CHECKPOINT, before)
         answers = list(_answers(plan, runner, before, stored))
         words = checking(script, command.arguments, nproc, command="resume")
         resumed = Resumed(
@@ -168,11 +169,19 @@ def _answers(
 
 
 class _Checkpoint:
-    """What was saved, as it is stored."""
+    """What was saved, as it is stored.
 
-    def __init__(self, folder: Path, names: Mapping[str, str]) -> None:
-        self._names = names
+    Args:
+        folder: of the checkpoint.
+        saved: the run that saved it.
+    """
+
+    def __init__(self, folder: Path, saved: Recorded) -> None:
+        self._names = {name: key for one in saved.ranks for name, key in one.stored.items()}
+        self._ranks = saved.ranks
+        self._state = saved.state(Point.SAVED)
         self._checkpoint: Checkpoint | None = None
+        self._bucket: tuple[str, torch.Tensor] | None = None
         self.notice = ""
         self.numbers: Mapping[str, object] = {}
         try:
@@ -188,4 +197,22 @@ class _Checkpoint:
         parameter, _, slot = name.partition("/")
         stored = self._names.get(parameter, parameter)
         found = self._checkpoint.find(Item(_STATES[what], stored, slot))
-        return None if found is None else found[1].read()
+        if found is not None:
+            return found[1].read()
+        slot = slot or _SLOTS.get(what, "")
+        if not slot or not self._checkpoint.unread:
+            return None
+        return self._state.assembled((what, name), lambda rank: self._part(rank, parameter, slot))
+
+    def _part(self, rank: int, parameter: str, slot: str) -> torch.Tensor | None:
+        """A rank's part of the optimizer's state, from a bucket."""
+        where = self._ranks[rank].buckets.get(parameter)
+        if where is None or self._checkpoint is None:
+            return None
+        key = f"{where.bucket}.{slot}"
+        if self._bucket is None or self._bucket[0] != key:
+            stored = self._checkpoint.unread.get(key)
+            if stored is None:
+                return None
+            self._bucket = key, stored.read()
+        return self._bucket[1][where.start : where.end]

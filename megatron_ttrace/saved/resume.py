@@ -25,6 +25,7 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.recorded import Point
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.resumed import Blame, Difference, How, Logged, Restart, What
+from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER
 
 type Stored = Callable[[What, str], torch.Tensor | None]
 """Reads the state of a parameter from the checkpoint; ``None`` where it has no logical form."""
@@ -35,8 +36,9 @@ _ZERO_AT_FIRST = (What.EXP_AVG, What.EXP_AVG_SQ, What.OTHER)
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 """Weights with a row per token, the last ones padding that depends on the layout."""
 _NUMBERS_OF_OPTIMIZER = ("param_groups", "opt_param_scheduler", "grad_scaler", "loss_scale")
-_BY_LAYOUT = ("num_floating_point_operations_so_far",)
-"""Numbers that are not exact in another layout."""
+_COUNT = ".step"
+_BOOKKEEPING = "num_floating_point_operations_so_far"
+"""A number that is only logged; it depends on the layout."""
 
 
 def compare(
@@ -223,14 +225,7 @@ class _Comparison:
         )
 
     def _differ(self, what: What, name: str, how: How, blame: Blame, **more: object) -> None:
-        described, places = self._described, self._before.ranks[0].places
-        if what in _OF_OPTIMIZER:
-            where = places.get(What.MAIN, "")
-        elif what.is_tensor:
-            where = described.get(name, "")
-        else:
-            # A number's name begins with what it belongs to.
-            where = places.get(re.split(r"[.[]", name)[0]) or places.get(what, "")
+        where = self._where(what, name, blame)
         found = Difference(what=what, name=name, how=how, blame=blame, where=where)
         found = dataclasses.replace(found, **more)  # type: ignore[arg-type]
         # Not all of these matter: a buffer may be scratch, and a generator unused.
@@ -238,10 +233,27 @@ class _Comparison:
         to = self._suspects if what is What.RANDOM or is_buffer else self.differences
         to.append(found)
 
+    def _where(self, what: What, name: str, blame: Blame) -> str:
+        """The code that saves or loads it."""
+        if what.is_tensor and what not in _OF_OPTIMIZER:
+            return self._described.get(name, "")
+        places = self._before.ranks[0].places
+        # A number's name begins with what it belongs to.
+        belongs = What.MAIN if what in _OF_OPTIMIZER else re.split(r"[.[]", name)[0]
+        code = places.get(belongs) or places.get(what)
+        if code is None or blame is Blame.TRAINING:
+            return ""
+        return code.loads if blame is Blame.LOADING else code.saves
+
     def _numbers(self) -> None:
-        self._compare_numbers(
-            self._before.numbers(Point.SAVED), self._after.numbers(Point.LOADED), self._blame
-        )
+        old, new = self._before.numbers(Point.SAVED), self._after.numbers(Point.LOADED)
+        if any(old[name] != new.get(name) for name in old if name.startswith(SCHEDULER)):
+            # It sets these when it is loaded.
+            old = {name: value for name, value in old.items() if _field(name) not in SCHEDULED}
+        counted = old.pop(_BOOKKEEPING, frozenset())
+        if not self._layout and counted != new.get(_BOOKKEEPING):
+            self._notices.append(f"not restored, and only logged: {_BOOKKEEPING}")
+        self._compare_numbers(old, new, self._blame)
 
     def _blame(self, name: str, value: float) -> Blame:
         stored = self._stored_numbers.get(name)
@@ -257,8 +269,6 @@ class _Comparison:
     ) -> None:
         for name in old:
             if self._without_optimizer and name.startswith(_NUMBERS_OF_OPTIMIZER):
-                continue
-            if self._layout and name in _BY_LAYOUT:
                 continue
             before, after = old[name], new.get(name, frozenset())
             if before != after:
@@ -325,6 +335,8 @@ class _Comparison:
         if self._before.samples(at) != self._after.samples(number):
             self._differ(What.SAMPLES, iteration, How.DIFFERENT, Blame.TRAINING)
         old = merged(one.numbers for one in self._before.steps[at])
+        # Where a rank has no element of a parameter, torch's Adam does not count its steps.
+        old = {name: value for name, value in old.items() if not name.endswith(_COUNT)}
         new = merged(one.numbers for one in self._after.steps[number])
         self._compare_numbers(old, new, lambda name, value: Blame.TRAINING)
         (losses, norm), (others, other) = self._before.logged(at), self._after.logged(number)
@@ -383,6 +395,11 @@ def _listed(names: Iterable[str], most: int = 3) -> str:
     shown = list(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more
+
+
+def _field(name: str) -> str:
+    """What a number is of a parameter group, or of something else."""
+    return name.rpartition("].")[2]
 
 
 def _flag(option: str) -> str:

@@ -81,6 +81,23 @@ class Step:
     skipped: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Code:
+    """Places of the code that saves something, and of the code that loads it."""
+
+    saves: str
+    loads: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A range of elements of a bucket, whose name is the beginning of its keys."""
+
+    bucket: str
+    start: Count
+    end: Count
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord(Record):
     """What one rank recorded besides tensors.
@@ -96,8 +113,9 @@ class RankRecord(Record):
         steps: in order.
         described: by parameter, the code that describes its shards.
         stored: by parameter or buffer, its name in a checkpoint, if it is stored as it is.
-        places: other code that saves and loads: by what it does that for (``trace/resumed.py``), or
-            by the first word of a number's name.
+        buckets: by parameter, where a checkpoint has the optimizer's state of this rank's part.
+        places: of other state: by what it is (``trace/resumed.py``), or by the first word of a
+            number's name.
     """
 
     mesh: Mesh
@@ -110,7 +128,8 @@ class RankRecord(Record):
     steps: tuple[Step, ...]
     described: dict[str, str]
     stored: dict[str, str]
-    places: dict[str, str]
+    buckets: dict[str, Part]
+    places: dict[str, Code]
 
     def write(self, folder: Path) -> None:
         """Write it beside the tensors."""

@@ -16,6 +16,11 @@ MODEL = ("--bf16", "--ckpt-format", "torch_dist")
 ZERO = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 BUCKETS = (*ZERO, "--overlap-grad-reduce", "--ddp-bucket-size", "2000")
 OPTIMIZER = {What.MAIN, What.EXP_AVG, What.EXP_AVG_SQ}
+FSDP = (
+    "--use-megatron-fsdp --use-distributed-optimizer --no-gradient-accumulation-fusion "
+    "--data-parallel-sharding-strategy optim_grads_params --init-model-with-meta-device "
+    "--untie-embeddings-and-output-weights"
+).split()
 ONE = ("--tensor-model-parallel-size", "1")
 
 
@@ -66,6 +71,7 @@ def test_a_healthy_job_in_other_layouts(tmp_path: Path) -> None:
         (*ZERO, "--ckpt-fully-parallel-save"),
         ("--use-distributed-optimizer", "--ckpt-format", "torch"),
         (*ZERO, "--hidden-dropout", "0.1"),
+        (*FSDP, "--ckpt-format", "fsdp_dtensor"),
         (*ZERO, "--overlap-grad-reduce", "--overlap-param-gather"),
     ],
     ids=" ".join,

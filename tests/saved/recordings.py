@@ -9,7 +9,7 @@ import torch
 
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.saved.recorded import Recorded
-from megatron_ttrace.trace.recorded import FOLDER, Point, RankRecord, Step
+from megatron_ttrace.trace.recorded import FOLDER, Code, Point, RankRecord, Step
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter, seal
 from tests.placement.meshes import mesh_of
@@ -78,7 +78,10 @@ def run(
             steps=tuple(steps),
             described={NAME: "megatron/norm.py:1 (sharded_state_dict)"},
             stored={NAME: NAME},
-            places={"main weight": "megatron/optimizer.py:1 (sharded_state_dict)"},
+            buckets={},
+            places={
+                "main weight": Code("megatron/optimizer.py:1 (save)", "megatron/optimizer.py:2")
+            },
         )
         dataclasses.replace(record, **changes).write(home / FOLDER)  # type: ignore[arg-type]
     return Recorded.open(home)
