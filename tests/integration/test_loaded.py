@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run from a checkpoint: what its ranks loaded is compared with what is stored."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.records import Direction, Kind, Verdict
-from megatron_ttrace.trace.records import LoadedIndex as L
+from megatron_ttrace.trace.records import Direction, Kind, LoadedIndex, Verdict
 from tests.integration import jobs
-from tests.integration.jobs import SCRIPT, TINY, TP, torchrun
+from tests.integration.jobs import PP, SCRIPT, TINY, TP, ZERO, torchrun
+
+L = LoadedIndex
 
 SAVED = ("--ckpt-format", "torch_dist", "--train-iters", 1)
 SAVING = (*SAVED, "--save", "ck", "--save-interval", 1)
 PARTS = ("weight", "bias")
 MODEL = ("--bf16", "--swiglu", "--untie-embeddings-and-output-weights")
 ALL = {*L} - {L.AGREED, L.WEIGHT, L.BUFFER, L.OTHER}
+WEIGHTS = {L.ONE_DEVICE, L.ROUNDED}
 MOE = (
     "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-router-enable-expert-bias "
     "--moe-router-score-function sigmoid --moe-router-load-balancing-type none"
@@ -99,12 +102,30 @@ def test_a_sharded_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_right_weights(tmp_path: Path) -> None:
-    """Without the mistakes the same job passes; all that it loaded is judged."""
-    save(tmp_path, 1)
-    checked, loaded = check(tmp_path, *TP)
+@pytest.mark.parametrize(
+    ("ranks", "saving", "loading", "judged"),
+    [
+        pytest.param(1, (), TP, ALL, id="tp"),
+        pytest.param(1, (), PP, ALL, id="pp"),
+        pytest.param(2, (*MOE, *EP, *ZERO), (*MOE, *EP, *ZERO), ALL | {L.BUFFER}, id="ep-buckets"),
+        pytest.param(1, ZERO[:1], ZERO, ALL, id="buckets-of-another-dp"),
+        pytest.param(2, RESHARDABLE, (*RESHARDABLE, *TP), ALL, id="reshardable"),
+        pytest.param(2, (), ("--finetune",), WEIGHTS, id="finetune"),
+        pytest.param(2, (), ("--no-load-optim",), WEIGHTS | {L.NUMBER}, id="no-optimizer"),
+    ],
+)
+def test_right_loads(
+    tmp_path: Path,
+    ranks: int,
+    saving: Sequence[object],
+    loading: Sequence[object],
+    judged: set[LoadedIndex],
+) -> None:
+    """Of the checkpoint of another layout, or a part of it: all that is loaded passes."""
+    save(tmp_path, ranks, *saving)
+    checked, loaded = check(tmp_path, *loading)
     assert not checked.failed
-    assert {one.index for one in loaded} == ALL
+    assert {one.index for one in loaded} == judged
 
 
 @pytest.mark.nightly

@@ -51,5 +51,5 @@ def in_buckets(optimizer: Any, prefix: str = "") -> Iterator[tuple[torch.nn.Para
         dtype = next(iter(by_dtype))
         for order, bucket in enumerate(buffer.buckets):
             key = f"{group}.gbuf_idx_{number}.dtype_{dtype}.bucket_idx_{order}"
-            for parameter, (start, _) in bucket.param_to_index.items():
+            for parameter, (start, _) in getattr(bucket, "param_to_index", {}).items():
                 yield parameter, key, start

@@ -10,7 +10,6 @@ neither way must agree with the state that the candidate handed over (``handoff.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -25,11 +24,12 @@ from megatron_ttrace.mcore.checkpoints.loading import Part, Source, load_weights
 from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
 from megatron_ttrace.mcore.checkpoints.numbers import Number
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Stored, open_checkpoint
+from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megatron_ttrace.mcore.optimizer import owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, one_line
 from megatron_ttrace.trace.meta import Unverified
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
 from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER, Item, State
@@ -47,6 +47,7 @@ _STATES = {
     LoadedIndex.EXP_AVG_SQ: State.EXP_AVG_SQ,
     LoadedIndex.BUFFER: State.WEIGHT,
 }
+_VOCABULARY = (EMBEDDING_WEIGHT, HEAD_WEIGHT)
 _STEPPED = (LoadedIndex.MAIN, *MOMENTS.values())
 _IN_BUCKETS = {
     LoadedIndex.MAIN: "param",
@@ -81,18 +82,18 @@ class InCheckpoint:
         self._buckets = buckets
         self._source = source
         self._weights: dict[str, torch.Tensor] = {}
-        self._names = stored_names(model.chunks)
+        self._names: dict[torch.Tensor, str] = {}
         self._last: dict[str, torch.Tensor] = {}
         self._checkpoint: Checkpoint | None = None
+        self._why = self._unread = "the checkpoint is unknown"
+        self.unverified = Unverified()
         held = model.held()
-        why = unread = "the checkpoint is unknown"
         if source is not None:
-            why = load_weights(source, model.chunks, [data for *_, data in held], args)
-            unread = self._open(source)
-        for _, place, data in held if not why else ():
+            self._why = load_weights(source, model.chunks, [data for *_, data in held], args)
+            self._unread = self._open(source)
+        for _, place, data in held if not self._why else ():
             if not data.isnan().any():
                 self._weights[place.name] = data.detach().clone()
-        self.unverified = Unverified(why, unread)
 
     def _open(self, source: Source) -> str:
         """Open the checkpoint; returns why it cannot be read."""
@@ -100,8 +101,11 @@ class InCheckpoint:
             return source.why_not
         try:
             self._checkpoint = open_checkpoint(source.folder)
+            self._names = stored_names(self._model.chunks)
         except TTraceError as error:
             return str(error)
+        except Exception as error:  # noqa: BLE001 - whatever a model raises that has no names
+            return f"Megatron: {one_line(error)}"
         return ""
 
     def write(self, writer: TraceWriter, iteration: int) -> None:
@@ -115,20 +119,19 @@ class InCheckpoint:
                 weights.append(place.name)
             for index in _STEPPED if parameter in stepped else ():
                 data = held.get((index, place.name))
-                if (stored := self._find(parameter, place, index)) is not None:
-                    lines.add(place.name, index, _fitted(stored, place, data))
-                elif (gathered := self._in_buckets(place, index)) is not None:
-                    lines.add(place.name, index, gathered)
+                if (stored := self._stored(parameter, place, index, data)) is not None:
+                    lines.add(place.name, index, stored)
                 elif data is not None and index is not LoadedIndex.MAIN:
                     states.append(place.name)
         for place, buffer in self._model.buffers():
-            if (stored := self._find(buffer, place, LoadedIndex.BUFFER)) is not None:
-                lines.add(place.name, LoadedIndex.BUFFER, _fitted(stored, place, buffer))
+            stored = self._stored(buffer, place, LoadedIndex.BUFFER, buffer)
+            if stored is not None:
+                lines.add(place.name, LoadedIndex.BUFFER, stored)
         if self._checkpoint is not None and self._source is not None:
             for name, value in _comparable(self._checkpoint.numbers, self._source):
                 lines.add(name, LoadedIndex.NUMBER, torch.tensor(value, dtype=torch.float64))
-        self.unverified = dataclasses.replace(
-            self.unverified, weights=tuple(weights), states=tuple(dict.fromkeys(states))
+        self.unverified = Unverified(
+            self._why, self._unread, tuple(weights), tuple(dict.fromkeys(states))
         )
 
     def _write_weight(
@@ -136,27 +139,39 @@ class InCheckpoint:
     ) -> LoadedIndex:
         """Write a weight; returns what it must be, at last."""
         loaded, data = self._weights.pop(place.name, None), parameter.data
-        if (stored := self._find(parameter, place, LoadedIndex.WEIGHT)) is not None:
-            data = _fitted(stored, place, parameter.data)
-        index = LoadedIndex.AGREED
+        stored = self._stored(parameter, place, LoadedIndex.WEIGHT, data)
+        index = LoadedIndex.AGREED if stored is None else LoadedIndex.WEIGHT
         if loaded is not None:
             lines.add(place.name, LoadedIndex.ONE_DEVICE, loaded)
-            index = LoadedIndex.ONE_DEVICE
-        if loaded is None or not (stored is None or torch.equal(data, loaded)):
-            index = LoadedIndex.AGREED if stored is None else LoadedIndex.WEIGHT
-            lines.add(place.name, index, data)
+            if stored is None or torch.equal(stored, loaded.cpu()):
+                lines.again(place.name, LoadedIndex.ROUNDED)
+                return LoadedIndex.ONE_DEVICE
+        lines.add(place.name, index, data if stored is None else stored)
         lines.again(place.name, LoadedIndex.ROUNDED)
         return index
 
-    def _find(
-        self, tensor: torch.Tensor, place: ParameterPlace, index: LoadedIndex
-    ) -> Stored | None:
-        name = self._names.get(tensor)
-        if self._checkpoint is None or self._source is None or name is None:
+    def _stored(
+        self,
+        tensor: torch.Tensor,
+        place: ParameterPlace,
+        index: LoadedIndex,
+        held: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """What is stored, as this layout has it, on the CPU; ``None`` if nothing is.
+
+        ``tensor`` is the parameter or buffer, ``held`` the candidate's.
+        """
+        if self._checkpoint is None:
             return None
-        item = Item(_STATES[index], stored_name(name, place.name))
-        found = self._checkpoint.find(item)
-        return found and found[1]
+        try:
+            if (name := self._names.get(tensor)) is not None:
+                item = Item(_STATES[index], stored_name(name, place.name))
+                if (found := self._checkpoint.find(item)) is not None:
+                    return _fitted(found[1], place, held)
+            return self._in_buckets(place, index) if index in _IN_BUCKETS else None
+        except TTraceError as error:
+            self._unread = self._unread or str(error)
+            return None
 
     @property
     def _loads_optimizer(self) -> bool:
@@ -165,17 +180,16 @@ class InCheckpoint:
     def _in_buckets(self, place: ParameterPlace, index: LoadedIndex) -> torch.Tensor | None:
         """The state of a parameter that is stored in buckets, if all of it is."""
         pieces = self._buckets.get(place.name, ())
-        if (
-            coverage(place.logical_shape, [box for piece in pieces for box in piece.boxes]).least
-            < 1
-        ):
+        boxes = [box for piece in pieces for box in piece.boxes]
+        if not coverage(place.logical_shape, boxes).complete:
             return None
         whole = torch.empty(place.logical_shape, dtype=torch.float32)
         for piece in pieces:
             bucket = self._bucket(f"{piece.key}.{_IN_BUCKETS[index]}")
-            if bucket is None:
+            end = piece.start + math.prod(piece.shape)
+            if bucket is None or len(bucket) < end:
                 return None
-            part = bucket[piece.start : piece.start + math.prod(piece.shape)].view(piece.shape)
+            part = bucket[piece.start : end].view(piece.shape)
             for box in piece.boxes:
                 logical_view(whole, box).copy_(local_view(part, box))
         return whole
@@ -209,23 +223,25 @@ class _Lines:
         self._writer.add(Entry.of(key, data, same_as=line), None)
 
 
-def _fitted(stored: Stored, place: ParameterPlace, held: torch.Tensor | None) -> torch.Tensor:
-    """A stored tensor as this layout has it.
+def _fitted(
+    stored: Stored, place: ParameterPlace, held: torch.Tensor | None
+) -> torch.Tensor | None:
+    """A stored tensor as this layout has it; ``None`` if it has another shape.
 
     The rows that pad a vocabulary depend on the layout that saved it. Those that are not stored are
     the candidate's own.
     """
-    data = stored.read()
     dtype = torch.float32 if held is None else held.dtype
-    rows, *rest = place.logical_shape or (1,)
-    if place.logical_shape and stored.shape[1:] == tuple(rest) and stored.shape[0] != rows:
-        whole = torch.zeros(place.logical_shape, dtype=dtype)
-        if held is not None:
-            whole.copy_(held.detach().reshape(place.logical_shape))
-        common = min(rows, stored.shape[0])
-        whole[:common] = data[:common]
-        return whole
-    return data.to(dtype)
+    if stored.shape == place.logical_shape:
+        return stored.read().to(dtype)
+    if place.name not in _VOCABULARY or stored.shape[1:] != place.logical_shape[1:]:
+        return None
+    whole = torch.zeros(place.logical_shape, dtype=dtype)
+    if held is not None:
+        whole.copy_(held.detach().reshape(place.logical_shape))
+    common = min(len(whole), stored.shape[0])
+    whole[:common] = stored.read()[:common]
+    return whole
 
 
 def _comparable(numbers: Mapping[str, Number], source: Source) -> Iterator[tuple[str, float]]:

@@ -227,6 +227,7 @@ def test_lost_state_is_missing(start):
 
 def test_a_padded_vocabulary(start):
     """More rows are padding, which is not compared; fewer are cut off."""
+    start.patch.setattr(loaded, "_VOCABULARY", ("weight",))
     tensors = start.checkpoint.tensors
     for item in [item for item in tensors if item.name == "weight"]:
         data = tensors[item].read()
@@ -237,6 +238,44 @@ def test_a_padded_vocabulary(start):
     start.model.owned[start.model.chunks[0].weight].main[0, 0] += 1
     found, *_ = start.compared()
     assert ("weight", L.MAIN) in wrong(found)
+
+
+def test_another_shape(start):
+    """What is stored in a shape of its own is not compared, by name."""
+    tensors = start.checkpoint.tensors
+    for item in [item for item in tensors if item.name == "weight"]:
+        tensors[item] = stored(torch.ones(3, 2))
+    found, there, notices = start.compared()
+    assert not wrong(found)
+    assert ("weight", L.EXP_AVG) not in there
+    assert "weight" in notices[-1]
+
+
+def test_damaged_tensors(start):
+    """What cannot be read is not verified, and says why."""
+
+    def damaged(index):
+        raise TTraceError("there: file 7 is damaged")
+
+    tensors = start.checkpoint.tensors
+    tensors[Item(State.EXP_AVG, "bias")] = Stored((2,), damaged)
+    found, there, notices = start.compared()
+    assert not wrong(found)
+    assert ("bias", L.EXP_AVG) not in there
+    assert any("file 7" in notice for notice in notices)
+
+
+def test_a_model_without_names(start):
+    """Whatever it raises, weights are compared with one device's."""
+
+    def fails(chunks):
+        raise KeyError("names")
+
+    start.patch.setattr(loaded, "stored_names", fails)
+    found, there, notices = start.compared()
+    assert not wrong(found)
+    assert ("weight", L.ONE_DEVICE) in there
+    assert any("names" in notice for notice in notices)
 
 
 def test_what_the_user_did_not_load(start):
