@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +147,7 @@ class _Checks:
         self.skipped[commit] = in_one_line(said)
         return Answer.SKIPPED
 
-    def blamed(self, commit: str, good: str) -> Blame | None:
+    def blamed(self, commit: str, good: str, say: Callable[[str], None]) -> Blame | None:
         """Which changes of a commit are to blame, compared with a good one; ``None``: not known."""
         tree = self.directory / "trees" / commit[:12]
         with self.checkout.at(commit, tree.resolve()) as root:
@@ -163,7 +163,8 @@ class _Checks:
             )
             try:
                 report = blame.run_apart(trial, Path(script), good, quiet=self.quiet)
-            except TTraceError:
+            except TTraceError as error:
+                say(f"no change can be blamed: {in_one_line(error)}")
                 return None
         return report.summary.blame
 
@@ -212,7 +213,7 @@ def _commits(args: argparse.Namespace, found: Command, good: str, bad: str) -> i
             bad = commits[where.number]
             say(f"looking for the changes of {bad[:12]} to blame")
             before = commits[min((*where.suspects, where.number))]
-            found_by = checks.blamed(bad, f"{before}^1")
+            found_by = checks.blamed(bad, f"{before}^1", say)
     finally:
         owned.discard(args.directory / "trees")
     if where is None:

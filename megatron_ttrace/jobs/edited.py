@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user changed in the Megatron that is imported.
+"""What the user changed in the Megatron that is imported, and in the script beside it.
 
 In a git checkout: what differs from the last release that HEAD descends from, or (without one, or
 if that is too much to list) from HEAD. In an installed wheel: the files whose content is not what
@@ -27,6 +27,8 @@ GIVEN, ROOT = "TTRACE_EDITS", "TTRACE_EDITS_ROOT"
 known (``jobs/overlay.py``)."""
 RELEASES = "core_v*"
 """Tags of upstream's releases."""
+_BESIDE = ""
+"""The path in :class:`Edit` of scripts and of modules beside them."""
 _MOST_FILES = 60
 """A fork with more changed files is compared with HEAD: nobody reads such a list."""
 _MOST = 300
@@ -36,7 +38,8 @@ _MOST = 300
 def folders() -> dict[str, str]:
     """Where the packages of the imported Megatron are, by their path in :class:`Edit`.
 
-    As they are in the code's file names: links are not resolved.
+    As they are in the code's file names: links are not resolved. The folder of the training script
+    is the last one, if it holds these packages.
     """
     found = {}
     if ROOT in os.environ:
@@ -45,7 +48,19 @@ def folders() -> dict[str, str]:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file:
             found[f"{name.replace('.', '/')}/"] = os.path.join(os.path.dirname(file), "")
+    home = _home_of_script()
+    if home and found.get("megatron/core/") == os.path.join(home, "megatron", "core", ""):
+        found[_BESIDE] = os.path.join(home, "")
     return found
+
+
+def _home_of_script() -> str:
+    """The folder of the training script, if its functions know it."""
+    content = vars(sys.modules["__main__"]).values()
+    own = (one for one in content if getattr(one, "__module__", "") == "__main__")
+    codes = (getattr(one, "__code__", None) for one in own)
+    folder = os.path.dirname(next((code.co_filename for code in codes if code), ""))
+    return folder if folder == os.path.realpath(folder) else ""
 
 
 def find() -> Edits:
@@ -71,11 +86,12 @@ def _in_checkout(folder: Path, prefix: str) -> tuple[str, list[Edit]] | None:
         return None
     release = provenance.git(folder, "describe", "--tags", "--abbrev=0", "--match", RELEASES)
     commit = (provenance.git(folder, "rev-parse", "--short=12", "HEAD") or "").strip()
+    files = "*.py" if prefix != _BESIDE else ":(glob)*.py"
     for base in filter(None, ((release or "").strip(), commit)):
         words = ("diff", "--name-only", "-z", "--no-renames", "--diff-filter=d", "--relative")
-        listed = provenance.git(folder, *words, base, "--", "*.py")
+        listed = provenance.git(folder, *words, base, "--", files)
         fresh = provenance.git(
-            folder, "ls-files", "-z", "--others", "--exclude-standard", "--", "*.py"
+            folder, "ls-files", "-z", "--others", "--exclude-standard", "--", files
         )
         names = sorted({name for name in f"{listed or ''}{fresh or ''}".split("\0") if name})
         if listed is not None and len(names) <= _MOST_FILES:
@@ -92,6 +108,8 @@ def _edits(folder: Path, prefix: str, name: str, base: str) -> Iterator[Edit]:
 
 
 def _in_wheel(folder: Path, prefix: str) -> tuple[str, list[Edit]]:
+    if prefix == _BESIDE:
+        return "", []
     try:
         wheel = importlib.metadata.distribution("megatron-core")
     except importlib.metadata.PackageNotFoundError:

@@ -3,6 +3,8 @@
 
 import base64
 import hashlib
+import sys
+import types
 
 import pytest
 
@@ -58,6 +60,32 @@ def test_more_than_anybody_reads(tree, monkeypatch):
     monkeypatch.setattr(edited, "_MOST_FILES", 2)
     assert [one.function for one in edited.find().functions] == ["f"]
     assert edited.find().since == git(tree, "rev-parse", "--short=12", "HEAD")
+
+
+def test_the_script(tree, monkeypatch):
+    """It is listed with the modules beside it, if Megatron is there too; other folders are not."""
+    monkeypatch.undo()
+    core = types.SimpleNamespace(__file__=f"{tree}/megatron/core/__init__.py")
+    monkeypatch.setitem(sys.modules, "megatron.core", core)
+    monkeypatch.delitem(sys.modules, "megatron.training", raising=False)
+    for name in ("train.py", "beside.py", "tools/far.py"):
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text(CODE)
+    git(tree, "init", "-q", "-b", "main")
+    git(tree, "add", ".")
+    git(tree, "commit", "-q", "-m", "a release")
+    git(tree, "tag", "core_v0.19.0")
+    main = types.ModuleType("__main__")
+    exec(compile(CODE, f"{tree}/train.py", "exec"), vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert [*edited.folders()] == ["megatron/core/", ""]
+    for name in ("train.py", "beside.py", "tools/far.py", FILE):
+        (tree / name).write_text(CODE.replace("return 1", "return 3"))
+    assert edited.find() == Edits(
+        "core_v0.19.0", (Edit(FILE, "f", 2), Edit("beside.py", "f", 2), Edit("train.py", "f", 2))
+    )
+    exec(compile(CODE, "train.py", "exec"), vars(main))
+    assert [*edited.folders()] == ["megatron/core/"]
 
 
 def test_a_wheel(tree, monkeypatch):

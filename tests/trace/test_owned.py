@@ -242,3 +242,30 @@ def test_a_file_that_many_processes_wrote(tmp_path: Path) -> None:
     for name in names:
         assert owned.is_ours(home / name)
         owned.write(home / name, ["last"])
+
+
+def test_trees_are_copied_into_directories_for_trees_alone(tmp_path: Path) -> None:
+    """A copy, and files in it, only where everything is ours; the source is only read."""
+    source = tmp_path / "source"
+    (source / "package").mkdir(parents=True)
+    (source / "package" / "a.py").write_text("a = 1\n")
+    (source / "far").mkdir()
+    before = state_of(source)
+    home = tmp_path / "home"
+    home.mkdir()
+    for attempt in (
+        lambda: owned.mirror(source, home / "copy", lambda path: True),
+        lambda: owned.put(home / "a.py", "a = 2\n", 1),
+    ):
+        with pytest.raises(TTraceError, match=FOREIGN):
+            attempt()
+    assert not any(home.iterdir())
+    owned.make(tmp_path / "trees", whole=True)
+    copy = tmp_path / "trees" / "copy"
+    owned.mirror(source, copy, lambda path: path.name == "package")
+    assert (copy / "far").readlink() == source / "far"
+    owned.put(copy / "package" / "a.py", "a = 2\n", 1)
+    assert (copy / "package" / "a.py").stat().st_mtime == 1
+    owned.put(copy / "package" / "a.py", None, 2)
+    assert not any((copy / "package").iterdir())
+    assert state_of(source) == before

@@ -140,7 +140,7 @@ class Pull:
         owned.make(self.directory, ignored=True)
         return self._stack.enter_context(self._checkout.at(commit, tree))
 
-    def blamed(self, job: SmallJob) -> Blame | None:
+    def blamed(self, job: SmallJob, tell: Say) -> Blame | None:
         """The changes of the pull request that make a job diverge; ``None`` if not known."""
         try:
             report = blame.run_apart(
@@ -149,7 +149,8 @@ class Pull:
                 self.base,
                 quiet=self._quiet,
             )
-        except TTraceError:
+        except TTraceError as error:
+            tell(f"no change can be blamed: {in_one_line(error)}")
             return None
         return report.summary.blame
 
@@ -357,7 +358,7 @@ def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]
             continue
         answers.append(Result.DIVERGED)
         tell(f"looking for the change to blame: {name}")
-        annotations += _annotations(pull, name, head, culprits, pull.blamed(job))
+        annotations += _annotations(pull, name, head, culprits, pull.blamed(job, tell))
     if not answers and not annotations:
         tell("no recipe runs changed code: nothing was checked")
     else:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
@@ -153,6 +154,8 @@ class _Fork:
         code = int(ExitCode.COULD_NOT_CHECK)
         try:
             gc.freeze()
+            # Temporary directories of the parent are its own to remove.
+            atexit._clear()
             die_with(parent)
             null = os.open(os.devnull, os.O_RDWR)
             for stream, target in enumerate((null, null, stderr)):

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which environment a command runs in, and what is heard of it."""
 
+import importlib
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from megatron_ttrace.jobs.processes import apart
@@ -28,3 +31,42 @@ def test_its_error(tmp_path):
     assert code == 2
     assert "absent" in said
     assert not said.startswith("ttrace:")
+
+
+def test_a_warm_fork(tmp_path, monkeypatch):
+    """It ends as a new process does, and leaves temporary directories of this one alone."""
+    importlib.import_module("torch")
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    environment = {**os.environ, "TTRACE_CACHE": "", "PYTHONPATH": ""}
+    ours = tempfile.TemporaryDirectory(dir=tmp_path)
+    words = ["compare", str(tmp_path / "absent"), "b"]
+    code, said = apart.ttrace(sys.executable, words, environment, quiet=True, warm=True)
+    assert code == 2
+    assert "absent" in said
+    assert not said.startswith("ttrace:")
+    assert Path(ours.name).is_dir()
+    ours.cleanup()
+
+
+def test_a_fork_has_no_megatron_of_this_process(monkeypatch):
+    """Where it is imported, the command runs in a new process."""
+    started = []
+    monkeypatch.setitem(sys.modules, "torch", sys)
+    monkeypatch.setitem(sys.modules, "megatron.core", sys)
+    monkeypatch.setattr(os, "fork", None)
+
+    class Process:
+        stderr = ()
+
+        def __init__(self, words, **how):
+            started.append(words)
+
+        def wait(self):
+            return 0
+
+        kill = wait
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    assert apart.ttrace(sys.executable, ["doctor"], {}, quiet=True, warm=True)[0] == 0
+    assert started[0][-1] == "doctor"

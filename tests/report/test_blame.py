@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which change is to blame, in words."""
+
+import dataclasses
+
+import pytest
+from rich.console import Console
+
+from megatron_ttrace.report import blame, html, terminal
+from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
+from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
+from tests.report.synthetic_report import embedding_bug
+
+HUNK = BlamedHunk(
+    "megatron/core/layers.py",
+    7,
+    "A.forward",
+    ("        x = 1\n",),
+    ("        if y:\n", "            x = \x1b[31m2\n"),
+    Execution.IN_CULPRIT,
+)
+CHANGE = BlamedChange((HUNK,), ("decoder",))
+PROVEN = Blame(Blaming.PROVEN, "core_v0.19.2", (CHANGE,), hunks=61, idle=40, checks=7, seconds=31.4)
+
+
+def test_a_hunk():
+    """As a diff whose lines begin at the margin, without control characters."""
+    assert blame.place(HUNK) == "megatron/core/layers.py:7 (A.forward)"
+    first, second, third = blame.lines(HUNK)
+    assert (first, second) == ("- x = 1", "+ if y:")
+    assert third.startswith("+     x = ")
+    assert "\x1b" not in third
+
+
+def test_a_long_hunk():
+    """Its beginning, and how much there is of it."""
+    long = dataclasses.replace(HUNK, added=tuple(f"a = {number}\n" for number in range(40)))
+    shown = blame.lines(long)
+    assert len(shown) == blame.MOST_LINES
+    assert shown[-1] == "  and 30 more lines"
+
+
+@pytest.mark.parametrize("result", Blaming)
+def test_every_result(result):
+    """A sentence without gaps; with several hunks, and with several changes."""
+    for changes in ((), (CHANGE,), (BlamedChange((HUNK, HUNK), ()),), (CHANGE, CHANGE)):
+        text = blame.sentence(Blame(result, "v1", changes, reason="it crashed"))
+        assert "{" not in text
+        assert not text.startswith(" ")
+    assert "v1" in text
+
+
+def test_the_reports():
+    """The hunk comes before the culprit, and nothing is wider than the terminal."""
+    summary, verdicts = embedding_bug()
+    summary = dataclasses.replace(summary, blame=PROVEN)
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    terminal.render(summary, verdicts, console, directory=html.Path("ttrace-out"))
+    said = console.export_text()
+    assert max(map(len, said.splitlines())) <= 80
+    assert said.index("layers.py:7 (A.forward)") < said.index("culprit  ")
+    assert "(61 hunks since core_v0.19.2, 40 did not run; 7 checks, 31 s)" in said
+    page = html.render(summary, verdicts)
+    for text in ("The change to blame", "layers.py:7 (A.forward)", "+ if y:", "ran in the culprit"):
+        assert text in page
+    # One piece of advice is enough.
+    assert "--blame" not in said
+    assert "--ttrace-isolate" not in said
+
+
+@pytest.mark.parametrize("ran", Execution)
+def test_the_suggestion(ran):
+    """A job that diverges with changed code that may have run: one line."""
+    summary, verdicts = embedding_bug()
+    changed = ChangedCode("core_v0.19.2", (ChangedFunction("a.py", "f", 1, ran),))
+    summary = dataclasses.replace(summary, changed_code=changed)
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    terminal.render(summary, verdicts, console, directory=html.Path("ttrace-out"))
+    said = " ".join(console.export_text().split())
+    text = "your Megatron differs from core_v0.19.2: --blame finds the change to blame"
+    assert (text in said) == (ran is not Execution.NOT_RUN)
+    assert blame.suggestion(None) == ""
