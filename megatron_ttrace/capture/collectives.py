@@ -180,6 +180,16 @@ class CollectiveTap:
         seen = self._functions.get(module, ModuleCode())
         return dataclasses.replace(seen, user=self._users.get(module, ""))
 
+    def around(self) -> tuple[str, Phase | None]:
+        """The module that runs now on this thread, cheaply; ``None`` outside of modules."""
+        run = self._run
+        if run.stack:
+            return run.stack[-1], _PASSES[is_recomputing()]
+        if not is_recomputing() or (node := torch._C._current_autograd_node()) is None:
+            return "", None
+        module = (run if run is self._main else self._main).made(node._sequence_nr())
+        return (module, Phase.BACKWARD) if module else ("", None)
+
     def here(self) -> tuple[str, Phase]:
         """The module that runs now on this thread, and the part of the step."""
         place = self._place(Operation.ALL_REDUCE)

@@ -182,6 +182,7 @@ def _show(rows: Sequence[BugRow], seconds: float) -> None:
     good = sum(row.met for row in rows)
     console.print(f"{good} of {len(rows)} cases as expected, in {seconds:.0f} s")
     console.print(_total(suite.totals(rows)), soft_wrap=True)
+    console.print(_looked(rows), soft_wrap=True)
 
 
 def _total(totals: Totals) -> str:
@@ -195,6 +196,17 @@ def _total(totals: Totals) -> str:
     if totals.nearest is not None:
         said += f", largest of a healthy run {totals.nearest[0]:.3g} ({totals.nearest[1]})"
     return said
+
+
+def _looked(rows: Sequence[BugRow]) -> str:
+    """How often the report names the changed code as the place to look at."""
+    found = [row.looked for row in rows if row.looked is not None]
+    first, three = (
+        f"{sum(getattr(one, f'file_{where}') for one in found)} in the right file, "
+        f"{sum(getattr(one, f'function_{where}') for one in found)} in the right function"
+        for where in ("first", "in_three")
+    )
+    return f"look at, {len(found)} cases: first place {first}; one of three places {three}"
 
 
 def _console() -> Console:

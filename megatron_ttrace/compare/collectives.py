@@ -20,8 +20,11 @@ import torch
 
 from megatron_ttrace.trace.collectives import (
     Call,
+    Calls,
     Collective,
     CollectiveRow,
+    Function,
+    FunctionCall,
     Group,
     Ledger,
     LedgerFault,
@@ -226,7 +229,22 @@ def _sources(ranks: Sequence[RankLedger]) -> Sources:
         modules=modules,
         codes=tuple(codes),  # type: ignore[arg-type]
         metrics=metrics,
+        calls=_calls([rank.sources.calls for rank in ranks]),
     )
+
+
+def _calls(ranks: Iterable[Calls]) -> Calls:
+    """The calls of all ranks, each once; ranks that ran the same have one object."""
+    functions: dict[Function, int] = {}
+    calls: dict[FunctionCall, None] = {}
+    marks: dict[str, tuple[str, ...]] = {}
+    for each in {id(calls): calls for calls in ranks}.values():
+        numbers = [functions.setdefault(one, len(functions)) for one in each.functions]
+        for call in each.calls:
+            caller = numbers[call.caller] if call.caller >= 0 else -1
+            calls[call._replace(function=numbers[call.function], caller=caller)] = None
+        marks = {**each.marks, **marks}
+    return Calls(tuple(functions), tuple(calls), marks)
 
 
 def _disagreements(ranks: Sequence[_Rank]) -> Iterable[LedgerFinding]:

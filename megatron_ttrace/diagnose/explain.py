@@ -94,7 +94,6 @@ class Explainer:
         try:
             why = dataclasses.replace(
                 why,
-                where=ran.where(verdict, why.finding, self._ledger, alone=why.alike is None),
                 collectives=ran.cite(verdict, why.finding, self._ledger),
                 argument=self._argument(verdict),
             )

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import functools
 import importlib.util
 import inspect
+import opcode
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,8 +20,7 @@ import torch
 
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import leaves_of
-from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase, Sources
-from megatron_ttrace.trace.findings import Cause, Finding
+from megatron_ttrace.trace.collectives import Function, ModuleCode, Operation, Phase, Sources
 from megatron_ttrace.trace.states import SCHEDULER
 
 _OWN = str(Path(__file__).parents[1]) + os.sep
@@ -66,6 +66,71 @@ def phase_of(file: str, operation: Operation) -> Phase | None:
             gathers = phase is Phase.GRADIENTS and operation is Operation.ALL_GATHER
             return Phase.PARAMETERS if gathers else phase
     return None
+
+
+@functools.cache
+def part_of(file: str) -> Phase | None:
+    """The part of the step that all code of a file of Megatron's belongs to; ``None`` if none."""
+    if is_schedule(file):
+        return Phase.SCHEDULE
+    inside = file.removeprefix(megatron_folder())
+    return next((phase for folder, phase in _PHASES if inside.startswith(folder)), None)
+
+
+MARKS = (
+    *("allreduce", "average_gradients_across_tp_domain", "is_embedding_or_output_parameter"),
+    *("sequence_parallel", "shared", "shared_embedding", "tensor_model_parallel"),
+)
+"""Attributes by which Megatron selects parameters for reductions, norms and shards."""
+
+_AXES = {
+    "tp": r"tp|tensor",
+    "pp": r"pp|pipeline|embd",
+    "cp": r"cp|context",
+    "ep": r"ep|expert|expt",
+    "dp": r"dp|data",
+    "microbatches": r"microbatch(es)?",
+    "tokens": r"tokens?",
+}
+"""Words in names of Megatron's that stand for an axis of the mesh, or another divisor."""
+_WORD = re.compile(r"[A-Za-z]\w*")
+_SCALING = frozenset(("mul", "div", "scale", "scaled", "scaling"))
+_MOVING = frozenset(("copy_", "zero_", "fill_", "clone"))
+_BINARY_OP, _FOR_ITER = opcode.opmap["BINARY_OP"], opcode.opmap["FOR_ITER"]
+_PRODUCTS = frozenset(
+    number
+    for number, (_, sign) in enumerate(getattr(opcode, "_nb_ops", ()))
+    if sign in ("*", "/", "//", "*=", "/=", "//=")
+)
+
+
+def marks_of(parameter: Any) -> tuple[str, ...]:
+    """The marks of a parameter that are set to anything but false."""
+    return tuple(mark for mark in MARKS if getattr(parameter, mark, None))
+
+
+def function_of(code: CodeType) -> Function:
+    """What the code of a function that ran says about it."""
+    strings = [one for one in code.co_consts if isinstance(one, str) and _WORD.fullmatch(one)]
+    names = [*code.co_names, *code.co_varnames, *code.co_freevars, *strings]
+    words = {word for name in names for word in name.lower().split("_")}
+    steps = list(zip(code.co_code[::2], code.co_code[1::2], strict=True))
+    return Function(
+        file=_relative(code.co_filename),
+        line=code.co_firstlineno,
+        name=code.co_qualname.replace(".<locals>", ""),
+        part=part_of(code.co_filename),
+        size=len(code.co_code),
+        scales=any(op == _BINARY_OP and arg in _PRODUCTS for op, arg in steps)
+        or any(not _SCALING.isdisjoint(name.split("_")) for name in code.co_names),
+        moves=not _MOVING.isdisjoint(code.co_names),
+        loops=any(op == _FOR_ITER for op, _ in steps),
+        marks=tuple(mark for mark in MARKS if mark in strings or mark in code.co_names),
+        axes=tuple(
+            axis for axis, known in _AXES.items() if any(re.fullmatch(known, w) for w in words)
+        ),
+        strings=tuple(dict.fromkeys(strings)),
+    )
 
 
 def is_schedule(file: str) -> bool:
@@ -195,32 +260,3 @@ def _loaders(optimizer: type) -> dict[str, str]:
         "param_groups[": class_place(optimizer, "load_state_dict"),
         "": function_place(checkpointing.load_checkpoint),
     }
-
-
-BUILDERS = {
-    Cause.LAYERS: "core/transformer/transformer_block.py:get_num_layers_to_build",
-    Cause.RANDOM_STATE: "core/tensor_parallel/random.py:model_parallel_cuda_manual_seed",
-}
-"""``file:function``, relative to the package ``megatron``, of faults that happen while the model is
-built: nothing that is traced leads to the function that went wrong."""
-
-
-def builder_place(finding: Finding | None) -> str:
-    """The place of a fault of the model's construction; empty for any other fault."""
-    if finding is None or finding.cause not in BUILDERS:
-        return ""
-    file, _, function = BUILDERS[finding.cause].partition(":")
-    line = _lines(file).get(function)
-    return f"megatron/{file}" + (f":{line}" if line else "") + f" ({function})"
-
-
-@functools.cache
-def _lines(file: str) -> dict[str, int]:
-    """Line of each function and class of a file of the imported Megatron."""
-    try:
-        source = Path(megatron_folder(), file).read_text(encoding="utf-8")
-        nodes = list(ast.walk(ast.parse(source)))
-    except (ImportError, OSError, ValueError, SyntaxError):
-        return {}
-    kinds = ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef
-    return {node.name: node.lineno for node in reversed(nodes) if isinstance(node, kinds)}

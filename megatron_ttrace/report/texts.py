@@ -31,9 +31,10 @@ def culprit_of(diagnosis: Diagnosis) -> Culprit:
         reason=explanations.reason_text(diagnosis),
         explanation=explanations.explanation_text(why, verdict),
         hint=explanations.hint_text(why, verdict),
-        where=why.where,
+        where=str(why.places[0]) if why.places else "",
         collectives=citation_text(why.collectives),
         cause=why.finding.cause if why.finding else None,
         axes=why.finding.axes if why.finding else (),
         group=diagnosis.group,
+        places=why.places,
     )

@@ -26,6 +26,7 @@ from megatron_ttrace.trace.findings import (
 )
 from megatron_ttrace.trace.judged import Judged, TooFew
 from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
+from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Code,
@@ -62,6 +63,7 @@ RESULT_SENTENCES = messages(Result)
 STATISTICS = messages(Statistic)
 _NOTES: dict[Remark | Reason, str] = {**messages(Remark), **messages(Reason, "Note")}
 _REASONS = messages(Reason)
+_CLUES = messages(Clue)
 _NOT_EXERCISED = messages(Unexercised)
 _CHANGED = messages(Execution)
 
@@ -286,13 +288,15 @@ def reason_text(reason: Reason | None) -> str:
 
 def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
     """What was tested, what it suggests, where to look; labelled, without what is not known."""
-    texts = {
-        "cause": culprit.explanation or UNKNOWN,
-        "hint": culprit.hint,
-        "observed": culprit.collectives,
-        "look at": culprit.where,
-    }
-    return [(label, clean(text, NOTE_LIMIT)) for label, text in texts.items() if text]
+    texts = [
+        ("cause", culprit.explanation or UNKNOWN),
+        ("hint", culprit.hint),
+        ("observed", culprit.collectives),
+    ]
+    texts += [("look at", culprit.where)] if not culprit.places else []
+    for number, place in enumerate(culprit.places):
+        texts.append(("or at" if number else "look at", f"{place}: {_CLUES[place.clue]}"))
+    return [(label, clean(text, NOTE_LIMIT)) for label, text in texts if text]
 
 
 def not_judged_text(statistic: Statistic, why: str) -> str:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
 from megatron_ttrace.capture.state import held_numbers
@@ -61,7 +62,12 @@ class CandidateSession:
     """Checks the run that it is part of."""
 
     def __init__(
-        self, args: MegatronArguments, settings: Settings, ranks: Ranks, executed: ExecutedTap
+        self,
+        args: MegatronArguments,
+        settings: Settings,
+        ranks: Ranks,
+        executed: ExecutedTap,
+        calls: CallTap,
     ) -> None:
         self.args = args
         self.settings = settings
@@ -91,7 +97,7 @@ class CandidateSession:
         )
         shared.require(settings.directory, run)
         self._edits = Edits.from_json(edits)
-        self._executed = executed
+        self._executed, self._calls = executed, calls
         executed.follow(self._edits.functions)
         if not self.is_loaded:
             # Before the model is built: on a GPU the reference needs the memory.
@@ -115,7 +121,7 @@ class CandidateSession:
             self._notice(not_initial)
         else:
             self._initial = initial_values(self.model)
-        self._recording = Recording(self.model, self._executed)
+        self._recording = Recording(self.model, self._executed, self._calls)
         for name in (name for names in self.model.names for name in names.unused):
             self._notice(f"{name} of the last stage is unused in the forward pass: not traced")
         if self._comparison is None:

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.jobs import edited
 from megatron_ttrace.jobs.settings import Settings
@@ -73,8 +74,10 @@ class _Watch:
         self._step = 0
         self._watchdog: Watchdog | None = None
         self._executed = ExecutedTap(edited.folders())
+        self._calls = CallTap()
         if settings.role == "candidate":
             self._executed.start()
+            self._calls.start()
 
     @functools.cached_property
     def _ranks(self) -> Ranks:
@@ -164,7 +167,9 @@ class _Watch:
 
         if self._settings.role == "reference":
             return self._reference()
-        session = CandidateSession(get_args(), self._settings, self._ranks, self._executed)
+        session = CandidateSession(
+            get_args(), self._settings, self._ranks, self._executed, self._calls
+        )
         self._watch_for_stalls()
         return session
 
@@ -216,6 +221,7 @@ class _Watch:
         self._session = None
         self._stop_watching()
         self._executed.stop()
+        self._calls.stop()
         if self._ends_job:
             say_end(cause, self._ranks.rank, error, ending="")
             self._leave(ExitCode.COULD_NOT_CHECK)

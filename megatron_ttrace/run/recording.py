@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.capture.collectives import CollectiveTap
 from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.capture.step import TracedModel
@@ -48,12 +49,19 @@ _EXECUTED = codec.decoder(tuple[Executed, ...])
 class Recording:
     """Records the collectives of one rank's traced steps."""
 
-    def __init__(self, model: TracedModel, executed: ExecutedTap) -> None:
-        """``executed``: records what of the changed code runs, since before the model was built."""
+    def __init__(self, model: TracedModel, executed: ExecutedTap, calls: CallTap) -> None:
+        """Both record since before the model was built.
+
+        Args:
+            model: this rank's part.
+            executed: what of the changed code runs.
+            calls: which functions of Megatron run.
+        """
         self._model = model
-        self._executed = executed
+        self._executed, self._calls = executed, calls
         executed.in_steps(_outside)
         self._tap = CollectiveTap(model.names, model.mesh)
+        calls.in_steps(self._tap.around)
         self._forward_step: Any = None
 
     def step(self, iteration: int, run: Callable[[], Any]) -> Any:
@@ -71,6 +79,7 @@ class Recording:
     def message(self) -> Any:
         """What was recorded, as JSON for the rank that judges. Never raises."""
         self._executed.stop()
+        self._calls.stop()
         ran = self._executed.executed(self._model.names)
         error = self._executed.error
         return {**self._ledger(), "executed": {"ran": codec.encode(ran), "error": error}}
@@ -87,7 +96,8 @@ class Recording:
                 finalize=config.finalize_model_grads_func,
                 step=self._forward_step,
             )
-            sources = dataclasses.replace(sources, metrics=dict(logged.PLACES))
+            calls = self._calls.calls(self._model.names)
+            sources = dataclasses.replace(sources, metrics=dict(logged.PLACES), calls=calls)
             return dataclasses.replace(self._tap.ledger(), sources=sources).to_json()
         except Exception as error:  # noqa: BLE001 - it is an addition to the report
             return RankLedger(error=one_line(error)).to_json()

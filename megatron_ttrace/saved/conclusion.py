@@ -28,6 +28,7 @@ from megatron_ttrace.diagnose.control import controlled
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.gather import Traces
+from megatron_ttrace.diagnose.places import Places
 from megatron_ttrace.diagnose.ran import in_culprits
 from megatron_ttrace.diagnose.residual import residuals
 from megatron_ttrace.jobs import provenance
@@ -150,7 +151,8 @@ def conclude(
     if separate is not None and explainer.unexplained:
         explainer.separate(separate)
         diagnoses = localise(verdicts, explain, isolated=config.isolate)
-    culprits = tuple(map(texts.culprit_of, diagnoses))
+    places = Places(ledger, verdicts)
+    culprits = tuple(texts.culprit_of(places.of(diagnosis)) for diagnosis in diagnoses)
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     said = [*notices]

@@ -40,6 +40,7 @@ class Phase(StrEnum):
 
     INITIALIZATION = "initialization"
     CONSTRUCTION = "construction"
+    SCHEDULE = "schedule"
     FORWARD = "forward"
     RECOMPUTATION = "recomputation"
     BACKWARD = "backward"
@@ -184,6 +185,72 @@ class ModuleCode:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Function:
+    """A function of Megatron that ran, and what its code says about it.
+
+    Attributes:
+        file, line, name: where it is, and its qualified name.
+        scales: whether it multiplies or divides.
+        moves: whether it fills or copies buffers.
+        loops: whether it goes through items.
+        marks: the marks of parameters that it names.
+        axes: the mesh axes that its names contain.
+        strings: names that it has as text.
+        part: the part of a step that all code of its file belongs to, if it does.
+        size: bytes of its code.
+    """
+
+    file: str
+    line: Count
+    name: str
+    scales: bool = False
+    moves: bool = False
+    loops: bool = False
+    marks: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+    strings: tuple[str, ...] = ()
+    part: Phase | None = None
+    size: Count = 0
+
+    @property
+    def where(self) -> str:
+        """``file:line (function)``."""
+        return f"{self.file}:{self.line} ({self.name})"
+
+
+class FunctionCall(NamedTuple):
+    """A function ran in a module and a part of the step, called at a line of another one.
+
+    ``function`` and ``caller`` are numbers in :class:`Calls`; ``caller`` is -1 for code that is not
+    Megatron's. Layers of ``module`` are not numbered.
+    """
+
+    function: Count
+    caller: int
+    module: str
+    phase: Phase
+    line: Count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Calls(Record):
+    """Which functions of Megatron ran, each call once, in the order of the first ones.
+
+    ``marks`` are those of parameters that are set, by the parameter's name.
+    """
+
+    functions: tuple[Function, ...] = ()
+    calls: tuple[FunctionCall, ...] = ()
+    marks: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def contradiction(self) -> str:
+        """Why the fields contradict each other."""
+        numbers = range(-1, len(self.functions))
+        fit = all(c.function in numbers and c.caller in numbers for c in self.calls)
+        return "" if fit else "a call of a function that is not listed"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Sources(Record):
     """The code that ran, as ``file:line (function)``.
 
@@ -197,6 +264,7 @@ class Sources(Record):
         inputs: names of what the model is given, by position.
         optimizer_state: the optimizer's description of its state for checkpoints.
         loaders: what loads a number of a checkpoint, by beginnings of their names.
+        calls: the functions that ran.
     """
 
     modules: dict[str, Count] = dataclasses.field(default_factory=dict)
@@ -208,6 +276,7 @@ class Sources(Record):
     inputs: tuple[str, ...] = ()
     optimizer_state: str = ""
     loaders: dict[str, str] = dataclasses.field(default_factory=dict)
+    calls: Calls = Calls()
 
     def of(self, module: str) -> ModuleCode | None:
         """The code of a module, or of the innermost known module that contains it."""

@@ -13,6 +13,7 @@ from typing import NamedTuple, dataclass_transform
 from megatron_ttrace.trace.collectives import Citation
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.places import Place
 
 
 class Cause(StrEnum):
@@ -452,7 +453,7 @@ class Explanation:
 
     Attributes:
         finding: the simplest repair that passed its test, if one did.
-        where: file, line and function to look at.
+        places: functions to look at, most likely first.
         ranks: where the tensor fails.
         alike: how many failing main gradients are off by this very factor, and how many fail.
         collectives: what the ledger says about the module.
@@ -462,7 +463,7 @@ class Explanation:
     """
 
     finding: Finding | None = None
-    where: str = ""
+    places: tuple[Place, ...] = ()
     ranks: FailingRanks | None = None
     alike: tuple[int, int] | None = None
     collectives: Citation | None = None

@@ -22,6 +22,7 @@ from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.executed import ChangedCode
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.outcomes import NotExercised, Reason
+from megatron_ttrace.trace.places import Place
 
 
 class Kind(StrEnum):
@@ -267,7 +268,8 @@ class Culprit(Record):
     ``explanation`` is the cause that was tested on the shards, or "unknown"; ``cause`` and ``axes``
     are its sort and its mesh axes. ``hint`` was not tested. ``collectives`` are those that ran in
     the module in this direction. Culprits with the same ``group`` have one cause, or are the same
-    module of several layers; 0 where this is not known.
+    module of several layers; 0 where this is not known. ``places`` are functions to look at, most
+    likely first; ``where`` is the first of them.
     """
 
     name: str
@@ -290,6 +292,7 @@ class Culprit(Record):
     axes: tuple[str, ...] = ()
     collectives: str = ""
     group: Count = 0
+    places: tuple[Place, ...] = ()
 
     def shown_by[T: TensorResult](self, verdicts: Iterable[T]) -> T | None:
         """The failure that represents this module: its own tensor's, or its parameter's."""

@@ -11,6 +11,7 @@ from megatron_ttrace.diagnose.culprits import owner
 from megatron_ttrace.report.wording import UNKNOWN
 from megatron_ttrace.trace.findings import Cause, Explanation, PartialSums
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import MOMENTS, STEP_LEVEL, Direction, Kind, Outcome, TraceKey
 from tests.diagnose.judged_by_hand import localise, verdict
 
@@ -348,11 +349,11 @@ def test_the_explanation_is_asked_for_every_culprit() -> None:
 
     def explain(v: Judged) -> Explanation:
         asked.append(v.name)
-        return Explanation(PartialSums(Cause.PARTIAL, ("tp",)), "there")
+        return Explanation(PartialSums(Cause.PARTIAL, ("tp",)), (Place("a.py", 3, "f", Clue.RAN),))
 
     [culprit] = localise(run(is_(Kind.OUTPUT, FC1)), explain)
     assert culprit.explanation == "partial sums over tp: their sum is the reference"
-    assert (culprit.hint, culprit.where) == ("a missing reduction over tp", "there")
+    assert (culprit.hint, culprit.where) == ("a missing reduction over tp", "a.py:3 (f)")
     assert (culprit.cause, culprit.axes) == (Cause.PARTIAL, ("tp",))
     assert asked == [culprit.name]
 

@@ -21,7 +21,7 @@ from megatron_ttrace.placement.plan import plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text, ranks_text
 from megatron_ttrace.report.wording import UNKNOWN
 from megatron_ttrace.trace.captured import Share
-from megatron_ttrace.trace.collectives import Ledger, Sources
+from megatron_ttrace.trace.collectives import Ledger
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Cause, Finding, Loss, Miscounted
@@ -80,7 +80,7 @@ def explainer_of(
     )
     moved = {key: Moved(128, float(value.norm()), (1e-6,)) for key, value in data.items()}
     tolerances = Tolerances(moved, dict.fromkeys(data, "float32"))
-    ledger = Ledger(sources=Sources(finalize="finalize"))
+    ledger = Ledger()
     traces = Traces.read(TraceReader(reference), candidate, tolerances, measured)
     return Explainer(traces, ledger=ledger, counted=counted), candidate
 
@@ -94,7 +94,7 @@ def test_one_sentence(made: tuple[Explainer, Path]) -> None:
     assert f"as are all {len(NAMES)} main gradients that fail" in said
     assert "on all 2 ranks" in said
     assert hint_text(found, verdict) == "a missing division or a doubled reduction over dp"
-    assert (found.where, found.collectives) == ("finalize", None)
+    assert (found.places, found.collectives) == ((), None)
     assert found.finding is not None
     assert (found.finding.cause, found.finding.axes) == (Cause.TOO_LARGE, ("dp",))
 

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 
-from megatron_ttrace.diagnose.ran import cite, in_culprits, where
+from megatron_ttrace.diagnose.ran import cite, in_culprits
 from megatron_ttrace.report.texts import culprit_of
 from megatron_ttrace.trace.collectives import (
     UNRECORDED,
@@ -190,89 +190,6 @@ def test_cited(
     ledger: Ledger, verdict: Judged, finding: Finding | None, expected: Citation | None
 ) -> None:
     assert cite(verdict, finding, ledger) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "finding", "expected"),
-    [
-        (Kind.OUTPUT, FC1.format(0), None, LINEAR.forward),
-        (Kind.OUTPUT, FC1.format(0), PARTIAL, LINEAR.forward),
-        (Kind.OUTPUT, "decoder.layers.0", None, "add.py:1 (Add.forward)"),
-        (Kind.INPUT, "decoder.layers.0", None, "layer.py:5 (Layer.forward)"),
-        (Kind.GRAD_INPUT, FC1.format(1), None, LINEAR.backward),
-        (Kind.GRAD_INPUT, f"{FC1.format(1)}#1", PARTIAL, "call.py:8 (reduce)"),
-        (Kind.GRAD_INPUT, "embedding", None, "block.py:4 (Block.forward)"),
-        (Kind.MAIN_GRAD, f"{FC1.format(0)}.weight", Finding(Cause.ROWS), LINEAR.weight),
-        (Kind.MAIN_GRAD, f"{FC1.format(0)}.weight", PARTIAL, SOURCES.finalize),
-        (
-            Kind.MAIN_GRAD,
-            f"{FC1.format(0)}.weight",
-            Finding(Cause.TOO_LARGE, ("dp",)),
-            "small.py:9 (sync)",
-        ),
-        (Kind.MAIN_GRAD, "embedding.weight", None, SOURCES.finalize),
-        (Kind.GRAD_NORM, "grad_norm", None, "norm.py:1 (norm)"),
-        (Kind.PARAM_DELTA, f"{FC1.format(0)}.weight", PARTIAL, SOURCES.optimizer),
-        (Kind.BUFFER, "decoder.layers.0.mlp.router.bias", None, "layer.py:5 (Layer.forward)"),
-        (Kind.EXP_AVG, "a.weight", Finding(Cause.TOO_SMALL, ("clipping",)), "norm.py:1 (norm)"),
-        (Kind.GRAD_NORM, "grad_norm", Finding(Cause.TOO_LARGE, ("dp",)), "norm.py:1 (norm)"),
-        (Kind.GRAD_OUTPUT, FC1.format(1), None, LINEAR.user),
-        (Kind.GRAD_INPUT, FC1.format(1), SHARE, LINEAR.scaler),
-        (Kind.GRAD_INPUT, "decoder.layers.0", SHARE, "layer.py:5 (Layer.forward)"),
-        (Kind.GRAD_OUTPUT, "decoder.layers.0.mlp", None, "layer.py:5 (Layer.forward)"),
-        (Kind.PARAM, f"{FC1.format(1)}.weight", None, LINEAR.built),
-        (
-            Kind.PARAM,
-            "decoder.layers.7.mlp.weight",
-            Finding(Cause.LAYER_NUMBERS, ("pp",)),
-            "layer.py:1 (Layer.__init__)",
-        ),
-        (Kind.LOSS, "lm loss", None, SOURCES.step),
-        (Kind.TOKENS, "tokens", None, SOURCES.step),
-        (Kind.METRIC, "z_loss", None, "moe.py:1 (log)"),
-        (Kind.METRIC, "mtp_loss", None, "training.py:1 (log)"),
-        (Kind.PARAM, "decoder.layers.7.mlp.weight", None, SOURCES.codes[1].forward),
-    ],
-)
-def test_where(kind: Kind, name: str, finding: Finding | None, expected: str) -> None:
-    """The call, the function or the class that ran."""
-    collectives = (
-        *BACKWARD,
-        ran("", Phase.GRADIENTS, group="dp", place="small.py:9 (sync)", size=8),
-        ran("", Phase.GRADIENTS, group="dp", place="large.py:9 (sync)"),
-        dataclasses.replace(ran("", Phase.OPTIMIZER, place="flag.py:1 (flag)"), dtype="int32"),
-        ran("", Phase.OPTIMIZER, place="norm.py:1 (norm)"),
-    )
-    assert where(failed(kind, name), finding, of(*collectives)) == expected
-
-
-@pytest.mark.parametrize(
-    ("alone", "elements", "expected"),
-    [(True, 4, "few.py:1 (sync)"), (True, 5, "all.py:1 (sync)"), (False, 4, "all.py:1 (sync)")],
-)
-def test_where_few_are_reduced(alone: bool, elements: int, expected: str) -> None:
-    """A fault of one tensor is looked for where few are reduced; it must be among these."""
-    calls = [
-        ran("", Phase.GRADIENTS, group="dp", place="all.py:1 (sync)", size=800),
-        ran("", Phase.GRADIENTS, group="dp", place="all.py:1 (sync)", size=8),
-        ran("", Phase.GRADIENTS, group="embedding", place="few.py:1 (sync)", size=8),
-    ]
-    tensor = dataclasses.replace(failed(Kind.MAIN_GRAD, "a.weight"), shape=(elements,))
-    found = Finding(Cause.TOO_LARGE, ("dp", "pp"))
-    assert where(tensor, found, of(*calls), alone=alone) == expected
-
-
-@pytest.mark.parametrize(("layer", "place"), [(1, "call.py:8 (reduce)"), (0, LINEAR.backward)])
-def test_where_siblings_ran_it(layer: int, place: str) -> None:
-    """The call that is missing here, in whichever layer it is not missing."""
-    verdict = failed(Kind.GRAD_INPUT, FC1.format(layer))
-    assert where(verdict, None, of(*OTHERS)) == place
-
-
-def test_nothing_is_made_up() -> None:
-    """Where nothing was recorded, nothing is known."""
-    assert where(failed(Kind.OUTPUT, "a"), None, UNRECORDED) == ""
-    assert where(failed(Kind.MAIN_GRAD, "a.weight"), PARTIAL, UNRECORDED) == ""
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from megatron_ttrace.cpu.te import base
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase
-from megatron_ttrace.trace.findings import Cause, Finding
 
 HERE = "tests/mcore/test_sources.py"
 
@@ -109,21 +107,3 @@ def test_sources() -> None:
     assert found.finalize.endswith(f"{HERE}:{line_of(forward_step)} (forward_step)")
     assert found.optimizer == sources.class_place(Optimizer, "step") != ""
     assert found.step == ""
-
-
-@pytest.mark.parametrize("cause", sources.BUILDERS)
-def test_builder_exists(cause: Cause) -> None:
-    """A place that Megatron lacks would send the reader on a wild goose chase."""
-    function = sources.BUILDERS[cause].partition(":")[2]
-    found = re.fullmatch(r"megatron/(\S+):(\d+) \((\w+)\)", sources.builder_place(Finding(cause)))
-    assert found is not None
-    assert found[3] == function
-    source = Path(sources.megatron_folder(), found[1]).read_text(encoding="utf-8")
-    line = source.splitlines()[int(found[2]) - 1]
-    assert re.match(rf"(def|class) {function}\b", line)
-
-
-def test_no_builder() -> None:
-    """All other places are computed from the code that ran."""
-    assert sources.builder_place(None) == ""
-    assert sources.builder_place(Finding(Cause.PARTIAL, ("tp",))) == ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -124,11 +124,7 @@ def _changes(name: str, change: Change, what: str) -> list[tuple[FunctionType, C
     except SyntaxError as error:
         raise TTraceError(f"{path}: {what} makes no valid Python: {error}") from error
     before, after = ast.parse(old), ast.parse(new)
-    changed = [
-        (qualname, _first_line(ours), _first_line(theirs))
-        for (qualname, ours), (_, theirs) in zip(functions(before), functions(after), strict=False)
-        if ast.dump(ours) != ast.dump(theirs)
-    ]
+    changed = _changed(before, after)
     if _without_bodies(before) != _without_bodies(after):
         raise TTraceError(f"{path}: {what} changes more than the bodies of functions")
     found = []
@@ -140,6 +136,33 @@ def _changes(name: str, change: Change, what: str) -> list[tuple[FunctionType, C
             raise TTraceError(f"{path}: {what} changes the outer variables of {qualname}")
         found.append((function, code))
     return found
+
+
+def changed_functions(patches: Sequence[SourcePatch]) -> list[tuple[str, str]]:
+    """Modules and qualified names of the functions that patches change; nothing is changed.
+
+    Raises:
+        TTraceError: when a patch does not fit.
+    """
+    found = []
+    for patch in patches:
+        spec = importlib.util.find_spec(patch.module)
+        if spec is None or spec.origin is None:
+            raise TTraceError(f"a known bug's module {patch.module} is not installed")
+        path = Path(spec.origin)
+        old = path.read_text(encoding="utf-8")
+        trees = ast.parse(old), ast.parse(_patched([patch], old, path))
+        found += [(patch.module, qualname) for qualname, _, _ in _changed(*trees)]
+    return found
+
+
+def _changed(before: ast.AST, after: ast.AST) -> list[tuple[str, int, int]]:
+    """Names of the functions that differ, with their first lines in both."""
+    return [
+        (qualname, _first_line(ours), _first_line(theirs))
+        for (qualname, ours), (_, theirs) in zip(functions(before), functions(after), strict=False)
+        if ast.dump(ours) != ast.dump(theirs)
+    ]
 
 
 def _of_release(name: str) -> str:

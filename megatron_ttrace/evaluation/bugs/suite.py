@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.evaluation import suites
+from megatron_ttrace.evaluation.bugs import patching
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, BugLayout
 from megatron_ttrace.evaluation.bugs.expect import Assessment, assess
+from megatron_ttrace.evaluation.looked import Looked, looked
 from megatron_ttrace.saved.runner import NO_WANDB, Case, Checked, Runner
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Result, Summary
 
@@ -98,6 +101,16 @@ class BugRow:
         return self.healthy is not None and self.healthy.verdict is Result.EQUIVALENT
 
     @property
+    def looked(self) -> Looked | None:
+        """Whether what the report says to look at was changed.
+
+        ``None`` without a report, or if the changed code is the stand-in of another library.
+        """
+        changed = patching.changed_functions(self.bug.patches)
+        is_own = any(module.startswith("megatron_ttrace.") for module, _ in changed)
+        return looked(self.faulty.culprits, changed) if self.faulty and not is_own else None
+
+    @property
     def problem(self) -> str:
         """What is not as expected; empty if all is."""
         if self.error:
@@ -124,6 +137,7 @@ class BugRow:
             "margin": None if margin is None else str(margin),
             "healthy_margin": None if self.healthy_margin is None else str(self.healthy_margin),
             "culprits": [c.to_json() for c in self.faulty.culprits] if self.faulty else [],
+            "looked": codec.encode(self.looked),
             "met": self.met,
             "problem": self.problem,
             "seconds": round(self.seconds, 2),

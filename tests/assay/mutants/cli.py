@@ -297,7 +297,9 @@ def _show(rows: Sequence[MutantRow], report: dict[str, Any]) -> None:
 
     from tests.assay.mutants import score
 
-    headers = (column.replace("equivalent", "equiv.") for column in score.COLUMNS)
+    short = {"equivalent": "equiv.", "file_first": "file", "function_first": "func."}
+    short |= {"file_in_three": "file/3", "function_in_three": "func./3"}
+    headers = (short.get(column, column) for column in score.COLUMNS)
     table = Table("operator", *headers, box=None, padding=(0, 1, 0, 0))
     for column in table.columns[1:]:
         column.justify = "right"
@@ -331,7 +333,10 @@ def _words(scored: dict[str, Any]) -> str:
     return (
         f"killed {scored['score']:.1%}, of the silent ones {scored['silent_score']:.1%}; of those "
         f"found: right module {scored['right_module']:.1%}, cause told {scored['cause_told']:.1%}, "
-        f"of these true {scored['cause_true']:.1%}"
+        f"of these true {scored['cause_true']:.1%}; look at: first place in the right file "
+        f"{scored['file_first_share']:.1%}, function {scored['function_first_share']:.1%}, "
+        f"within three {scored['file_in_three_share']:.1%}, "
+        f"{scored['function_in_three_share']:.1%}"
     )
 
 

@@ -8,10 +8,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megatron_ttrace.evaluation.looked import SHARES, Looked, looked
 from tests.assay.mutants import truth
 from tests.assay.mutants.records import Fate, MutantRow
 
-BARS = {"silent_score": 0.95, "right_module": 0.9, "cause_told": 0.6, "cause_true": 0.95}
+BARS = {
+    "silent_score": 0.95,
+    "right_module": 0.9,
+    "cause_told": 0.6,
+    "cause_true": 0.95,
+    **{f"{name}_share": share for name, share in SHARES.items()},
+}
 """The least shares of a good checker, by name."""
 
 
@@ -27,6 +34,9 @@ class Score:
         survived: the others.
         right: of the diverged ones, those whose culprit is the right module.
         true, wrong: of the diverged ones, those whose cause was told, truly or not.
+        file_first, function_first: of the diverged ones, those whose first place to look at is in
+            the changed file, or is the changed function.
+        file_in_three, function_in_three: the same for any of the first three places.
     """
 
     diverged: int
@@ -38,6 +48,10 @@ class Score:
     right: int
     true: int
     wrong: int
+    file_first: int
+    function_first: int
+    file_in_three: int
+    function_in_three: int
 
     @property
     def killed(self) -> int:
@@ -60,6 +74,7 @@ class Score:
             "right_module": _share(self.right, self.diverged),
             "cause_told": _share(told, self.diverged),
             "cause_true": _share(self.true, told),
+            **{f"{name}_share": _share(getattr(self, name), self.diverged) for name in SHARES},
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -84,6 +99,12 @@ def columns(row: MutantRow) -> Iterable[str]:
         cause = right_cause(row)
         if cause is not None:
             yield "true" if cause else "wrong"
+        yield from (name for name, right in dataclasses.asdict(places(row)).items() if right)
+
+
+def places(row: MutantRow) -> Looked:
+    """Whether the places to look at are those of the mutant."""
+    return looked(row.trials[-1].culprits, [(row.mutant.module, row.mutant.qualname)])
 
 
 def right_module(row: MutantRow) -> bool | None:
@@ -113,4 +134,9 @@ def passes(rows: Sequence[MutantRow]) -> bool:
 
 def to_json(row: MutantRow) -> dict[str, Any]:
     """A row with how its diagnosis is judged, for machines."""
-    return {**row.to_json(), "right_module": right_module(row), "cause_true": right_cause(row)}
+    return {
+        **row.to_json(),
+        "right_module": right_module(row),
+        "cause_true": right_cause(row),
+        "looked": dataclasses.asdict(places(row)) if row.fate is Fate.DIVERGED else None,
+    }

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where to look: the suspects that fit the cause of a failure best.
+
+Each suspect gets points for what speaks for it (:class:`Clue`), fewer if it also ran in other
+modules, above all in ones whose results are right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from megatron_ttrace.diagnose.code import Code, Context, Outcomes
+from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
+from megatron_ttrace.placement.mesh import AXES
+from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Phase, pattern
+from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.findings import (
+    FACTORS,
+    Cause,
+    Composed,
+    Finding,
+    InPart,
+    Loss,
+    LossShare,
+    LossTerm,
+    Term,
+)
+from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.places import Clue, Place
+from megatron_ttrace.trace.records import ROOT, Kind, MetricIndex
+
+MOST = 3
+"""Places that are reported."""
+_FEW = 0.5
+"""Share of the tensors of a kind."""
+_SCALED = {*FACTORS, Cause.WEIGHTS, Cause.ADDEND, Cause.SOFTMAX_SCALE, Cause.HYPERPARAMETERS}
+_REDUCED = {Cause.PARTIAL, Cause.COPY, Cause.WEIGHTS, *FACTORS}
+_MOVED = {
+    *(Cause.ZERO, Cause.OTHER_TIME, Cause.OTHER_MODULE, Cause.OFFSET, Cause.ORDER, Cause.HALVES),
+    *(Cause.ROWS, Cause.TOKEN_IDS, Cause.NEVER_COUNTED, Cause.COUNTED_TWICE),
+}
+_COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync", "alltoall"}
+_EVERYWHERE = {"decoder", "layers", "model", "weight", "bias"}
+_DIVISORS = {"step_tokens": "tokens"}
+"""Names of factors, and of what is divided by in code."""
+
+_WORDS: dict[object, str] = {
+    Kind.MAIN_GRAD: "grad grads",
+    Kind.GRAD_NORM: "norm grad",
+    Kind.GRAD_OUTPUT: "grad gradient gradients",
+    Kind.GRAD_INPUT: "grad gradient gradients",
+    Kind.LOSS: "loss",
+    Kind.PARAM: "param params sync",
+    Kind.PARAM_DELTA: "step param params",
+    Kind.HYPERPARAMETERS: "group groups",
+    Kind.INITIAL: "init initialize weight reset",
+    Kind.ROUTING: "routing topk",
+    Kind.LOADED: "sharded state dict",
+    Statistic.CLIPPED: "clip norm grad",
+    Statistic.STEPPED: "step group groups",
+    Loss.AUXILIARY: "aux loss",
+    Loss.SEQUENCE: "aux seq loss",
+    Loss.GLOBAL: "aux global loss",
+    Loss.Z: "z loss",
+    Loss.MTP: "mtp loss",
+    Loss.INDEXER: "indexer loss",
+    Cause.RANDOM_STATE: "seed rng",
+    Cause.LAYERS: "layers num build",
+    Cause.LAYER_NUMBERS: "layer offset",
+    Term.LOGARITHM: "loss log",
+    Term.LABEL: "predicted target label",
+    Term.SOFTMAX: "softmax exp loss",
+    "clipping": "clip",
+    "loss_scale": "scale",
+    "auxiliary": "aux loss",
+}
+"""Words in the names of functions that make something, or apply a factor."""
+
+
+class Places:
+    """Finds the places to look at."""
+
+    def __init__(self, ledger: Ledger, verdicts: Iterable[Judged]) -> None:
+        """Prepare.
+
+        Args:
+            ledger: of the traced steps.
+            verdicts: all of them.
+        """
+        self._ledger, self._code = ledger, Code(ledger)
+        self._outcomes = Outcomes(verdicts)
+
+    def of(self, diagnosis: Diagnosis) -> Diagnosis:
+        """The same, with the places to look at, most likely first."""
+        verdict, finding = diagnosis.verdict, diagnosis.why.finding
+        found = [place for _, place in self.ranked(verdict, finding)[:MOST]]
+        anchor = anchor_of(self._ledger.sources, verdict)
+        # What is not Megatron's code is not among the functions that were recorded.
+        if (place := Place.of(anchor, Clue.RAN)) and self._code.number(anchor) is None:
+            found.insert(0, place)
+        why = dataclasses.replace(diagnosis.why, places=tuple(found[:MOST]))
+        return dataclasses.replace(diagnosis, why=why)
+
+    def ranked(self, verdict: Judged, finding: Finding | None) -> list[tuple[float, Place]]:
+        """All suspects of a failure with their points, the best first."""
+        judge = _Judge(self._code, self._ledger, self._outcomes, verdict, finding)
+        scores = judge.scores()
+        found = [(scores[number], judge.place(number)) for number in scores if scores[number] > 0]
+        return sorted(found, key=lambda each: -each[0])
+
+
+class _Judge:
+    """Points for the suspects of one failure."""
+
+    def __init__(
+        self,
+        code: Code,
+        ledger: Ledger,
+        outcomes: Outcomes,
+        verdict: Judged,
+        finding: Finding | None,
+    ) -> None:
+        self._code, self._ledger, self._outcomes = code, ledger, outcomes
+        self._verdict = verdict
+        findings = list(_each(finding))
+        self._causes = {each.cause for each in findings}
+        self._axes = {axis for each in findings for axis in each.axes}
+        self._mesh = self._axes & {*AXES}
+        self._few = outcomes.share(verdict.kind) < _FEW
+        self._suspects = Suspects(code, ledger, verdict, finding, few=self._few)
+        self._words = self._words_of(findings)
+        self._lines: dict[int, int] = {}
+
+    def scores(self) -> dict[int, float]:
+        """By number of the function."""
+        self._communication()
+        self._silence()
+        for number in self._suspects.weights:
+            self._own_code(number, self._code.functions[number])
+        self._marks()
+        return {number: self._score(number) for number in self._suspects.weights}
+
+    def place(self, number: int) -> Place:
+        """A suspect with the clue that is worth most."""
+        function, points = self._code.functions[number], self._suspects.clues[number]
+        clue = max(points, key=lambda each: points[each], default=Clue.RAN)
+        line = self._lines.get(number, 0) if clue is Clue.REDUCES else 0
+        return Place(function.file, line or function.line, function.name, clue)
+
+    def _score(self, number: int) -> float:
+        contexts = self._code.contexts[number]
+        right = sum(map(self._outcomes.is_right, contexts))
+        common = 0.5 * right + 0.2 * max(0, len(contexts) - 1 - right)
+        # There is more to be wrong in a long function.
+        prior = 0.15 * math.log2(max(2.0, self._code.functions[number].size / 32))
+        points = prior + sum(self._suspects.clues[number].values())
+        return self._suspects.weights[number] * points / (1.0 + common)
+
+    def _words_of(self, findings: Iterable[Finding]) -> dict[str, float]:
+        """Words in names of functions that have to do with the failure, with their points."""
+        verdict, module = self._verdict, self._suspects.module
+        known: list[tuple[object, float]] = [(verdict.kind, 0.5)]
+        if verdict.kind is Kind.COUNTED:
+            known.append(([*Statistic][verdict.index], 0.5))
+        for finding in findings:
+            if isinstance(finding, LossShare):
+                known += [(loss, 0.35) for loss in finding.losses]
+            known += [(axis, 1.0) for axis in (*finding.axes, finding.cause)]
+            known += [(finding.term, 1.0)] if isinstance(finding, LossTerm) else []
+        words = dict.fromkeys(set(_tokens(module)) - _EVERYWHERE, 0.35)
+        if verdict.kind is Kind.METRIC:
+            words |= dict.fromkeys(_tokens(verdict.name), 0.5)
+            if verdict.index == MetricIndex.LEFT:
+                words |= dict.fromkeys(("clear", "reset", "zero"), 1.0)
+        elif verdict.kind is Kind.GRAD_OUTPUT and module == ROOT:
+            words["loss"] = 1.0
+        for key, points in sorted(known, key=lambda each: each[1]):
+            words |= dict.fromkeys(_WORDS.get(key, "").split(), points)
+        return words
+
+    # Clues
+
+    def _own_code(self, number: int, function: Function) -> None:
+        add, clues = self._suspects.add, self._suspects.clues[number]
+        if {_DIVISORS.get(axis, axis) for axis in self._axes} & {*function.axes}:
+            # A function that mentions all axes says little about one.
+            add(number, Clue.AXIS, len(function.axes) ** -0.5)
+        if self._causes & _SCALED:
+            add(number, Clue.SCALES, 0.7 * function.scales)
+            add(number, Clue.SETS, 1.0 * (Clue.SETS in clues))
+        if self._causes & _MOVED:
+            add(number, Clue.MOVES, 0.7 * function.moves)
+        if points := sum(self._words.get(word, 0.0) for word in {*_tokens(function.name)}):
+            add(number, Clue.NAMES, points + clues.get(Clue.NAMES, 0.0))
+        if self._mesh and self._causes & _REDUCED and _communicates(function):
+            add(number, Clue.REDUCES, 0.7)
+
+    def _communication(self) -> None:
+        """For what leads to a collective that the finding is about, or to any if there is none."""
+        kind, weights = self._verdict.kind, self._suspects.weights
+        gathers: set[int] = set()
+        reduces: set[int] = set()
+        sizes: Counter[str] = Counter()
+        for call in self._ledger.collectives:
+            if call.direction is Phase.GRADIENTS and self._fits(call):
+                sizes[call.where] += call.bytes
+        likely = (min if self._few else max)(sizes.values(), default=0)
+        for call in self._ledger.collectives:
+            chain = self._chain(call)
+            if call.direction is Phase.PARAMETERS:
+                gathers |= set(chain)
+            elif call.direction is Phase.GRADIENTS:
+                reduces |= set(chain)
+            # What reduces few tensors is likely to be wrong if few are.
+            points = self._worth(call) - (sizes.get(call.where, likely) != likely)
+            if points > 0 and chain and (place := Place.of(call.where, Clue.REDUCES)):
+                self._lines.setdefault(chain[0], place.line)
+            for distance, number in enumerate(chain):
+                self._suspects.add(number, Clue.REDUCES, max(0.0, points) * 0.9**distance)
+        if kind is Kind.MAIN_GRAD:
+            for number in (gathers - reduces) & weights.keys():
+                weights[number] *= 0.5
+
+    def _chain(self, call: Collective) -> list[int]:
+        """What leads to a collective, the nearest first."""
+        function = self._code.number(call.where)
+        phase = Phase.GRADIENTS if call.direction is Phase.PARAMETERS else call.direction
+        context: Context = (pattern(call.module), phase)
+        return [] if function is None else self._code.chain(function, context)
+
+    def _fits(self, call: Collective) -> bool:
+        """Whether it reduces over axes of the finding."""
+        return call.operation.reduces and not self._mesh.isdisjoint(_spans(call.group))
+
+    def _worth(self, call: Collective) -> float:
+        kind = self._verdict.kind
+        if self._fits(call) and self._causes & _REDUCED:
+            return 2.5
+        is_sum = call.operation.reduces and call.dtype.startswith("float")
+        of_norm = kind in (Kind.GRAD_NORM, Kind.COUNTED) and call.direction is Phase.OPTIMIZER
+        if (of_norm and is_sum) or (kind is Kind.PARAM and call.direction is Phase.PARAMETERS):
+            return 1.5
+        return 0.0 if self._causes else 0.4
+
+    def _silence(self) -> None:
+        """For functions of modules that communicate by their names, but did not."""
+        spanned = {axis for call in self._ledger.collectives for axis in _spans(call.group)}
+        ran: dict[int, set[str]] = defaultdict(set)
+        for call in self._ledger.collectives:
+            for number in self._chain(call):
+                ran[number].add(pattern(call.module))
+        passes = Phase.FORWARD, Phase.BACKWARD
+        for number in self._suspects.weights:
+            function = self._code.functions[number]
+            modules = {name for name, phase in self._code.contexts[number] if phase in passes}
+            could = _communicates(function) and spanned & {*function.axes}
+            if could and modules and not modules & ran[number]:
+                self._suspects.add(number, Clue.SILENT, 1.5)
+
+    def _marks(self) -> None:
+        """For what marks a parameter whose gradient is wrong, or selects parameters by marks."""
+        suspects, kind = self._suspects, self._verdict.kind
+        if kind not in (Kind.MAIN_GRAD, Kind.COUNTED):
+            return
+        missing = kind is Kind.MAIN_GRAD and Cause.PARTIAL in self._causes
+        set_here = {*self._ledger.sources.calls.marks.get(pattern(self._verdict.name), ())}
+        selecting = {
+            mark
+            for number, points in suspects.clues.items()
+            if points.get(Clue.REDUCES)
+            for mark in self._code.functions[number].marks
+        }
+        lost = missing and bool(selecting) and not set_here & selecting
+        for number in list(suspects.weights):
+            marks = {*self._code.functions[number].marks}
+            is_built = Clue.BUILT in suspects.clues[number]
+            if is_built and lost and marks & selecting:
+                # By the marks that the reduction selects by, this parameter is none of its own.
+                suspects.weights[number] = 1.0
+                suspects.add(number, Clue.MARKS, 9.0)
+            elif is_built and marks and self._few and not missing:
+                suspects.add(number, Clue.MARKS, 0.7)
+            elif marks and missing and not lost and not is_built:
+                suspects.add(number, Clue.SELECTS, 1.5)
+
+
+@functools.cache
+def _tokens(name: str) -> tuple[str, ...]:
+    """The words of a name, in lower case."""
+    return tuple(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))
+
+
+def _communicates(function: Function) -> bool:
+    return not _COMMUNICATE.isdisjoint(_tokens(function.name))
+
+
+def _each(finding: Finding | None) -> Iterator[Finding]:
+    """A finding and those that it consists of."""
+    if finding is not None:
+        yield finding
+    match finding:
+        case Composed(steps=steps):
+            for step in steps:
+                yield from _each(step)
+        case LossShare(fault=fault) | LossTerm(fault=fault) | InPart(fault=fault):
+            yield from _each(fault)
+
+
+def _spans(group: str) -> set[str]:
+    """The axes of a group; the copies of the embeddings are on pipeline stages."""
+    axes = {*group.split("-")}
+    return axes | {"pp"} if "embedding" in axes else axes

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions that may have made a wrong tensor, each with a weight from 0 to 1.
+
+For an activation, they are what ran in its module in that direction; for the gradient of an
+activation, also the forward pass of its autograd functions, and what sets something for these; for
+a gradient of a parameter or an update, that part of the step; for what is wrong before a step, what
+its module's constructor called; for a logged number, what names it and what logs it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+from megatron_ttrace.diagnose.code import BUILDING, Code
+from megatron_ttrace.diagnose.start import WEIGHTS
+from megatron_ttrace.trace.collectives import Ledger, ModuleCode, Phase, Sources, pattern
+from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.findings import Cause, Finding, LossShare
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.places import Clue
+from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, Kind, LoadedIndex
+
+_OF_PARAMETERS = {
+    *(Kind.INITIAL, Kind.LOADED, Kind.PARAM, Kind.MAIN_GRAD, Kind.COUNTED, Kind.BUFFER),
+    *(Kind.HYPERPARAMETERS, Kind.PARAM_DELTA, *MOMENTS),
+}
+_MISPLACED = (Cause.LAYERS, Cause.LAYER_NUMBERS)
+_INSIDE = 0.3
+"""Weight of what ran in a module inside the one concerned."""
+_DEEPER, _FARTHER = 0.9, 0.85
+"""Weights by the number of calls from a constructor, and of modules around it."""
+_F, _B, _G = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENTS
+
+
+class Suspects:
+    """The suspects of one failed tensor.
+
+    Attributes:
+        weights: by number of the function.
+        clues: what speaks for a function by the way it was found, with points.
+    """
+
+    def __init__(
+        self,
+        code: Code,
+        ledger: Ledger,
+        verdict: Judged,
+        finding: Finding | None,
+        *,
+        few: bool,
+    ) -> None:
+        """Find them.
+
+        Args:
+            code: what ran.
+            ledger: its record.
+            verdict: of the tensor.
+            finding: what was found out about its cause.
+            few: whether most tensors of this kind pass.
+        """
+        self.weights: dict[int, float] = {}
+        self.clues: dict[int, dict[Clue, float]] = defaultdict(dict)
+        self._code, self._sources = code, ledger.sources
+        self._verdict, self._finding, self._few = verdict, finding, few
+        self.module = verdict.name.partition("#")[0]
+        self._owner = self.module
+        if verdict.kind in _OF_PARAMETERS:
+            self._owner = self.module.rpartition(".")[0] or ROOT
+        self._find()
+        if (anchor := code.number(anchor_of(self._sources, verdict))) is not None:
+            self._take([anchor], self.weights.get(anchor, 0.8))
+            self.add(anchor, Clue.RAN, 0.3 * (verdict.direction is not Direction.GRADIENT))
+
+    def add(self, function: int, clue: Clue, points: float) -> None:
+        """Let a clue speak for a function with at least so many points."""
+        known = self.clues[function]
+        known[clue] = max(points, known.get(clue, 0.0))
+
+    def _find(self) -> None:
+        kind, direction = self._verdict.kind, self._verdict.direction
+        by_kind: dict[Kind, Callable[[], None]] = {
+            Kind.METRIC: self._logged,
+            Kind.INPUT: self._input,
+            Kind.GRAD_OUTPUT: self._output_gradient,
+            Kind.MAIN_GRAD: self._parameter_gradient,
+            Kind.BUFFER: self._buffer,
+        }
+        by_direction = {
+            Direction.START: self._start,
+            Direction.FORWARD: self._output,
+            Direction.BACKWARD: self._input_gradient,
+            Direction.GRADIENT: self._statistic,
+            Direction.UPDATE: self._update,
+        }
+        by_kind.get(kind, by_direction[direction])()
+
+    # By what went wrong
+
+    def _start(self) -> None:
+        cause = self._finding.cause if self._finding else None
+        self._built(self._owner, 1.0)
+        self._built(self.module, 1.0)
+        is_misplaced = cause in _MISPLACED
+        for distance, outer in enumerate(around(self._owner), 1):
+            self._built(outer, 1.0 if is_misplaced else _FARTHER**distance, whole=is_misplaced)
+        self._part(_G, 0.0, 0.4)
+        self._part(Phase.OPTIMIZER, 0.0, 0.4)
+        if cause is Cause.RANDOM_STATE:
+            self._take(self._code.at[BUILDING], 0.5)
+
+    def _input(self) -> None:
+        self._ran(self._container(), _F, 1.0)
+        if self.module == ROOT:
+            self._part(Phase.SCHEDULE, 1.0)
+
+    def _output(self) -> None:
+        self._ran(self.module, _F, 1.0)
+        self._built(self.module, 0.5)
+
+    def _output_gradient(self) -> None:
+        outer = self._container()
+        self._ran(outer, _B, 0.6)
+        self._differentiated(outer, 1.0)
+        self._ran(outer, _F, 0.4)
+        self._ran(self.module, _B, 0.3)
+        self._set_for(outer, 0.9)
+        if self.module == ROOT:
+            self._part(Phase.SCHEDULE, 1.0)
+
+    def _input_gradient(self) -> None:
+        # The share of a loss is computed in the forward pass.
+        of_loss = isinstance(self._finding, LossShare)
+        self._ran(self.module, _B, 0.6 if of_loss else 0.8)
+        self._differentiated(self.module, 0.6 if of_loss else 1.0)
+        self._ran(self.module, _F, 1.0 if of_loss else 0.6)
+        self._set_for(self.module, 0.9)
+
+    def _parameter_gradient(self) -> None:
+        # If most are right, it is less likely what reduces all of them.
+        few = self._few
+        self._part(_G, 0.8 if few else 1.0, 0.6)
+        self._ran(self._owner, _B, 1.0 if few else 0.7)
+        self._ran(self._owner, _F, 0.3)
+        self._part(Phase.SCHEDULE, 0.3 if few else 0.6)
+        self._built(self._owner, 0.8 if few else 0.4)
+
+    def _statistic(self) -> None:
+        verdict = self._verdict
+        reduced = verdict.kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number
+        self._part(Phase.OPTIMIZER, 1.0, 0.5)
+        self._part(_G, 1.0 if reduced else 0.3, 0.3)
+
+    def _update(self) -> None:
+        self._part(Phase.OPTIMIZER, 1.0, 0.6)
+        self._part(_G, 1.0 if self._verdict.kind is Kind.PARAM else 0.3, 0.4)
+
+    def _buffer(self) -> None:
+        self._part(_G, 1.0, 0.4)
+        self._ran(self._owner, _F, 0.7)
+        self._part(Phase.OPTIMIZER, 0.2)
+
+    def _logged(self) -> None:
+        """What names the number, and what ran beside the function that logs it."""
+        name, code = self._verdict.name, self._code
+        logging: set[int] = set()
+        if (logs := code.number(anchor_of(self._sources, self._verdict))) is not None:
+            for context in code.contexts[logs]:
+                logging |= set(code.chain(logs, context))
+                for caller in code.callers(logs, context):
+                    for called, depth in code.below(caller, context).items():
+                        self._take([called], 1.0)
+                        self.add(called, Clue.NAMES, 1.2 if depth < 2 else 0.5)
+        for number, function in enumerate(code.functions):
+            for context in code.contexts[number]:
+                if name in function.strings and number not in logging:
+                    for called, depth in code.below(number, context).items():
+                        self._take([called], 0.5 * _DEEPER**depth)
+                        self.add(called, Clue.NAMES, 1.0 if depth < 2 else 0.3)
+
+    # By where it ran
+
+    def _take(self, functions: Iterable[int], weight: float) -> None:
+        for function in functions:
+            self.weights[function] = max(weight, self.weights.get(function, 0.0))
+
+    def _container(self) -> str:
+        """The innermost module around this one in which functions ran."""
+        at = self._code.at
+        return next((name for name in around(self.module) if (pattern(name), _F) in at), ROOT)
+
+    def _ran(self, module: str, phase: Phase, weight: float) -> None:
+        name = pattern(module)
+        for (other, part), functions in self._code.at.items():
+            if part is phase and f"{other}.".startswith(f"{name}."):
+                self._take(functions, weight if other == name else weight * _INSIDE)
+
+    def _part(self, part: Phase, weight: float, built: float = 0.0) -> None:
+        """What ran in a part of the step, and what of the same files ran before any step."""
+        functions = self._code.functions
+        for context, ran in self._code.at.items():
+            own = [number for number in ran if functions[number].part is part]
+            if context[1] is part:
+                # Schedules run everything.
+                self._take(own if part is Phase.SCHEDULE else ran, weight)
+            elif context == BUILDING and built:
+                self._take(own, built)
+
+    def _built(self, module: str, weight: float, *, whole: bool = True) -> None:
+        """A module's constructor, and all it called (``whole``) but other modules' constructors."""
+        sources, code = self._sources, self._code
+        like = (name for name in sources.modules if pattern(name) == pattern(module))
+        own = sources.of(next(like, module))
+        start = code.number(own.built) if own else None
+        if start is None:
+            return
+        others = {code.number(other.built) for other in sources.codes} - {start, None}
+        but = {number for number in others if number is not None}
+        below = code.below(start, BUILDING, but) if whole else {start: 0}
+        for function, depth in below.items():
+            self._take([function], weight * _DEEPER**depth)
+            self.add(function, Clue.BUILT, 0.0)
+
+    def _differentiated(self, module: str, weight: float) -> None:
+        """Autograd functions whose backward ran in a module, with all that they call."""
+        name, code = pattern(module), self._code
+        for number, twin in self._autograd(name, "forward"):
+            self._take(code.below(number, (name, _B)), weight)
+            self._take(code.below(twin, (name, _F)), weight * 0.8)
+            self._take(code.callers(twin, (name, _F)), weight * 0.7)
+
+    def _autograd(self, module: str, method: str) -> Iterator[tuple[int, int]]:
+        """Backward functions that ran in a module, and another method of their classes."""
+        code = self._code
+        for number in list(code.at.get((module, _B), ())):
+            function = code.functions[number]
+            head, _, name = function.name.rpartition(".")
+            twin = code.named(function.file, f"{head}.{method}")
+            if name == "backward" and twin is not None:
+                yield number, twin
+
+    def _set_for(self, module: str, weight: float) -> None:
+        """What sets something in a class whose backward ran in a module, as a loss's scale."""
+        name, code = pattern(module), self._code
+        heads = {
+            (function.file, function.name.removesuffix("backward"))
+            for number in code.at.get((name, _B), ())
+            if (function := code.functions[number]).name.endswith(".backward")
+        }
+        for number, function in enumerate(code.functions):
+            if (function.file, function.name[: function.name.rfind(".") + 1]) in heads:
+                elsewhere = (one for one in code.contexts[number] if one[0] != name)
+                for caller in (c for context in elsewhere for c in code.callers(number, context)):
+                    self._take([caller], weight)
+                    self.add(caller, Clue.SETS, 0.3)
+
+
+def around(module: str) -> Iterator[str]:
+    """The modules around a module, the innermost first."""
+    while module := module.rpartition(".")[0]:
+        yield module
+
+
+def anchor_of(sources: Sources, verdict: Judged) -> str:
+    """The function that surely had a part in making a tensor; empty if it is not known."""
+    kind, direction, name = verdict.kind, verdict.direction, verdict.name.partition("#")[0]
+    if (kind, name) == (Kind.INPUT, ROOT) or kind in (Kind.TOKENS, Kind.LOSS):
+        return sources.step
+    if kind is Kind.METRIC:
+        # What is not logged here would be by what logs the others.
+        return sources.metrics.get(name, next(iter(sources.metrics.values()), ""))
+    if direction is Direction.UPDATE and kind is not Kind.BUFFER:
+        return sources.optimizer
+    if direction is Direction.GRADIENT:
+        return sources.finalize
+    code = sources.of(name) or sources.of(ROOT) or ModuleCode()
+    if kind is Kind.LOADED:
+        if verdict.index == LoadedIndex.NUMBER:
+            loaders = sources.loaders.items()
+            return next((place for start, place in loaders if name.startswith(start)), "")
+        is_module = verdict.index in (*WEIGHTS, LoadedIndex.BUFFER)
+        return code.described if is_module else sources.optimizer_state
+    if direction is Direction.START:
+        return code.built
+    if kind is Kind.GRAD_OUTPUT:
+        return code.user
+    return (direction is Direction.BACKWARD and code.backward) or code.forward

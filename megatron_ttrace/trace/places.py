@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places in code to look at, each with what speaks for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from enum import StrEnum
+
+from megatron_ttrace.trace.codec import Count, Record
+
+_PLACE = re.compile(r"(.+):(\d+) \((.+)\)")
+
+
+class Clue(StrEnum):
+    """What speaks for a function as the one that is wrong."""
+
+    REDUCES = "reduces"
+    """It calls the reduction that the finding is about."""
+    SILENT = "silent"
+    """By its name it communicates, but nothing was sent in it."""
+    MARKS = "marks"
+    """It built the parameter, and sets marks by which parameters are selected."""
+    SETS = "sets"
+    """It sets something that the culprit's backward pass uses."""
+    SELECTS = "selects"
+    """It selects parameters by their marks."""
+    SCALES = "scales"
+    """It multiplies or divides."""
+    MOVES = "moves"
+    """It fills or copies a buffer."""
+    AXIS = "axis"
+    """Its names contain an axis of the finding."""
+    NAMES = "names"
+    """It names what is wrong."""
+    RAN = "ran"
+    """It ran in the culprit, and hardly anywhere else."""
+    BUILT = "built"
+    """It built the culprit."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place(Record):
+    """A function to look at; ``line`` is its first line, or that of the call concerned."""
+
+    file: str
+    line: Count
+    function: str
+    clue: Clue
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} ({self.function})"
+
+    @classmethod
+    def of(cls, text: str, clue: Clue) -> Place | None:
+        """The place that ``file:line (function)`` names; ``None`` for any other text."""
+        match = _PLACE.fullmatch(text)
+        return cls(match[1], int(match[2]), match[3], clue) if match else None

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of Megatron that run, with their callers; others are not reported."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ttrace.capture.calls import CallTap
+from megatron_ttrace.mcore import sources
+from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.trace.collectives import Calls, Phase
+
+MODEL = """
+def build():
+    return mark()
+def mark(name="sequence_parallel"):
+    return name
+def forward(x):
+    return primitive(x)
+def primitive(x):
+    return x * 2
+"""
+OPTIMIZER = """
+def step(grads):
+    for grad in grads:
+        scale(grad)
+def scale(grad):
+    grad.mul_(2)
+"""
+
+
+def made(text: str, file: str) -> dict[str, Any]:
+    """The functions of a file of Megatron's."""
+    functions: dict[str, Any] = {}
+    exec(compile(text, sources.megatron_folder() + file, "exec"), functions)
+    return functions
+
+
+@pytest.fixture
+def tap() -> Iterator[CallTap]:
+    """Records."""
+    tap = CallTap()
+    tap.start()
+    assert not tap.error
+    yield tap
+    tap.stop()
+
+
+def named(calls: Calls) -> set[tuple[str, str, str, Phase]]:
+    """The calls with names."""
+    names = [one.name for one in calls.functions]
+    return {
+        (names[function], names[caller] if caller >= 0 else "", module, phase)
+        for function, caller, module, phase, _ in calls.calls
+    }
+
+
+def test_calls(tap: CallTap) -> None:
+    """Before a step, in a module, in a part of the step; what is called has its caller's part."""
+    model, optimizer = made(MODEL, "core/m.py"), made(OPTIMIZER, "core/optimizer/o.py")
+    place: list[tuple[str, Phase | None]] = [("", None)]
+    model["build"]()
+    tap.in_steps(lambda: place[0])
+    place[0] = "layers.3.mlp", Phase.FORWARD
+    model["forward"](torch.ones(1))
+    place[0] = "layers.4.mlp", Phase.FORWARD
+    model["forward"](torch.ones(1))
+    place[0] = "", None
+    optimizer["step"]([torch.ones(1)] * 200)
+    tap.stop()
+    model["build"]()
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.sequence_parallel, weight.allreduce = True, False
+    calls = tap.calls([Names({}, {"layers.3.mlp.weight": weight}, {}, frozenset())])
+    assert named(calls) == {
+        ("build", "", "", Phase.CONSTRUCTION),
+        ("mark", "build", "", Phase.CONSTRUCTION),
+        ("forward", "", "layers.*.mlp", Phase.FORWARD),
+        ("primitive", "forward", "layers.*.mlp", Phase.FORWARD),
+        ("step", "", "", Phase.OPTIMIZER),
+        ("scale", "step", "", Phase.OPTIMIZER),
+    }
+    assert calls.marks == {"layers.*.mlp.weight": ("sequence_parallel",)}
+    functions = {one.name: one for one in calls.functions}
+    assert functions["primitive"].scales
+    assert functions["scale"].scales
+    assert functions["scale"].part is Phase.OPTIMIZER
+    assert not functions["forward"].scales
+    lines = {functions_name(calls, one.function): one.line for one in calls.calls}
+    assert lines["primitive"] == 7
+    assert Calls.from_json(calls.to_json()) == calls
+
+
+def functions_name(calls: Calls, number: int) -> str:
+    """The name of a function."""
+    return calls.functions[number].name
+
+
+def test_a_function_that_runs_often_is_reported_no_more(tap: CallTap) -> None:
+    """After it showed nothing new; until the next part of the job."""
+    functions = made(OPTIMIZER, "core/optimizer/o.py")
+    counted = 0
+    note = tap._note
+
+    def counting(*args: Any) -> Any:
+        nonlocal counted
+        counted += 1
+        return note(*args)
+
+    tap._note = counting  # type: ignore[method-assign]
+    tap.in_steps(lambda: ("", None))
+    functions["step"]([torch.ones(1)] * 1000)
+    assert counted < 100
+    tap.in_steps(lambda: ("", None))
+    functions["step"]([torch.ones(1)])
+    assert counted < 110
+
+
+def test_an_error_is_kept() -> None:
+    """Never raised in the job; nothing is recorded after it."""
+
+    def fail() -> tuple[str, Phase | None]:
+        raise ValueError("broken")
+
+    tap = CallTap()
+    tap.start()
+    tap.in_steps(fail)
+    functions = made(OPTIMIZER, "core/schedule.py")
+    functions["step"]([torch.ones(1)])
+    tap.stop()
+    assert "broken" in tap.error
+
+
+def test_no_room_for_a_tool() -> None:
+    """Other tools use all: nothing is recorded, and that is known."""
+    free = [tool for tool in range(6) if sys.monitoring.get_tool(tool) is None]
+    for tool in free:
+        sys.monitoring.use_tool_id(tool, "test")
+    try:
+        tap = CallTap()
+        tap.start()
+        tap.stop()
+    finally:
+        for tool in free:
+            sys.monitoring.free_tool_id(tool)
+    assert tap.error
+    assert tap.calls([]) == Calls()

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of a step that no job ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ttrace.trace.collectives import (
+    Calls,
+    Collective,
+    Function,
+    FunctionCall,
+    Ledger,
+    ModuleCode,
+    Operation,
+    Phase,
+    Sources,
+    pattern,
+)
+
+LINEAR, NORM, MODEL = "decoder.layers.0.linear", "decoder.layers.0.norm", "model"
+
+F, B, G = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENTS
+U, S, C = Phase.OPTIMIZER, Phase.SCHEDULE, Phase.CONSTRUCTION
+
+
+def where(name: str, line: int = 1) -> str:
+    """A function of the file ``m.py``."""
+    return f"m.py:{line} ({name})"
+
+
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "Linear.forward": {"axes": ("tp",), "size": 400},
+    "reduce": {"size": 100},
+    "gather": {"axes": ("tp",)},
+    "Norm.forward": {"size": 100},
+    "Product.forward": {"size": 300},
+    "Product.backward": {"size": 300, "scales": True},
+    "Product.set_scale": {},
+    "run": {"part": S, "scales": True, "axes": ("microbatches",), "size": 800},
+    "Linear.__init__": {"marks": ("sequence_parallel",), "size": 400},
+    "offset": {"axes": ("pp",), "scales": True, "size": 100},
+    "finalize": {"part": G, "size": 400},
+    "reduce_norms": {"part": G, "marks": ("sequence_parallel",), "axes": ("tp",), "size": 400},
+    "sync_grads": {"part": G, "axes": ("dp",), "size": 400},
+    "step": {"part": U, "size": 400},
+    "clip_by_norm": {"part": U, "scales": True, "size": 200},
+    "log": {"size": 200},
+    "aggregate": {"size": 200, "scales": True},
+    "report": {"size": 200},
+    "router_loss": {"strings": ("z_loss",), "size": 200},
+}
+_NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
+_CALLS = [
+    *[("Linear.forward", "", LINEAR, F), ("reduce", "Linear.forward", LINEAR, F)],
+    *[("Norm.forward", "", NORM, F), ("reduce", "Norm.forward", NORM, F)],
+    ("Product.forward", "Linear.forward", LINEAR, F),
+    *[("Product.backward", "", LINEAR, B), ("reduce", "Product.backward", LINEAR, B)],
+    ("gather", "Product.backward", LINEAR, B),
+    *[("run", "", "", S), ("Product.set_scale", "run", "", S)],
+    *[("Linear.__init__", "", "", C), ("offset", "Linear.__init__", "", C)],
+    *[
+        ("finalize", "", "", G),
+        ("reduce_norms", "finalize", "", G),
+        ("sync_grads", "finalize", "", G),
+    ],
+    *[("step", "", "", U), ("clip_by_norm", "step", "", U)],
+    *[("report", "", "", Phase.OTHER), ("log", "report", "", Phase.OTHER)],
+    ("aggregate", "report", "", Phase.OTHER),
+    ("router_loss", "", MODEL, F),
+]
+CODES = (
+    ModuleCode(
+        forward=where("Linear.forward"),
+        backward=where("Product.backward"),
+        built=where("Linear.__init__"),
+        user=where("run"),
+    ),
+    ModuleCode(forward=where("Norm.forward")),
+    ModuleCode(forward="script.py:9 (Model.forward)"),
+)
+
+
+def collective(name: str, group: str = "tp", **more: Any) -> Collective:
+    """A reduction that a function calls in its seventh line."""
+    known = {"module": "", "direction": G, "bytes": 64, "operation": Operation.ALL_REDUCE}
+    return Collective(
+        iteration=1,
+        reduction="sum",
+        group=group,
+        size=2,
+        dtype="float32",
+        where=where(name, 7),
+        count=1,
+        ranks=(0, 1),
+        **(known | more),
+    )
+
+
+def record(*collectives: Collective, marks: dict[str, tuple[str, ...]] | None = None) -> Ledger:
+    """With all functions; each is the first of its file's lines."""
+    return Ledger(
+        collectives,
+        sources=Sources(
+            {LINEAR: 0, NORM: 1, MODEL: 2},
+            CODES,
+            optimizer=where("step"),
+            finalize=where("finalize"),
+            step="script.py:1 (forward_step)",
+            metrics={"z_loss": where("log")},
+            calls=Calls(
+                tuple(Function("m.py", 1, name, **known) for name, known in FUNCTIONS.items()),
+                tuple(
+                    FunctionCall(
+                        _NUMBERS[name],
+                        _NUMBERS.get(caller, -1),
+                        pattern(module),
+                        phase,
+                        5,
+                    )
+                    for name, caller, module, phase in _CALLS
+                ),
+                marks or {},
+            ),
+        ),
+    )

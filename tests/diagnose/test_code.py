@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions by where they ran; what passed."""
+
+from megatron_ttrace.diagnose.code import BUILDING, Code, Outcomes
+from megatron_ttrace.trace.collectives import Phase
+from megatron_ttrace.trace.records import Kind, Outcome
+from tests.diagnose.judged_by_hand import judged
+from tests.diagnose.ran_by_hand import FUNCTIONS, record, where
+
+NAMES = list(FUNCTIONS)
+LINEAR = "decoder.layers.*.linear"
+
+
+def test_code() -> None:
+    """Chains stay in a module and a part of the step; contexts are those of steps."""
+    code = Code(record())
+
+    def number(name: str) -> int:
+        found = code.number(where(name, 99))
+        assert found is not None
+        return found
+
+    def names(numbers: list[int]) -> list[str]:
+        return [NAMES[one] for one in numbers]
+
+    forward = LINEAR, Phase.FORWARD
+    assert names(code.chain(number("reduce"), forward)) == ["reduce", "Linear.forward"]
+    assert names(code.callers(number("reduce"), forward)) == ["Linear.forward"]
+    built, offset = number("Linear.__init__"), number("offset")
+    assert code.below(built, BUILDING) == {built: 0, offset: 1}
+    assert code.below(built, BUILDING, {offset}) == {built: 0}
+    assert len(code.contexts[number("reduce")]) == 3
+    assert not code.contexts[number("offset")]
+    assert code.number("elsewhere.py:1 (f)") is None
+    assert code.number("no place") is None
+
+
+def test_outcomes() -> None:
+    """A name passes if all its tensors of a kind do, in all layers."""
+    outcomes = Outcomes(
+        [
+            judged(Kind.OUTPUT, "layers.0.a"),
+            judged(Kind.OUTPUT, "layers.1.a", Outcome.DIVERGED),
+            judged(Kind.OUTPUT, "layers.0.b"),
+            judged(Kind.OUTPUT, "c", Outcome.UNCHECKED),
+        ]
+    )
+    right = [outcomes.is_right((f"{name}", Phase.FORWARD)) for name in ("layers.*.a", "layers.*.b")]
+    assert right == [False, True]
+    assert not outcomes.is_right(("c", Phase.FORWARD))
+    assert not outcomes.is_right(("layers.*.b", Phase.BACKWARD))
+    assert (outcomes.share(Kind.OUTPUT), outcomes.share(Kind.MAIN_GRAD)) == (0.5, 0.0)

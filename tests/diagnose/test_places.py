@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where to look follows from the cause and from what ran."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ttrace.diagnose.places import Places
+from megatron_ttrace.trace.collectives import UNRECORDED, Collective, Ledger
+from megatron_ttrace.trace.findings import (
+    Cause,
+    ConstantFactor,
+    Explanation,
+    Finding,
+    Grounds,
+    Loss,
+    LossShare,
+)
+from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.places import Clue, Place
+from megatron_ttrace.trace.records import ROOT, Kind, Outcome
+from tests.diagnose.judged_by_hand import judged
+from tests.diagnose.ran_by_hand import LINEAR, NORM, B, F, U, collective, record
+
+PARTIAL = Finding(Cause.PARTIAL, ("tp",))
+WEIGHT = f"{LINEAR}.weight"
+FORWARD = collective("reduce", module=LINEAR, direction=F)
+NORMS, GRADIENTS = collective("reduce_norms"), collective("sync_grads", "dp", bytes=640)
+
+
+def large(*axes: str) -> Finding:
+    """A factor by the size of axes."""
+    return ConstantFactor(Cause.TOO_LARGE, axes, ratio=2.0)
+
+
+def places(
+    kind: Kind,
+    name: str,
+    finding: Finding | None,
+    *calls: Collective,
+    ledger: Ledger | None = None,
+    others: tuple[Judged, ...] = (),
+) -> tuple[Place, ...]:
+    """Of a failure in the step made by hand."""
+    verdict = judged(kind, name, Outcome.DIVERGED)
+    diagnosis = Diagnosis(
+        name=name,
+        direction=verdict.direction,
+        grounds=Grounds.FIRST_FAILURE,
+        verdict=verdict,
+        why=Explanation(finding),
+    )
+    made = Places(ledger or record(*calls), [verdict, *others])
+    return made.of(diagnosis).why.places
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "finding", "calls", "first", "clue"),
+    [
+        # A primitive that other modules call, too: the caller.
+        (Kind.OUTPUT, LINEAR, large("tp"), (FORWARD,), "Linear.forward", Clue.REDUCES),
+        (Kind.MAIN_GRAD, WEIGHT, large("tp"), (NORMS, GRADIENTS), "reduce_norms", Clue.REDUCES),
+        (Kind.MAIN_GRAD, WEIGHT, large("dp"), (NORMS, GRADIENTS), "sync_grads", Clue.REDUCES),
+        # The parameter lacks the mark that the reduction selects by.
+        (Kind.MAIN_GRAD, WEIGHT, PARTIAL, (NORMS,), "Linear.__init__", Clue.MARKS),
+        # The scale is set by the schedule.
+        (Kind.GRAD_OUTPUT, ROOT, large("microbatches"), (), "run", Clue.AXIS),
+        (Kind.PARAM, WEIGHT, Finding(Cause.LAYER_NUMBERS, ("pp",)), (), "offset", Clue.AXIS),
+        (Kind.EXP_AVG, WEIGHT, large("clipping"), (), "clip_by_norm", Clue.NAMES),
+        (Kind.METRIC, "z_loss", large("layers"), (), "aggregate", Clue.NAMES),
+        (
+            Kind.GRAD_NORM,
+            "grad_norm",
+            None,
+            (collective("clip_by_norm", direction=U),),
+            *("clip_by_norm", Clue.REDUCES),
+        ),
+    ],
+)
+def test_first_place(
+    kind: Kind,
+    name: str,
+    finding: Finding | None,
+    calls: tuple[Collective, ...],
+    first: str,
+    clue: Clue,
+) -> None:
+    """The most likely function, with what speaks for it."""
+    found = places(kind, name, finding, *calls)
+    assert (found[0].function, found[0].clue) == (first, clue)
+    assert len(found) <= 3
+
+
+def test_a_marked_parameter() -> None:
+    """What selects by the mark is then more likely than what sets it."""
+    marks = {"decoder.layers.*.linear.weight": ("sequence_parallel",)}
+    ledger = record(NORMS, marks=marks)
+    found = places(Kind.MAIN_GRAD, WEIGHT, PARTIAL, ledger=ledger)
+    assert found[0].function == "reduce_norms"
+
+
+def test_the_line_of_a_call() -> None:
+    """A function that calls the collective itself is shown with that line."""
+    found = places(Kind.MAIN_GRAD, WEIGHT, large("dp"), GRADIENTS)
+    assert str(found[0]) == "m.py:7 (sync_grads)"
+
+
+def test_what_also_ran_where_all_is_right() -> None:
+    """The same primitive made the right output of another module."""
+    right = judged(Kind.OUTPUT, NORM)
+    ranked = [
+        Places(record(FORWARD), [judged(Kind.OUTPUT, LINEAR, Outcome.DIVERGED), *others]).ranked(
+            judged(Kind.OUTPUT, LINEAR, Outcome.DIVERGED), large("tp")
+        )
+        for others in ((), (right,))
+    ]
+    before, after = (
+        next(score for score, place in each if place.function == "reduce") for each in ranked
+    )
+    assert after < before
+
+
+@pytest.mark.parametrize("ran", [False, True])
+def test_silence(ran: bool) -> None:
+    """A function communicates by its name, and did not, while others did over its axis."""
+    gathered = collective("gather", module=LINEAR, direction=B)
+    calls = [collective("reduce", module=NORM, direction=F), *[gathered] * ran]
+    failure = judged(Kind.GRAD_INPUT, LINEAR, Outcome.DIVERGED)
+    ranked = Places(record(*calls), [failure]).ranked(failure, None)
+    clues = {place.function: place.clue for _, place in ranked}
+    assert (clues["gather"] is Clue.SILENT) is not ran
+
+
+def test_the_share_of_a_loss() -> None:
+    """What sets the scale of the loss, or computes it, before what applies it."""
+    share = LossShare(Cause.TOO_LARGE, losses=(Loss.Z,), fault=large("microbatches"))
+    found = places(Kind.GRAD_INPUT, LINEAR, share)
+    assert (found[0].function, found[0].clue) == ("run", Clue.SETS)
+
+
+def test_code_that_is_not_megatrons() -> None:
+    """A script's own function was not recorded, but it surely ran."""
+    found = places(Kind.TOKENS, "tokens", None)
+    assert found[0] == Place("script.py", 1, "forward_step", Clue.RAN)
+
+
+def test_nothing_is_made_up() -> None:
+    """Where nothing was recorded, nothing is known."""
+    for kind in (Kind.OUTPUT, Kind.MAIN_GRAD, Kind.PARAM, Kind.METRIC, Kind.GRAD_NORM):
+        assert places(kind, WEIGHT, PARTIAL, ledger=UNRECORDED) == ()
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind(kind: Kind) -> None:
+    """Three places at most, most likely first, each once; B stands for what ran backwards."""
+    found = places(kind, LINEAR, None, collective("reduce", module=LINEAR, direction=B))
+    assert len({place.function for place in found}) == len(found) <= 3

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which functions may have made what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ttrace.diagnose.code import Code
+from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
+from megatron_ttrace.trace.findings import Cause, Finding
+from megatron_ttrace.trace.places import Clue
+from megatron_ttrace.trace.records import ROOT, Kind, Outcome
+from tests.diagnose.judged_by_hand import judged
+from tests.diagnose.ran_by_hand import CODES, FUNCTIONS, LINEAR, record, where
+
+NAMES = list(FUNCTIONS)
+
+
+def suspects(
+    kind: Kind, name: str, finding: Finding | None = None, *, few: bool = False
+) -> Suspects:
+    """Of a failure in the step made by hand."""
+    ledger = record()
+    verdict = judged(kind, name, Outcome.DIVERGED)
+    return Suspects(Code(ledger), ledger, verdict, finding, few=few)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "suspected", "others"),
+    [
+        (Kind.OUTPUT, LINEAR, "Linear.forward reduce Product.forward", "Norm.forward run"),
+        (Kind.GRAD_INPUT, LINEAR, "Product.backward reduce Product.forward run", "Norm.forward"),
+        (Kind.GRAD_OUTPUT, ROOT, "run", "step"),
+        (Kind.MAIN_GRAD, f"{LINEAR}.weight", "finalize sync_grads reduce_norms run", "step"),
+        (Kind.PARAM_DELTA, f"{LINEAR}.weight", "step clip_by_norm", "Linear.forward"),
+        (Kind.GRAD_NORM, "grad_norm", "step clip_by_norm", "Linear.forward"),
+        (Kind.PARAM, f"{LINEAR}.weight", "Linear.__init__ offset", "Linear.forward"),
+        (Kind.METRIC, "z_loss", "log aggregate router_loss", "step"),
+        (Kind.BUFFER, f"{LINEAR}.scale", "finalize Linear.forward", "Norm.forward"),
+        (Kind.INPUT, ROOT, "run", "step"),
+    ],
+)
+def test_suspects(kind: Kind, name: str, suspected: str, others: str) -> None:
+    """What ran in that module and direction, or in that part of the step."""
+    found = {NAMES[number] for number, weight in suspects(kind, name).weights.items() if weight}
+    assert found >= set(suspected.split())
+    assert not found & set(others.split())
+
+
+def test_what_sets_a_scale() -> None:
+    """The caller of another function of the class whose backward ran."""
+    clues = suspects(Kind.GRAD_INPUT, LINEAR).clues
+    assert [NAMES[n] for n, known in clues.items() if Clue.SETS in known] == ["run"]
+
+
+def test_random_states() -> None:
+    """They are set anywhere before the step."""
+    seeds = suspects(Kind.INITIAL, "unknown.weight", Finding(Cause.RANDOM_STATE))
+    assert NAMES.index("offset") in seeds.weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        (Kind.OUTPUT, LINEAR, CODES[0].forward),
+        (Kind.GRAD_INPUT, LINEAR, CODES[0].backward),
+        (Kind.GRAD_OUTPUT, LINEAR, CODES[0].user),
+        (Kind.PARAM, f"{LINEAR}.weight", CODES[0].built),
+        (Kind.LOADED, f"{LINEAR}.weight", ""),
+        (Kind.MAIN_GRAD, f"{LINEAR}.weight", where("finalize")),
+        (Kind.EXP_AVG, f"{LINEAR}.weight", where("step")),
+        (Kind.TOKENS, "tokens", "script.py:1 (forward_step)"),
+        (Kind.METRIC, "z_loss", where("log")),
+        (Kind.METRIC, "another", where("log")),
+        (Kind.BUFFER, "unknown.bias", CODES[2].forward),
+    ],
+)
+def test_anchor(kind: Kind, name: str, expected: str) -> None:
+    """The function that surely ran."""
+    assert anchor_of(record().sources, judged(kind, name, Outcome.DIVERGED)) == expected
