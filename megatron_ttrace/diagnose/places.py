@@ -58,7 +58,7 @@ _WORDS: dict[object, str] = {
     Kind.PARAM: "param params sync",
     Kind.PARAM_DELTA: "step param params",
     Kind.HYPERPARAMETERS: "group groups",
-    Kind.INITIAL: "init initialize weight reset",
+    Kind.INITIAL: "initialize reset",
     Kind.ROUTING: "routing topk",
     Kind.LOADED: "sharded state dict",
     Statistic.CLIPPED: "clip norm grad",
@@ -69,7 +69,6 @@ _WORDS: dict[object, str] = {
     Loss.Z: "z loss",
     Loss.MTP: "mtp loss",
     Loss.INDEXER: "indexer loss",
-    Cause.RANDOM_STATE: "seed rng",
     Cause.LAYERS: "layers num build",
     Cause.LAYER_NUMBERS: "layer offset",
     Term.LOGARITHM: "loss log",
@@ -134,7 +133,10 @@ class _Judge:
         self._few = outcomes.share(verdict.kind) < _FEW
         self._suspects = Suspects(code, ledger, verdict, finding, few=self._few)
         self._words = self._words_of(findings)
+        # The share of a loss is computed beside the module's output.
+        self._of_loss = isinstance(finding, LossShare)
         self._lines: dict[int, int] = {}
+        self._reducing: set[int] = set()
 
     def scores(self) -> dict[int, float]:
         """By number of the function."""
@@ -154,7 +156,7 @@ class _Judge:
 
     def _score(self, number: int) -> float:
         contexts = self._code.contexts[number]
-        right = sum(map(self._outcomes.is_right, contexts))
+        right = sum(map(self._outcomes.is_right, contexts)) * (not self._of_loss)
         common = 0.5 * right + 0.2 * max(0, len(contexts) - 1 - right)
         # There is more to be wrong in a long function.
         prior = 0.15 * math.log2(max(2.0, self._code.functions[number].size / 32))
@@ -169,10 +171,13 @@ class _Judge:
             known.append(([*Statistic][verdict.index], 0.5))
         for finding in findings:
             if isinstance(finding, LossShare):
+                known += [(loss, -0.35) for loss in Loss if loss not in finding.losses]
                 known += [(loss, 0.35) for loss in finding.losses]
             known += [(axis, 1.0) for axis in (*finding.axes, finding.cause)]
             known += [(finding.term, 1.0)] if isinstance(finding, LossTerm) else []
         words = dict.fromkeys(set(_tokens(module)) - _EVERYWHERE, 0.35)
+        if verdict.kind is Kind.BUFFER:
+            words |= dict.fromkeys(_tokens(module.rpartition(".")[2]), 0.7)
         if verdict.kind is Kind.METRIC:
             words |= dict.fromkeys(_tokens(verdict.name), 0.5)
             if verdict.index == MetricIndex.LEFT:
@@ -192,13 +197,16 @@ class _Judge:
             add(number, Clue.AXIS, len(function.axes) ** -0.5)
         if self._causes & _SCALED:
             add(number, Clue.SCALES, 0.7 * function.scales)
-            add(number, Clue.SETS, 1.0 * (Clue.SETS in clues))
+            add(number, Clue.SETS, 0.7 * (Clue.SETS in clues))
         if self._causes & _MOVED:
             add(number, Clue.MOVES, 0.7 * function.moves)
-        if points := sum(self._words.get(word, 0.0) for word in {*_tokens(function.name)}):
+        head, _, name = function.name.rpartition(".")
+        points = sum(self._words.get(word, 0.0) for word in {*_tokens(name)})
+        points += 0.5 * sum(self._words.get(word, 0.0) for word in {*_tokens(head)})
+        if self._mesh and self._causes & _REDUCED and Clue.REDUCES not in clues:
+            points += 0.7 * _communicates(function)
+        if points:
             add(number, Clue.NAMES, points + clues.get(Clue.NAMES, 0.0))
-        if self._mesh and self._causes & _REDUCED and _communicates(function):
-            add(number, Clue.REDUCES, 0.7)
 
     def _communication(self) -> None:
         """For what leads to a collective that the finding is about, or to any if there is none."""
@@ -220,6 +228,8 @@ class _Judge:
             points = self._worth(call) - (sizes.get(call.where, likely) != likely)
             if points > 0 and chain and (place := Place.of(call.where, Clue.REDUCES)):
                 self._lines.setdefault(chain[0], place.line)
+            if self._fits(call):
+                self._reducing |= {*chain}
             for distance, number in enumerate(chain):
                 self._suspects.add(number, Clue.REDUCES, max(0.0, points) * 0.9**distance)
         if kind is Kind.MAIN_GRAD:
@@ -240,7 +250,7 @@ class _Judge:
     def _worth(self, call: Collective) -> float:
         kind = self._verdict.kind
         if self._fits(call) and self._causes & _REDUCED:
-            return 2.5
+            return 1.25 if kind is Kind.BUFFER else 2.5
         is_sum = call.operation.reduces and call.dtype.startswith("float")
         of_norm = kind in (Kind.GRAD_NORM, Kind.COUNTED) and call.direction is Phase.OPTIMIZER
         if (of_norm and is_sum) or (kind is Kind.PARAM and call.direction is Phase.PARAMETERS):
@@ -269,12 +279,7 @@ class _Judge:
             return
         missing = kind is Kind.MAIN_GRAD and Cause.PARTIAL in self._causes
         set_here = {*self._ledger.sources.calls.marks.get(pattern(self._verdict.name), ())}
-        selecting = {
-            mark
-            for number, points in suspects.clues.items()
-            if points.get(Clue.REDUCES)
-            for mark in self._code.functions[number].marks
-        }
+        selecting = {mark for n in self._reducing for mark in self._code.functions[n].marks}
         lost = missing and bool(selecting) and not set_here & selecting
         for number in list(suspects.weights):
             marks = {*self._code.functions[number].marks}

@@ -99,6 +99,10 @@ class Suspects:
 
     def _start(self) -> None:
         cause = self._finding.cause if self._finding else None
+        if cause is Cause.RANDOM_STATE:
+            functions = self._code.functions
+            self._take((n for n in self._code.at[BUILDING] if "seed" in functions[n].name), 1.0)
+            return
         self._built(self._owner, 1.0)
         self._built(self.module, 1.0)
         is_misplaced = cause in _MISPLACED
@@ -106,8 +110,6 @@ class Suspects:
             self._built(outer, 1.0 if is_misplaced else _FARTHER**distance, whole=is_misplaced)
         self._part(_G, 0.0, 0.4)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)
-        if cause is Cause.RANDOM_STATE:
-            self._take(self._code.at[BUILDING], 0.5)
 
     def _input(self) -> None:
         self._ran(self._container(), _F, 1.0)

@@ -40,6 +40,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "run": {"part": S, "scales": True, "axes": ("microbatches",), "size": 800},
     "Linear.__init__": {"marks": ("sequence_parallel",), "size": 400},
     "offset": {"axes": ("pp",), "scales": True, "size": 100},
+    "set_seed": {},
     "finalize": {"part": G, "size": 400},
     "reduce_norms": {"part": G, "marks": ("sequence_parallel",), "axes": ("tp",), "size": 400},
     "sync_grads": {"part": G, "axes": ("dp",), "size": 400},
@@ -59,6 +60,7 @@ _CALLS = [
     ("gather", "Product.backward", LINEAR, B),
     *[("run", "", "", S), ("Product.set_scale", "run", "", S)],
     *[("Linear.__init__", "", "", C), ("offset", "Linear.__init__", "", C)],
+    ("set_seed", "", "", C),
     *[
         ("finalize", "", "", G),
         ("reduce_norms", "finalize", "", G),

@@ -54,9 +54,11 @@ def test_what_sets_a_scale() -> None:
 
 
 def test_random_states() -> None:
-    """They are set anywhere before the step."""
-    seeds = suspects(Kind.INITIAL, "unknown.weight", Finding(Cause.RANDOM_STATE))
-    assert NAMES.index("offset") in seeds.weights
+    """They are set by functions with such a name, and not by the constructor."""
+    seeds = suspects(Kind.INITIAL, f"{LINEAR}.weight", Finding(Cause.RANDOM_STATE))
+    found = {NAMES[number] for number in seeds.weights}
+    assert found == {"set_seed", "Linear.__init__"}
+    assert seeds.weights[NAMES.index("set_seed")] > seeds.weights[NAMES.index("Linear.__init__")]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Executi
 from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks, PartialSums
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
+from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Exactness,
@@ -90,7 +91,11 @@ def deep(layers: int = 64) -> Check:
 
     def explain(judged: Judged) -> Explanation:
         ranks = FailingRanks(judged.ranks, 2, 8)
-        return Explanation(PartialSums(Cause.PARTIAL, ("tp",)), "there", ranks)
+        places = (
+            Place("megatron/core/a.py", 7, "Norm.__init__", Clue.MARKS),
+            Place("megatron/core/b.py", 12, "reduce", Clue.REDUCES),
+        )
+        return Explanation(PartialSums(Cause.PARTIAL, ("tp",)), places, ranks)
 
     every = norms_not_reduced(layers)
     verdicts = [verdict_of(judged) for judged in every]

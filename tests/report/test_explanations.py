@@ -24,6 +24,7 @@ from megatron_ttrace.trace.findings import (
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds, Unexercised
+from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import Direction, Kind, LoadedIndex, Outcome, Result
 from tests.report.synthetic_report import make_judged
 
@@ -62,6 +63,7 @@ def test_every_type_of_finding_has_a_renderer() -> None:
 
 ENUMS: tuple[type[Enum], ...] = (
     *(Result, Outcome, Grounds, LoadedIndex, Remark, Unexercised, Execution, Statistic),
+    Clue,
     *(findings.RowOrder, findings.MaskOrder, findings.CastOperand, findings.Term),
 )
 
