@@ -348,7 +348,7 @@ def alert_text(summary: Summary, verdicts: Sequence[Verdict]) -> tuple[str, str]
     if summary.culprits:
         groups = table.by_cause(summary.culprits)
         first = groups[0][0]
-        why = "; ".join(f"{label}: {text}" for label, text in wording.cause_pairs(first))
+        why = "; ".join(f"{label}: {text}" for label, text in wording.cause_pairs(first, 1))
         text = f"{wording.sentence(first)}. {why}"
         if len(groups[0]) > 1:
             text += f". All: {', '.join(table.folded(groups[0], summary.execution_order))}"

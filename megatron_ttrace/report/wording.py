@@ -286,15 +286,18 @@ def reason_text(reason: Reason | None) -> str:
     return "no reason recorded" if reason is None else _REASONS.get(reason, reason.value)
 
 
-def cause_pairs(culprit: Culprit) -> list[tuple[str, str]]:
-    """What was tested, what it suggests, where to look; labelled, without what is not known."""
+def cause_pairs(culprit: Culprit, most: int = 3) -> list[tuple[str, str]]:
+    """What was tested, what it suggests, at most so many places to look at; all labelled.
+
+    What is not known is left out.
+    """
     texts = [
         ("cause", culprit.explanation or UNKNOWN),
         ("hint", culprit.hint),
         ("observed", culprit.collectives),
     ]
     texts += [("look at", culprit.where)] if not culprit.places else []
-    for number, place in enumerate(culprit.places):
+    for number, place in enumerate(culprit.places[:most]):
         texts.append(("or at" if number else "look at", f"{place}: {_CLUES[place.clue]}"))
     return [(label, clean(text, NOTE_LIMIT)) for label, text in texts if text]
 
