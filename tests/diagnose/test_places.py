@@ -12,11 +12,11 @@ from megatron_ttrace.trace.findings import (
     ConstantFactor,
     Explanation,
     Finding,
-    Grounds,
     Loss,
     LossShare,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import ROOT, Kind, Outcome
 from tests.diagnose.judged_by_hand import judged

@@ -10,6 +10,7 @@ import pytest
 from megatron_ttrace.report import explanations
 from megatron_ttrace.report.wording import MESSAGES, messages
 from megatron_ttrace.trace import findings
+from megatron_ttrace.trace.blamed import Blaming
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.executed import Execution
 from megatron_ttrace.trace.findings import (
@@ -63,7 +64,7 @@ def test_every_type_of_finding_has_a_renderer() -> None:
 
 ENUMS: tuple[type[Enum], ...] = (
     *(Result, Outcome, Grounds, LoadedIndex, Remark, Unexercised, Execution, Statistic),
-    Clue,
+    *(Blaming, Clue),
     *(findings.RowOrder, findings.MaskOrder, findings.CastOperand, findings.Term),
 )
 
@@ -72,7 +73,7 @@ ENUMS: tuple[type[Enum], ...] = (
 def test_every_member_has_words(enum: type[Enum]) -> None:
     """No enumeration is rendered in part."""
     assert {*messages(enum)} == {*enum}
-    partly = {"Phase", "Reason", "Note", "Zero", "Suspects", "Finding", "sizes"}
+    partly = {"Phase", "Reason", "Ran", "Note", "Zero", "Suspects", "Finding", "sizes"}
     assert MESSAGES.keys() == {each.__name__ for each in ENUMS} | partly
     assert {*messages(Statistic, "Suspects")} == {*Statistic}
 
