@@ -265,11 +265,9 @@ class Verdict(TensorResult):
 class Culprit(Record):
     """A module in which an error originates.
 
-    ``explanation`` is the cause that was tested on the shards, or "unknown"; ``cause`` and ``axes``
-    are its sort and its mesh axes. ``hint`` was not tested. ``collectives`` are those that ran in
-    the module in this direction. Culprits with the same ``group`` have one cause, or are the same
-    module of several layers; 0 where this is not known. ``places`` are functions to look at, most
-    likely first; ``where`` is the first of them.
+    ``explanation`` (of sort ``cause``, over ``axes``) was tested on the shards, or is "unknown";
+    ``hint`` was not tested. ``collectives`` ran in the module in this direction. Culprits with the
+    same ``group`` (0: not known) have one cause, or are the same module of several layers.
     """
 
     name: str
