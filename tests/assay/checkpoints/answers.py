@@ -13,6 +13,8 @@ from typing import Any
 
 from megatron_ttrace.evaluation.matrix import configurations as matrix
 from megatron_ttrace.jobs.resources import launch_dir
+from megatron_ttrace.trace.files import load_report
+from megatron_ttrace.trace.records import Kind, LoadedIndex
 from tests import warm
 from tests.assay.checkpoints.jobs import Job, Layout
 from tests.integration.jobs import TRAIN, environment
@@ -28,8 +30,9 @@ _STATES = {
 }
 _STORED = re.compile(r"optimizer\.state\.(\w+?)\.(?=decoder|embedding|output|mtp)")
 _SYNONYMS = {
-    "max_lr": ("lr",),
-    "betas": ("beta",),
+    "max_lr": ("lr", "hyperparameters"),
+    "betas": ("beta", "hyperparameters"),
+    "eps": ("hyperparameters",),
     "consumed_train_samples": ("samples", "consumed"),
     "num_steps": ("lr", "opt_param_scheduler"),
     "loss_scale": ("scale", "scaler"),
@@ -102,10 +105,20 @@ def check(directory: Path, job: Job, layout: Layout, checkpoint: Path, fault: st
     done, document = _run(directory, words, "out/summary.json", fault)
     if document is None:
         return Answer(f"exit code {done.returncode}", (), 0.0, _end(done))
-    named = [
-        Named(_loaded(one.get("kind", ""), one.get("index")), one["name"])
-        for one in document["culprits"]
-    ]
+    _, verdicts = load_report(directory / "out")
+    failed = [one for one in verdicts if one.kind is Kind.LOADED and one.verdict.is_failure]
+    named: list[Named] = []
+    for culprit in document["culprits"]:
+        if culprit["kind"] != Kind.LOADED:
+            named.append(Named(culprit["kind"], culprit["name"]))
+            continue
+        # Of a module the tensors that failed.
+        below = f"{culprit['name']}."
+        named += [
+            Named(_loaded(one.index), one.name)
+            for one in failed
+            if f"{one.name}.".startswith(below)
+        ]
     return Answer(document["verdict"], tuple(named), 0.0, _end(done))
 
 
@@ -135,14 +148,10 @@ def _side(blame: str) -> str:
     return {"saving": "save", "loading": "load"}.get(blame, "")
 
 
-def _loaded(kind: str, index: Any) -> str:
-    """The state that a verdict about what was loaded is of (``LoadedIndex``)."""
-    from megatron_ttrace.trace.records import LoadedIndex
-
-    if kind != "loaded":
-        return kind
+def _loaded(index: int) -> str:
+    """The state that a verdict about what was loaded is of."""
     name = LoadedIndex(index).name.lower()
-    return {"one_device": "weight", "stored": "weight", "numbers": "number"}.get(name, name)
+    return {"one_device": "weight", "agreed": "weight", "rounded": "main"}.get(name, name)
 
 
 def is_right(named: Named, truth: Sequence[tuple[str, str]]) -> bool:
