@@ -19,7 +19,7 @@ examples:
   ttrace resume --into "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2" \\
       --into "--nproc-per-node 1" -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
 
-The job trains and saves with its own options, but into DIR/checkpoint, and goes on for 2 steps.
+The job trains and saves with its own options, but into --directory, and goes on for 2 steps.
 Then it is restarted from this checkpoint, in the same layout and in those of --into. The loaded
 state must be the saved one, to the bit; so must the following steps in the same layout, while in
 others rounding is tolerated. --save and --load of the command are not written to.

@@ -19,12 +19,15 @@ from megatron_ttrace.jobs.shrink.given import Given
 from megatron_ttrace.mcore.checkpoints.loading import TRACKER
 from megatron_ttrace.trace import small_files
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.recorded import Order
+from megatron_ttrace.trace.recorded import FOLDER, Order
 
 AFTER = 2
 """Steps after the restart."""
-CHECKPOINT = "checkpoint"
-"""The folder with the checkpoint, in the command's directory."""
+FIRST = "uninterrupted"
+CHECKPOINT = Path(FIRST, FOLDER, "checkpoint")
+"""The folder with the checkpoint, below the command's directory."""
+INTO = "into-"
+"""Beginning of the names of runs in other layouts."""
 SEED = 1
 """Of the run that is perturbed."""
 
@@ -123,7 +126,7 @@ def plan(
     order = Order(steps=AFTER)
     restarted = Run("restarted", tuple(again), nproc, order)
     return Plan(
-        Run("uninterrupted", tuple(saving), nproc, Order(steps=steps + AFTER, save_after=steps)),
+        Run(FIRST, tuple(saving), nproc, Order(steps=steps + AFTER, save_after=steps)),
         restarted,
         dataclasses.replace(restarted, name="perturbed", order=Order(steps=AFTER, seed=SEED)),
         tuple(_into(restarted, text, number) for number, text in enumerate(into, 1)),
@@ -180,7 +183,7 @@ def _into(restarted: Run, text: str, number: int) -> Run:
     if split(words)[1] != words or not all(Given.parse(words).flags):
         raise TTraceError(f"--into {text!a}: give flags of the script, and {_NPROC}")
     words += _padding(Given.parse(restarted.arguments), Given.parse(words))
-    name = f"into-{number}"
+    name = f"{INTO}{number}"
     return dataclasses.replace(
         restarted, name=name, arguments=(*restarted.arguments, *words), nproc=nproc, layout=text
     )

@@ -35,6 +35,7 @@ from megatron_ttrace.compare.tolerance import epsilon
 from megatron_ttrace.cpu import te
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import leaves_of
+from megatron_ttrace.mcore.sharded_weights import local
 from megatron_ttrace.trace.records import ROOT
 from megatron_ttrace.trace.staging import to_device
 
@@ -47,11 +48,13 @@ class Spread:
         parts: of each parameter by name, a number of the elements that this rank has.
         ends: whether this rank computes the loss.
         add_up: adds a tensor up over tensor-parallel ranks, in place.
+        part: which of them this rank is: with sequence parallelism, it has this part of the tokens.
     """
 
     parts: Mapping[str, int]
     ends: bool
     add_up: Callable[[torch.Tensor], object]
+    part: int = 0
 
 
 def spread_over(model: TracedModel) -> Spread:
@@ -67,7 +70,7 @@ def spread_over(model: TracedModel) -> Spread:
     }
     group = mpu.get_tensor_model_parallel_group()
     add_up = functools.partial(torch.distributed.all_reduce, group=group)
-    return Spread(parts, mesh.at("pp") == mesh.size("pp") - 1, add_up)
+    return Spread(parts, mesh.at("pp") == mesh.size("pp") - 1, add_up, mesh.at("tp"))
 
 
 UNPERTURBED = 0
@@ -111,9 +114,11 @@ def split_head(
             above = seen.pop()
             parts = above[..., :cut] @ weight[:cut] + above[..., cut:] @ weight[cut:]
             # Other modules may have read the hidden states: only the head's share changes.
-            change = (parts.float() - (above @ weight).float()).view_as(gradient)
+            change = (parts.float() - (above @ weight).float()).view(-1, *gradient.shape[1:])
             if spread is not None:
                 spread.add_up(change)
+                if len(change) != len(gradient):
+                    change = change.split(len(gradient))[spread.part]
             return torch.add(gradient.float(), change).to(gradient.dtype)
 
         own.register_hook(add_up)
@@ -178,7 +183,8 @@ def perturbed(
     with torch.no_grad():
         for name, parameter in named:
             if parameter.dtype == torch.float32:
-                parameter.data.copy_(perturb(parameter.data, signs_of(name)))
+                own = local(parameter.data)
+                own.copy_(perturb(own, signs_of(name)))
     for names in chunks:
         for name, module in names.modules.items():
             if name in ends:

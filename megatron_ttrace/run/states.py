@@ -2,7 +2,7 @@
 """A run that records its training state and its steps, and ends after some of them.
 
 It has no reference, and nothing in it is rehearsed: these are Megatron's own steps, on the job's
-own data. ``ttrace resume`` starts such runs (``saved/restarts.py``). All ranks write all they have,
+own data. ``ttrace resume`` starts such runs (``jobs/restarts.py``). All ranks write all they have,
 replicas too, so that replicas that differ are noticed.
 """
 
@@ -22,6 +22,7 @@ import torch
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.state import StateTensor, held_numbers, held_state
 from megatron_ttrace.jobs.processes import progress
+from megatron_ttrace.jobs.restarts import CHECKPOINT
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
@@ -34,7 +35,7 @@ from megatron_ttrace.run import requirements
 from megatron_ttrace.run.agreement import Ranks
 from megatron_ttrace.run.perturb import perturbed, spread_over
 from megatron_ttrace.run.rehearsal import DataIterator, settle, traced_model
-from megatron_ttrace.trace import shared
+from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
@@ -72,6 +73,13 @@ class StateSession:
             0, "preparing the recording", lambda: shared.prepare(settings.directory)
         )
         shared.require(settings.directory, run)
+        ranks.from_one(0, "preparing the recording", self._make_folders)
+
+    def _make_folders(self) -> None:
+        owned.make(self._home)
+        if self._order.save_after:
+            # Megatron's own files: all that is in it is ours.
+            owned.make(self._home / CHECKPOINT.name, whole=True)
 
     def begin(
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler

@@ -50,6 +50,10 @@ def test_shifted_main_weights(tmp_path: Path) -> None:
     assert all("DistributedOptimizer" in one.where for one in found.differences)
     assert found.steps[-1].loss[0] != found.steps[-1].loss[1]
     assert not list((tmp_path / "mine").iterdir())
+    done = ttrace("clean", "ttrace-resume", "--yes", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    left = [path.name for path in (tmp_path / "ttrace-resume").rglob("*")]
+    assert all(name.startswith(".ttrace-files") for name in left)
 
 
 @pytest.mark.nightly

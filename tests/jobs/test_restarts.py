@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.jobs.restarts import AFTER, Plan, plan
+from megatron_ttrace.jobs.restarts import AFTER, CHECKPOINT, Plan, plan
 from megatron_ttrace.trace.errors import TTraceError
 
 HOME = Path("/home/resume")
@@ -21,7 +21,7 @@ def test_where_it_saves() -> None:
     """In our folder and nowhere else, whatever the job says; other options are kept."""
     found = made("--save", "/data/mine", "--save-interval", "500", "--tensorboard-dir", "/data/tb")
     words = found.uninterrupted.arguments
-    assert words == (*JOB, "--save", f"{HOME}/checkpoint", "--save-interval", "3")
+    assert words == (*JOB, "--save", f"{HOME}/{CHECKPOINT}", "--save-interval", "3")
     assert (found.uninterrupted.order.steps, found.uninterrupted.order.save_after) == (3 + AFTER, 3)
     assert any("--tensorboard-dir" in notice for notice in found.notices)
 
@@ -32,7 +32,7 @@ def test_where_it_restarts(tmp_path: Path) -> None:
     found = made("--load", str(tmp_path), "--ckpt-step", "97", "--finetune", "--no-load-optim")
     assert str(tmp_path) in found.uninterrupted.arguments
     again = found.restarted.arguments
-    assert again == (*JOB, "--no-load-optim", "--load", f"{HOME}/checkpoint")
+    assert again == (*JOB, "--no-load-optim", "--load", f"{HOME}/{CHECKPOINT}")
     assert found.perturbed.arguments == again
     assert found.perturbed.order.seed
     assert found.restarted.order.seed == found.restarted.order.save_after == 0
