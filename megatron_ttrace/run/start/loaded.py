@@ -121,7 +121,7 @@ class InCheckpoint:
                 data = held.get((index, place.name))
                 if (stored := self._stored(parameter, place, index, data)) is not None:
                     lines.add(place.name, index, stored)
-                elif data is not None and index is not LoadedIndex.MAIN:
+                elif self._checkpoint and data is not None and index is not LoadedIndex.MAIN:
                     states.append(place.name)
         for place, buffer in self._model.buffers():
             stored = self._stored(buffer, place, LoadedIndex.BUFFER, buffer)
