@@ -370,7 +370,7 @@ class _Words(string.Formatter):
         if spec in ("and", "or"):
             return f" {spec} ".join(value)
         if spec == "numbers":
-            return " and ".join(f"{number:.10g}" for number in value)
+            return " and ".join(f"{number:.7g}" for number in value)
         if spec == "ranges":
             return _ranges(value)
         return _listed(value) if spec == "factors" else str(super().format_field(value, spec))
