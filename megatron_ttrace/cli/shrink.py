@@ -102,8 +102,9 @@ def show(found: Plan, console: Console) -> None:
     for column, share in zip(table.columns[1:], (4, 4, 2), strict=True):
         column.width = max(8, left // share)
     for row in found.rows:
+        was = row.was or ("(given)" if row.now is None else "-")
         now = "(gone)" if row.now is None else row.now
-        table.add_row(*map(Text, (row.flag, row.was or "-", now or "(on)", row.why)))
+        table.add_row(*map(Text, (row.flag, was, now or "(on)", row.why)))
     console.print(table)
     console.print(f"flags kept as they are: {len(found.kept)}", markup=False, highlight=False)
     for lost in found.lost:
