@@ -36,6 +36,7 @@ from megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.tensor_parallel import broadcast_data
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer import multi_token_prediction as mtp
 from megatron.core.transformer.spec_utils import import_module
@@ -87,6 +88,11 @@ def packs_sequences(args: Namespace) -> bool:
     return bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
 
 
+def masks_documents(args: Namespace) -> bool:
+    """Say whether the mask that comes with the samples is more than a causal one."""
+    return bool(args.reset_attention_mask and args.create_attention_mask_in_dataloader)
+
+
 def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None = None) -> Batch:
     """Return this rank's part of the next microbatch; absent entries are ``None``."""
     args = get_args()
@@ -94,7 +100,10 @@ def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None = None) -> Ba
     packed = packs_sequences(args)
     computes_tokens = training_utils.is_first_or_last_pipeline_stage(vp_stage) or with_mtp
     if not computes_tokens and not packed:
-        return dict.fromkeys(BATCH_KEYS)
+        # A middle stage has no tokens, but its attention needs the mask of the documents.
+        # NVIDIA's script gives it none (docs/findings.md, 40).
+        masks = _mask_on_tp_rank(data_iterator) if masks_documents(args) else {}
+        return {**dict.fromkeys(BATCH_KEYS), **masks}
     batch = _get_batch_on_tp_rank(data_iterator, with_mtp, packed)
     if not computes_tokens:
         # A middle stage has no tokens, but its attention needs the documents' boundaries.
@@ -109,6 +118,15 @@ def get_batch(data_iterator: Iterator[Batch], vp_stage: int | None = None) -> Ba
         use_per_sequence_balancing=packed and not args.sft,
     )
     return {key: batch.get(key) for key in BATCH_KEYS}
+
+
+def _mask_on_tp_rank(data_iterator: Iterator[Batch]) -> Batch:
+    """The attention mask alone: the first tensor-parallel rank reads it for the others."""
+    key = "attention_mask"
+    read = mpu.get_tensor_model_parallel_rank() == 0
+    sample = {key: next(data_iterator)[key].cuda(non_blocking=True)} if read else {}
+    masks: Batch = broadcast_data([key], sample, torch.bool)
+    return masks
 
 
 def _get_batch_on_tp_rank(data_iterator: Iterator[Batch], with_mtp: bool, packed: bool) -> Batch:
@@ -208,7 +226,11 @@ def builds_dataset(packed: bool, vp_stage: int | None = None) -> bool:
     """Say whether this rank reads data: one rank of each tensor-parallel group that needs it."""
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
-    if packed or training_utils.is_first_or_last_pipeline_stage(vp_stage):
+    if (
+        packed
+        or masks_documents(get_args())
+        or training_utils.is_first_or_last_pipeline_stage(vp_stage)
+    ):
         return True
     return has_mtp(core_transformer_config_from_args(get_args()), vp_stage)
 
