@@ -8,6 +8,7 @@ costs a few milliseconds, and the next ones nothing.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
@@ -25,6 +26,9 @@ _NAME = "ttrace calls"
 
 type Context = Callable[[], tuple[str, Phase | None]]
 """The module that runs, and whether forward or backward; ``None`` outside of modules."""
+
+
+_folded = functools.cache(pattern)
 
 
 class CallTap:
@@ -122,4 +126,4 @@ class CallTap:
             module = ""
             phase = part or (self._phases.get(caller) if caller else None) or Phase.OTHER
         self._phases[code] = phase
-        return pattern(module), phase
+        return _folded(module), phase
