@@ -10,13 +10,19 @@ pipeline parallelism.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Index, Stored, state_of
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.trace.codec import Count
+from megatron_ttrace.trace.states import Item
+from megatron_ttrace.trace.views import local_view, logical_view
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class Bucketed:
         key: of the bucket, without the state's name.
         start: the first element in the bucket.
         shape: of the part.
+        logical_shape: of the parameter in the whole model.
         boxes: of the logical parameter, which the part is.
     """
 
@@ -35,6 +42,7 @@ class Bucketed:
     key: str
     start: Count
     shape: tuple[Count, ...]
+    logical_shape: tuple[Count, ...]
     boxes: tuple[Box, ...]
 
 
@@ -53,3 +61,57 @@ def in_buckets(optimizer: Any, prefix: str = "") -> Iterator[tuple[torch.nn.Para
             key = f"{group}.gbuf_idx_{number}.dtype_{dtype}.bucket_idx_{order}"
             for parameter, (start, _) in getattr(bucket, "param_to_index", {}).items():
                 yield parameter, key, start
+
+
+def by_parameter(checkpoint: Checkpoint, pieces: Iterable[Bucketed]) -> Checkpoint:
+    """A checkpoint with the tensors in its buckets.
+
+    Args:
+        checkpoint: with buckets.
+        pieces: of all ranks of a job with these buckets, by stored names, which have the numbers of
+            layers and experts.
+
+    Returns:
+        The checkpoint with all tensors that buckets have completely. Elements that replicas in
+        several buckets disagree about are NaN.
+    """
+    by_name: defaultdict[str, dict[Bucketed, None]] = defaultdict(dict)
+    for piece in pieces:
+        by_name[piece.name][piece] = None
+    buckets: defaultdict[str, dict[str, Stored]] = defaultdict(dict)
+    for key, stored in checkpoint.unread.items():
+        home, _, slot = key.rpartition(".")
+        buckets[home][slot] = stored
+    tensors: dict[Item, Stored] = {}
+    for name, own in by_name.items():
+        for slot in {slot: None for piece in own for slot in buckets.get(piece.key, ())}:
+            there = [
+                (piece, bucket)
+                for piece in own
+                if (bucket := buckets.get(piece.key, {}).get(slot)) is not None
+                and piece.start + math.prod(piece.shape) <= bucket.shape[0]
+            ]
+            shape = next(iter(own)).logical_shape
+            if coverage(shape, [box for piece, _ in there for box in piece.boxes]).complete:
+                tensors[state_of(slot, name)] = _assembled(shape, there)
+    known = {piece.key for own in by_name.values() for piece in own}
+    unread = {k: s for k, s in checkpoint.unread.items() if k.rpartition(".")[0] not in known}
+    return dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, **tensors}, unread=unread)
+
+
+def _assembled(shape: tuple[int, ...], pieces: list[tuple[Bucketed, Stored]]) -> Stored:
+    def load(index: Index) -> torch.Tensor:
+        whole = torch.zeros(shape)
+        known, wrong = torch.zeros(2, *shape, dtype=torch.bool)
+        for piece, bucket in pieces:
+            values = bucket.rows(piece.start, piece.start + math.prod(piece.shape)).read()
+            for box in piece.boxes:
+                there = logical_view(whole, box)
+                new = local_view(values.float().view(piece.shape), box)
+                differs = (there != new) & ~(there.isnan() & new.isnan())
+                logical_view(wrong, box).logical_or_(logical_view(known, box) & differs)
+                logical_view(known, box).fill_(True)
+                there.copy_(new)
+        return whole.masked_fill(wrong, math.nan)[index]
+
+    return Stored(shape, load)

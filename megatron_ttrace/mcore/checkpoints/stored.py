@@ -88,20 +88,23 @@ class Format(StrEnum):
     SAFETENSORS = "safetensors"
 
 
+type Index = tuple[int | slice, ...]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored:
     """A logical tensor, or a part of one.
 
     Attributes:
         shape: of the tensor.
-        load: returns the part at these indices of the first dimensions of what is stored.
+        load: returns the part of what is stored at these indices and ranges of its first dims.
         index: where the tensor is in what is stored.
         padding: ranges of elements of a bucket that may belong to no parameter.
     """
 
     shape: tuple[int, ...]
-    load: Callable[[tuple[int, ...]], torch.Tensor]
-    index: tuple[int, ...] = ()
+    load: Callable[[Index], torch.Tensor]
+    index: Index = ()
     padding: tuple[tuple[int, int], ...] = ()
 
     def read(self) -> torch.Tensor:
@@ -118,6 +121,10 @@ class Stored:
         if not inside:
             return None
         return Stored(self.shape[len(index) :], self.load, (*self.index, *index))
+
+    def rows(self, start: int, stop: int) -> Stored:
+        """A range of the first dimension of a tensor, whose parts this cannot give."""
+        return Stored((stop - start, *self.shape[1:]), self.load, (*self.index, slice(start, stop)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,12 +235,14 @@ class _Reader(filesystem.FileSystemReader):
 class _Part(DefaultLoadPlanner):
     """Loads the part of one tensor at some indices of its first dimensions, into ``target``."""
 
-    def __init__(self, name: str, stored: TensorStorageMetadata, index: tuple[int, ...]) -> None:
+    def __init__(self, name: str, stored: TensorStorageMetadata, index: Index) -> None:
         super().__init__()
-        shape = tuple(stored.size)[len(index) :]
+        rest = (slice(0, size) for size in stored.size[len(index) :])
+        ranges = [i if isinstance(i, slice) else slice(i, i + 1) for i in (*index, *rest)]
         self._name, self._stored = name, stored
         self._chunk = ChunkStorageMetadata(
-            torch.Size((*index, *(0 for _ in shape))), torch.Size((*(1 for _ in index), *shape))
+            torch.Size([one.start for one in ranges]),
+            torch.Size([one.stop - one.start for one in ranges]),
         )
         self.target = torch.empty(self._chunk.sizes, dtype=stored.properties.dtype)
 
@@ -351,10 +360,10 @@ def _joined(first: Stored, second: Stored) -> Stored:
     """Two tensors as one, along the first dimension."""
     rows = first.shape[0]
 
-    def load(index: tuple[int, ...]) -> torch.Tensor:
-        if not index:
-            return torch.cat([first.read(), second.read()])
-        row, *rest = index
+    def load(index: Index) -> torch.Tensor:
+        row, *rest = index or (slice(None),)
+        if isinstance(row, slice):
+            return torch.cat([first.read(), second.read()])[index]
         return first.load((row, *rest)) if row < rows else second.load((row - rows, *rest))
 
     return Stored((rows + second.shape[0], *first.shape[1:]), load)
@@ -377,15 +386,21 @@ def item_of(key: str, format: Format = Format.TORCH_DIST) -> Item | None:
     is_megatron = format is Format.TORCH_DIST
     key = _CHAINED.sub("", key)
     if match := (_STATE if is_megatron else _STATE_OF_FSDP).fullmatch(key):
-        state = _SLOTS.get(match["slot"], State.OTHER)
-        slot = match["slot"] if state is State.OTHER else ""
-        name = match["name"]
+        item = state_of(match["slot"], match["name"])
     elif key.startswith("optimizer."):
         return None
     else:
-        state, slot, name = State.WEIGHT, "", key
-    name = _PREFIX.sub("", name)
-    return Item(state, name if is_megatron else _EXPERT_OF_FSDP.sub(_expert, name), slot)
+        item = Item(State.WEIGHT, key)
+    name = _PREFIX.sub("", item.name)
+    return dataclasses.replace(
+        item, name=name if is_megatron else _EXPERT_OF_FSDP.sub(_expert, name)
+    )
+
+
+def state_of(slot: str, name: str) -> Item:
+    """What an optimizer's state of this name is of a parameter."""
+    state = _SLOTS.get(slot, State.OTHER)
+    return Item(state, name, slot if state is State.OTHER else "")
 
 
 def _expert(match: re.Match[str]) -> str:
@@ -398,14 +413,14 @@ def _expert(match: re.Match[str]) -> str:
 
 
 def _load(
-    home: Path, reader: _Reader, key: str, stored: TensorStorageMetadata, index: tuple[int, ...]
+    home: Path, reader: _Reader, key: str, stored: TensorStorageMetadata, index: Index
 ) -> torch.Tensor:
     with _loading(home):
         part = _Part(key, stored, index)
         state_dict_loader.load(
             {key: part.target}, storage_reader=reader, planner=part, no_dist=True
         )
-    return part.target.reshape(tuple(stored.size)[len(index) :])
+    return part.target[tuple(slice(None) if isinstance(i, slice) else 0 for i in index)]
 
 
 def _safetensors(files: list[Path]) -> Iterator[tuple[str, Stored]]:
@@ -419,13 +434,13 @@ def _safetensors(files: list[Path]) -> Iterator[tuple[str, Stored]]:
             raise TTraceError(f"{file} is damaged ({error})") from error
 
 
-def _cut(file: Path, name: str, index: tuple[int, ...]) -> torch.Tensor:
+def _cut(file: Path, name: str, index: Index) -> torch.Tensor:
     try:
         with safe_open(file, framework="pt") as opened:
             if not index:
                 data: torch.Tensor = opened.get_tensor(name)
             else:
-                data = opened.get_slice(name)[index[0] : index[0] + 1][(0, *index[1:])]
+                data = opened.get_slice(name)[index]
     except (OSError, SafetensorError) as error:
         raise TTraceError(f"{file} is damaged or missing ({error})") from error
     return data

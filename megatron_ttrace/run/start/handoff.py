@@ -82,7 +82,14 @@ def _bucketed(model: TracedModel) -> Iterator[Bucketed]:
         place = places.get(parameter)
         if place and not any(model.mesh.at(axis) for axis in reduced_over(place.name)):
             boxes, shape = place.boxes(model.mesh), tuple(parameter.shape)
-            yield Bucketed(place.name, key, start, shape, boxes)
+            yield Bucketed(
+                name=place.name,
+                key=key,
+                start=start,
+                shape=shape,
+                logical_shape=place.logical_shape,
+                boxes=boxes,
+            )
 
 
 def buckets(directory: Path) -> dict[str, list[Bucketed]]:

@@ -10,7 +10,7 @@ neither way must agree with the state that the candidate handed over (``handoff.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -19,7 +19,7 @@ import torch
 from megatron_ttrace.capture.state import MOMENTS, held_state
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.checkpoints.buckets import Bucketed
+from megatron_ttrace.mcore.checkpoints.buckets import Bucketed, by_parameter
 from megatron_ttrace.mcore.checkpoints.loading import Part, Source, load_weights
 from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
 from megatron_ttrace.mcore.checkpoints.numbers import Number
@@ -27,14 +27,12 @@ from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Stored, open_ch
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megatron_ttrace.mcore.optimizer import owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
-from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.errors import TTraceError, one_line
 from megatron_ttrace.trace.meta import Unverified
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
 from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER, Item, State
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
-from megatron_ttrace.trace.views import local_view, logical_view
 
 _NAMED = 3
 _DIGITS = 12
@@ -49,11 +47,6 @@ _STATES = {
 }
 _VOCABULARY = (EMBEDDING_WEIGHT, HEAD_WEIGHT)
 _STEPPED = (LoadedIndex.MAIN, *MOMENTS.values())
-_IN_BUCKETS = {
-    LoadedIndex.MAIN: "param",
-    LoadedIndex.EXP_AVG: "exp_avg",
-    LoadedIndex.EXP_AVG_SQ: "exp_avg_sq",
-}
 _WEIGHTS = (LoadedIndex.ONE_DEVICE, LoadedIndex.AGREED, LoadedIndex.WEIGHT)
 
 _GROUPS = "param_groups["
@@ -83,7 +76,6 @@ class InCheckpoint:
         self._source = source
         self._weights: dict[str, torch.Tensor] = {}
         self._names: dict[torch.Tensor, str] = {}
-        self._last: dict[str, torch.Tensor] = {}
         self._checkpoint: Checkpoint | None = None
         self._why = self._unread = "the checkpoint is unknown"
         self.unverified = Unverified()
@@ -100,13 +92,24 @@ class InCheckpoint:
         if source.why_not:
             return source.why_not
         try:
-            self._checkpoint = open_checkpoint(source.folder)
+            checkpoint = open_checkpoint(source.folder)
             self._names = stored_names(self._model.chunks)
+            self._checkpoint = by_parameter(checkpoint, self._pieces())
         except TTraceError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - whatever a model raises that has no names
             return f"Megatron: {one_line(error)}"
         return ""
+
+    def _pieces(self) -> Iterator[Bucketed]:
+        """What is in buckets, by stored names."""
+        for parameter, place in self._model.places():
+            for piece in self._buckets.get(place.name, ()):
+                yield dataclasses.replace(piece, name=self._stored_name(parameter, place))
+
+    def _stored_name(self, tensor: torch.Tensor, place: ParameterPlace) -> str:
+        name = self._names.get(tensor)
+        return place.name if name is None else stored_name(name, place.name)
 
     def write(self, writer: TraceWriter, iteration: int) -> None:
         """Write what every rank must have. The model has the state that was handed over by now."""
@@ -164,11 +167,9 @@ class InCheckpoint:
         if self._checkpoint is None:
             return None
         try:
-            if (name := self._names.get(tensor)) is not None:
-                item = Item(_STATES[index], stored_name(name, place.name))
-                if (found := self._checkpoint.find(item)) is not None:
-                    return _fitted(found[1], place, held)
-            return self._in_buckets(place, index) if index in _IN_BUCKETS else None
+            item = Item(_STATES[index], self._stored_name(tensor, place))
+            found = self._checkpoint.find(item)
+            return None if found is None else _fitted(found[1], place, held)
         except TTraceError as error:
             self._unread = self._unread or str(error)
             return None
@@ -176,30 +177,6 @@ class InCheckpoint:
     @property
     def _loads_optimizer(self) -> bool:
         return self._source is not None and self._source.loads(Part.OPTIMIZER)
-
-    def _in_buckets(self, place: ParameterPlace, index: LoadedIndex) -> torch.Tensor | None:
-        """The state of a parameter that is stored in buckets, if all of it is."""
-        pieces = self._buckets.get(place.name, ())
-        boxes = [box for piece in pieces for box in piece.boxes]
-        if not coverage(place.logical_shape, boxes).complete:
-            return None
-        whole = torch.empty(place.logical_shape, dtype=torch.float32)
-        for piece in pieces:
-            bucket = self._bucket(f"{piece.key}.{_IN_BUCKETS[index]}")
-            end = piece.start + math.prod(piece.shape)
-            if bucket is None or len(bucket) < end:
-                return None
-            part = bucket[piece.start : end].view(piece.shape)
-            for box in piece.boxes:
-                logical_view(whole, box).copy_(local_view(part, box))
-        return whole
-
-    def _bucket(self, key: str) -> torch.Tensor | None:
-        """A stored bucket; the last ones are kept, because parameters of one follow each other."""
-        stored = self._checkpoint.unread.get(key) if self._checkpoint else None
-        if stored is not None and key not in self._last:
-            self._last = {**dict([*self._last.items()][1 - len(_STEPPED) :]), key: stored.read()}
-        return None if stored is None else self._last[key]
 
 
 class _Lines:

@@ -310,7 +310,7 @@ def test_buckets(start):
     halves = [ParameterPlace("weight", (2, 3), ()).flat(*at) for at in ((0, 3), (3, 6))]
     start.buckets = {
         "weight": [
-            Bucketed("weight", f"chained_{rank}.bucket", 2, (3,), place.boxes(SINGLE))
+            Bucketed("weight", f"chained_{rank}.bucket", 2, (3,), (2, 3), place.boxes(SINGLE))
             for rank, place in enumerate(halves)
         ]
     }
