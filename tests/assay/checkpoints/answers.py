@@ -151,7 +151,7 @@ def _side(blame: str) -> str:
 def _loaded(index: int) -> str:
     """The state that a verdict about what was loaded is of."""
     name = LoadedIndex(index).name.lower()
-    return {"one_device": "weight", "agreed": "weight", "rounded": "main"}.get(name, name)
+    return {"one_device": "weight", "rounded": "agreed"}.get(name, name)
 
 
 def is_right(named: Named, truth: Sequence[tuple[str, str]]) -> bool:
@@ -170,7 +170,9 @@ def _is_same(named: Named, state: str, name: str) -> bool:
         name, theirs = _stacked(name), _stacked(theirs)
     # A culprit of a check may be the module of a parameter.
     same = name == theirs or name.startswith(f"{theirs}.")
-    return same and _state(state) == _state(named.state)
+    # Weights that are not the main weights: either may be wrong.
+    states = ("weight", "main") if named.state == "agreed" else (_state(named.state),)
+    return same and _state(state) in states
 
 
 def _stacked(name: str) -> str:

@@ -15,6 +15,8 @@ PROJ = "decoder.layers.1.self_attention.linear_proj.weight"
         (Named("main weight", PROJ), ("main", PROJ), True),
         (Named("exp_avg", PROJ), ("momentum_buffer", PROJ), True),
         (Named("weight", PROJ.rpartition(".")[0]), ("weight", PROJ), True),
+        (Named("agreed", PROJ), ("main", PROJ), True),
+        (Named("agreed", PROJ), ("exp_avg", PROJ), False),
         (Named("weight", PROJ), ("exp_avg", PROJ), False),
         (Named("exp_avg", PROJ.replace("1", "0")), ("exp_avg", PROJ), False),
         (Named("exp_avg_sq", PROJ), ("exp_avg", PROJ), False),
