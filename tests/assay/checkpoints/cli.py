@@ -18,7 +18,8 @@ from megatron_ttrace.trace.errors import ExitCode, TTraceError
 if TYPE_CHECKING:
     from tests.assay.checkpoints.answers import Answer
     from tests.assay.checkpoints.faults import Planted
-    from tests.assay.checkpoints.plain import Proof
+    from tests.assay.checkpoints.jobs import Job
+    from tests.assay.checkpoints.plain import Proof, Workshop
 
 BARS = {"found": 0.95, "right": 0.95, "side": 0.9}
 """Shares that must be reached: of the faults, and of those that are found."""
@@ -85,6 +86,9 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         )
     healthy.add_argument(
         "--plain", action="store_true", help="without the checker: does Megatron accept the pairs?"
+    )
+    healthy.add_argument(
+        "--check", action="store_true", help="'ttrace check --load' instead of 'ttrace resume'"
     )
     for action in (running, proving, healthy):
         command.add_directory(action, "ttrace-out/checkpoints")
@@ -267,13 +271,16 @@ def _healthy(args: argparse.Namespace) -> int:
     if not chosen:
         raise TTraceError(f"no job matches {' '.join(args.only)}")
     rows: list[dict[str, Any]] = []
+    row: dict[str, Any]
     for job in chosen:
         began = time.monotonic()
-        if args.plain:
-            workshop = Workshop(args.directory / "plain")
+        workshop = Workshop(args.directory / "plain")
+        if args.check:
+            row = _checked(args.directory, workshop, job)
+        elif args.plain:
             runs = {str(layout): workshop.resumed(job, layout) for layout in job.into}
             verdicts = {into: "refused" if run.code else "loaded" for into, run in runs.items()}
-            row: dict[str, Any] = {"job": job.name, "verdict": ", ".join(set(verdicts.values()))}
+            row = {"job": job.name, "verdict": ", ".join(sorted(set(verdicts.values())))}
         else:
             answer = answers.resume(args.directory / job.name, job, job.into)
             row = {"job": job.name, **dataclasses.asdict(answer)}
@@ -291,3 +298,17 @@ def _healthy(args: argparse.Namespace) -> int:
         return ExitCode.DIVERGED
     every = all(row["verdict"] in ("equivalent", "loaded") for row in rows)
     return ExitCode.EQUIVALENT if every else ExitCode.COULD_NOT_CHECK
+
+
+def _checked(directory: Path, workshop: Workshop, job: Job) -> dict[str, Any]:
+    """The worst answer of ``ttrace check --load`` in all layouts of a job."""
+    from tests.assay.checkpoints import answers
+
+    workshop.saved(job)
+    checkpoint = (workshop.folder(job) / "ck").resolve()
+    found = [
+        answers.check(directory / f"check-{job.name}-{number}", job, layout, checkpoint, "")
+        for number, layout in enumerate(job.into)
+    ]
+    worst = next((one for one in found if one.verdict != "equivalent"), found[0])
+    return {"job": job.name, **dataclasses.asdict(worst)}
