@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ import torch
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
 from megatron_ttrace.mcore.checkpoints import numbers
-from megatron_ttrace.mcore.optimizer import Owned, layer_wise, leaves_of, owned_by
+from megatron_ttrace.mcore.checkpoints.read import Reading, Stepped
+from megatron_ttrace.mcore.optimizer import layer_wise, leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
 from megatron_ttrace.trace.records import Kind, LoadedIndex
 
@@ -59,7 +60,8 @@ def held_state(model: TracedModel) -> Iterator[StateTensor]:
         where = place.flat(*part.range) if part.range else place
         whole = part.range is None and parameter not in as_wholes
         replicated = reduced_over(place.name) if whole else ()
-        for index, at, data in _of_optimizer(part, where):
+        stepped = Stepped(part.weights, part.state, part.moments)
+        for index, at, data in _of_optimizer(stepped, where):
             yield StateTensor(index, at, data, replicated, parameter)
     for place, buffer in model.buffers():
         axes = {step.axis for step in place.placement}
@@ -67,19 +69,36 @@ def held_state(model: TracedModel) -> Iterator[StateTensor]:
         yield StateTensor(LoadedIndex.BUFFER, place, buffer, replicated)
 
 
+def read_state(model: TracedModel, reading: Reading) -> Iterator[StateTensor]:
+    """What this rank read of the same, as far as it was read in a form that is known."""
+    values, states = reading.of_model(model.chunks), reading.of_optimizer(model.optimizer)
+    for parameter, place in model.places():
+        if (value := values.get(parameter)) is not None:
+            yield StateTensor(LoadedIndex.WEIGHT, place, value, (), parameter)
+        if (stepped := states.get(parameter)) is not None:
+            for index, at, data in _of_optimizer(stepped, place, parameter.shape):
+                yield StateTensor(index, at, data, (), parameter)
+    for place, buffer in model.buffers():
+        if (value := values.get(buffer)) is not None:
+            yield StateTensor(LoadedIndex.BUFFER, place, value, ())
+
+
 def _of_optimizer(
-    part: Owned, place: ParameterPlace
+    part: Stepped, place: ParameterPlace, shape: torch.Size | None = None
 ) -> Iterator[tuple[LoadedIndex, ParameterPlace, torch.Tensor]]:
-    main, state = part.weights, part.state
-    yield LoadedIndex.MAIN, place, main
-    for name, value in state.items():
+    """Main weights and state; ``shape`` of the former if they may not be there."""
+    main = part.main
+    if main is not None:
+        shape = main.shape
+        yield LoadedIndex.MAIN, place, main
+    for name, value in part.state.items():
         if not torch.is_tensor(value) or name in _NOT_OTHER:
             continue
         if kind := part.moments.get(name):
             yield MOMENTS[kind], place, value
             continue
         at = dataclasses.replace(place, name=f"{place.name}/{name}")
-        if value.shape == main.shape:
+        if value.shape == shape:
             yield LoadedIndex.OTHER, at, value
         elif not place.placement:
             at = dataclasses.replace(at, logical_shape=tuple(value.shape))
@@ -95,26 +114,39 @@ def held_numbers(args: MegatronArguments, scheduler: Scheduler, optimizer: Any) 
     leaves = list(leaves_of(optimizer))
     inner = [leaf.optimizer for leaf in leaves if getattr(leaf, "optimizer", None)]
     scalers = [leaf.grad_scaler for leaf in leaves if getattr(leaf, "grad_scaler", None)]
-    groups = [_with_step(each, group) for each in inner for group in each.param_groups]
-    found = numbers.of_state(
-        {
-            "iteration": args.iteration,
-            "args": args,
-            "opt_param_scheduler": scheduler.state_dict(),
-            "optimizer": {
-                "param_groups": groups,
-                "grad_scalers": [{"grad_scaler": scaler.state_dict()} for scaler in scalers],
-            },
-        }
-    )
+    groups = [_with_step(each.state, group) for each in inner for group in each.param_groups]
+    state = {
+        "iteration": args.iteration,
+        "args": args,
+        "opt_param_scheduler": scheduler.state_dict(),
+        "optimizer": [{"grad_scaler": scaler.state_dict()} for scaler in scalers],
+    }
+    return _numbers(state, groups)
+
+
+def read_numbers(optimizer: Any, reading: Reading) -> dict[str, float]:
+    """What this rank read of the same."""
+    states = reading.of_optimizers(optimizer)
+    inner = [each.get("optimizer", each) for each in states]
+    groups = [
+        _with_step(each.get("state", {}), group)
+        for each in inner
+        for group in each.get("param_groups", ())
+    ]
+    scalers = [{"grad_scaler": each["grad_scaler"]} for each in states if "grad_scaler" in each]
+    return _numbers({**reading.state, "optimizer": scalers}, groups)
+
+
+def _numbers(state: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    found = numbers.of_state(state) | numbers.of_groups(groups)
     return {name: float(value) for name, value in found.items() if not isinstance(value, str)}
 
 
-def _with_step(inner: Any, group: dict[str, Any]) -> dict[str, Any]:
+def _with_step(states: Mapping[Any, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
     """A parameter group with the steps that were made; if these differ, the rarest number.
 
     Fused optimizers count in the group, torch's Adam for each parameter.
     """
-    counts = [inner.state.get(parameter, {}).get("step") for parameter in group["params"]]
+    counts = [states.get(one, {}).get("step") for one in group.get("params", ())]
     steps = Counter(float(step) for step in (*counts, group.get("step")) if step is not None)
     return {**group, "step": steps.most_common()[-1][0]} if steps else group

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,13 @@ import numpy
 import torch
 
 from megatron_ttrace.capture.batches import Served
-from megatron_ttrace.capture.state import StateTensor, held_numbers, held_state
+from megatron_ttrace.capture.state import (
+    StateTensor,
+    held_numbers,
+    held_state,
+    read_numbers,
+    read_state,
+)
 from megatron_ttrace.jobs.processes import progress
 from megatron_ttrace.jobs.restarts import CHECKPOINT
 from megatron_ttrace.jobs.settings import Settings
@@ -28,6 +34,7 @@ from megatron_ttrace.mcore import quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.checkpoints.buckets import in_buckets
 from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
+from megatron_ttrace.mcore.checkpoints.read import Reading
 from megatron_ttrace.mcore.optimizer import leaves_of, owned_by
 from megatron_ttrace.mcore.sources import class_place, function_place
 from megatron_ttrace.placement.plan import describe
@@ -74,6 +81,9 @@ class StateSession:
         )
         shared.require(settings.directory, run)
         ranks.from_one(0, "preparing the recording", self._make_folders)
+        self._reading = Reading()
+        if self._order.is_restart:
+            self._reading.watch()
 
     def _make_folders(self) -> None:
         owned.make(self._home)
@@ -90,11 +100,23 @@ class StateSession:
         self._scheduler = scheduler
         self._device = next(chunks[0].parameters()).device
         self._first = args.iteration
+        self._record_reading()
         self._record(Point.LOADED, args.iteration, args.num_floating_point_operations_so_far)
         self._say("training")
         if self._order.save_after:
             args.save_interval = self._first + self._order.save_after
         self._intercept_saving()
+
+    def _record_reading(self) -> None:
+        """Write what this rank read."""
+        reading, mesh = self._reading, self.model.mesh
+        if reading.is_literal:
+            self._write_point(Point.READ, self._first, read_state(self.model, reading))
+            self._numbers[Point.READ] = read_numbers(self.model.optimizer, reading)
+        place = f"({mesh.at('pp')}, {mesh.at('tp')})"
+        if (states := reading.random(place, mesh.at("dp"))) is not None:
+            self._random[Point.READ] = _digests_of(states)
+        self._reading = Reading()
 
     def _intercept_saving(self) -> None:
         """Record the state that Megatron begins to save, and let it save only once."""
@@ -169,20 +191,23 @@ class StateSession:
         what = "recording the state"
         self._ranks.meet(what)
         settle(self.model, self._args)
-        folder = self._home / point
-        self._ranks.together(what, lambda: self._write_state(folder, iteration))
-        self._ranks.from_one(0, what, lambda: seal(folder, {"role": "state"}))
+        self._write_point(point, iteration, held_state(self.model))
         numbers = {
             "iteration": float(iteration),
             "num_floating_point_operations_so_far": float(operations),
         }
         self._numbers[point] = self._held_numbers() | numbers
-        self._random[point] = _random_states()
+        self._random[point] = _digests_of(_random_states())
 
-    def _write_state(self, folder: Path, iteration: int) -> None:
+    def _write_point(self, point: Point, iteration: int, state: Iterable[StateTensor]) -> None:
+        what, folder = "recording the state", self._home / point
+        self._ranks.together(what, lambda: self._write_state(folder, iteration, state))
+        self._ranks.from_one(0, what, lambda: seal(folder, {"role": "state"}))
+
+    def _write_state(self, folder: Path, iteration: int, state: Iterable[StateTensor]) -> None:
         writer = TraceWriter(folder, self.model.mesh.rank)
         try:
-            for part in held_state(self.model):
+            for part in state:
                 if _is_weight(part):
                     continue
                 entry = Entry.of(
@@ -285,20 +310,34 @@ def _digests(batch: Batch) -> tuple[str, ...]:
     return tuple(mark.hexdigest()[:16] for mark in marks)
 
 
-def _random_states() -> dict[str, str]:
-    """Digests of the states of all generators that a checkpoint keeps (``get_rng_state``)."""
+def _random_states() -> dict[str, Any]:
+    """The states of all generators, as Megatron's ``get_rng_state`` has them."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    states = {
-        "python": repr(random.getstate()),
-        "numpy": repr(numpy.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state(),
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": numpy.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state() if _has_gpu() else None,
+        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
     }
-    tracked = get_cuda_rng_tracker().get_states()
-    states |= {f"tracker {name}": state for name, state in tracked.items()}
-    if torch.version.cuda is not None and torch.cuda.device_count():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return {name: _digest(state) for name, state in states.items()}
+
+
+def _has_gpu() -> bool:
+    return torch.version.cuda is not None and torch.cuda.device_count() > 0
+
+
+def _digests_of(states: Mapping[str, Any]) -> dict[str, str]:
+    found = {
+        "python": repr(states["random_rng_state"]),
+        "numpy": repr(states["np_rng_state"]),
+        "torch": states["torch_rng_state"],
+    }
+    tracked = states["rng_tracker_states"]
+    found |= {f"tracker {name}": state for name, state in tracked.items()}
+    if _has_gpu():
+        found["cuda"] = states["cuda_rng_state"]
+    return {name: _digest(state) for name, state in found.items()}
 
 
 def _digest(state: Any) -> str:

@@ -18,6 +18,7 @@ from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.settings import Settings, checking
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, open_checkpoint
 from megatron_ttrace.saved.recorded import Moves, Recorded
+from megatron_ttrace.saved.recorded import State as RecordedState
 from megatron_ttrace.saved.resume import compare, could_not
 from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.errors import TTraceError
@@ -159,6 +160,7 @@ def _answers(
             # Without it following steps are not compared, which is a notice.
             with contextlib.suppress(TTraceError):
                 perturbed = runner.record(plan.perturbed)
+        stored.also_from(restarted)
         yield compared(restarted, "")
     for run in plan.into:
         runner.say(f"restarting with {run.layout}")
@@ -182,6 +184,7 @@ class _Checkpoint:
         self._state = saved.state(Point.SAVED)
         self._checkpoint: Checkpoint | None = None
         self._bucket: tuple[str, torch.Tensor] | None = None
+        self._read: RecordedState | None = None
         self.notice = ""
         self.numbers: Mapping[str, object] = {}
         try:
@@ -190,8 +193,21 @@ class _Checkpoint:
         except TTraceError as error:
             self.notice = f"saving and loading cannot be distinguished: {error}"
 
+    def also_from(self, restarted: Recorded) -> None:
+        """Take what cannot be opened here from what Megatron read in the same layout."""
+        if self._checkpoint is not None or any(
+            Point.READ not in r.numbers for r in restarted.ranks
+        ):
+            return
+        self._read = restarted.state(Point.READ)
+        values = restarted.numbers(Point.READ)
+        self.numbers = {name: min(each) for name, each in values.items() if len(each) == 1}
+        self.notice = ""
+
     def read(self, what: What, name: str) -> torch.Tensor | None:
         """A tensor; ``None`` if it is stored in no logical form."""
+        if self._read is not None:
+            return self._read.tensor((what, name)) if (what, name) in self._read else None
         if self._checkpoint is None:
             return None
         parameter, _, slot = name.partition("/")

@@ -291,10 +291,14 @@ class _Comparison:
             return
         for old, new in zip(self._before.ranks, self._after.ranks, strict=True):
             saved, loaded = old.random[Point.SAVED], new.random[Point.LOADED]
+            read = new.random.get(Point.READ, {})
             for name in saved:
                 if saved[name] != loaded.get(name):
+                    blame = Blame.LOADING if read.get(name) == saved[name] else Blame.SAVING
+                    if not read:
+                        blame = Blame.EITHER
                     rank = (old.mesh.rank,)
-                    self._differ(What.RANDOM, name, How.DIFFERENT, Blame.EITHER, ranks=rank)
+                    self._differ(What.RANDOM, name, How.DIFFERENT, blame, ranks=rank)
 
     def following(self, moves: Moves | None) -> None:
         """The following steps, and the state after them."""

@@ -4,8 +4,8 @@
 ``ttrace resume`` trains a job with this recorded and compares two such runs (``saved/resume.py``).
 Layout of the folder ``states`` of a run's directory::
 
-    saved/, loaded/, end/   state of all ranks (``trace/store.py``), at these points
-    rank-00000.json         the rest of what a rank recorded: a :class:`RankRecord`
+    saved/, read/, loaded/, end/   state of all ranks (``trace/store.py``), at these points
+    rank-00000.json                the rest of what a rank recorded: a :class:`RankRecord`
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ FOLDER = "states"
 class Point(StrEnum):
     """When a state was recorded."""
 
+    READ = "read"
+    """What Megatron read from the checkpoint, in a restart, before it loaded any of it: all of the
+    state, random states alone, or nothing (``mcore/checkpoints/read.py``)."""
     LOADED = "loaded"
     """After the model was built and the checkpoint loaded, before the first step."""
     SAVED = "saved"
@@ -49,6 +52,11 @@ class Order(Record):
     steps: Count
     save_after: Count = 0
     seed: Count = 0
+
+    @property
+    def is_restart(self) -> bool:
+        """Whether the run starts from another one's checkpoint, and is not perturbed."""
+        return not self.save_after and not self.seed
 
     def write(self, path: Path) -> None:
         """Write it."""

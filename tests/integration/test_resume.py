@@ -10,6 +10,8 @@ import pytest
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.resumed import Blame, Restart, Resumed, What
 from tests.integration.jobs import PP, SCRIPT, TINY, TP, TRAIN, ttrace
+from tests.planted.checkpoint_faults import Side
+from tests.planted.checkpoints import Fault
 from tests.planted.mistakes import PLANTED
 
 MODEL = ("--bf16", "--ckpt-format", "torch_dist")
@@ -84,6 +86,29 @@ def test_healthy_formats(tmp_path: Path, job: tuple[str, ...]) -> None:
     """Whatever is saved by Megatron as it should be goes on as before."""
     (found,) = resume(tmp_path, *job)
     assert found.verdict is Result.EQUIVALENT
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("side", "mechanism", "what", "job"),
+    [
+        (Side.LOAD, "lost_moment", What.EXP_AVG_SQ, ("--use-distributed-optimizer",)),
+        (Side.SAVE, "shifted", What.EXP_AVG_SQ, TP),
+        (Side.SAVE, "lost_step_count", What.NUMBER, TP),
+        (Side.LOAD, "lost_random_state", What.RANDOM, (*TP, "--hidden-dropout", "0.1")),
+    ],
+)
+def test_what_megatron_read(
+    tmp_path: Path, side: Side, mechanism: str, what: What, job: tuple[str, ...]
+) -> None:
+    """It distinguishes the sides where nothing is stored as tensors."""
+    order = Fault(side, mechanism, 3).order
+    (found,) = resume(tmp_path, *job, "--ckpt-format", "torch", code=1, mistake=order)
+    blame = Blame.SAVING if side is Side.SAVE else Blame.LOADING
+    assert {one.blame for one in found.differences} == {blame}
+    assert what in {one.what for one in found.differences}
+    assert found.compared == found.stored
+    assert not found.notices
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A restarted run against the uninterrupted one, both made by hand."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -120,7 +121,21 @@ def test_random_states(tmp_path: Path) -> None:
     assert any("random state torch" in notice for notice in found.notices)
     steps = [step(3, losses={"lm loss": 5.0}), step(4)]
     found = answer(tmp_path / "steps", random="b", steps=steps)
-    assert {one.what for one in found.differences} == {What.RANDOM}
+    assert {(one.what, one.blame) for one in found.differences} == {(What.RANDOM, Blame.EITHER)}
+
+
+@pytest.mark.parametrize(("read", "blame"), [("a", Blame.LOADING), ("b", Blame.SAVING)])
+def test_random_states_that_were_read(tmp_path: Path, read: str, blame: Blame) -> None:
+    """What was read of them decides, though they are no tensors of a parameter."""
+    before = recordings.uninterrupted(tmp_path / "a")
+    steps = [step(3, losses={"lm loss": 5.0}), step(4)]
+    after = recordings.restarted(tmp_path / "b", random="b", steps=steps)
+    ranks = tuple(
+        dataclasses.replace(one, random=one.random | {Point.READ: {"torch": read}})
+        for one in after.ranks
+    )
+    found = compare(before, dataclasses.replace(after, ranks=ranks), "")
+    assert {one.blame for one in found.differences} == {blame}
 
 
 def test_a_loss(tmp_path: Path) -> None:
