@@ -199,6 +199,9 @@ class _Comparison:
 
     def _of_checkpoint(self, item: tuple[What, str], whole: torch.Tensor) -> torch.Tensor | None:
         stored = self._stored_tensor(*item)
+        if stored is not None and item[0] is What.WEIGHT:
+            # Megatron-FSDP stores main weights as the model's.
+            stored = stored.to(whole.dtype)
         if stored is not None and stored.shape != whole.shape:
             rows = _common_rows(item[1], whole, stored)
             return None if rows is None else torch.cat([stored[:rows], whole[rows:]])

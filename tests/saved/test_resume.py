@@ -84,6 +84,17 @@ def test_otherwise_stored(tmp_path: Path) -> None:
     assert any("other values" in notice for notice in found.notices)
 
 
+def test_weights_stored_with_more_bits(tmp_path: Path) -> None:
+    """They are what was saved if they round to it."""
+    loaded = state() | {LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16)}
+
+    def read(what: What, name: str) -> torch.Tensor | None:
+        return torch.arange(4.0) * (1 + 1e-4) if what is What.WEIGHT else None
+
+    (one,) = answer(tmp_path, loaded=loaded, stored=read).differences
+    assert (one.what, one.blame) == (What.WEIGHT, Blame.LOADING)
+
+
 def test_a_number(tmp_path: Path) -> None:
     """A number that is stored right was lost in loading."""
     name = "consumed_train_samples"
