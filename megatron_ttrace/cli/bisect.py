@@ -17,7 +17,6 @@ from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import Settings, checking, split
-from megatron_ttrace.report import blame as blaming
 from megatron_ttrace.saved import api, blame
 from megatron_ttrace.saved.bisection import Answer, FirstBad, first_bad
 from megatron_ttrace.trace.blamed import Blame
@@ -258,6 +257,8 @@ def _lines(blamed: Blame | None) -> list[str]:
     """The hunks to blame, and how that is known."""
     if blamed is None or not blamed.changes:
         return []
+    from megatron_ttrace.report import blame as blaming
+
     hunks = [hunk for change in blamed.changes for hunk in change.hunks]
     texts = ["\n".join([blaming.place(hunk), *blaming.lines(hunk)]) for hunk in hunks]
     return [*texts, blaming.sentence(blamed)]

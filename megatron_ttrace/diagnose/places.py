@@ -60,7 +60,6 @@ _WORDS: dict[object, str] = {
     Kind.HYPERPARAMETERS: "group groups",
     Kind.INITIAL: "initialize reset",
     Kind.ROUTING: "routing topk",
-    Kind.LOADED: "sharded state dict",
     Statistic.CLIPPED: "clip norm grad",
     Statistic.STEPPED: "step group groups",
     Loss.AUXILIARY: "aux loss",
@@ -97,10 +96,14 @@ class Places:
     def of(self, diagnosis: Diagnosis) -> Diagnosis:
         """The same, with the places to look at, most likely first."""
         verdict, finding = diagnosis.verdict, diagnosis.why.finding
-        found = [place for _, place in self.ranked(verdict, finding)[:MOST]]
+        # No function that was recorded has loaded anything.
+        is_loaded = verdict.kind is Kind.LOADED
+        found = [] if is_loaded else [place for _, place in self.ranked(verdict, finding)[:MOST]]
         anchor = anchor_of(self._ledger.sources, verdict)
         # What is not Megatron's code is not among the functions that were recorded.
-        if (place := Place.of(anchor, Clue.RAN)) and self._code.number(anchor) is None:
+        if (place := Place.of(anchor, Clue.RAN)) and (
+            is_loaded or self._code.number(anchor) is None
+        ):
             found.insert(0, place)
         why = dataclasses.replace(diagnosis.why, places=tuple(found[:MOST]))
         return dataclasses.replace(diagnosis, why=why)

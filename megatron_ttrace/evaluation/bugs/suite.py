@@ -106,9 +106,11 @@ class BugRow:
 
         ``None`` without a report, or if the changed code is the stand-in of another library.
         """
+        if self.faulty is None:
+            return None
         changed = patching.changed_functions(self.bug.patches)
         is_own = any(module.startswith("megatron_ttrace.") for module, _ in changed)
-        return looked(self.faulty.culprits, changed) if self.faulty and not is_own else None
+        return None if is_own else looked(self.faulty.culprits, changed)
 
     @property
     def problem(self) -> str:

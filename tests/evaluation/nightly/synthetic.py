@@ -60,6 +60,7 @@ def bug_row(**changes: Any) -> dict[str, Any]:
         "margin": "65.6",
         "healthy_margin": "0.2",
         "culprits": [{"explanation": "they all hold row 0"}],
+        "looked": None,
         "met": True,
         "problem": "",
         "seconds": 4.8,
