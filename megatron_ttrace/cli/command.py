@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import sysconfig
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -119,7 +120,7 @@ def add(
         name,
         aliases=aliases,
         help=summary,
-        description=description or f"{summary[0].upper()}{summary[1:]}.",
+        description=textwrap.fill(description or f"{summary[0].upper()}{summary[1:]}.", 80),
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
