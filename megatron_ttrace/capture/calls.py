@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
+from megatron_ttrace.capture.starts import Starts
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Calls, FunctionCall, Phase, pattern
@@ -40,35 +41,22 @@ class CallTap:
         self._starts: dict[CodeType, int] = {}
         self._phases: dict[CodeType, Phase] = {}
         self._context: Context | None = None
-        self._tool: int | None = None
+        self._reports = Starts(_NAME)
 
     def start(self) -> None:
         """Record from now on what builds the model. Never raises."""
-        monitoring = sys.monitoring
-        try:
-            tool = next(number for number in range(6) if monitoring.get_tool(number) is None)
-            monitoring.use_tool_id(tool, _NAME)
-            self._tool = tool
-            monitoring.register_callback(tool, monitoring.events.PY_START, self._started)
-            monitoring.set_events(tool, monitoring.events.PY_START)
-        except (StopIteration, ValueError) as error:
-            self.error = one_line(error)
+        self.error = self._reports.report(self._started)
 
     def in_steps(self, context: Context) -> None:
         """The model is built: from now on ``context`` says where functions run."""
         self._context = context
         self._starts.clear()
         self._phases.clear()
-        if self._tool is not None:
-            sys.monitoring.restart_events()
+        self._reports.again()
 
     def stop(self) -> None:
         """Record no longer."""
-        if self._tool is not None:
-            sys.monitoring.set_events(self._tool, 0)
-            sys.monitoring.register_callback(self._tool, sys.monitoring.events.PY_START, None)
-            sys.monitoring.free_tool_id(self._tool)
-            self._tool = None
+        self._reports.stop()
 
     def calls(self, chunks: Iterable[Names]) -> Calls:
         """What ran."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.capture.starts import Starts
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Phase, pattern
 from megatron_ttrace.trace.errors import one_line
@@ -47,19 +48,11 @@ class ExecutedTap:
         self._ran: set[tuple[int, str, Phase]] = set()
         self._built: set[tuple[int, weakref.ref[torch.nn.Module] | None]] = set()
         self._place: Place | None = None
-        self._tool: int | None = None
+        self._reports = Starts(_NAME)
 
     def start(self) -> None:
         """Note what runs from now on. Never raises."""
-        monitoring = sys.monitoring
-        try:
-            tool = next(number for number in range(6) if monitoring.get_tool(number) is None)
-            monitoring.use_tool_id(tool, _NAME)
-            self._tool = tool
-            monitoring.register_callback(tool, monitoring.events.PY_START, self._early_start)
-            monitoring.set_events(tool, monitoring.events.PY_START)
-        except (StopIteration, ValueError) as error:
-            self.error = one_line(error)
+        self.error = self._reports.report(self._early_start)
 
     def follow(self, edits: Iterable[Edit]) -> None:
         """The model is built now: record where these functions run."""
@@ -79,18 +72,13 @@ class ExecutedTap:
             self._ran |= {
                 (number, "", Phase.INITIALIZATION) for number in self._numbers(file, name)
             }
-        if self._tool is not None:
-            event = sys.monitoring.events.PY_START
-            sys.monitoring.register_callback(self._tool, event, self._starts)
-            sys.monitoring.restart_events()
+        if not self.error:
+            self.error = self._reports.report(self._starts)
+            self._reports.again()
 
     def stop(self) -> None:
         """Record no longer."""
-        if self._tool is not None:
-            sys.monitoring.set_events(self._tool, 0)
-            sys.monitoring.register_callback(self._tool, sys.monitoring.events.PY_START, None)
-            sys.monitoring.free_tool_id(self._tool)
-            self._tool = None
+        self._reports.stop()
 
     def in_steps(self, place: Place | None) -> None:
         """The model is built; ``place`` names the module and part of a traced step, if in one."""

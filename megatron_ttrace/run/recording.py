@@ -81,8 +81,12 @@ class Recording:
         self._executed.stop()
         self._calls.stop()
         ran = self._executed.executed(self._model.names)
-        error = self._executed.error
-        return {**self._ledger(), "executed": {"ran": codec.encode(ran), "error": error}}
+        executed = {
+            "ran": codec.encode(ran),
+            "error": self._executed.error,
+            "unrecorded": self._calls.error,
+        }
+        return {**self._ledger(), "executed": executed}
 
     def _ledger(self) -> dict[str, Any]:
         try:
@@ -167,7 +171,13 @@ def merged(
         return UNRECORDED, [f"the collectives were not recorded ({one_line(error)})"]
     lost = [f"rank {rank}: {one.error}" for rank, one in enumerate(ranks) if one.error][:1]
     ledger = dataclasses.replace(ledger, unseen=unseen_axes(args))
-    return ledger, [f"not all collectives were recorded ({one})" for one in lost]
+    notices = [f"not all collectives were recorded ({one})" for one in lost]
+    for rank, message in enumerate(messages):
+        if why := message.get("executed", {}).get("unrecorded"):
+            told = "not all functions that ran were recorded, so places to look at may be missing"
+            notices.append(f"{told} (rank {rank}: {why})")
+            break
+    return ledger, notices
 
 
 def decoded(message: dict[str, Any], once: folded.Once) -> RankLedger:

@@ -144,7 +144,7 @@ class _Comparison:
                 by_rank.append(f"{item[0]} of {item[1]}")
             else:
                 self._compared += 1
-                self._by_rank(item, saved, loaded)
+                self._by_rank(item, saved, loaded, Blame.EITHER)
         if by_rank:
             self._notices.append(
                 f"not compared, because ranks had values of their own: {_listed(by_rank)}"
@@ -158,14 +158,14 @@ class _Comparison:
             ):
                 self._differ(*item, How.EXTRA, Blame.LOADING)
 
-    def _by_rank(self, item: tuple[What, str], saved: State, loaded: State) -> None:
+    def _by_rank(self, item: tuple[What, str], old: State, new: State, blame: Blame) -> None:
         """What each rank has a value of its own of, in the same layout."""
-        theirs = loaded.parts(item) if item in loaded else {}
-        parts = saved.parts(item)
+        theirs = new.parts(item) if item in new else {}
+        parts = old.parts(item)
         if wrong := [
             r for r, part in parts.items() if r not in theirs or not same(theirs[r], part)
         ]:
-            self._differ(*item, How.DIFFERENT, Blame.EITHER, ranks=tuple(wrong))
+            self._differ(*item, How.DIFFERENT, blame, ranks=tuple(wrong))
 
     def _tensor(self, item: tuple[What, str], whole: torch.Tensor, loaded: State) -> None:
         stored = self._of_checkpoint(item, whole)
@@ -375,14 +375,23 @@ class _Comparison:
     def _ends(self, moves: Moves | None) -> None:
         """The state after the last step."""
         old, new = self._before.state(Point.END), self._after.state(Point.END)
-        blind = []
+        blind, by_rank = [], []
         for item in old:
             whole = old.tensor(item)
             if whole is None or old.conflicting(item, whole):
+                if moves is None and not self._layout:
+                    self._by_rank(item, old, new, Blame.TRAINING)
+                else:
+                    by_rank.append(f"{item[0]} of {item[1]}")
                 continue
             found = new.tensor(item) if item in new else None
             if found is None:
                 self._differ(*item, How.MISSING, Blame.TRAINING)
+                continue
+            # In another layout a buffer may be a rank's own.
+            is_replicated = not self._layout or item[0] is not What.BUFFER
+            if is_replicated and (wrong := new.conflicting(item, found)):
+                self._differ(*item, How.CONFLICT, Blame.TRAINING, ranks=tuple(wrong))
                 continue
             if same(found, whole):
                 continue
@@ -391,6 +400,11 @@ class _Comparison:
                 blind.append(f"{item[0]} of {item[1]}")
             elif not distance(found, whole) <= tolerance:
                 self._measured(item, whole, found, Blame.TRAINING, tolerance=tolerance)
+        if by_rank:
+            self._notices.append(
+                "not compared after the last step, because ranks had values of their own: "
+                f"{_listed(by_rank)}"
+            )
         if blind:
             self._notices.append(
                 f"not compared after the last step, because rounding alone moves it by more than "

@@ -220,8 +220,9 @@ def put(path: Path, text: str | None, seconds: int) -> None:
 
 
 def _require_whole(path: Path) -> None:
-    """Refuse a directory that is in none that is wholly ours."""
-    for folder in (path, *path.parents):
+    """Refuse a directory that is in none that is wholly ours, wherever links lead."""
+    real = path.resolve()
+    for folder in (real, *real.parents):
         if not folder.is_dir():
             continue
         with opened(folder) as there:

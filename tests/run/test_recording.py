@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where changed code ran on any rank; what one rank cannot say is not known."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from megatron_ttrace.run.recording import changed
+from megatron_ttrace.run.recording import changed, merged
 from megatron_ttrace.trace import codec, folded
-from megatron_ttrace.trace.collectives import Phase
+from megatron_ttrace.trace.collectives import Phase, RankLedger
 from megatron_ttrace.trace.executed import ChangedCode, Edit, Edits, Executed, Execution
+from tests.placement.meshes import mesh_of
 
 EDITS = Edits(
     "v1", (Edit("a.py", "f", 1), Edit("a.py", "g", 2), Edit("a.py", "h", 3, is_seen=False))
@@ -35,3 +38,17 @@ def test_changed(error):
 def test_nothing_was_changed():
     """There is nothing to say."""
     assert changed(Edits(), [message()], folded.Once()) is None
+
+
+@pytest.mark.parametrize("why", ["", "lost"])
+def test_functions_that_were_not_recorded(why):
+    """The first rank that lost some is named; its collectives count all the same."""
+    messages = [
+        {**RankLedger().to_json(), "executed": {"ran": [], "error": "", "unrecorded": text}}
+        for text in ("", why, why)
+    ]
+    args = SimpleNamespace(bf16=True, num_experts=None, accumulate_allreduce_grads_in_fp32=False)
+    meshes = [mesh_of(rank, 3) for rank in range(3)]
+    ledger, notices = merged(meshes, messages, args, folded.Once())
+    assert ledger.recorded
+    assert [("rank 1" in notice, why in notice) for notice in notices] == [(True, True)] * bool(why)

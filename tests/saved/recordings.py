@@ -49,9 +49,10 @@ def run(
     *,
     numbers: Mapping[str, float] = NUMBERS,
     random: str = "a",
+    replicas: Tensors | None = None,
     **changes: object,
 ) -> Recorded:
-    """A run of which two ranks have half of each tensor."""
+    """A run of which two ranks have half of each tensor; of replicas at the end, a row each."""
     for point, tensors in points.items():
         folder = home / FOLDER / point
         for rank in range(2):
@@ -64,6 +65,11 @@ def run(
                 writer.add(
                     Entry.of(key, local, logical_shape=tuple(whole.shape), boxes=(box,)), local
                 )
+            for index, rows in (replicas or {}).items() if point is Point.END else ():
+                key = TraceKey(2, STEP_LEVEL, Kind.LOADED, NAME, index)
+                box = Box((0,), (rows.shape[1],), (0,))
+                shape = (rows.shape[1],)
+                writer.add(Entry.of(key, rows[rank], logical_shape=shape, boxes=(box,)), rows[rank])
             writer.close()
         seal(folder, {"role": "state"})
     for rank in range(2):
@@ -87,10 +93,11 @@ def run(
     return Recorded.open(home)
 
 
-def uninterrupted(home: Path) -> Recorded:
+def uninterrupted(home: Path, **changes: object) -> Recorded:
     """Four steps; the state is saved after two."""
     points = {Point.SAVED: state(), Point.END: state()}
-    return run(home, points, [step(number) for number in range(1, 5)])
+    steps = [step(number) for number in range(1, 5)]
+    return run(home, points, steps, **changes)  # type: ignore[arg-type]
 
 
 def restarted(

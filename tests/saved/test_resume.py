@@ -183,3 +183,20 @@ def test_the_state_after_the_steps(tmp_path: Path) -> None:
     end = state() | {LoadedIndex.MAIN: torch.ones(4)}
     (one,) = answer(tmp_path, end=end).differences
     assert (one.what, one.blame) == (What.MAIN, Blame.TRAINING)
+
+
+def test_values_of_ranks_after_the_steps(tmp_path: Path) -> None:
+    """What is each rank's own is compared rank by rank; replicas must agree if they did before."""
+    alike, unlike = torch.ones(2, 4), torch.arange(8.0).view(2, 4)
+    ends = {name: {LoadedIndex.OTHER: values} for name, values in (("=", alike), ("x", unlike))}
+    for old, new, expected in (
+        ("x", "x", []),
+        ("x", "=", [(How.DIFFERENT, (0, 1))]),
+        ("=", "x", [(How.CONFLICT, (1,))]),
+    ):
+        home = tmp_path / f"{old}{new}"
+        before = recordings.uninterrupted(home / "a", replicas=ends[old])
+        after = recordings.restarted(home / "b", replicas=ends[new])
+        found = compare(before, after, "").differences
+        assert [(one.how, one.ranks) for one in found] == expected
+        assert all(one.blame is Blame.TRAINING for one in found)

@@ -250,6 +250,7 @@ def test_trees_are_copied_into_directories_for_trees_alone(tmp_path: Path) -> No
     (source / "package").mkdir(parents=True)
     (source / "package" / "a.py").write_text("a = 1\n")
     (source / "far").mkdir()
+    (source / "far" / "b.py").write_text("b = 0\n")
     before = state_of(source)
     home = tmp_path / "home"
     home.mkdir()
@@ -264,6 +265,9 @@ def test_trees_are_copied_into_directories_for_trees_alone(tmp_path: Path) -> No
     copy = tmp_path / "trees" / "copy"
     owned.mirror(source, copy, lambda path: path.name == "package")
     assert (copy / "far").readlink() == source / "far"
+    for text in ("b = 1\n", None):
+        with pytest.raises(TTraceError, match=FOREIGN):
+            owned.put(copy / "far" / "b.py", text, 1)
     owned.put(copy / "package" / "a.py", "a = 2\n", 1)
     assert (copy / "package" / "a.py").stat().st_mtime == 1
     owned.put(copy / "package" / "a.py", None, 2)

@@ -124,12 +124,19 @@ class InCheckpoint:
                 data = held.get((index, place.name))
                 if (stored := self._stored(parameter, place, index, data)) is not None:
                     lines.add(place.name, index, stored)
-                elif self._checkpoint and data is not None and index is not LoadedIndex.MAIN:
+                elif (
+                    self._checkpoint
+                    and data is not None
+                    # Main weights of the same dtype are the weights themselves.
+                    and (index is not LoadedIndex.MAIN or data.dtype != parameter.dtype)
+                ):
                     states.append(place.name)
         for place, buffer in self._model.buffers():
             stored = self._stored(buffer, place, LoadedIndex.BUFFER, buffer)
             if stored is not None:
                 lines.add(place.name, LoadedIndex.BUFFER, stored)
+            elif self._is_stored(buffer, place, LoadedIndex.BUFFER):
+                states.append(place.name)
         if self._checkpoint is not None and self._source is not None:
             for name, value in _comparable(self._checkpoint.numbers, self._source):
                 lines.add(name, LoadedIndex.NUMBER, torch.tensor(value, dtype=torch.float64))
@@ -173,6 +180,11 @@ class InCheckpoint:
         except TTraceError as error:
             self._unread = self._unread or str(error)
             return None
+
+    def _is_stored(self, tensor: torch.Tensor, place: ParameterPlace, index: LoadedIndex) -> bool:
+        """Whether something is stored, in whatever shape."""
+        item = Item(_STATES[index], self._stored_name(tensor, place))
+        return self._checkpoint is not None and self._checkpoint.find(item) is not None
 
     @property
     def _loads_optimizer(self) -> bool:
@@ -310,8 +322,8 @@ def notices(reference: TraceReader) -> Iterator[str]:
         )
     if unverified.states:
         yield (
-            "not verified: whether the optimizer's state is the checkpoint's, because it is not "
-            f"stored by parameter: {_named(unverified.states)}"
+            "not verified: whether optimizer state and buffers are the checkpoint's, because it "
+            f"has none of the same name and shape: {_named(unverified.states)}"
         )
 
 

@@ -251,6 +251,20 @@ def test_another_shape(start):
     assert "weight" in notices[-1]
 
 
+@pytest.mark.parametrize(
+    ("state_of", "name", "index"),
+    [(State.MAIN, "weight", L.MAIN), (State.WEIGHT, "expert_bias", L.BUFFER)],
+)
+def test_one_state_of_another_shape(start, state_of, name, index):
+    """Main weights and buffers are named, too, though all else is compared."""
+    start.checkpoint.tensors[Item(state_of, name)] = stored(torch.ones(3, 3))
+    found, there, notices = start.compared()
+    assert not wrong(found)
+    assert (name, index) not in there
+    assert ("weight", L.EXP_AVG) in there
+    assert name in notices[-1]
+
+
 def test_damaged_tensors(start):
     """What cannot be read is not verified, and says why."""
 

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts of Python functions, as ``sys.monitoring`` reports them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+from megatron_ttrace.trace.errors import one_line
+
+type OnStart = Callable[[CodeType, int], Any]
+"""Is given the code and an offset; returns ``sys.monitoring.DISABLE`` to hear no more of it."""
+
+_TOOLS = range(6)
+
+
+class Starts:
+    """Reports starts of functions, if a tool of the interpreter is free."""
+
+    def __init__(self, name: str) -> None:
+        """``name``: of the tool."""
+        self._name = name
+        self._tool: int | None = None
+
+    def report(self, to: OnStart) -> str:
+        """Report to this function from now on; returns why that is impossible. Never raises."""
+        monitoring = sys.monitoring
+        try:
+            if self._tool is None:
+                tool = next(tool for tool in _TOOLS if monitoring.get_tool(tool) is None)
+                monitoring.use_tool_id(tool, self._name)
+                self._tool = tool
+            monitoring.register_callback(self._tool, monitoring.events.PY_START, to)
+            monitoring.set_events(self._tool, monitoring.events.PY_START)
+        except StopIteration:
+            return "all tools of sys.monitoring are in use"
+        except ValueError as error:
+            return one_line(error)
+        return ""
+
+    def again(self) -> None:
+        """Also report functions of which no more was to be heard."""
+        if self._tool is not None:
+            sys.monitoring.restart_events()
+
+    def stop(self) -> None:
+        """Report no longer."""
+        if self._tool is not None:
+            sys.monitoring.set_events(self._tool, 0)
+            sys.monitoring.register_callback(self._tool, sys.monitoring.events.PY_START, None)
+            sys.monitoring.free_tool_id(self._tool)
+            self._tool = None
