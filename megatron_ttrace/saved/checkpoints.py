@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import torch
 
-from megatron_ttrace.compare.tolerance import epsilon
+from megatron_ttrace.mcore.checkpoints.numbers import alike
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
 from megatron_ttrace.trace.codec import Record, Size
 from megatron_ttrace.trace.errors import ExitCode
@@ -153,13 +153,13 @@ def _tensors(a: Checkpoint, b: Checkpoint) -> Iterator[Tensor]:
         for item, stored in mine.tensors.items():
             if _of_state(item) not in both:
                 lacking[_of_state(item)] += 1
-            elif not count[item]:
+            elif item not in count:
                 yield Tensor(item.name, same, state=_of_state(item))
             elif (rest := math.prod(stored.shape) - count[item]) > 0:
                 note = f"{rest} of {math.prod(stored.shape)} elements"
                 yield Tensor(item.name, same, note=note, state=_of_state(item))
-        # States in buckets are there, but cannot be compared (``_buckets``).
-        if lacking and not other.unread:
+        # States in buckets of another layout are there, but cannot be compared (``_buckets``).
+        if lacking and (not other.unread or _shapes(a) == _shapes(b)):
             note = f"{lacking.total()} tensors"
             yield Tensor("all parameters", same, note=note, state=", ".join(lacking))
 
@@ -228,12 +228,14 @@ def _compared(item: Item, a: Stored, b: Stored) -> Tensor:
 
 
 def _same_dtype(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Both in the narrower dtype, and which dtypes they had if these differ."""
+    """Both in one dtype, of two floating ones the narrower; and their dtypes if these differ."""
     if ours.dtype == theirs.dtype:
         return ours, theirs, ""
     names = sorted(str(data.dtype).removeprefix("torch.") for data in (ours, theirs))
-    narrow = max((ours.dtype, theirs.dtype), key=epsilon)
-    return ours.to(narrow), theirs.to(narrow), " and ".join(names)
+    floating = [data.dtype for data in (ours, theirs) if data.is_floating_point()]
+    # Integers do not round: in a narrower dtype they would wrap.
+    common = max(floating, key=lambda dtype: torch.finfo(dtype).eps, default=torch.int64)
+    return ours.to(common), theirs.to(common), " and ".join(names)
 
 
 def _squares(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
@@ -251,7 +253,7 @@ def _buckets(a: Checkpoint, b: Checkpoint) -> Iterator[Tensor]:
 
     Where parameters are in a bucket depends on the layout, and is not stored.
     """
-    shapes = [{key: bucket.shape for key, bucket in one.unread.items()} for one in (a, b)]
+    shapes = [_shapes(checkpoint) for checkpoint in (a, b)]
     if shapes[0] != shapes[1]:
         lacking = [not any(i.state is not State.WEIGHT for i in one.tensors) for one in (a, b)]
         same = Same.NOT_COMPARED
@@ -267,6 +269,10 @@ def _buckets(a: Checkpoint, b: Checkpoint) -> Iterator[Tensor]:
         return
     for key, stored in a.unread.items():
         yield _bucket(key, stored, b.unread[key])
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    return {key: bucket.shape for key, bucket in checkpoint.unread.items()}
 
 
 def _bucket(key: str, a: Stored, b: Stored) -> Tensor:
@@ -300,7 +306,7 @@ def _numbers(a: Checkpoint, b: Checkpoint) -> tuple[list[Number], list[str]]:
     found, groups = [], set()
     for name in {**a.numbers, **b.numbers}:
         ours, theirs = a.numbers.get(name), b.numbers.get(name)
-        if ours == theirs or (ours != ours and theirs != theirs):
+        if alike(ours, theirs):
             continue
         if ours is None or theirs is None:
             other = b if theirs is None else a

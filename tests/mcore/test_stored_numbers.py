@@ -54,3 +54,9 @@ def test_groups_that_differ() -> None:
     assert found["param_groups[wd_mult=1].lr"] == 0.5
     assert found["param_groups[wd_mult=1]#2.lr"] == 0.1
     assert len(found) == 6
+
+
+def test_groups_with_nan() -> None:
+    """NaN equals NaN, so groups with it agree."""
+    nan = GROUP | {"lr": float("nan")}
+    assert of_groups([nan, dict(nan)]).keys() == of_groups([GROUP]).keys()

@@ -58,6 +58,25 @@ def test_other_dtypes():
     assert found.same is Same.DIFFERENT
 
 
+@pytest.mark.parametrize("narrow", [torch.int8, torch.uint16, torch.int32])
+def test_integers(narrow):
+    """Integers of different dtypes are compared by value, and never wrapped."""
+    data = torch.tensor([1, 2, 3])
+    a = {"w": held(data)}
+    b = {"w": held(data.to(narrow))}
+    for wide, same in ((data, Same.ROUNDED), (data + 2**32, Same.DIFFERENT)):
+        for pair in (({"w": held(wide)}, b), (b, {"w": held(wide)})):
+            assert [tensor.same for tensor in compare(*pair)] == [same]
+    (found,) = compare(a, {"w": held(data.bfloat16())})
+    assert (found.same, found.note) == (Same.ROUNDED, "bfloat16 and int64")
+
+
+def test_no_elements():
+    """A tensor without elements is the same as another one."""
+    a = {"w": held(torch.empty(0, 3)), "decoder.layers.w": held(torch.empty(0))}
+    assert [tensor.same for tensor in compare(a, a)] == [Same.SAME] * 2
+
+
 def test_layers_in_a_stack():
     """Layers on their own are parts of the other checkpoint's stack, both ways."""
     data = torch.randn(3, 4, 2)
@@ -173,6 +192,14 @@ def test_numbers():
     ]
 
 
+def test_a_number_that_is_nan():
+    """NaN in both is the same."""
+    other = trained(numbers={"loss_scale": float("nan")})
+    again = trained(numbers={"loss_scale": float("nan")})
+    assert checkpoints.compare(other, again).code is ExitCode.EQUIVALENT
+    assert checkpoints.compare(trained(numbers={"loss_scale": 1.0}), again).numbers
+
+
 def test_groups_of_one_side():
     """A group that only one checkpoint lists belongs to a stage; a second variant does not."""
     group = {"param_groups[wd_mult=1.0].lr": 0.1}
@@ -232,3 +259,16 @@ def test_buckets_of_other_layouts():
     compared = checkpoints.compare(a, holding(weights))
     assert compared.code is ExitCode.DIVERGED
     assert compared.tensors[-1].same is Same.ONLY_A
+
+
+def test_states_beside_buckets():
+    """States outside of buckets that are the same in both must be in both, too."""
+    data = torch.randn(128)
+    buckets = {"b.param": bucket(data)}
+    a = holding({"w": held(data), (State.EXP_AVG, "w"): held(data)}, buckets=buckets)
+    b = holding({"w": held(data)}, buckets=buckets)
+    for pair, same in (((a, b), Same.ONLY_A), ((b, a), Same.ONLY_B)):
+        compared = checkpoints.compare(*pair)
+        assert compared.code is ExitCode.DIVERGED
+        (wrong,) = (tensor for tensor in compared.tensors if not tensor.same.is_same)
+        assert (wrong.state, wrong.same) == ("exp_avg", same)

@@ -61,11 +61,16 @@ def of_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, Number]:
         }
         (label,) = group_names([group])
         name, count = label, 1
-        while any(merged.get(name, {}).get(key, value) != value for key, value in values.items()):
+        while not all(alike(merged.get(name, {}).get(key, v), v) for key, v in values.items()):
             count += 1
             name = f"{label}#{count}"
         merged.setdefault(name, {}).update(values)
     return {f"{label}.{key}": value for label, of in merged.items() for key, value in of.items()}
+
+
+def alike(a: Number | None, b: Number | None) -> bool:
+    """Whether two numbers are equal. NaN equals NaN."""
+    return a == b or (a != a and b != b)
 
 
 def _under(tree: Any, wanted: str) -> Iterator[Any]:
