@@ -52,7 +52,7 @@ def add_good(parser: argparse.ArgumentParser) -> None:
         "--good",
         metavar="REF|DIR",
         help="the Megatron to compare yours with: a commit of its checkout, or a directory "
-        "(default: the last release that it descends from, or the installed one of its version)",
+        "(default: the last commit in common with a release, or the installed one of its version)",
     )
 
 

@@ -194,7 +194,10 @@ def _blamed(
     say("it diverges: looking for the change to blame")
     script = Path(command_.script)
     try:
-        return searching.run_apart(trial, script, args.good, quiet=args.quiet or args.json)
+        found = searching.run_apart(trial, script, args.good, quiet=args.quiet or args.json)
     except TTraceError as error:
         say(f"no change can be blamed: {error}")
         return report
+    return dataclasses.replace(
+        report, summary=dataclasses.replace(report.summary, blame=found.summary.blame)
+    )

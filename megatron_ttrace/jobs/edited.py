@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the user changed in the Megatron that is imported, and in the script beside it.
 
-In a git checkout: what differs from the last release that HEAD descends from, or (without one, or
-if that is too much to list) from HEAD. In an installed wheel: the files whose content is not what
+In a git checkout: what differs from the last release (:func:`release`), or (without one, or if that
+is too much to list) from HEAD. In an installed wheel: the files whose content is not what
 the wheel's RECORD says.
 """
 
@@ -25,7 +25,7 @@ from megatron_ttrace.trace.executed import Edit, Edits
 GIVEN, ROOT = "TTRACE_EDITS", "TTRACE_EDITS_ROOT"
 """Environment variables: a file with the :class:`Edits` of a tree, and its folder, where they are
 known (``jobs/overlay.py``)."""
-RELEASES = "core_v*"
+_RELEASES = "core_v*"
 """Tags of upstream's releases."""
 _BESIDE = ""
 """The path in :class:`Edit` of scripts and of modules beside them."""
@@ -80,14 +80,29 @@ def find() -> Edits:
     return Edits(since, tuple(found[:_MOST]))
 
 
+def release(folder: Path) -> str:
+    """The last commit that a checkout has in common with a release; empty if there is none.
+
+    Upstream's releases have branches of their own: a fork of the main branch descends from none.
+
+    Returns:
+        Its tag, or the beginning of its id.
+    """
+    tags = (provenance.git(folder, "tag", "--list", _RELEASES) or "").split()
+    common = provenance.git(folder, "merge-base", "HEAD", *tags) if tags else None
+    if not common:
+        return ""
+    words = ("describe", "--tags", "--exact-match", "--match", _RELEASES, common.strip())
+    return (provenance.git(folder, *words) or common[:12]).strip()
+
+
 def _in_checkout(folder: Path, prefix: str) -> tuple[str, list[Edit]] | None:
     """``None`` if the folder is not tracked by git."""
     if not (provenance.git(folder, "ls-files", "--", "*.py") or ""):
         return None
-    release = provenance.git(folder, "describe", "--tags", "--abbrev=0", "--match", RELEASES)
     commit = (provenance.git(folder, "rev-parse", "--short=12", "HEAD") or "").strip()
     files = "*.py" if prefix != _BESIDE else ":(glob)*.py"
-    for base in filter(None, ((release or "").strip(), commit)):
+    for base in filter(None, (release(folder), commit)):
         words = ("diff", "--name-only", "-z", "--no-renames", "--diff-filter=d", "--relative")
         listed = provenance.git(folder, *words, base, "--", files)
         fresh = provenance.git(

@@ -99,8 +99,8 @@ def difference(tree: Tree, good: str | None) -> Difference:
 
     Args:
         tree: the user's.
-        good: a directory, or a commit of the user's checkout. By default the last release that the
-            checkout descends from, or the installed release of the same version.
+        good: a directory, or a commit of the user's checkout. By default the last commit that it
+            has in common with a release, or the installed release of the same version.
 
     Raises:
         TTraceError: when there is no such tree.
@@ -114,10 +114,8 @@ def difference(tree: Tree, good: str | None) -> Difference:
             )
         worktrees.Checkout(tree.root).commit(good)
         return _from_commit(tree, good)
-    if tree.is_checkout:
-        words = ("describe", "--tags", "--abbrev=0", "--match", edited.RELEASES)
-        if release := (provenance.git(tree.root, *words) or "").strip():
-            return _from_commit(tree, release)
+    if tree.is_checkout and (release := edited.release(tree.root)):
+        return _from_commit(tree, release)
     if installed := _installed(tree):
         return _from_folder(tree, *installed)
     if tree.is_checkout and worktrees.Checkout(tree.root).is_edited():

@@ -48,7 +48,10 @@ def sentence(blame: Blame) -> str:
     if len(blame.changes) > 1:
         alone, these = f"each of these {len(blame.changes)} changes", "them"
     since, reason = clean(blame.since, NOTE_LIMIT), clean(blame.reason, NOTE_LIMIT)
-    return _SENTENCES[blame.result].format(alone=alone, these=these, since=since, reason=reason)
+    text = _SENTENCES[blame.result].format(alone=alone, these=these, since=since, reason=reason)
+    if blame.result is Blaming.PROVEN and reason:
+        text += f", except where {since} does, too: {reason}"
+    return text
 
 
 def effort(blame: Blame) -> str:

@@ -26,7 +26,7 @@ from megatron_ttrace.trace.sanitise import in_one_line
 
 type Say = Callable[[str], None]
 
-_TREES, _EDITS = "trees", "edits.json"
+_TREES, _EDITS, _SEARCH = "trees", "edits.json", "search"
 _LIKELY = (Execution.IN_CULPRIT, Execution.ELSEWHERE, Execution.NOT_KNOWN, Execution.NOT_RUN)
 """What to try first."""
 
@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def beside(self) -> Path:
-        """Where other trees are checked."""
+        """Where copies are checked."""
         return Path(f"{self.settings.directory}-blame")
 
 
@@ -100,24 +100,35 @@ def blame(tree: Tree, difference: Difference, trial: Trial, say: Say) -> api.Rep
 
 
 def run_apart(trial: Trial, script: Path, good: str | None, *, quiet: bool) -> api.Report:
-    """Run ``ttrace blame`` in a process of its own, and read its report.
+    """Run ``ttrace blame`` in a process of its own, for a job that was checked and diverges.
+
+    Its directories are in :attr:`Trial.beside`: the report of the first check only gains the
+    answer, whatever the search makes of the job.
 
     Args:
-        trial: how the job is checked.
+        trial: how the job was checked.
         script: the training script.
         good: as of ``--good``.
         quiet: do not print its progress.
 
+    Returns:
+        The report of the first check, on disk too, with ``summary.blame``.
+
     Raises:
         TTraceError: when there is no answer.
     """
+    report = api.load_report(trial.settings.directory)
+    owned.make(trial.beside, ignored=True)
     options = [*(["--good", good] if good else []), *([] if trial.fork else ["--no-fork"])]
-    ours = trial.settings
+    ours = dataclasses.replace(trial.settings, directory=trial.beside / _SEARCH, wandb=False)
     words = checking(script, trial.arguments, trial.ranks, ours, *options, command="blame")
     code, said = apart.ttrace(trial.interpreter, words, trial.environment, quiet=quiet)
-    if code not in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
+    if code == ExitCode.EQUIVALENT:
+        raise TTraceError(f"a copy of the same files is equivalent, see {ours.directory}")
+    if code != ExitCode.DIVERGED:
         raise TTraceError(said)
-    return api.load_report(trial.settings.directory)
+    found = api.load_report(ours.directory).summary.blame
+    return api.rewritten(report, dataclasses.replace(report.summary, blame=found))
 
 
 def names_of(culprits: Iterable[Culprit]) -> frozenset[str]:
@@ -192,24 +203,29 @@ class _Search:
             if 0 < last < len(groups)
         ]
         found = causes(ordered, lambda some: self._answer(_numbers(some)), pivots)
-        sets = [self._refined(_numbers(one), everything) for one in found.sets]
+        sets = [fewer for one in found.sets for fewer in self._refined(_numbers(one), everything)]
         without = self._ask(everything.difference(*sets))
+        result, reason = Blaming.ALONE, without.why
+        if found.without is Answer.GOOD:
+            result, reason = Blaming.PROVEN, _listed(without.names)
+        elif without.result is Result.DIVERGED:
+            result, reason = Blaming.OTHERS, _listed(without.names - self._usual)
         return Blame(
-            Blaming.PROVEN if found.without is Answer.GOOD else Blaming.ALONE,
+            result,
             "",
             changes=tuple(self._change(one, ran) for one in sets),
             idle=sum(one is Execution.NOT_RUN for one in ran),
-            reason=without.why,
+            reason=reason,
         )
 
-    def _refined(self, group: frozenset[int], everything: frozenset[int]) -> frozenset[int]:
-        """Fewer hunks of a group, if they alone are to blame, and it is equivalent without them."""
+    def _refined(self, group: frozenset[int], everything: frozenset[int]) -> list[frozenset[int]]:
+        """Sets of fewer hunks of a group, if each is to blame, and it is equivalent without all."""
         if len(group) == 1 or self._answer(everything - group) is not Answer.GOOD:
-            return group
+            return [group]
         found = causes(sorted(group), lambda some: self._answer(frozenset(some)))
-        fewer = frozenset(itertools.chain.from_iterable(found.sets))
-        is_proven = fewer and self._answer(everything - fewer) is Answer.GOOD
-        return fewer if is_proven else group
+        sets = [frozenset(one) for one in found.sets]
+        is_proven = sets and self._answer(everything.difference(*sets)) is Answer.GOOD
+        return sets if is_proven else [group]
 
     def _change(self, numbers: frozenset[int], ran: Sequence[Execution]) -> BlamedChange:
         found = [
@@ -285,6 +301,10 @@ class _Search:
         self._say(f"check {self._checks}: {count} hunks: {found.result}")
         self._known[numbers] = found
         return found
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(filter(None, names)))
 
 
 def _numbers(groups: Iterable[tuple[int, ...]]) -> frozenset[int]:

@@ -14,9 +14,11 @@ class Blaming(StrEnum):
     """How a search for the changes to blame ended."""
 
     PROVEN = "proven"
-    """The job diverges with the changes alone, and is equivalent without them."""
+    """The job diverges with the changes alone, and without them at most as the good tree does."""
     ALONE = "alone"
     """It diverges with the changes alone; without them it cannot be checked."""
+    OTHERS = "others"
+    """It diverges with the changes alone, and without them in other modules."""
     GOOD_DIVERGES = "good_diverges"
     """The good tree diverges in the same modules."""
     GOOD_UNCHECKED = "good_unchecked"
@@ -69,7 +71,8 @@ class Blame(Record):
         idle: of these, hunks that did not run in the job.
         checks: made for it.
         seconds: it took.
-        reason: why the good tree, or the rest of the changes, could not be checked.
+        reason: why the good tree, or the rest of the changes, could not be checked; or the modules
+            in which the job diverges without the changes.
     """
 
     result: Blaming

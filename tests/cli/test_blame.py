@@ -15,6 +15,7 @@ from megatron_ttrace.jobs import edited
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.saved import api, blame
 from megatron_ttrace.trace.blamed import Blaming
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Edits, Execution
 from megatron_ttrace.trace.records import Result
 from tests.jobs.processes.test_worktrees import git
@@ -32,6 +33,8 @@ GOOD = {
     "pretrain.py": "import megatron.core\n",
 }
 EXPECTED = sum(range(COUNT))
+ELSEWHERE = "elsewhere"
+"""A job that diverges in another module: only if it does not diverge where it usually does."""
 
 
 @pytest.fixture
@@ -72,9 +75,11 @@ def reports(tmp_path_factory):
     right = kept.run(home / "right", kept.tensors())
     wrong = kept.run(home / "wrong", kept.tensors(1))
     runs = {Result.EQUIVALENT: right, Result.DIVERGED: wrong}
-    return {
-        answer: api.diff(right, run, output=home / answer).directory for answer, run in runs.items()
-    }
+    found = {answer: api.diff(right, run, output=home / answer) for answer, run in runs.items()}
+    report = api.diff(right, wrong, output=home / ELSEWHERE)
+    there = tuple(dataclasses.replace(one, name="embedding") for one in report.culprits)
+    found[ELSEWHERE] = api.rewritten(report, dataclasses.replace(report.summary, culprits=there))
+    return {answer: report.directory for answer, report in found.items()}
 
 
 @pytest.fixture
@@ -92,9 +97,10 @@ def checked(reports, monkeypatch):
         except (ArithmeticError, AttributeError, NameError) as error:
             return 2, repr(error)
         answer = Result.EQUIVALENT if total == EXPECTED else Result.DIVERGED
+        is_elsewhere = getattr(total, "imag", 0) and total.real == EXPECTED
         folder = Path(words[words.index("--ttrace-dir") + 1])
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(reports[answer], folder)
+        shutil.copytree(reports[ELSEWHERE if is_elsewhere else answer], folder)
         report = api.load_report(folder)
         if edited.GIVEN in environment:
             edits = Edits.from_json(json.loads(Path(environment[edited.GIVEN]).read_text()))
@@ -184,6 +190,34 @@ def test_changes_that_are_each_to_blame(fork, checked, capsys):
     assert sorted(functions) == [["f3"], ["f7"]]
 
 
+def test_others_to_blame(fork, checked, capsys):
+    """Without the change that is to blame, the job diverges elsewhere: that is not proven."""
+    edit(fork, *harmless(3, 7), ("x + 3", "x + 3 + 1j"), ("x + 7", "x + 9"))
+    found = run(capsys)["blame"]
+    assert found["result"] == Blaming.OTHERS
+    assert [[hunk["function"] for hunk in one["hunks"]] for one in found["changes"]] == [["f7"]]
+    assert found["reason"] == "embedding"
+
+
+def test_what_the_good_tree_does_too(fork, checked, capsys):
+    """It diverges elsewhere, as the good tree does: the change is proven, and the rest is named."""
+    edit(fork, ("x + 3", "x + 3 + 1j"))
+    git(fork, "commit", "-q", "-a", "-m", "wrong elsewhere")
+    edit(fork, *harmless(3, 7), ("x + 7", "x + 9"))
+    found = run(capsys, "--good", "HEAD")["blame"]
+    assert (found["result"], found["reason"]) == (Blaming.PROVEN, "embedding")
+
+
+def test_changes_of_a_group_that_are_each_to_blame(fork, checked, capsys):
+    """They share a name, so they are tried together at first; yet they are two changes."""
+    edit(fork, ("def f7", "def g(x):\n    return x\n\n\ndef f7"))
+    edit(fork, ("y = x + 3\n", "y = x + 30  # g\n"), ("y = x + 7\n", "y = x + 70  # g\n"))
+    found = run(capsys)["blame"]
+    assert found["result"] == Blaming.PROVEN
+    functions = [[hunk["function"] for hunk in change["hunks"]] for change in found["changes"]]
+    assert sorted(functions) == [["f3"], ["f7"]]
+
+
 def test_dependent_hunks(fork, checked, capsys):
     """A new function and its use stay together; of a group, only what is needed is blamed."""
     edit(fork, *harmless(7), ("def f7", "def g(x):\n    return x + 9\n\n\ndef f7"))
@@ -267,18 +301,62 @@ def test_a_job_that_cannot_be_checked(fork, checked, capsys):
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_in_a_process_of_its_own(fork, checked, tmp_path):
-    """For other commands: the words that it is run with, and its report."""
-    trial = blame.Trial(
+@pytest.fixture
+def trial(fork, checked, reports, tmp_path):
+    """A job that was checked, and its report."""
+    shutil.copytree(reports[Result.DIVERGED], tmp_path / "out")
+    return blame.Trial(
         interpreter=sys.executable,
         arguments=("--num-layers", "2"),
         ranks=3,
         settings=dataclasses.replace(api.Settings(), directory=tmp_path / "out"),
         environment={},
     )
-    report = blame.run_apart(trial, fork / "pretrain.py", "HEAD~1", quiet=True)
-    assert report.verdict is Result.EQUIVALENT
-    [words] = checked.asked
+
+
+@pytest.fixture
+def command(fork, checked, capsys, monkeypatch):
+    """``ttrace blame`` as a process of its own, played by this one."""
+    check = apart.ttrace
+
+    def play(interpreter, words, environment, *, quiet):
+        command.words = words
+        with monkeypatch.context() as patches:
+            patches.setattr(apart, "ttrace", check)
+            code = main([words[0], "--quiet", *words[1:]])
+        return code, capsys.readouterr().err
+
+    monkeypatch.setattr(apart, "ttrace", play)
+    return command
+
+
+def test_in_a_process_of_its_own(fork, trial, command):
+    """For other commands: the words it is run with; the report of their check gains the answer."""
+    edit(fork, *harmless(7), ("x + 7", "x + 9"))
+    before = api.load_report(trial.settings.directory)
+    report = blame.run_apart(trial, fork / "pretrain.py", "HEAD", quiet=True)
+    words = command.words
     assert words[:3] == ["blame", "--nproc-per-node", "3"]
-    assert words[words.index("--good") + 1] == "HEAD~1"
+    assert words[words.index("--good") + 1] == "HEAD"
     assert words[words.index("--") + 1 :] == [str(fork / "pretrain.py"), "--num-layers", "2"]
+    assert report.summary.blame.changes[0].hunks[0].function == "f7"
+    kept = api.load_report(trial.settings.directory)
+    assert kept.summary.blame == report.summary.blame
+    assert dataclasses.replace(kept.summary, blame=None) == before.summary
+
+
+def test_a_copy_that_does_not_diverge(fork, trial, command):
+    """The report of the check stays as it was: there is no answer."""
+    edit(fork, *harmless())
+    before = api.load_report(trial.settings.directory)
+    with pytest.raises(TTraceError, match="a copy of the same files is equivalent"):
+        blame.run_apart(trial, fork / "pretrain.py", "HEAD", quiet=True)
+    assert api.load_report(trial.settings.directory).summary == before.summary
+
+
+def test_a_search_that_fails(fork, trial, command):
+    """The same."""
+    before = api.load_report(trial.settings.directory)
+    with pytest.raises(TTraceError, match="has the same Python files as HEAD"):
+        blame.run_apart(trial, fork / "pretrain.py", "HEAD", quiet=True)
+    assert api.load_report(trial.settings.directory).summary == before.summary

@@ -46,6 +46,22 @@ def test_a_checkout(tree):
     )
 
 
+def test_a_fork_of_the_main_branch(tree):
+    """It is compared with where the last release's branch began, not with an older release."""
+    git(tree, "init", "-q", "-b", "main")
+    git(tree, "commit", "-q", "--allow-empty", "-m", "an older release")
+    git(tree, "tag", "core_v0.18.0")
+    git(tree, "commit", "-q", "--allow-empty", "-m", "the branch begins here")
+    begin = git(tree, "rev-parse", "HEAD")
+    git(tree, "switch", "-q", "-c", "release")
+    git(tree, "commit", "-q", "--allow-empty", "-m", "a release")
+    git(tree, "tag", "core_v0.19.0")
+    assert edited.release(tree) == "core_v0.19.0"
+    git(tree, "switch", "-q", "-")
+    git(tree, "commit", "-q", "--allow-empty", "-m", "a change")
+    assert edited.release(tree) == begin[:12]
+
+
 def test_more_than_anybody_reads(tree, monkeypatch):
     """A fork that is far from its release is compared with HEAD."""
     git(tree, "init", "-q", "-b", "main")

@@ -50,6 +50,12 @@ def test_every_result(result):
     assert "v1" in text
 
 
+def test_where_the_good_tree_diverges():
+    """It is named, as far as the job diverges there without the changes, too."""
+    text = blame.sentence(dataclasses.replace(PROVEN, reason="embedding"))
+    assert text == f"{blame.sentence(PROVEN)}, except where core_v0.19.2 does, too: embedding"
+
+
 def test_the_reports():
     """The hunk comes before the culprit, and nothing is wider than the terminal."""
     summary, verdicts = embedding_bug()

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -151,17 +152,49 @@ class Checkout:
 
 
 def git(folder: Path, *words: str, seconds: float | None = None) -> str:
-    """What git prints in a folder. Its index is left alone, and none of its hooks run.
+    """What git prints in a folder. Its index is left alone, and no configured program runs.
+
+    Such programs are hooks, monitors, filters of content, and what shows a difference.
 
     Raises:
         TTraceError: when git is absent, fails, or takes longer than ``seconds``.
     """
+    return _git(folder, words, seconds, (*_NO_PROGRAMS, *_no_filters(folder, seconds)))
+
+
+_NO_PROGRAMS = tuple(
+    word
+    for setting in (
+        *("core.fsmonitor=false", f"core.hooksPath={os.devnull}"),
+        *("diff.ignoreSubmodules=dirty", "log.showSignature=false"),
+    )
+    for word in ("-c", setting)
+)
+_FILTERS = r"^filter\..*\.(clean|smudge|process|required)$"
+
+
+@functools.cache
+def _no_filters(folder: Path, seconds: float | None) -> tuple[str, ...]:
+    """Options that switch off every filter of content: git runs them to see what is modified."""
+    try:
+        words = ("config", "-z", "--name-only", "--get-regexp", _FILTERS)
+        listed = _git(folder, words, seconds)
+    except TTraceError:
+        return ()
+    keys = sorted({*listed.split("\0")} - {""})
+    pairs = ((key, "false" if key.endswith(".required") else "") for key in keys)
+    return tuple(word for key, value in pairs for word in ("-c", f"{key}={value}"))
+
+
+def _git(
+    folder: Path, words: Sequence[str], seconds: float | None, options: Sequence[str] = ()
+) -> str:
     # In a git hook, git's variables name another repository.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    program = ["git", "--no-optional-locks", "-c", f"core.hooksPath={os.devnull}"]
+    program = ["git", "--no-optional-locks"]
     try:
         done = subprocess.run(
-            [*program, "-C", str(folder), *words],
+            [*program, *options, "-C", str(folder), *words],
             env={**inherited, "GIT_LFS_SKIP_SMUDGE": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commits of a checkout, in worktrees of their own."""
 
+import os
 import subprocess
 
 import pytest
 
+from megatron_ttrace.jobs.processes import worktrees
 from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
@@ -123,3 +125,34 @@ def test_no_checkout(tmp_path, home):
 def test_a_new_file_has_no_old_lines():
     """A hunk of one line may leave its count out."""
     assert Hunk("a.py", 3, 1, "").distance(3) == 0
+
+
+def test_no_configured_program_runs(home, tmp_path):
+    """Neither hooks nor monitors, filters and what shows differences: files are only read."""
+    ran = tmp_path / "ran"
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho $0 $* >> {ran}\ncat\n")
+    program.chmod(0o755)
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "post-checkout").symlink_to(program)
+    (home / ".gitattributes").write_text("*.py filter=own diff=own\n")
+    for key in ("filter.own.clean", "filter.own.smudge", "diff.own.textconv", "diff.own.command"):
+        git(home, "config", key, program)
+    for key in ("core.fsmonitor", "diff.external", "gpg.program"):
+        git(home, "config", key, program)
+    git(home, "config", "filter.own.required", "true")
+    git(home, "config", "core.hooksPath", hooks)
+    os.utime(home / "a.py", (1, 1))
+    checkout = Checkout(home)
+    head = checkout.commit("HEAD")
+    assert checkout.is_edited()
+    assert checkout.hunks(head)
+    assert checkout.described(head)
+    assert worktrees.git(home, "diff", "--name-only", head) == "a.py\n"
+    assert worktrees.git(home, "show", f"{head}:a.py")
+    with checkout.at(head, tmp_path / "trees" / "tree") as root:
+        assert (root / "a.py").read_text().startswith("changed 0")
+    assert not ran.exists(), ran.read_text()
+    git(home, "status")
+    assert ran.exists()
