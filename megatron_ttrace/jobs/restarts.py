@@ -9,7 +9,6 @@ schedules. Where they write is ours.
 from __future__ import annotations
 
 import dataclasses
-import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from megatron_ttrace.jobs.settings import split
 from megatron_ttrace.jobs.shrink.given import Given
 from megatron_ttrace.mcore.checkpoints.loading import TRACKER
+from megatron_ttrace.mcore.options.decisions import SILENT
 from megatron_ttrace.trace import small_files
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.recorded import FOLDER, Order
@@ -31,20 +31,13 @@ INTO = "into-"
 SEED = 1
 """Of the run that is perturbed."""
 
-_WRITING = (
-    *("save", "save_interval", "save_retain_interval", "ckpt_convert_format", "ckpt_convert_save"),
-    *("non_persistent_save_interval", "non_persistent_ckpt_type", "non_persistent_global_ckpt_dir"),
-    *("non_persistent_local_ckpt_dir", "tensorboard_dir", "wandb_project", "wandb_exp_name"),
-    *("wandb_save_dir", "wandb_entity"),
-)
-"""Options by which a job writes for its user; what they name is not touched."""
-_ENDING = ("exit_interval", "exit_duration_in_mins", "exit_signal_handler")
-"""Options that end a job early."""
-_STARTING = (
-    *("load", "ckpt_step", "pretrained_checkpoint", "finetune"),
-    *("save_activations_interval", "save_dgrads_interval", "save_wgrads_interval"),
-)
+_SAVING = ("save", "save_interval", "save_retain_interval")
+"""Options of the job that this command replaces."""
+_STARTING = ("load", "ckpt_step", "pretrained_checkpoint", "finetune", "moe_use_upcycling")
 """Options of the uninterrupted run alone."""
+_FROM_CHECKPOINT = "use_checkpoint_opt_param_scheduler"
+_FROM_JOB = "--override-opt_param-scheduler"
+"""Options that say whose schedules a job follows that starts from a checkpoint."""
 _NPROC = "--nproc-per-node"
 _DIVISIBLE_BY = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
@@ -109,9 +102,9 @@ def plan(
     """
     given = Given.parse(arguments)
     notices = []
-    if replaced := [f.name for f in given.flags if f.option in (*_WRITING, *_ENDING)]:
-        notices.append(f"not used: {', '.join(replaced)} (this command saves in {folder})")
-    left_out = [*_WRITING, *_ENDING]
+    if unused := [flag.name for flag in given.flags if flag.option in (*_SAVING, *SILENT)]:
+        notices.append(f"not used: {', '.join(unused)} (this command saves in {folder})")
+    left_out = [*_SAVING]
     first, why = _first_iteration(given)
     if why:
         left_out += ["load", "ckpt_step"]
@@ -122,6 +115,9 @@ def plan(
     notices += told
     checkpoint = str(folder / CHECKPOINT)
     saving = [*common, "--save", checkpoint, "--save-interval", str(steps)]
+    if told and first and not given.has(_FROM_CHECKPOINT):
+        # Megatron refuses a checkpoint with the schedules of a shorter job.
+        saving.append(_FROM_JOB)
     again = [*_without(Given.parse(common), _STARTING), "--load", checkpoint]
     order = Order(steps=AFTER)
     restarted = Run("restarted", tuple(again), nproc, order)
@@ -203,8 +199,3 @@ def _padding(base: Given, into: Given) -> list[str]:
     if ranks == base.integer(tensor, 1) or ranks < 1 or multiple % ranks:
         return []
     return ["--make-vocab-size-divisible-by", str(multiple // ranks)]
-
-
-def environment(variables: dict[str, str]) -> dict[str, str]:
-    """The variables of a run, which logs to no W&B."""
-    return {**variables, "WANDB_MODE": os.environ.get("WANDB_MODE", "disabled")}

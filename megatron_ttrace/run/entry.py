@@ -133,6 +133,8 @@ def _prepare(args: MegatronArguments) -> MegatronArguments:
         from megatron_ttrace.jobs import reference_arguments
 
         reference_arguments.apply(args, settings)
+    elif settings is not None and settings.exit_after:
+        decisions.silence(args, reports=settings.role == "candidate")
     if cpu.needed(early.device):
         # Megatron parses more than once (ft_integration.setup): print it once.
         line = cpu.banner(cpu.adapt_arguments(args))

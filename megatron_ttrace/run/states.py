@@ -88,8 +88,8 @@ class StateSession:
     def _make_folders(self) -> None:
         owned.make(self._home)
         if self._order.save_after:
-            # Megatron's own files: all that is in it is ours.
-            owned.make(self._home / CHECKPOINT.name, whole=True)
+            # Megatron stores all arguments in it, and some may be secret.
+            owned.make(self._home / CHECKPOINT.name, owned.PRIVATE_FOLDER, whole=True)
 
     def begin(
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler

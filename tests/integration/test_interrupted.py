@@ -8,18 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ttrace.jobs.restarts import FIRST
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 from tests.integration.test_bad_input import refused
 from tests.jobs.commands.commands import Command
+from tests.trace.test_owned import state_of
 
 OURS = ("check", "--ttrace-no-wandb", "--nproc-per-node", "2")
+RESUME = ("resume", "--nproc-per-node", "2")
 LAYOUT = ("--tensor-model-parallel-size", "2")
 
 
-def start(tmp_path: Path) -> Command:
-    """A check of two ranks."""
-    words = (sys.executable, "-m", "megatron_ttrace", *OURS, "--", SCRIPT, *TINY, *LAYOUT)
-    return Command(*words, cwd=tmp_path)
+def start(tmp_path: Path, command: tuple[str, ...] = OURS, *job: object) -> Command:
+    """A command for two ranks."""
+    words = (sys.executable, "-m", "megatron_ttrace", *command, "--", SCRIPT, *TINY, *LAYOUT)
+    return Command(*words, *job, cwd=tmp_path)
 
 
 def until_there(command: Command, path: Path) -> None:
@@ -44,6 +47,19 @@ def test_ctrl_c(tmp_path: Path, when: str) -> None:
     command = start(tmp_path)
     until_there(command, tmp_path / "ttrace-out" / when)
     interrupted(command)
+
+
+@pytest.mark.parametrize("when", [FIRST, pytest.param("restarted", marks=pytest.mark.nightly)])
+def test_ctrl_c_while_restarting(tmp_path: Path, when: str) -> None:
+    """Neither the uninterrupted run nor a restart changes what the job wrote before."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "progress.txt").write_text("mine")
+    before = state_of(mine)
+    command = start(tmp_path, RESUME, "--save", mine, "--log-progress", "--tensorboard-dir", mine)
+    until_there(command, tmp_path / "ttrace-resume" / when / "logs" / "rank-00001.log")
+    interrupted(command)
+    assert state_of(mine) == before
 
 
 def test_data_from_a_pipe(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ttrace.jobs.restarts import CHECKPOINT
 from megatron_ttrace.trace import owned
 from tests.integration.jobs import SCRIPT, ttrace
 from tests.integration.secretive import FLAGS
@@ -80,30 +81,50 @@ def test_commands_in_a_home_directory(home: Path) -> None:
 @pytest.mark.slow
 def test_no_secret_is_written(tmp_path: Path) -> None:
     """Neither of the environment nor of flags, in no file but logs that only their owner reads."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
+    written = with_secrets(tmp_path, "check", "--ttrace-dir", "out")
+    assert not [path for path in written if path.suffix != ".log"]
+    out = tmp_path / "out"
+    assert (out / "reference").is_symlink()
+    assert (out / ".gitignore").read_text() == "*\n"
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == owned.PRIVATE_FOLDER
+    assert stat.S_IMODE((out / "logs").stat().st_mode) == owned.PRIVATE_FOLDER
+
+
+@pytest.mark.nightly
+def test_no_secret_of_a_restarted_job_is_written(tmp_path: Path) -> None:
+    """Only in the checkpoint, where Megatron stores its arguments, as in the job's own."""
+    written = with_secrets(tmp_path, "resume", "--directory", "out")
+    checkpoint = tmp_path / "out" / CHECKPOINT
+    assert not [
+        path for path in written if path.suffix != ".log" and not path.is_relative_to(checkpoint)
+    ]
+    assert stat.S_IMODE(checkpoint.stat().st_mode) == owned.PRIVATE_FOLDER
+
+
+def with_secrets(folder: Path, *command: str) -> list[Path]:
+    """Run a command of a job that has secrets; the files they are in, all of them private."""
+    (folder / "temporary").mkdir()
     names = [*SECRET_VARIABLES, "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "X"]
     flags = [word for flag in FLAGS for word in (flag, f"{CANARY}{flag}")]
     done = ttrace(
-        *("check", "--quiet", "--nproc-per-node", 2, "--ttrace-dir", tmp_path / "out", "--"),
+        *(*command, "--quiet", "--nproc-per-node", 2, "--"),
         *(ROOT / "tests" / "integration" / "secretive.py", *MODEL, *flags),
         *("--vocab-file", f"s3://key:{CANARY}@bucket/a"),
-        cwd=tmp_path,
+        cwd=folder,
         cold=True,
-        HOME=str(tmp_path),
-        TMPDIR=str(folder),
-        TTRACE_CACHE=str(tmp_path / "cache"),
+        HOME=str(folder),
+        TMPDIR=str(folder / "temporary"),
+        TTRACE_CACHE=str(folder / "cache"),
         **dict.fromkeys(names, f"postgres://user:{CANARY}@host"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert CANARY not in done.stdout + done.stderr
-    found = []
-    for path in tmp_path.rglob("*"):
-        if path.is_file() and CANARY.encode() in path.read_bytes():
-            private = stat.S_IMODE(path.stat().st_mode) == owned.PRIVATE_FILE
-            found += [] if private and path.suffix == ".log" else [str(path)]
-    assert found == []
-    assert (tmp_path / "out" / "reference").is_symlink()
-    assert (tmp_path / "out" / ".gitignore").read_text() == "*\n"
-    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == owned.PRIVATE_FOLDER
-    assert stat.S_IMODE((tmp_path / "out" / "logs").stat().st_mode) == owned.PRIVATE_FOLDER
+    found = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and CANARY.encode() in path.read_bytes()
+    ]
+    for path in found:
+        is_private = stat.S_IMODE(path.stat().st_mode) == owned.PRIVATE_FILE
+        assert is_private or CHECKPOINT.name in path.parts, path
+    return found

@@ -9,10 +9,11 @@ import pytest
 
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.resumed import Blame, Restart, Resumed, What
-from tests.integration.jobs import PP, SCRIPT, TINY, TP, TRAIN, ttrace
+from tests.integration.jobs import PP, SCRIPT, TINY, TP, TRAIN, check, torchrun, ttrace
 from tests.planted.checkpoint_faults import Side
 from tests.planted.checkpoints import Fault
 from tests.planted.mistakes import PLANTED
+from tests.trace.test_owned import state_of
 
 MODEL = ("--bf16", "--ckpt-format", "torch_dist")
 ZERO = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
@@ -43,15 +44,38 @@ def resume(
     return Resumed.from_json(written).restarts
 
 
+def mine(cwd: Path) -> dict[str, tuple[str, int]]:
+    """What a job wrote for its user, and when."""
+    home = cwd / "mine"
+    if not home.exists():
+        home.mkdir()
+        for name in ("progress.txt", "rejected"):
+            (home / name).write_text("mine")
+    return {
+        name: (state, (home / name).lstat().st_mtime_ns) for name, state in state_of(home).items()
+    }
+
+
+def writing(cwd: Path) -> tuple[object, ...]:
+    """Options of a job that writes."""
+    home = cwd / "mine"
+    return (
+        *("--save", home, "--save-interval", 1, "--log-progress", "--exit-interval", 1),
+        *("--tensorboard-dir", home / "events", "--config-logger-dir", home / "configs"),
+        *("--result-rejected-tracker-filename", home / "rejected"),
+        *("--save-wgrads-interval", 1, "--save-dgrads-interval", 1),
+    )
+
+
 def test_shifted_main_weights(tmp_path: Path) -> None:
     """Megatron saves shifted optimizer state (megatron-core 0.19); the weights are right."""
-    (tmp_path / "mine").mkdir()
-    (found,) = resume(tmp_path, *BUCKETS, "--save", "mine", "--save-interval", 1, code=1)
+    before = mine(tmp_path)
+    (found,) = resume(tmp_path, *BUCKETS, *writing(tmp_path), code=1)
     assert {one.what for one in found.differences} == OPTIMIZER
     assert {one.blame for one in found.differences} == {Blame.SAVING}
     assert all("DistributedOptimizer" in one.where for one in found.differences)
     assert found.steps[-1].loss[0] != found.steps[-1].loss[1]
-    assert not list((tmp_path / "mine").iterdir())
+    assert mine(tmp_path) == before
     done = ttrace("clean", "ttrace-resume", "--yes", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     left = [path.name for path in (tmp_path / "ttrace-resume").rglob("*")]
@@ -131,3 +155,19 @@ def test_a_layout_that_megatron_refuses(tmp_path: Path) -> None:
     assert [one.verdict for one in found] == [Result.EQUIVALENT, Result.COULD_NOT_CHECK]
     assert "mismatch" in found[1].reason
     assert "\n" not in found[1].reason
+
+
+@pytest.mark.nightly
+def test_the_users_own_files(tmp_path: Path) -> None:
+    """A restart and a check from a real checkpoint leave all of it as it was."""
+    saving = ("--save", "mine", "--save-interval", 2, "--exit-interval", 2)
+    done = torchrun(2, SCRIPT, *TINY, *MODEL, *TP, *saving, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before = mine(tmp_path)
+    job = (*TP, "--load", "mine", *writing(tmp_path))
+    (found,) = resume(tmp_path, *job)
+    assert (found.verdict, mine(tmp_path)) == (Result.EQUIVALENT, before)
+    check(tmp_path, *MODEL, *job)
+    after = mine(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert all(name.startswith("events") for name in after.keys() - before.keys())

@@ -18,10 +18,11 @@ def made(*words: str, into: tuple[str, ...] = (), steps: int = 3) -> Plan:
 
 
 def test_where_it_saves() -> None:
-    """In our folder and nowhere else, whatever the job says; other options are kept."""
-    found = made("--save", "/data/mine", "--save-interval", "500", "--tensorboard-dir", "/data/tb")
+    """In our folder, whatever the job says; options that have no effect are named."""
+    logging = ("--tensorboard-dir", "/data/tb")
+    found = made("--save", "/data/mine", "--save-interval", "500", *logging)
     words = found.uninterrupted.arguments
-    assert words == (*JOB, "--save", f"{HOME}/{CHECKPOINT}", "--save-interval", "3")
+    assert words == (*JOB, *logging, "--save", f"{HOME}/{CHECKPOINT}", "--save-interval", "3")
     assert (found.uninterrupted.order.steps, found.uninterrupted.order.save_after) == (3 + AFTER, 3)
     assert any("--tensorboard-dir" in notice for notice in found.notices)
 
@@ -59,7 +60,11 @@ def test_longer_than_its_checkpoint(tmp_path: Path) -> None:
     """Steps count from the iteration that the job starts from."""
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("97")
     found = made("--load", str(tmp_path))
-    assert found.uninterrupted.arguments[-6:-4] == ("--train-iters", "102")
+    words = found.uninterrupted.arguments
+    assert words[-7:-5] == ("--train-iters", "102")
+    # Megatron would refuse the schedules of a shorter job; those of the restarts must be restored.
+    assert words[-1] == "--override-opt_param-scheduler"
+    assert words[-1] not in found.restarted.arguments
 
 
 def test_other_layouts() -> None:

@@ -151,39 +151,55 @@ DERIVED = MappingProxyType({"virtual_pipeline_model_parallel_size": None, "cpu_o
 SINGLE_DEVICE = MappingProxyType({**_AXES, **_LAYOUT, **_TRANSPORT, **DERIVED})
 """What a single device does not do."""
 
-QUIET = MappingProxyType(
+SILENT = MappingProxyType(
     {
         **_of(
             None,
             """
-            ckpt_convert_format dump_param_to_param_group_map
-            exit_duration_in_mins exit_interval fault_injector_num_ranks fault_injector_ranks
-            flight_recorder_dump_path gpu_sniff_test_interval load logits_save_dir
-            moe_routing_trace_path non_persistent_ckpt_type non_persistent_save_interval
-            pretrained_checkpoint result_rejected_tracker_filename save save_activations_interval
-            save_dgrads_interval
-            save_params_interval save_tokens_per_expert_interval save_wgrads_interval
-            tensorboard_dir check_weight_hash_across_dp_replicas_interval
+            check_weight_hash_across_dp_replicas_interval ckpt_convert_format
+            ckpt_pg_tensors_cache_path
+            dump_param_to_param_group_map exit_duration_in_mins exit_interval
+            fault_injector_num_ranks fault_injector_ranks flight_recorder_dump_path
+            gpu_sniff_test_interval logits_save_dir moe_routing_trace_path
+            non_persistent_ckpt_type non_persistent_save_interval result_rejected_tracker_filename
+            save_activations_interval save_dgrads_interval save_params_interval
+            save_tokens_per_expert_interval save_wgrads_interval tensorboard_dir
             """,
         ),
         **_of(
             False,
             """
-            adlr_autoresume async_save calc_ft_timeouts enable_ft_package enable_one_logger
-            exit_on_missing_checkpoint exit_signal_handler inprocess_restart
-            load_main_params_from_ckpt log_progress log_straggler moe_use_upcycling otel_enabled
-            profile record_memory_history replication run_workload_inspector_server
+            adlr_autoresume calc_ft_timeouts ckpt_pg_tensors_cache_create enable_ft_package
+            enable_one_logger exit_signal_handler inprocess_restart log_progress log_straggler
+            otel_enabled profile record_memory_history replication run_workload_inspector_server
             use_pytorch_profiler
             """,
         ),
         **_of("", "config_logger_dir wandb_exp_name wandb_project"),
+        "error_injection_rate": 0,
+    }
+)
+"""What a run of ours must not do although the user's run does: write, log, stop early."""
+
+QUIET = MappingProxyType(
+    {
+        **SILENT,
+        **_of(None, "load pretrained_checkpoint save"),
+        **_of(
+            False,
+            """
+            async_save exit_on_missing_checkpoint load_main_params_from_ckpt moe_use_upcycling
+            """,
+        ),
         # That of Megatron-FSDP is refused without it.
         "ckpt_format": "torch_dist",
-        "error_injection_rate": 0,
         "rerun_mode": "disabled",
     }
 )
-"""What the reference run must not do although the user's run does: load, write, log, stop early."""
+"""What the reference run must not do: that, load and save."""
+
+_REPORTING = ("tensorboard_dir", "wandb_exp_name", "wandb_project")
+"""Options that say where the verdicts go."""
 
 _REFUSED = {
     "batch_size": "Megatron has removed it: give --micro-batch-size",
@@ -278,6 +294,20 @@ def decision(option: str) -> Decision | None:
         if option in values:
             return Decision(role, Action.RESET, values[option])
     return Decision(role, Action.KEEP)
+
+
+def silence(args: object, *, reports: bool) -> None:
+    """Switch off what would write for the user, log or stop a run of ours, before validation.
+
+    Args:
+        args: as parsed.
+        reports: whether the run is a check: its verdicts are logged with the user's options, and it
+            loads what the user's run would load.
+    """
+    for name, value in SILENT.items():
+        is_used = reports and (name in _REPORTING or ROLES[name] is Role.CHECKPOINT)
+        if hasattr(args, name) and not is_used:
+            setattr(args, name, copy.copy(value))
 
 
 def refusals(args: object) -> list[str]:

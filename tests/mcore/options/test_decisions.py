@@ -2,6 +2,7 @@
 """Every option of every supported release has a decision."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,52 @@ def test_reset_values_are_what_megatron_would_parse(installed):
         if action.choices:
             values = found.value if isinstance(found.value, list) else [found.value]
             assert set(values) <= set(action.choices), action.dest
+
+
+NEEDING = {
+    **dict.fromkeys(
+        ("app_tag_run_name", "one_logger_project", "one_logger_run_name"), "enable_one_logger"
+    ),
+    "ckpt_convert_save": "ckpt_convert_format",
+    "memory_snapshot_path": "record_memory_history",
+    "non_persistent_global_ckpt_dir": "non_persistent_ckpt_type",
+    "non_persistent_local_ckpt_dir": "non_persistent_ckpt_type",
+    "otel_service_name": "otel_enabled",
+    "wandb_save_dir": "wandb_project",
+}
+WHERE = re.compile(r"(dir|path|file|filename|project|_map|_name|convert_save)$")
+
+
+def test_options_that_name_where_a_job_writes():
+    """A run of ours must not write there: they, or what they need, are switched off."""
+    found = {
+        option
+        for option, role in ROLES.items()
+        if role in (Role.OPERATION, Role.CHECKPOINT) and WHERE.search(option)
+    }
+    assert set(NEEDING) <= found
+    assert {NEEDING.get(option, option) for option in found} <= set(decisions.SILENT)
+
+
+@pytest.mark.parametrize("reports", [False, True])
+def test_silence(reports):
+    """What would write or stop early is off; a check keeps where it logs and what it loads."""
+    given = {
+        "tensorboard_dir": "a",
+        "log_progress": True,
+        "exit_interval": 1,
+        "non_persistent_ckpt_type": "local",
+        "load": "b",
+        "rerun_mode": "validate_results",
+    }
+    args = argparse.Namespace(**given)
+    decisions.silence(args, reports=reports)
+    loading = {name: given[name] for name in ("load", "rerun_mode")}
+    kept = {
+        name: given[name] if reports else None
+        for name in ("tensorboard_dir", "non_persistent_ckpt_type")
+    }
+    assert vars(args) == {**loading, **kept, "log_progress": False, "exit_interval": None}
 
 
 def derived(**arguments):
