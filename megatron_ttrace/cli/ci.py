@@ -59,9 +59,9 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         )
     parser.add_argument(
         "--format",
-        choices=("plain", "github", "gitlab"),
+        choices=("plain", "github", "gitlab", "json"),
         default="plain",
-        help="of annotations: text, GitHub's workflow commands, or GitLab's code quality as JSON",
+        help="of annotations: text, GitHub's workflow commands, GitLab's code quality, or JSON",
     )
     command.add_max_ranks(parser)
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     head = checkout.commit("HEAD")
     base = checkout.fork_point(checkout.commit(args.base), head)
     # Standard output has nothing but JSON, where it is JSON.
-    out = sys.stderr if args.format == "gitlab" else sys.stdout
+    out = sys.stderr if args.format in ("gitlab", "json") else sys.stdout
 
     def tell(line: str) -> None:
         print(log_line(line), file=out, flush=True)
@@ -103,6 +103,8 @@ def run(args: argparse.Namespace) -> int:
         owned.discard(directory / "trees")
     if args.format == "gitlab":
         print(review.code_quality(found))
+    if args.format == "json":
+        print(review.records(found))
     show = review.workflow_command if args.format == "github" else review.text
     for one in found:
         print(show(one), file=out, flush=True)

@@ -23,11 +23,29 @@ class Level(StrEnum):
     NOTICE = "notice"
 
 
+class Topic(StrEnum):
+    """What an annotation is about."""
+
+    DIVERGED = "diverged"
+    """The pull request makes a job diverge."""
+    SUSPECT = "suspect"
+    """A job diverges that ran this changed code; which change is to blame is not known."""
+    DIVERGED_BEFORE = "diverged_before"
+    """A job diverges in the same modules without the pull request."""
+    NOT_CHECKED = "not_checked"
+    """A job cannot be checked."""
+    NOT_EXECUTED = "not_executed"
+    """No recipe runs this changed code: nothing is known of it."""
+    RECIPE = "recipe"
+    """The pull request changes, breaks or removes a recipe."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Annotation:
     """What is said of a line of the checkout; of none if ``file`` is empty."""
 
     level: Level
+    topic: Topic
     title: str
     message: str
     file: str = ""
@@ -56,7 +74,7 @@ def code_quality(found: Sequence[Annotation]) -> str:
             "description": "\n".join(
                 clean(line, _MOST) for line in f"{one.title}. {one.message}".splitlines()
             ),
-            "check_name": "ttrace",
+            "check_name": f"ttrace/{one.topic}",
             "fingerprint": hashlib.sha256(f"{one.file} {one.title}".encode()).hexdigest(),
             "severity": severities[one.level],
             "location": {"path": one.file, "lines": {"begin": one.line}},
@@ -65,6 +83,11 @@ def code_quality(found: Sequence[Annotation]) -> str:
         if one.file
     ]
     return json.dumps(issues, indent=1)
+
+
+def records(found: Sequence[Annotation]) -> str:
+    """As JSON: a list of objects with the fields of :class:`Annotation`."""
+    return json.dumps([dataclasses.asdict(one) for one in found], indent=1)
 
 
 def text(one: Annotation) -> str:

@@ -15,7 +15,7 @@ from megatron_ttrace.jobs.overlay import Difference, Overlay, Tree
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import Settings, checking
 from megatron_ttrace.saved import api
-from megatron_ttrace.saved.bisection import Answer, causes
+from megatron_ttrace.saved.bisection import Answer, causes, smallest
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
 from megatron_ttrace.trace.collectives import pattern
@@ -136,6 +136,23 @@ def names_of(culprits: Iterable[Culprit]) -> frozenset[str]:
     return frozenset(pattern(one.name.partition("#")[0]) for one in culprits) or frozenset({""})
 
 
+type _Group = tuple[int, ...]
+"""Numbers of hunks that stay together."""
+
+
+class _TooManyError(Exception):
+    """The search would take too many checks."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """How a search ended, as in :class:`Blame`; the changes as numbers of hunks."""
+
+    result: Blaming
+    sets: Sequence[frozenset[int]]
+    reason: str
+
+
 class _Search:
     """The checks of one search; each combination of hunks is checked once."""
 
@@ -185,8 +202,6 @@ class _Search:
         self, everything: frozenset[int], whole: _Checked, changed: ChangedCode | None
     ) -> Blame:
         good = self._ask(frozenset())
-        if good.result is Result.COULD_NOT_CHECK:
-            return Blame(Blaming.GOOD_UNCHECKED, "", reason=good.why)
         self._usual = good.names if good.result is Result.DIVERGED else frozenset()
         self._wanted = whole.names - self._usual
         if not self._wanted:
@@ -202,32 +217,78 @@ class _Search:
             )
             if 0 < last < len(groups)
         ]
-        found = causes(ordered, lambda some: self._answer(_numbers(some)), pivots)
+        if good.result is Result.COULD_NOT_CHECK:
+            found = self._in_the_users_tree(ordered, pivots, good.why)
+        else:
+            found = self._on_the_good_tree(ordered, pivots)
+        is_removed = found.result is Blaming.REMOVED
+        changes = tuple(
+            self._change(one, ran, self._wanted if is_removed else self._ask(one).names)
+            for one in found.sets
+        )
+        idle = sum(one is Execution.NOT_RUN for one in ran)
+        return Blame(found.result, "", changes=changes, idle=idle, reason=found.reason)
+
+    def _on_the_good_tree(self, groups: Sequence[_Group], pivots: Sequence[int]) -> _Found:
+        """Changes that make the good tree diverge."""
+        everything = _numbers(groups)
+        found = causes(groups, lambda some: self._answer(_numbers(some)), pivots)
         sets = [fewer for one in found.sets for fewer in self._refined(_numbers(one), everything)]
         without = self._ask(everything.difference(*sets))
-        result, reason = Blaming.ALONE, without.why
         if found.without is Answer.GOOD:
-            result, reason = Blaming.PROVEN, _listed(without.names)
-        elif without.result is Result.DIVERGED:
-            result, reason = Blaming.OTHERS, _listed(without.names - self._usual)
-        return Blame(
-            result,
-            "",
-            changes=tuple(self._change(one, ran) for one in sets),
-            idle=sum(one is Execution.NOT_RUN for one in ran),
-            reason=reason,
-        )
+            return _Found(Blaming.PROVEN, sets, _listed(without.names))
+        if without.result is Result.DIVERGED:
+            return _Found(Blaming.OTHERS, sets, _listed(without.names - self._usual))
+        return _Found(Blaming.ALONE, sets, without.why)
+
+    def _in_the_users_tree(
+        self, groups: Sequence[_Group], pivots: Sequence[int], why: str
+    ) -> _Found:
+        """The same, where the good tree cannot run the job: an option is new, for instance.
+
+        The smallest set with which it runs and diverges has what the job needs, and what is wrong.
+        If it is equivalent without some of them, only these are to blame.
+        """
+        everything = _numbers(groups)
+        limit = self._checks + 4 * len(groups).bit_length() + 12
+
+        def answer(some: Sequence[_Group]) -> Answer:
+            if self._checks > limit:
+                raise _TooManyError
+            is_bad = self._answer(_numbers(some)) is Answer.BAD
+            return Answer.BAD if is_bad else Answer.GOOD
+
+        try:
+            needed = causes(groups, answer, pivots).sets
+        except _TooManyError:
+            return _Found(Blaming.GOOD_UNCHECKED, [], why)
+        sets = [_numbers(one) for one in needed]
+        for group in needed[0] if len(needed) == 1 else ():
+            if self._is_good(everything.difference(group)):
+                fewer = smallest(group, lambda some: self._is_good(everything.difference(some)))
+                return _Found(Blaming.REMOVED, [frozenset(fewer)], why)
+        rest = self._ask(everything.difference(*sets))
+        if rest.result is Result.COULD_NOT_CHECK:
+            return _Found(Blaming.ALONE, sets, rest.why)
+        if rest.result is Result.DIVERGED:
+            return _Found(Blaming.OTHERS, sets, _listed(rest.names))
+        return _Found(Blaming.REMOVED, sets, why)
+
+    def _is_good(self, numbers: frozenset[int]) -> bool:
+        return self._answer(numbers) is Answer.GOOD
 
     def _refined(self, group: frozenset[int], everything: frozenset[int]) -> list[frozenset[int]]:
         """Sets of fewer hunks of a group, if each is to blame, and it is equivalent without all."""
-        if len(group) == 1 or self._answer(everything - group) is not Answer.GOOD:
+        if len(group) == 1 or not self._is_good(everything - group):
             return [group]
         found = causes(sorted(group), lambda some: self._answer(frozenset(some)))
         sets = [frozenset(one) for one in found.sets]
-        is_proven = sets and self._answer(everything.difference(*sets)) is Answer.GOOD
+        is_proven = sets and self._is_good(everything.difference(*sets))
         return sets if is_proven else [group]
 
-    def _change(self, numbers: frozenset[int], ran: Sequence[Execution]) -> BlamedChange:
+    def _change(
+        self, numbers: frozenset[int], ran: Sequence[Execution], names: Iterable[str]
+    ) -> BlamedChange:
         found = [
             BlamedHunk(
                 file=splice.file,
@@ -240,7 +301,7 @@ class _Search:
             for number in sorted(numbers)
             for splice in (self._splices[number],)
         ]
-        return BlamedChange(tuple(found), tuple(sorted(filter(None, self._ask(numbers).names))))
+        return BlamedChange(tuple(found), tuple(sorted(filter(None, names))))
 
     def _answer(self, numbers: frozenset[int]) -> Answer:
         """Whether the job diverges with these hunks as it does with all of them."""
@@ -307,7 +368,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(filter(None, names)))
 
 
-def _numbers(groups: Iterable[tuple[int, ...]]) -> frozenset[int]:
+def _numbers(groups: Iterable[_Group]) -> frozenset[int]:
     return frozenset(itertools.chain.from_iterable(groups))
 
 

@@ -19,10 +19,12 @@ class Blaming(StrEnum):
     """It diverges with the changes alone; without them it cannot be checked."""
     OTHERS = "others"
     """It diverges with the changes alone, and without them in other modules."""
+    REMOVED = "removed"
+    """It is equivalent without the changes; the good tree cannot be checked."""
     GOOD_DIVERGES = "good_diverges"
     """The good tree diverges in the same modules."""
     GOOD_UNCHECKED = "good_unchecked"
-    """The good tree cannot be checked."""
+    """The good tree cannot be checked, and the search would take too long without it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,9 +52,12 @@ class BlamedHunk(Record):
 class BlamedChange(Record):
     """Hunks with which alone the job diverges, though not with any fewer of them.
 
+    Where the good tree cannot be checked (``removed``): without which it is equivalent.
+
     Attributes:
         hunks: the hunks.
-        culprits: modules in which it diverges with only these hunks; layers' numbers are ``*``.
+        culprits: modules in which it diverges with only these hunks (``removed``: with all
+            changes); layers' numbers are ``*``.
     """
 
     hunks: tuple[BlamedHunk, ...]

@@ -18,12 +18,14 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, load_catalogue
 from megatron_ttrace.evaluation.bugs.suite import Variant
-from megatron_ttrace.jobs import flags, hunks, overlay
+from megatron_ttrace.jobs import edited, flags, hunks, overlay
+from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.resources import launch_dir
-from megatron_ttrace.jobs.settings import Settings, split
-from megatron_ttrace.saved import blame
+from megatron_ttrace.jobs.settings import Settings, checking, split
+from megatron_ttrace.saved import api, blame
 from megatron_ttrace.trace.blamed import Blaming
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.executed import Edit, Edits, Execution
 from tests.assay import harmless
 
 _OURS = "megatron_ttrace."
@@ -35,8 +37,9 @@ examples:
   python -m tests.assay blame --harmless 200 --seed 2 01 08
 
 Each known bug of Megatron's is put into a copy of the installed Megatron together with harmless
-changes; ttrace blame has to name hunks of the bug, and nothing else. One JSON object per row goes
-to DIR/rows.jsonl. (Bugs of TransformerEngine's emulation are not changes to Megatron.)
+changes, two thirds of them in functions that run in the culprit; ttrace blame has to name hunks of
+the bug, and nothing else. One JSON object per row goes to DIR/rows.jsonl. (Bugs of
+TransformerEngine's emulation are not changes to Megatron.)
 
 exit code: 0 if all were blamed exactly, else 2
 """
@@ -88,19 +91,9 @@ def _row(bug: Bug, directory: Path, count: int, seed: int) -> dict[str, Any]:
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None
     assert spec.origin is not None
-    good, bad = home / "good", home / "bad"
+    good, changed, bad = home / "good", home / "changed", home / "bad"
     skipped = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(Path(spec.origin).parents[1], good / "megatron", ignore=skipped)
-    shutil.copytree(good, bad)
-    for patch in bug.patches:
-        file = bad / (patch.module.replace(".", "/") + ".py")
-        if not file.is_file():
-            file = file.with_suffix("") / "__init__.py"
-        text = file.read_text()
-        assert text.count(patch.fragment) == 1
-        file.write_text(text.replace(patch.fragment, patch.replacement))
-    fault = {_key(one) for one in _splices(bad, good)}
-    done = harmless.plant(bad, count, seed)
     layout = bug.layouts[0]
     variant = Variant(model=layout.models[0])
     words = (
@@ -120,10 +113,26 @@ def _row(bug: Bug, directory: Path, count: int, seed: int) -> dict[str, Any]:
         settings=dataclasses.replace(ours, wandb=False),
         environment=dict(os.environ),
     )
+    shutil.copytree(good, bad)
+    _patch(bad, bug)
+    preferred = _ran(bad, trial)
+    shutil.copytree(good, changed)
+    kept = [patch.fragment for patch in bug.patches]
+    done = harmless.plant(changed, count, seed, preferred, kept)
+    shutil.rmtree(bad)
+    shutil.copytree(changed, bad)
+    _patch(bad, bug)
+    # A harmless change that is next to the fault is in one hunk with it.
+    fault = {_key(one) for one in _splices(bad, good)} - {
+        _key(one) for one in _splices(changed, good)
+    }
     tree = overlay.Tree.of(launch_dir() / "pretrain_gpt.py")
     assert tree.packages == bad / "megatron", tree
     began = time.monotonic()
     row: dict[str, Any] = {"id": bug.id, "name": bug.name, "harmless": len(done), "seed": seed}
+    row["in culprit"] = sum(
+        any(one.startswith(f"{site.file}:{site.function}:") for site in preferred) for one in done
+    )
     try:
         report = blame.blame(
             tree,
@@ -141,8 +150,8 @@ def _row(bug: Bug, directory: Path, count: int, seed: int) -> dict[str, Any]:
     blamed = {
         (one.file, one.removed, one.added) for change in found.changes for one in change.hunks
     }
-    shutil.rmtree(good)
-    shutil.rmtree(bad)
+    for folder in (good, changed, bad):
+        shutil.rmtree(folder)
     return {
         **row,
         "result": found.result.value,
@@ -155,6 +164,42 @@ def _row(bug: Bug, directory: Path, count: int, seed: int) -> dict[str, Any]:
         "checks": found.checks,
         "seconds": round(found.seconds, 1),
         "reason": found.reason,
+    }
+
+
+def _patch(root: Path, bug: Bug) -> None:
+    for patch in bug.patches:
+        file = root / (patch.module.replace(".", "/") + ".py")
+        if not file.is_file():
+            file = file.with_suffix("") / "__init__.py"
+        text = file.read_text()
+        assert text.count(patch.fragment) == 1
+        file.write_text(text.replace(patch.fragment, patch.replacement))
+
+
+def _ran(root: Path, trial: blame.Trial) -> set[harmless.Site]:
+    """The functions that run in a culprit of the job with the bug alone."""
+    edits = Edits("", tuple(Edit(one.file, one.function, 1) for one in harmless.sites(root)))
+    directory = trial.settings.directory.with_name("ran")
+    file = directory.with_suffix(".json")
+    file.write_text(json.dumps(edits.to_json()))
+    settings = dataclasses.replace(trial.settings, directory=directory)
+    code, why = apart.ttrace(
+        trial.interpreter,
+        checking(
+            launch_dir() / "pretrain_gpt.py", trial.arguments, trial.ranks, settings, "--once"
+        ),
+        {**trial.environment, edited.GIVEN: str(file), edited.ROOT: str(root)},
+        quiet=True,
+    )
+    if code != ExitCode.DIVERGED:
+        raise TTraceError(f"the bug alone: exit code {code}: {why}")
+    changed = api.load_report(directory).summary.changed_code
+    functions = changed.functions if changed else ()
+    return {
+        harmless.Site(one.file, one.function)
+        for one in functions
+        if one.ran is Execution.IN_CULPRIT
     }
 
 

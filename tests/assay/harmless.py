@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes to a Megatron that change nothing: comments, log lines, renamed variables, reordering."""
+"""Changes to a Megatron that change nothing: in comments, log lines, and in what is computed."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import itertools
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 PLACES = (
     *("distributed", "fusions", "models/common", "models/gpt", "optimizer", "pipeline_parallel"),
@@ -17,62 +20,96 @@ PLACES = (
 _RARE = {"fsdp", "experimental_attention_variant"}
 """Folders in these with code that few do."""
 
+_MOST = 4
+"""Changes of a preferred function."""
+_ATOMS = (ast.Name, ast.Attribute, ast.Constant)
 _PURE = (ast.Name, ast.Constant, ast.Attribute, ast.BinOp, ast.operator, ast.expr_context)
 
 
-def plant(root: Path, count: int, seed: int) -> list[str]:
-    """Make so many changes to functions of ``root/megatron``; returns what was done, by file.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """A function that can be changed: its file below the root, and its qualified name."""
 
-    A function is changed once at most, and whatever has decorators is left alone.
-    """
-    dice = random.Random(seed)
-    sites = [
-        (path, function.lineno)
+    file: str
+    function: str
+
+
+def sites(root: Path) -> list[Site]:
+    """Functions of ``root/megatron`` that are plain enough. What has decorators is left alone."""
+    return [
+        Site(path.relative_to(root).as_posix(), name)
         for place in PLACES
         for path in sorted((root / "megatron" / "core" / place).rglob("*.py"))
         if _RARE.isdisjoint(path.parts)
-        for function in _functions(path.read_text())
+        for name, _ in _functions(path.read_text())
     ]
-    dice.shuffle(sites)
+
+
+def plant(
+    root: Path,
+    count: int,
+    seed: int,
+    preferred: Collection[Site] = (),
+    intact: Collection[str] = (),
+) -> list[str]:
+    """Make so many changes to functions of ``root/megatron``; returns what was done.
+
+    Args:
+        root: the folder that holds ``megatron/``.
+        count: of changes.
+        seed: of the choice.
+        preferred: functions that get two thirds of the changes, if they are enough.
+        intact: texts that no change may touch.
+    """
+    dice = random.Random(seed)
+    every = sites(root)
+    dice.shuffle(every)
+    likely = [site for site in every if site in preferred]
+    others = [site for site in every if site not in preferred]
     done: list[str] = []
-    kinds = (_comment, _log, _rename, _swap)
-    wanted = [kinds[number % len(kinds)] for number in range(count)]
-    pending: dict[Path, list[tuple[int, int, list[str]]]] = {}
-    for path, line in sites:
-        if not wanted:
-            break
-        text = path.read_text()
-        function = next(one for one in _functions(text) if one.lineno == line)
-        for kind in dict.fromkeys(wanted):
-            if (changed := kind(text.split("\n"), function, dice)) is not None:
-                wanted.remove(kind)
-                pending.setdefault(path, []).append(changed)
-                done.append(f"{path.relative_to(root)}:{function.name}: {kind.__name__[1:]}")
-                break
-    for path, edits in pending.items():
-        lines = path.read_text().split("\n")
-        # From the end, so that lines before it keep their numbers.
-        for first, last, new in sorted(edits, reverse=True):
-            lines[first:last] = new
-        text = "\n".join(lines)
-        compile(text, str(path), "exec")
-        path.write_text(text)
+    for rounds, limit in (([likely] * _MOST, count * 2 // 3), ([others, likely, others], count)):
+        for site in itertools.chain.from_iterable(rounds):
+            if len(done) < limit and (kind := _change(root, site, len(done), dice, intact)):
+                done.append(f"{site.file}:{site.function}: {kind}")
     return done
+
+
+def _change(
+    root: Path, site: Site, number: int, dice: random.Random, intact: Collection[str]
+) -> str:
+    """Change a function once; returns how, or nothing if it cannot be changed."""
+    path = root / site.file
+    text = path.read_text()
+    first = number % len(_KINDS)
+    for kind in (*_KINDS[first:], *_KINDS[:first]):
+        function = next((node for name, node in _functions(text) if name == site.function), None)
+        changed = function and kind(text.split("\n"), function, dice)
+        if not changed:
+            continue
+        lines = text.split("\n")
+        lines[changed[0] : changed[1]] = changed[2]
+        new = "\n".join(lines)
+        if all(new.count(one) == text.count(one) for one in intact):
+            compile(new, str(path), "exec")
+            path.write_text(new)
+            return kind.__name__[1:]
+    return ""
 
 
 type _Change = tuple[int, int, list[str]] | None
 
 
-def _functions(text: str) -> Iterator[ast.FunctionDef]:
-    """Functions that are plain enough, with three statements at least."""
+def _functions(text: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Functions that are plain enough, with three statements at least; qualified names first."""
     tree = ast.parse(text)
-    outer = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.ClassDef))]
-    for node in (node for body in outer for node in body):
+    outer = [("", tree.body)]
+    outer += [(f"{one.name}.", one.body) for one in tree.body if isinstance(one, ast.ClassDef)]
+    for prefix, node in ((prefix, node) for prefix, body in outer for node in body):
         if not isinstance(node, ast.FunctionDef) or node.decorator_list or len(node.body) < 3:
             continue
         inner = (ast.FunctionDef, ast.Lambda, ast.ClassDef, ast.Global, ast.Nonlocal, ast.Delete)
         if not any(isinstance(child, inner) for child in ast.walk(node) if child is not node):
-            yield node
+            yield prefix + node.name, node
 
 
 def _statement(function: ast.FunctionDef, dice: random.Random) -> ast.stmt:
@@ -139,6 +176,62 @@ def _swap(lines: list[str], function: ast.FunctionDef, dice: random.Random) -> _
             at = one.lineno - 1
             return at, at + 2, [lines[at + 1], lines[at]]
     return None
+
+
+def _commute(lines: list[str], function: ast.FunctionDef, dice: random.Random) -> _Change:
+    """A product with its factors the other way round."""
+    products = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Mult)
+        and all(isinstance(side, _ATOMS) for side in (node.left, node.right))
+    ]
+    return _rewritten(lines, products, dice, lambda node: (node.right, "*", node.left))
+
+
+def _invert(lines: list[str], function: ast.FunctionDef, dice: random.Random) -> _Change:
+    """``a is not None`` as ``not a is None``, in brackets."""
+    comparisons = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Compare)
+        and len(node.ops) == 1
+        and isinstance(node.ops[0], ast.IsNot)
+        and isinstance(node.left, _ATOMS)
+    ]
+    return _rewritten(lines, comparisons, dice, lambda node: (node.left, "is", node.comparators[0]))
+
+
+def _compute(lines: list[str], function: ast.FunctionDef, dice: random.Random) -> _Change:
+    """A local variable that nothing uses."""
+    at = _statement(function, dice)
+    names = [one.arg for one in function.args.args] or ["__name__"]
+    line = f"not_used = [id({dice.choice(names)}) % {dice.randint(2, 9)}] * {dice.randint(2, 9)}"
+    return at.lineno - 1, at.lineno - 1, [" " * at.col_offset + line]
+
+
+def _rewritten(
+    lines: list[str],
+    nodes: Sequence[Any],
+    dice: random.Random,
+    parts: Callable[[Any], tuple[ast.expr, str, ast.expr]],
+) -> _Change:
+    """One of these expressions, on one line, written in another way."""
+    fitting = [node for node in nodes if node.lineno == node.end_lineno]
+    if not fitting:
+        return None
+    node = dice.choice(fitting)
+    text = lines[node.lineno - 1].encode()
+    left, sign, right = parts(node)
+    new = f"({ast.unparse(left)} {sign} {ast.unparse(right)})"
+    new = f"(not {new})" if sign == "is" else new
+    changed = text[: node.col_offset] + new.encode() + text[node.end_col_offset :]
+    return node.lineno - 1, node.lineno, [changed.decode()]
+
+
+_KINDS = (_rename, _compute, _commute, _swap, _invert, _log, _comment)
+"""Two of seven are not in the code that runs, or only in the log."""
 
 
 def _is_pure(statement: ast.stmt) -> bool:

@@ -250,13 +250,41 @@ def test_a_good_tree_that_diverges(fork, checked, capsys):
 
 
 def test_a_good_tree_that_cannot_be_checked(fork, checked, capsys):
-    """It is said why, and that the job diverges."""
+    """A change with which the job runs and diverges is named, and why it does not run without."""
     edit(fork, ("x + 7", "x / 0"))
     git(fork, "commit", "-q", "-a", "-m", "broken")
-    edit(fork, ("x / 0", "x + 9"))
+    edit(fork, ("x / 0", "x + 9"), *harmless(7))
     found = run(capsys, "--good", "HEAD")["blame"]
-    assert found["result"] == Blaming.GOOD_UNCHECKED
+    assert found["result"] == Blaming.ALONE
+    assert [[hunk["function"] for hunk in one["hunks"]] for one in found["changes"]] == [["f7"]]
     assert "ZeroDivisionError" in found["reason"]
+
+
+def test_a_job_that_needs_some_changes(fork, checked, capsys):
+    """They are not blamed if the job is equivalent without another one."""
+    edit(fork, ("x + 2", "x + 2 * y"))
+    git(fork, "commit", "-q", "-a", "-m", "a job that does not run")
+    # What the job needs, an error, and something between them.
+    edit(fork, ("x + 2 * y", "x + 2"), *harmless(2, 7), ("x + 7", "x + 9"))
+    found = run(capsys, "--good", "HEAD")["blame"]
+    assert found["result"] == Blaming.REMOVED
+    [change] = found["changes"]
+    assert [hunk["function"] for hunk in change["hunks"]] == ["f7"]
+    assert change["culprits"] == ["decoder.layers.*.mlp"]
+    assert "UnboundLocalError" in found["reason"]
+    assert found["checks"] <= 2 * (2 * (COUNT - 1).bit_length() + 6)
+
+
+def test_too_many_changes_that_need_each_other(fork, checked, capsys):
+    """The search ends, and says that it knows nothing."""
+    edits = [(f"x + {number}\n", f"x + {number} * y\n") for number in range(COUNT)]
+    edit(fork, *edits)
+    git(fork, "commit", "-q", "-a", "-m", "a job that does not run")
+    edit(fork, *((new, old) for old, new in edits if "+ 7" not in old), ("x + 7 * y", "x + 9"))
+    found = run(capsys, "--good", "HEAD")["blame"]
+    assert (found["result"], found["changes"]) == (Blaming.GOOD_UNCHECKED, [])
+    assert "UnboundLocalError" in found["reason"]
+    assert found["checks"] <= 2 + 4 * COUNT.bit_length() + 12 + 1
 
 
 def test_an_equivalent_job(fork, checked, capsys):

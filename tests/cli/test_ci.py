@@ -302,17 +302,35 @@ def test_damaged_records_skip_nothing(fork, checked, damage):
 def test_changed_code_that_no_recipe_runs(fork, checked, capsys):
     """A warning on the changed line; not for what runs, or what no training can import."""
     edit(fork, LAYERS, "return 1", "return 2")
-    (fork / "megatron" / "unused.py").write_text("def idle():\n    return 0\n")
+    (fork / "megatron" / "unused.py").write_text("def idle():\n    return 0\n\n\ndef too(): ...\n")
     (fork / "tool.py").write_text("def idle():\n    return 0\n")
     edit(fork, PIPELINE, "x + 0", "0 + x")
+    assert pull("--format", "json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {(one["level"], one["topic"]) for one in found} == {("warning", "not_executed")}
+    places = [(one["file"], one["line"], one["title"].rpartition(" ")[2]) for one in found]
+    unused = "megatron/unused.py"
+    assert places == [(LAYERS, 7, "other"), (unused, 1, "idle"), (unused, 5, "too")]
     assert pull("--format", "github") == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("::")]
-    title = "title=ttrace%3A changed%2C but not executed by any recipe"
-    assert [line.rpartition("::")[0] for line in warnings] == [
-        f"::warning file={LAYERS},line=7,{title}",
-        f"::warning file=megatron/unused.py,line=1,{title}",
-    ]
-    assert f"{LAYERS}: other: " in warnings[0]
+    assert len(warnings) == len(found)
+    assert warnings[0].startswith(f"::warning file={LAYERS},line=7,title=ttrace%3A changed%2C but")
+    assert pull("--format", "gitlab") == 0
+    issues = json.loads(capsys.readouterr().out)
+    assert [one["check_name"] for one in issues] == ["ttrace/not_executed"] * len(found)
+    assert pull() == 0
+    assert f"{LAYERS}:7: warning: ttrace: changed, but not executed" in capsys.readouterr().out
+
+
+def test_much_changed_code_that_no_recipe_runs(fork, checked, capsys):
+    """A warning per file: hosts show ten of a kind."""
+    code = "".join(f"def idle{number}():\n    return 0\n\n\n" for number in range(12))
+    (fork / "megatron" / "unused.py").write_text(code)
+    edit(fork, LAYERS, "return 1", "return 2")
+    assert pull("--format", "json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["file"], one["line"]) for one in found] == [(LAYERS, 7), ("megatron/unused.py", 1)]
+    assert "idle9, ...: changed" in found[1]["message"]
 
 
 def test_no_secret_reaches_code_of_the_pull_request(fork, checked, monkeypatch):

@@ -3,12 +3,19 @@
 
 import json
 
-from megatron_ttrace.report.review import Annotation, Level, code_quality, text, workflow_command
+from megatron_ttrace.report.review import (
+    Annotation,
+    Level,
+    Topic,
+    code_quality,
+    text,
+    workflow_command,
+)
 
 
 def test_escapes():
     """As GitHub's toolkit escapes: the message, and more in properties."""
-    one = Annotation(Level.ERROR, "a: 5 %, b", "10 %\r\nc: d, e", "x,y:z.py", 3)
+    one = Annotation(Level.ERROR, Topic.DIVERGED, "a: 5 %, b", "10 %\r\nc: d, e", "x,y:z.py", 3)
     assert workflow_command(one) == (
         "::error file=x%2Cy%3Az.py,line=3,title=a%3A 5 %25%2C b::10 %25%0D%0Ac: d, e"
     )
@@ -17,7 +24,7 @@ def test_escapes():
 def test_foreign_text_is_no_command():
     """Neither a file's name nor a message begins a line that a host of code obeys."""
     evil = "x\n::error file=a::b\r::add-mask::c ##[error]d\x1b[0Ksection_start:1:e"
-    one = Annotation(Level.ERROR, evil, evil, evil, 3)
+    one = Annotation(Level.ERROR, Topic.DIVERGED, evil, evil, evil, 3)
     for shown in (text(one), workflow_command(one)):
         assert not any(line.strip().startswith("::") for line in shown.splitlines()[1:])
         assert "\x1b" not in shown

@@ -21,7 +21,7 @@ from megatron_ttrace.jobs.settings import Settings, checking
 from megatron_ttrace.jobs.shrink import documents
 from megatron_ttrace.report import blame as blaming
 from megatron_ttrace.report import table, wording
-from megatron_ttrace.report.review import Annotation, Level
+from megatron_ttrace.report.review import Annotation, Level, Topic
 from megatron_ttrace.saved import api, blame
 from megatron_ttrace.trace import changes, owned
 from megatron_ttrace.trace.blamed import Blame
@@ -300,7 +300,8 @@ def _lost_recipe(pull: Pull, name: str, now: Recipe | None) -> Annotation:
     """A recipe of the base that is gone, or can no longer be read."""
     if now is None:
         text = f"{name} is gone, and no other recipe makes the same jobs"
-        return Annotation(Level.ERROR, f"ttrace: recipe removed: {clean(name)}", in_one_line(text))
+        title = f"ttrace: recipe removed: {clean(name)}"
+        return Annotation(Level.ERROR, Topic.RECIPE, title, in_one_line(text))
     text = f"{name} can no longer be checked: {now.why}"
     return _of_recipe(pull, now, Level.ERROR, f"ttrace: recipe broken: {clean(name)}", text)
 
@@ -314,7 +315,7 @@ def _changed_recipe(pull: Pull, now: Recipe, count: int) -> Annotation:
 
 def _of_recipe(pull: Pull, recipe: Recipe, level: Level, title: str, text: str) -> Annotation:
     file = (pull.inside / recipe.file).as_posix()
-    return Annotation(level, title, in_one_line(text), file, 1)
+    return Annotation(level, Topic.RECIPE, title, in_one_line(text), file=file, line=1)
 
 
 def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]]:
@@ -348,13 +349,15 @@ def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]
             level = Level.ERROR if broken else Level.WARNING
             answers += [head.answer] if broken else []
             title = "ttrace could not check" + (" this pull request" if broken else "")
-            annotations.append(Annotation(level, title, f"{name}: {head.why}"))
+            why = f"{name}: {head.why}"
+            annotations.append(Annotation(level, Topic.NOT_CHECKED, title, why))
             continue
         culprits = new_culprits(head, base)
         if base.answer is Result.DIVERGED and not culprits:
             answers.append(Result.EQUIVALENT)
             text = f"{name} diverges in {_names(head.culprits)}, as it does without this change"
-            annotations.append(Annotation(Level.NOTICE, "ttrace: not from this pull request", text))
+            title = "ttrace: not from this pull request"
+            annotations.append(Annotation(Level.NOTICE, Topic.DIVERGED_BEFORE, title, text))
             continue
         answers.append(Result.DIVERGED)
         tell(f"looking for the change to blame: {name}")
@@ -373,14 +376,14 @@ def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]
 
 def _not_executed(
     pull: Pull, todo: Plan, ran: Sequence[Files | None], tell: Say
-) -> Iterator[Annotation]:
-    """A warning per changed file that no recipe runs, or of which it runs only other functions."""
+) -> list[Annotation]:
+    """A warning per changed function that no recipe runs, or per file if these are many."""
     known = [files for files in ran if files is not None]
     scripts = {
         Path(task.job.script).relative_to(pull.head).as_posix() for task in todo.tasks.values()
     }
     packages = (pull.inside / "megatron").as_posix() + "/"
-    total = 0
+    found: list[tuple[str, list[changes.Change]]] = []
     for file in pull.changed_files():
         if not (file in scripts or (file.startswith(packages) and file.endswith(".py"))):
             continue
@@ -390,15 +393,27 @@ def _not_executed(
             continue
         if len(known) < len(ran):
             tell("what some recipes run is not known, nor is which changed code none of them runs")
-            return
-        names = [one.name or "lines outside of functions" for one in idle]
-        shown = ", ".join(names[:_MOST]) + (", ..." if len(names) > _MOST else "")
-        text = f"{file}: {shown}: changed, but no recipe runs it: nothing here was checked"
-        tell(text)
-        total += 1
-        if total <= _MOST:
-            title = "ttrace: changed, but not executed by any recipe"
-            yield Annotation(Level.WARNING, title, in_one_line(text), file, idle[0].line)
+            return []
+        found.append((file, idle))
+    if sum(len(idle) for _, idle in found) > _MOST:
+        return [_idle(file, *idle) for file, idle in found]
+    return [_idle(file, one) for file, idle in found for one in idle]
+
+
+def _idle(file: str, *idle: changes.Change) -> Annotation:
+    """A warning of changed functions of a file."""
+    names = [one.name or "lines outside of functions" for one in idle]
+    shown = ", ".join(names[:_MOST]) + (", ..." if len(names) > _MOST else "")
+    title = f"ttrace: changed, but not executed by any recipe: {shown}"
+    text = f"{file}: {shown}: changed, but no recipe runs it: nothing here was checked"
+    return Annotation(
+        level=Level.WARNING,
+        topic=Topic.NOT_EXECUTED,
+        title=in_one_line(title),
+        message=in_one_line(text),
+        file=file,
+        line=idle[0].line,
+    )
 
 
 def _runs(files: Files, file: str, change: changes.Change) -> bool:
@@ -456,13 +471,15 @@ def _annotations(
             causes = [*places_of, blaming.sentence(blamed), *causes]
         placed.add(file)
         message = "\n".join([f"{name}: {wording.sentence(one)}", *causes, changed, report])
-        yield Annotation(Level.ERROR, f"ttrace: diverged in {_names(group)}", message, file, line)
+        title = f"ttrace: diverged in {_names(group)}"
+        yield Annotation(Level.ERROR, Topic.DIVERGED, title, message, file=file, line=line)
     if placed and not placed.isdisjoint({"", *first}):
         return
     level = Level.WARNING if placed else Level.ERROR
     title = f"ttrace: {_names(culprits)} diverged; this code ran, and has changed"
     for file, line in places:
-        yield Annotation(level, title, "\n".join([name, changed, report]), file, line)
+        message = "\n".join([name, changed, report])
+        yield Annotation(level, Topic.SUSPECT, title, message, file=file, line=line)
 
 
 def place(culprit: Culprit, hunks: Sequence[Hunk], root: Path, inside: Path) -> tuple[str, int]:
