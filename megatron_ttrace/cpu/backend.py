@@ -65,6 +65,7 @@ def activate() -> None:
     _compile_nothing()
     from megatron_ttrace.cpu import (
         apex,
+        bridge,
         collectives,
         cuda,
         dataloader,
@@ -73,6 +74,7 @@ def activate() -> None:
     )
 
     # First, while torch.cuda still tells the truth to a real TransformerEngine.
+    bridge.settle()
     te.install()
     dataloader.install()
     devices.install()
@@ -80,4 +82,5 @@ def activate() -> None:
     collectives.install()
     apex.install()
     operators.install()
+    bridge.install()
     _active = True

@@ -110,7 +110,7 @@ def _wrap_parse_args() -> None:
             return _prepare(args)
 
     for module in list(sys.modules.values()):
-        if getattr(module, "parse_args", None) is original:
+        if vars(module).get("parse_args") is original:
             module.parse_args = parse_args  # type: ignore[attr-defined]
 
 

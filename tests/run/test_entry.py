@@ -48,10 +48,8 @@ def test_what_megatron_s_parser_does() -> None:
     assert ended.value.code == 7
 
 
-def test_a_file_instead_of_arguments(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Refused before Megatron's parser reads it, and loses our flags."""
+def parser(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module in the place of Megatron's parser's, which must not be called."""
     chain = ["megatron", "megatron.training", "megatron.training.arguments"]
     modules = [types.ModuleType(name) for name in chain]
     for name, module, inner in zip(chain, modules, [*modules[1:], None], strict=True):
@@ -60,9 +58,32 @@ def test_a_file_instead_of_arguments(
             setattr(module, inner.__name__.rpartition(".")[2], inner)
     arguments = modules[-1]
     arguments.parse_args = lambda *_: pytest.fail("it was parsed")  # type: ignore[attr-defined]
+    return arguments
+
+
+def test_a_file_instead_of_arguments(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Refused before Megatron's parser reads it, and loses our flags."""
+    arguments = parser(monkeypatch)
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--yaml-cfg", "file.yaml", "--ttrace"])
     entry._wrap_parse_args()
     with pytest.raises(SystemExit) as ended:
         arguments.parse_args()
     assert ended.value.code == 2
     assert "yaml_cfg = file.yaml: Megatron ignores" in capsys.readouterr().err
+
+
+class Lazy(types.ModuleType):
+    """A module that imports what is asked for, which may not be installed."""
+
+    def __getattr__(self, name: str) -> object:
+        pytest.fail(f"it was asked for {name}")
+
+
+def test_lazy_modules_stay_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no name of the parser's unless it is in them already."""
+    arguments = parser(monkeypatch)
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    entry._wrap_parse_args()
+    assert hasattr(arguments.parse_args, "__wrapped__")

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tokenizer and sums to learn, as files, for ``sft.py``."""
+
+import json
+from pathlib import Path
+
+SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def write(home: Path) -> None:
+    """One token for each character; inputs and outputs of different lengths."""
+    words = [*SPECIAL.values(), *map(chr, range(32, 127))]
+    added = [
+        {"id": index, "content": word, "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        for index, word in enumerate(SPECIAL.values())
+    ]
+    split = {"type": "Split", "pattern": {"Regex": "."}, "behavior": "Isolated", "invert": False}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": added,
+        "pre_tokenizer": split,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: index for index, word in enumerate(words)},
+            "unk_token": SPECIAL["unk_token"],
+        },
+    }
+    folder = home / "tokenizer"
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    sums = [(4**small, 10**large) for small in range(4) for large in range(4)]
+    lines = [{"input": f"{a} + {b} =", "output": str(a + b)} for a, b in sums]
+    (home / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
