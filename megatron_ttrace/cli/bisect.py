@@ -76,6 +76,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     command.add_directory(parser, "ttrace-bisect")
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    command.add_max_ranks(parser)
     training.add_arguments(parser, "GOOD BAD -- COMMAND")
     return parser
 

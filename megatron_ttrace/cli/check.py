@@ -74,6 +74,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         action="store_true",
         help="do not check again, with modules isolated, where a cause is not known",
     )
+    command.add_max_ranks(parser)
     training.add_arguments(parser)
     return parser
 

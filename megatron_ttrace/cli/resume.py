@@ -56,22 +56,9 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "can be repeated",
     )
     command.add_directory(parser, "ttrace-resume")
-    parser.add_argument(
-        "--nproc-per-node",
-        type=flags.integer(1, flags.MOST_RANKS),
-        default=None,
-        metavar="N",
-        help="number of ranks (default: as the command starts, else 1)",
-    )
+    training.add_running(parser, "answer")
     timeout = FLAGS["timeout"]
     timeout.add(parser, timeout.alias, timeout.name, default=Settings.timeout, dest="timeout")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
-    parser.add_argument(
-        "--no-fork",
-        action="store_true",
-        help="start every rank as a new process instead of forking it",
-    )
-    parser.add_argument("--quiet", action="store_true", help="do not print progress")
     training.add_arguments(parser)
     return parser
 

@@ -50,6 +50,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         metavar="PREFIX",
         help="data set of the small job; written if absent (default ttrace-data/shrunk-text)",
     )
+    command.add_max_ranks(parser)
     training.add_arguments(parser)
     return parser
 

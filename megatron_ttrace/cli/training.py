@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser, words: str = "-- COMMAND") ->
         metavar="FILE",
         help="a model_config.yaml of Megatron-LM's functional tests, instead of a command",
     )
-    command.add_max_ranks(parser)
     parser.add_argument(
         "command_words",
         nargs=argparse.REMAINDER,
@@ -130,6 +129,12 @@ def checking(command_: Command, job: Job, prefix: Path) -> list[str]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add what ``check`` and ``record`` know of how a job is run and checked."""
+    add_running(parser, "summary")
+    settings.add_arguments(parser, aliases=True)
+
+
+def add_running(parser: argparse.ArgumentParser, answer: str) -> None:
+    """Add how a job is run, and its ``answer`` shown."""
     parser.add_argument(
         "--nproc-per-node",
         type=flags.integer(1, flags.MOST_RANKS),
@@ -137,14 +142,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of ranks (default: as the command starts, else 1)",
     )
-    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    parser.add_argument("--json", action="store_true", help=f"print the {answer} as JSON")
     parser.add_argument(
         "--no-fork",
         action="store_true",
         help="start every rank as a new process instead of forking it",
     )
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
-    settings.add_arguments(parser, aliases=True)
 
 
 def check(
