@@ -13,10 +13,12 @@ import torch
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
 from megatron_ttrace.mcore.checkpoints import numbers
+from megatron_ttrace.mcore.checkpoints.buckets import in_buckets
 from megatron_ttrace.mcore.checkpoints.read import Reading, Stepped
 from megatron_ttrace.mcore.optimizer import layer_wise, leaves_of, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
 from megatron_ttrace.trace.records import Kind, LoadedIndex
+from megatron_ttrace.trace.states import Bucketed
 
 MOMENTS = {Kind.EXP_AVG: LoadedIndex.EXP_AVG, Kind.EXP_AVG_SQ: LoadedIndex.EXP_AVG_SQ}
 """Which index the moments of a kind have."""
@@ -103,6 +105,23 @@ def _of_optimizer(
         elif not place.placement:
             at = dataclasses.replace(at, logical_shape=tuple(value.shape))
             yield LoadedIndex.OTHER, at, value
+
+
+def bucketed(model: TracedModel) -> Iterator[Bucketed]:
+    """Where this rank's parameters are in buckets, unless the rank before it has the same."""
+    places = dict(model.places())
+    for parameter, key, start in in_buckets(model.optimizer):
+        place = places.get(parameter)
+        if place and not any(model.mesh.at(axis) for axis in reduced_over(place.name)):
+            boxes, shape = place.boxes(model.mesh), tuple(parameter.shape)
+            yield Bucketed(
+                name=place.name,
+                key=key,
+                start=start,
+                shape=shape,
+                logical_shape=place.logical_shape,
+                boxes=boxes,
+            )
 
 
 def held_numbers(args: MegatronArguments, scheduler: Scheduler, optimizer: Any) -> dict[str, float]:

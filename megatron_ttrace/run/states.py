@@ -22,6 +22,7 @@ import torch
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.state import (
     StateTensor,
+    bucketed,
     held_numbers,
     held_state,
     read_numbers,
@@ -32,10 +33,9 @@ from megatron_ttrace.jobs.restarts import CHECKPOINT
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
-from megatron_ttrace.mcore.checkpoints.buckets import in_buckets
 from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
 from megatron_ttrace.mcore.checkpoints.read import Reading
-from megatron_ttrace.mcore.optimizer import leaves_of, owned_by
+from megatron_ttrace.mcore.optimizer import leaves_of
 from megatron_ttrace.mcore.sources import class_place, function_place
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.run import requirements
@@ -46,7 +46,7 @@ from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
-from megatron_ttrace.trace.recorded import FOLDER, Code, Order, Part, Point, RankRecord, Step
+from megatron_ttrace.trace.recorded import FOLDER, Code, Order, Point, RankRecord, Step
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
 from megatron_ttrace.trace.resumed import What
 from megatron_ttrace.trace.store import Entry, TraceWriter, seal
@@ -250,17 +250,9 @@ class StateSession:
             steps=tuple(self._steps),
             described=described,
             stored=self._stored_names(),
-            buckets=self._buckets(),
+            buckets=tuple(bucketed(self.model)),
             places=self._places(),
         ).write(self._home)
-
-    def _buckets(self) -> dict[str, Part]:
-        owned, names = owned_by(self.model.optimizer), {p: w.name for p, w in self.model.places()}
-        return {
-            names[parameter]: Part(bucket, first + mine.range[0], first + mine.range[1])
-            for parameter, bucket, first in in_buckets(self.model.optimizer)
-            if parameter in names and (mine := owned.get(parameter)) and mine.range
-        }
 
     def _places(self) -> dict[str, Code]:
         from megatron.training import checkpointing

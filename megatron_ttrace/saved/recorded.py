@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +18,6 @@ from megatron_ttrace.trace.recorded import FOLDER, Point, RankRecord, Step, read
 from megatron_ttrace.trace.records import LoadedIndex, TraceKey
 from megatron_ttrace.trace.resumed import What
 from megatron_ttrace.trace.store import TraceReader
-from megatron_ttrace.trace.views import box_views
 
 _WHAT = {
     LoadedIndex.WEIGHT: What.WEIGHT,
@@ -108,19 +107,6 @@ class State:
         return {
             rank: self._trace.tensor(self._trace.resolve(rank, number)) for rank, number in holders
         }
-
-    def assembled(
-        self, item: tuple[What, str], part_of: Callable[[int], torch.Tensor | None]
-    ) -> torch.Tensor | None:
-        """A whole tensor of other values for the same parts; ``None`` if a rank's are missing."""
-        whole = torch.zeros(self.shape(item))
-        for rank, number in self._shards.holders(self._keys[item]):
-            part, entry = part_of(rank), self._trace.ranks[rank][number]
-            if part is None or tuple(part.shape) != entry.shape:
-                return None
-            for here, there in box_views(part, whole, entry.boxes):
-                there.copy_(here)
-        return whole
 
     def shape(self, item: tuple[What, str]) -> tuple[int, ...]:
         """The logical shape, as the first rank has it."""

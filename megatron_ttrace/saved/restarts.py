@@ -16,6 +16,7 @@ from megatron_ttrace.jobs import restarts
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.settings import Settings, checking
+from megatron_ttrace.mcore.checkpoints.buckets import by_parameter
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, open_checkpoint
 from megatron_ttrace.saved.recorded import Moves, Recorded
 from megatron_ttrace.saved.recorded import State as RecordedState
@@ -36,8 +37,6 @@ _STATES = {
     What.EXP_AVG_SQ: State.EXP_AVG_SQ,
     What.OTHER: State.OTHER,
 }
-_SLOTS = {What.MAIN: "param", What.EXP_AVG: "exp_avg", What.EXP_AVG_SQ: "exp_avg_sq"}
-"""What the distributed optimizer, which is for Adam only, calls state in its buckets."""
 
 
 def resume(
@@ -180,15 +179,17 @@ class _Checkpoint:
 
     def __init__(self, folder: Path, saved: Recorded) -> None:
         self._names = {name: key for one in saved.ranks for name, key in one.stored.items()}
-        self._ranks = saved.ranks
-        self._state = saved.state(Point.SAVED)
         self._checkpoint: Checkpoint | None = None
-        self._bucket: tuple[str, torch.Tensor] | None = None
         self._read: RecordedState | None = None
         self.notice = ""
         self.numbers: Mapping[str, object] = {}
         try:
-            self._checkpoint = open_checkpoint(folder)
+            pieces = [
+                dataclasses.replace(piece, name=self._names.get(piece.name, piece.name))
+                for rank in saved.ranks
+                for piece in rank.buckets
+            ]
+            self._checkpoint = by_parameter(open_checkpoint(folder), pieces)
             self.numbers = self._checkpoint.numbers
         except TTraceError as error:
             self.notice = f"saving and loading cannot be distinguished: {error}"
@@ -213,22 +214,4 @@ class _Checkpoint:
         parameter, _, slot = name.partition("/")
         stored = self._names.get(parameter, parameter)
         found = self._checkpoint.find(Item(_STATES[what], stored, slot))
-        if found is not None:
-            return found[1].read()
-        slot = slot or _SLOTS.get(what, "")
-        if not slot or not self._checkpoint.unread:
-            return None
-        return self._state.assembled((what, name), lambda rank: self._part(rank, parameter, slot))
-
-    def _part(self, rank: int, parameter: str, slot: str) -> torch.Tensor | None:
-        """A rank's part of the optimizer's state, from a bucket."""
-        where = self._ranks[rank].buckets.get(parameter)
-        if where is None or self._checkpoint is None:
-            return None
-        key = f"{where.bucket}.{slot}"
-        if self._bucket is None or self._bucket[0] != key:
-            stored = self._checkpoint.unread.get(key)
-            if stored is None:
-                return None
-            self._bucket = key, stored.read()
-        return self._bucket[1][where.start : where.end]
+        return None if found is None else found[1].read()

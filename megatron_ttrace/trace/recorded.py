@@ -20,6 +20,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.codec import Count, Record
 from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.states import Bucketed
 
 FOLDER = "states"
 """Of a run's directory."""
@@ -97,15 +98,6 @@ class Code:
     loads: str
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """A range of elements of a bucket, whose name is the beginning of its keys."""
-
-    bucket: str
-    start: Count
-    end: Count
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord(Record):
     """What one rank recorded besides tensors.
@@ -121,7 +113,7 @@ class RankRecord(Record):
         steps: in order.
         described: by parameter, the code that describes its shards.
         stored: by parameter or buffer, its name in a checkpoint, if it is stored as it is.
-        buckets: by parameter, where a checkpoint has the optimizer's state of this rank's part.
+        buckets: where a checkpoint may have the optimizer's state of this rank's parameters.
         places: of other state: by what it is (``trace/resumed.py``), or by the first word of a
             number's name.
     """
@@ -136,7 +128,7 @@ class RankRecord(Record):
     steps: tuple[Step, ...]
     described: dict[str, str]
     stored: dict[str, str]
-    buckets: dict[str, Part]
+    buckets: tuple[Bucketed, ...]
     places: dict[str, Code]
 
     def write(self, folder: Path) -> None:

@@ -6,6 +6,9 @@ from __future__ import annotations
 import dataclasses
 from enum import StrEnum
 
+from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.codec import Count
+
 
 class State(StrEnum):
     """What of a parameter a tensor is."""
@@ -38,6 +41,27 @@ class Item:
         if self.state is State.WEIGHT:
             return self.name
         return f"{self.name} ({self.slot or self.state})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bucketed:
+    """A rank's part of a parameter in a bucket.
+
+    Attributes:
+        name: of the parameter.
+        key: of the bucket, without the state's name.
+        start: the first element in the bucket.
+        shape: of the part.
+        logical_shape: of the parameter in the whole model.
+        boxes: of the logical parameter, which the part is.
+    """
+
+    name: str
+    key: str
+    start: Count
+    shape: tuple[Count, ...]
+    logical_shape: tuple[Count, ...]
+    boxes: tuple[Box, ...]
 
 
 SCHEDULER = "opt_param_scheduler."

@@ -6,6 +6,7 @@ The environment's ``TTRACE_TEST_SAVED`` is the folder for it; see test_stored.py
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import runpy
@@ -18,9 +19,8 @@ megatron_ttrace.enable()
 
 from safetensors.torch import save_file  # noqa: E402
 
-from megatron_ttrace.capture.state import held_state  # noqa: E402
+from megatron_ttrace.capture.state import bucketed, held_state  # noqa: E402
 from megatron_ttrace.capture.step import TracedModel  # noqa: E402
-from megatron_ttrace.mcore.checkpoints.buckets import Bucketed, in_buckets  # noqa: E402
 from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names  # noqa: E402
 from megatron_ttrace.mcore.groups import current_mesh  # noqa: E402
 from megatron_ttrace.mcore.names import canonical_names, unwrap  # noqa: E402
@@ -36,17 +36,12 @@ def write(chunks: list[Any], optimizer: Any) -> None:
     args = get_args()
     mesh = current_mesh(args)
     offset = (args.num_experts or 0) // mesh.size("ep") * mesh.at("ep")
-    names = [canonical_names(unwrap(chunk), expert_offset=offset) for chunk in chunks]
-    model = TracedModel(chunks, names, optimizer, mesh, gated=args.swiglu)
+    modules = [canonical_names(unwrap(chunk), expert_offset=offset) for chunk in chunks]
+    model = TracedModel(chunks, modules, optimizer, mesh, gated=args.swiglu)
     templates = stored_names(chunks)
     folder = Path(os.environ["TTRACE_TEST_SAVED"])
-    places = dict(model.places())
-    pieces = []
-    for parameter, key, start in in_buckets(optimizer):
-        place = places[parameter]
-        name = stored_name(templates[parameter], place.name)
-        shapes = tuple(parameter.shape), place.logical_shape
-        pieces.append(Bucketed(name, key, start, *shapes, place.boxes(mesh)))
+    names = {where.name: stored_name(templates[p], where.name) for p, where in model.places()}
+    pieces = [dataclasses.replace(piece, name=names[piece.name]) for piece in bucketed(model)]
     tensors, lines = {}, []
     for number, held in enumerate(held_state(model)):
         owner = held.data if held.parameter is None else held.parameter

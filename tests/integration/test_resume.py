@@ -136,6 +136,16 @@ def test_what_megatron_read(
 
 
 @pytest.mark.nightly
+def test_a_lost_moment_of_buckets(tmp_path: Path) -> None:
+    """What is stored is right, also of the embedding, which both stages have in buckets."""
+    order = Fault(Side.LOAD, "lost_moment", 3).order
+    (found,) = resume(tmp_path, *PP, "--use-distributed-optimizer", code=1, mistake=order)
+    assert {one.blame for one in found.differences} == {Blame.LOADING}
+    assert What.EXP_AVG_SQ in {one.what for one in found.differences}
+    assert found.compared == found.stored
+
+
+@pytest.mark.nightly
 def test_experts(tmp_path: Path) -> None:
     """With the biases of their routers; Megatron does not restore a generator that is not used."""
     experts = (

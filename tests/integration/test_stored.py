@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ttrace.mcore.checkpoints.buckets import Bucketed, by_parameter
+from megatron_ttrace.mcore.checkpoints.buckets import by_parameter
 from megatron_ttrace.mcore.checkpoints.stored import open_checkpoint
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.records import LoadedIndex
-from megatron_ttrace.trace.states import Item, State
+from megatron_ttrace.trace.states import Bucketed, Item, State
 from megatron_ttrace.trace.views import box_views
 from tests.integration.jobs import TINY, TP, torchrun
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ttrace.mcore.checkpoints.buckets import Bucketed, by_parameter, in_buckets
+from megatron_ttrace.mcore.checkpoints.buckets import by_parameter, in_buckets
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.trace.states import Item, State
+from megatron_ttrace.trace.states import Bucketed, Item, State
 
 WHOLE = torch.randn(4, 6)
 NORM = torch.randn(6)

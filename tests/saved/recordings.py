@@ -84,7 +84,7 @@ def run(
             steps=tuple(steps),
             described={NAME: "megatron/norm.py:1 (sharded_state_dict)"},
             stored={NAME: NAME},
-            buckets={},
+            buckets=(),
             places={
                 "main weight": Code("megatron/optimizer.py:1 (save)", "megatron/optimizer.py:2")
             },

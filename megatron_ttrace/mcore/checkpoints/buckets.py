@@ -18,32 +18,9 @@ from typing import Any
 import torch
 
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Index, Stored, state_of
-from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import coverage
-from megatron_ttrace.trace.codec import Count
-from megatron_ttrace.trace.states import Item
+from megatron_ttrace.trace.states import Bucketed, Item
 from megatron_ttrace.trace.views import local_view, logical_view
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Bucketed:
-    """A rank's part of a parameter in a bucket.
-
-    Attributes:
-        name: of the parameter.
-        key: of the bucket, without the state's name.
-        start: the first element in the bucket.
-        shape: of the part.
-        logical_shape: of the parameter in the whole model.
-        boxes: of the logical parameter, which the part is.
-    """
-
-    name: str
-    key: str
-    start: Count
-    shape: tuple[Count, ...]
-    logical_shape: tuple[Count, ...]
-    boxes: tuple[Box, ...]
 
 
 def in_buckets(optimizer: Any, prefix: str = "") -> Iterator[tuple[torch.nn.Parameter, str, int]]:

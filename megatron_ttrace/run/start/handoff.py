@@ -14,20 +14,18 @@ import dataclasses
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from megatron_ttrace.capture.state import MOMENTS, held_state
+from megatron_ttrace.capture.state import MOMENTS, bucketed, held_state
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
 from megatron_ttrace.mcore.checkpoints import loading
-from megatron_ttrace.mcore.checkpoints.buckets import Bucketed, in_buckets
 from megatron_ttrace.mcore.checkpoints.loading import Source
 from megatron_ttrace.mcore.optimizer import owned_by
-from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
+from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import buffers_of, like, parts_of, publish
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.run.agreement import Ranks
@@ -36,6 +34,7 @@ from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
+from megatron_ttrace.trace.states import Bucketed
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, atomic_write, seal
 from megatron_ttrace.trace.views import local_view, logical_view
 
@@ -70,26 +69,9 @@ def write(model: TracedModel, directory: Path) -> str:
         writer.add(entry, data)
         marks.update(f"{where.name}/{part.index}/{checksum(data)}".encode())
     writer.close()
-    lines = (f"{json.dumps(codec.encode(each))}\n" for each in _bucketed(model))
+    lines = (f"{json.dumps(codec.encode(each))}\n" for each in bucketed(model))
     atomic_write(directory / f"rank-{model.mesh.rank:05d}.{_BUCKETS}", "".join(lines))
     return marks.hexdigest()
-
-
-def _bucketed(model: TracedModel) -> Iterator[Bucketed]:
-    """Where this rank's parameters are in buckets, unless the rank before it has the same."""
-    places = dict(model.places())
-    for parameter, key, start in in_buckets(model.optimizer):
-        place = places.get(parameter)
-        if place and not any(model.mesh.at(axis) for axis in reduced_over(place.name)):
-            boxes, shape = place.boxes(model.mesh), tuple(parameter.shape)
-            yield Bucketed(
-                name=place.name,
-                key=key,
-                start=start,
-                shape=shape,
-                logical_shape=place.logical_shape,
-                boxes=boxes,
-            )
 
 
 def buckets(directory: Path) -> dict[str, list[Bucketed]]:
@@ -97,8 +79,8 @@ def buckets(directory: Path) -> dict[str, list[Bucketed]]:
     found: defaultdict[str, list[Bucketed]] = defaultdict(list)
     for path in sorted(directory.glob(f"rank-*.{_BUCKETS}")):
         for line in path.read_text(encoding="utf-8").splitlines():
-            bucketed = codec.decode(Bucketed, json.loads(line))
-            found[bucketed.name].append(bucketed)
+            piece = codec.decode(Bucketed, json.loads(line))
+            found[piece.name].append(piece)
     return found
 
 

@@ -19,7 +19,7 @@ import torch
 from megatron_ttrace.capture.state import MOMENTS, held_state
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.checkpoints.buckets import Bucketed, by_parameter
+from megatron_ttrace.mcore.checkpoints.buckets import by_parameter
 from megatron_ttrace.mcore.checkpoints.loading import Part, Source, load_weights
 from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
 from megatron_ttrace.mcore.checkpoints.numbers import Number
@@ -31,7 +31,7 @@ from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.errors import TTraceError, one_line
 from megatron_ttrace.trace.meta import Unverified
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
-from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER, Item, State
+from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER, Bucketed, Item, State
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
 _NAMED = 3

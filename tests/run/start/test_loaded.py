@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_ttrace.capture import state
-from megatron_ttrace.mcore.checkpoints.buckets import Bucketed
 from megatron_ttrace.mcore.checkpoints.loading import Part, Source
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
 from megatron_ttrace.mcore.optimizer import Owned
@@ -20,7 +19,7 @@ from megatron_ttrace.run.start import loaded
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import LoadedIndex
-from megatron_ttrace.trace.states import Item, State
+from megatron_ttrace.trace.states import Bucketed, Item, State
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 
 SOURCE = Source("there", 3, "torch_dist", "")
