@@ -59,6 +59,24 @@ class Code:
         known = self._callers.get((function, context), ())
         return [caller for caller in known if caller in self.at[context]]
 
+    def entered_by(self, function: int, inside: Context, outside: Context) -> list[int]:
+        """What calls a module's function from the context around it, past any ``__call__``."""
+        found: dict[int, None] = {}
+        for known in (waiting := [(function, inside)]):
+            for caller in self._callers.get(known, ()):
+                if caller >= 0 and self.functions[caller].name.endswith(".__call__"):
+                    waiting += [(caller, outside)] * ((caller, outside) not in waiting)
+                elif caller >= 0:
+                    found[caller] = None
+        return list(found)
+
+    def helpers(self, function: int) -> list[int]:
+        """What a schedule's function calls for the loss, outside of modules."""
+        parts = Phase.OPTIMIZER, Phase.OTHER
+        return [
+            called for part in parts for called in self._callees.get((function, ("", part)), ())
+        ]
+
     def chain(self, function: int, context: Context) -> list[int]:
         """A function and all that leads to it in the same context, the nearest first."""
         found = dict.fromkeys([function])
@@ -97,6 +115,11 @@ class Outcomes:
         """Whether all that a module made in a pass of the step is right."""
         module, phase = context
         return any((module, kind) in self._passed for kind in _SHOWN_BY.get(phase, ()))
+
+    def failed(self, kind: Kind, module: str) -> bool:
+        """Whether a tensor of a kind of a module's own parameters fails."""
+        name = pattern(module.partition("#")[0])
+        return any(one.rpartition(".")[0] == name for one, other in self._failed if other is kind)
 
     def share(self, kind: Kind) -> float:
         """How many of the tensors of a kind fail, of those that were judged."""

@@ -2,7 +2,8 @@
 """Where to look: the suspects that fit the cause of a failure best.
 
 Each suspect gets points for what speaks for it (:class:`Clue`), fewer if it also ran in other
-modules, above all in ones whose results are right.
+modules, above all in ones whose results are right: as in fault localisation by Ochiai's coefficient
+(Abreu, Zoeteweij and van Gemund, 2006), with one failing context, the culprit.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from megatron_ttrace.diagnose.code import Code, Context, Outcomes
+from megatron_ttrace.diagnose.code import BUILDING, Code, Context, Outcomes
 from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Phase, pattern
@@ -38,6 +39,10 @@ MOST = 3
 """Places that are reported."""
 _FEW = 0.5
 """Share of the tensors of a kind."""
+_SETS, _FARTHER = 1.5, 0.7
+"""Points for what sets a factor; of what leads to a collective, by the number of calls."""
+_WORDY = 3
+"""Words of a function's name; a longer name has a word more easily by chance."""
 _SCALED = {*FACTORS, Cause.WEIGHTS, Cause.ADDEND, Cause.SOFTMAX_SCALE, Cause.HYPERPARAMETERS}
 _REDUCED = {Cause.PARTIAL, Cause.COPY, Cause.WEIGHTS, *FACTORS}
 _MOVED = {
@@ -74,10 +79,16 @@ _WORDS: dict[object, str] = {
     Term.LABEL: "predicted target label",
     Term.SOFTMAX: "softmax exp loss",
     "clipping": "clip",
-    "loss_scale": "scale",
+    "loss_scale": "loss scale",
     "auxiliary": "aux loss",
 }
 """Words in the names of functions that make something, or apply a factor."""
+_NAMED: dict[object, set[str]] = {
+    key: {*_WORDS[key].split()}
+    for key in ("clipping", "loss_scale", "auxiliary", *Loss)
+    if key in _WORDS
+}
+"""Words in the names of factors: of those that a finding names, and of losses."""
 
 
 class Places:
@@ -133,9 +144,15 @@ class _Judge:
         self._causes = {each.cause for each in findings}
         self._axes = {axis for each in findings for axis in each.axes}
         self._mesh = self._axes & {*AXES}
+        if Cause.WEIGHTS in self._causes:
+            # The weights of means over tokens.
+            self._axes.add("tokens")
         self._few = outcomes.share(verdict.kind) < _FEW
-        self._suspects = Suspects(code, ledger, verdict, finding, few=self._few)
+        whole = outcomes.failed(Kind.MAIN_GRAD, verdict.name)
+        self._suspects = Suspects(code, ledger, verdict, finding, few=self._few, whole=whole)
         self._words = self._words_of(findings)
+        losses = {loss for each in findings if isinstance(each, LossShare) for loss in each.losses}
+        self._factors = dict.fromkeys(losses, 1.0) | dict.fromkeys(_NAMED.keys() & self._axes, 2.0)
         # The share of a loss is computed beside the module's output.
         self._of_loss = isinstance(finding, LossShare)
         self._lines: dict[int, int] = {}
@@ -143,6 +160,7 @@ class _Judge:
 
     def scores(self) -> dict[int, float]:
         """By number of the function."""
+        self._setters()
         self._communication()
         self._silence()
         for number in self._suspects.weights:
@@ -160,11 +178,12 @@ class _Judge:
     def _score(self, number: int) -> float:
         contexts = self._code.contexts[number]
         right = sum(map(self._outcomes.is_right, contexts)) * (not self._of_loss)
-        common = 0.5 * right + 0.2 * max(0, len(contexts) - 1 - right)
+        # What was computed from something wrong is neither right nor wrong.
+        passed = right + 0.5 * max(0, len(contexts) - 1 - right)
         # There is more to be wrong in a long function.
         prior = 0.15 * math.log2(max(2.0, self._code.functions[number].size / 32))
         points = prior + sum(self._suspects.clues[number].values())
-        return self._suspects.weights[number] * points / (1.0 + common)
+        return self._suspects.weights[number] * points / math.sqrt(1.0 + passed)
 
     def _words_of(self, findings: Iterable[Finding]) -> dict[str, float]:
         """Words in names of functions that have to do with the failure, with their points."""
@@ -199,12 +218,15 @@ class _Judge:
             # A function that mentions all axes says little about one.
             add(number, Clue.AXIS, len(function.axes) ** -0.5)
         if self._causes & _SCALED:
-            add(number, Clue.SCALES, 0.7 * function.scales)
-            add(number, Clue.SETS, 0.7 * (Clue.SETS in clues))
-        if self._causes & _MOVED:
+            named = max((self._named(name) for name in function.factors), default=0.0)
+            add(number, Clue.SCALES, 0.7 * function.scales + named)
+            # What sets a scale for each layout is wrong by the size of an axis.
+            add(number, Clue.SETS, _SETS * bool(self._axes and Clue.SETS in clues))
+        if self._causes & _MOVED and self._verdict.kind is not Kind.PARAM_DELTA:
             add(number, Clue.MOVES, 0.7 * function.moves)
         head, _, name = function.name.rpartition(".")
         points = sum(self._words.get(word, 0.0) for word in {*_tokens(name)})
+        points *= math.sqrt(min(1.0, _WORDY / max(1, len(_tokens(name)))))
         points += 0.5 * sum(self._words.get(word, 0.0) for word in {*_tokens(head)})
         if self._mesh and self._causes & _REDUCED and Clue.REDUCES not in clues:
             points += 0.7 * _communicates(function)
@@ -234,7 +256,7 @@ class _Judge:
             if self._fits(call):
                 self._reducing |= {*chain}
             for distance, number in enumerate(chain):
-                self._suspects.add(number, Clue.REDUCES, max(0.0, points) * 0.9**distance)
+                self._suspects.add(number, Clue.REDUCES, max(0.0, points) * _FARTHER**distance)
         if kind is Kind.MAIN_GRAD:
             for number in (gathers - reduces) & weights.keys():
                 weights[number] *= 0.5
@@ -253,12 +275,58 @@ class _Judge:
     def _worth(self, call: Collective) -> float:
         kind = self._verdict.kind
         if self._fits(call) and self._causes & _REDUCED:
-            return 1.25 if kind is Kind.BUFFER else 2.5
+            if kind is Kind.BUFFER:
+                return 1.25
+            # What is summed, but by a wrong share, may as well be scaled elsewhere.
+            return 1.8 if self._causes.isdisjoint((Cause.PARTIAL, Cause.COPY)) else 2.5
         is_sum = call.operation.reduces and call.dtype.startswith("float")
         of_norm = kind in (Kind.GRAD_NORM, Kind.COUNTED) and call.direction is Phase.OPTIMIZER
         if (of_norm and is_sum) or (kind is Kind.PARAM and call.direction is Phase.PARAMETERS):
             return 1.5
         return 0.0 if self._causes else 0.4
+
+    def _setters(self) -> None:
+        """For what computed, before the step, a factor that a suspect of the step scales by.
+
+        The factor is followed by its name, from the file that uses it to what calls this.
+        """
+        # One factor is for all parameters.
+        of_few = self._few and self._verdict.kind is Kind.MAIN_GRAD
+        if of_few or self._causes.isdisjoint(FACTORS):
+            return
+        code, weights = self._code, self._suspects.weights
+        used: dict[tuple[str, str], float] = {}
+        for number, weight in weights.items():
+            user = code.functions[number]
+            if user.scales and code.contexts[number]:
+                for name in user.factors:
+                    used[user.file, name] = max(weight, used.get((user.file, name), 0.0))
+        for known in code.at[BUILDING]:
+            for name in code.functions[known].factors:
+                weight = used.get((code.functions[known].file, name), 0.0)
+                for setter in self._naming(known, name) if weight else ():
+                    function = code.functions[setter]
+                    if name in function.sets and not self._axes.isdisjoint(function.axes):
+                        weights[setter] = max(weights.get(setter, 0.0), weight)
+                        self._suspects.add(setter, Clue.SETS, _SETS)
+
+    def _naming(self, number: int, factor: str) -> list[int]:
+        """A function and its callers before the step, as far as they name a factor."""
+        code, found = self._code, [number]
+        for known in found:
+            found += [
+                caller
+                for caller in code.callers(known, BUILDING)
+                if factor in code.functions[caller].factors and caller not in found
+            ]
+        return found
+
+    def _named(self, factor: str) -> float:
+        """Points for a factor whose name is that of the finding's, or of its loss."""
+        words = {*_tokens(factor)}
+        fits = {key: len(wanted) for key, wanted in _NAMED.items() if wanted <= words}
+        most = max(fits.values(), default=0)
+        return max((self._factors.get(key, 0.0) for key in fits if fits[key] == most), default=0.0)
 
     def _silence(self) -> None:
         """For functions of modules that communicate by their names, but did not."""

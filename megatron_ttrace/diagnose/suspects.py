@@ -49,6 +49,7 @@ class Suspects:
         finding: Finding | None,
         *,
         few: bool,
+        whole: bool,
     ) -> None:
         """Find them.
 
@@ -58,11 +59,13 @@ class Suspects:
             verdict: of the tensor.
             finding: what was found out about its cause.
             few: whether most tensors of this kind pass.
+            whole: whether the gradients of the module's parameters fail, too.
         """
         self.weights: dict[int, float] = {}
         self.clues: dict[int, dict[Clue, float]] = defaultdict(dict)
         self._code, self._sources = code, ledger.sources
-        self._verdict, self._finding, self._few = verdict, finding, few
+        self._verdict, self._finding = verdict, finding
+        self._few, self._whole = few, whole
         self.module = verdict.name.partition("#")[0]
         self._owner = self.module
         if verdict.kind in _OF_PARAMETERS:
@@ -115,6 +118,13 @@ class Suspects:
         self._ran(self._container(), _F, 1.0)
         if self.module == ROOT:
             self._part(Phase.SCHEDULE, 1.0)
+            return
+        code = self._sources.of(self.module)
+        if code is not None and (number := self._code.number(code.forward)) is not None:
+            inside, outside = (pattern(self.module), _F), (pattern(self._container()), _F)
+            for caller in self._code.entered_by(number, inside, outside):
+                self._take([caller], 1.0)
+                self.add(caller, Clue.PASSES, 1.5)
 
     def _output(self) -> None:
         self._ran(self.module, _F, 1.0)
@@ -133,15 +143,20 @@ class Suspects:
     def _input_gradient(self) -> None:
         # The share of a loss is computed in the forward pass.
         of_loss = isinstance(self._finding, LossShare)
-        self._ran(self.module, _B, 0.6 if of_loss else 0.8)
-        self._differentiated(self.module, 0.6 if of_loss else 1.0)
-        self._ran(self.module, _F, 1.0 if of_loss else 0.6)
-        self._set_for(self.module, 0.9)
+        # What is wrong for the parameters as well was wrong before it came to the module's input.
+        forward = of_loss or (self._whole and self._finding is None)
+        self._ran(self.module, _B, 0.6 if forward else 0.8)
+        self._differentiated(self.module, 0.6 if forward else 1.0)
+        self._ran(self.module, _F, 1.0 if forward else 0.6)
+        # A wrong scale makes a wrong share, which would have been found.
+        self._set_for(self.module, 0.9 if self._finding else 0.3)
 
     def _parameter_gradient(self) -> None:
         # If most are right, it is less likely what reduces all of them.
         few = self._few
-        self._part(_G, 0.8 if few else 1.0, 0.6)
+        self._part(_G, 0.6 if few else 1.0, 0.6)
+        # Optimizers lay out the buffers of gradients.
+        self._part(Phase.OPTIMIZER, 0.0, 0.6 if few else 0.3)
         self._ran(self._owner, _B, 1.0 if few else 0.7)
         self._ran(self._owner, _F, 0.3)
         self._part(Phase.SCHEDULE, 0.3 if few else 0.6)
@@ -154,7 +169,10 @@ class Suspects:
         self._part(_G, 1.0 if reduced else 0.3, 0.3)
 
     def _update(self) -> None:
-        self._part(Phase.OPTIMIZER, 1.0, 0.6)
+        # What updates other parameters rightly was not given this one.
+        lost = self._finding is not None and self._finding.cause is Cause.NEVER_COUNTED
+        step, built = (0.6, 1.0) if lost else (1.0, 0.6)
+        self._part(Phase.OPTIMIZER, step, built)
         self._part(_G, 1.0 if self._verdict.kind is Kind.PARAM else 0.3, 0.4)
 
     def _buffer(self) -> None:
@@ -173,12 +191,22 @@ class Suspects:
                     for called, depth in code.below(caller, context).items():
                         self._take([called], 1.0)
                         self.add(called, Clue.NAMES, 1.2 if depth < 2 else 0.5)
+                        self._written(called)
         for number, function in enumerate(code.functions):
             for context in code.contexts[number]:
                 if name in function.strings and number not in logging:
                     for called, depth in code.below(number, context).items():
                         self._take([called], 0.5 * _DEEPER**depth)
                         self.add(called, Clue.NAMES, 1.0 if depth < 2 else 0.3)
+
+    def _written(self, logger: int) -> None:
+        """What calls, in a module, a method of the class of a function that logs numbers."""
+        code, logs = self._code, self._code.functions[logger]
+        head = logs.name[: logs.name.rfind(".") + 1]
+        for number, function in enumerate(code.functions if head else ()):
+            if function.file == logs.file and function.name.startswith(head):
+                inside = (context for context in code.contexts[number] if context[0])
+                self._take((c for context in inside for c in code.callers(number, context)), 0.9)
 
     # By where it ran
 
@@ -202,9 +230,13 @@ class Suspects:
         functions = self._code.functions
         for context, ran in self._code.at.items():
             own = [number for number in ran if functions[number].part is part]
-            if context[1] is part:
-                # Schedules run everything.
-                self._take(own if part is Phase.SCHEDULE else ran, weight)
+            if context[1] is part is Phase.SCHEDULE:
+                # Schedules run everything: only what they call themselves.
+                self._take(own, weight)
+                for number in own:
+                    self._take(self._code.helpers(number), weight * _DEEPER)
+            elif context[1] is part:
+                self._take(ran, weight)
             elif context == BUILDING and built:
                 self._take(own, built)
 

@@ -95,6 +95,8 @@ _AXES = {
 """Words in names of Megatron's that stand for an axis of the mesh, or another divisor."""
 _WORD = re.compile(r"[A-Za-z]\w*")
 _SCALING = frozenset(("mul", "div", "scale", "scaled", "scaling"))
+_FACTOR = re.compile(r"scal|factor|coeff")
+"""In the names of factors."""
 _MOVING = frozenset(("copy_", "zero_", "fill_", "clone"))
 _BINARY_OP, _FOR_ITER = opcode.opmap["BINARY_OP"], opcode.opmap["FOR_ITER"]
 _PRODUCTS = frozenset(
@@ -102,18 +104,26 @@ _PRODUCTS = frozenset(
     for number, (_, sign) in enumerate(getattr(opcode, "_nb_ops", ()))
     if sign in ("*", "/", "//", "*=", "/=", "//=")
 )
+_UNMARKED = {"allreduce": True}
+"""What Megatron takes a mark for where it is not set, if not for false."""
 
 
 def marks_of(parameter: Any) -> tuple[str, ...]:
-    """The marks of a parameter that are set to anything but false."""
-    return tuple(mark for mark in MARKS if getattr(parameter, mark, None))
+    """The marks of a parameter that are not as on one without marks."""
+    usual = ((mark, _UNMARKED.get(mark, False)) for mark in MARKS)
+    return tuple(mark for mark, none in usual if bool(getattr(parameter, mark, none)) != none)
 
 
 def function_of(code: CodeType) -> Function:
     """What the code of a function that ran says about it."""
     strings = [one for one in code.co_consts if isinstance(one, str) and _WORD.fullmatch(one)]
-    names = [*code.co_names, *code.co_varnames, *code.co_freevars, *strings]
+    tuples = [one for one in code.co_consts if isinstance(one, tuple)]
+    keywords = [word for words in tuples for word in words if isinstance(word, str)]
+    known = code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars, strings, keywords
+    names = [name for some in known for name in some]
     words = {word for name in names for word in name.lower().split("_")}
+    arguments = code.co_argcount + code.co_kwonlyargcount
+    local = {*code.co_varnames[arguments:], *code.co_cellvars} - {*code.co_varnames[:arguments]}
     steps = list(zip(code.co_code[::2], code.co_code[1::2], strict=True))
     return Function(
         file=_relative(code.co_filename),
@@ -130,6 +140,8 @@ def function_of(code: CodeType) -> Function:
             axis for axis, known in _AXES.items() if any(re.fullmatch(known, w) for w in words)
         ),
         strings=tuple(dict.fromkeys(strings)),
+        sets=tuple(name for name in sorted(local) if _FACTOR.search(name)),
+        factors=tuple(dict.fromkeys(name for name in names if _FACTOR.search(name))),
     )
 
 

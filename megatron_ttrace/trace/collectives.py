@@ -196,6 +196,8 @@ class Function:
         marks: the marks of parameters that it names.
         axes: the mesh axes that its names contain.
         strings: names that it has as text.
+        factors: names of factors, as ``loss_scale``, that occur in it.
+        sets: those of its local variables that are none of its arguments.
         part: the part of a step that all code of its file belongs to, if it does.
         size: bytes of its code.
     """
@@ -209,6 +211,8 @@ class Function:
     marks: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
     strings: tuple[str, ...] = ()
+    factors: tuple[str, ...] = ()
+    sets: tuple[str, ...] = ()
     part: Phase | None = None
     size: Count = 0
 

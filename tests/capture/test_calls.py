@@ -85,7 +85,7 @@ def test_calls(tap: CallTap) -> None:
         ("step", "", "", Phase.OPTIMIZER),
         ("scale", "step", "", Phase.OPTIMIZER),
     }
-    assert calls.marks == {"layers.*.mlp.weight": ("sequence_parallel",)}
+    assert calls.marks == {"layers.*.mlp.weight": ("allreduce", "sequence_parallel")}
     functions = {one.name: one for one in calls.functions}
     assert functions["primitive"].scales
     assert functions["scale"].scales

@@ -19,6 +19,7 @@ from megatron_ttrace.trace.collectives import (
 )
 
 LINEAR, NORM, MODEL = "decoder.layers.0.linear", "decoder.layers.0.norm", "model"
+LAYER = "decoder.layers.0"
 
 F, B, G = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENTS
 U, S, C = Phase.OPTIMIZER, Phase.SCHEDULE, Phase.CONSTRUCTION
@@ -43,12 +44,32 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "set_seed": {},
     "finalize": {"part": G, "size": 400},
     "reduce_norms": {"part": G, "marks": ("sequence_parallel",), "axes": ("tp",), "size": 400},
-    "sync_grads": {"part": G, "axes": ("dp",), "size": 400},
+    "sync_grads": {
+        "part": G,
+        "axes": ("dp",),
+        "size": 400,
+        "scales": True,
+        "factors": ("scaling_factor",),
+    },
     "step": {"part": U, "size": 400},
     "clip_by_norm": {"part": U, "scales": True, "size": 200},
     "log": {"size": 200},
     "aggregate": {"size": 200, "scales": True},
     "report": {"size": 200},
+    "Tracker.aggregate": {"size": 200},
+    "Tracker.record": {"size": 100},
+    "attach": {"size": 100, "factors": ("aux_loss_coeff",), "scales": True},
+    "Layer.forward": {"size": 200},
+    "Layer.__call__": {"size": 100},
+    "scale_loss": {"part": U, "factors": ("get_loss_scale",), "scales": True},
+    "build_groups": {"part": U, "size": 400},
+    "Buffer.__init__": {"part": G, "factors": ("scaling_factor",)},
+    "wrap": {
+        "part": G,
+        "axes": ("dp",),
+        "factors": ("scaling_factor",),
+        "sets": ("scaling_factor",),
+    },
     "router_loss": {"strings": ("z_loss",), "size": 200},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
@@ -70,6 +91,12 @@ _CALLS = [
     *[("report", "", "", Phase.OTHER), ("log", "report", "", Phase.OTHER)],
     ("aggregate", "report", "", Phase.OTHER),
     ("router_loss", "", MODEL, F),
+    *[("Tracker.aggregate", "report", "", Phase.OTHER), ("Tracker.record", "attach", MODEL, F)],
+    ("attach", "", MODEL, F),
+    *[("Layer.forward", "", LAYER, F), ("Layer.__call__", "Layer.forward", LAYER, F)],
+    ("Linear.forward", "Layer.__call__", LINEAR, F),
+    ("scale_loss", "run", "", U),
+    *[("build_groups", "", "", C), ("wrap", "", "", C), ("Buffer.__init__", "wrap", "", C)],
 ]
 CODES = (
     ModuleCode(

@@ -144,6 +144,24 @@ def test_code_that_is_not_megatrons() -> None:
     assert found[0] == Place("script.py", 1, "forward_step", Clue.RAN)
 
 
+@pytest.mark.parametrize(
+    ("axes", "few", "known"), [("dp", 0, True), ("tp", 0, False), ("dp", 9, False)]
+)
+def test_what_computes_a_factor(axes: str, few: int, known: bool) -> None:
+    """Before the step, from the axis concerned; not if the factor is right for most parameters."""
+    others = [judged(Kind.MAIN_GRAD, f"{NORM}.a{n}x") for n in range(few)]
+    failure = judged(Kind.MAIN_GRAD, WEIGHT, Outcome.DIVERGED)
+    ranked = Places(record(GRADIENTS), [failure, *others]).ranked(failure, large(axes))
+    clues = {place.function: place.clue for _, place in ranked}
+    assert (clues.get("wrap") is Clue.SETS) is known
+    assert clues.get("Buffer.__init__") is not Clue.SETS
+
+
+def test_what_is_divided_by_a_coefficient() -> None:
+    """What names the coefficient, and gives the value to what logs it."""
+    assert places(Kind.METRIC, "z_loss", large("auxiliary"))[0].function == "attach"
+
+
 def test_nothing_is_made_up() -> None:
     """Where nothing was recorded, nothing is known."""
     for kind in (Kind.OUTPUT, Kind.MAIN_GRAD, Kind.PARAM, Kind.METRIC, Kind.GRAD_NORM):

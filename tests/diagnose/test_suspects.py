@@ -7,7 +7,7 @@ import pytest
 
 from megatron_ttrace.diagnose.code import Code
 from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
-from megatron_ttrace.trace.findings import Cause, Finding
+from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import ROOT, Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
@@ -17,12 +17,22 @@ NAMES = list(FUNCTIONS)
 
 
 def suspects(
-    kind: Kind, name: str, finding: Finding | None = None, *, few: bool = False
+    kind: Kind,
+    name: str,
+    finding: Finding | None = None,
+    *,
+    few: bool = False,
+    whole: bool = False,
 ) -> Suspects:
     """Of a failure in the step made by hand."""
     ledger = record()
     verdict = judged(kind, name, Outcome.DIVERGED)
-    return Suspects(Code(ledger), ledger, verdict, finding, few=few)
+    return Suspects(Code(ledger), ledger, verdict, finding, few=few, whole=whole)
+
+
+def large(*axes: str) -> Finding:
+    """A factor by the size of axes."""
+    return ConstantFactor(Cause.TOO_LARGE, axes, ratio=2.0)
 
 
 @pytest.mark.parametrize(
@@ -30,12 +40,12 @@ def suspects(
     [
         (Kind.OUTPUT, LINEAR, "Linear.forward reduce Product.forward", "Norm.forward run"),
         (Kind.GRAD_INPUT, LINEAR, "Product.backward reduce Product.forward run", "Norm.forward"),
-        (Kind.GRAD_OUTPUT, ROOT, "run", "step"),
+        (Kind.GRAD_OUTPUT, ROOT, "run scale_loss", "step"),
         (Kind.MAIN_GRAD, f"{LINEAR}.weight", "finalize sync_grads reduce_norms run", "step"),
         (Kind.PARAM_DELTA, f"{LINEAR}.weight", "step clip_by_norm", "Linear.forward"),
         (Kind.GRAD_NORM, "grad_norm", "step clip_by_norm", "Linear.forward"),
         (Kind.PARAM, f"{LINEAR}.weight", "Linear.__init__ offset", "Linear.forward"),
-        (Kind.METRIC, "z_loss", "log aggregate router_loss", "step"),
+        (Kind.METRIC, "z_loss", "log Tracker.aggregate router_loss attach", "step"),
         (Kind.BUFFER, f"{LINEAR}.scale", "finalize Linear.forward", "Norm.forward"),
         (Kind.INPUT, ROOT, "run", "step"),
     ],
@@ -47,10 +57,39 @@ def test_suspects(kind: Kind, name: str, suspected: str, others: str) -> None:
     assert not found & set(others.split())
 
 
+def test_what_passes_an_input() -> None:
+    """What calls the module, and not what only enters it."""
+    clues = suspects(Kind.INPUT, LINEAR).clues
+    assert [NAMES[n] for n, known in clues.items() if Clue.PASSES in known] == ["Layer.forward"]
+
+
 def test_what_sets_a_scale() -> None:
     """The caller of another function of the class whose backward ran."""
     clues = suspects(Kind.GRAD_INPUT, LINEAR).clues
     assert [NAMES[n] for n, known in clues.items() if Clue.SETS in known] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("finding", "whole", "first"),
+    [
+        (large("tp"), True, "Product.backward"),
+        (None, False, "Product.backward"),
+        (None, True, "Linear.forward"),
+    ],
+)
+def test_what_is_wrong_before_the_input(finding: Finding | None, whole: bool, first: str) -> None:
+    """If the weight's gradient is wrong, too, so is what the last backward function is given."""
+    weights = suspects(Kind.GRAD_INPUT, LINEAR, finding, whole=whole).weights
+    among = ("Product.backward", "Linear.forward")
+    assert max(among, key=lambda name: weights[NAMES.index(name)]) == first
+
+
+def test_never_updated() -> None:
+    """What built the optimizer before what updates other parameters."""
+    lost = suspects(Kind.PARAM_DELTA, f"{LINEAR}.weight", Finding(Cause.NEVER_COUNTED)).weights
+    assert lost[NAMES.index("build_groups")] > lost[NAMES.index("step")]
+    wrong = suspects(Kind.PARAM_DELTA, f"{LINEAR}.weight", large("dp")).weights
+    assert wrong[NAMES.index("build_groups")] < wrong[NAMES.index("step")]
 
 
 def test_random_states() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,29 @@ def test_megatron_is_relative_to_its_package() -> None:
 def test_phase(file: str, operation: Operation, phase: Phase | None) -> None:
     """By the folder of Megatron."""
     assert sources.phase_of(sources.megatron_folder() + file, operation) is phase
+
+
+def test_names_of_factors() -> None:
+    """Those that a function names, and those that it computes itself."""
+
+    def reduce(scale: float, config: Any) -> Any:
+        weight_factor = scale * config.loss_coeff
+        return forward_step(gradient_scale=weight_factor)
+
+    function = sources.function_of(reduce.__code__)
+    assert {*function.factors} == {"scale", "loss_coeff", "weight_factor", "gradient_scale"}
+    assert function.sets == ("weight_factor",)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "marks"),
+    [({}, ()), ({"allreduce": True}, ()), ({"allreduce": False}, ("allreduce",))],
+)
+def test_marks(attributes: dict[str, bool], marks: tuple[str, ...]) -> None:
+    """What Megatron takes for set if it is missing is a mark if it is not set."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    vars(parameter).update(attributes)
+    assert sources.marks_of(parameter) == marks
 
 
 def test_sources() -> None:
