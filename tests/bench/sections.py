@@ -76,6 +76,15 @@ def traced_step(options: Options) -> Iterator[Row]:
             yield Row("disk", f"{job.name}: reference", size, "MB")
 
 
+def recorder(options: Options) -> Iterator[Row]:
+    """A traced step in which the functions that run are recorded, against one without that."""
+    with scratch() as home:
+        turns = jobs.in_turns(TP2, "calls", max(options.pairs, 20), home)
+    ours, without = (statistics.median(steps) for steps in (turns.steps, turns.plain_steps))
+    note = f"medians of {len(turns.steps)} steps: {ours:.3f} s with, {without:.3f} s without"
+    yield Row("recorder", "TP 2: functions recorded", ours / without, "× not recorded", note)
+
+
 def other_tools(options: Options) -> Iterator[Row]:
     """What captures less, on the same job: Megatron's savers, msprobe's dumps."""
     own = functools.partial(Row, "other-tools")
@@ -258,6 +267,7 @@ def _first(error: BenchError) -> str:
 
 SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "traced-step": traced_step,
+    "recorder": recorder,
     "comparison": comparison,
     "whole-check": whole_check,
     "other-tools": other_tools,

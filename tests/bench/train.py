@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import training
 
+from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.run import loop
 from megatron_ttrace.run.candidate import CandidateSession
 from tests.bench.memory import Peak, Turn
@@ -41,7 +42,8 @@ class Plan:
         out: directory for the results.
         pairs: of a plain and a dear iteration.
         tool: what makes an iteration dear: ``ttrace``, ``savers``, ``statistics`` or ``tensor``
-            (levels of msprobe), ``none``.
+            (levels of msprobe), ``none``. With ``calls`` all iterations are traced, and in the dear
+            ones what runs is recorded.
     """
 
     out: str
@@ -53,7 +55,7 @@ def main(plan: Plan) -> None:
     """Train."""
     if "--ttrace-role" not in sys.argv:
         turns = _Turns(plan)
-        if plan.tool == "ttrace":
+        if plan.tool in ("ttrace", "calls"):
             _trace_in_turns(turns)
         training.train = _around(training.train, turns.watch)
     sys.argv[0] = str(SCRIPT)
@@ -177,10 +179,13 @@ def _trace_in_turns(turns: _Turns) -> None:
     around, conclude = loop._Watch.around_step, CandidateSession._conclude
 
     def around_step(watch: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
-        watch._step = 0 if turns.is_dear else _NEVER
+        traced = turns.is_dear or turns.plan.tool == "calls"
+        watch._step = 0 if traced else _NEVER
+        if turns.plan.tool == "calls":
+            _record_anew(watch._calls, on=turns.is_dear)
         session = watch._session
         result = around(watch, turns.timed(original), *args, **kwargs)
-        if turns.is_dear:
+        if traced:
             assert session is not None, "the run was not checked"
             session.finished, watch._session = False, session
         return result
@@ -197,6 +202,16 @@ def _trace_in_turns(turns: _Turns) -> None:
 
     loop._Watch.around_step = around_step
     CandidateSession._conclude = conclude_last
+
+
+def _record_anew(tap: CallTap, *, on: bool) -> None:
+    """Record as in the first traced step, when every function is new; or not at all."""
+    tap.stop()
+    tap._calls.clear()
+    if on:
+        assert tap._context is not None
+        tap.start()
+        tap.in_steps(tap._context)
 
 
 if __name__ == "__main__":
