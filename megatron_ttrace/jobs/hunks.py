@@ -8,10 +8,13 @@ into lines. Hunks that make sense only together are grouped (:func:`groups`).
 from __future__ import annotations
 
 import ast
+import builtins
 import dataclasses
 import difflib
+import functools
 import io
 import re
+import symtable
 import tokenize
 import warnings
 from collections import defaultdict
@@ -27,6 +30,8 @@ _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _LEAST_MOVED = 8
 """Characters of a line that is recognised where it was moved to; brackets are everywhere."""
 _IGNORED = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER})
+
+_OF_MODULES = frozenset({"__file__", "__name__", "__path__", "__annotations__"})
 
 type Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -121,14 +126,85 @@ def _blocks(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[int, int, 
             yield start, end, first, last
 
 
-def compiles(file: str, text: str | None) -> bool:
-    """Whether a combination of hunks is a program at all: this costs no check."""
+def broken(changed: Mapping[str, str | None], good: Texts, bad: Texts) -> str:
+    """Why a combination of hunks is no program; empty if it may be one. This costs no check.
+
+    It does not compile; or it uses a name, or imports one from another file that differs, which is
+    bound in neither, though it is in the good or the bad version.
+
+    Args:
+        changed: the files of the combination that are not as in the good version (``applied``).
+        good: the good version.
+        bad: the bad version.
+    """
+    texts = {file: changed.get(file, good.get(file)) for file in {*good, *bad}}
+    for file, text in changed.items():
+        if text is not None and (names := _names(text)) is None:
+            return f"{file} would not compile"
+    for file, text in changed.items():
+        names = _names(text or "") or _Names()
+        known = [_names(version.get(file, "")) or _Names() for version in (good, bad)]
+        for name in sorted(names.missing - known[0].missing - known[1].missing):
+            return f"{file} would use {name}, which is not defined"
+        for module, name in sorted(names.imported):
+            ends = (f"{module}.py", f"{module}/__init__.py")
+            for other in sorted(one for one in texts if f"/{one}".endswith(ends)):
+                there = _names(texts[other] or "") or _Names()
+                versions = (_names(version.get(other, "")) or _Names() for version in (good, bad))
+                is_there = texts[other] is not None and name in there.bound
+                if not is_there and any(name in version.bound for version in versions):
+                    return f"{file} would import {name} from {other}, which lacks it"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Names:
+    """Names of a file.
+
+    Attributes:
+        bound: at its top.
+        missing: those that it uses and does not bind; none if it imports all of another file.
+        imported: those that it imports, each after the path of its module, which begins with ``/``.
+    """
+
+    bound: frozenset[str] = frozenset()
+    missing: frozenset[str] = frozenset()
+    imported: frozenset[tuple[str, str]] = frozenset()
+
+
+@functools.lru_cache(maxsize=64)
+def _names(text: str) -> _Names | None:
+    """``None`` if it does not compile."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            compile(text or "", file, "exec", dont_inherit=True)
+            compile(text, "", "exec", dont_inherit=True)
+            tree, top = ast.parse(text), symtable.symtable(text, "", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+        return None
+    tables = [top]
+    for table in tables:
+        tables += table.get_children()
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    bound, used = set(vars(builtins)) | _OF_MODULES, set[str]()
+    for table in tables:
+        for symbol in table.get_symbols():
+            is_outer = table is top or symbol.is_global()
+            is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+            if is_outer and is_bound:
+                bound.add(symbol.get_name())
+            elif is_outer and symbol.is_referenced():
+                used.add(symbol.get_name())
+    has_star = any(one.name == "*" for node in imports for one in node.names)
+    return _Names(
+        frozenset(bound),
+        frozenset() if has_star else frozenset(used - bound),
+        frozenset(
+            (f"/{(node.module or '').replace('.', '/')}", one.name)
+            for node in imports
+            for one in node.names
+            if node.module
+        ),
+    )
 
 
 def groups(splices: Sequence[Splice], good: Texts, bad: Texts) -> list[tuple[int, ...]]:

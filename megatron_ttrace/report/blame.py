@@ -65,7 +65,8 @@ def suggestion(changed: ChangedCode | None) -> str:
     """What to do about a job that diverges with changed code; empty if none of it may have run."""
     if changed is None or all(one.ran is Execution.NOT_RUN for one in changed.functions):
         return ""
-    return f"your Megatron differs from {clean(changed.since)}: --blame finds the change to blame"
+    since = clean(changed.since)
+    return f"your Megatron differs from {since}; ttrace blame -- COMMAND finds the change to blame"
 
 
 def _all(hunk: BlamedHunk) -> tuple[str, ...]:

@@ -315,12 +315,10 @@ class _Search:
 
     def _ask(self, numbers: frozenset[int]) -> _Checked:
         if numbers not in self._known:
-            texts = hunks.applied(self._difference.good, (self._splices[one] for one in numbers))
-            broken = [file for file, text in texts.items() if not hunks.compiles(file, text)]
-            if broken:
-                self._known[numbers] = _Checked(
-                    Result.COULD_NOT_CHECK, why=f"{broken[0]} would not compile"
-                )
+            good, bad = self._difference.good, self._difference.bad
+            texts = hunks.applied(good, (self._splices[one] for one in numbers))
+            if why := hunks.broken(texts, good, bad):
+                self._known[numbers] = _Checked(Result.COULD_NOT_CHECK, why=why)
             else:
                 self._check(numbers, self._trial.beside / "checks" / str(self._checks + 1))
         return self._known[numbers]
@@ -339,6 +337,9 @@ class _Search:
         else:
             # Other code needs another reference, which nobody else will use.
             environment["TTRACE_CACHE"] = ""
+        if environment.pop("PYTHONDONTWRITEBYTECODE", ""):
+            # Nothing is compiled again and again; it is kept among our files.
+            environment["PYTHONPYCACHEPREFIX"] = str((trial.beside / _TREES / "compiled").resolve())
         settings = dataclasses.replace(trial.settings, directory=folder, wandb=False)
         options = ["--once"] if trial.fork else ["--once", "--no-fork"]
         code, said = apart.ttrace(

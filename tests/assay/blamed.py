@@ -30,6 +30,7 @@ from tests.assay import harmless
 
 _OURS = "megatron_ttrace."
 _WORDS = 60
+_NAMED = (Blaming.PROVEN, Blaming.REMOVED, Blaming.ALONE)
 
 _EPILOG = """\
 examples:
@@ -116,6 +117,7 @@ def _row(bug: Bug, directory: Path, count: int, seed: int) -> dict[str, Any]:
     shutil.copytree(good, bad)
     _patch(bad, bug)
     preferred = _ran(bad, trial)
+    inside = preferred[0]
     shutil.copytree(good, changed)
     kept = [patch.fragment for patch in bug.patches]
     done = harmless.plant(changed, count, seed, preferred, kept)
@@ -131,7 +133,7 @@ def _row(bug: Bug, directory: Path, count: int, seed: int) -> dict[str, Any]:
     began = time.monotonic()
     row: dict[str, Any] = {"id": bug.id, "name": bug.name, "harmless": len(done), "seed": seed}
     row["in culprit"] = sum(
-        any(one.startswith(f"{site.file}:{site.function}:") for site in preferred) for one in done
+        any(one.startswith(f"{site.file}:{site.function}:") for site in inside) for one in done
     )
     try:
         report = blame.blame(
@@ -155,7 +157,7 @@ def _row(bug: Bug, directory: Path, count: int, seed: int) -> dict[str, Any]:
     return {
         **row,
         "result": found.result.value,
-        "exact": found.result is Blaming.PROVEN and bool(blamed) and blamed <= fault,
+        "exact": found.result in _NAMED and bool(blamed) and blamed <= fault,
         "blamed": len(blamed),
         "fault": len(fault),
         "changes": [[f"{h.file}:{h.line} {h.function}" for h in c.hunks] for c in found.changes],
@@ -177,8 +179,8 @@ def _patch(root: Path, bug: Bug) -> None:
         file.write_text(text.replace(patch.fragment, patch.replacement))
 
 
-def _ran(root: Path, trial: blame.Trial) -> set[harmless.Site]:
-    """The functions that run in a culprit of the job with the bug alone."""
+def _ran(root: Path, trial: blame.Trial) -> list[set[harmless.Site]]:
+    """Functions that run in a culprit of the job with the bug alone, and those elsewhere."""
     edits = Edits("", tuple(Edit(one.file, one.function, 1) for one in harmless.sites(root)))
     directory = trial.settings.directory.with_name("ran")
     file = directory.with_suffix(".json")
@@ -196,11 +198,10 @@ def _ran(root: Path, trial: blame.Trial) -> set[harmless.Site]:
         raise TTraceError(f"the bug alone: exit code {code}: {why}")
     changed = api.load_report(directory).summary.changed_code
     functions = changed.functions if changed else ()
-    return {
-        harmless.Site(one.file, one.function)
-        for one in functions
-        if one.ran is Execution.IN_CULPRIT
-    }
+    return [
+        {harmless.Site(one.file, one.function) for one in functions if one.ran is where}
+        for where in (Execution.IN_CULPRIT, Execution.ELSEWHERE)
+    ]
 
 
 def _splices(bad: Path, good: Path) -> list[hunks.Splice]:

@@ -58,16 +58,19 @@ def plant(
         root: the folder that holds ``megatron/``.
         count: of changes.
         seed: of the choice.
-        preferred: functions that get two thirds of the changes, if they are enough.
+        preferred: functions that get two thirds of the changes, if they are enough; those that
+            get the rest.
         intact: texts that no change may touch.
     """
     dice = random.Random(seed)
     every = sites(root)
     dice.shuffle(every)
-    likely = [site for site in every if site in preferred]
-    others = [site for site in every if site not in preferred]
+    likely, others = ([site for site in every if site in some] for some in preferred or ((), ()))
     done: list[str] = []
-    for rounds, limit in (([likely] * _MOST, count * 2 // 3), ([others, likely, others], count)):
+    for rounds, limit in (
+        ([likely] * _MOST, count * 2 // 3),
+        ([others, others, likely, every], count),
+    ):
         for site in itertools.chain.from_iterable(rounds):
             if len(done) < limit and (kind := _change(root, site, len(done), dice, intact)):
                 done.append(f"{site.file}:{site.function}: {kind}")

@@ -42,8 +42,10 @@ def test_preferred_functions(tmp_path: Path) -> None:
     file = tmp_path / "megatron" / "core" / "transformer" / "a.py"
     file.parent.mkdir(parents=True)
     file.write_text("".join(map(FUNCTION.format, range(COUNT))))
-    preferred = [site for site in harmless.sites(tmp_path) if site.function in {"f3", "f5", "f7"}]
+    sites = harmless.sites(tmp_path)
+    preferred = [site for site in sites if site.function in {"f3", "f5", "f7"}]
+    others = [site for site in sites if site not in preferred]
     kept = "a = x + 7\n    b = y * 2"
-    done = harmless.plant(tmp_path, 12, 3, preferred, [kept])
+    done = harmless.plant(tmp_path, 12, 3, [preferred, others], [kept])
     assert sum(any(f":{site.function}:" in one for site in preferred) for one in done) == 8
     assert kept in file.read_text()

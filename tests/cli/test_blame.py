@@ -304,6 +304,16 @@ def test_references_of_combinations_are_not_shared(fork, checked, monkeypatch, c
     assert not list((fork / "ttrace-out-blame").glob("checks/*/reference"))
 
 
+def test_combinations_are_compiled_once(fork, checked, monkeypatch, capsys):
+    """Among our files, also where the user's environment asks Python not to write beside theirs."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    edit(fork, ("x + 7", "x + 9"), *harmless(7))
+    run(capsys)
+    assert "PYTHONDONTWRITEBYTECODE" not in checked.environment
+    folder = Path(checked.environment["PYTHONPYCACHEPREFIX"])
+    assert folder.parent == fork / "ttrace-out-blame" / "trees"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

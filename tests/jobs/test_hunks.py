@@ -150,9 +150,44 @@ def test_names_across_files():
     assert {"b.py"} in sets
 
 
-def test_what_is_no_program():
+@pytest.mark.parametrize("text", ["if x:\n", "x = '\0'\n"])
+def test_what_is_no_program(text):
     """Is recognised without running it."""
-    assert hunks.compiles("a.py", "x = 1\n")
-    assert hunks.compiles("a.py", None)
-    assert not hunks.compiles("a.py", "if x:\n")
-    assert not hunks.compiles("a.py", "x = '\0'\n")
+    assert hunks.broken({"a.py": text}, {"a.py": ""}, {"a.py": text}) == "a.py would not compile"
+
+
+def test_names_that_are_not_there():
+    """A new function or file is needed where it is used; what was unknown before does not count."""
+    good = {"m/a.py": "def f(x):\n    y = x\n    return y + odd\n"}
+    bad = {
+        "m/a.py": "from m.new import g, h\n\n\ndef f(x):\n    y = g(k(x))\n    return y + odd\n"
+        "\n\ndef k(x):\n    return x\n",
+        "m/new.py": "def g(x):\n    return x\n\n\ndef h(x):\n    return x\n",
+    }
+    splices = hunks.difference(good, bad)
+    whole = range(len(splices))
+    (imports,) = (n for n in whole if "import g" in "".join(splices[n].added))
+    (defines,) = (n for n in whole if "def k" in "".join(splices[n].added))
+    (new,) = (n for n in whole if splices[n].file == "m/new.py")
+
+    def why(*left_out):
+        some = hunks.applied(good, (splices[n] for n in whole if n not in left_out))
+        return hunks.broken(some, good, bad)
+
+    assert why() == why(*whole) == ""
+    assert why(imports) == "m/a.py would use g, which is not defined"
+    assert why(defines) == "m/a.py would use k, which is not defined"
+    assert why(new) == "m/a.py would import g from m/new.py, which lacks it"
+    assert why(*({*whole} - {new})) == why(*({*whole} - {defines})) == ""
+
+
+def test_names_that_may_be_there():
+    """From a module that is imported as a whole, or by other means: nothing is known of them."""
+    good = {"a.py": "", "m/__init__.py": "x = 1\n"}
+    bad = {
+        "a.py": "from os import *\nfrom m import sub, x\nprint(path, __file__)\n"
+        "def f():\n    global late\n    late = [x for x in ()]\n    return late, x\n",
+        "m/__init__.py": "x = 2\n",
+    }
+    some = {"a.py": bad["a.py"]}
+    assert hunks.broken(some, good, bad) == ""

@@ -70,7 +70,7 @@ def test_the_reports():
     for text in ("The change to blame", "layers.py:7 (A.forward)", "+ if y:", "ran in the culprit"):
         assert text in page
     # One piece of advice is enough.
-    assert "--blame" not in said
+    assert "ttrace blame" not in said
     assert "--ttrace-isolate" not in said
 
 
@@ -83,6 +83,8 @@ def test_the_suggestion(ran):
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     terminal.render(summary, verdicts, console, directory=html.Path("ttrace-out"))
     said = " ".join(console.export_text().split())
-    text = "your Megatron differs from core_v0.19.2: --blame finds the change to blame"
+    text = (
+        "your Megatron differs from core_v0.19.2; ttrace blame -- COMMAND finds the change to blame"
+    )
     assert (text in said) == (ran is not Execution.NOT_RUN)
     assert blame.suggestion(None) == ""

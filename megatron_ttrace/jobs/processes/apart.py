@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import os
@@ -25,6 +26,8 @@ from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import log_line
 
+_SLOW = ("wandb", "emerging_optimizers")
+"""What Megatron imports where it is installed, except for torch."""
 _INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
 
 
@@ -102,7 +105,7 @@ def ttrace(
 
 
 def import_torch(script: Path, device: str) -> None:
-    """Import what takes longest, so that forks have it; nothing of Megatron's.
+    """Import what takes longest, so that forks have it: torch, and what else Megatron imports.
 
     With a GPU nothing is imported: ranks are new processes there.
     """
@@ -117,6 +120,9 @@ def import_torch(script: Path, device: str) -> None:
 
         torch.set_num_threads(1)
         importlib.import_module("torch._dynamo")
+        for name in _SLOW:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
 
 
 class _Fork:
@@ -166,6 +172,9 @@ class _Fork:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
             os.environ.clear()
             os.environ.update(environment)
+            # As a new interpreter reads them.
+            sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+            sys.pycache_prefix = environment.get("PYTHONPYCACHEPREFIX") or None
             sys.argv = list(words)
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
             code = 0

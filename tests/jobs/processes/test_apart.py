@@ -8,6 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from megatron_ttrace.jobs.processes import apart
 
 JOB = ["pretrain_gpt.py", "--num-layers", "2"]
@@ -47,6 +49,23 @@ def test_a_warm_fork(tmp_path, monkeypatch):
     assert not said.startswith("ttrace:")
     assert Path(ours.name).is_dir()
     ours.cleanup()
+
+
+@pytest.mark.parametrize("variable", ["PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"])
+def test_where_a_fork_compiles(tmp_path, monkeypatch, variable):
+    """As its environment asks, and as a new process does."""
+    importlib.import_module("torch")
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    (tmp_path / "probe.py").write_text(
+        "import sys\nprint(sys.dont_write_bytecode, sys.pycache_prefix, file=sys.stderr)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = {"PYTHONPATH": str(tmp_path), variable: "x"}
+    said = {
+        apart.ttrace(sys.executable, [], environment, quiet=True, module="probe", warm=is_warm)[1]
+        for is_warm in (True, False)
+    }
+    assert len(said) == 1, said
 
 
 def test_a_fork_has_no_megatron_of_this_process(monkeypatch):
