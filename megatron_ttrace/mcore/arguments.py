@@ -53,6 +53,9 @@ class MegatronArguments(Protocol):
     consumed_train_samples: int
     num_floating_point_operations_so_far: float
     save_interval: int | None
+    # What is logged.
+    log_params_norm: bool
+    log_num_zeros_in_grad: bool
 
 
 class ModelConfig(Protocol):

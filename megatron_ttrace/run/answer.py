@@ -16,7 +16,7 @@ from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import balancing, logged, own_shards, quiet
+from megatron_ttrace.mcore import balancing, fronts, own_shards, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.run import recording
@@ -136,7 +136,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         own_shards=own_shards.depends_on_layout(args)[0],
         iterations=tuple(settings.iterations),
         isolate=isolates(args, settings),
-        logs=logged.is_found(),
+        logs=fronts.current().logs(),
         init=settings.init,
         reference=str(settings.directory / "reference"),
         arithmetic=_arithmetic(model, args, settings),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two functions of Megatron's training loop that a traced run wraps.
+"""The points of a training loop at which a run under check does something.
 
-``pretrain`` calls the module globals ``setup_model_and_optimizer`` and (through ``train``)
-``train_step`` of megatron/training/training.py, in all supported releases.
+Each loop has a front (``mcore/fronts/``) that calls a :class:`Watch` before its model is built,
+when it is built, and for each training step.
 
-A traced step is a *rehearsal*: start values are put in, Megatron's own ``train_step`` runs on the
+A traced step is a *rehearsal*: start values are put in, the loop's own ``train_step`` runs on the
 iteration's real batches, then everything that a step changes is restored and the real training step
 runs. So a traced run trains bitwise like an untraced one. With ``--ttrace-exit`` nothing is
 restored.
@@ -23,11 +23,15 @@ from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.jobs import edited
 from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore import fronts
 from megatron_ttrace.run.agreement import EndError, GivenUpError, Ranks, say_end
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import DEBUG, ExitCode, TTraceError
 
 if TYPE_CHECKING:
+    import torch
+
+    from megatron_ttrace.mcore.arguments import Optimizer, Scheduler
     from megatron_ttrace.run.candidate import CandidateSession
     from megatron_ttrace.run.reference_run import ReferenceSession
 
@@ -37,33 +41,18 @@ if TYPE_CHECKING:
 
 
 def install(settings: Settings) -> None:
-    """Wrap the two functions for this run, once: Megatron may parse its arguments again."""
-    import megatron.training.training as training
-
-    if getattr(training.train_step, "is_watched", False):
+    """Watch the loop of this process, once: Megatron may parse its arguments again."""
+    front = fronts.current()
+    if front.is_wrapped():
         return
-
     if settings.role != "reference" and settings.bug is not None:
         from megatron_ttrace.run import injection
 
         injection.put_in(settings.bug)
-    watch = _Watch(settings)
-    training.setup_model_and_optimizer = _around(
-        training.setup_model_and_optimizer, watch.around_setup
-    )
-    training.train_step = _around(training.train_step, watch.around_step)
-    training.train_step.is_watched = True
+    front.wrap(Watch(settings))
 
 
-def _around(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    return wrapped
-
-
-class _Watch:
+class Watch:
     """One run under check. An error of ours ends the check on all ranks, but not the training."""
 
     def __init__(self, settings: Settings) -> None:
@@ -84,53 +73,47 @@ class _Watch:
         # Not earlier: the process group must exist. Not twice: points are numbered.
         return Ranks(self._settings.timeout)
 
-    def around_setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def building(self) -> None:
+        """See :class:`megatron_ttrace.mcore.fronts.front.Watch`."""
         ends.enter(ends.Phase.BUILDING)
         if self._settings.role == "state":
-            return self._set_up_recorded(original, *args, **kwargs)
-        session = self._attempt("preparing the check", self._make_session)
-        result = original(*args, **kwargs)
-        if session is not None:
-            model, optimizer, scheduler = result
-            self._session = session
-            self._attempt(
-                "preparing the check", lambda: self._begin(session, model, optimizer, scheduler)
-            )
-        return result
+            self._recorder = self._attempt("preparing the recording", self._make_recorder)
+        else:
+            self._session = self._attempt("preparing the check", self._make_session)
 
-    def around_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def built(
+        self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
+    ) -> None:
+        """See :class:`megatron_ttrace.mcore.fronts.front.Watch`."""
+        if (recorder := self._recorder) is not None:
+            self._attempt(
+                "preparing the recording", lambda: recorder.begin(chunks, optimizer, scheduler)
+            )
+        if (session := self._session) is not None:
+            self._attempt(
+                "preparing the check", lambda: self._begin(session, chunks, optimizer, scheduler)
+            )
+
+    def step(self, run: Callable[[], Any], iterator: Any) -> Any:
+        """See :class:`megatron_ttrace.mcore.fronts.front.Watch`."""
         self._step += 1
         ends.enter(ends.Phase.STEPS)
-        step = functools.partial(original, *args, **kwargs)
-        iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
         if self._recorder is not None:
-            return self._record(self._recorder, step, iterator)
+            return self._record(self._recorder, run, iterator)
         session = self._session
         if session is not None and self._alone("checking", lambda: session.traces(self._step)):
-            code = self._attempt(
-                "checking", lambda: session.before_step(self._step, step, iterator)
-            )
+            code = self._attempt("checking", lambda: session.before_step(self._step, run, iterator))
             if code is not None and self._ends_job:
                 self._leave(code)
             if session.finished:
                 self._session = None
                 self._stop_watching()
-        return step()
+        return run()
 
-    def _set_up_recorded(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
+    def _make_recorder(self) -> StateSession:
         from megatron_ttrace.run.states import StateSession
 
-        recorder = self._attempt(
-            "preparing the recording",
-            lambda: StateSession(get_args(), self._settings, self._ranks),
-        )
-        result = original(*args, **kwargs)
-        if recorder is not None:
-            self._attempt("preparing the recording", lambda: recorder.begin(*result))
-        self._recorder = recorder
-        return result
+        return StateSession(fronts.current().arguments(), self._settings, self._ranks)
 
     def _record(self, recorder: StateSession, step: Callable[[], Any], iterator: Any) -> Any:
         """A training step that is recorded; the last one ends the job."""
@@ -161,26 +144,22 @@ class _Watch:
             self._watchdog.stop()
 
     def _make_session(self) -> Session:
-        from megatron.training import get_args
-
         from megatron_ttrace.run.candidate import CandidateSession
 
         if self._settings.role == "reference":
             return self._reference()
-        session = CandidateSession(
-            get_args(), self._settings, self._ranks, self._executed, self._calls
-        )
+        args = fronts.current().arguments()
+        session = CandidateSession(args, self._settings, self._ranks, self._executed, self._calls)
         self._watch_for_stalls()
         return session
 
     def _reference(self) -> Session:
         """A reference's, on one device or on several ranks."""
-        from megatron.training import get_args
-
         from megatron_ttrace.run import requirements
         from megatron_ttrace.run.launch import Order
 
-        requirements.complete(get_args(), self._settings)
+        args = fronts.current().arguments()
+        requirements.complete(args, self._settings)
         if self._settings.overrides is None:
             raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
         order = Order.read(self._settings.overrides)
@@ -188,7 +167,7 @@ class _Watch:
             from megatron_ttrace.run.reference_run import ReferenceSession as Kind
         else:
             from megatron_ttrace.run.sharded_reference import ShardedReferenceSession as Kind
-        return Kind(get_args(), self._settings, self._ranks, order)
+        return Kind(args, self._settings, self._ranks, order)
 
     def _attempt[T](self, what: str, work: Callable[[], T]) -> T | None:
         """Run a part of the check on all ranks; if it fails on any, all give up or exit."""

@@ -27,7 +27,7 @@ from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.jobs.processes.progress import OF_REFERENCE
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import logged, loss_scale, losses, quiet, samples
+from megatron_ttrace.mcore import fronts, loss_scale, losses, quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run import low_precision
@@ -148,7 +148,7 @@ class ReferenceSession:
             microbatches=microbatches,
             loss_scales=self._loss_scales,
             counted=tuple(counted.encode(counts)),
-            logs=logged.is_found(),
+            logs=fronts.current().logs(),
             seconds=self._seconds,
             layout=None if layout is None else dataclasses.asdict(layout),
             **self._arithmetic(),

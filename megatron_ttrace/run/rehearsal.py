@@ -20,13 +20,12 @@ import torch
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import quiet
+from megatron_ttrace.mcore import fronts, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.groups import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
 from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
 from megatron_ttrace.mcore.sharded_weights import WeightPart, buffers_of, parts_of, publish
-from megatron_ttrace.mcore.versions import call_known
 from megatron_ttrace.run import low_precision
 from megatron_ttrace.run.agreement import EndError, Ranks
 from megatron_ttrace.run.start import handoff
@@ -105,9 +104,7 @@ def settle(model: TracedModel, args: MegatronArguments) -> None:
         return
     if not getattr(args, "overlap_param_gather", False):
         return
-    import megatron.training.training as training
-
-    call_known(training.force_param_sync, model.chunks, optimizer=model.optimizer)
+    fronts.current().synchronise(model.chunks, model.optimizer)
 
 
 class Rehearsal:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.mcore import fronts
 from megatron_ttrace.trace.collectives import Ledger
 from megatron_ttrace.trace.records import Summary, Verdict
 
@@ -39,19 +40,18 @@ def publish(found: Answer, settings: Settings) -> None:
     Where training goes on, only what is short is done at once: the verdict's files, and what goes
     into the job's own log and trackers. A process makes the rest.
     """
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
     from megatron_ttrace import report
     from megatron_ttrace.report import later
 
-    # Megatron's own run, or one that the script has opened.
-    run = getattr(get_wandb_writer() or sys.modules.get("wandb"), "run", None)
+    tensorboard, wandb = fronts.current().writers()
+    # The loop's own run, or one that the script has opened.
+    run = getattr(wandb or sys.modules.get("wandb"), "run", None)
     report.publish(
         found.summary,
         found.verdicts,
         settings.directory,
         wandb_run=run,
-        tensorboard=get_tensorboard_writer(),
+        tensorboard=tensorboard,
         wandb=settings.wandb,
         wandb_online=settings.wandb_online,
         collectives=found.ledger.collectives,

@@ -176,15 +176,13 @@ def _trace_in_turns(turns: _Turns) -> None:
 
     A user traces different iterations. Each of them needs a trace of the reference, of gigabytes.
     """
-    around, conclude = loop._Watch.around_step, CandidateSession._conclude
+    around, conclude = loop.Watch.step, CandidateSession._conclude
 
-    def around_step(watch: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def around_step(watch: Any, run: Any, iterator: Any) -> Any:
         traced = turns.is_dear or turns.plan.tool == "calls"
         watch._step = 0 if traced else _NEVER
-        if turns.plan.tool == "calls":
-            _record_anew(watch._calls, on=turns.is_dear)
         session = watch._session
-        result = around(watch, turns.timed(original), *args, **kwargs)
+        result = around(watch, turns.timed(run), iterator)
         if traced:
             assert session is not None, "the run was not checked"
             session.finished, watch._session = False, session
@@ -200,7 +198,7 @@ def _trace_in_turns(turns: _Turns) -> None:
         session.comparison.counted.clear()
         return None
 
-    loop._Watch.around_step = around_step
+    loop.Watch.step = around_step
     CandidateSession._conclude = conclude_last
 
 

@@ -28,11 +28,6 @@ def test_what_is_rounded(monkeypatch, metric, dtype, rounded):
     assert logged.is_rounded(metric) is rounded
 
 
-def test_a_script_without_a_log():
-    """A Megatron without this function logs nothing, which is not an error."""
-    assert logged._of(SimpleNamespace()) is None
-
-
 def test_what_is_left_over(monkeypatch):
     """Sums without a step: given numbers, shares of choices, undefined ones are left out."""
     found = {

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training loops on megatron-core, and what a check needs of each: its *front*.
+
+The rest of this package reads options by the names of Megatron-LM's arguments, and wraps no
+function of a loop itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+
+
+class Watch(Protocol):
+    """What a front calls at the points of its loop, on all ranks."""
+
+    def building(self) -> None:
+        """Process groups exist, the model does not: a reference fits on the GPU."""
+
+    def built(
+        self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
+    ) -> None:
+        """Model and optimizer exist; a checkpoint, if there is one, is loaded."""
+
+    def step(self, run: Callable[[], Any], iterator: Any) -> Any:
+        """Instead of a training step; returns what ``run`` returns.
+
+        Args:
+            run: the step.
+            iterator: what it takes its microbatches from.
+        """
+
+
+class Front(Protocol):
+    """A training loop."""
+
+    def arguments(self) -> MegatronArguments:
+        """The validated options, by the names of Megatron-LM's arguments."""
+
+    def is_wrapped(self) -> bool:
+        """Whether the loop calls a watch."""
+
+    def wrap(self, watch: Watch) -> None:
+        """Let the loop call ``watch``."""
+
+    def synchronise(self, chunks: list[torch.nn.Module], optimizer: Optimizer) -> None:
+        """Gather updated parameters of ``--overlap-param-gather`` now."""
+
+    def parameters_norm(self) -> Callable[..., Any]:
+        """The function that computes the norm of all parameters, for the log."""
+
+    def logs(self) -> bool:
+        """Whether :meth:`log` can be called."""
+
+    def log(
+        self,
+        writer: Any,
+        chunks: list[torch.nn.Module],
+        optimizer: Any,
+        *,
+        skipped: Any,
+        params_norm: Any,
+        zeros: Any,
+        max_logit: Any,
+    ) -> None:
+        """Report a step with the loop's own function. A collective.
+
+        Args:
+            writer: as TensorBoard's, gets the numbers.
+            chunks: this rank's model chunks.
+            optimizer: Megatron's.
+            skipped: whether the step was skipped.
+            params_norm: of all parameters.
+            zeros: the number of zeros in gradients.
+            max_logit: of attention.
+        """
+
+    def writers(self) -> tuple[Any, Any]:
+        """The job's own TensorBoard and W&B writers, or ``None``, on this rank."""
+
+
+def wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``around`` with the original and its arguments."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    return call

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-LM's own loop, megatron/training/training.py.
+
+``pretrain`` calls the module globals ``setup_model_and_optimizer`` and (through ``train``)
+``train_step``, in all supported releases.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+import torch
+
+from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
+from megatron_ttrace.mcore.fronts.front import Watch, wrapped
+from megatron_ttrace.mcore.quiet import changed
+from megatron_ttrace.mcore.versions import call_known
+
+_UNWATCHED = MappingProxyType(
+    {
+        # Neither the line of numbers, which needs timers that run, nor figures of the machine.
+        "log_interval": sys.maxsize,
+        "tensorboard_log_interval": 1,
+        "log_loss_scale_to_tensorboard": False,
+        "log_memory_to_tensorboard": False,
+        "log_memory_interval": None,
+        "log_timers_to_tensorboard": False,
+        "log_world_size_to_tensorboard": False,
+    }
+)
+"""Options of ``training_log`` while it is called. The loss scale is the check's own."""
+
+_WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
+
+
+class MegatronLM:
+    """See :class:`megatron_ttrace.mcore.fronts.front.Front`."""
+
+    def arguments(self) -> MegatronArguments:
+        """``megatron.training.get_args()``."""
+        from megatron.training import get_args
+
+        return get_args()  # type: ignore[no-any-return]
+
+    def is_wrapped(self) -> bool:
+        """Whether :meth:`wrap` was called in this process."""
+        return getattr(_training().train_step, "is_watched", False)
+
+    def wrap(self, watch: Watch) -> None:
+        """Wrap two functions."""
+        training = _training()
+
+        def around_setup(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            watch.building()
+            built = original(*args, **kwargs)
+            watch.built(*built)
+            return built
+
+        def around_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
+            return watch.step(functools.partial(original, *args, **kwargs), iterator)
+
+        training.setup_model_and_optimizer = wrapped(
+            training.setup_model_and_optimizer, around_setup
+        )
+        training.train_step = wrapped(training.train_step, around_step)
+        training.train_step.is_watched = True
+
+    def synchronise(self, chunks: list[torch.nn.Module], optimizer: Optimizer) -> None:
+        """``force_param_sync``."""
+        call_known(_training().force_param_sync, chunks, optimizer=optimizer)
+
+    def parameters_norm(self) -> Callable[..., Any]:
+        """``calc_params_l2_norm``."""
+        return _training().calc_params_l2_norm  # type: ignore[no-any-return]
+
+    def logs(self) -> bool:
+        """Whether this Megatron has a ``training_log`` that can be called."""
+        return _log_of(_training()) is not None
+
+    def log(
+        self,
+        writer: Any,
+        chunks: list[torch.nn.Module],
+        optimizer: Any,
+        *,
+        skipped: Any,
+        params_norm: Any,
+        zeros: Any,
+        max_logit: Any,
+    ) -> None:
+        """``training_log``."""
+        from megatron.core.utils import get_attr_wrapped_model
+
+        training, args = _training(), self.arguments()
+        log = _log_of(training)
+        if log is None:
+            return
+        writers = dict.fromkeys(_WRITERS, lambda: None) | {_WRITERS[0]: lambda: writer}
+        values: list[tuple[Any, str, Any]] = [(args, *option) for option in _UNWATCHED.items()]
+        values += [(training, *function) for function in writers.items()]
+        with changed(values):
+            log(
+                loss_dict={},
+                total_loss_dict={},
+                learning_rate=training.get_canonical_lr_for_logging(optimizer.param_groups),
+                iteration=1,
+                loss_scale=1.0,
+                report_memory_flag=False,
+                skipped_iter=skipped,
+                grad_norm=None,
+                params_norm=params_norm,
+                num_zeros_in_grad=zeros,
+                max_attention_logit=max_logit,
+                pg_collection=get_attr_wrapped_model(chunks[0], "pg_collection"),
+                is_first_iteration=False,
+            )
+
+    def writers(self) -> tuple[Any, Any]:
+        """Those of ``megatron.training.global_vars``."""
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        return get_tensorboard_writer(), get_wandb_writer()
+
+
+def _training() -> Any:
+    import megatron.training.training as training
+
+    return training
+
+
+def _log_of(training: ModuleType) -> Callable[..., Any] | None:
+    """Megatron's own ``training_log``: a script's wrapper of it must not see a rehearsal."""
+    current = getattr(training, "training_log", None)
+    if current is None:
+        return None
+    if getattr(current, "__globals__", None) is vars(training):
+        return current  # type: ignore[no-any-return]
+    code = training.__spec__.loader.get_code(training.__name__)  # type: ignore[union-attr]
+    own = (one for one in code.co_consts if getattr(one, "co_name", "") == "training_log")
+    found = next(own, None)
+    # Arguments that are not given are None, as Megatron's own defaults are.
+    return found and FunctionType(found, vars(training), None, (None,) * found.co_argcount)
