@@ -11,6 +11,7 @@ is left out. The script need not call ``megatron_ttrace.enable()``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib.machinery
 import importlib.util
@@ -20,16 +21,19 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 MEGATRON = ("megatron.core", "megatron.training")
 """Packages that must be imported from where the script would."""
 
+PARSER = "megatron.training.arguments"
+BRIDGE = "megatron.bridge.training.pretrain"
+"""Modules of the training loops that can be checked: what a script imports before it trains."""
+
 _ENTRY = "megatron_ttrace.run.entry"
 """By name: what a rank does is in a room above this one."""
-_PARSER = "megatron.training.arguments"
 _BACKEND = ("megatron", "transformer_engine", "apex")
 
 is_program = False
@@ -119,6 +123,9 @@ def _run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path[:] = path
     if "--ttrace" in arguments:
+        from megatron_ttrace.jobs import argv
+
+        argv.take()
         _enable_on_import()
     file = os.path.abspath(script)
     main = types.ModuleType("__main__")
@@ -146,7 +153,7 @@ def _entry() -> types.ModuleType:
 
 
 class _Awaiting:
-    """Import hook: the CPU backend before Megatron, our flags after Megatron's parser."""
+    """Import hook: the CPU backend before Megatron, ``enable()`` after a loop's first module."""
 
     _active = False
 
@@ -155,7 +162,7 @@ class _Awaiting:
     ) -> importlib.machinery.ModuleSpec | None:
         """Called for every module to be imported; finds only the parser's."""
         del path, target
-        if name not in (*_BACKEND, _PARSER):
+        if name not in (*_BACKEND, PARSER, BRIDGE):
             return None
         if name in _BACKEND and self._active:
             return None
@@ -165,19 +172,50 @@ class _Awaiting:
         if not self._active:
             self._active = True
             entry.activate()
-        if name != _PARSER:
+        if name in _BACKEND:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        return _then(name, entry.enable)
 
-            def execute_and_enable(module: types.ModuleType) -> None:
-                execute(module)
-                entry.enable()
 
-            spec.loader.exec_module = execute_and_enable  # type: ignore[method-assign]
-        return spec
+def when_imported(name: str, do: Callable[[], None]) -> None:
+    """Call ``do`` when a module is imported: now, if it is."""
+    if name in sys.modules:
+        do()
+    else:
+        sys.meta_path.insert(0, _After(name, do))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _After:
+    """Import hook: something to do once, after a module was imported."""
+
+    name: str
+    do: Callable[[], None]
+
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Called for every module to be imported; finds only this one."""
+        del path, target
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)
+        return _then(name, self.do)
+
+
+def _then(name: str, do: Callable[[], None]) -> importlib.machinery.ModuleSpec | None:
+    """A module that calls ``do`` when its code has run."""
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.loader is not None:
+        execute = spec.loader.exec_module
+
+        def execute_first(module: types.ModuleType) -> None:
+            execute(module)
+            do()
+
+        spec.loader.exec_module = execute_first  # type: ignore[method-assign]
+    return spec
 
 
 @contextlib.contextmanager

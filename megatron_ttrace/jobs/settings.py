@@ -416,14 +416,14 @@ class Early:
     yaml_cfg: str | None
 
     @classmethod
-    def read(cls) -> Early:
-        """From this process's command line, of which wrong values are reported later."""
+    def read(cls, words: Sequence[str]) -> Early:
+        """From the words of a command line, of which wrong values are reported later."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         CHECK.add(parser, default=False)
         parser.add_argument(FLAGS["device"].name, default=Settings.device)
         parser.add_argument(FLAGS["bug"].name)
         parser.add_argument("--yaml-cfg")
-        args, _ = parser.parse_known_args()
+        args, _ = parser.parse_known_args(list(words))
         return cls(args.ttrace, args.ttrace_device, args.ttrace_bug, args.yaml_cfg)
 
 

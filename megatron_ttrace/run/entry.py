@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib
 import os
 import sys
 import traceback
@@ -18,9 +19,11 @@ from typing import Any
 
 from megatron_ttrace import cpu
 from megatron_ttrace.cpu import helpers_cpp
-from megatron_ttrace.jobs import failures, inputs, provenance
-from megatron_ttrace.jobs.settings import Early, add_arguments, settings_of
+from megatron_ttrace.jobs import argv, failures, inputs, provenance, script
+from megatron_ttrace.jobs.settings import Early, Settings, add_arguments, settings_of, split
+from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.fronts.bridge import Bridge
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import DEBUG, ExitCode, TTraceError, one_line
@@ -41,7 +44,10 @@ def enable() -> None:
             from megatron_ttrace.mcore.versions import check_supported
 
             check_supported()
-        _wrap_parse_args()
+        if script.BRIDGE not in sys.modules:
+            importlib.import_module(script.PARSER)
+        script.when_imported(script.PARSER, _wrap_parse_args)
+        script.when_imported(script.BRIDGE, _wrap_configuration)
 
 
 def is_enabled() -> bool:
@@ -53,7 +59,7 @@ def activate() -> None:
     """The part of :func:`enable` that must run before Megatron is imported."""
     with exits_on_user_error(unexpected=_is_checked()):
         provenance.begin()
-        if cpu.needed(Early.read().device):
+        if cpu.needed(_early().device):
             cpu.activate()
 
 
@@ -84,7 +90,11 @@ def exits_on_user_error(*, unexpected: bool = False) -> Iterator[None]:
 
 def _is_checked() -> bool:
     """Whether this process belongs to a run under check."""
-    return Early.read().is_checked
+    return _early().is_checked
+
+
+def _early() -> Early:
+    return Early.read(argv.words())
 
 
 def _wrap_parse_args() -> None:
@@ -104,25 +114,53 @@ def _wrap_parse_args() -> None:
         ends.enter(ends.Phase.ARGUMENTS)
         with exits_on_user_error(unexpected=_is_checked()):
             # With --yaml-cfg Megatron's parser would lose our flags.
-            for why in decisions.refusals(Early.read()) if _is_checked() else ():
+            for why in decisions.refusals(_early()) if _is_checked() else ():
                 raise TTraceError(why)
-            args: MegatronArguments = original(with_ours, *rest, **kwargs)
-            return _prepare(args)
+            with argv.put_back():
+                args: MegatronArguments = original(with_ours, *rest, **kwargs)
+            settings = settings_of(args) if _is_checked() else None
+            _adapt(args, settings)
+            if settings is not None:
+                _watch(settings)
+            return args
 
     for module in list(sys.modules.values()):
         if vars(module).get("parse_args") is original:
             module.parse_args = parse_args  # type: ignore[attr-defined]
 
 
-def _prepare(args: MegatronArguments) -> MegatronArguments:
-    """Between Megatron's parsing and its validation: adapt arguments, wrap the training loop."""
+def _wrap_configuration() -> None:
+    """Megatron-Bridge's ``runtime_config_update``, the first that its ``pretrain`` calls."""
+    module: Any = importlib.import_module(script.BRIDGE)
+    original = module.runtime_config_update
+
+    @functools.wraps(original)
+    def update(cfg: Any) -> None:
+        ends.enter(ends.Phase.ARGUMENTS)
+        with exits_on_user_error(unexpected=_is_checked()):
+            front = Bridge(cfg)
+            settings = split(argv.ours())[0] if _is_checked() else None
+            _adapt(front.arguments(), settings)
+            front.update(original, reference=settings is not None and settings.role == "reference")
+            if settings is not None:
+                fronts.use(front)
+                _watch(settings)
+
+    module.runtime_config_update = update
+
+
+def _watch(settings: Settings) -> None:
+    from megatron_ttrace.run import loop
+
+    loop.install(settings)
+
+
+def _adapt(args: MegatronArguments, settings: Settings | None) -> None:
+    """Adapt options before they are validated."""
     is_first = int(os.environ.get("RANK", "0")) == 0
-    early = Early.read()
-    settings = None
-    if early.is_checked:
-        settings = settings_of(args)
-        settings.require_valid()
+    early = _early()
     if settings is not None:
+        settings.require_valid()
         inputs.require_regular_data(args)
         if settings.reference is not None:
             inputs.require_regular_folder(settings.reference)
@@ -147,8 +185,3 @@ def _prepare(args: MegatronArguments) -> MegatronArguments:
         from megatron_ttrace.run import injection
 
         injection.put_in(early.bug)
-    if settings is not None:
-        from megatron_ttrace.run import loop
-
-        loop.install(settings)
-    return args

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.compare.sharding import Divided
-from megatron_ttrace.jobs import fingerprint, reference_cache
+from megatron_ttrace.jobs import argv, fingerprint, reference_cache
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.processes import forkserver, ranks
 from megatron_ttrace.jobs.processes.child import environment_of, run_subprocess
@@ -215,7 +215,7 @@ def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
     atomic_write(home / ORDER, json.dumps(dataclasses.asdict(order), default=str))
     command = [
         *_program(),
-        *sys.argv[1:],
+        *argv.words(),
         *shlex.split(settings.reference_args),
         *("--ttrace-role", "reference", "--ttrace-overrides", str(home / ORDER)),
     ]

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 
 from megatron_ttrace import cpu
-from megatron_ttrace.jobs import provenance, reference_arguments, reference_layout
+from megatron_ttrace.jobs import argv, provenance, reference_arguments, reference_layout
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, own_shards, samples, versions
 from megatron_ttrace.mcore.arguments import MegatronArguments
@@ -187,7 +186,7 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
     found = []
     unknown = dict.fromkeys(
         word.partition("=")[0]
-        for word in sys.argv[1:]
+        for word in argv.theirs()
         if re.match("--[a-z]", word) and not decisions.option_of(word.partition("=")[0])
     )
     if lacks := loading.missing(args):

@@ -12,12 +12,13 @@ import shlex
 import sys
 
 from megatron_ttrace.compare import sharding
+from megatron_ttrace.jobs import argv
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes.child import environment_of, run_subprocess
 from megatron_ttrace.jobs.processes.logs import how_it_ended, reason_of
 from megatron_ttrace.jobs.provenance import SHRUNK
 from megatron_ttrace.jobs.reference_layout import Layout
-from megatron_ttrace.jobs.settings import Settings, checking, split
+from megatron_ttrace.jobs.settings import Settings, checking
 from megatron_ttrace.jobs.shrink import documents, plan
 from megatron_ttrace.jobs.shrink.given import Given
 from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE
@@ -85,9 +86,8 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
 
 def _command(layout: Layout, settings: Settings) -> Command:
     """The reference's own command: the candidate's with another layout."""
-    _, theirs = split(sys.argv[1:])
     words = []
-    for flag in Given.parse([*theirs, *shlex.split(settings.reference_args)]).flags:
+    for flag in Given.parse([*argv.theirs(), *shlex.split(settings.reference_args)]).flags:
         if flag.option not in SINGLE_DEVICE:
             words += flag.words()
     return Command(sys.argv[0], (*words, *layout.words()), ranks=layout.ranks)

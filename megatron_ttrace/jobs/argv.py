@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our flags on this process's command line, which a script does not see.
+
+Megatron's parser gets them (``run/entry.py``); a script that reads ``sys.argv`` itself would refuse
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+
+from megatron_ttrace.jobs.settings import CHECK, FLAGS
+
+_SWITCHES = {CHECK.name, *(flag.name for flag in FLAGS.values() if flag.is_switch)}
+_PREFIX = "--ttrace"
+
+_taken: list[str] = []
+
+
+def separated(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our flags with their values, and the other words. No value is checked."""
+    ours: list[str] = []
+    theirs: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith(_PREFIX):
+            theirs.append(word)
+            continue
+        ours.append(word)
+        if "=" not in word and word not in _SWITCHES:
+            ours += [value for value in (next(rest, None),) if value is not None]
+    return ours, theirs
+
+
+def take() -> None:
+    """Take our flags out of ``sys.argv``; they are kept here."""
+    ours, theirs = separated(sys.argv[1:])
+    _taken.extend(ours)
+    sys.argv[1:] = theirs
+
+
+def begin(script: str, arguments: Sequence[str]) -> None:
+    """Set ``sys.argv`` to that of a script whose arguments have our flags among them."""
+    _taken.clear()
+    sys.argv = [script, *arguments]
+    take()
+
+
+def ours() -> list[str]:
+    """Our flags."""
+    return [*_taken, *separated(sys.argv[1:])[0]]
+
+
+def theirs() -> list[str]:
+    """The other words."""
+    return separated(sys.argv[1:])[1]
+
+
+def words() -> list[str]:
+    """All words that this process was given after its script."""
+    return [*sys.argv[1:], *_taken]
+
+
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """Within this context ``sys.argv`` has our flags, after all others."""
+    before = sys.argv
+    sys.argv = [*sys.argv, *_taken]
+    try:
+        yield
+    finally:
+        sys.argv = before

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Bridge's loop, ``pretrain`` of megatron/bridge/training/pretrain.py.
+
+Its first call finishes the configuration (``runtime_config_update``). ``setup`` builds the model
+(``_build_distributed_model``), optimizer and data; ``train`` calls ``train_step`` of its module.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
+from megatron_ttrace.mcore.fronts.bridge_options import Options
+from megatron_ttrace.mcore.fronts.front import Watch, wrapped
+from megatron_ttrace.mcore.quiet import changed
+
+_PACKAGE = "megatron.bridge.training"
+_UNWATCHED = {
+    "log_interval": sys.maxsize,
+    "tensorboard_log_interval": 1,
+    "log_l2_norm_grad_to_tensorboard": False,
+    "log_loss_scale_to_tensorboard": False,
+    "log_memory_to_tensorboard": False,
+    "log_runtime_to_tensorboard": False,
+    "log_throughput_to_tensorboard": False,
+    "log_timers_to_tensorboard": False,
+    "log_world_size_to_tensorboard": False,
+    "skip_train_metrics_log": False,
+}
+"""Fields of ``logger`` while a step is logged for the check."""
+_TRACKERS = {
+    "wandb_project": "_wandb_logger",
+    "mlflow_experiment": "_mlflow_logger",
+    "comet_project": "_comet_logger",
+}
+"""Fields of ``logger``, and what the ``GlobalState`` makes of them when it is asked."""
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"{_PACKAGE}.{name}")
+
+
+class Bridge:
+    """See :class:`megatron_ttrace.mcore.fronts.front.Front`.
+
+    Args:
+        cfg: the ``ConfigContainer`` that was given to ``pretrain``.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        self._cfg = cfg
+        self._options = Options(cfg)
+        self._state: Any = None
+
+    def arguments(self) -> MegatronArguments:
+        """The configuration; what is set in it is set for the run."""
+        return self._options
+
+    def is_wrapped(self) -> bool:
+        """Whether :meth:`wrap` was called in this process."""
+        return getattr(_module("train").train_step, "is_watched", False)
+
+    def wrap(self, watch: Watch) -> None:
+        """Wrap three functions."""
+        pretrain, setup, train = map(_module, ("pretrain", "setup", "train"))
+
+        def around_setup(original: Callable[..., Any], state: Any, *args: Any, **kw: Any) -> Any:
+            self._state = state
+            self._options.follow(state)
+            output = original(state, *args, **kw)
+            watch.built(output.model, output.optimizer, output.scheduler)
+            return output
+
+        def around_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            watch.building()
+            return original(*args, **kwargs)
+
+        def around_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
+            return watch.step(functools.partial(original, *args, **kwargs), iterator)
+
+        pretrain.setup = wrapped(pretrain.setup, around_setup)
+        setup._build_distributed_model = wrapped(setup._build_distributed_model, around_model)
+        train.train_step = wrapped(train.train_step, around_step)
+        train.train_step.is_watched = True
+
+    def synchronise(self, chunks: list[torch.nn.Module], optimizer: Optimizer) -> None:
+        """``force_param_sync``."""
+        _module("train").force_param_sync(chunks, optimizer=optimizer)
+
+    def parameters_norm(self) -> Callable[..., Any]:
+        """``calc_params_l2_norm``."""
+        from megatron.core.utils import get_model_config
+
+        calculate = _module("utils.train_utils").calc_params_l2_norm
+
+        def norm(chunks: list[torch.nn.Module]) -> Any:
+            fsdp = self._cfg.dist.use_megatron_fsdp
+            return calculate(chunks, get_model_config(chunks[0]), use_megatron_fsdp=fsdp)
+
+        return norm
+
+    def logs(self) -> bool:
+        """It can always be called."""
+        return True
+
+    def log(
+        self,
+        writer: Any,
+        chunks: list[torch.nn.Module],
+        optimizer: Any,
+        *,
+        skipped: Any,
+        params_norm: Any,
+        zeros: Any,
+        max_logit: Any,
+    ) -> None:
+        """``training_log``."""
+        utils, state, cfg = _module("utils.train_utils"), self._state, self._cfg
+        values: list[tuple[Any, str, Any]] = [(cfg.logger, *field) for field in _UNWATCHED.items()]
+        for field, logger in _TRACKERS.items():
+            values += [(cfg.logger, field, None), (state, logger, None)]
+        values += [(state, "_tensorboard_logger", writer), (cfg, "profiling", None)]
+        # At step 0 it would print a line.
+        values += [(state.train_state, "step", 1)]
+        rates = [one["lr"] for one in optimizer.param_groups if not one["is_decoupled_lr"]]
+        with changed(values):
+            utils.training_log(
+                loss_dict={},
+                total_loss_dict={},
+                learning_rate=rates[-1] if rates else None,
+                decoupled_learning_rate=None,
+                loss_scale=1.0,
+                report_memory_flag=False,
+                skipped_iter=skipped,
+                grad_norm=None,
+                params_norm=params_norm,
+                num_zeros_in_grad=zeros,
+                config=cfg,
+                global_state=state,
+                history_wct=None,
+                model=chunks,
+                log_max_attention_logit=max_logit,
+            )
+
+    def writers(self) -> tuple[Any, Any]:
+        """Those of the ``GlobalState``."""
+        return self._state.tensorboard_logger, self._state.wandb_logger
+
+    def update(self, original: Callable[[Any], None], *, reference: bool) -> None:
+        """Finish the configuration, as Bridge does; of a reference, after what it resets.
+
+        Args:
+            original: ``runtime_config_update``.
+            reference: whether this is a reference run.
+        """
+        self._options.require()
+        if reference:
+            self._options.reset_others()
+        original(self._cfg)

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Bridge's configuration, read and set by the names of Megatron-LM's options.
+
+A ``ConfigContainer`` (megatron/bridge/training/config.py) has sub-configurations whose fields are,
+mostly, named as the options. What a reference makes of a field follows from its option
+(``mcore/options/decisions.py``); of fields that are no option, and of options with another name or
+none, this file decides. ``tests/mcore/fronts/test_bridge_options.py`` compares it with Bridge.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE, Action, Decision, decision
+from megatron_ttrace.mcore.options.roles import ROLES, Role
+from megatron_ttrace.trace.errors import TTraceError
+
+SECTIONS = (
+    *("model", "optimizer", "ddp", "scheduler", "train", "validation", "rng", "dist"),
+    *("checkpoint", "dataset", "tokenizer", "logger", "profiling", "rerun_state_machine"),
+)
+"""Sub-configurations with options, in the order in which a name is looked up."""
+
+DROPPED = MappingProxyType(
+    dict.fromkeys(
+        ("comm_overlap", "ft", "straggler", "nvrx_straggler", "tensor_inspect", "inprocess_restart")
+    )
+)
+"""Sub-configurations about the layout, or about supervising a run: a reference has none of them."""
+
+OTHERS = ("env_vars", "mixed_precision", "peft", "optimizer_config_override_provider")
+"""Sub-configurations that define numbers: a reference keeps them as a whole."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Renamed:
+    """Where the configuration has an option under another name."""
+
+    section: str
+    field: str
+    negated: bool = False
+
+
+RENAMED: Mapping[str, _Renamed] = MappingProxyType(
+    {
+        "accumulate_allreduce_grads_in_fp32": _Renamed("ddp", "grad_reduce_in_fp32"),
+        "data_path": _Renamed("dataset", "blend"),
+        "ddp_average_in_collective": _Renamed("ddp", "average_in_collective"),
+        "ddp_bucket_size": _Renamed("ddp", "bucket_size"),
+        "ddp_num_buckets": _Renamed("ddp", "num_buckets"),
+        "ddp_pad_buckets_for_high_nccl_busbw": _Renamed("ddp", "pad_buckets_for_high_nccl_busbw"),
+        "ddp_param_name_patterns_for_fp32_local_accumulation": _Renamed(
+            "ddp", "param_name_patterns_for_fp32_local_accumulation"
+        ),
+        "ddp_reduce_scatter_with_fp32_accumulation": _Renamed(
+            "ddp", "reduce_scatter_with_fp32_accumulation"
+        ),
+        "decoder_first_pipeline_num_layers": _Renamed(
+            "model", "num_layers_in_first_pipeline_stage"
+        ),
+        "decoder_last_pipeline_num_layers": _Renamed("model", "num_layers_in_last_pipeline_stage"),
+        "no_load_optim": _Renamed("checkpoint", "load_optim", negated=True),
+        "no_load_rng": _Renamed("checkpoint", "load_rng", negated=True),
+        "num_experts": _Renamed("model", "num_moe_experts"),
+        "profile": _Renamed("profiling", "use_nsys_profiler"),
+        "swiglu": _Renamed("model", "gated_linear_unit"),
+        "untie_embeddings_and_output_weights": _Renamed(
+            "model", "share_embeddings_and_output_weights", negated=True
+        ),
+    }
+)
+"""Option -> the field that is the same."""
+
+ABSENT = frozenset(
+    """
+    adlr_autoresume calc_ft_timeouts create_all_gather_group cuda_graph_scope_deprecated
+    dump_param_to_param_group_map enable_ft_package enable_full_sharding_in_hsdp enable_one_logger
+    fault_injector_num_ranks fault_injector_ranks fim_data gdp_num_chunk_states_to_recompute
+    gtp_expert_remat_nccl_ub gtp_remat_nccl_ub gtp_remat_opt_in_modules
+    gtp_remat_reduce_scatter_with_fp32_accumulation inprocess_restart log_straggler logits_save_dir
+    megatron_fsdp_version mhc_recompute_layer_num moe_combine_bwd_dtype moe_dispatch_fwd_dtype
+    moe_use_upcycling num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+    otel_enabled override_ckpt_iteration recompute_activations result_rejected_tracker_filename
+    run_workload_inspector_server sft torch_fsdp2_reshard_after_forward use_layer_wise_param_layout
+    use_flash_attn no_persist_layer_norm use_rotary_position_embeddings train_data_path
+    """.split()
+)
+"""Options that are read or reset and that no sub-configuration has in any form."""
+
+_RUNTIME = frozenset(
+    """
+    _cpu_offloading_context _pg_collection data_parallel_size finalize_model_grads_func
+    grad_scale_func grad_sync_func moe_grad_scale_func mtp_grad_scale_func no_sync_func
+    param_sync_func rank timers tokenizer _train_iters_from_num_epochs _feature_dirs_from_default
+    """.split()
+)
+"""Fields that Bridge itself sets while it runs."""
+
+_RESET: Mapping[str, Any] = MappingProxyType(
+    {
+        "also_save_hf_checkpoint": False,
+        "comet_experiment_name": None,
+        "comet_project": None,
+        "cpu_offloading_activations": True,
+        "cpu_offloading_double_buffering": False,
+        "cpu_offloading_weights": False,
+        "dataloader_save": None,
+        "eval_context_parallel_size": None,
+        "external_gpu_device_mapping": False,
+        "fsdp_all_gather_in_start_param_sync": True,
+        "log_l2_norm_grad_to_tensorboard": False,
+        "log_runtime_to_tensorboard": False,
+        "log_throughput_to_tensorboard": False,
+        "megatron_fsdp_cuda_graph_mode": "none",
+        "megatron_fsdp_use_decoupled_grad": False,
+        "mlflow_experiment": None,
+        "mlflow_run_name": None,
+        "save_config_filepath": None,
+        "tp_comm_atomic_ag": False,
+        "tp_comm_atomic_rs": False,
+        "tp_comm_overlap_disable_fc1": False,
+        "tp_comm_overlap_disable_qkv": False,
+        "use_custom_fsdp": False,
+        "_checkpoint_load_required": False,
+    }
+)
+"""Fields without an option that a single device does not need, or that write and log."""
+
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "use_decentralized_pg": "process groups are not in megatron.core.parallel_state: set "
+        "dist.use_decentralized_pg=False",
+    }
+)
+
+KEPT: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        section: frozenset(names.split())
+        for section, names in {
+            "model": """
+                params_dtype virtual_pipeline_model_parallel_size
+            """,
+        }.items()
+    }
+)
+"""Fields without an option that define numbers, or change nothing."""
+
+
+def decision_of(section: str, field: str) -> Decision | None:
+    """What a reference makes of a field; ``None`` for one that is not known."""
+    if field in _REFUSED:
+        return Decision(Role.REFUSED, Action.REFUSE, why=_REFUSED[field])
+    if field in _RESET:
+        return Decision(Role.OPERATION, Action.RESET, _RESET[field])
+    for option, place in RENAMED.items():
+        if (place.section, place.field) == (section, field):
+            return decision(option)
+    if field in ROLES:
+        return decision(field)
+    if field in SINGLE_DEVICE:
+        return Decision(Role.LAYOUT, Action.RESET, SINGLE_DEVICE[field])
+    if field in _RUNTIME or field in KEPT.get(section, ()):
+        return Decision(Role.CODE, Action.KEEP)
+    return None
+
+
+class Options:
+    """A configuration with the attributes of Megatron-LM's arguments; setting one sets its fields.
+
+    An option that is neither there nor known to be absent is an error, not a default.
+
+    Args:
+        cfg: a ``ConfigContainer``.
+    """
+
+    _cfg: Any
+    _state: Any
+
+    def __init__(self, cfg: Any) -> None:
+        object.__setattr__(self, "_cfg", cfg)
+        object.__setattr__(self, "_state", None)
+
+    def follow(self, state: Any) -> None:
+        """Read the position in the data from a ``GlobalState`` from now on."""
+        object.__setattr__(self, "_state", state)
+
+    def __getattr__(self, name: str) -> Any:
+        """The value of an option.
+
+        Raises:
+            AttributeError: for an option that Bridge does not have.
+            TTraceError: for a name that nothing is known about.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in RENAMED:
+            place = RENAMED[name]
+            owners = [owner for section, owner in self._owners() if section == place.section]
+            for owner in owners:
+                if hasattr(owner, place.field):
+                    value = getattr(owner, place.field)
+                    return not value if place.negated else value
+            raise AttributeError(name)
+        if name in _DERIVED:
+            return _DERIVED[name](self._cfg, self._state)
+        for _, owner in self._owners():
+            if _has(owner, name):
+                return getattr(owner, name)
+        if name in ROLES or name in ABSENT or name in SINGLE_DEVICE:
+            raise AttributeError(name)
+        raise TTraceError(f"{name}: what Megatron-Bridge calls this option is not known")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an option in each sub-configuration that has it."""
+        if name in RENAMED:
+            place = RENAMED[name]
+            for section, owner in self._owners():
+                if section == place.section and hasattr(owner, place.field):
+                    setattr(owner, place.field, not value if place.negated else value)
+            return
+        if name in _POSITION:
+            setattr(self._state.train_state, _POSITION[name], value)
+            return
+        for _, owner in self._owners():
+            if _has(owner, name):
+                setattr(owner, name, value)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """All fields, by the names of their options; others as ``section.field``."""
+        found: dict[str, Any] = {}
+        names = {(place.section, place.field): option for option, place in RENAMED.items()}
+        for section, owner in self._owners():
+            for name, value in _fields(owner).items():
+                if name in _RUNTIME or name in _RESET:
+                    continue
+                option = names.get((section, name)) or (name if name in ROLES else "")
+                if option:
+                    found.setdefault(option, getattr(self, option))
+                elif name in SINGLE_DEVICE:
+                    found.setdefault(name, value)
+                else:
+                    found[f"{section}.{name}"] = value
+        for section in OTHERS:
+            value = getattr(self._cfg, section, None)
+            for name, part in _fields(value).items():
+                found[f"{section}.{name}"] = part
+        return found | {"params_dtype": self.params_dtype, "padded_vocab_size": None}
+
+    def reset_others(self) -> None:
+        """Give fields that are no option the values of a reference."""
+        for section in DROPPED:
+            if hasattr(self._cfg, section):
+                setattr(self._cfg, section, None)
+        for name, value in _RESET.items():
+            for owner in (self._cfg, *(owner for _, owner in self._owners())):
+                if hasattr(owner, name):
+                    setattr(owner, name, copy.copy(value))
+
+    def require(self) -> None:
+        """Refuse what cannot be checked.
+
+        Raises:
+            TTraceError: naming the field and the reason.
+        """
+        for section, owner in self._owners():
+            for name, why in _REFUSED.items():
+                if getattr(owner, name, None):
+                    raise TTraceError(f"{section}.{name}: {why}")
+
+    def unknown(self) -> list[str]:
+        """Fields that nothing is known about: a reference has their values."""
+        return [
+            f"{section}.{name}"
+            for section, owner in self._owners()
+            for name in _fields(owner)
+            if decision_of(section, name) is None
+        ]
+
+    def _owners(self) -> Iterator[tuple[str, Any]]:
+        for section in SECTIONS:
+            owner = getattr(self._cfg, section, None)
+            inner = getattr(owner, "transformer", None) if section == "model" else None
+            for part in (inner, owner):
+                if part is not None:
+                    yield section, part
+
+
+def _fields(owner: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(owner):
+        return {
+            field.name: getattr(owner, field.name)
+            for field in dataclasses.fields(owner)
+            if hasattr(owner, field.name)
+        }
+    return dict(owner) if isinstance(owner, Mapping) else {}
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Whether it is a field; a provider has methods and attributes of other names, too."""
+    return name in getattr(type(owner), "__dataclass_fields__", ()) and hasattr(owner, name)
+
+
+def _padded_vocabulary(cfg: Any, state: Any) -> int | None:
+    """As ``calculate_padded_vocab_size`` (megatron/bridge/training/utils/tokenizer_utils.py)."""
+    del state
+    model = cfg.model
+    if model.vocab_size is None:
+        return None
+    if not getattr(model, "should_pad_vocab", False):
+        return int(model.vocab_size)
+    options = Options(cfg)
+    multiple = options.make_vocab_size_divisible_by * options.tensor_model_parallel_size
+    return math.ceil(model.vocab_size / multiple) * int(multiple)
+
+
+_POSITION = {
+    "iteration": "step",
+    "consumed_train_samples": "consumed_train_samples",
+    "num_floating_point_operations_so_far": "floating_point_operations_so_far",
+}
+
+
+def _position(field: str) -> Callable[[Any, Any], Any]:
+    return lambda cfg, state: 0 if state is None else getattr(state.train_state, field)
+
+
+_DERIVED: dict[str, Callable[[Any, Any], Any]] = {
+    "data_parallel_size": lambda cfg, state: cfg.data_parallel_size,
+    "group_query_attention": lambda cfg, state: Options(cfg).num_query_groups is not None,
+    "padded_vocab_size": _padded_vocabulary,
+    **{name: _position(field) for name, field in _POSITION.items()},
+}
+"""Options that follow from other fields, or from the run's state."""
+
+__all__ = ["ABSENT", "KEPT", "QUIET", "RENAMED", "SECTIONS", "Options", "decision_of"]
