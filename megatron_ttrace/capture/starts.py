@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable
 from types import CodeType
@@ -32,6 +33,8 @@ class Starts:
                 tool = next(tool for tool in _TOOLS if monitoring.get_tool(tool) is None)
                 monitoring.use_tool_id(tool, self._name)
                 self._tool = tool
+                # While the interpreter ends, modules lose their contents before code stops.
+                atexit.register(self.stop)
             monitoring.register_callback(self._tool, monitoring.events.PY_START, to)
             monitoring.set_events(self._tool, monitoring.events.PY_START)
         except StopIteration:

@@ -37,8 +37,16 @@ def skip_compilation(*, where_impossible: bool = False) -> bool:
             return False
         _put_in_place()
     utils: Any = importlib.import_module("megatron.core.datasets.utils")
-    utils.compile_helpers = lambda: None
+    original = utils.compile_helpers
+    # Megatron-Bridge imports it by name.
+    for module in list(sys.modules.values()):
+        if vars(module).get("compile_helpers") is original:
+            module.compile_helpers = _compile_nothing  # type: ignore[attr-defined]
     return True
+
+
+def _compile_nothing() -> None:
+    """Instead of ``compile_helpers``."""
 
 
 def can_compile() -> bool:

@@ -116,7 +116,7 @@ _RESET: Mapping[str, Any] = MappingProxyType(
         "log_l2_norm_grad_to_tensorboard": False,
         "log_runtime_to_tensorboard": False,
         "log_throughput_to_tensorboard": False,
-        "megatron_fsdp_cuda_graph_mode": "none",
+        "megatron_fsdp_cuda_graph_mode": False,
         "megatron_fsdp_use_decoupled_grad": False,
         "mlflow_experiment": None,
         "mlflow_run_name": None,
@@ -208,9 +208,10 @@ class Options:
             raise AttributeError(name)
         if name in _DERIVED:
             return _DERIVED[name](self._cfg, self._state)
-        for _, owner in self._owners():
-            if _has(owner, name):
-                return getattr(owner, name)
+        values = [getattr(owner, name) for _, owner in self._owners() if _has(owner, name)]
+        if values:
+            # A deprecated field may have moved to another section: it is None in the old one.
+            return next((value for value in values if value is not None), None)
         if name in ROLES or name in ABSENT or name in SINGLE_DEVICE:
             raise AttributeError(name)
         raise TTraceError(f"{name}: what Megatron-Bridge calls this option is not known")
