@@ -4,7 +4,7 @@
 Shuffled (``--dataloader-type cyclic``): ``MegatronPretrainingRandomSampler``
 (megatron/training/datasets/data_samplers.py) shuffles each data-parallel rank's part of the data
 set, or deals one shuffled list to the ranks. A reference reads, in turns, what each rank of its
-candidate reads.
+candidate reads. (Megatron-Bridge's ``batch``: ``fronts/bridge_batches.py``.)
 
 Fill in the middle (``--fim-data``): ``GPTFIMDataset`` (fim_dataset.py in the same folder)
 rearranges samples at random, with one generator per process. In a run that ends with its check,
@@ -40,8 +40,8 @@ _READ = "_query_document_sample_shuffle_indices"
 
 def dealt_to(args: MegatronArguments) -> int:
     """The data-parallel ranks that the order of samples depends on; 1 if it depends on none."""
-    is_shuffled = getattr(args, "dataloader_type", None) == "cyclic"
-    return int(args.data_parallel_size) if is_shuffled else 1
+    is_dealt = getattr(args, "dataloader_type", None) in ("cyclic", "batch")
+    return int(args.data_parallel_size) if is_dealt else 1
 
 
 def depend_on_layout(args: MegatronArguments) -> bool:
@@ -49,15 +49,17 @@ def depend_on_layout(args: MegatronArguments) -> bool:
     return dealt_to(args) > 1 or any(getattr(args, name, False) for name in ("fim_data", "sft"))
 
 
-def deal_to(ranks: int) -> None:
+def deal_to(ranks: int, sampler: Any) -> None:
     """Let shuffling samplers read what this many data-parallel ranks would.
 
     Microbatch ``j`` of rank ``r`` is number ``j * ranks + r`` of the global batch. Called before
     data loaders are built.
-    """
-    from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler
 
-    original = MegatronPretrainingRandomSampler.__iter__
+    Args:
+        ranks: how many.
+        sampler: the class ``MegatronPretrainingRandomSampler``, Megatron-LM's or another one.
+    """
+    original = sampler.__iter__
 
     def dealt(self: Any) -> Iterator[list[int]]:
         settings = self.dataset, self.total_samples, self.consumed_samples, self.micro_batch_size
@@ -68,7 +70,7 @@ def deal_to(ranks: int) -> None:
                 self.consumed_samples += self.micro_batch_times_data_parallel_size
                 yield samples
 
-    MegatronPretrainingRandomSampler.__iter__ = dealt
+    sampler.__iter__ = dealt
 
 
 def is_by_sample(args: MegatronArguments, *, exits: bool) -> bool:

@@ -141,10 +141,13 @@ def _wrap_configuration() -> None:
             front = Bridge(cfg)
             settings = split(argv.ours())[0] if _is_checked() else None
             _adapt(front.arguments(), settings)
-            front.update(original, reference=settings is not None and settings.role == "reference")
-            if settings is not None:
-                fronts.use(front)
-                _watch(settings)
+            if settings is None:
+                original(cfg)
+                return
+            is_reference = settings.role == "reference"
+            front.update(original, reference=is_reference, exits=settings.exit_after)
+            fronts.use(front)
+            _watch(settings)
 
     module.runtime_config_update = update
 

@@ -73,7 +73,7 @@ class ReferenceSession:
         if (padded := self._order.identity["ttrace"][fingerprint.PADDED_FOR]) > 1:
             samples.pad_for(padded)
         if (dealt := self._order.identity["ttrace"][fingerprint.DEALT_TO]) > 1:
-            samples.deal_to(dealt)
+            fronts.current().deal_to(dealt)
         self._loss_scales: dict[str, float] = {}
         self._counted: list[Counted] = []
         self._seconds = 0.0

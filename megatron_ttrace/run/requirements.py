@@ -9,7 +9,7 @@ import re
 from megatron_ttrace import cpu
 from megatron_ttrace.jobs import argv, provenance, reference_arguments, reference_layout
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import balancing, own_shards, samples, versions
+from megatron_ttrace.mcore import balancing, fronts, own_shards, samples, versions
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.checkpoints import loading
 from megatron_ttrace.mcore.options import decisions
@@ -209,6 +209,7 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
             "--fim-data: each sample is rearranged by random numbers of its own, not by those of "
             "the rank that reads it, so that all layouts have the same samples"
         )
+    found += fronts.current().notices()
     if version := versions.unreleased(versions.megatron_core_version()):
         found.append(version)
     if new := [flag for flag in unknown if not flag.startswith("--ttrace")]:

@@ -28,7 +28,7 @@ def test_one_rank_reads_what_four_read(monkeypatch, sharding, consumed):
     dealt = list(itertools.chain.from_iterable(zip(*each, strict=True)))
     assert dealt[:5] != read(0, 1, sharding, consumed)
     monkeypatch.setattr(Sampler, "__iter__", Sampler.__iter__)
-    samples.deal_to(4)
+    samples.deal_to(4, Sampler)
     assert read(0, 1, sharding, consumed) == dealt[:5]
     assert [read(rank, 2, sharding, consumed)[:2] for rank in range(2)] == [
         dealt[0:4:2],
@@ -36,7 +36,9 @@ def test_one_rank_reads_what_four_read(monkeypatch, sharding, consumed):
     ]
 
 
-@pytest.mark.parametrize(("loader", "expected"), [("cyclic", 4), ("single", 1), (None, 1)])
+@pytest.mark.parametrize(
+    ("loader", "expected"), [("cyclic", 4), ("batch", 4), ("single", 1), ("", 1)]
+)
 def test_whose_order_depends_on_the_layout(loader, expected):
     args = types.SimpleNamespace(dataloader_type=loader, data_parallel_size=4)
     assert samples.dealt_to(args) == expected

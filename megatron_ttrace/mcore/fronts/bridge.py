@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
+from megatron_ttrace.mcore.fronts.bridge_batches import BATCH, Microbatches, Rejoined
 from megatron_ttrace.mcore.fronts.bridge_options import Options
 from megatron_ttrace.mcore.fronts.front import Watch, wrapped
 from megatron_ttrace.mcore.quiet import changed
+from megatron_ttrace.trace.errors import TTraceError
 
 _PACKAGE = "megatron.bridge.training"
 _UNWATCHED = {
@@ -34,6 +37,7 @@ _UNWATCHED = {
     "skip_train_metrics_log": False,
 }
 """Fields of ``logger`` while a step is logged for the check."""
+_PADDED = "pad_to_max_length"
 _TRACKERS = {
     "wandb_project": "_wandb_logger",
     "mlflow_experiment": "_mlflow_logger",
@@ -57,6 +61,9 @@ class Bridge:
         self._cfg = cfg
         self._options = Options(cfg)
         self._state: Any = None
+        self._dealt_to = 1
+        self._pads = False
+        self._divided: Microbatches | None = None
 
     def arguments(self) -> MegatronArguments:
         """The configuration; what is set in it is set for the run."""
@@ -83,12 +90,27 @@ class Bridge:
 
         def around_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
+            if self._is_divided and iterator is not None:
+                iterator = self._microbatches(iterator)
             return watch.step(functools.partial(original, *args, **kwargs), iterator)
 
         pretrain.setup = wrapped(pretrain.setup, around_setup)
         setup._build_distributed_model = wrapped(setup._build_distributed_model, around_model)
         train.train_step = wrapped(train.train_step, around_step)
         train.train_step.is_watched = True
+
+    def _microbatches(self, iterator: Any) -> Microbatches:
+        """Of a loader that gives all of a step; from now on ``iterator`` gives these, rejoined."""
+        if self._divided is None:
+            self._divided = Microbatches(iterator.iterable, self._dealt_to)
+            iterator.iterable = Rejoined(self._divided)
+        return self._divided
+
+    def deal_to(self, ranks: int) -> None:
+        """Let samples be dealt as to this many data-parallel ranks."""
+        self._dealt_to = ranks
+        sampler = importlib.import_module("megatron.bridge.data.samplers")
+        samples.deal_to(ranks, sampler.MegatronPretrainingRandomSampler)
 
     def synchronise(self, chunks: list[torch.nn.Module], optimizer: Optimizer) -> None:
         """``force_param_sync``."""
@@ -153,14 +175,58 @@ class Bridge:
         """Those of the ``GlobalState``."""
         return self._state.tensorboard_logger, self._state.wandb_logger
 
-    def update(self, original: Callable[[Any], None], *, reference: bool) -> None:
-        """Finish the configuration, as Bridge does; of a reference, after what it resets.
+    def update(self, original: Callable[[Any], None], *, reference: bool, exits: bool) -> None:
+        """Finish the configuration of a run under check.
 
         Args:
             original: ``runtime_config_update``.
             reference: whether this is a reference run.
+            exits: whether the run ends with its check.
+
+        Raises:
+            TTraceError: for a configuration that cannot be checked.
         """
         self._options.require()
         if reference:
             self._options.reset_others()
+        self._pads = self._is_divided and exits and not self._is_padded()
+        if self._pads:
+            self._pad()
         original(self._cfg)
+        if self._is_divided and self._cfg.data_parallel_size > 1 and not self._is_padded():
+            raise TTraceError(
+                "fine-tuning with data parallelism: each rank pads its samples to its longest one, "
+                "so layouts differ by design: check with --ttrace-exit, which pads them to "
+                "seq_length, or set dataset.dataset_kwargs['pad_to_max_length'] = True"
+            )
+
+    def notices(self) -> list[str]:
+        """How this run is checked, for the report."""
+        found = []
+        if self._pads:
+            found.append(
+                "samples are padded to seq_length: each rank would pad them to its longest one"
+            )
+        if unknown := self._options.unknown():
+            found.append(
+                f"{', '.join(unknown)}: not a field of a known Megatron-Bridge, so the reference "
+                "has the same value"
+            )
+        return found
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether a loader gives all samples of a step at once."""
+        return bool(self._cfg.dataset.dataloader_type == BATCH)
+
+    def _is_padded(self) -> bool:
+        data = self._cfg.dataset
+        options = getattr(data, "dataset_kwargs", None) or {}
+        return bool(options.get(_PADDED) or getattr(data, _PADDED, False))
+
+    def _pad(self) -> None:
+        data = self._cfg.dataset
+        if hasattr(data, _PADDED):
+            setattr(data, _PADDED, True)
+        elif hasattr(data, "dataset_kwargs"):
+            data.dataset_kwargs = {**(data.dataset_kwargs or {}), _PADDED: True}

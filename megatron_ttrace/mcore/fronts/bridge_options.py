@@ -317,7 +317,7 @@ def _padded_vocabulary(cfg: Any, state: Any) -> int | None:
         return int(model.vocab_size)
     options = Options(cfg)
     multiple = options.make_vocab_size_divisible_by * options.tensor_model_parallel_size
-    return math.ceil(model.vocab_size / multiple) * int(multiple)
+    return int(math.ceil(model.vocab_size / multiple) * multiple)
 
 
 _POSITION = {

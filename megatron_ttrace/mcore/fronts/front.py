@@ -48,6 +48,9 @@ class Front(Protocol):
     def wrap(self, watch: Watch) -> None:
         """Let the loop call ``watch``."""
 
+    def deal_to(self, ranks: int) -> None:
+        """Let samples be dealt as to this many data-parallel ranks, before there are loaders."""
+
     def synchronise(self, chunks: list[torch.nn.Module], optimizer: Optimizer) -> None:
         """Gather updated parameters of ``--overlap-param-gather`` now."""
 
@@ -79,6 +82,9 @@ class Front(Protocol):
             zeros: the number of zeros in gradients.
             max_logit: of attention.
         """
+
+    def notices(self) -> list[str]:
+        """How this run is checked, as far as that is the loop's; for the report."""
 
     def writers(self) -> tuple[Any, Any]:
         """The job's own TensorBoard and W&B writers, or ``None``, on this rank."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
 from megatron_ttrace.mcore.fronts.front import Watch, wrapped
 from megatron_ttrace.mcore.quiet import changed
@@ -70,6 +71,12 @@ class MegatronLM:
         training.train_step = wrapped(training.train_step, around_step)
         training.train_step.is_watched = True
 
+    def deal_to(self, ranks: int) -> None:
+        """Let shuffled samples be dealt as to this many data-parallel ranks."""
+        from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler
+
+        samples.deal_to(ranks, MegatronPretrainingRandomSampler)
+
     def synchronise(self, chunks: list[torch.nn.Module], optimizer: Optimizer) -> None:
         """``force_param_sync``."""
         call_known(_training().force_param_sync, chunks, optimizer=optimizer)
@@ -119,6 +126,10 @@ class MegatronLM:
                 pg_collection=get_attr_wrapped_model(chunks[0], "pg_collection"),
                 is_first_iteration=False,
             )
+
+    def notices(self) -> list[str]:
+        """None."""
+        return []
 
     def writers(self) -> tuple[Any, Any]:
         """Those of ``megatron.training.global_vars``."""

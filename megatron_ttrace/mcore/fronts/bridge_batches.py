@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Bridge's batches for fine-tuning, as microbatches.
+
+With ``dataloader_type="batch"`` a loader gives all samples of a rank's step at once, padded to the
+longest, and ``train_step`` divides them (``prepare_finetuning_batch`` in
+megatron/bridge/data/batch_utils.py). Rank ``r`` of ``d`` data-parallel ranks reads the samples
+``r, r + d, ...`` of a global batch (``MegatronPretrainingBatchSampler`` in samplers.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+BATCH = "batch"
+"""The type of such loaders."""
+
+
+def order(samples: int, microbatches: int, ranks: int) -> list[int]:
+    """The samples of a global batch, as the microbatches of data-parallel ranks have them.
+
+    Microbatch ``j`` of rank ``r`` becomes number ``j * ranks + r``.
+
+    Args:
+        samples: in the global batch.
+        microbatches: of all ranks.
+        ranks: that the samples are dealt to.
+    """
+    size = samples // microbatches
+    return [
+        rank + ranks * (number * size + sample)
+        for number in range(microbatches // ranks)
+        for rank in range(ranks)
+        for sample in range(size)
+    ]
+
+
+class Microbatches:
+    """An iterator of ``Served`` (``capture/batches.py``) over what a loader gives.
+
+    Args:
+        loader: gives the samples of a step.
+        dealt_to: the data-parallel ranks of the candidate, in its reference.
+    """
+
+    def __init__(self, loader: Iterator[Mapping[str, Any]], dealt_to: int) -> None:
+        self.iterable: Iterator[Any] = self._divided(loader, dealt_to)
+
+    @staticmethod
+    def _divided(loader: Iterator[Mapping[str, Any]], dealt_to: int) -> Iterator[Any]:
+        from megatron.bridge.data.batch_utils import split_batch_into_microbatches
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        for batch in loader:
+            count = get_num_microbatches()
+            if dealt_to > 1:
+                batch = _rearranged(batch, count, dealt_to)
+            yield from split_batch_into_microbatches(dict(batch), count)
+
+
+class Rejoined:
+    """What ``train_step`` takes a step's samples from.
+
+    Args:
+        microbatches: that they are joined from.
+    """
+
+    def __init__(self, microbatches: Microbatches) -> None:
+        self._microbatches = microbatches
+
+    def __iter__(self) -> Rejoined:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """The samples of a step."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        source = self._microbatches.iterable
+        parts: list[Mapping[str, Any]] = [next(source) for _ in range(get_num_microbatches())]
+        return {name: _joined([part[name] for part in parts]) for name in parts[0]}
+
+
+def _size(batch: Mapping[str, Any]) -> int:
+    return next(value.shape[0] for value in batch.values() if torch.is_tensor(value))
+
+
+def _rearranged(batch: Mapping[str, Any], count: int, ranks: int) -> dict[str, Any]:
+    size = _size(batch)
+    positions = order(size, count, ranks)
+    found = dict(batch)
+    for name, value in batch.items():
+        if torch.is_tensor(value):
+            found[name] = value[positions]
+        elif isinstance(value, list) and len(value) == size:
+            found[name] = [value[position] for position in positions]
+    return found
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    """The reverse of ``split_batch_into_microbatches``: what is not of samples is in each part."""
+    first = values[0]
+    if torch.is_tensor(first):
+        return torch.cat(list(values))
+    if isinstance(first, list) and len(values) > 1 and any(v is not first for v in values):
+        return [item for value in values for item in value]
+    return first
