@@ -16,8 +16,6 @@ from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.run import low_precision
 from megatron_ttrace.trace.errors import TTraceError
 
-_EVAL_INTERVAL = 1000
-
 
 def starts_from_checkpoint(args: MegatronArguments) -> bool:
     """Whether this run starts from a checkpoint."""
@@ -165,20 +163,9 @@ def require_iterations(args: MegatronArguments, settings: Settings) -> None:
 
 
 def complete(args: MegatronArguments, settings: Settings) -> list[str]:
-    """Give options that Megatron crashes without, unless training goes on; notices about them.
-
-    Megatron divides by ``--eval-interval``, also if nothing is evaluated (finding 32). Only the
-    number of samples to evaluate depends on it, and nothing in a traced step.
-    """
+    """Give options that the loop crashes without, unless training goes on; notices about them."""
     is_checked_only = settings.exit_after or settings.role == "reference"
-    unset = getattr(args, "eval_interval", _EVAL_INTERVAL) is None
-    if not is_checked_only or not unset or getattr(args, "full_validation", False):
-        return []
-    args.eval_interval = _EVAL_INTERVAL
-    return [
-        f"checked with --eval-interval {_EVAL_INTERVAL}: without it Megatron's training crashes "
-        "(finding 32)"
-    ]
+    return fronts.current().complete(args) if is_checked_only else []
 
 
 def notices(args: MegatronArguments, settings: Settings) -> list[str]:

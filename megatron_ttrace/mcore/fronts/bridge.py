@@ -200,6 +200,11 @@ class Bridge:
                 "seq_length, or set dataset.dataset_kwargs['pad_to_max_length'] = True"
             )
 
+    def complete(self, args: MegatronArguments) -> list[str]:
+        """Nothing."""
+        del args
+        return []
+
     def notices(self) -> list[str]:
         """How this run is checked, for the report."""
         found = []

@@ -83,6 +83,9 @@ class Front(Protocol):
             max_logit: of attention.
         """
 
+    def complete(self, args: MegatronArguments) -> list[str]:
+        """Give options that the loop crashes without; notices about them."""
+
     def notices(self) -> list[str]:
         """How this run is checked, as far as that is the loop's; for the report."""
 

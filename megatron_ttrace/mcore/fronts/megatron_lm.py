@@ -35,6 +35,7 @@ _UNWATCHED = MappingProxyType(
 )
 """Options of ``training_log`` while it is called. The loss scale is the check's own."""
 
+_EVAL_INTERVAL = 1000
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 
 
@@ -126,6 +127,20 @@ class MegatronLM:
                 pg_collection=get_attr_wrapped_model(chunks[0], "pg_collection"),
                 is_first_iteration=False,
             )
+
+    def complete(self, args: MegatronArguments) -> list[str]:
+        """``--eval-interval``: it is a divisor, also if nothing is evaluated (finding 32).
+
+        Only the number of samples to evaluate depends on it, and nothing in a traced step.
+        """
+        unset = getattr(args, "eval_interval", _EVAL_INTERVAL) is None
+        if not unset or getattr(args, "full_validation", False):
+            return []
+        args.eval_interval = _EVAL_INTERVAL
+        return [
+            f"checked with --eval-interval {_EVAL_INTERVAL}: without it Megatron's training "
+            "crashes (finding 32)"
+        ]
 
     def notices(self) -> list[str]:
         """None."""
