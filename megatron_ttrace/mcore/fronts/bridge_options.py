@@ -126,6 +126,13 @@ _RESET: Mapping[str, Any] = MappingProxyType(
         "tp_comm_overlap_disable_fc1": False,
         "tp_comm_overlap_disable_qkv": False,
         "use_custom_fsdp": False,
+        "cuda_graph_retain_backward_graph": False,
+        "cuda_graph_scope": None,
+        "num_microbatches_with_partial_activation_checkpoints": None,
+        "expert_gtp_weight_remat_size": 1,
+        "gtp_weight_remat_size": 1,
+        "use_layer_wise_distributed_optimizer": False,
+        "vision_cuda_graph_impl": "none",
         "_checkpoint_load_required": False,
     }
 )
@@ -133,6 +140,7 @@ _RESET: Mapping[str, Any] = MappingProxyType(
 
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
+        "dist_train": "ranks that run other parts of the model are not known: omit it",
         "use_decentralized_pg": "process groups are not in megatron.core.parallel_state: set "
         "dist.use_decentralized_pg=False",
     }
@@ -143,7 +151,76 @@ KEPT: Mapping[str, frozenset[str]] = MappingProxyType(
         section: frozenset(names.split())
         for section, names in {
             "model": """
-                params_dtype virtual_pipeline_model_parallel_size
+                activation_func activation_func_fp8_input_store autocast_dtype batch_p2p_comm
+                batch_p2p_sync beta_fast beta_slow bias_activation_fusion
+                cuda_graph_use_single_mempool deallocate_pipeline_outputs dense_grouped_gemm
+                disable_parameter_transpose_cache embedding_init_method enable_autocast
+                experimental_attention_variant_loss_scale_func extra_checkpoint_metadata
+                fp4_param fp8_dot_product_attention fp8_multi_head_attention fp8_param
+                fused_single_qkv_rope hetereogenous_dist_checkpoint heterogeneous_block_specs
+                hf_model_id hf_model_revision hybrid_attention_ratio hybrid_mlp_ratio
+                hybrid_stack_spec inference_sampling_seed init_method keep_mtp_spec_in_bf16
+                mamba_chunk_size memory_efficient_layer_norm moe_router_topk_limited_devices
+                moe_token_dropping mtp_enabled original_max_position_embeddings
+                output_layer_init_method parallel_output params_dtype persist_layer_norm
+                pipeline_dtype post_wrap_hooks pre_wrap_hooks quant_recipe
+                restore_modelopt_state rope_scaling scatter_embedding_sequence_parallel
+                seq_len_interpolation_factor should_pad_vocab softmax_scale tp_only_amax_red
+                transformer transformer_layer_spec use_arbitrary_attention_mask
+                use_inference_optimized_layers use_kitchen use_te_rng_tracker
+                use_transformer_engine_full_layer_spec variable_seq_lengths yarn_mscale
+                yarn_mscale_all_dim yarn_rotary_scaling_factor
+            """,
+            "optimizer": """
+                adaptive_muon_beta2 adaptive_muon_eps adaptive_muon_moment2_method
+                decoupled_weight_decay grad_norm_skip_threshold params_dtype
+                soap_precondition_frequency soap_shampoo_beta soap_use_kl_shampoo
+                store_param_remainders
+            """,
+            "ddp": """
+                check_for_nan_in_grad
+            """,
+            "scheduler": """
+                lr_decay_steps lr_warmup_steps max_steps wd_incr_steps wsd_decay_steps
+            """,
+            "train": """
+                check_optimizer_step_success num_epochs skip_sync_grad_norm_across_mp
+            """,
+            "dist": """
+                enable_megatron_core_experimental
+            """,
+            "checkpoint": """
+                async_write_results_mp_mode custom_manager_class fully_parallel_load
+                fully_parallel_save hf_distributed_save hf_save_every_n_ranks hf_source_path
+                hf_trust_remote_code most_recent_k save_optim save_rng storage_writers_per_rank
+            """,
+            "dataset": """
+                add_extra_token_to_sequence blend_per_split create_attention_mask
+                dataloader_load dataset_kwargs dataset_root defer_in_batch_packing_to_step
+                defer_npy_index_mmap do_test do_validation drop_last
+                drop_last_partial_validation_sequence enable_in_batch_packing
+                enable_offline_packing fast_cache_load hf_dataset hf_output_root
+                hf_processor_path hf_rewrite hf_test_dataset hf_validation_dataset
+                hf_validation_proportion in_batch_packing_pad_to_multiple_of
+                inter_document_masking max_train_samples memmap_workers mock
+                offline_packing_specs pad_to_max_length pad_to_multiple_of path_to_cache
+                persistent_workers pin_memory preprocessing random_seed sequence_length
+                sequence_parallel_size sequences_per_dataset
+                skip_getting_attention_mask_from_dataset source split_matrix test_source
+                token_dtype_code validation_source
+            """,
+            "tokenizer": """
+                chat_template_path force_system_message hf_tokenizer_kwargs image_tag_type
+                sp_tokenizer_kwargs tokenizer_prompt_format use_tokenizer_vocab_size
+            """,
+            "logger": """
+                comet_api_key comet_tags comet_workspace filter_warnings memory_keys
+                mlflow_description mlflow_log_artifacts mlflow_tags mlflow_tracking_uri
+                modules_to_filter runtime_time_unit set_level_for_all_loggers
+                skip_train_metrics_log throughput_window_size
+            """,
+            "rerun_state_machine": """
+                check_for_nan_in_loss spiky_loss_factor
             """,
         }.items()
     }
@@ -271,7 +348,8 @@ class Options:
         """
         for section, owner in self._owners():
             for name, why in _REFUSED.items():
-                if getattr(owner, name, None):
+                value = getattr(owner, name, None)
+                if getattr(value, "use_dist_train", value):
                     raise TTraceError(f"{section}.{name}: {why}")
 
     def unknown(self) -> list[str]:
@@ -280,7 +358,7 @@ class Options:
             f"{section}.{name}"
             for section, owner in self._owners()
             for name in _fields(owner)
-            if decision_of(section, name) is None
+            if decision_of(section, name) is None and not _is_of_bridge(owner, name)
         ]
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
@@ -300,6 +378,17 @@ def _fields(owner: Any) -> dict[str, Any]:
             if hasattr(owner, field.name)
         }
     return dict(owner) if isinstance(owner, Mapping) else {}
+
+
+def _is_of_bridge(owner: Any, name: str) -> bool:
+    """Whether a class of Bridge declares a field: those of single models and data sets define them.
+
+    The fields of their base classes are in the tables above.
+    """
+    home = next(
+        (c for c in type(owner).__mro__ if name in vars(c).get("__annotations__", ())), None
+    )
+    return home is not None and home.__module__.startswith(("megatron.bridge.", "megatron.core."))
 
 
 def _has(owner: Any, name: str) -> bool:
