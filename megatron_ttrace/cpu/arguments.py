@@ -12,6 +12,7 @@ Options whose meaning would be lost are refused with the name of what is needed.
 
 import importlib
 import os
+import sys
 from typing import Any
 
 from megatron_ttrace.cpu import apex, helpers_cpp, offload, te
@@ -184,6 +185,7 @@ def _adapt_kernels(adapter: _Adapter) -> None:
     # A rank's own process reads the batches: forked workers would each copy the interpreter to
     # overlap with a GPU that is not there. The samples and their order do not depend on it.
     adapter.switch_off("num_workers", "data-loader workers", 0)
+    adapter.switch_off("persistent_workers", "data-loader workers")
     adapter.switch_off("nvtx_ranges", "NVTX ranges")
     if getattr(args, "fp8_param_gather", False) and not getattr(args, "fp8", None):
         adapter.switch_off("fp8_param_gather", "FP8 parameter gather")
@@ -197,8 +199,11 @@ def _skip_warmup() -> None:
     would make ``--use-cpu-initialization``, which gives all layouts the same weights, depend on
     the layout.
     """
-    initialize: Any = importlib.import_module("megatron.training.initialize")
-    initialize._warmup_jit_function = lambda *args, **kwargs: None
+    importlib.import_module("megatron.training.initialize")
+    for name in ("megatron.training.initialize", "megatron.bridge.training.initialize"):
+        initialize: Any = sys.modules.get(name)
+        if initialize is not None:
+            initialize._warmup_jit_function = lambda *args, **kwargs: None
 
 
 def adapt_arguments(args: Any) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.trace.errors import one_line
 
@@ -41,7 +42,7 @@ class Source:
 
     Attributes:
         directory: of its iterations.
-        iteration: the one that was loaded; ``None`` for a release.
+        iteration: the one that was loaded; ``None`` for a release, or if it is not known.
         format: Megatron's ``--ckpt-format``.
         files: a digest of its files' names, sizes and dates.
         why_not: why one device cannot load the same; empty if that can be tried.
@@ -58,8 +59,10 @@ class Source:
     @property
     def folder(self) -> Path:
         """Of the iteration that was loaded."""
-        name = "release" if self.iteration is None else _NAME.format(self.iteration)
-        return Path(self.directory, name)
+        if self.iteration is not None:
+            return Path(self.directory, _NAME.format(self.iteration))
+        release = Path(self.directory, "release")
+        return release if release.is_dir() else Path(self.directory)
 
     def loads(self, part: Part) -> bool:
         """Whether the job loads this part, if the checkpoint has it."""
@@ -109,6 +112,8 @@ def _flaw(path: str, args: MegatronArguments) -> str:
             iteration = _NAME.format(step)
             return "" if iteration in names else f"has no iteration {step} ({iteration})"
         if TRACKER not in names:
+            if not {*fronts.current().marks}.isdisjoint(names):
+                return ""
             return f"has no checkpoint ({TRACKER} is missing)"
         (home / TRACKER).read_bytes()
     except FileNotFoundError:
@@ -125,14 +130,14 @@ def source_of(args: MegatronArguments) -> Source | None:
     directory = directory_of(args)
     if directory is None:
         return None
-    why_not = ""
+    why_not = fronts.current().unread
     if getattr(args, "non_persistent_ckpt_type", None):
         why_not = "--non-persistent-ckpt-type: it may not be the one that was loaded"
     elif getattr(args, "moe_use_upcycling", False):
         why_not = "--moe-use-upcycling: its weights become those of experts"
     elif any(getattr(args, name, False) for name in ("fp8_param_gather", "fp4_param_gather")):
         why_not = "weights that are kept in few bits have a scale on each rank"
-    iteration = _iteration(directory, args)
+    iteration = None if fronts.current().unread else _iteration(directory, args)
     source = Source(
         str(Path(directory).absolute()),
         iteration,

@@ -57,11 +57,17 @@ class Bridge:
         cfg: the ``ConfigContainer`` that was given to ``pretrain``.
     """
 
+    # megatron/bridge/training/utils/checkpoint_utils.py: its file of the latest iteration, the
+    # folder of an iteration, a model of Hugging Face.
+    marks = ("latest_train_state.pt", "run_config.yaml", "config.json")
+    unread = "Megatron-Bridge's checkpoints are not read"
+
     def __init__(self, cfg: Any) -> None:
         self._cfg = cfg
         self._options = Options(cfg)
         self._state: Any = None
         self._dealt_to = 1
+        self._pretrained = cfg.checkpoint.pretrained_checkpoint
         self._pads = False
         self._divided: Microbatches | None = None
 
@@ -189,6 +195,9 @@ class Bridge:
         self._options.require()
         if reference:
             self._options.reset_others()
+            if self._cfg.peft is not None:
+                # It cannot be built without; the candidate's start comes after it.
+                self._cfg.checkpoint.pretrained_checkpoint = self._pretrained
         self._pads = self._is_divided and exits and not self._is_padded()
         if self._pads:
             self._pad()

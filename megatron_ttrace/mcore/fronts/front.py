@@ -37,7 +37,15 @@ class Watch(Protocol):
 
 
 class Front(Protocol):
-    """A training loop."""
+    """A training loop.
+
+    Attributes:
+        marks: files that mark a directory to start from, beside Megatron-LM's.
+        unread: why a start is not compared with its files; empty if it is.
+    """
+
+    marks: tuple[str, ...]
+    unread: str
 
     def arguments(self) -> MegatronArguments:
         """The validated options, by the names of Megatron-LM's arguments."""

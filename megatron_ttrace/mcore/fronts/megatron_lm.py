@@ -42,6 +42,9 @@ _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 class MegatronLM:
     """See :class:`megatron_ttrace.mcore.fronts.front.Front`."""
 
+    marks = ()
+    unread = ""
+
     def arguments(self) -> MegatronArguments:
         """``megatron.training.get_args()``."""
         from megatron.training import get_args
