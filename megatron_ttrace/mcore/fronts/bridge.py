@@ -59,7 +59,7 @@ class Bridge:
 
     # megatron/bridge/training/utils/checkpoint_utils.py: its file of the latest iteration, the
     # folder of an iteration, a model of Hugging Face.
-    marks = ("latest_train_state.pt", "run_config.yaml", "config.json")
+    marks: tuple[str, ...] = ("latest_train_state.pt", "run_config.yaml", "config.json")
     unread = "Megatron-Bridge's checkpoints are not read"
 
     def __init__(self, cfg: Any) -> None:

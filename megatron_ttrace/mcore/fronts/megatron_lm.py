@@ -42,7 +42,7 @@ _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 class MegatronLM:
     """See :class:`megatron_ttrace.mcore.fronts.front.Front`."""
 
-    marks = ()
+    marks: tuple[str, ...] = ()
     unread = ""
 
     def arguments(self) -> MegatronArguments:
