@@ -68,10 +68,10 @@ class _Emulated(DistributionFinder):
         """Modules are offered already."""
 
     def find_distributions(
-        self, context: DistributionFinder.Context = DistributionFinder.Context()
+        self, context: DistributionFinder.Context | None = None
     ) -> Iterator[Distribution]:
         """The package, if that is what is looked for."""
-        if (context.name or "").replace("_", "-") == "transformer-engine":
+        if ((context and context.name) or "").replace("_", "-") == "transformer-engine":
             yield _Engine()
 
 

@@ -5,9 +5,9 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_ttrace import cpu
+import megatron_ttrace
 
-cpu.activate()
+megatron_ttrace.enable()
 del sys.argv[0]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
 runpy.run_path(sys.argv[0], run_name="__main__")

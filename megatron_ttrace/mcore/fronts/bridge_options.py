@@ -87,7 +87,8 @@ ABSENT = frozenset(
     moe_use_upcycling num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
     otel_enabled override_ckpt_iteration recompute_activations result_rejected_tracker_filename
     run_workload_inspector_server sft torch_fsdp2_reshard_after_forward use_layer_wise_param_layout
-    use_flash_attn no_persist_layer_norm use_rotary_position_embeddings train_data_path persistent_workers
+    use_flash_attn no_persist_layer_norm use_rotary_position_embeddings train_data_path
+    ckpt_pg_tensors_cache_create ckpt_pg_tensors_cache_path persistent_workers yaml_cfg
     """.split()
 )
 """Options that are read or reset and that no sub-configuration has in any form."""

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Bridge's configuration by the names of Megatron-LM's options."""
+
+import ast
+import dataclasses
+import importlib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megatron_ttrace
+from megatron_ttrace import cpu
+from megatron_ttrace.cpu import bridge
+from megatron_ttrace.mcore.fronts import bridge_options
+from megatron_ttrace.mcore.fronts.bridge_options import ABSENT, RENAMED, Options, decision_of
+from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE, Action
+from megatron_ttrace.mcore.options.roles import ROLES
+from megatron_ttrace.trace.errors import TTraceError
+
+needs_bridge = pytest.mark.skipif(not bridge.installed(), reason="make bridge installs it")
+
+
+@dataclasses.dataclass
+class Inner:
+    params_dtype: str = "float32"
+    bf16: bool = True
+    apply_rope_fusion: bool = True
+
+
+@dataclasses.dataclass
+class Model:
+    num_moe_experts: int | None = 8
+    share_embeddings_and_output_weights: bool = True
+    tensor_model_parallel_size: int = 2
+    make_vocab_size_divisible_by: int = 16
+    vocab_size: int = 100
+    should_pad_vocab: bool = True
+    eval_interval: int | None = None
+    transformer: Any = None
+    ours: str = "new"
+
+    def lr(self) -> None:
+        """Not a field."""
+
+
+@dataclasses.dataclass
+class Optimizer:
+    bf16: bool = True
+    lr: float = 1e-3
+    eval_interval: int = 7
+
+
+def configuration(**parts: Any) -> Any:
+    return types.SimpleNamespace(
+        model=Model(transformer=Inner()), optimizer=Optimizer(), comm_overlap=object(), **parts
+    )
+
+
+def test_an_option_in_several_sections() -> None:
+    """It is read from the first that has a value, and set in all, also inside a model."""
+    config = configuration()
+    options: Any = Options(config)
+    assert options.eval_interval == 7
+    options.bf16 = False
+    assert not config.optimizer.bf16
+    assert not config.model.transformer.bf16
+    assert options.lr == 1e-3
+
+
+def test_options_with_another_name() -> None:
+    config = configuration()
+    options: Any = Options(config)
+    assert (options.num_experts, options.untie_embeddings_and_output_weights) == (8, False)
+    options.untie_embeddings_and_output_weights = True
+    assert not config.model.share_embeddings_and_output_weights
+    assert options.padded_vocab_size == 128
+
+
+def test_a_name_that_nothing_is_known_about() -> None:
+    """It is no default: another name may mean it."""
+    options = Options(configuration())
+    assert getattr(options, "moe_use_upcycling", 3) == 3
+    with pytest.raises(TTraceError, match="moe_use_upcyclin:"):
+        getattr(options, "moe_use_upcyclin", 3)
+
+
+def test_the_position_in_the_data() -> None:
+    options: Any = Options(configuration())
+    assert options.iteration == 0
+    state = types.SimpleNamespace(train_state=types.SimpleNamespace(step=5))
+    options.follow(state)
+    options.iteration += 1
+    assert state.train_state.step == 6
+
+
+def test_what_a_reference_has_not() -> None:
+    config = configuration(ddp=types.SimpleNamespace(use_custom_fsdp=True))
+    Options(config).reset_others()
+    assert config.comm_overlap is None
+    assert not config.ddp.use_custom_fsdp
+
+
+def test_refused() -> None:
+    config = configuration(dist=types.SimpleNamespace(use_decentralized_pg=True))
+    with pytest.raises(TTraceError, match=r"dist\.use_decentralized_pg"):
+        Options(config).require()
+
+
+def test_a_field_of_ones_own() -> None:
+    """It is kept, and named."""
+    assert "model.ours" in Options(configuration()).unknown()
+
+
+def test_an_identity_has_every_field_by_its_option() -> None:
+    found = vars(Options(configuration()))
+    assert (found["num_experts"], found["vocab_size"]) == (8, 100)
+    assert found["model.ours"] == "new"
+
+
+def _classes(section: str) -> Iterator[type]:
+    """Those that a section can have, as far as Bridge itself defines their fields."""
+    cpu.activate()
+    config: Any = importlib.import_module("megatron.bridge.training.config")
+    container = {field.name: field for field in dataclasses.fields(config.ConfigContainer)}
+    if section == "model":
+        for module, names in {
+            "gpt_provider": ("GPTModelProvider",),
+            "mla_provider": ("MLAModelProvider",),
+            "hybrid.hybrid_provider": ("HybridModelProvider",),
+            "gpt.gpt_builder": ("GPTModelConfig",),
+            "hybrid.hybrid_builder": ("HybridModelConfig",),
+            "transformer_config": ("TransformerConfig", "MLATransformerConfig"),
+        }.items():
+            home = importlib.import_module(f"megatron.bridge.models.{module}")
+            yield from (getattr(home, name) for name in names)
+    elif section == "dataset":
+        for name in ("GPTDatasetConfig", "MockGPTDatasetConfig", "GPTFIMDatasetConfig"):
+            yield getattr(config, name)
+        sft: Any = importlib.import_module("megatron.bridge.data.builders.gpt_sft")
+        yield sft.GPTSFTDatasetConfig
+    else:
+        yield container[section].type
+
+
+@needs_bridge
+@pytest.mark.parametrize("section", bridge_options.SECTIONS)
+def test_every_field_has_a_decision(section: str) -> None:
+    """Of all of Bridge's own sub-configurations."""
+    lacking = {
+        field.name
+        for kind in _classes(section)
+        for field in dataclasses.fields(kind)
+        if decision_of(section, field.name) is None
+    }
+    assert not lacking
+
+
+@needs_bridge
+def test_every_section_has_a_decision() -> None:
+    cpu.activate()
+    config: Any = importlib.import_module("megatron.bridge.training.config")
+    sections = {field.name for field in dataclasses.fields(config.ConfigContainer)}
+    known = {*bridge_options.SECTIONS, *bridge_options.DROPPED, *bridge_options.OTHERS}
+    assert sections - known == {"_checkpoint_load_required"}
+
+
+def _read() -> set[str]:
+    """The names of options that this package reads."""
+    found = {*SINGLE_DEVICE, *QUIET}
+    home = Path(megatron_ttrace.__file__).parent
+    for path in home.rglob("*.py"):
+        if {"evaluation", "cli"} & {*path.relative_to(home).parts}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and _is_arguments(node.value):
+                found.add(node.attr)
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
+                *("getattr", "hasattr", "setattr"),
+            ):
+                owner, name = node.args[:2]
+                if _is_arguments(owner) and isinstance(name, ast.Constant):
+                    found.add(str(name.value))
+    return found & {*ROLES, *SINGLE_DEVICE, *QUIET}
+
+
+def _is_arguments(node: ast.expr) -> bool:
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    return name in ("args", "_args")
+
+
+@needs_bridge
+def test_no_name_is_read_with_a_silent_default() -> None:
+    """Each is a field, has another name, follows from others, or is known to be absent."""
+    fields = {
+        field.name
+        for section in bridge_options.SECTIONS
+        for kind in _classes(section)
+        for field in dataclasses.fields(kind)
+    }
+    known = fields | {*RENAMED, *bridge_options._DERIVED}
+    assert _read() - known - ABSENT == set()
+    assert not ABSENT & known
+
+
+@needs_bridge
+def test_renamed_fields_exist() -> None:
+    for place in RENAMED.values():
+        fields = (dataclasses.fields(kind) for kind in _classes(place.section))
+        assert place.field in {field.name for each in fields for field in each}
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "action"),
+    [
+        ("model", "tensor_model_parallel_size", Action.RESET),
+        ("model", "num_layers_in_first_pipeline_stage", Action.RESET),
+        ("model", "num_moe_experts", Action.KEEP),
+        ("ddp", "average_in_collective", Action.RESET),
+        ("ddp", "grad_reduce_in_fp32", Action.KEEP),
+        ("checkpoint", "save", Action.RESET),
+        ("dist", "use_decentralized_pg", Action.REFUSE),
+        ("logger", "mlflow_experiment", Action.RESET),
+    ],
+)
+def test_decisions(section: str, field: str, action: Action) -> None:
+    decision = decision_of(section, field)
+    assert decision is not None
+    assert decision.action is action
