@@ -74,6 +74,9 @@ class ReferenceSession:
             samples.pad_for(padded)
         if (dealt := self._order.identity["ttrace"][fingerprint.DEALT_TO]) > 1:
             fronts.current().deal_to(dealt)
+        if order.started:
+            # Megatron-Bridge makes its data loaders before it has told that the model is built.
+            order.started.skip(args)
         self._loss_scales: dict[str, float] = {}
         self._counted: list[Counted] = []
         self._seconds = 0.0

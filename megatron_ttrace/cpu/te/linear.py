@@ -6,7 +6,7 @@ for the first half of the MLP.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,12 +41,22 @@ class LinearSettings:
     #: The norm before the product, if there is one.
     norm: NormKind | None = None
     return_normalized: bool = False
+    #: Return it as it enters the product: gathered, with sequence parallelism.
+    return_gathered: bool = False
     #: Keep the input itself for the backward pass, and round it again there.
     save_original_input: bool = False
     #: Name of the communication buffer that the gathered input goes to; none without overlap.
     buffer: str | None = None
     #: Takes the weight gradient's computation when it is to run after the backward pass.
     delayed: Queue | None = None
+
+    @property
+    def returns_total(self) -> bool:
+        """Whether the norm's output is returned gathered; its gradient is then summed over ranks.
+
+        As TransformerEngine's ``_LayerNormLinear`` (transformer_engine/pytorch/module).
+        """
+        return self.return_gathered and self.layout.gathers_input
 
 
 def require_fp8_sizes(x: torch.Tensor, weight: torch.Tensor, settings: LinearSettings) -> None:
@@ -129,7 +139,8 @@ class LinearFunction(torch.autograd.Function):
         ctx.settings, ctx.keep_rounded = settings, keep_rounded
         ctx.has_norm_bias = norm_bias is not None
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return output, normalized if settings.return_normalized else None
+        returned = total if settings.returns_total else normalized
+        return output, returned if settings.return_normalized else None
 
     @staticmethod
     def backward(
@@ -146,6 +157,8 @@ class LinearFunction(torch.autograd.Function):
         if any(ctx.needs_input_grad[:3]):
             columnwise = weight if weight_columnwise is None else weight_columnwise
             grad_input = input_gradient(operand, Operand(weight, columnwise), grad_output.dtype)
+            if grad_normalized is not None and settings.returns_total:
+                grad_input = grad_input + grad_normalized
             if layout.column:
                 grad_input = layout.sum(grad_input)
         if ctx.needs_input_grad[3]:
@@ -169,7 +182,7 @@ class LinearFunction(torch.autograd.Function):
             grad_bias = bias_gradient(grad_output, ctx.bias_dtype)
         if settings.norm is not None:
             assert grad_input is not None
-            if grad_normalized is not None:
+            if grad_normalized is not None and not settings.returns_total:
                 grad_input = grad_input + grad_normalized
             grad_input, grad_norm_weight, grad_norm_bias = norm_backward(
                 grad_input, x, norm_weight, mean, inverse, settings.norm
@@ -298,11 +311,10 @@ class LayerNormLinear(ParallelLinear):
     ) -> None:
         if options.get("parallel_mode") == "row":
             raise NotImplementedError("a norm cannot be cut along its features")
-        if return_layernorm_output_gathered:
-            raise NotImplementedError("the gathered norm output is not returned on a CPU")
         self.normalization, self.eps = normalization, eps
         self.zero_centered_gamma = zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output
+        self.return_layernorm_output_gathered = return_layernorm_output_gathered
         super().__init__(in_features, out_features, **options)
 
     def make_parameters(self, dtype: torch.dtype, device: Any, init: InitMethod) -> None:
@@ -331,7 +343,10 @@ class LayerNormLinear(ParallelLinear):
             self.layer_norm_bias,
             self.weight,
             self.bias if self.apply_bias else None,
-            self.settings(kind, self.return_layernorm_output),
+            replace(
+                self.settings(kind, self.return_layernorm_output),
+                return_gathered=self.return_layernorm_output_gathered,
+            ),
         )
         results = [output]
         if self.return_bias:

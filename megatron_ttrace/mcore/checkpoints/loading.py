@@ -144,7 +144,7 @@ def source_of(args: MegatronArguments) -> Source | None:
         str(getattr(args, "ckpt_format", "torch")),
         files="",
         why_not=why_not,
-        left=tuple(_left(args, is_release=iteration is None)),
+        left=tuple(_left(args, is_release=iteration is None and not fronts.current().unread)),
     )
     return dataclasses.replace(source, files=_files(source.folder))
 

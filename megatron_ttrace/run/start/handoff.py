@@ -177,10 +177,14 @@ class Started:
     content: str
     source: Source | None = None
 
-    def resume(self, args: MegatronArguments, scheduler: Scheduler) -> None:
-        """Continue at its position in the data and in the schedule."""
+    def skip(self, args: MegatronArguments) -> None:
+        """Continue at its position in the data."""
         args.iteration = self.iteration
         args.consumed_train_samples = self.consumed_train_samples
+
+    def resume(self, args: MegatronArguments, scheduler: Scheduler) -> None:
+        """Continue at its position in the data and in the schedule."""
+        self.skip(args)
         scheduler.num_steps = self.schedule
         scheduler.step(increment=0)
 
