@@ -154,10 +154,10 @@ class InCheckpoint:
         if loaded is not None:
             lines.add(place.name, LoadedIndex.ONE_DEVICE, loaded)
             if stored is None or torch.equal(stored, loaded.cpu()):
-                lines.again(place.name, LoadedIndex.ROUNDED)
+                lines.rounded(parameter, place)
                 return LoadedIndex.ONE_DEVICE
         lines.add(place.name, index, data if stored is None else stored)
-        lines.again(place.name, LoadedIndex.ROUNDED)
+        lines.rounded(parameter, place)
         return index
 
     def _stored(
@@ -204,11 +204,14 @@ class _Lines:
         key = TraceKey(self._iteration, STEP_LEVEL, Kind.LOADED, name, index)
         self._last = self._writer.add(Entry.of(key, data), data), data
 
-    def again(self, name: str, index: LoadedIndex) -> None:
-        """Write another name of the last one."""
+    def rounded(self, parameter: torch.nn.Parameter, place: ParameterPlace) -> None:
+        """Also write the last one as what main weights are; a frozen parameter has none."""
+        if not parameter.requires_grad:
+            return
         assert self._last is not None, "add() comes first"
         line, data = self._last
-        key = TraceKey(self._iteration, STEP_LEVEL, Kind.LOADED, name, index)
+        index = LoadedIndex.ROUNDED
+        key = TraceKey(self._iteration, STEP_LEVEL, Kind.LOADED, place.name, index)
         self._writer.add(Entry.of(key, data, same_as=line), None)
 
 
