@@ -20,9 +20,15 @@ HEAD = "output_layer"
 LOOKED_UP = {"word_embeddings": 0, "position_embeddings": 1}
 """Tables of an embedding, and the index of the model's input that they are looked up by."""
 
-FIRST_OF_GATED: tuple[str, ...] = ("linear_fc1",)
+FIRST_OF_GATED = (
+    "linear_fc1",
+    *("linear_fc1.to_wrap", "linear_fc1.adapter", "linear_fc1.adapter.linear_out"),
+)
 """Linear layers whose output, and whose parameters in dim 0, stack gate and up projection in gated
-MLPs. Tensor parallelism divides each of the two halves."""
+MLPs. Tensor parallelism divides each of the two halves. An adapter (megatron/bridge/peft) is a
+layer around the original, and the output of its second linear layer is added to it."""
+
+_ADAPTER = "adapter"
 
 STATE_SPACE = {
     "A_log": ((0.5, 0.5), (1.9, 0.7)),
@@ -77,7 +83,10 @@ def is_first_of_gated(module: str) -> bool:
 
 def is_within_first_of_gated(parameter: str) -> bool:
     """Whether a parameter belongs to such a module."""
-    return not set(FIRST_OF_GATED).isdisjoint(parameter.split("."))
+    parts = parameter.split(".")
+    if _ADAPTER in parts:
+        return is_first_of_gated(parameter.rpartition(".")[0])
+    return FIRST_OF_GATED[0] in parts
 
 
 def expert_and_module(within: str) -> tuple[int | None, str]:
