@@ -34,6 +34,8 @@ from megatron_ttrace.trace.records import Kind
 _KEY, _VALUE, _WEIGHT = 1, 2, 6
 """Positions in the arguments (query, key, value, mask, hidden states, latent, weight)."""
 _KEY_NORM = "k_layernorm"
+_NORMALIZED = 1
+"""Position in the results of a layer with a norm (output, the norm's output)."""
 
 
 def partials(chunks: Iterable[Names]) -> Partials:
@@ -49,6 +51,9 @@ def partials(chunks: Iterable[Names]) -> Partials:
             if type(module).__name__ == "SharedExpertMLP" and overlaps:
                 found[Kind.OUTPUT, f"{name}.linear_fc2", 0] = "tp"
                 found[Kind.GRAD_INPUT, f"{name}.linear_fc1", 0] = "tp"
+            wrapped = getattr(module, "to_wrap", None)
+            if getattr(wrapped, "return_layernorm_output_gathered", False):
+                found |= dict.fromkeys(_of_gathered_norm(name), "tp")
             groups = getattr(config, "num_query_groups", None)
             inner = f"{name}.{INNER_ATTENTION}"
             # Latent attention has the option, but no groups and no such projection.
@@ -63,6 +68,17 @@ def _of_shared_groups(attention: str, inner: str) -> Iterable[tuple[Kind, str, i
     yield Kind.GRAD_INPUT, inner, _VALUE
     yield Kind.GRAD_OUTPUT, f"{attention}.{_KEY_NORM}", 0
     yield Kind.GRAD_INPUT, f"{attention}.{_KEY_NORM}", 0
+
+
+def _of_gathered_norm(layer: str) -> Iterable[tuple[Kind, str, int]]:
+    """An adapter takes the gathered output of the norm (megatron/bridge/peft/lora_layers.py).
+
+    Its gradient is added to that of the layer's own product before both are reduce-scattered.
+    """
+    yield Kind.GRAD_OUTPUT, f"{layer}.to_wrap", _NORMALIZED
+    yield Kind.GRAD_OUTPUT, f"{layer}.adapter.dropout", 0
+    for module in ("adapter", "adapter.dropout", "adapter.linear_in"):
+        yield Kind.GRAD_INPUT, f"{layer}.{module}", 0
 
 
 def _is_absorbed(names: Names, attention: str) -> bool:

@@ -83,10 +83,14 @@ def is_first_of_gated(module: str) -> bool:
 
 def is_within_first_of_gated(parameter: str) -> bool:
     """Whether a parameter belongs to such a module."""
-    parts = parameter.split(".")
-    if _ADAPTER in parts:
+    if is_of_adapter(parameter):
         return is_first_of_gated(parameter.rpartition(".")[0])
-    return FIRST_OF_GATED[0] in parts
+    return FIRST_OF_GATED[0] in parameter.split(".")
+
+
+def is_of_adapter(parameter: str) -> bool:
+    """Whether a parameter belongs to an adapter of a layer (megatron/bridge/peft)."""
+    return _ADAPTER in parameter.split(".")
 
 
 def expert_and_module(within: str) -> tuple[int | None, str]:

@@ -133,8 +133,8 @@ class ReferenceSession:
             key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, one.name)
             sums = dataclasses.astuple(one.moments)
             writer.add(Entry(key, one.logical_shape, one.dtype, sums=sums), None)
-        if self._loaded is not None:
-            self.rehearsal.equal_start()
+        if self._loaded is not None and self.rehearsal.start is not None:
+            handoff.restore(self.model, *self.rehearsal.start)
             self._loaded.write(writer, self.settings.iterations[0])
         moved: dict[TraceKey, Moved] = {}
         for block in self._blocks(iterator, count, run):

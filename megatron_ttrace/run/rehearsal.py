@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Schedu
 from megatron_ttrace.mcore.groups import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
 from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
+from megatron_ttrace.mcore.roles import is_of_adapter
 from megatron_ttrace.mcore.sharded_weights import WeightPart, buffers_of, parts_of, publish
 from megatron_ttrace.run import low_precision
 from megatron_ttrace.run.agreement import EndError, Ranks
@@ -187,6 +188,8 @@ class Rehearsal:
         self._scheduler.step(increment=0)
         if self.start is not None:
             handoff.restore(self.model, *self.start)
+            if self.start[1] is None and self._settings.init == "reveal":
+                self._fill_adapters()
             return
         stored = stored if self.device.type == "cpu" else None
         parts = parts_of(self.model.chunks)
@@ -207,13 +210,29 @@ class Rehearsal:
                 keep=keep,
             )
 
+    def _fill_adapters(self) -> None:
+        """Give new adapters of a frozen model start values.
+
+        Their own are zero in one of two layers, and then so is the gradient of the other.
+        """
+        new = {place.name for p, place in self.model.places() if p.requires_grad}
+        if new and all(map(is_of_adapter, new)) and not buffers_of(self.model.chunks):
+            self._ranks.together("setting the start values", lambda: self._fill({}, None, new))
+            self.model.optimizer.reload_model_params()
+
     def _fill(
-        self, parts: Mapping[torch.nn.Parameter, WeightPart], stored: StartValues | None
+        self,
+        parts: Mapping[torch.nn.Parameter, WeightPart],
+        stored: StartValues | None,
+        names: Container[str] | None = None,
     ) -> None:
+        """Fill parameters with these names, or all."""
         from megatron.core.utils import get_model_config
 
         config = get_model_config(self.model.chunks[0])
         for parameter, place in self.model.places():
+            if names is not None and place.name not in names:
+                continue
             part = parts.get(parameter)
             # Rounded to the model's precision first, like main weights that are copies.
             target = part.stepped.to(part.weights.dtype) if part else parameter
@@ -223,7 +242,8 @@ class Rehearsal:
                 self.model.mesh,
                 seed=self._args.seed,
                 config=config,
-                init=self._settings.init,
+                # Beside loaded weights, values that reveal more would drown them.
+                init=self._settings.init if names is None else "megatron",
                 stored=stored,
             )
             if part:
