@@ -85,7 +85,7 @@ def is_within_first_of_gated(parameter: str) -> bool:
     """Whether a parameter belongs to such a module."""
     if is_of_adapter(parameter):
         return is_first_of_gated(parameter.rpartition(".")[0])
-    return FIRST_OF_GATED[0] in parameter.split(".")
+    return not set(FIRST_OF_GATED).isdisjoint(parameter.split("."))
 
 
 def is_of_adapter(parameter: str) -> bool:
