@@ -167,7 +167,8 @@ def _into(restarted: Run, text: str, number: int) -> Run:
     """The same restart in another layout."""
     try:
         words = shlex.split(text)
-    except ValueError as error:
+        Given.parse(words)
+    except (ValueError, TTraceError) as error:
         raise TTraceError(f"--into {text!a}: {error}") from error
     nproc = restarted.nproc
     if _NPROC in words[:-1]:

@@ -64,6 +64,7 @@ def resume(
         TTraceError: when the uninterrupted run or the restart in the same layout gives no state.
     """
     folder = settings.directory.resolve()
+    say = _once(say)
     plan = restarts.plan(command.arguments, nproc, steps, into, folder)
     from megatron_ttrace.jobs import job as jobs
 
@@ -82,7 +83,15 @@ def resume(
             raise TTraceError("the job saved nothing: does its script save checkpoints?")
         stored = _Checkpoint(folder / restarts.CHECKPOINT, before)
         answers = list(_answers(plan, runner, before, stored))
-        words = checking(script, command.arguments, nproc, command="resume")
+        options = [word for layout in into for word in ("--into", layout)]
+        words = checking(
+            script,
+            command.arguments,
+            nproc,
+            None,
+            *("--steps", str(steps), *options),
+            command="resume",
+        )
         resumed = Resumed(
             verdict=worst([one.verdict for one in answers]),
             command=tuple(disclosure.command(["ttrace", *words])),
@@ -94,6 +103,18 @@ def resume(
         )
         owned.write(folder / ANSWER, [json.dumps(resumed.to_json(), indent=1), "\n"])
     return resumed
+
+
+def _once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Say nothing twice: every run repeats what is true of all."""
+    said = set()
+
+    def saying(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    return saying
 
 
 def _clear(folder: Path) -> None:

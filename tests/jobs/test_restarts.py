@@ -79,5 +79,5 @@ def test_other_layouts() -> None:
 @pytest.mark.parametrize("flags", ["dp 2", "--nproc-per-node many", "'", "--ttrace-seeds 3"])
 def test_no_layout(flags: str) -> None:
     """One line for what is none."""
-    with pytest.raises(TTraceError):
+    with pytest.raises(TTraceError, match="--into"):
         made(into=(flags,))

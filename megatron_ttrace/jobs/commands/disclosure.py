@@ -43,8 +43,8 @@ _FREE_TEXT = frozenset(
 
 _OUR_FLAGS = frozenset(
     """
-    --against --allow-unchecked --checkout --directory --known --max-ranks --recipe --seconds
-    --timeout
+    --against --allow-unchecked --checkout --directory --good --into --known --max-ranks --recipe
+    --seconds --steps --timeout
     """.split()
 ) | {flag.name for flag in FLAGS.values() if not flag.is_switch}
 _LAUNCHER_VALUES = frozenset(
@@ -59,10 +59,10 @@ _LAUNCHER_VALUES = frozenset(
 _SWITCHES = frozenset(
     """
     -- --standalone --no-python --no_python --run-path -u -O -B -I -P -s -S -E -l -i --no-fork
-    --quiet --json --shrink
+    --quiet --json --shrink --blame --once
     """.split()
 ) | {CHECK.name, *(flag.name for flag in FLAGS.values() if flag.is_switch)}
-_OF_COMMANDS = frozenset({"-c", "--against", "--ttrace-reference-args"})
+_OF_COMMANDS = frozenset({"-c", "--against", "--into", "--ttrace-reference-args"})
 """Flags whose value is a command itself, or arguments."""
 _PROGRAM = re.compile(
     r"([\w./-]*/)?(ttrace|torchrun|python[\d.]*|srun|mpirun|env|bash|sh|accelerate|timeout|nohup)"
@@ -70,8 +70,8 @@ _PROGRAM = re.compile(
 )
 _SUBCOMMANDS = frozenset(
     """
-    check record diff compare report shrink recipes bisect checkpoint ci clean doctor patch demo
-    data eval bugs matrix mutants nightly plant baselines growth run
+    check record diff compare report shrink recipes bisect blame checkpoint resume ci clean doctor
+    patch demo data eval bugs matrix mutants nightly plant baselines run
     """.split()
 )
 _SCRIPT = re.compile(r"[\w./-]+\.(py|sh|slurm|sbatch)")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ttrace.cli import main
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.disclosure import command
@@ -182,3 +183,14 @@ def test_lists_name_what_exists() -> None:
 def test_a_line_break_in_a_word(word: str) -> None:
     """It ends a command in a text; it is no text that has a command in it."""
     disclosure.withhold(["ttrace", "check", "--ttrace-dir", word, "--", word])
+
+
+def test_every_command_of_ours_is_shown() -> None:
+    """With what it was given."""
+    for name in (*main.COMMANDS, *main.EVALUATION):
+        words = ["ttrace", name.rpartition(".")[2]]
+        assert disclosure.command(words) == words
+    words = ["ttrace", "resume", "--steps", "3", "--into", "--nproc-per-node 1 --bf16", "--"]
+    assert disclosure.command(words) == words
+    hidden = disclosure.command(["ttrace", "resume", "--into", f"--hf-token {CANARY}", "--"])
+    assert CANARY not in " ".join(hidden)
