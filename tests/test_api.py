@@ -103,7 +103,7 @@ def test_check_returns_what_was_written(tmp_path: Path) -> None:
     code = (
         "import json\nfrom megatron_ttrace.jobs import provenance\n"
         "pathlib.Path(directory, 'told').write_text(os.environ[provenance.COMMAND])\n"
-        "assert os.environ['HERE'] == 'set'\nassert '--ttrace-seeds=2' in sys.argv\n"
+        "assert os.environ['HERE'] == 'set'\nassert '--ttrace-seeds=2' in words\n"
         "answer(Result.DIVERGED)\nsys.exit(1)\n"
     )
     report = check(
@@ -134,8 +134,8 @@ def conclude(culprits, **config):
         files.write_summary(directory / files.SUMMARY, summary, None)
     sys.exit(1)
 
-if "--ttrace-isolate" in sys.argv:
-    reference = [one for one in sys.argv if one.startswith("--ttrace-reference=")]
+if "--ttrace-isolate" in words:
+    reference = [one for one in words if one.startswith("--ttrace-reference=")]
     assert reference == [f"--ttrace-reference={str(directory).removesuffix('-isolated')}/reference"]
     conclude((culprit_of(wrong, "", ""),), isolate=True)
 (directory / "reference").mkdir(exist_ok=True)

@@ -140,9 +140,9 @@ def _frames(error: BaseException) -> Iterator[Frame]:
 
     Nothing if it was raised in code of ours.
     """
-    packages = [sys.modules.get(name) for name in ("megatron.core", "megatron.training")]
-    files = [file for package in packages if (file := getattr(package, "__file__", None))]
-    folders = [f"{Path(file).parents[1]}{os.sep}" for file in files]
+    names = ("megatron.core", "megatron.training", "megatron.bridge")
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
+    folders = [f"{Path(file).parents[1]}{os.sep}" for file in files if file]
     paths = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
     installed = [f"{path}{os.sep}" for path in paths if path]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):

@@ -74,6 +74,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
         and name not in SINGLE_DEVICE
         and name not in QUIET
     }
+    packages = dict.fromkeys((*scripts.MEGATRON, *scripts.imported()))
     return {
         "arguments": arguments,
         "ttrace": {
@@ -93,7 +94,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             "script": _content([Path(sys.argv[0])]),
             "modules beside the script": _content(_beside(Path(sys.argv[0]))),
             "megatron_ttrace": _tree(Path(__file__).parents[1]),
-            **{name: _tree(_folder_of(name)) for name in scripts.MEGATRON},
+            **{name: _tree(_folder_of(name)) for name in packages},
         },
         "versions": provenance.installed(),
         _TOLD: {"megatron": str(_folder_of("megatron.core").parent)},

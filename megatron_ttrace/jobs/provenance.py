@@ -33,7 +33,10 @@ SHRUNK = "TTRACE_SHRUNK"
 """Environment variable: what the job under check stands for, if that is a larger one."""
 
 _GIT_SECONDS = 5.0
-_DISTRIBUTIONS = ("megatron-core", "torch", "transformer-engine", "safetensors", "wandb")
+_DISTRIBUTIONS = (
+    *("megatron-core", "megatron-bridge", "torch", "transformer-engine", "transformers"),
+    *("safetensors", "wandb"),
+)
 _NAMES = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHASHSEED", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE")
 _PREFIXES = (
     *("ATEN_", "CUBLAS", "CUDA_", "CUDNN_", "DNNL_", "FLASH_", "GLOO_", "MEGATRON", "MKL_"),

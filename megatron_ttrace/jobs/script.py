@@ -10,6 +10,7 @@ is left out. The script need not call ``megatron_ttrace.enable()``.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -27,6 +28,9 @@ from typing import Any
 
 MEGATRON = ("megatron.core", "megatron.training")
 """Packages that must be imported from where the script would."""
+_BRIDGE = "megatron.bridge"
+PACKAGES = (*MEGATRON, _BRIDGE)
+"""These, and those that a script may do without."""
 
 PARSER = "megatron.training.arguments"
 BRIDGE = "megatron.bridge.training.pretrain"
@@ -61,7 +65,7 @@ def origins(path: Sequence[str]) -> dict[str, str]:
     with as_search_path(path):
         whole = _find("megatron", None)
         inside = list(whole.submodule_search_locations or ()) if whole else []
-        for name in MEGATRON:
+        for name in PACKAGES:
             spec = _find(name, inside) if inside else None
             if spec is not None and spec.origin is not None:
                 found[name] = _located(spec.origin)
@@ -70,9 +74,20 @@ def origins(path: Sequence[str]) -> dict[str, str]:
 
 def imported() -> dict[str, str]:
     """The files that the packages of Megatron were imported from in this process."""
-    modules = {name: sys.modules.get(name) for name in MEGATRON}
+    modules = {name: sys.modules.get(name) for name in PACKAGES}
     files = {name: getattr(module, "__file__", None) for name, module in modules.items()}
     return {name: _located(file) for name, file in files.items() if file}
+
+
+def imports_bridge(script: str | Path) -> bool:
+    """Whether a script's own code imports Megatron-Bridge. It is not run."""
+    try:
+        nodes = list(ast.walk(ast.parse(Path(script).read_bytes())))
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return False
+    names = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    names += [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    return any(f"{name}.".startswith(f"{_BRIDGE}.") for name in names)
 
 
 def shadowed(script: str | Path, path: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron.training import training
 
 from megatron_ttrace.capture.calls import CallTap
+from megatron_ttrace.jobs import argv
 from megatron_ttrace.run import loop
 from megatron_ttrace.run.candidate import CandidateSession
 from tests.bench.memory import Peak, Turn
@@ -53,7 +54,7 @@ class Plan:
 
 def main(plan: Plan) -> None:
     """Train."""
-    if "--ttrace-role" not in sys.argv:
+    if "--ttrace-role" not in argv.words():
         turns = _Turns(plan)
         if plan.tool in ("ttrace", "calls"):
             _trace_in_turns(turns)

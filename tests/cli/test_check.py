@@ -10,10 +10,12 @@ from megatron_ttrace.cli.main import main
 
 UNDECIDED = """
 import pathlib, sys
+from megatron_ttrace.jobs import argv
 from megatron_ttrace.trace import files
 from megatron_ttrace.trace.records import Result, Summary
 
-directory = pathlib.Path(sys.argv[sys.argv.index("--ttrace-dir") + 1])
+words = argv.words()
+directory = pathlib.Path(words[words.index("--ttrace-dir") + 1])
 print("ttrace: building the model", flush=True)
 files.write_verdicts(directory / files.VERDICTS, [])
 summary = Summary(Result.COULD_NOT_CHECK, {}, (), {}, {}, {}, notices=("9 of 10 unchecked",))
@@ -46,11 +48,12 @@ def test_a_directory_that_looks_like_a_flag(
 ) -> None:
     """It reaches the ranks' parser, and Megatron's, as a directory."""
     parsing = (
-        "import argparse, pathlib, sys\nparser = argparse.ArgumentParser(allow_abbrev=False)\n"
+        "import argparse, pathlib, sys\nfrom megatron_ttrace.jobs import argv\n"
+        "parser = argparse.ArgumentParser(allow_abbrev=False)\n"
         "parser.add_argument('--ttrace-dir')\n"
-        "directory = pathlib.Path(parser.parse_known_args()[0].ttrace_dir)\n"
+        "directory = pathlib.Path(parser.parse_known_args(argv.words())[0].ttrace_dir)\n"
     )
-    words = 'pathlib.Path(sys.argv[sys.argv.index("--ttrace-dir") + 1])'
+    words = 'pathlib.Path(words[words.index("--ttrace-dir") + 1])'
     (tmp_path / "train.py").write_text(f"{parsing}{UNDECIDED.replace(words, 'directory')}")
     monkeypatch.chdir(tmp_path)
     assert main(["check", "--no-fork", "--json", "--ttrace-dir=-x", "--", "train.py"]) == 2

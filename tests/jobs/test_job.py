@@ -205,8 +205,10 @@ def test_no_log_at_all(tmp_path):
 
 ANSWER = """
 import os, pathlib, sys
-assert "--ttrace" in sys.argv and "--ttrace-exit" in sys.argv
-directory = pathlib.Path(sys.argv[sys.argv.index("--ttrace-dir") + 1])
+from megatron_ttrace.jobs import argv
+words = argv.words()
+assert "--ttrace" in words and "--ttrace-exit" in words and "--ttrace" not in sys.argv
+directory = pathlib.Path(words[words.index("--ttrace-dir") + 1])
 print("ttrace: measuring", flush=True)
 from megatron_ttrace.trace.records import Result, Summary
 from megatron_ttrace.trace import files

@@ -113,3 +113,21 @@ def test_our_flags_without_enable(tmp_path: Path) -> None:
     )
     assert "--ttrace-allow-other-megatron" in done.stdout, done.stderr
     assert "OURS" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import megatron.bridge", True),
+        ("def main():\n    from megatron.bridge.training.pretrain import pretrain", True),
+        ("import megatron.core, megatron.bridge.recipes as recipes", True),
+        ("import megatron.bridges", False),
+        ("from megatron.training import pretrain", False),
+        ("import (", False),
+        ("\0", False),
+    ],
+)
+def test_a_script_of_megatron_bridge(tmp_path, code, expected):
+    """It is read, not run."""
+    (tmp_path / "script.py").write_text(code)
+    assert scripts.imports_bridge(tmp_path / "script.py") is expected

@@ -68,16 +68,17 @@ def preload(script: Path, *, arguments: Sequence[str] = ()) -> None:
         # There is next to no garbage, and all that is imported stays.
         gc.disable()
         try:
-            _import_megatron()
-            for name in _OURS if accepts(arguments) else ():
+            is_bridge = scripts.imports_bridge(script)
+            _import_megatron([*_MODULES, scripts.BRIDGE] if is_bridge else _MODULES)
+            for name in _OURS if is_bridge or accepts(arguments) else ():
                 importlib.import_module(name)
         finally:
             gc.enable()
 
 
-def _import_megatron() -> None:
-    """Import its modules; a release that lacks one, or has it behind a dependency, does without."""
-    for name in _MODULES:
+def _import_megatron(modules: Sequence[str]) -> None:
+    """Import these; a release that lacks one, or has it behind a dependency, does without."""
+    for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     _remember_help_texts()
@@ -118,7 +119,7 @@ def refuses(script: Path) -> str:
     """
     path = scripts.search_path(script)
     here, there = scripts.imported(), scripts.origins(path)
-    for name in scripts.MEGATRON:
+    for name in dict.fromkeys((*scripts.MEGATRON, *here)):
         if here.get(name) != there.get(name):
             return f"it has {name} from {there.get(name, 'nowhere')}"
     module = scripts.shadowed(script, path)
