@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_ttrace.jobs import hunks, provenance
 from megatron_ttrace.jobs.hunks import Splice
 from megatron_ttrace.jobs.overlay import Difference, Overlay, Tree
-from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.jobs.processes import apart, signals
 from megatron_ttrace.jobs.settings import Settings, checking
 from megatron_ttrace.saved import api
 from megatron_ttrace.saved.bisection import Answer, causes, smallest
@@ -27,6 +27,8 @@ from megatron_ttrace.trace.sanitise import in_one_line
 type Say = Callable[[str], None]
 
 _TREES, _EDITS, _SEARCH = "trees", "edits.json", "search"
+_SECONDS_TO_REMOVE = 20.0
+"""At most: thousands of files."""
 _LIKELY = (Execution.IN_CULPRIT, Execution.ELSEWHERE, Execution.NOT_KNOWN, Execution.NOT_RUN)
 """What to try first."""
 
@@ -96,7 +98,7 @@ def blame(tree: Tree, difference: Difference, trial: Trial, say: Say) -> api.Rep
     try:
         return _Search(tree, difference, trial, say).run()
     finally:
-        owned.discard(trial.beside / _TREES)
+        _remove_copies(trial)
 
 
 def run_apart(trial: Trial, script: Path, good: str | None, *, quiet: bool) -> api.Report:
@@ -122,13 +124,22 @@ def run_apart(trial: Trial, script: Path, good: str | None, *, quiet: bool) -> a
     options = [*(["--good", good] if good else []), *([] if trial.fork else ["--no-fork"])]
     ours = dataclasses.replace(trial.settings, directory=trial.beside / _SEARCH, wandb=False)
     words = checking(script, trial.arguments, trial.ranks, ours, *options, command="blame")
-    code, said = apart.ttrace(trial.interpreter, words, trial.environment, quiet=quiet)
+    try:
+        code, said = apart.ttrace(trial.interpreter, words, trial.environment, quiet=quiet)
+    finally:
+        # If this process is to end, that one is killed.
+        _remove_copies(dataclasses.replace(trial, settings=ours))
     if code == ExitCode.EQUIVALENT:
         raise TTraceError(f"a copy of the same files is equivalent, see {ours.directory}")
     if code != ExitCode.DIVERGED:
         raise TTraceError(said)
     found = api.load_report(ours.directory).summary.blame
     return api.rewritten(report, dataclasses.replace(report.summary, blame=found))
+
+
+def _remove_copies(trial: Trial) -> None:
+    signals.take_time(_SECONDS_TO_REMOVE)
+    owned.discard(trial.beside / _TREES)
 
 
 def names_of(culprits: Iterable[Culprit]) -> frozenset[str]:

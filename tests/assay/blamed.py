@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import importlib.util
 import json
+import multiprocessing
 import os
 import shutil
 import sys
@@ -99,7 +101,7 @@ def _row(bug: Bug, directory: Path, count: int, seed: int) -> dict[str, Any]:
     variant = Variant(model=layout.models[0])
     words = (
         *variant.arguments,
-        *suites.data_arguments(layout.data, directory, _WORDS),
+        *_data(layout.data, directory),
         *layout.arguments,
     )
     ours, theirs = split(
@@ -167,6 +169,13 @@ def _row(bug: Bug, directory: Path, count: int, seed: int) -> dict[str, Any]:
         "seconds": round(found.seconds, 1),
         "reason": found.reason,
     }
+
+
+def _data(kind: suites.Data, directory: Path) -> tuple[str, ...]:
+    """The arguments of a job's data, which Megatron writes: in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        return tuple(pool.submit(suites.data_arguments, kind, directory, _WORDS).result())
 
 
 def _patch(root: Path, bug: Bug) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.cli.main import main
-from megatron_ttrace.jobs import edited
+from megatron_ttrace.jobs import edited, provenance
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.saved import api, blame
 from megatron_ttrace.trace.blamed import Blaming
@@ -302,6 +302,22 @@ def test_references_of_combinations_are_not_shared(fork, checked, monkeypatch, c
     run(capsys)
     assert checked.environment["TTRACE_CACHE"] == ""
     assert not list((fork / "ttrace-out-blame").glob("checks/*/reference"))
+
+
+def test_secrets_are_not_kept(fork, checked, monkeypatch, capsys):
+    """Neither of the environment nor of the command: checks get them, files and reports do not."""
+    monkeypatch.setenv("MY_API_TOKEN", "hunter2hunter2")
+    edit(fork, ("x + 7", "x + 9"), *harmless(7))
+    command = ["env", "HF_TOKEN=hunter2hunter2", "python", "pretrain.py"]
+    words = ["--wandb-entity", "https://u:hunter2hunter2@host", "--hf-token", "hunter2hunter2"]
+    assert main(["blame", "--json", "--", *command, *words]) == 1
+    said = capsys.readouterr()
+    assert "hunter2" not in said.out + said.err
+    assert checked.environment["HF_TOKEN"] == "hunter2hunter2"
+    assert "hunter2" not in checked.environment[provenance.COMMAND]
+    files = [path for path in fork.glob("ttrace-out*/**/*") if path.is_file()]
+    assert {"edits.json", "summary.json", "report.html"} <= {path.name for path in files}
+    assert not [path for path in files if b"hunter2" in path.read_bytes()]
 
 
 def test_combinations_are_compiled_once(fork, checked, monkeypatch, capsys):

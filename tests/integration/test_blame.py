@@ -15,7 +15,8 @@ from tests.jobs.processes.test_worktrees import git
 def test_a_fork(tmp_path: Path) -> None:
     """The fault, which is not committed, among changes of code that ran and of code that did not.
 
-    The files of the fork are as they were, and the report is that of the fork.
+    The files of the fork are as they were, and the report is that of the fork. What is secret in
+    the environment or the command is in no file.
     """
     root = tmp_path / "tree"
     make_checkout(root)
@@ -31,7 +32,8 @@ def test_a_fork(tmp_path: Path) -> None:
     before = git(root, "diff"), git(root, "status", "--porcelain")
     words = ["check", "--blame", "--once", "--nproc-per-node", 2, "--", "tree/pretrain_gpt.py"]
     words += [*TINY, "--tensor-model-parallel-size", 2]
-    done = ttrace(*words, cwd=tmp_path, cold=True)
+    words += ["--wandb-entity", "https://u:hunter2hunter2@host"]
+    done = ttrace(*words, cwd=tmp_path, cold=True, MEGATRON_API_TOKEN="hunter2hunter2")
     assert done.returncode == 1, done.stdout + done.stderr
     summary = json.loads((tmp_path / "ttrace-out" / "summary.json").read_text())
     blame = summary["blame"]
@@ -43,4 +45,6 @@ def test_a_fork(tmp_path: Path) -> None:
     assert blame["checks"] == 4
     assert summary["run"]["megatron"]["path"] == str(root / "megatron")
     assert (git(root, "diff"), git(root, "status", "--porcelain")) == before
+    files = [path for path in tmp_path.glob("ttrace-out*/**/*") if path.is_file()]
+    assert not [path for path in files if b"hunter2" in path.read_bytes()]
     assert "without this hunk it does not" in " ".join(done.stdout.split())

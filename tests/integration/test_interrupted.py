@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and worse, at moments of a real check: one line, the right exit code, nothing left."""
 
+import importlib.util
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ import pytest
 from megatron_ttrace.jobs.restarts import FIRST
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 from tests.integration.test_bad_input import refused
+from tests.integration.test_checkout import make_checkout, plant
 from tests.jobs.commands.commands import Command
 from tests.trace.test_owned import state_of
 
@@ -60,6 +62,34 @@ def test_ctrl_c_while_restarting(tmp_path: Path, when: str) -> None:
     until_there(command, tmp_path / "ttrace-resume" / when / "logs" / "rank-00001.log")
     interrupted(command)
     assert state_of(mine) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "when"),
+    [
+        (("blame", "--quiet"), "ttrace-out/logs"),
+        pytest.param(
+            ("check", "--blame", "--once"),
+            "ttrace-out-blame/search-blame/checks/2/logs",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_ctrl_c_while_blaming(tmp_path: Path, words: tuple[str, ...], when: str) -> None:
+    """The check ends, the copy of the tree is removed, and the tree itself is as before."""
+    script = make_checkout(tmp_path / "tree")
+    plant(tmp_path / "tree")
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.origin is not None
+    before = state_of(tmp_path / "tree")
+    words = (sys.executable, "-m", "megatron_ttrace", *words, "--ttrace-no-wandb")
+    words += ("--nproc-per-node", "2", "--good", str(Path(spec.origin).parents[2]))
+    command = Command(*words, "--", script, *TINY, *LAYOUT, cwd=tmp_path)
+    until_there(command, tmp_path / when)
+    interrupted(command)
+    assert state_of(tmp_path / "tree") == before
+    assert not list(tmp_path.glob("ttrace-out-blame/**/trees"))
 
 
 def test_data_from_a_pipe(tmp_path: Path) -> None:

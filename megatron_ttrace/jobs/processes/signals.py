@@ -106,6 +106,12 @@ def check() -> None:
         raise Stopped(_State.received)
 
 
+def take_time(seconds: float) -> None:
+    """Once a signal has arrived: what is left to clean up may take so long."""
+    if _State.received:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
 def received() -> int:
     """The number of the first signal received, or 0."""
     return _State.received
