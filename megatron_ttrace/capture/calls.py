@@ -8,6 +8,7 @@ costs a few milliseconds, and the next ones nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable
@@ -24,6 +25,8 @@ _ENOUGH = 64
 _FRAMES = 8
 """Frames of PyTorch's between two of Megatron's: a module's call has three."""
 _NAME = "ttrace calls"
+_NOBODY = 0
+"""Stands for a caller that is not Megatron's."""
 
 type Context = Callable[[], tuple[str, Phase | None]]
 """The module that runs, and whether forward or backward; ``None`` outside of modules."""
@@ -32,14 +35,31 @@ type Context = Callable[[], tuple[str, Phase | None]]
 _folded = functools.cache(pattern)
 
 
+@dataclasses.dataclass(slots=True)
+class _Seen:
+    """A function of Megatron's that started; hashing its code would take longer than all else.
+
+    Attributes:
+        code: of the function.
+        part: of the step that its file belongs to.
+        starts: since it showed something new.
+        phase: of its last start.
+    """
+
+    code: CodeType
+    part: Phase | None
+    starts: int = 0
+    phase: Phase | None = None
+
+
 class CallTap:
     """Records the calls of Megatron's functions on this rank."""
 
     def __init__(self) -> None:
         self.error = ""
-        self._calls: dict[tuple[CodeType, CodeType | None, str, Phase], int] = {}
-        self._starts: dict[CodeType, int] = {}
-        self._phases: dict[CodeType, Phase] = {}
+        self._calls: dict[tuple[int, int, str, int], tuple[Phase, int]] = {}
+        self._seen: dict[int, _Seen | None] = {}
+        self._others: list[CodeType] = []
         self._context: Context | None = None
         self._reports = Starts(_NAME)
 
@@ -50,8 +70,8 @@ class CallTap:
     def in_steps(self, context: Context) -> None:
         """The model is built: from now on ``context`` says where functions run."""
         self._context = context
-        self._starts.clear()
-        self._phases.clear()
+        for seen in filter(None, self._seen.values()):
+            seen.starts, seen.phase = 0, None
         self._reports.again()
 
     def stop(self) -> None:
@@ -60,58 +80,69 @@ class CallTap:
 
     def calls(self, chunks: Iterable[Names]) -> Calls:
         """What ran."""
-        numbers: dict[CodeType, int] = {}
+        numbers: dict[int, int] = {}
 
-        def number(code: CodeType | None) -> int:
-            return -1 if code is None else numbers.setdefault(code, len(numbers))
+        def number(known: int) -> int:
+            return -1 if known == _NOBODY else numbers.setdefault(known, len(numbers))
 
         calls = tuple(
             FunctionCall(number(code), number(caller), module, phase, line)
-            for (code, caller, module, phase), line in self._calls.items()
+            for (code, caller, module, _), (phase, line) in self._calls.items()
         )
         marks = {
             pattern(name): sources.marks_of(parameter)
             for names in chunks
             for name, parameter in names.parameters.items()
         }
-        return Calls(tuple(map(sources.function_of, numbers)), calls, marks)
+        codes = (seen.code for known in numbers if (seen := self._seen[known]) is not None)
+        return Calls(tuple(map(sources.function_of, codes)), calls, marks)
 
     def _started(self, code: CodeType, _: int) -> Any:
-        is_import = code.co_name == "<module>"
-        if self.error or is_import or not sources.in_megatron(code.co_filename):
-            return sys.monitoring.DISABLE
         try:
-            return self._note(code, sys._getframe(1))
+            seen = self._of(code)
+            if seen is None or self.error:
+                return sys.monitoring.DISABLE
+            return self._note(seen, sys._getframe(1))
         except Exception as error:  # noqa: BLE001 - recording never harms training
             self.error = one_line(error)
             return sys.monitoring.DISABLE
 
-    def _note(self, code: CodeType, frame: FrameType) -> Any:
-        caller: FrameType | None = frame.f_back
+    def _of(self, code: CodeType) -> _Seen | None:
+        """What is known of a function; ``None`` if it is not Megatron's."""
+        seen = self._seen.get(id(code))
+        if seen is None and id(code) not in self._seen:
+            if code.co_name != "<module>" and sources.in_megatron(code.co_filename):
+                seen = _Seen(code, sources.part_of(code.co_filename))
+            else:
+                # It is kept, so that no other code gets its identity.
+                self._others.append(code)
+            self._seen[id(code)] = seen
+        return seen
+
+    def _note(self, seen: _Seen, frame: FrameType) -> Any:
+        caller, by = frame.f_back, None
         for _ in range(_FRAMES):
-            if caller is None or sources.in_megatron(caller.f_code.co_filename):
+            if caller is None or (by := self._of(caller.f_code)) is not None:
                 break
             caller = caller.f_back
-        else:
-            caller = None
-        by = None if caller is None else caller.f_code
-        module, phase = self._place(code, by)
-        key = code, by, module, phase
+        module, phase = self._place(seen, by)
+        # Python hashes members of enumerations slowly.
+        key = id(seen.code), _NOBODY if by is None else id(by.code), module, id(phase)
         if key not in self._calls:
-            self._calls[key] = 0 if caller is None else caller.f_lineno
-            self._starts[code] = 0
+            self._calls[key] = phase, 0 if by is None or caller is None else caller.f_lineno
+            seen.starts = 0
             return None
-        count = self._starts[code] = self._starts.get(code, 0) + 1
-        return sys.monitoring.DISABLE if count >= _ENOUGH else None
+        seen.starts += 1
+        return sys.monitoring.DISABLE if seen.starts >= _ENOUGH else None
 
-    def _place(self, code: CodeType, caller: CodeType | None) -> tuple[str, Phase]:
+    def _place(self, seen: _Seen, by: _Seen | None) -> tuple[str, Phase]:
         """The part of the step is that of the code, of the module, or of what called it."""
         if self._context is None:
             return "", Phase.CONSTRUCTION
-        part = sources.part_of(code.co_filename)
-        module, phase = self._context()
-        if phase is None or (part is not None and part is not Phase.SCHEDULE):
-            module = ""
-            phase = part or (self._phases.get(caller) if caller else None) or Phase.OTHER
-        self._phases[code] = phase
-        return _folded(module), phase
+        if seen.part is None or seen.part is Phase.SCHEDULE:
+            module, phase = self._context()
+            if phase is not None:
+                seen.phase = phase
+                return _folded(module), phase
+        seen.phase = seen.part or (by.phase if by else None) or Phase.OTHER
+        return "", seen.phase

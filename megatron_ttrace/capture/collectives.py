@@ -257,7 +257,9 @@ class CollectiveTap:
 
     @property
     def _run(self) -> _Run:
-        return self._runs.setdefault(threading.get_ident(), _Run())
+        thread = threading.get_ident()
+        # Asked for at each call of a function: a new one is made only if it is needed.
+        return self._runs.get(thread) or self._runs.setdefault(thread, _Run())
 
     # Modules
 
