@@ -7,6 +7,8 @@ PYTEST := $(PYTHON) -m pytest -q
 # What `make test-versions` runs: training on the CPU, bitwise neutrality, checks, known bugs.
 RELEASE_TESTS := tests/integration/test_releases.py tests/integration/test_demo.py \
   tests/integration/test_bitwise.py tests/cpu/test_training.py
+# What `make bridge` runs. Some test modules import Megatron before the CPU backend is active.
+BRIDGE_TESTS = $(shell grep -rl --include='test_*.py' pytest.mark.bridge tests)
 # More threads than cores slow down small jobs of several ranks, and change the order of sums.
 export OMP_NUM_THREADS = 1
 # Hundreds of processes import the same files: compile them once.
@@ -18,7 +20,7 @@ JOBS ?= 2
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit test-versions lint format docs nightly bench gpu gpu-wheels clean
+.PHONY: help venv demo test unit test-versions bridge lint format docs nightly bench gpu gpu-wheels clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -42,6 +44,10 @@ test-versions: venv ## selected tests with every supported megatron-core release
 	  PYTHONPATH=$$(launch/bootstrap.sh release $$release) TTRACE_TEST_RELEASE=$$release \
 	    $(PYTEST) -m "not nightly" $(RELEASE_TESTS); \
 	done
+
+bridge: venv ## install Megatron-Bridge (900 MB) and run its tests
+	@path=$$(launch/bootstrap.sh bridge) && \
+	  PYTHONPATH=$$path $(PYTEST) -m bridge $(BRIDGE_TESTS)
 
 lint: venv ## run ruff and mypy, and build the documentation strictly
 	$(VENV)/bin/ruff check .

@@ -5,6 +5,7 @@
 #   launch/bootstrap.sh venv     create or update the environment in $VENV (default .venv)
 #   launch/bootstrap.sh release 0.18.2
 #                                install that megatron-core alone under $VENV/releases; print its path
+#   launch/bootstrap.sh bridge   install Megatron-Bridge there, with what it imports; print its path
 #
 # TTRACE_PYTHON names the interpreter to use instead of searching for one.
 set -euo pipefail
@@ -13,6 +14,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-.venv}
 VERSIONS="3.12 3.13" # the versions of megatron-core's wheels, the preferred one first
 CONSTRAINTS=requirements/constraints.txt
+BRIDGE=requirements/bridge.txt
 
 fail() {
   echo "ttrace: $*" >&2
@@ -103,25 +105,38 @@ make_venv() {
 # A release without its dependencies. On PYTHONPATH it precedes the environment's release, as a
 # Megatron-LM checkout does; everything else comes from the environment.
 add_release() {
-  cd "$ROOT"
-  local home unfinished
   [[ $1 =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || fail "$1 is not a release of megatron-core, such as 0.18.2"
+  put_beside "$1" "megatron-core==$1"
+}
+
+# Megatron-Bridge declares packages that need a GPU: only those that it imports are installed.
+add_bridge() {
+  local made
+  made=$(cksum <"$ROOT/$BRIDGE")
+  put_beside "bridge-${made%% *}" -r "$BRIDGE"
+}
+
+put_beside() { # the folder of the package $1, for PYTHONPATH, with what the other words install
+  cd "$ROOT"
+  local name=$1 home unfinished
+  shift
   [[ -x $VENV/bin/python ]] || fail "$VENV does not exist: run make venv first"
   home=$(cd "$VENV" && pwd)/releases
-  unfinished=$home/$1.unfinished
-  if [[ ! -d $home/$1 ]]; then
+  unfinished=$home/$name.unfinished
+  if [[ ! -d $home/$name ]]; then
     rm -rf "$unfinished"
     mkdir -p "$home"
     "$VENV/bin/python" -m pip --disable-pip-version-check install -qq --no-deps \
-      --target "$unfinished" "megatron-core==$1"
-    mv "$unfinished" "$home/$1"
+      --no-build-isolation --target "$unfinished" "$@"
+    mv "$unfinished" "$home/$name"
   fi
-  echo "$home/$1"
+  echo "$home/$name"
 }
 
 case ${1:-} in
   python) find_python ;;
   release) add_release "${2:-}" ;;
+  bridge) add_bridge ;;
   venv)
     if command -v flock >/dev/null; then # of two makes at once, the second waits for the first
       exec 9>"$ROOT/.${VENV//\//_}.lock"
@@ -129,5 +144,5 @@ case ${1:-} in
     fi
     make_venv
     ;;
-  *) fail "usage: launch/bootstrap.sh python|venv|release VERSION" ;;
+  *) fail "usage: launch/bootstrap.sh python|venv|release VERSION|bridge" ;;
 esac

@@ -247,8 +247,8 @@ def requirements() -> list[Requirement]:
     return [Requirement(text) for text in texts]
 
 
-def pins() -> dict[str, str]:
-    lines = (ROOT / "requirements" / "constraints.txt").read_text().splitlines()
+def pins(file: str = "constraints.txt") -> dict[str, str]:
+    lines = (ROOT / "requirements" / file).read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
@@ -258,6 +258,14 @@ def test_everything_needed_is_pinned() -> None:
         pinned = pins().get(canonicalize_name(requirement.name))
         assert pinned is not None, f"{requirement.name} has no pin"
         assert requirement.specifier.contains(pinned, prereleases=True), requirement
+
+
+def test_megatron_bridge_comes_on_top() -> None:
+    """Its pin is what the extra asks for; it replaces no package of the environment."""
+    extras = project()["optional-dependencies"]
+    (bridge,) = map(Requirement, extras["bridge"])  # type: ignore[index]
+    assert bridge.specifier.contains(pins("bridge.txt")[bridge.name])
+    assert not pins("bridge.txt").keys() & {*pins(), "apex"}
 
 
 def test_no_foreign_apex() -> None:

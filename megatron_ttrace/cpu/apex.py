@@ -108,7 +108,9 @@ def install() -> None:
     fused, fast = FusedLayerNormAffineFunction, FastLayerNormFN
     offer("apex", {})
     offer("apex.normalization", {})
-    offer("apex.normalization.fused_layer_norm", {fused.__name__: fused})
+    # The module is for Megatron-Bridge, which asks for it and reports a failure with a traceback.
+    norms = {fused.__name__: fused, "MixedFusedLayerNorm": torch.nn.LayerNorm}
+    offer("apex.normalization.fused_layer_norm", norms)
     offer("apex.contrib", {})
     offer("apex.contrib.layer_norm", {})
     offer("apex.contrib.layer_norm.layer_norm", {fast.__name__: fast})

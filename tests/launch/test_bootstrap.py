@@ -42,6 +42,7 @@ class Machine:
             "setup.py",
             "megatron_ttrace/compare/sums.c",
             "requirements/constraints.txt",
+            "requirements/bridge.txt",
         ]
         for name in names:
             (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -76,6 +77,13 @@ class Machine:
         text = script.read_text()
         assert text.count("python=$(find_python)") == 1
         script.write_text(text.replace("python=$(find_python)", f"python={python}"))
+
+    def installs_beside(self) -> None:
+        """Let the stand-in make the folder of what is put beside an existing environment."""
+        self.add("mv", f'#!/bin/bash\nexec {shutil.which("mv")} "$@"\n')
+        made = 'all="$*"; to=${all#*--target }; mkdir "${to%% *}"; '
+        installs = FAKE_PYTHON.replace('-m pip "*) ', f'-m pip "*) {made}')
+        self.add("python", installs, self.checkout / ".venv" / "bin")
 
     def installs(self) -> int:
         return len(self.log.read_text().splitlines()) if self.log.exists() else 0
@@ -182,10 +190,7 @@ def test_foreign_environment_is_left_alone(machine: Machine) -> None:
 
 def test_a_release_is_put_beside_the_environment_once(machine: Machine) -> None:
     """Only that package, without its dependencies; its folder is printed for PYTHONPATH."""
-    machine.add("mv", f'#!/bin/bash\nexec {shutil.which("mv")} "$@"\n')
-    # --target DIR is the last word but one.
-    installs = FAKE_PYTHON.replace('-m pip "*) ', '-m pip "*) mkdir "${@: -2:1}"; ')
-    machine.add("python", installs, machine.checkout / ".venv" / "bin")
+    machine.installs_beside()
     missing = machine.run("release", "0.18.2", VENV="absent")
     assert missing.returncode == 2
     assert "make venv" in missing.stderr
@@ -214,3 +219,21 @@ def test_usage(machine: Machine) -> None:
     done = machine.run("help")
     assert done.returncode == 2
     assert "usage:" in done.stderr
+
+
+def test_megatron_bridge_is_put_beside_the_environment_once(machine: Machine) -> None:
+    """What its file lists, and nothing that those packages declare; again if the file changed."""
+    machine.installs_beside()
+    first = machine.run("bridge")
+    assert first.returncode == 0, first.stderr
+    folder = Path(first.stdout.strip())
+    assert folder.is_dir()
+    assert folder.parent == machine.checkout / ".venv" / "releases"
+    assert "--no-deps" in machine.log.read_text()
+    assert "-r requirements/bridge.txt" in machine.log.read_text()
+    assert machine.run("bridge").stdout == first.stdout
+    assert machine.installs() == 1
+    with (machine.checkout / "requirements/bridge.txt").open("a") as file:
+        file.write("# renewed\n")
+    assert machine.run("bridge").stdout != first.stdout
+    assert machine.installs() == 2

@@ -13,14 +13,11 @@ import pytest
 
 import megatron_ttrace
 from megatron_ttrace import cpu
-from megatron_ttrace.cpu import bridge
 from megatron_ttrace.mcore.fronts import bridge_options
 from megatron_ttrace.mcore.fronts.bridge_options import ABSENT, RENAMED, Options, decision_of
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE, Action
 from megatron_ttrace.mcore.options.roles import ROLES
 from megatron_ttrace.trace.errors import TTraceError
-
-needs_bridge = pytest.mark.skipif(not bridge.installed(), reason="make bridge installs it")
 
 
 @dataclasses.dataclass
@@ -145,7 +142,7 @@ def _classes(section: str) -> Iterator[type]:
         yield container[section].type
 
 
-@needs_bridge
+@pytest.mark.bridge
 @pytest.mark.parametrize("section", bridge_options.SECTIONS)
 def test_every_field_has_a_decision(section: str) -> None:
     """Of all of Bridge's own sub-configurations."""
@@ -158,7 +155,7 @@ def test_every_field_has_a_decision(section: str) -> None:
     assert not lacking
 
 
-@needs_bridge
+@pytest.mark.bridge
 def test_every_section_has_a_decision() -> None:
     cpu.activate()
     config: Any = importlib.import_module("megatron.bridge.training.config")
@@ -191,7 +188,7 @@ def _is_arguments(node: ast.expr) -> bool:
     return name in ("args", "_args")
 
 
-@needs_bridge
+@pytest.mark.bridge
 def test_no_name_is_read_with_a_silent_default() -> None:
     """Each is a field, has another name, follows from others, or is known to be absent."""
     fields = {
@@ -205,7 +202,7 @@ def test_no_name_is_read_with_a_silent_default() -> None:
     assert not ABSENT & known
 
 
-@needs_bridge
+@pytest.mark.bridge
 def test_renamed_fields_exist() -> None:
     for place in RENAMED.values():
         fields = (dataclasses.fields(kind) for kind in _classes(place.section))
