@@ -41,11 +41,9 @@ def take() -> None:
     sys.argv[1:] = theirs
 
 
-def begin(script: str, arguments: Sequence[str]) -> None:
-    """Set ``sys.argv`` to that of a script whose arguments have our flags among them."""
-    _taken.clear()
-    sys.argv = [script, *arguments]
-    take()
+def add(flags: Sequence[str]) -> None:
+    """Act as if our flags had been on the command line."""
+    _taken.extend(flags)
 
 
 def ours() -> list[str]:
