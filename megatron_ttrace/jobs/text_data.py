@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
+from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -145,7 +146,8 @@ def write_corpus(documents: Iterable[bytes], prefix: Path, *, append_eod: bool =
     Raises:
         TTraceError: when there is no document, or the files cannot be written.
     """
-    from megatron.core.datasets import indexed_dataset
+    with versions.quiet_imports():
+        from megatron.core.datasets import indexed_dataset
 
     bin_path = Path(indexed_dataset.get_bin_path(str(prefix)))
     idx_path = Path(indexed_dataset.get_idx_path(str(prefix)))

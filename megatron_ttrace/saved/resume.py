@@ -327,7 +327,7 @@ class _Comparison:
 
     def _incomparable(self, moves: Moves | None) -> str:
         if self._layout and self._before.any("dropout"):
-            return "dropout, or random routing, draws other numbers in another layout"
+            return "dropout or random routing draws different numbers in a different layout"
         if self._layout and self._before.any("samples_by_layout"):
             return "another layout trains on other samples by design"
         saved, loaded = self._before.state(Point.SAVED), self._after.state(Point.LOADED)

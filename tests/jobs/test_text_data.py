@@ -4,7 +4,10 @@
 import json
 import os
 import shutil
+import sys
 import sysconfig
+import types
+import warnings
 from pathlib import Path
 
 import numpy
@@ -201,3 +204,21 @@ def test_what_the_kernel_writes_is_not_waited_for():
     if not log.exists():
         pytest.skip("no /proc/kmsg here")
     assert list(text_data.read_documents([log])) == []
+
+
+def test_nothing_but_the_answer_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what Megatron goes without, of which it warns when it is imported."""
+    from megatron.core.datasets import indexed_dataset
+
+    class Megatron(types.ModuleType):
+        def __getattr__(self, name: str) -> object:
+            if name == "indexed_dataset":
+                warnings.warn("Apex is not installed", stacklevel=2)
+                return indexed_dataset
+            raise AttributeError(name)
+
+    monkeypatch.setitem(sys.modules, "megatron.core.datasets", Megatron("megatron.core.datasets"))
+    (tmp_path / "a.txt").write_text("text")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run("--output", tmp_path / "out", tmp_path / "a.txt") == 0
