@@ -23,6 +23,7 @@ from types import ModuleType  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if TYPE_CHECKING:
+    from megatron_ttrace.run.own_loop import is_reference, step
     from megatron_ttrace.saved.api import Report, check, compare, load_report
     from megatron_ttrace.trace.errors import TTraceError
     from megatron_ttrace.trace.records import Culprit, Kind, Outcome, Result, Summary, Verdict
@@ -41,13 +42,16 @@ __all__ = [
     "check",
     "compare",
     "enable",
+    "is_reference",
     "load_report",
+    "step",
 ]
 
 _HOMES = {
     "megatron_ttrace.trace.version": ("__version__",),
     "megatron_ttrace.trace.errors": ("TTraceError",),
     "megatron_ttrace.saved.api": ("Report", "check", "compare", "load_report"),
+    "megatron_ttrace.run.own_loop": ("is_reference", "step"),
     "megatron_ttrace.trace.records": (
         "Culprit",
         "Kind",

@@ -424,7 +424,7 @@ def test_the_front_door() -> None:
     assert not at_once
     homes = {home.partition(".")[2] for home in megatron_ttrace._HOMES}
     assert typed == {"": homes}
-    assert {room_of(home) for home in homes} == {"trace", "saved"}
+    assert {room_of(home) for home in homes} == {"trace", "saved", "run"}
 
 
 def test_the_front_door_finds() -> None:

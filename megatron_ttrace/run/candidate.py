@@ -27,7 +27,7 @@ from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.jobs import edited, reference_layout
 from megatron_ttrace.jobs.processes.progress import NOTICE
 from megatron_ttrace.jobs.settings import Keep, Settings
-from megatron_ttrace.mcore import loss_scale, losses, quiet, samples, statistics
+from megatron_ttrace.mcore import fronts, loss_scale, losses, quiet, samples, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.run import answer, launch, requirements
 from megatron_ttrace.run.agreement import EndError, Ranks
@@ -171,11 +171,9 @@ class CandidateSession:
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
         """Rehearse the block of traced iterations that starts with this step."""
-        from megatron.core.num_microbatches_calculator import get_num_microbatches
-
         iterations = next(block for block in self.settings.blocks() if block[0] == step)
         began = time.monotonic()
-        count = get_num_microbatches()
+        count = fronts.current().microbatches()
         block = Block(iterations, count, Served(iterator, count * len(iterations)), run)
         try:
             self.ranks.meet("fetching the batches")

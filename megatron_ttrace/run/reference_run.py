@@ -122,9 +122,7 @@ class ReferenceSession:
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
         """Do everything at the first step; the batches of untraced steps are skipped."""
-        from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-        count = get_num_microbatches()
+        count = fronts.current().microbatches()
         if self._order.separation is not None:
             self._separate(self._order.separation, count, run, iterator)
             return ExitCode.EQUIVALENT

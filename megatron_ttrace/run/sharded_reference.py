@@ -18,6 +18,7 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.sharding import ShardSink
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved
+from megatron_ttrace.mcore import fronts
 from megatron_ttrace.run import merging
 from megatron_ttrace.run.comparison import layout_of
 from megatron_ttrace.run.perturb import perturbed, spread_over
@@ -34,9 +35,7 @@ class ShardedReferenceSession(ReferenceSession):
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
         """Do everything at the first step."""
-        from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-        count = get_num_microbatches()
+        count = fronts.current().microbatches()
         last = self.ranks.size - 1
         self._layout = layout_of(self.model, self.args)
         self._by = sharding.known(self._order.divided)

@@ -31,7 +31,7 @@ from megatron_ttrace.capture.state import (
 from megatron_ttrace.jobs.processes import progress
 from megatron_ttrace.jobs.restarts import CHECKPOINT
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import quiet, samples
+from megatron_ttrace.mcore import fronts, quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
 from megatron_ttrace.mcore.checkpoints.read import Reading
@@ -145,9 +145,7 @@ class StateSession:
 
     def before_step(self, step: int, iterator: DataIterator) -> None:
         """Note what the next step begins with."""
-        from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-        served = Served(iterator, get_num_microbatches())
+        served = Served(iterator, fronts.current().microbatches())
         served.serve()
         self._next = functools.partial(
             Step,

@@ -19,7 +19,7 @@ from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
 from megatron_ttrace.mcore.fronts.bridge_batches import BATCH, Microbatches, Rejoined
 from megatron_ttrace.mcore.fronts.bridge_options import Options
-from megatron_ttrace.mcore.fronts.front import Watch, wrapped
+from megatron_ttrace.mcore.fronts.front import Watch, microbatches, wrapped
 from megatron_ttrace.mcore.quiet import changed
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -111,6 +111,10 @@ class Bridge:
             self._divided = Microbatches(iterator.iterable, self._dealt_to)
             iterator.iterable = Rejoined(self._divided)
         return self._divided
+
+    def microbatches(self) -> int:
+        """Of this rank in a step."""
+        return microbatches()
 
     def deal_to(self, ranks: int) -> None:
         """Let samples be dealt as to this many data-parallel ranks."""

@@ -56,6 +56,9 @@ class Front(Protocol):
     def wrap(self, watch: Watch) -> None:
         """Let the loop call ``watch``."""
 
+    def microbatches(self) -> int:
+        """Of this rank in a step."""
+
     def deal_to(self, ranks: int) -> None:
         """Let samples be dealt as to this many data-parallel ranks, before there are loaders."""
 
@@ -99,6 +102,13 @@ class Front(Protocol):
 
     def writers(self) -> tuple[Any, Any]:
         """The job's own TensorBoard and W&B writers, or ``None``, on this rank."""
+
+
+def microbatches() -> int:
+    """As Megatron's calculator counts them."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    return int(get_num_microbatches())
 
 
 def wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:

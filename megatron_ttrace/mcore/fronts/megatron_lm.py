@@ -17,7 +17,7 @@ import torch
 
 from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
-from megatron_ttrace.mcore.fronts.front import Watch, wrapped
+from megatron_ttrace.mcore.fronts.front import Watch, microbatches, wrapped
 from megatron_ttrace.mcore.quiet import changed
 from megatron_ttrace.mcore.versions import call_known
 
@@ -74,6 +74,10 @@ class MegatronLM:
         )
         training.train_step = wrapped(training.train_step, around_step)
         training.train_step.is_watched = True
+
+    def microbatches(self) -> int:
+        """Of this rank in a step."""
+        return microbatches()
 
     def deal_to(self, ranks: int) -> None:
         """Let shuffled samples be dealt as to this many data-parallel ranks."""

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training loop of somebody's own on megatron-core, of which one step is handed over.
+
+Its options are the fields of the configurations that model, data-parallel wrapper and optimizer
+have, and what the microbatches show.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
+from megatron_ttrace.mcore.fronts.bridge_options import Options
+from megatron_ttrace.mcore.fronts.front import Watch
+from megatron_ttrace.trace.errors import TTraceError
+
+_NEITHER = types.MappingProxyType(
+    {
+        **dict.fromkeys(("load", "train_iters", "eval_interval", "save_interval", "exit_interval")),
+        **dict.fromkeys(("rampup_batch_size", "pretrained_checkpoint", "virtual_pipeline_size")),
+        **dict.fromkeys(("log_params_norm", "log_num_zeros_in_grad"), False),
+        "consumed_train_samples": 0,
+        "iteration": 0,
+        "make_vocab_size_divisible_by": 1,
+        "num_floating_point_operations_so_far": 0.0,
+        "seed": 1234,
+    }
+)
+"""Options that such a loop does not have."""
+
+
+class _Arguments(Options):
+    """Fields of configurations by the names of options; ``known`` has further options."""
+
+    _known: Mapping[str, Any]
+
+    def __init__(self, configurations: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+        super().__init__(types.SimpleNamespace(**configurations))
+        object.__setattr__(self, "_known", {**_NEITHER, **known})
+
+    def __getattr__(self, name: str) -> Any:
+        known = object.__getattribute__(self, "_known")
+        return known[name] if name in known else super().__getattr__(name)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return {**super().__dict__, **self._known}
+
+
+class OwnLoop:
+    """See :class:`megatron_ttrace.mcore.fronts.front.Front`.
+
+    Args:
+        chunks: of the model, wrapped for data parallelism.
+        optimizer: Megatron's.
+        batches: this rank's microbatches.
+        known: options that follow from neither.
+    """
+
+    marks: tuple[str, ...] = ()
+    unread = ""
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        optimizer: Any,
+        batches: Sequence[Mapping[str, Any]],
+        known: Mapping[str, Any],
+    ) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.utils import get_model_config
+
+        rows, length = _shape(batches)
+        ranks = parallel_state.get_data_parallel_world_size()
+        config = get_model_config(chunks[0])
+        facts = {
+            "data_parallel_size": ranks,
+            "global_batch_size": rows * len(batches) * ranks,
+            "micro_batch_size": rows,
+            "seq_length": length,
+            "padded_vocab_size": None,
+            "untie_embeddings_and_output_weights": not any(
+                getattr(module, "share_embeddings_and_output_weights", False)
+                for chunk in chunks
+                for module in chunk.modules()
+            ),
+        }
+        parts = {"model": config, "optimizer": optimizer.config}
+        parts["ddp"] = getattr(chunks[0], "ddp_config", None)
+        self._arguments = _Arguments(parts, {**facts, **known})
+        self._count = len(batches)
+
+    def arguments(self) -> MegatronArguments:
+        """What the configurations say."""
+        return self._arguments
+
+    def is_wrapped(self) -> bool:
+        """Nothing is wrapped: the step is handed over."""
+        return False
+
+    def wrap(self, watch: Watch) -> None:
+        """Nothing to do."""
+
+    def microbatches(self) -> int:
+        """As many as were handed over."""
+        return self._count
+
+    def deal_to(self, ranks: int) -> None:
+        """Nothing: a reference gets the candidate's microbatches."""
+
+    def synchronise(self, chunks: list[torch.nn.Module], optimizer: Optimizer) -> None:
+        """As ``force_param_sync`` of megatron/training/training.py."""
+        del optimizer
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+
+    def parameters_norm(self) -> Callable[..., Any]:
+        """None is logged."""
+        raise TTraceError("this loop logs no norm of parameters")
+
+    def logs(self) -> bool:
+        """What it logs is not known."""
+        return False
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def complete(self, args: MegatronArguments) -> list[str]:
+        """Nothing."""
+        del args
+        return []
+
+    def notices(self) -> list[str]:
+        """What is not compared."""
+        return ["the reference has the candidate's microbatches: how they were read is not checked"]
+
+    def writers(self) -> tuple[Any, Any]:
+        """Not known."""
+        return None, None
+
+
+def _shape(batches: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """Rows and length of a microbatch: of its first tensor with two dims of integers."""
+    for value in batches[0].values() if batches else ():
+        if torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point():
+            return int(value.shape[0]), int(value.shape[1])
+    raise TTraceError(
+        "megatron_ttrace.step: give batches=[...], a dictionary for each microbatch, with tokens "
+        "[samples, sequence]"
+    )

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``megatron_ttrace.step``: a training step of a loop of somebody's own, checked.
+
+Under ``ttrace check`` the candidate's ranks write their microbatches and start a reference: the
+same script on one device, where :func:`is_reference` is true. There the step gets all of these
+microbatches, in the order of the global batch. The step must be a function, because it runs several
+times: perturbed, and once more with modules isolated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ttrace.jobs import argv, fingerprint
+from megatron_ttrace.jobs.settings import CHECK, split
+from megatron_ttrace.mcore import fronts
+from megatron_ttrace.mcore.fronts.own import OwnLoop
+from megatron_ttrace.run import entry
+from megatron_ttrace.run.loop import Watch
+from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.checksum import checksum
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+
+type Microbatch = Mapping[str, Any]
+
+_FOLDER = "batches"
+
+
+def is_reference() -> bool:
+    """Whether this process makes the reference: the script must build its model for one device."""
+    return _is_checked() and split(argv.ours())[0].role == "reference"
+
+
+def step[T](
+    run: Callable[[Sequence[Microbatch]], T],
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: Any,
+    batches: Sequence[Microbatch],
+    *,
+    scheduler: Any = None,
+    **options: Any,
+) -> T:
+    """Run a training step; under ``ttrace check``, check it, and end the job with the answer.
+
+    Args:
+        run: forward and backward passes of the microbatches it is given, and the optimizer's step.
+            Returns the losses by name as they are logged (of all data-parallel ranks), or what
+            Megatron's ``train_step`` returns, or nothing.
+        model: its chunks on this rank, wrapped by Megatron's ``DistributedDataParallel``.
+        optimizer: a ``MegatronOptimizer``.
+        batches: this rank's microbatches: tensors by name, the same on all ranks of a data-parallel
+            group.
+        scheduler: Megatron's ``OptimizerParamScheduler``, if ``run`` steps one.
+        options: of Megatron-LM that follow from none of these, e.g. ``seed=7``.
+
+    Returns:
+        What ``run`` returns, without a check.
+    """
+    if not _is_checked():
+        return run(batches)
+    with entry.exits_on_user_error(unexpected=True):
+        settings = split(argv.ours())[0]
+        if not (settings.exit_after or settings.role == "reference") or settings.iterations != (1,):
+            raise TTraceError(
+                "megatron_ttrace.step checks the first step, and ends the job: add --ttrace-exit, "
+                "and omit --ttrace-iterations"
+            )
+        chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        home = settings.directory / _FOLDER
+        if settings.role == "reference":
+            batches = _read(home, batches)
+        else:
+            options["batches"] = _written(home, batches)
+        fronts.use(OwnLoop(chunks, optimizer, batches, options))
+        watch = Watch(settings)
+        watch.building()
+        watch.built(chunks, optimizer, scheduler or _Unscheduled())
+        source = _Source(batches)
+        watch.step(functools.partial(_stepped, run, source, len(batches)), source)
+        raise TTraceError("the step was not checked")
+
+
+def _stepped(run: Callable[..., Any], source: _Source, count: int) -> Any:
+    result = run([next(source.iterable) for _ in range(count)])
+    if isinstance(result, tuple):
+        return result
+    losses = result if isinstance(result, dict) else {}
+    return losses, 0, False, False, 0, None, None, None
+
+
+class _Source:
+    """What microbatches are taken from (``capture/batches.py``)."""
+
+    def __init__(self, batches: Sequence[Microbatch]) -> None:
+        self.iterable = iter([dict(batch) for batch in batches])
+
+
+class _Unscheduled:
+    """Instead of a scheduler."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+
+    def step(self, increment: int) -> None:
+        """Nothing changes with the samples."""
+
+    def state_dict(self) -> dict[str, float | str]:
+        """Nothing."""
+        return {}
+
+
+def _is_checked() -> bool:
+    return CHECK.name in argv.words()
+
+
+def _written(home: Path, batches: Sequence[Microbatch]) -> str:
+    """Write this rank's microbatches, if it is the first of its data-parallel group; a digest."""
+    from megatron.core import parallel_state as mpu
+
+    if dist.get_rank() == 0:
+        owned.remove(home)
+    dist.barrier()
+    marks = []
+    writer = TraceWriter(home, mpu.get_data_parallel_rank())
+    for number, batch in enumerate(batches):
+        for name, value in batch.items():
+            if torch.is_tensor(value):
+                marks.append(f"{name}/{checksum(value)}")
+                key = TraceKey(1, number, Kind.TOKENS, name)
+                writer.add(Entry.of(key, value), value)
+    others = mpu.get_pipeline_model_parallel_rank(), mpu.get_context_parallel_rank()
+    if not mpu.get_tensor_model_parallel_rank() and not any(others):
+        writer.close()
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, marks)
+    if dist.get_rank() == 0:
+        seal(home, {"role": _FOLDER})
+    dist.barrier()
+    return fingerprint.digest({_FOLDER: digests})
+
+
+def _read(home: Path, batches: Sequence[Microbatch]) -> list[Microbatch]:
+    """All microbatches of the candidate, in the order of the global batch.
+
+    What is no tensor is that of this process's own first microbatch.
+    """
+    others = {name: value for name, value in batches[0].items() if not torch.is_tensor(value)}
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    reader = TraceReader(home)
+    ranks = [reader.ranks[rank] for rank in sorted(reader.ranks)]
+    found: dict[int, dict[str, Any]] = {}
+    for rank, entries in enumerate(ranks):
+        for written in entries:
+            number = written.key.microbatch * len(ranks) + rank
+            batch = found.setdefault(number, dict(others))
+            batch[written.key.name] = reader.tensor(written).clone().to(device)
+    return [found[number] for number in sorted(found)]
