@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import index
 from megatron_ttrace.mcore import versions
+from megatron_ttrace.mcore.fronts import bridge_release
 from megatron_ttrace.trace import compiled
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
@@ -211,6 +212,20 @@ def _transformer_engine() -> Finding:
     return Finding("TransformerEngine", "ok", f"{version} ({module.__name__})")
 
 
+def _bridge() -> Finding:
+    """Whether jobs of Megatron-Bridge can be checked."""
+    subject, home = "Megatron-Bridge", bridge_release.folder()
+    if home is None:
+        advice = "only for jobs of Megatron-Bridge (docs/bridge.md)"
+        return Finding(subject, "optional", "not installed", advice)
+    version = bridge_release.version() or "of unknown version"
+    if lacking := bridge_release.lacking(home):
+        found = f"{version} has no {', '.join(lacking)}"
+        return Finding(subject, "optional", found, f"tested: {', '.join(bridge_release.TESTED)}")
+    advice = "" if version in bridge_release.TESTED else "not a release that was tested"
+    return Finding(subject, "ok", f"{version}, with all that is wrapped", advice)
+
+
 def _apex() -> Finding:
     advice = "build it from NVIDIA's source; the package named apex on the index is another project"
     try:
@@ -237,6 +252,7 @@ _OPTIONAL = {
     "comparison": _comparison,
     "TransformerEngine": _transformer_engine,
     "Apex": _apex,
+    "Megatron-Bridge": _bridge,
     "wandb": lambda: _tracker(
         "wandb", "to log verdicts", "runs of a check stay offline without --ttrace-wandb"
     ),

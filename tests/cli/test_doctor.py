@@ -14,7 +14,7 @@ from tests.integration.jobs import ttrace
 
 SUBJECTS = {
     *("Python", "torch", "megatron-core", "GPU", "disk", "options", "comparison"),
-    *("TransformerEngine", "Apex", "wandb", "TensorBoard", "checks"),
+    *("TransformerEngine", "Apex", "Megatron-Bridge", "wandb", "TensorBoard", "checks"),
 }
 
 
