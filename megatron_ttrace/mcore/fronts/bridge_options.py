@@ -88,10 +88,13 @@ ABSENT = frozenset(
     otel_enabled override_ckpt_iteration recompute_activations result_rejected_tracker_filename
     run_workload_inspector_server sft torch_fsdp2_reshard_after_forward use_layer_wise_param_layout
     use_flash_attn no_persist_layer_norm use_rotary_position_embeddings train_data_path
-    ckpt_pg_tensors_cache_create ckpt_pg_tensors_cache_path persistent_workers yaml_cfg
+    ckpt_pg_tensors_cache_create ckpt_pg_tensors_cache_path yaml_cfg
     """.split()
 )
 """Options that are read or reset and that no sub-configuration has in any form."""
+
+_OF_SOME = frozenset(("persistent_workers",))
+"""Fields that are read, are no options, and that only some data sets have."""
 
 _RUNTIME = frozenset(
     """
@@ -290,7 +293,7 @@ class Options:
         if values:
             # A deprecated field may have moved to another section: it is None in the old one.
             return next((value for value in values if value is not None), None)
-        if name in ROLES or name in ABSENT or name in SINGLE_DEVICE:
+        if name in ROLES or name in SINGLE_DEVICE or name in ABSENT | _OF_SOME:
             raise AttributeError(name)
         raise TTraceError(f"{name}: what Megatron-Bridge calls this option is not known")
 
