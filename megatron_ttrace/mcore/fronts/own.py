@@ -21,7 +21,7 @@ from megatron_ttrace.trace.errors import TTraceError
 _NEITHER = types.MappingProxyType(
     {
         **dict.fromkeys(("load", "train_iters", "eval_interval", "save_interval", "exit_interval")),
-        **dict.fromkeys(("rampup_batch_size", "pretrained_checkpoint", "virtual_pipeline_size")),
+        **dict.fromkeys(("rampup_batch_size", "pretrained_checkpoint")),
         **dict.fromkeys(("log_params_norm", "log_num_zeros_in_grad"), False),
         "consumed_train_samples": 0,
         "iteration": 0,
