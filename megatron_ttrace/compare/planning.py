@@ -48,8 +48,8 @@ class RankLayout:
         sequence_first: modules that return [sequence, batch, hidden] here and
             [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
             reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).
-        bounds: the tensor of the batch that has the ends of packed sequences, where context
-            parallelism divides these one by one; else empty.
+        bounds: names of the batch's tensor that has the ends of packed sequences, where context
+            parallelism divides these one by one; else empty. The first that there is counts.
     """
 
     mesh: Mesh
@@ -62,7 +62,7 @@ class RankLayout:
     loss_scale: float = 1.0
     dispatcher: str = ""
     partials: Partials = dataclasses.field(default_factory=dict)
-    bounds: str = ""
+    bounds: tuple[str, ...] = ()
 
 
 class _Planned(NamedTuple):
@@ -203,9 +203,12 @@ class Planner(Placer):
         if not self._layout.bounds or microbatch == STEP_LEVEL:
             return ()
         if microbatch not in self._ends:
-            key = TraceKey(self._iteration, microbatch, Kind.TOKENS, self._layout.bounds)
-            bounds = self._reference.data(key)
-            self._ends[microbatch] = ends_of(bounds.tolist())
+            names = self._layout.bounds
+            keys = [TraceKey(self._iteration, microbatch, Kind.TOKENS, name) for name in names]
+            key = next((key for key in keys if key in self._reference), None)
+            # A row may be all there is, without a dim for it.
+            rows = torch.atleast_2d(self._reference.data(key)).tolist() if key else ()
+            self._ends[microbatch] = ends_of(rows)
         return self._ends[microbatch]
 
     def _parameter(

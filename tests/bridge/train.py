@@ -7,7 +7,9 @@ from pathlib import Path
 
 import megatron_ttrace
 
-megatron_ttrace.enable()
-del sys.argv[0]
-sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-runpy.run_path(sys.argv[0], run_name="__main__")
+# Megatron saves with a process that is spawned, and imports this file.
+if __name__ == "__main__":
+    megatron_ttrace.enable()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

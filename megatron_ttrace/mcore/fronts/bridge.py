@@ -17,7 +17,13 @@ import torch
 
 from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
-from megatron_ttrace.mcore.fronts.bridge_batches import BATCH, Microbatches, Rejoined
+from megatron_ttrace.mcore.fronts.bridge_batches import (
+    BATCH,
+    PACKED,
+    Microbatches,
+    Rejoined,
+    padding,
+)
 from megatron_ttrace.mcore.fronts.bridge_options import Options
 from megatron_ttrace.mcore.fronts.front import Watch, microbatches, wrapped
 from megatron_ttrace.mcore.quiet import changed
@@ -68,6 +74,7 @@ class Bridge:
         self._state: Any = None
         self._dealt_to = 1
         self._pretrained = cfg.checkpoint.pretrained_checkpoint
+        self._padding = padding(cfg.dataset, self._options)
         self._pads = False
         self._divided: Microbatches | None = None
 
@@ -115,6 +122,12 @@ class Bridge:
     def microbatches(self) -> int:
         """Of this rank in a step."""
         return microbatches()
+
+    def bounds(self) -> tuple[str, ...]:
+        """What ``_cu_seqlens_for_cp_partition`` of gpt_step.py divides by."""
+        data = self._cfg.dataset
+        is_packed = any(getattr(data, name, False) for name in PACKED)
+        return ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens") if is_packed else ()
 
     def deal_to(self, ranks: int) -> None:
         """Let samples be dealt as to this many data-parallel ranks."""
@@ -206,6 +219,9 @@ class Bridge:
         if self._pads:
             self._pad()
         original(self._cfg)
+        if reference:
+            for name, value in self._padding.items():
+                setattr(self._cfg.dataset, name, value)
         if self._is_divided and self._cfg.data_parallel_size > 1 and not self._is_padded():
             raise TTraceError(
                 "fine-tuning with data parallelism: each rank pads its samples to its longest one, "

@@ -59,6 +59,13 @@ class Front(Protocol):
     def microbatches(self) -> int:
         """Of this rank in a step."""
 
+    def bounds(self) -> tuple[str, ...]:
+        """The batch's tensor [samples, sequences + 1] of where packed sequences start and end.
+
+        Context parallelism divides each of them. Rows are filled up with their last number. Of
+        several names the first that a batch has; empty if sequences are not packed so.
+        """
+
     def deal_to(self, ranks: int) -> None:
         """Let samples be dealt as to this many data-parallel ranks, before there are loaders."""
 

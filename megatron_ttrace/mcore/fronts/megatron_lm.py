@@ -79,6 +79,10 @@ class MegatronLM:
         """Of this rank in a step."""
         return microbatches()
 
+    def bounds(self) -> tuple[str, ...]:
+        """Those of ``SFTDataset`` (megatron/training/datasets/sft_dataset.py)."""
+        return ("cu_seqlens",) if getattr(self.arguments(), "sft", False) else ()
+
     def deal_to(self, ranks: int) -> None:
         """Let shuffled samples be dealt as to this many data-parallel ranks."""
         from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler
