@@ -34,8 +34,7 @@ class RankLayout:
 
     Attributes:
         mesh: this rank's place.
-        seq_length: logical sequence length; with packed sequences that of all samples of a
-            microbatch, which Megatron lays one after the other.
+        seq_length: logical sequence length.
         gated: whether MLPs stack gate and up projection.
         gradient_factor: expected candidate/reference ratio of activation gradients: each
             microbatch's loss is divided by the number of microbatches of *its* rank, and by the
@@ -63,6 +62,10 @@ class RankLayout:
     dispatcher: str = ""
     partials: Partials = dataclasses.field(default_factory=dict)
     bounds: tuple[str, ...] = ()
+
+    def tokens(self, ends: tuple[int, ...]) -> int:
+        """The logical length of the sequence dim, in which packed sequences end at ``ends``."""
+        return ends[-1] if ends else self.seq_length
 
 
 class _Planned(NamedTuple):
@@ -102,8 +105,9 @@ class Placer:
         def infer() -> Placements:
             if heads:
                 return infer_head_rows(local, whole, heads, layout.mesh)
+            length = layout.tokens(ends)
             return infer_activation(
-                local, whole, layout.mesh, seq_length=layout.seq_length, blocks=blocks, ends=ends
+                local, whole, layout.mesh, seq_length=length, blocks=blocks, ends=ends
             )
 
         planned = self._plan((local, whole, blocks, heads, ends), infer, whole)
@@ -222,7 +226,7 @@ class Planner(Placer):
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""
         layout, ends = self._layout, self._ends_of(microbatch)
-        return torch.from_numpy(token_positions(local, layout.mesh, layout.seq_length, ends))
+        return torch.from_numpy(token_positions(local, layout.mesh, layout.tokens(ends), ends))
 
     def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
         """``data`` with its dims in the reference's order."""

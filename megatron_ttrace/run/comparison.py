@@ -133,7 +133,7 @@ def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -
     bounds = fronts.current().bounds() if model.mesh.size("cp") > 1 else ()
     return RankLayout(
         mesh=model.mesh,
-        seq_length=args.seq_length * (args.micro_batch_size if bounds else 1),
+        seq_length=args.seq_length,
         gated=model.gated,
         gradient_factor=gradient_factor(args, model.mesh),
         sequence_first=frozenset(
