@@ -3,7 +3,7 @@
 
 MODEL is ``gpt``, ``llama``, ``qwen3``, ``experts``, or a recipe. PARTs: ``sft``, ``packed``,
 ``direct``, ``in-batch`` (fine-tuning on ``data.py``'s files in the directory ``data``), ``lora``,
-``fp32``, ``plain`` (no distributed optimizer), ``one`` (a recipe's layout becomes one rank). Fields
+``counted-once`` (with it), ``fp32``, ``plain`` (no distributed optimizer), ``one`` (a recipe's layout becomes one rank). Fields
 are set last, as command-line overrides of recipes are.
 """
 
@@ -29,6 +29,7 @@ from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
+from megatron.core.parallel_state import get_expert_model_parallel_rank
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 TUNED = ("sft", "packed", "direct", "in-batch")
@@ -106,6 +107,19 @@ def tuned(kind: str) -> dict[str, Any]:
     return {"dataset": data, "tokenizer": tokenizer}
 
 
+class CountedOnce(LoRA):
+    """Adapters that all experts share are in a gradient norm once (finding 42)."""
+
+    def transform(self, module: Any, name: str | None = None, prefix: str | None = None) -> Any:
+        """Mark the copies, as those of shared embeddings are."""
+        found = super().transform(module, name, prefix)
+        adapter = getattr(found, "adapter", None)
+        if getattr(adapter, "is_expert", False) and get_expert_model_parallel_rank():
+            for parameter in adapter.parameters():
+                parameter.shared = True
+        return found
+
+
 def assign(cfg: Any, word: str) -> None:
     """Set ``SECTION.FIELD=VALUE``."""
     path, _, text = word.partition("=")
@@ -131,7 +145,7 @@ def main(name: str, *words: str) -> None:
     else:
         cfg = configuration(provider(name), **others)
     if "lora" in parts:
-        cfg.peft = LoRA(dim=4, alpha=8)
+        cfg.peft = (CountedOnce if "counted-once" in parts else LoRA)(dim=4, alpha=8)
     if "fp32" in parts:
         cfg.mixed_precision = None
     if "plain" in parts:

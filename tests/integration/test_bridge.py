@@ -31,10 +31,11 @@ def test_a_fault_of_megatron_bridge(tmp_path):
     ("words", "reason"),
     [
         (["llama", "dist.use_decentralized_pg=True"], "dist.use_decentralized_pg=False"),
-        (["llama", "train.global_batch_size=3"], "global batch size"),
+        (["llama", "train.global_batch_size=3"], "eval_global_batch_size (3) must be divisible by"),
         (["llama", "model.no_such_field=1"], "model.no_such_field: there is no such field"),
         (["llama", "--ttrace-no-such-flag"], "--ttrace-no-such-flag"),
-        (["no_such_config"], "no_such_config"),
+        (["experts", "lora", "peft.share_expert_adapters=False"], "single experts"),
+        (["no_such_config"], "AttributeError: module 'megatron.bridge.recipes.llama'"),
     ],
 )
 def test_wrong_input(words, reason, tmp_path):

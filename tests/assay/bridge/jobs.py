@@ -36,7 +36,7 @@ class Job:
         ranks: number of them.
         start: words of the job that saves the checkpoint this one begins with; empty without.
         refused: whether it must be refused.
-        finding: number of a finding (docs/findings.md), for which it diverges; 0 without.
+        finding: number of the one (docs/findings.md) because of which it diverges; 0 without.
     """
 
     name: str
