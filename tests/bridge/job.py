@@ -3,8 +3,8 @@
 
 MODEL is ``gpt``, ``llama``, ``qwen3``, ``experts``, or a recipe. PARTs: ``sft``, ``packed``,
 ``direct``, ``in-batch`` (fine-tuning on ``data.py``'s files in the directory ``data``), ``lora``,
-``counted-once`` (with it), ``fp32``, ``plain`` (no distributed optimizer), ``one`` (a recipe's layout becomes one rank). Fields
-are set last, as command-line overrides of recipes are.
+``counted-once`` (with it), ``fp32``, ``plain`` (no distributed optimizer), ``one`` (a recipe's
+layout becomes one rank). Fields are set last, as command-line overrides of recipes are.
 """
 
 from __future__ import annotations

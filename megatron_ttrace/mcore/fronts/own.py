@@ -109,6 +109,10 @@ class OwnLoop:
         """As many as were handed over."""
         return self._count
 
+    def bounds(self) -> tuple[str, ...]:
+        """Nothing is packed, as far as is known."""
+        return ()
+
     def deal_to(self, ranks: int) -> None:
         """Nothing: a reference gets the candidate's microbatches."""
 
