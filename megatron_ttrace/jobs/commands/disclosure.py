@@ -250,9 +250,11 @@ def _positional(word: str) -> str:
 def _override(word: str) -> str:
     """``SECTION.FIELD=VALUE``: a field of Megatron-Bridge's configuration, as recipes take it."""
     match = _FIELD.fullmatch(word)
-    if match is None or bridge_options.decision_of(match[2], match[3]) is None:
+    if match is None or match[2] not in (*bridge_options.SECTIONS, *bridge_options.OTHERS):
         return HIDDEN
-    allowed = is_shown(bridge_options.option_of(match[2], match[3]))
+    # Switches are no secrets.
+    allowed = match[4] in ("True", "False", "None")
+    allowed |= is_shown(bridge_options.option_of(match[2], match[3]))
     return f"{match[1]}={text(match[4]) if allowed else HIDDEN}"
 
 
