@@ -19,7 +19,6 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_ttrace.jobs.settings import CHECK, FLAGS
-from megatron_ttrace.mcore.fronts import bridge_options
 from megatron_ttrace.mcore.options.decisions import option_of
 from megatron_ttrace.mcore.options.roles import ROLES, VALUES, Role
 from megatron_ttrace.trace import errors
@@ -250,7 +249,12 @@ def _positional(word: str) -> str:
 def _override(word: str) -> str:
     """``SECTION.FIELD=VALUE``: a field of Megatron-Bridge's configuration, as recipes take it."""
     match = _FIELD.fullmatch(word)
-    if match is None or match[2] not in (*bridge_options.SECTIONS, *bridge_options.OTHERS):
+    if match is None:
+        return HIDDEN
+    # Not earlier: its package imports torch.
+    from megatron_ttrace.mcore.fronts import bridge_options
+
+    if match[2] not in (*bridge_options.SECTIONS, *bridge_options.OTHERS):
         return HIDDEN
     # Switches are no secrets.
     allowed = match[4] in ("True", "False", "None")
