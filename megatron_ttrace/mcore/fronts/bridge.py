@@ -25,7 +25,7 @@ from megatron_ttrace.mcore.fronts.bridge_batches import (
     padding,
 )
 from megatron_ttrace.mcore.fronts.bridge_options import Options
-from megatron_ttrace.mcore.fronts.front import Watch, microbatches, wrapped
+from megatron_ttrace.mcore.fronts.front import StepNumbers, Watch, microbatches, wrapped
 from megatron_ttrace.mcore.quiet import changed
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -156,15 +156,7 @@ class Bridge:
         return True
 
     def log(
-        self,
-        writer: Any,
-        chunks: list[torch.nn.Module],
-        optimizer: Any,
-        *,
-        skipped: Any,
-        params_norm: Any,
-        zeros: Any,
-        max_logit: Any,
+        self, writer: Any, chunks: list[torch.nn.Module], optimizer: Any, step: StepNumbers
     ) -> None:
         """``training_log``."""
         utils, state, cfg = _module("utils.train_utils"), self._state, self._cfg
@@ -183,15 +175,15 @@ class Bridge:
                 decoupled_learning_rate=None,
                 loss_scale=1.0,
                 report_memory_flag=False,
-                skipped_iter=skipped,
+                skipped_iter=step.skipped,
                 grad_norm=None,
-                params_norm=params_norm,
-                num_zeros_in_grad=zeros,
+                params_norm=step.params_norm,
+                num_zeros_in_grad=step.zeros,
                 config=cfg,
                 global_state=state,
                 history_wct=None,
                 model=chunks,
-                log_max_attention_logit=max_logit,
+                log_max_attention_logit=step.max_logit,
             )
 
     def writers(self) -> tuple[Any, Any]:
