@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.chunk_state import ChunkState
+from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.records import ROOT, Kind
 
@@ -117,8 +118,11 @@ class PlanTap:
 
     def _build(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         number = self._state.begins()
+        # A reference runs without a plan, and has none of them.
+        names = [name for name in fronts.current().only_in_plans if name in kwargs]
+        rest = {name: kwargs.pop(name) for name in names}
         args, kwargs = self._see(Kind.INPUT, ROOT, (args, kwargs)) or (args, kwargs)
-        plan = build(*args, **kwargs)
+        plan = build(*args, **kwargs, **rest)
         self._guard(self._follow_plan, plan, number)
         return plan
 

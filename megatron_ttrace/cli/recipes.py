@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace recipes``: check all training configurations of a Megatron-LM checkout, shrunk."""
+"""``ttrace recipes``: check all training configurations of a Megatron-LM checkout, shrunk.
+
+Or those of an installed Megatron-Bridge.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,19 @@ from megatron_ttrace.trace.sanitise import in_one_line
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from megatron_ttrace.evaluation.recipes.collect import Recipe
     from megatron_ttrace.evaluation.recipes.run import JobRow, RecipeRow
 
 _EPILOG = """\
 examples:
   ttrace recipes Megatron-LM --dry-run
   ttrace recipes Megatron-LM --only 'moe/*' --limit 20
+  ttrace recipes --bridge --only 'llama/*pretrain*'
 
 The functional tests' model_config.yaml and the example scripts that train GPT are shrunk; equal
 jobs are checked once. Finished jobs are kept under --directory: repeat the command to continue. The
-table is also written there, as recipes.json.
+table is also written there, as recipes.json. With --bridge the recipes are those of the installed
+megatron-bridge, whose models get the sizes that transformers' classes have by themselves.
 
 exit code: 0 all that ran are equivalent or refused by Megatron; 1 a job diverged, even if a known
 finding explains it, because it may have a second fault; 2 a job could not be checked
@@ -45,7 +51,10 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         summary="check all training configurations of a Megatron-LM checkout, shrunk",
         epilog=_EPILOG,
     )
-    parser.add_argument("checkout", type=flags.path, metavar="CHECKOUT")
+    parser.add_argument("checkout", type=flags.path, metavar="CHECKOUT", nargs="?")
+    parser.add_argument(
+        "--bridge", action="store_true", help="the recipes of the installed megatron-bridge"
+    )
     parser.add_argument(
         "--only",
         action="append",
@@ -72,20 +81,19 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Check the configurations and print the table."""
-    from megatron_ttrace.evaluation.recipes import collect
     from megatron_ttrace.evaluation.recipes.run import (
         RESULTS,
         Checker,
         coverage,
         jobs_of,
+        of_bridge,
         read_results,
+        text,
     )
     from megatron_ttrace.evaluation.recipes.run import run as run_jobs
 
-    if not args.checkout.is_dir():
-        raise TTraceError(f"{args.checkout}: no such directory; give a checkout of Megatron-LM")
     say = command.silent if args.json else command.progress()
-    found = collect.collect(args.checkout.absolute(), args.only, args.max_ranks)
+    found = _collect(args)
     if not found:
         raise TTraceError(f"no configuration matches {' '.join(args.only)}: see --dry-run")
     jobs = jobs_of(found)
@@ -94,14 +102,15 @@ def run(args: argparse.Namespace) -> int:
     left = [job for key, job in jobs.items() if key not in finished]
     say(f"{len(found)} configurations, {len(jobs)} different jobs, {len(left)} to run")
     if left and not args.dry_run:
-        checker = Checker(directory, Path(left[0].script), args.seconds)
+        data = of_bridge if args.bridge else text
+        checker = Checker(directory, Path(left[0].script), args.seconds, data)
         last = min(len(left), args.limit or len(left))
         for number, row in enumerate(run_jobs(left, checker, directory, args.limit), 1):
             finished[row.key] = row
             say(f"[{number}/{last}] {row.key} {row.answer} {row.seconds:.0f} s {row.why[:120]}")
     rows = coverage(found, finished)
     table = {
-        "checkout": str(args.checkout),
+        "checkout": "megatron-bridge" if args.bridge else str(args.checkout),
         "jobs": {key: dataclasses.asdict(finished[key]) for key in jobs if key in finished},
         "recipes": [dataclasses.asdict(row) for row in rows],
     }
@@ -112,6 +121,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(rows, [finished[key] for key in jobs if key in finished])
     return _exit_code(rows)
+
+
+def _collect(args: argparse.Namespace) -> list[Recipe]:
+    from megatron_ttrace.evaluation.recipes import collect
+    from megatron_ttrace.evaluation.recipes.bridge import discover
+
+    if args.bridge == (args.checkout is not None):
+        raise TTraceError("give either a checkout of Megatron-LM or --bridge")
+    if args.bridge:
+        return discover.collect(args.only, args.max_ranks)
+    if not args.checkout.is_dir():
+        raise TTraceError(f"{args.checkout}: no such directory; give a checkout of Megatron-LM")
+    return collect.collect(args.checkout.absolute(), args.only, args.max_ranks)
 
 
 def _exit_code(rows: Sequence[RecipeRow]) -> ExitCode:
@@ -133,7 +155,7 @@ def _show(rows: Sequence[RecipeRow], jobs: Sequence[JobRow]) -> None:
 
     console = Console()
     counts = Counter(_label(row) for row in rows)
-    training = [row for row in rows if row.answer not in (None, Answer.REFUSED)]
+    training = [row for row in rows if row.answer not in (None, Answer.REFUSED, Answer.HUB)]
     good = sum(row.answer is Answer.EQUIVALENT for row in training)
     table = Table("configurations", "result", box=None, pad_edge=False)
     for label, count in counts.most_common():
@@ -150,7 +172,8 @@ def _show(rows: Sequence[RecipeRow], jobs: Sequence[JobRow]) -> None:
         console.print(table)
     if training:
         console.print(
-            f"{good} of {len(training)} are equivalent, not counting what Megatron refuses "
+            f"{good} of {len(training)} are equivalent, not counting what Megatron refuses or "
+            f"a model hub is needed for "
             f"({good / len(training):.1%})",
             highlight=False,
         )

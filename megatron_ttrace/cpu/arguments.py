@@ -122,6 +122,8 @@ def _adapt_experts(adapter: _Adapter) -> None:
 def _adapt_attention(adapter: _Adapter, wanted_te: bool) -> None:
     from megatron.core.transformer.enums import AttnBackend
 
+    # With TransformerEngine, some layers of Megatron-Bridge have Megatron's own attention.
+    adapter.switch_off("masked_softmax_fusion", "masked softmax fusion", when=not wanted_te)
     if wanted_te and te.emulated():
         # Its attention is one function, whatever backend is asked for.
         return
@@ -134,7 +136,6 @@ def _adapt_attention(adapter: _Adapter, wanted_te: bool) -> None:
             when=wanted_te or backend is not AttnBackend.auto,
         )
     adapter.switch_off("use_flash_attn", "flash and fused attention")
-    adapter.switch_off("masked_softmax_fusion", "masked softmax fusion", when=not wanted_te)
 
 
 def _adapt_communication(adapter: _Adapter) -> None:
@@ -175,6 +176,9 @@ def _adapt_kernels(adapter: _Adapter) -> None:
         adapter.switch_off("apply_rope_fusion", "RoPE fusion", when=rotary)
     for name in ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"):
         adapter.switch_off(name, "CUDA graphs")
+    if adapter.get("cuda_graph_impl") not in (None, "none"):
+        # Its random state is one that graphs can read.
+        adapter.switch_off("te_rng_tracker", "CUDA graphs")
     adapter.switch_off("cuda_graph_impl", "CUDA graphs", "none")
     adapter.switch_off("batch_invariant_mode", "batch-invariant kernels")
     adapter.switch_off("fine_grained_activation_offloading", "activation offload")

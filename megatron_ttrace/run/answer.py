@@ -176,7 +176,8 @@ def requested(args: Any, chunks: Sequence[Any]) -> Requested:
         resets_attention=bool(getattr(args, "reset_attention_mask", False)),
         per_token_loss=bool(args.calculate_per_token_loss),
         seq_length=int(args.seq_length),
-        window=max(0, int(window[0])) if window else 0,
+        # A model of Megatron-Bridge's may have one number.
+        window=max(0, int(window if isinstance(window, int) else window[0])) if window else 0,
         sparse=int(getattr(args, "dsa_indexer_topk", None) or 0) if sparse else 0,
         drops_tokens=getattr(args, "moe_expert_capacity_factor", None) is not None,
         sharded_optimizer=bool(args.use_distributed_optimizer),

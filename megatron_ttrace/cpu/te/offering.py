@@ -26,6 +26,8 @@ _OFFERED: dict[str, dict[str, str]] = {
         "fp8": "autocast fp8_autocast fp8_model_init quantized_model_init",
         "distributed": "CudaRNGStatesTracker checkpoint",
         "permutation": "Fp8Padding Fp8Unpadding",
+        "names": "UserBufferQuantizationMode",
+        "overlap": "destroy_ub initialize_ub",
     },
     "transformer_engine.pytorch.attention": {"attention": "DotProductAttention"},
     "transformer_engine.pytorch.attention.rope": {"rope": "apply_rotary_pos_emb"},

@@ -31,6 +31,8 @@ class Kind(enum.Enum):
     TRAINING = "training"
     OTHER = "no training"
     NOT_SHRUNK = "cannot be shrunk"
+    HUB = "needs a model hub"
+    REFUSED = "refused by itself"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

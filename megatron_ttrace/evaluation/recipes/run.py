@@ -9,10 +9,11 @@ import enum
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ttrace.evaluation import suites
+from megatron_ttrace.evaluation.recipes.bridge import discover
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.known import finding_of
 from megatron_ttrace.jobs.commands import disclosure
@@ -26,7 +27,7 @@ from megatron_ttrace.trace.records import Outcome, Result
 RESULTS = "jobs.jsonl"
 """One line per finished job, below the working directory."""
 
-_VALIDATING = frozenset({"validate_args", "__post_init__", "finalize", "validate_yaml"})
+_VALIDATING = frozenset({"validate", "validate_args", "__post_init__", "finalize", "validate_yaml"})
 """Functions in which Megatron judges its arguments."""
 
 
@@ -36,6 +37,7 @@ class Answer(enum.StrEnum):
     EQUIVALENT = "equivalent"
     DIVERGED = "diverged"
     REFUSED = "refused by Megatron"
+    HUB = "needs a model hub"
     COULD_NOT_CHECK = "cannot be checked"
 
 
@@ -125,21 +127,29 @@ def run(
 class Checker:
     """Checks small jobs of one checkout with the one Runner."""
 
-    def __init__(self, directory: Path, script: Path, seconds: float) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        script: Path,
+        seconds: float,
+        data: Callable[[Path], Callable[[SmallJob], Sequence[str]]],
+    ) -> None:
         """Import that checkout's Megatron.
 
         Args:
             directory: where to work.
             script: a training script of the checkout.
             seconds: after which a job is ended.
+            data: writes data in a directory; what it returns says the arguments for it.
         """
         self._seconds = seconds
         self._runner = Runner(directory / "jobs", script=script)
-        self._prefix = documents.write(directory / "data" / "text", (documents.SFT,))
+        # Not before: this imports Megatron.
+        self._data = data(directory / "data")
 
     def __call__(self, job: SmallJob) -> JobRow:
         """Check a job."""
-        data = documents.arguments(job.script, self._prefix, job.arguments)
+        data = self._data(job)
         case = Case(
             name=job.key,
             arguments=(*job.arguments, *data),
@@ -182,6 +192,19 @@ class Checker:
         )
 
 
+def text(place: Path) -> Callable[[SmallJob], Sequence[str]]:
+    """Data for scripts of Megatron-LM, for :class:`Checker`."""
+    prefix = documents.write(place / "text", (documents.SFT,))
+    return lambda job: documents.arguments(job.script, prefix, job.arguments)
+
+
+def of_bridge(place: Path) -> Callable[[SmallJob], Sequence[str]]:
+    """Data for recipes of Megatron-Bridge; it is imported here, once for all ranks."""
+    words = discover.write_data(place)
+    discover.prepare()
+    return lambda job: words
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecipeRow:
     """The result of a configuration: the worst of its jobs.
@@ -204,6 +227,11 @@ class RecipeRow:
 
 
 _WORST = (Answer.EQUIVALENT, Answer.REFUSED, Answer.COULD_NOT_CHECK, Answer.DIVERGED)
+_WITHOUT_JOBS = {
+    Kind.NOT_SHRUNK: Answer.COULD_NOT_CHECK,
+    Kind.HUB: Answer.HUB,
+    Kind.REFUSED: Answer.REFUSED,
+}
 
 
 def coverage(recipes: Iterable[Recipe], finished: dict[str, JobRow]) -> list[RecipeRow]:
@@ -212,8 +240,8 @@ def coverage(recipes: Iterable[Recipe], finished: dict[str, JobRow]) -> list[Rec
     for recipe in recipes:
         keys = tuple(job.key for job in recipe.jobs)
         row = RecipeRow(recipe.name, None, recipe.why, jobs=keys, lost=recipe.lost)
-        if recipe.kind is Kind.NOT_SHRUNK:
-            row = dataclasses.replace(row, answer=Answer.COULD_NOT_CHECK)
+        if recipe.kind in _WITHOUT_JOBS:
+            row = dataclasses.replace(row, answer=_WITHOUT_JOBS[recipe.kind])
         elif recipe.kind is Kind.TRAINING and any(key not in finished for key in keys):
             row = dataclasses.replace(row, why="not run yet")
         elif recipe.kind is Kind.TRAINING:

@@ -84,6 +84,12 @@ def _import_megatron(modules: Sequence[str]) -> None:
     _remember_help_texts()
 
 
+def further(package: str) -> None:
+    """Import a package on Megatron that ranks need, after :func:`preload`."""
+    with quiet_imports():
+        importlib.import_module(package)
+
+
 def accepts(arguments: Sequence[str]) -> bool:
     """Whether Megatron's parser accepts arguments; some that it does not may be the script's own.
 

@@ -184,7 +184,10 @@ def other_mixers(case: Case) -> Iterator[Change]:
     if "M" in pattern:
         groups = tp * min(2, max(1, given.integer("mamba_num_groups", 8) // case.large.tp))
         yield from _sizes("groups on every rank", mamba_num_groups=groups)
-        yield from _sizes("heads in every group", mamba_num_heads=max(8, 2 * groups))
+        # In FP8 a rank's heads fill a block: they are part of a projection's rows.
+        block = unit * tp if given.has("fp8") or given.has("fp4") else 8
+        heads = block * -(-2 * groups // block)
+        yield from _sizes("heads in every group", mamba_num_heads=heads)
         yield from _sizes("a block", mamba_head_dim=unit, mamba_state_dim=unit)
 
 

@@ -17,15 +17,9 @@ import torch
 
 from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
-from megatron_ttrace.mcore.fronts.bridge_batches import (
-    BATCH,
-    PACKED,
-    Microbatches,
-    Rejoined,
-    padding,
-)
+from megatron_ttrace.mcore.fronts.bridge_batches import BATCH, Microbatches, Rejoined
 from megatron_ttrace.mcore.fronts.bridge_options import Options
-from megatron_ttrace.mcore.fronts.front import StepNumbers, Watch, microbatches, wrapped
+from megatron_ttrace.mcore.fronts.front import Watch, microbatches, wrapped
 from megatron_ttrace.mcore.quiet import changed
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -67,6 +61,8 @@ class Bridge:
     # folder of an iteration, a model of Hugging Face.
     marks: tuple[str, ...] = ("latest_train_state.pt", "run_config.yaml", "config.json")
     unread = "Megatron-Bridge's checkpoints are not read"
+    # megatron/bridge/training/gpt_step.py, ``_forward_step_common``.
+    only_in_plans: tuple[str, ...] = ("loss_mask",)
 
     def __init__(self, cfg: Any) -> None:
         self._cfg = cfg
@@ -74,7 +70,6 @@ class Bridge:
         self._state: Any = None
         self._dealt_to = 1
         self._pretrained = cfg.checkpoint.pretrained_checkpoint
-        self._padding = padding(cfg.dataset, self._options)
         self._pads = False
         self._divided: Microbatches | None = None
 
@@ -123,12 +118,6 @@ class Bridge:
         """Of this rank in a step."""
         return microbatches()
 
-    def bounds(self) -> tuple[str, ...]:
-        """What ``_cu_seqlens_for_cp_partition`` of gpt_step.py divides by."""
-        data = self._cfg.dataset
-        is_packed = any(getattr(data, name, False) for name in PACKED)
-        return ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens") if is_packed else ()
-
     def deal_to(self, ranks: int) -> None:
         """Let samples be dealt as to this many data-parallel ranks."""
         self._dealt_to = ranks
@@ -156,7 +145,15 @@ class Bridge:
         return True
 
     def log(
-        self, writer: Any, chunks: list[torch.nn.Module], optimizer: Any, step: StepNumbers
+        self,
+        writer: Any,
+        chunks: list[torch.nn.Module],
+        optimizer: Any,
+        *,
+        skipped: Any,
+        params_norm: Any,
+        zeros: Any,
+        max_logit: Any,
     ) -> None:
         """``training_log``."""
         utils, state, cfg = _module("utils.train_utils"), self._state, self._cfg
@@ -175,15 +172,15 @@ class Bridge:
                 decoupled_learning_rate=None,
                 loss_scale=1.0,
                 report_memory_flag=False,
-                skipped_iter=step.skipped,
+                skipped_iter=skipped,
                 grad_norm=None,
-                params_norm=step.params_norm,
-                num_zeros_in_grad=step.zeros,
+                params_norm=params_norm,
+                num_zeros_in_grad=zeros,
                 config=cfg,
                 global_state=state,
                 history_wct=None,
                 model=chunks,
-                log_max_attention_logit=step.max_logit,
+                log_max_attention_logit=max_logit,
             )
 
     def writers(self) -> tuple[Any, Any]:
@@ -211,9 +208,6 @@ class Bridge:
         if self._pads:
             self._pad()
         original(self._cfg)
-        if reference:
-            for name, value in self._padding.items():
-                setattr(self._cfg.dataset, name, value)
         if self._is_divided and self._cfg.data_parallel_size > 1 and not self._is_padded():
             raise TTraceError(
                 "fine-tuning with data parallelism: each rank pads its samples to its longest one, "
@@ -248,10 +242,21 @@ class Bridge:
     def _is_padded(self) -> bool:
         data = self._cfg.dataset
         options = getattr(data, "dataset_kwargs", None) or {}
-        return bool(options.get(_PADDED) or getattr(data, _PADDED, False))
+        packing = self._packing()
+        return bool(options.get(_PADDED) or getattr(data, _PADDED, False)) and (
+            packing is None or bool(packing.pad_cu_seqlens)
+        )
+
+    def _packing(self) -> Any:
+        """How samples are packed; their borders are padded as well, to the most of a rank's."""
+        data = self._cfg.dataset
+        is_on = getattr(data, "enable_offline_packing", False)
+        return data.offline_packing_specs if is_on else None
 
     def _pad(self) -> None:
         data = self._cfg.dataset
+        if (packing := self._packing()) is not None:
+            packing.pad_cu_seqlens = True
         if hasattr(data, _PADDED):
             setattr(data, _PADDED, True)
         elif hasattr(data, "dataset_kwargs"):

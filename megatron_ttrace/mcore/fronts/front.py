@@ -7,7 +7,6 @@ function of a loop itself.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -37,33 +36,19 @@ class Watch(Protocol):
         """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepNumbers:
-    """What is logged with a step, as far as it is computed.
-
-    Attributes:
-        skipped: whether the step was skipped.
-        params_norm: of all parameters.
-        zeros: the number of zeros in gradients.
-        max_logit: of attention.
-    """
-
-    skipped: Any = 0
-    params_norm: Any = None
-    zeros: Any = None
-    max_logit: Any = 0.0
-
-
 class Front(Protocol):
     """A training loop.
 
     Attributes:
         marks: files that mark a directory to start from, beside Megatron-LM's.
         unread: why a start is not compared with its files; empty if it is.
+        only_in_plans: arguments that the loop gives to ``build_schedule_plan`` of a model, and not
+            to its ``forward``.
     """
 
     marks: tuple[str, ...]
     unread: str
+    only_in_plans: tuple[str, ...]
 
     def arguments(self) -> MegatronArguments:
         """The validated options, by the names of Megatron-LM's arguments."""
@@ -76,13 +61,6 @@ class Front(Protocol):
 
     def microbatches(self) -> int:
         """Of this rank in a step."""
-
-    def bounds(self) -> tuple[str, ...]:
-        """The batch's tensor [samples, sequences + 1] of where packed sequences start and end.
-
-        Context parallelism divides each of them. Rows are filled up with their last number. Of
-        several names the first that a batch has; empty if sequences are not packed so.
-        """
 
     def deal_to(self, ranks: int) -> None:
         """Let samples be dealt as to this many data-parallel ranks, before there are loaders."""
@@ -97,7 +75,15 @@ class Front(Protocol):
         """Whether :meth:`log` can be called."""
 
     def log(
-        self, writer: Any, chunks: list[torch.nn.Module], optimizer: Any, step: StepNumbers
+        self,
+        writer: Any,
+        chunks: list[torch.nn.Module],
+        optimizer: Any,
+        *,
+        skipped: Any,
+        params_norm: Any,
+        zeros: Any,
+        max_logit: Any,
     ) -> None:
         """Report a step with the loop's own function. A collective.
 
@@ -105,7 +91,10 @@ class Front(Protocol):
             writer: as TensorBoard's, gets the numbers.
             chunks: this rank's model chunks.
             optimizer: Megatron's.
-            step: what is known of the step.
+            skipped: whether the step was skipped.
+            params_norm: of all parameters.
+            zeros: the number of zeros in gradients.
+            max_logit: of attention.
         """
 
     def complete(self, args: MegatronArguments) -> list[str]:

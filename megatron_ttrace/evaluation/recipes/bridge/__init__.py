@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes of an installed Megatron-Bridge, shrunk."""

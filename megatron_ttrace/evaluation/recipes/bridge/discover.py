@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipes of the installed Megatron-Bridge, and the small jobs that they become.
+
+Recipes are functions in ``megatron.bridge.recipes`` that return a ``ConfigContainer``. Their source
+is read; they are called in children of another process, ``driver.py``.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import fnmatch
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_ttrace.evaluation.recipes.bridge import driver
+from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
+from megatron_ttrace.jobs.processes import forkserver
+from megatron_ttrace.jobs.shrink import documents
+from megatron_ttrace.trace import codec, owned
+from megatron_ttrace.trace.errors import TTraceError
+
+SCRIPT = Path(driver.__file__)
+_RESULT = "ConfigContainer"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedJob:
+    """A small job of a recipe.
+
+    Attributes:
+        arguments: flags of Megatron-LM's.
+        ranks: how many.
+        digest: the same for equal configurations.
+    """
+
+    arguments: tuple[str, ...]
+    ranks: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """What ``driver.py`` says of a recipe; ``kind`` is the name of a :class:`Kind`."""
+
+    name: str
+    kind: str
+    jobs: tuple[PlannedJob, ...]
+    lost: tuple[str, ...]
+    why: str
+
+
+def folder() -> Path:
+    """That of the installed recipes; Bridge is not imported.
+
+    Raises:
+        TTraceError: when there is none.
+    """
+    spec = importlib.util.find_spec("megatron")
+    for place in (spec and spec.submodule_search_locations) or ():
+        found = Path(place, "bridge", "recipes")
+        if found.is_dir():
+            return found
+    raise TTraceError("megatron-bridge is not installed: see docs/bridge.md")
+
+
+def functions(place: Path) -> list[str]:
+    """The recipes in a folder, as ``MODULE:FUNCTION``."""
+    return [
+        f"{'.'.join(file.relative_to(place).with_suffix('').parts)}:{name}"
+        for file in sorted(place.rglob("*.py"))
+        for name in _of_file(file)
+    ]
+
+
+def _of_file(file: Path) -> Iterator[str]:
+    for node in ast.parse(file.read_bytes()).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            result = node.returns
+            name = result.value if isinstance(result, ast.Constant) else getattr(result, "id", "")
+            if name == _RESULT:
+                yield node.name
+
+
+def title(function: str) -> str:
+    """What a recipe is called: ``llama/llama2_7b_pretrain_2gpu_h100_bf16``."""
+    module, _, name = function.partition(":")
+    return f"{module.partition('.')[0]}/{name.removesuffix('_config')}"
+
+
+def collect(patterns: Sequence[str], most: int) -> list[Recipe]:
+    """Find and shrink the recipes.
+
+    Args:
+        patterns: of titles; all if there are none.
+        most: ranks that a small job may have.
+    """
+    wanted = [
+        function
+        for function in functions(folder())
+        if not patterns or any(fnmatch.fnmatchcase(title(function), p) for p in patterns)
+    ]
+    planned = _planned(wanted, most)
+    jobs: dict[str, SmallJob] = {}
+    return [_recipe(function, planned.get(function), jobs) for function in wanted]
+
+
+def _planned(wanted: Sequence[str], most: int) -> dict[str, Planned]:
+    with tempfile.TemporaryDirectory(prefix="ttrace-") as place:
+        file = Path(place, "planned.jsonl")
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(SCRIPT), "--plan", str(file), str(most)],
+            input="\n".join(wanted),
+            env={**os.environ, **driver.OFFLINE},
+            cwd=place,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        if wanted and not lines:
+            last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise TTraceError(f"the recipes of megatron-bridge cannot be imported: {last}")
+    found = [codec.decode(Planned, codec.parse(line)) for line in lines]
+    return {planned.name: planned for planned in found}
+
+
+def _recipe(function: str, planned: Planned | None, jobs: dict[str, SmallJob]) -> Recipe:
+    """As a checkout's; equal configurations get the same job."""
+    if planned is None:
+        return Recipe(title(function), Kind.NOT_SHRUNK, why="building it crashed or took too long")
+    small = []
+    for job in planned.jobs:
+        words = ("--recipe", function, *job.arguments)
+        made = SmallJob(str(SCRIPT), words, job.ranks, ())
+        small.append(jobs.setdefault(job.digest, made))
+    kind = Kind[planned.kind]
+    return Recipe(title(function), kind, tuple(small), planned.why, planned.lost)
+
+
+def prepare() -> None:
+    """Import Bridge into this process, for ranks that are forks of it."""
+    os.environ.update(driver.OFFLINE)
+    forkserver.further(driver.PACKAGE)
+
+
+def write_data(place: Path) -> list[str]:
+    """Write texts to fine-tune on, once, and a tokenizer; the script's arguments that name them.
+
+    Args:
+        place: the directory.
+    """
+    documents.write(place / "text", (documents.SFT,))
+    chats = place / "text-chats"
+    lines = (chats / "chats.jsonl").read_text(encoding="utf-8").splitlines()
+    pairs = []
+    for line in lines:
+        turns = {turn["role"]: turn["content"] for turn in json.loads(line)["messages"]}
+        pairs.append(json.dumps({"input": turns["user"], "output": turns["assistant"]}))
+    for name, texts in (("chat", lines), ("prompt", pairs)):
+        owned.make(chats / name)
+        owned.write(chats / name / "training.jsonl", ["\n".join(texts)])
+    return ["--data", str(chats.absolute())]
