@@ -105,10 +105,13 @@ def _order(
 
 def _serve(listening: socket.socket) -> None:
     """Fork for each order; tell its process id, and when it ends its exit code."""
+    from megatron_ttrace.cpu import bridge
     from megatron_ttrace.jobs.processes import forkserver
 
     parent = os.getppid()
     forkserver.preload(ROOT / "launch" / "pretrain_gpt.py")
+    if bridge.installed():
+        forkserver.preload(ROOT / "tests" / "bridge" / "job.py")
     base = [entry for entry in sys.path if "site-packages" in entry or "lib" in Path(entry).parts]
     running: dict[int, socket.socket] = {}
     while os.getppid() == parent:

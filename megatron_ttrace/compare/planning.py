@@ -34,8 +34,7 @@ class RankLayout:
 
     Attributes:
         mesh: this rank's place.
-        seq_length: logical sequence length; with packed sequences that of all samples of a
-            microbatch, which Megatron lays one after the other.
+        seq_length: logical sequence length.
         gated: whether MLPs stack gate and up projection.
         gradient_factor: expected candidate/reference ratio of activation gradients: each
             microbatch's loss is divided by the number of microbatches of *its* rank, and by the
@@ -48,8 +47,8 @@ class RankLayout:
         sequence_first: modules that return [sequence, batch, hidden] here and
             [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
             reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).
-        bounds: the tensor of the batch that has the ends of packed sequences, where context
-            parallelism divides these one by one; else empty.
+        bounds: names of the batch's tensor that has the ends of packed sequences, where context
+            parallelism divides these one by one; else empty. The first that there is counts.
     """
 
     mesh: Mesh
@@ -62,7 +61,11 @@ class RankLayout:
     loss_scale: float = 1.0
     dispatcher: str = ""
     partials: Partials = dataclasses.field(default_factory=dict)
-    bounds: str = ""
+    bounds: tuple[str, ...] = ()
+
+    def tokens(self, ends: tuple[int, ...]) -> int:
+        """The logical length of the sequence dim, in which packed sequences end at ``ends``."""
+        return ends[-1] if ends else self.seq_length
 
 
 class _Planned(NamedTuple):
@@ -102,8 +105,9 @@ class Placer:
         def infer() -> Placements:
             if heads:
                 return infer_head_rows(local, whole, heads, layout.mesh)
+            length = layout.tokens(ends)
             return infer_activation(
-                local, whole, layout.mesh, seq_length=layout.seq_length, blocks=blocks, ends=ends
+                local, whole, layout.mesh, seq_length=length, blocks=blocks, ends=ends
             )
 
         planned = self._plan((local, whole, blocks, heads, ends), infer, whole)
@@ -203,9 +207,12 @@ class Planner(Placer):
         if not self._layout.bounds or microbatch == STEP_LEVEL:
             return ()
         if microbatch not in self._ends:
-            key = TraceKey(self._iteration, microbatch, Kind.TOKENS, self._layout.bounds)
-            bounds = self._reference.data(key)
-            self._ends[microbatch] = ends_of(bounds.tolist())
+            names = self._layout.bounds
+            keys = [TraceKey(self._iteration, microbatch, Kind.TOKENS, name) for name in names]
+            key = next((key for key in keys if key in self._reference), None)
+            # A row may be all there is, without a dim for it.
+            rows = torch.atleast_2d(self._reference.data(key)).tolist() if key else ()
+            self._ends[microbatch] = ends_of(rows)
         return self._ends[microbatch]
 
     def _parameter(
@@ -219,7 +226,7 @@ class Planner(Placer):
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""
         layout, ends = self._layout, self._ends_of(microbatch)
-        return torch.from_numpy(token_positions(local, layout.mesh, layout.seq_length, ends))
+        return torch.from_numpy(token_positions(local, layout.mesh, layout.tokens(ends), ends))
 
     def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
         """``data`` with its dims in the reference's order."""

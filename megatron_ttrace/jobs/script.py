@@ -90,6 +90,21 @@ def imports_bridge(script: str | Path) -> bool:
     return any(f"{name}.".startswith(f"{_BRIDGE}.") for name in names)
 
 
+def require_flags(script: str | Path, what: str) -> None:
+    """Refuse a script of Megatron-Bridge, whose configuration is code, for ``what`` changes flags.
+
+    Raises:
+        TTraceError: naming the alternative.
+    """
+    from megatron_ttrace.trace.errors import TTraceError
+
+    if imports_bridge(script):
+        raise TTraceError(
+            f"{what} changes flags of Megatron-LM, and {script} is a script of Megatron-Bridge, "
+            "configured in its code: make its configuration small there, and use ttrace check"
+        )
+
+
 def shadowed(script: str | Path, path: Sequence[str]) -> str:
     """A module beside the script that this process has imported from elsewhere, or ``""``."""
     folder = _folder(script)

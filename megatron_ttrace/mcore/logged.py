@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.mcore import fronts, sources
+from megatron_ttrace.mcore.fronts.front import StepNumbers
 
 _SKIPPED, _ZEROS, _LOGITS = 1, 6, 7
 """Positions in what ``train_step`` returns."""
@@ -72,7 +73,8 @@ def reported(
     norm = params_norm(front.parameters_norm(), chunks) if args.log_params_norm else None
     # An optimizer that is not asked for zeros returns 0 or None, as its class has it.
     zeros = result[_ZEROS] if args.log_num_zeros_in_grad else None
-    return _logged(chunks, optimizer, result[_SKIPPED], norm, zeros, result[_LOGITS])
+    step = StepNumbers(result[_SKIPPED], norm, zeros, result[_LOGITS])
+    return _logged(chunks, optimizer, step)
 
 
 def left_over(chunks: list[torch.nn.Module], optimizer: Any) -> dict[str, float]:
@@ -82,7 +84,7 @@ def left_over(chunks: list[torch.nn.Module], optimizer: Any) -> dict[str, float]
     next step's. A collective; nothing on ranks that do not log. Shares of right choices are left
     out, for some are of all steps so far, and numbers that are not defined without a step.
     """
-    found = _logged(chunks, optimizer, 0, None, None, 0.0)
+    found = _logged(chunks, optimizer, StepNumbers())
     sums = {
         name: float(value)
         for name, value in found.items()
@@ -91,25 +93,10 @@ def left_over(chunks: list[torch.nn.Module], optimizer: Any) -> dict[str, float]
     return {name: value for name, value in sums.items() if math.isfinite(value)}
 
 
-def _logged(
-    chunks: list[torch.nn.Module],
-    optimizer: Any,
-    skipped: Any,
-    params_norm: Any,
-    zeros: Any,
-    max_logit: Any,
-) -> dict[str, Any]:
+def _logged(chunks: list[torch.nn.Module], optimizer: Any, step: StepNumbers) -> dict[str, Any]:
     """What the loop's log gives to its writer."""
     writer = _Writer()
-    fronts.current().log(
-        writer,
-        chunks,
-        optimizer,
-        skipped=skipped,
-        params_norm=params_norm,
-        zeros=zeros,
-        max_logit=max_logit,
-    )
+    fronts.current().log(writer, chunks, optimizer, step)
     return writer.values if dist.get_rank() == dist.get_world_size() - 1 else {}
 
 

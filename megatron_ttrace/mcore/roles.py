@@ -43,9 +43,9 @@ FOLLOWED = ("alltoall", "allgather")
 """Dispatchers (``--moe-token-dispatcher-type``) that can also send other data than activations."""
 
 _PARTIAL = {
-    Kind.OUTPUT: ("", "linear_fc2", "quantization_unpadding"),
+    Kind.OUTPUT: ("", "linear_fc2", "linear_fc2.to_wrap", "quantization_unpadding"),
     Kind.INPUT: ("quantization_unpadding",),
-    Kind.GRAD_INPUT: ("", "linear_fc1", "quantization_padding"),
+    Kind.GRAD_INPUT: ("", "linear_fc1", "linear_fc1.to_wrap", "quantization_padding"),
     Kind.GRAD_OUTPUT: ("quantization_padding",),
 }
 

@@ -28,10 +28,6 @@ import numpy
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
 
-BOUNDS = "cu_seqlens"
-"""The batch's tensor [samples, tokens + 1] of where sequences start and end, filled up with the
-number of tokens."""
-
 PACKING = ("sft", "dataloader_inter_document_masking")
 """Options that pack sequences."""
 

@@ -15,7 +15,7 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tokens import match
-from megatron_ttrace.mcore import samples
+from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.partials import partials
 from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
@@ -130,10 +130,10 @@ def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -
 
     ``scale`` is the candidate's loss scale relative to the reference's.
     """
-    is_packed = samples.padded_for(args) > 1
+    bounds = fronts.current().bounds() if model.mesh.size("cp") > 1 else ()
     return RankLayout(
         mesh=model.mesh,
-        seq_length=args.seq_length * (args.micro_batch_size if is_packed else 1),
+        seq_length=args.seq_length,
         gated=model.gated,
         gradient_factor=gradient_factor(args, model.mesh),
         sequence_first=frozenset(
@@ -149,7 +149,7 @@ def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -
         loss_scale=scale,
         dispatcher=dispatcher(args),
         partials=partials(model.names),
-        bounds=samples.BOUNDS if is_packed else "",
+        bounds=bounds,
     )
 
 

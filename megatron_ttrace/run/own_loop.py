@@ -32,6 +32,8 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 type Microbatch = Mapping[str, Any]
 
 _FOLDER = "batches"
+_RESULTS = 8
+"""Of Megatron's ``train_step``: losses, skipped, ..., norm of gradients, zeros in them, logit."""
 
 
 def is_reference() -> bool:
@@ -90,7 +92,7 @@ def step[T](
 
 def _stepped(run: Callable[..., Any], source: _Source, count: int) -> Any:
     result = run([next(source.iterable) for _ in range(count)])
-    if isinstance(result, tuple):
+    if isinstance(result, tuple) and len(result) == _RESULTS:
         return result
     losses = result if isinstance(result, dict) else {}
     return losses, 0, False, False, 0, None, None, None

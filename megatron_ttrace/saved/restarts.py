@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from megatron_ttrace.jobs import restarts
+from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.settings import Settings, checking
@@ -65,6 +66,7 @@ def resume(
     """
     folder = settings.directory.resolve()
     say = _once(say)
+    scripts.require_flags(command.script, "ttrace resume")
     plan = restarts.plan(command.arguments, nproc, steps, into, folder)
     from megatron_ttrace.jobs import job as jobs
 

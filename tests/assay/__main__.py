@@ -12,6 +12,7 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.cli import main as ttrace
 from tests.assay import blamed, plant, same
 from tests.assay.baselines import cli as baselines
+from tests.assay.bridge import cli as bridge
 from tests.assay.checkpoints import cli as checkpoints
 from tests.assay.mutants import cli as mutants
 
@@ -27,7 +28,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (mutants, plant, baselines, checkpoints, same, blamed):
+    for module in (mutants, plant, baselines, checkpoints, bridge, same, blamed):
         module.add_parser(subparsers)
     return parser
 

@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import megatron_ttrace
+from tests.planted.train import save_without_manager
 
 megatron_ttrace.enable()
+save_without_manager()
 del sys.argv[0]
 sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.trace.errors import TTraceError
 
 PRINT = "import json, sys\nprint(json.dumps([sys.path, sys.argv, __file__, __name__]))\n"
 
@@ -131,3 +132,13 @@ def test_a_script_of_megatron_bridge(tmp_path, code, expected):
     """It is read, not run."""
     (tmp_path / "script.py").write_text(code)
     assert scripts.imports_bridge(tmp_path / "script.py") is expected
+
+
+def test_flags_that_a_script_does_not_have(tmp_path):
+    """Commands that change Megatron-LM's flags say what to do instead."""
+    path = tmp_path / "recipe.py"
+    path.write_text("import megatron.bridge")
+    with pytest.raises(TTraceError, match=r"shrinking changes flags .* use ttrace check"):
+        scripts.require_flags(path, "shrinking")
+    path.write_text("import megatron.training")
+    scripts.require_flags(path, "shrinking")

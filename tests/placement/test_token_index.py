@@ -146,6 +146,10 @@ def test_columns_that_fit_nothing(local, logical):
         (Kind.OUTPUT, "", True),
         (Kind.OUTPUT, "linear_fc2", True),
         (Kind.OUTPUT, "linear_fc1", False),
+        # Inside Megatron-Bridge's adapter of the layer.
+        (Kind.OUTPUT, "linear_fc2.to_wrap", True),
+        (Kind.OUTPUT, "linear_fc2.adapter.linear_in", False),
+        (Kind.GRAD_INPUT, "linear_fc1.to_wrap", True),
         (Kind.INPUT, "linear_fc2", False),
         (Kind.GRAD_INPUT, "", True),
         (Kind.GRAD_INPUT, "linear_fc1", True),

@@ -131,10 +131,10 @@ def bare() -> None:
         if getattr(module, "parse_args", None) is parse:
             module.parse_args = parse_args  # type: ignore[attr-defined]
     megatron_ttrace.enable = lambda: None  # type: ignore[attr-defined]
-    _save_without_manager()
+    save_without_manager()
 
 
-def _save_without_manager() -> None:
+def save_without_manager() -> None:
     """Results of saving pass through a process that is spawned and imports torch: seconds.
 
     Threads of this process write, except with ``--async-save``, which forks.

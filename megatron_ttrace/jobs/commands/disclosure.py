@@ -79,6 +79,7 @@ _SEPARATORS = ";&|\n"
 _FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_FIELD = re.compile(r"(\+{0,2}([a-z_]+)\.(\w+))=(.*)", re.DOTALL)
 _ADDRESS = re.compile(r"([A-Za-z][\w+.-]*://)(?:[^\s]*@)?([^\s?#]*)([?#][^\s]*)?")
 
 _VARIABLES = frozenset(
@@ -199,8 +200,10 @@ def _shown(
             shown.append(word)
             in_script = _SCRIPT.fullmatch(word) is not None
             left = 0
+        elif in_script:
+            shown.append(_override(word) if left == 0 else HIDDEN)
         else:
-            shown.append(HIDDEN if in_script or left is None else positional(word))
+            shown.append(HIDDEN if left is None else positional(word))
     return shown
 
 
@@ -241,6 +244,22 @@ def _positional(word: str) -> str:
     parts = word.split()
     is_command = any(_PROGRAM.fullmatch(part) or _SCRIPT.fullmatch(part) for part in parts[:-1])
     return _nested(word) if is_command else HIDDEN
+
+
+def _override(word: str) -> str:
+    """``SECTION.FIELD=VALUE``: a field of Megatron-Bridge's configuration, as recipes take it."""
+    match = _FIELD.fullmatch(word)
+    if match is None:
+        return HIDDEN
+    # Not earlier: its package imports torch.
+    from megatron_ttrace.mcore.fronts import bridge_options
+
+    if match[2] not in (*bridge_options.SECTIONS, *bridge_options.OTHERS):
+        return HIDDEN
+    # Switches are no secrets.
+    allowed = match[4] in ("True", "False", "None")
+    allowed |= is_shown(bridge_options.option_of(match[2], match[3]))
+    return f"{match[1]}={text(match[4]) if allowed else HIDDEN}"
 
 
 def _nested(value: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.flags import DEFAULT_RANKS
 from megatron_ttrace.jobs.shrink import axes, documents
@@ -101,8 +102,10 @@ def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
         most: ranks that a small job may have.
 
     Raises:
-        TTraceError: when the arguments cannot be understood, or two axes do not fit ``most`` ranks.
+        TTraceError: when the arguments cannot be understood, two axes do not fit ``most`` ranks, or
+            the job is one of Megatron-Bridge.
     """
+    scripts.require_flags(command.script, "shrinking")
     given = Given.parse(command.arguments)
     require_checkable(given)
     large = axes.of_large(given, command.ranks)

@@ -17,9 +17,15 @@ import torch
 
 from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
-from megatron_ttrace.mcore.fronts.bridge_batches import BATCH, Microbatches, Rejoined
+from megatron_ttrace.mcore.fronts.bridge_batches import (
+    BATCH,
+    PACKED,
+    Microbatches,
+    Rejoined,
+    padding,
+)
 from megatron_ttrace.mcore.fronts.bridge_options import Options
-from megatron_ttrace.mcore.fronts.front import Watch, microbatches, wrapped
+from megatron_ttrace.mcore.fronts.front import StepNumbers, Watch, microbatches, wrapped
 from megatron_ttrace.mcore.quiet import changed
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -70,6 +76,7 @@ class Bridge:
         self._state: Any = None
         self._dealt_to = 1
         self._pretrained = cfg.checkpoint.pretrained_checkpoint
+        self._padding = padding(cfg.dataset, self._options)
         self._pads = False
         self._divided: Microbatches | None = None
 
@@ -118,6 +125,12 @@ class Bridge:
         """Of this rank in a step."""
         return microbatches()
 
+    def bounds(self) -> tuple[str, ...]:
+        """What ``_cu_seqlens_for_cp_partition`` of gpt_step.py divides by."""
+        data = self._cfg.dataset
+        is_packed = any(getattr(data, name, False) for name in PACKED)
+        return ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens") if is_packed else ()
+
     def deal_to(self, ranks: int) -> None:
         """Let samples be dealt as to this many data-parallel ranks."""
         self._dealt_to = ranks
@@ -145,15 +158,7 @@ class Bridge:
         return True
 
     def log(
-        self,
-        writer: Any,
-        chunks: list[torch.nn.Module],
-        optimizer: Any,
-        *,
-        skipped: Any,
-        params_norm: Any,
-        zeros: Any,
-        max_logit: Any,
+        self, writer: Any, chunks: list[torch.nn.Module], optimizer: Any, step: StepNumbers
     ) -> None:
         """``training_log``."""
         utils, state, cfg = _module("utils.train_utils"), self._state, self._cfg
@@ -172,15 +177,15 @@ class Bridge:
                 decoupled_learning_rate=None,
                 loss_scale=1.0,
                 report_memory_flag=False,
-                skipped_iter=skipped,
+                skipped_iter=step.skipped,
                 grad_norm=None,
-                params_norm=params_norm,
-                num_zeros_in_grad=zeros,
+                params_norm=step.params_norm,
+                num_zeros_in_grad=step.zeros,
                 config=cfg,
                 global_state=state,
                 history_wct=None,
                 model=chunks,
-                log_max_attention_logit=max_logit,
+                log_max_attention_logit=step.max_logit,
             )
 
     def writers(self) -> tuple[Any, Any]:
@@ -208,6 +213,9 @@ class Bridge:
         if self._pads:
             self._pad()
         original(self._cfg)
+        if reference:
+            for name, value in self._padding.items():
+                setattr(self._cfg.dataset, name, value)
         if self._is_divided and self._cfg.data_parallel_size > 1 and not self._is_padded():
             raise TTraceError(
                 "fine-tuning with data parallelism: each rank pads its samples to its longest one, "

@@ -9,6 +9,7 @@ megatron/bridge/data/batch_utils.py). Rank ``r`` of ``d`` data-parallel ranks re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,35 @@ import torch
 
 BATCH = "batch"
 """The type of such loaders."""
+PACKED = ("enable_offline_packing", "enable_in_batch_packing")
+"""Options of data sets that put several sequences into a row."""
+
+
+def padding(data: Any, options: Any) -> dict[str, Any]:
+    """Fields of a data set that follow from the layout; a reference has its candidate's.
+
+    As ``ConfigContainer.validate`` sets them (megatron/bridge/training/config.py).
+
+    Args:
+        data: the configuration of the data set, not yet validated.
+        options: of the candidate, by the names of Megatron-LM's arguments.
+    """
+    if not hasattr(data, "pad_to_max_length"):
+        return {}
+    ranks = options.tensor_model_parallel_size if options.sequence_parallel else 1
+    multiple = 1
+    for size in {options.context_parallel_size, options.eval_context_parallel_size or 1}:
+        multiple = math.lcm(multiple, 2 * size if size > 1 else 1, size * ranks if ranks > 1 else 1)
+    found = {
+        "pad_to_max_length": data.pad_to_max_length
+        or options.pipeline_model_parallel_size > 1
+        or options.expert_model_parallel_size > 1
+    }
+    if not getattr(data, "enable_in_batch_packing", False):
+        found["pad_to_multiple_of"] = math.lcm(data.pad_to_multiple_of, multiple)
+    elif hasattr(data, "in_batch_packing_pad_to_multiple_of"):
+        found["in_batch_packing_pad_to_multiple_of"] = multiple
+    return found
 
 
 def order(samples: int, microbatches: int, ranks: int) -> list[int]:

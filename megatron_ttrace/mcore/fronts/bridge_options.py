@@ -88,10 +88,13 @@ ABSENT = frozenset(
     otel_enabled override_ckpt_iteration recompute_activations result_rejected_tracker_filename
     run_workload_inspector_server sft torch_fsdp2_reshard_after_forward use_layer_wise_param_layout
     use_flash_attn no_persist_layer_norm use_rotary_position_embeddings train_data_path
-    ckpt_pg_tensors_cache_create ckpt_pg_tensors_cache_path persistent_workers yaml_cfg
+    ckpt_pg_tensors_cache_create ckpt_pg_tensors_cache_path yaml_cfg
     """.split()
 )
 """Options that are read or reset and that no sub-configuration has in any form."""
+
+_OF_SOME = frozenset(("persistent_workers",))
+"""Fields that are read, are no options, and that only some data sets have."""
 
 _RUNTIME = frozenset(
     """
@@ -146,6 +149,11 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "dist.use_decentralized_pg=False",
     }
 )
+
+_OF_EACH_EXPERT: Mapping[str, bool] = MappingProxyType(
+    {"share_expert_adapters": False, "experts_shared_outer_loras": True}
+)
+"""Settings of adapters with which some see a part of the tokens only."""
 
 KEPT: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -229,17 +237,21 @@ KEPT: Mapping[str, frozenset[str]] = MappingProxyType(
 """Fields without an option that define numbers, or change nothing."""
 
 
+def option_of(section: str, field: str) -> str:
+    """The option that a field is; its own name if it is none."""
+    places = {(place.section, place.field): option for option, place in RENAMED.items()}
+    return places.get((section, field), field)
+
+
 def decision_of(section: str, field: str) -> Decision | None:
     """What a reference makes of a field; ``None`` for one that is not known."""
     if field in _REFUSED:
         return Decision(Role.REFUSED, Action.REFUSE, why=_REFUSED[field])
     if field in _RESET:
         return Decision(Role.OPERATION, Action.RESET, _RESET[field])
-    for option, place in RENAMED.items():
-        if (place.section, place.field) == (section, field):
-            return decision(option)
-    if field in ROLES:
-        return decision(field)
+    option = option_of(section, field)
+    if option in ROLES:
+        return decision(option)
     if field in SINGLE_DEVICE:
         return Decision(Role.LAYOUT, Action.RESET, SINGLE_DEVICE[field])
     if field in _RUNTIME or field in KEPT.get(section, ()):
@@ -290,7 +302,7 @@ class Options:
         if values:
             # A deprecated field may have moved to another section: it is None in the old one.
             return next((value for value in values if value is not None), None)
-        if name in ROLES or name in ABSENT or name in SINGLE_DEVICE:
+        if name in ROLES or name in SINGLE_DEVICE or name in ABSENT | _OF_SOME:
             raise AttributeError(name)
         raise TTraceError(f"{name}: what Megatron-Bridge calls this option is not known")
 
@@ -313,13 +325,12 @@ class Options:
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
         """All fields, by the names of their options; others as ``section.field``."""
         found: dict[str, Any] = {}
-        names = {(place.section, place.field): option for option, place in RENAMED.items()}
         for section, owner in self._owners():
             for name, value in _fields(owner).items():
                 if name in _RUNTIME or name in _RESET:
                     continue
-                option = names.get((section, name)) or (name if name in ROLES else "")
-                if option:
+                option = option_of(section, name)
+                if option in ROLES:
                     found.setdefault(option, getattr(self, option))
                 elif name in SINGLE_DEVICE:
                     found.setdefault(name, value)
@@ -352,6 +363,14 @@ class Options:
                 value = getattr(owner, name, None)
                 if getattr(value, "use_dist_train", value):
                     raise TTraceError(f"{section}.{name}: {why}")
+        peft = getattr(self._cfg, "peft", None)
+        if self.num_experts and any("linear_fc" in t for t in getattr(peft, "target_modules", ())):
+            for name, value in _OF_EACH_EXPERT.items():
+                if getattr(peft, name, not value) is value:
+                    raise TTraceError(
+                        f"peft.{name}={value}: adapters of single experts are not compared: check "
+                        f"the job with {not value}, or without adapters of experts"
+                    )
 
     def unknown(self) -> list[str]:
         """Fields that nothing is known about: a reference has their values."""

@@ -7,6 +7,7 @@ function of a loop itself.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -36,6 +37,23 @@ class Watch(Protocol):
         """
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """What is logged with a step, as far as it is computed.
+
+    Attributes:
+        skipped: whether the step was skipped.
+        params_norm: of all parameters.
+        zeros: the number of zeros in gradients.
+        max_logit: of attention.
+    """
+
+    skipped: Any = 0
+    params_norm: Any = None
+    zeros: Any = None
+    max_logit: Any = 0.0
+
+
 class Front(Protocol):
     """A training loop.
 
@@ -62,6 +80,13 @@ class Front(Protocol):
     def microbatches(self) -> int:
         """Of this rank in a step."""
 
+    def bounds(self) -> tuple[str, ...]:
+        """The batch's tensor [samples, sequences + 1] of where packed sequences start and end.
+
+        Context parallelism divides each of them. Rows are filled up with their last number. Of
+        several names the first that a batch has; empty if sequences are not packed so.
+        """
+
     def deal_to(self, ranks: int) -> None:
         """Let samples be dealt as to this many data-parallel ranks, before there are loaders."""
 
@@ -75,15 +100,7 @@ class Front(Protocol):
         """Whether :meth:`log` can be called."""
 
     def log(
-        self,
-        writer: Any,
-        chunks: list[torch.nn.Module],
-        optimizer: Any,
-        *,
-        skipped: Any,
-        params_norm: Any,
-        zeros: Any,
-        max_logit: Any,
+        self, writer: Any, chunks: list[torch.nn.Module], optimizer: Any, step: StepNumbers
     ) -> None:
         """Report a step with the loop's own function. A collective.
 
@@ -91,10 +108,7 @@ class Front(Protocol):
             writer: as TensorBoard's, gets the numbers.
             chunks: this rank's model chunks.
             optimizer: Megatron's.
-            skipped: whether the step was skipped.
-            params_norm: of all parameters.
-            zeros: the number of zeros in gradients.
-            max_logit: of attention.
+            step: what is known of the step.
         """
 
     def complete(self, args: MegatronArguments) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 
 from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
-from megatron_ttrace.mcore.fronts.front import Watch, microbatches, wrapped
+from megatron_ttrace.mcore.fronts.front import StepNumbers, Watch, microbatches, wrapped
 from megatron_ttrace.mcore.quiet import changed
 from megatron_ttrace.mcore.versions import call_known
 
@@ -80,6 +80,10 @@ class MegatronLM:
         """Of this rank in a step."""
         return microbatches()
 
+    def bounds(self) -> tuple[str, ...]:
+        """Those of ``SFTDataset`` (megatron/training/datasets/sft_dataset.py)."""
+        return ("cu_seqlens",) if getattr(self.arguments(), "sft", False) else ()
+
     def deal_to(self, ranks: int) -> None:
         """Let shuffled samples be dealt as to this many data-parallel ranks."""
         from megatron.training.datasets.data_samplers import MegatronPretrainingRandomSampler
@@ -99,15 +103,7 @@ class MegatronLM:
         return _log_of(_training()) is not None
 
     def log(
-        self,
-        writer: Any,
-        chunks: list[torch.nn.Module],
-        optimizer: Any,
-        *,
-        skipped: Any,
-        params_norm: Any,
-        zeros: Any,
-        max_logit: Any,
+        self, writer: Any, chunks: list[torch.nn.Module], optimizer: Any, step: StepNumbers
     ) -> None:
         """``training_log``."""
         from megatron.core.utils import get_attr_wrapped_model
@@ -127,11 +123,11 @@ class MegatronLM:
                 iteration=1,
                 loss_scale=1.0,
                 report_memory_flag=False,
-                skipped_iter=skipped,
+                skipped_iter=step.skipped,
                 grad_norm=None,
-                params_norm=params_norm,
-                num_zeros_in_grad=zeros,
-                max_attention_logit=max_logit,
+                params_norm=step.params_norm,
+                num_zeros_in_grad=step.zeros,
+                max_attention_logit=step.max_logit,
                 pg_collection=get_attr_wrapped_model(chunks[0], "pg_collection"),
                 is_first_iteration=False,
             )

@@ -21,7 +21,7 @@ from megatron_ttrace.trace.errors import TTraceError
 _NEITHER = types.MappingProxyType(
     {
         **dict.fromkeys(("load", "train_iters", "eval_interval", "save_interval", "exit_interval")),
-        **dict.fromkeys(("rampup_batch_size", "pretrained_checkpoint", "virtual_pipeline_size")),
+        **dict.fromkeys(("rampup_batch_size", "pretrained_checkpoint")),
         **dict.fromkeys(("log_params_norm", "log_num_zeros_in_grad"), False),
         "consumed_train_samples": 0,
         "iteration": 0,
@@ -109,6 +109,10 @@ class OwnLoop:
     def microbatches(self) -> int:
         """As many as were handed over."""
         return self._count
+
+    def bounds(self) -> tuple[str, ...]:
+        """Nothing is packed, as far as is known."""
+        return ()
 
     def deal_to(self, ranks: int) -> None:
         """Nothing: a reference gets the candidate's microbatches."""

@@ -111,6 +111,17 @@ def test_words_that_no_option_takes(data: st.DataObject) -> None:
     assert command(expected) == expected
 
 
+def test_overrides_of_fields() -> None:
+    """As Megatron-Bridge's recipes take them: known fields; values if their option's are shown."""
+    words = "job.py model.num_moe_experts=4 ++train.micro_batch_size=2 logger.comet_tags="
+    assert command(f"{words}secret".split()) == f"{words}***".split()
+    words = "job.py peft.share_expert_adapters=False logger.comet_api_key=None".split()
+    assert command(words) == words
+    for word in ("logger.comet_api_key=k", "my.key=k", "eyJhbG.ciOi=", "model.seq_length", "key"):
+        assert not command(["job.py", word])[1].endswith(("=k", "=", "key", "length"))
+    assert command(["job.py", "--unknown", "model.seq_length=4"]) == ["job.py", "--unknown", "***"]
+
+
 @pytest.mark.parametrize(
     "text",
     [

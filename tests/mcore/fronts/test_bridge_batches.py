@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.mcore.fronts.bridge_batches import Microbatches, Rejoined, order
+from megatron_ttrace.mcore.fronts.bridge_batches import Microbatches, Rejoined, order, padding
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
@@ -70,3 +70,53 @@ def test_samples_are_dealt(loader):
     first, second = itertools.islice(microbatches, 2)
     assert (first["tokens"].tolist(), first["names"]) == ([0, 2], ["a", "c"])
     assert (second["tokens"].tolist(), second["names"]) == ([1, 3], ["b", "d"])
+
+
+SMALL = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "eval_context_parallel_size": None,
+    "sequence_parallel": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "fixed", "multiple"),
+    [
+        ({}, False, 1),
+        ({"pipeline_model_parallel_size": 2}, True, 1),
+        ({"expert_model_parallel_size": 2}, True, 1),
+        ({"context_parallel_size": 2}, False, 4),
+        ({"tensor_model_parallel_size": 3}, False, 1),
+        ({"tensor_model_parallel_size": 3, "sequence_parallel": True}, False, 3),
+        ({"context_parallel_size": 2, "eval_context_parallel_size": 3}, False, 12),
+        (
+            {
+                "context_parallel_size": 2,
+                "tensor_model_parallel_size": 3,
+                "sequence_parallel": True,
+            },
+            False,
+            12,
+        ),
+    ],
+)
+def test_padding_follows_from_the_layout(layout, fixed, multiple):
+    """What Bridge derives for its candidate, a reference on one rank must be given."""
+    options = types.SimpleNamespace(**{**SMALL, **layout})
+    data = {"pad_to_max_length": False, "pad_to_multiple_of": 1}
+    found = padding(types.SimpleNamespace(**data), options)
+    assert found == {"pad_to_max_length": fixed, "pad_to_multiple_of": multiple}
+    data |= {"enable_in_batch_packing": True, "in_batch_packing_pad_to_multiple_of": 1}
+    found = padding(types.SimpleNamespace(**data), options)
+    assert found == {"pad_to_max_length": fixed, "in_batch_packing_pad_to_multiple_of": multiple}
+
+
+def test_what_is_padded_already_stays_so():
+    """A data set's own multiple is kept."""
+    data = types.SimpleNamespace(pad_to_max_length=True, pad_to_multiple_of=6)
+    options = types.SimpleNamespace(**{**SMALL, "context_parallel_size": 2})
+    assert padding(data, options) == {"pad_to_max_length": True, "pad_to_multiple_of": 12}
+    assert padding(types.SimpleNamespace(seq_length=8), options) == {}

@@ -106,6 +106,29 @@ def test_refused() -> None:
         Options(config).require()
 
 
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ({"share_expert_adapters": False}, True),
+        ({"experts_shared_outer_loras": True}, True),
+        ({"share_expert_adapters": True, "experts_shared_outer_loras": False}, False),
+        ({"share_expert_adapters": False, "target_modules": ["linear_qkv"]}, False),
+        ({}, False),
+    ],
+)
+def test_adapters_of_single_experts(more: dict[str, Any], refused: bool) -> None:
+    """They see a part of the tokens; other adapters are checked, and so are models without any."""
+    peft = types.SimpleNamespace(**{"target_modules": ["linear_qkv", "linear_fc1"], **more})
+    options = Options(configuration(peft=peft))
+    if refused:
+        with pytest.raises(TTraceError, match=rf"peft\.{next(iter(more))}"):
+            options.require()
+    else:
+        options.require()
+    options.num_experts = None
+    options.require()
+
+
 def test_a_field_of_ones_own() -> None:
     """It is kept, and named."""
     assert "model.ours" in Options(configuration()).unknown()
