@@ -130,21 +130,21 @@ def source_of(args: MegatronArguments) -> Source | None:
     directory = directory_of(args)
     if directory is None:
         return None
-    why_not = fronts.current().unread
+    why_not = ""
     if getattr(args, "non_persistent_ckpt_type", None):
         why_not = "--non-persistent-ckpt-type: it may not be the one that was loaded"
     elif getattr(args, "moe_use_upcycling", False):
         why_not = "--moe-use-upcycling: its weights become those of experts"
     elif any(getattr(args, name, False) for name in ("fp8_param_gather", "fp4_param_gather")):
         why_not = "weights that are kept in few bits have a scale on each rank"
-    iteration = None if fronts.current().unread else _iteration(directory, args)
+    iteration = _iteration(directory, args)
     source = Source(
         str(Path(directory).absolute()),
         iteration,
         str(getattr(args, "ckpt_format", "torch")),
         files="",
         why_not=why_not,
-        left=tuple(_left(args, is_release=iteration is None and not fronts.current().unread)),
+        left=tuple(_left(args, is_release=iteration is None and bool(_tracked(directory)))),
     )
     return dataclasses.replace(source, files=_files(source.folder))
 
@@ -169,8 +169,16 @@ def _iteration(directory: str, args: MegatronArguments) -> int | None:
     """Megatron's own ``read_metadata`` is a collective, and this is asked on one rank."""
     if step := getattr(args, "ckpt_step", None):
         return int(step)
-    written = Path(directory, TRACKER).read_text(encoding="utf-8").strip()
+    written = _tracked(directory)
     return int(written) if written.isdecimal() else None
+
+
+def _tracked(directory: str) -> str:
+    """The latest iteration, or that it is a release; empty where nothing says it."""
+    try:
+        return Path(directory, TRACKER).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return ""
 
 
 def _files(folder: Path) -> str:
@@ -199,8 +207,8 @@ def load_weights(
     Returns:
         Why it could not be loaded; empty when it was.
     """
-    if source.why_not:
-        return source.why_not
+    if why_not := source.why_not or fronts.current().unloaded:
+        return why_not
     from megatron.training import checkpointing
 
     with torch.no_grad():

@@ -66,7 +66,7 @@ class Bridge:
     # megatron/bridge/training/utils/checkpoint_utils.py: its file of the latest iteration, the
     # folder of an iteration, a model of Hugging Face.
     marks: tuple[str, ...] = ("latest_train_state.pt", "run_config.yaml", "config.json")
-    unread = "Megatron-Bridge's checkpoints are not read"
+    unloaded = "Megatron-Bridge loads its checkpoints itself"
     # megatron/bridge/training/gpt_step.py, ``_forward_step_common``.
     only_in_plans: tuple[str, ...] = ("loss_mask",)
 

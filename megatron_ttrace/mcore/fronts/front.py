@@ -59,13 +59,13 @@ class Front(Protocol):
 
     Attributes:
         marks: files that mark a directory to start from, beside Megatron-LM's.
-        unread: why a start is not compared with its files; empty if it is.
+        unloaded: why a checkpoint is not also loaded on one device, for comparison; empty if it is.
         only_in_plans: arguments that the loop gives to ``build_schedule_plan`` of a model, and not
             to its ``forward``.
     """
 
     marks: tuple[str, ...]
-    unread: str
+    unloaded: str
     only_in_plans: tuple[str, ...]
 
     def arguments(self) -> MegatronArguments:

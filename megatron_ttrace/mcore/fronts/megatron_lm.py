@@ -43,7 +43,7 @@ class MegatronLM:
     """See :class:`megatron_ttrace.mcore.fronts.front.Front`."""
 
     marks: tuple[str, ...] = ()
-    unread = ""
+    unloaded = ""
     only_in_plans: tuple[str, ...] = ()
 
     def arguments(self) -> MegatronArguments:

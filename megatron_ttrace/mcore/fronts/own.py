@@ -62,7 +62,7 @@ class OwnLoop:
     """
 
     marks: tuple[str, ...] = ()
-    unread = ""
+    unloaded = ""
     only_in_plans: tuple[str, ...] = ()
 
     def __init__(
