@@ -3,12 +3,11 @@
 
 import pytest
 
-from megatron_ttrace.cpu import bridge
 from tests.assay.bridge.faults import faults
 from tests.assay.bridge.jobs import SCRIPTS, check, jobs
 from tests.integration.jobs import ttrace
 
-pytestmark = pytest.mark.skipif(not bridge.installed(), reason="make bridge installs it")
+pytestmark = pytest.mark.bridge
 
 
 @pytest.mark.parametrize("name", ["llama-tp2-sp", "sft-dp2-mb2", "lora-tp2-sp"])
