@@ -166,4 +166,7 @@ def write_data(place: Path) -> list[str]:
     for name, texts in (("chat", lines), ("prompt", pairs)):
         owned.make(chats / name)
         owned.write(chats / name / "training.jsonl", ["\n".join(texts)])
+    # What marks a checkpoint; none is read.
+    owned.make(chats / "start")
+    owned.write(chats / "start" / "run_config.yaml", [])
     return ["--data", str(chats.absolute())]

@@ -163,7 +163,7 @@ def _train(name: str, arguments: list[str], data: Path) -> None:
     make_small(cfg, arguments, data)
     if cfg.peft is not None:
         # The weights of a checkpoint would only be other start values.
-        cfg.checkpoint.pretrained_checkpoint = str(data)
+        cfg.checkpoint.pretrained_checkpoint = str(data / "start")
         setup.checkpoint_exists = lambda *_, **__: True
         setup._load_checkpoint_from_path = lambda *_, **__: None
     pretrain(cfg, forward_step)
