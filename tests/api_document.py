@@ -21,7 +21,8 @@ from tests.integration.jobs import ROOT
 PATH = ROOT / "docs" / "api.md"
 BEGIN = "<!-- from here on made by: python -m tests.api_document -->\n"
 ORDER = (
-    *("check", "compare", "load_report", "enable", "Report", "Summary", "Verdict", "Culprit"),
+    *("check", "compare", "load_report", "enable", "step", "is_reference"),
+    *("Report", "Summary", "Verdict", "Culprit"),
     *("Result", "Outcome", "Kind", "TTraceError"),
 )
 _SECTION = re.compile(r"(Args|Returns|Raises|Attributes):")

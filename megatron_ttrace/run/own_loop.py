@@ -12,22 +12,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
-from megatron_ttrace.jobs import argv, fingerprint
+from megatron_ttrace.jobs import argv
 from megatron_ttrace.jobs.settings import CHECK, split
-from megatron_ttrace.mcore import fronts
-from megatron_ttrace.mcore.fronts.own import OwnLoop
-from megatron_ttrace.run import entry
-from megatron_ttrace.run.loop import Watch
-from megatron_ttrace.trace import owned
-from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import Kind, TraceKey
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+
+if TYPE_CHECKING:  # a program that reads a report has these names, too
+    import torch
 
 type Microbatch = Mapping[str, Any]
 
@@ -68,6 +60,13 @@ def step[T](
     """
     if not _is_checked():
         return run(batches)
+    import torch
+
+    from megatron_ttrace.mcore import fronts
+    from megatron_ttrace.mcore.fronts.own import OwnLoop
+    from megatron_ttrace.run import entry
+    from megatron_ttrace.run.loop import Watch
+
     with entry.exits_on_user_error(unexpected=True):
         settings = split(argv.ours())[0]
         if not (settings.exit_after or settings.role == "reference") or settings.iterations != (1,):
@@ -125,7 +124,15 @@ def _is_checked() -> bool:
 
 def _written(home: Path, batches: Sequence[Microbatch]) -> str:
     """Write this rank's microbatches, if it is the first of its data-parallel group; a digest."""
+    import torch
+    import torch.distributed as dist
     from megatron.core import parallel_state as mpu
+
+    from megatron_ttrace.jobs import fingerprint
+    from megatron_ttrace.trace import owned
+    from megatron_ttrace.trace.checksum import checksum
+    from megatron_ttrace.trace.records import Kind, TraceKey
+    from megatron_ttrace.trace.store import Entry, TraceWriter, seal
 
     if dist.get_rank() == 0:
         owned.remove(home)
@@ -154,6 +161,10 @@ def _read(home: Path, batches: Sequence[Microbatch]) -> list[Microbatch]:
 
     What is no tensor is that of this process's own first microbatch.
     """
+    import torch
+
+    from megatron_ttrace.trace.store import TraceReader
+
     others = {name: value for name, value in batches[0].items() if not torch.is_tensor(value)}
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     reader = TraceReader(home)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from megatron_ttrace.mcore.fronts.front import Front
-from megatron_ttrace.mcore.fronts.megatron_lm import MegatronLM
+from typing import TYPE_CHECKING
 
-_fronts: list[Front] = [MegatronLM()]
+if TYPE_CHECKING:  # reading a report needs no torch
+    from megatron_ttrace.mcore.fronts.front import Front
+
+_fronts: list[Front] = []
 
 
 def use(front: Front) -> None:
@@ -16,4 +18,8 @@ def use(front: Front) -> None:
 
 def current() -> Front:
     """The front of this process."""
+    if not _fronts:
+        from megatron_ttrace.mcore.fronts.megatron_lm import MegatronLM
+
+        use(MegatronLM())
     return _fronts[0]
