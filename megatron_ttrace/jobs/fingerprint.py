@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable
@@ -44,6 +45,7 @@ _HARMLESS_PREFIXES = tuple(
     ckpt_ dist_ckpt_ non_persistent_ straggler_ one_logger ft_
     """.split()
 )
+_ADDRESS = re.compile(" at 0x[0-9a-f]+")
 _LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
 """What is computed only if it is logged is compared if it is."""
 _DERIVED = frozenset(
@@ -150,9 +152,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    text = str(value)
-    # An object that prints its address has no value to compare.
-    return type(value).__name__ if " at 0x" in text else text
+    # Functions and objects print their address, which is another one in each process.
+    return _ADDRESS.sub("", str(value))
 
 
 def _arguments(words: str) -> list[str]:
@@ -178,7 +179,7 @@ def _data(args: MegatronArguments) -> dict[str, Any]:
     stamps: dict[str, Any] = {}
     for name in ("data_path", "train_data_path"):
         for word in getattr(args, name, None) or []:
-            for suffix in (".bin", ".idx"):
+            for suffix in ("", ".bin", ".idx"):
                 path = Path(f"{word}{suffix}")
                 if path.is_file():
                     stat = path.stat()

@@ -99,6 +99,7 @@ class CandidateSession:
         self._edits = Edits.from_json(edits)
         self._executed, self._calls = executed, calls
         executed.follow(self._edits.functions)
+        fronts.current().hand_over(settings.directory)
         if not self.is_loaded:
             # Before the model is built: on a GPU the reference needs the memory.
             self._find_reference(None)

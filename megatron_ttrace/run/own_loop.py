@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.jobs import argv
 from megatron_ttrace.jobs.settings import CHECK, split
+from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.errors import TTraceError
 
 if TYPE_CHECKING:  # a program that reads a report has these names, too
@@ -23,7 +24,6 @@ if TYPE_CHECKING:  # a program that reads a report has these names, too
 
 type Microbatch = Mapping[str, Any]
 
-_FOLDER = "batches"
 _RESULTS = 8
 """Of Megatron's ``train_step``: losses, skipped, ..., norm of gradients, zeros in them, logit."""
 
@@ -75,11 +75,8 @@ def step[T](
                 "and omit --ttrace-iterations"
             )
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
-        home = settings.directory / _FOLDER
         if settings.role == "reference":
-            batches = _read(home, batches)
-        else:
-            options["batches"] = _written(home, batches)
+            batches = _read(settings.directory / shared.BATCHES, batches)
         fronts.use(OwnLoop(chunks, optimizer, batches, options))
         watch = Watch(settings)
         watch.building()
@@ -120,40 +117,6 @@ class _Unscheduled:
 
 def _is_checked() -> bool:
     return CHECK.name in argv.words()
-
-
-def _written(home: Path, batches: Sequence[Microbatch]) -> str:
-    """Write this rank's microbatches, if it is the first of its data-parallel group; a digest."""
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
-
-    from megatron_ttrace.jobs import fingerprint
-    from megatron_ttrace.trace import owned
-    from megatron_ttrace.trace.checksum import checksum
-    from megatron_ttrace.trace.records import Kind, TraceKey
-    from megatron_ttrace.trace.store import Entry, TraceWriter, seal
-
-    if dist.get_rank() == 0:
-        owned.remove(home)
-    dist.barrier()
-    marks = []
-    writer = TraceWriter(home, mpu.get_data_parallel_rank())
-    for number, batch in enumerate(batches):
-        for name, value in batch.items():
-            if torch.is_tensor(value):
-                marks.append(f"{name}/{checksum(value)}")
-                key = TraceKey(1, number, Kind.TOKENS, name)
-                writer.add(Entry.of(key, value), value)
-    others = mpu.get_pipeline_model_parallel_rank(), mpu.get_context_parallel_rank()
-    if not mpu.get_tensor_model_parallel_rank() and not any(others):
-        writer.close()
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, marks)
-    if dist.get_rank() == 0:
-        seal(home, {"role": _FOLDER})
-    dist.barrier()
-    return fingerprint.digest({_FOLDER: digests})
 
 
 def _read(home: Path, batches: Sequence[Microbatch]) -> list[Microbatch]:

@@ -174,7 +174,9 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
     unknown = dict.fromkeys(
         word.partition("=")[0]
         for word in argv.theirs()
-        if re.match("--[a-z]", word) and not decisions.option_of(word.partition("=")[0])
+        if fronts.current().has_flags
+        and re.match("--[a-z]", word)
+        and not decisions.option_of(word.partition("=")[0])
     )
     if lacks := loading.missing(args):
         found.append(f"nothing was loaded: {lacks}; the check starts from generated values")
@@ -199,7 +201,8 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
     found += fronts.current().notices()
     if version := versions.unreleased(versions.megatron_core_version()):
         found.append(version)
-    if new := [flag for flag in unknown if not flag.startswith("--ttrace")]:
+    new = [flag for flag in unknown if not flag.startswith("--ttrace")]
+    if new and fronts.current().has_flags:
         found.append(
             f"{', '.join(new)}: not an option of a known Megatron, so the reference has it, too; "
             "--ttrace-reference-args sets what a single device must have instead"

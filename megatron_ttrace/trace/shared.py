@@ -51,7 +51,9 @@ ISOLATED = "isolated"
 """Folder in a run's directory: of a rehearsal with modules isolated, while it is judged."""
 REFERENCE_LOGS = "reference-logs"
 """Folder in a run's directory: logs of a reference's ranks, if there are several."""
-_TRACES = ("candidate", "start", "states", ISOLATED)
+BATCHES = "batches"
+"""Folder in a run's directory: microbatches that its reference is given."""
+_TRACES = ("candidate", "start", "states", ISOLATED, BATCHES)
 _OF_LOGS = (
     *("reference.log", "replay.log", "layout.log", LOGS, REFERENCE_LOGS),
     *("reference.end.json", "replay.end.json", "layout.end.json"),

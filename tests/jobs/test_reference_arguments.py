@@ -3,12 +3,14 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import sys
 import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.jobs.reference_arguments import apply, explicit, overrides_of, read_overrides
@@ -208,3 +210,12 @@ def test_modules_beside_the_script(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, f"made_up_{number}", module)
     found = fingerprint._beside(folder / "train.py")
     assert found == [folder / "deep.py", folder / "own.py"]
+
+
+def test_an_identity_tells_functions_apart() -> None:
+    """By their names: addresses differ in each process."""
+    silu, gelu = torch.nn.functional.silu, torch.nn.functional.gelu
+    plain = fingerprint._plain
+    assert plain(silu) == plain(silu) != plain(gelu)
+    assert plain([functools.partial(silu)]) != plain([functools.partial(torch.relu)])
+    assert plain(object()) == plain(object())

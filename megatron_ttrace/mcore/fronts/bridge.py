@@ -11,6 +11,7 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +67,7 @@ class Bridge:
     # megatron/bridge/training/utils/checkpoint_utils.py: its file of the latest iteration, the
     # folder of an iteration, a model of Hugging Face.
     marks: tuple[str, ...] = ("latest_train_state.pt", "run_config.yaml", "config.json")
+    has_flags = False
     unloaded = "Megatron-Bridge loads its checkpoints itself"
     # megatron/bridge/training/gpt_step.py, ``_forward_step_common``.
     only_in_plans: tuple[str, ...] = ("loss_mask",)
@@ -124,6 +126,9 @@ class Bridge:
     def microbatches(self) -> int:
         """Of this rank in a step."""
         return microbatches()
+
+    def hand_over(self, directory: Path) -> None:
+        """Nothing."""
 
     def bounds(self) -> tuple[str, ...]:
         """What ``_cu_seqlens_for_cp_partition`` of gpt_step.py divides by."""

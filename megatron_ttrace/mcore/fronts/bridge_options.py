@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +50,6 @@ class _Renamed:
 RENAMED: Mapping[str, _Renamed] = MappingProxyType(
     {
         "accumulate_allreduce_grads_in_fp32": _Renamed("ddp", "grad_reduce_in_fp32"),
-        "data_path": _Renamed("dataset", "blend"),
         "ddp_average_in_collective": _Renamed("ddp", "average_in_collective"),
         "ddp_bucket_size": _Renamed("ddp", "bucket_size"),
         "ddp_num_buckets": _Renamed("ddp", "num_buckets"),
@@ -204,7 +204,7 @@ KEPT: Mapping[str, frozenset[str]] = MappingProxyType(
                 hf_trust_remote_code most_recent_k save_optim save_rng storage_writers_per_rank
             """,
             "dataset": """
-                add_extra_token_to_sequence blend_per_split create_attention_mask
+                add_extra_token_to_sequence blend blend_per_split create_attention_mask
                 dataloader_load dataset_kwargs dataset_root defer_in_batch_packing_to_step
                 defer_npy_index_mmap do_test do_validation drop_last
                 drop_last_partial_validation_sequence enable_in_batch_packing
@@ -416,6 +416,24 @@ def _has(owner: Any, name: str) -> bool:
     return name in getattr(type(owner), "__dataclass_fields__", ()) and hasattr(owner, name)
 
 
+def _data_words(cfg: Any, state: Any) -> list[str]:
+    """Prefixes and files of the data, as ``--data-path`` has them."""
+    del state
+    data = cfg.dataset
+    words = _texts([getattr(data, name, None) for name in ("blend", "blend_per_split")])
+    root = getattr(data, "dataset_root", None)
+    # Beside them Bridge writes indices.
+    return [*words, *map(str, sorted(Path(root).glob("*.jsonl")) if root else ())]
+
+
+def _texts(value: Any) -> list[str]:
+    """All texts of nested lists."""
+    if isinstance(value, str):
+        return [value]
+    items = value if isinstance(value, list | tuple) else ()
+    return [text for item in items for text in _texts(item)]
+
+
 def _padded_vocabulary(cfg: Any, state: Any) -> int | None:
     """As ``calculate_padded_vocab_size`` (megatron/bridge/training/utils/tokenizer_utils.py)."""
     del state
@@ -443,6 +461,7 @@ def _position(field: str) -> Callable[[Any, Any], Any]:
 
 
 _DERIVED: dict[str, Callable[[Any, Any], Any]] = {
+    "data_path": _data_words,
     "data_parallel_size": lambda cfg, state: cfg.data_parallel_size,
     "defer_embedding_wgrad_compute": lambda cfg, state: any(
         # ``runtime_config_update`` copies it to the model.

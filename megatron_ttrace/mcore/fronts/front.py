@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -59,12 +60,14 @@ class Front(Protocol):
 
     Attributes:
         marks: files that mark a directory to start from, beside Megatron-LM's.
+        has_flags: whether its options are flags of the command line.
         unloaded: why a checkpoint is not also loaded on one device, for comparison; empty if it is.
         only_in_plans: arguments that the loop gives to ``build_schedule_plan`` of a model, and not
             to its ``forward``.
     """
 
     marks: tuple[str, ...]
+    has_flags: bool
     unloaded: str
     only_in_plans: tuple[str, ...]
 
@@ -79,6 +82,13 @@ class Front(Protocol):
 
     def microbatches(self) -> int:
         """Of this rank in a step."""
+
+    def hand_over(self, directory: Path) -> None:
+        """Write what a reference needs beside options, before there is one. A collective.
+
+        Args:
+            directory: the ``--ttrace-dir``, which is ours by now.
+        """
 
     def bounds(self) -> tuple[str, ...]:
         """The batch's tensor [samples, sequences + 1] of where packed sequences start and end.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
@@ -43,6 +44,7 @@ class MegatronLM:
     """See :class:`megatron_ttrace.mcore.fronts.front.Front`."""
 
     marks: tuple[str, ...] = ()
+    has_flags = True
     unloaded = ""
     only_in_plans: tuple[str, ...] = ()
 
@@ -79,6 +81,9 @@ class MegatronLM:
     def microbatches(self) -> int:
         """Of this rank in a step."""
         return microbatches()
+
+    def hand_over(self, directory: Path) -> None:
+        """Nothing."""
 
     def bounds(self) -> tuple[str, ...]:
         """Those of ``SFTDataset`` (megatron/training/datasets/sft_dataset.py)."""

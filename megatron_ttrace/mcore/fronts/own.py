@@ -7,16 +7,23 @@ have, and what the microbatches show.
 
 from __future__ import annotations
 
+import hashlib
 import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
 from megatron_ttrace.mcore.fronts.bridge_options import Options
 from megatron_ttrace.mcore.fronts.front import Watch
+from megatron_ttrace.trace import shared
+from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceWriter, seal
 
 _NEITHER = types.MappingProxyType(
     {
@@ -42,6 +49,10 @@ class _Arguments(Options):
         super().__init__(types.SimpleNamespace(**configurations))
         object.__setattr__(self, "_known", {**_NEITHER, **known})
 
+    def know(self, name: str, value: Any) -> None:
+        """Add an option."""
+        object.__setattr__(self, "_known", {**self._known, name: value})
+
     def __getattr__(self, name: str) -> Any:
         known = object.__getattribute__(self, "_known")
         return known[name] if name in known else super().__getattr__(name)
@@ -62,6 +73,7 @@ class OwnLoop:
     """
 
     marks: tuple[str, ...] = ()
+    has_flags = False
     unloaded = ""
     only_in_plans: tuple[str, ...] = ()
 
@@ -93,7 +105,7 @@ class OwnLoop:
         parts = {"model": config, "optimizer": optimizer.config}
         parts["ddp"] = getattr(chunks[0], "ddp_config", None)
         self._arguments = _Arguments(parts, {**facts, **known})
-        self._count = len(batches)
+        self._batches = batches
 
     def arguments(self) -> MegatronArguments:
         """What the configurations say."""
@@ -108,7 +120,29 @@ class OwnLoop:
 
     def microbatches(self) -> int:
         """As many as were handed over."""
-        return self._count
+        return len(self._batches)
+
+    def hand_over(self, directory: Path) -> None:
+        """Write the microbatches; a digest of all ranks' becomes a part of the identity."""
+        from megatron.core import parallel_state as mpu
+
+        home = directory / shared.BATCHES
+        writer = TraceWriter(home, mpu.get_data_parallel_rank())
+        marks = []
+        for number, batch in enumerate(self._batches):
+            for name, value in batch.items():
+                if torch.is_tensor(value):
+                    marks.append(f"{name}/{checksum(value)}")
+                    key = TraceKey(1, number, Kind.TOKENS, name)
+                    writer.add(Entry.of(key, value), value)
+        others = mpu.get_pipeline_model_parallel_rank(), mpu.get_context_parallel_rank()
+        if not mpu.get_tensor_model_parallel_rank() and not any(others):
+            writer.close()
+        each: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(each, marks)
+        if dist.get_rank() == 0:
+            seal(home, {"role": shared.BATCHES})
+        self._arguments.know("batches", hashlib.sha256(str(each).encode()).hexdigest()[:16])
 
     def bounds(self) -> tuple[str, ...]:
         """Nothing is packed, as far as is known."""

@@ -129,6 +129,15 @@ def test_adapters_of_single_experts(more: dict[str, Any], refused: bool) -> None
     options.require()
 
 
+def test_the_files_of_the_data(tmp_path: Path) -> None:
+    """They count in a reference's identity, by their dates; indices beside them do not."""
+    (tmp_path / "training.jsonl").touch()
+    (tmp_path / "training.jsonl.idx.npy").touch()
+    data = types.SimpleNamespace(blend=(["a", "b"], [0.5, 0.5]), dataset_root=str(tmp_path))
+    options: Any = Options(configuration(dataset=data))
+    assert options.data_path == ["a", "b", str(tmp_path / "training.jsonl")]
+
+
 def test_a_field_of_ones_own() -> None:
     """It is kept, and named."""
     assert "model.ours" in Options(configuration()).unknown()
