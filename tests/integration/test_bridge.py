@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of jobs of Megatron-Bridge; ``python -m tests.assay bridge`` runs many more."""
 
+import re
+
 import pytest
 
+from megatron_ttrace import load_report
+from megatron_ttrace.trace.records import Result
 from tests.assay.bridge.faults import faults
 from tests.assay.bridge.jobs import SCRIPTS, check, jobs
-from tests.integration.jobs import ttrace
+from tests.integration.jobs import torchrun, ttrace
 
 pytestmark = pytest.mark.bridge
 
@@ -49,3 +53,22 @@ def test_wrong_input(words, reason, tmp_path):
     (line,) = done.stderr.splitlines()
     assert line.startswith("ttrace: ")
     assert reason in line
+
+
+def test_a_callback(tmp_path):
+    """It checks the first step, and training goes on as without it."""
+    script = tmp_path / "train.py"
+    code = (SCRIPTS / "llama.py").read_text()
+    (tmp_path / "common.py").write_text((SCRIPTS / "common.py").read_text())
+    logs = {}
+    for name, callbacks in {"plain": "[]", "checked": "[TTraceCallback('out')]"}.items():
+        imported = "from megatron_ttrace.bridge import TTraceCallback"
+        body = f"import megatron_ttrace\nmegatron_ttrace.enable()\n{imported}\n"
+        body += f"def callbacks(): return {callbacks}\n"
+        script.write_text(body + code.replace("forward_step)", "forward_step, callbacks())"))
+        done = torchrun(2, script, cwd=tmp_path, cold=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        logs[name] = re.findall(r"(?:lm loss|grad norm): (\S+)", done.stdout)
+    assert load_report(tmp_path / "out").summary.verdict is Result.EQUIVALENT
+    assert len(logs["plain"]) == 4
+    assert logs["checked"] == logs["plain"]
