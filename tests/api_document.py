@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import inspect
 import json
 import re
@@ -20,17 +18,15 @@ from tests.integration.jobs import ROOT
 
 PATH = ROOT / "docs" / "api.md"
 BEGIN = "<!-- from here on made by: python -m tests.api_document -->\n"
-ORDER = (
-    *("check", "compare", "load_report", "enable", "step", "is_reference"),
-    *("Report", "Summary", "Verdict", "Culprit"),
-    *("Result", "Outcome", "Kind", "TTraceError"),
-)
+DESCRIBED = ("check", "compare", "load_report", "enable", "step", "is_reference", "Report")
+RECORDS = ("Summary", "Verdict", "Culprit", "Result", "Outcome", "Kind", "TTraceError")
 _SECTION = re.compile(r"(Args|Returns|Raises|Attributes):")
 
 
 def render() -> str:
     """The reference of all public names."""
-    return BEGIN + "\n" + "\n".join(_entry(name) for name in ORDER)
+    records = ["## Records", "", *(_listed(f"`{name}`: {_summary(name)}") for name in RECORDS), ""]
+    return BEGIN + "\n" + "\n".join([*map(_entry, DESCRIBED), *records])
 
 
 def write() -> None:
@@ -45,12 +41,20 @@ def _entry(name: str) -> str:
     if inspect.isfunction(value):
         parts.append(_code(_signature(name, value)))
     parts.append("\n".join(_markdown(inspect.getdoc(value) or "")).strip("\n") + "\n")
-    if isinstance(value, type) and issubclass(value, enum.Enum):
-        members = ", ".join(f"`{one.name}`" for one in value)
-        parts.append(f"Members: {members}.\n")
-    elif dataclasses.is_dataclass(value):
+    if isinstance(value, type):
         parts.append("\n".join(_members(value)) + "\n")
     return "\n".join(parts)
+
+
+def _summary(name: str) -> str:
+    """The first paragraph of its docstring."""
+    text = inspect.getdoc(getattr(megatron_ttrace, name)) or ""
+    return _literal(" ".join(text.partition("\n\n")[0].split()))
+
+
+def _listed(text: str) -> str:
+    """A list item, in lines of the documents' length."""
+    return textwrap.fill(f"- {text}", 118, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _signature(name: str, function: Any) -> str:
@@ -72,9 +76,8 @@ def _code(text: str) -> str:
     return f"```python\n{text}\n```\n"
 
 
-def _members(value: Any) -> Iterator[str]:
-    """Fields with their types, then properties and methods with what they are."""
-    yield "Fields: " + ", ".join(f"`{field.name}`" for field in dataclasses.fields(value)) + ".\n"
+def _members(value: type) -> Iterator[str]:
+    """Properties and methods with what they are."""
     names = dict.fromkeys(name for kind in value.__mro__ for name in vars(kind))
     members = {name: inspect.getattr_static(value, name) for name in names}
     for name, member in members.items():
@@ -82,7 +85,7 @@ def _members(value: Any) -> Iterator[str]:
             continue
         what = " ".join((inspect.getdoc(member) or "").partition("\n\n")[0].split())
         call = "" if isinstance(member, property) else "()"
-        yield f"- `.{name}{call}`: {_literal(what)}"
+        yield _listed(f"`.{name}{call}`: {_literal(what)}")
 
 
 def _markdown(doc: str) -> Iterator[str]:
@@ -105,7 +108,7 @@ def _items(section: str, body: str) -> Iterator[str]:
         text = " ".join(item.split())
         name, colon, what = text.partition(": ")
         named = section != "Returns" and colon and re.fullmatch(r"\w+", name)
-        yield f"- `{name}`: {_literal(what)}" if named else _literal(text)
+        yield _listed(f"`{name}`: {_literal(what)}") if named else _literal(text)
 
 
 def _literal(text: str) -> str:

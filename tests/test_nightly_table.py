@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 NIGHTLY = "pytest.mark.nightly"
 ROWS = re.findall(
     r"^\| `(\S+\.py::\w+)`(?: (\(some\)))? \|(?:[^|]*\|)? `(\S+\.py::\w+)` \|$",
-    (ROOT / "docs" / "tests.md").read_text(encoding="utf-8"),
+    (ROOT / "tests" / "README.md").read_text(encoding="utf-8"),
     re.MULTILINE,
 )
 
