@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of transformers' models: which of their weights are which of Megatron's.
+
+A family is an entry of :data:`FAMILIES`. Sources: the modules of both, and what Megatron's
+``sharded_state_dict`` calls their weights in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from megatron_ttrace.trace.errors import TTraceError
+
+type Config = Mapping[str, Any]
+"""What a ``config.json`` holds."""
+
+
+class Order(StrEnum):
+    """How Megatron orders the rows of tensors of transformers that are put below each other."""
+
+    STACKED = "stacked"
+    """As they are, for instance gate above up projection."""
+    GROUPS = "groups"
+    """By groups of heads: the queries of a group, its key, its value
+    (``get_query_key_value_tensors`` in megatron/core/transformer/attention.py)."""
+    ALTERNATING = "alternating"
+    """Even rows above odd rows: GPT-OSS alternates the rows of gate and up projection."""
+
+
+class Where(StrEnum):
+    """The part of a model to which a rule applies."""
+
+    MODEL = "model"
+    LAYER = "layer"
+    DENSE = "dense layer"
+    SPARSE = "layer with experts"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor of transformers, or an expert's part of it.
+
+    Attributes:
+        name: of the tensor; in a rule without the prefix of its layer.
+        expert: index in the first dimension of a tensor of all experts, in a rule any number.
+        transposed: whether its last dimension is Megatron's first.
+    """
+
+    name: str
+    expert: int | None = None
+    transposed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """A tensor of Megatron's, and what it is made of.
+
+    Attributes:
+        where: it applies.
+        megatron: names, of which a model has one: TransformerEngine puts a norm into the linear
+            layer after it; experts are grouped, sequential, or in a checkpoint.
+        hf: alternative lists of parts. First those that transformers 5 has in memory.
+        order: of the rows of these parts.
+        needs: a field of the config that must be true.
+        padded: whether Megatron may append rows to the vocabulary.
+    """
+
+    where: Where
+    megatron: tuple[str, ...]
+    hf: tuple[tuple[Part, ...], ...]
+    order: Order = Order.STACKED
+    needs: str = ""
+    padded: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Family:
+    """The models of one ``model_type``.
+
+    Attributes:
+        architecture: transformers' class.
+        rules: for all its tensors.
+        defaults: values of fields that a ``config.json`` may lack.
+    """
+
+    architecture: str
+    rules: tuple[Rule, ...]
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+type _Parts = str | Part | tuple[str | Part, ...]
+
+
+def _rule(
+    where: Where, megatron: str | tuple[str, ...], *alternatives: _Parts, **others: Any
+) -> Rule:
+    names = (megatron,) if isinstance(megatron, str) else megatron
+    hf = (parts if isinstance(parts, tuple) else (parts,) for parts in alternatives)
+    return Rule(
+        where,
+        names,
+        tuple(tuple(Part(p) if isinstance(p, str) else p for p in parts) for parts in hf),
+        **others,
+    )
+
+
+def _same(where: Where, names: Mapping[str, str], **others: Any) -> tuple[Rule, ...]:
+    return tuple(_rule(where, ours, theirs, **others) for ours, theirs in names.items())
+
+
+_QKV = "self_attention.linear_qkv"
+EMBEDDING, HEAD = (
+    _rule(Where.MODEL, f"{ours}.weight", f"{theirs}.weight", padded=True)
+    for ours, theirs in {
+        "embedding.word_embeddings": "model.embed_tokens",
+        "output_layer": "lm_head",
+    }.items()
+)
+_ENDS = (
+    EMBEDDING,
+    HEAD,
+    _rule(Where.MODEL, "decoder.final_layernorm.weight", "model.norm.weight"),
+)
+_INPUT_NORM = ("input_layernorm.weight", f"{_QKV}.layer_norm_weight")
+_MLP_NORM = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+_NORMS = (
+    _rule(Where.LAYER, _INPUT_NORM, "input_layernorm.weight"),
+    _rule(Where.LAYER, _MLP_NORM, "post_attention_layernorm.weight"),
+)
+
+
+def _qkv(leaf: str, needs: str = "") -> Rule:
+    parts = tuple(f"self_attn.{part}_proj.{leaf}" for part in "qkv")
+    return _rule(Where.LAYER, f"{_QKV}.{leaf}", parts, order=Order.GROUPS, needs=needs)
+
+
+def _out(leaf: str, needs: str = "") -> Rule:
+    ours, theirs = f"self_attention.linear_proj.{leaf}", f"self_attn.o_proj.{leaf}"
+    return _rule(Where.LAYER, ours, theirs, needs=needs)
+
+
+def _gated(
+    where: Where, ours: str, theirs: str, leaf: str = "weight", needs: str = ""
+) -> tuple[Rule, ...]:
+    halves = tuple(f"{theirs}.{half}_proj.{leaf}" for half in ("gate", "up"))
+    return (
+        _rule(where, f"{ours}.linear_fc1.{leaf}", halves, needs=needs),
+        _rule(where, f"{ours}.linear_fc2.{leaf}", f"{theirs}.down_proj.{leaf}", needs=needs),
+    )
+
+
+def _of_experts(module: str, leaf: str = "weight") -> tuple[str, ...]:
+    return (
+        f"mlp.experts.{module}.{leaf}{{expert}}",
+        f"mlp.experts.local_experts.{{expert}}.{module}.{leaf}",
+        f"mlp.experts.experts.{{expert}}.{module}.{leaf}",
+    )
+
+
+def _experts(
+    theirs: str = "mlp", names: Sequence[str] = ("gate", "up", "down")
+) -> tuple[Rule, ...]:
+    """Gated experts, each on its own in files and all in a tensor in memory."""
+    suffix = "_proj" if theirs == "mlp" else ""
+    gate, up, down = (f"{theirs}.experts.{{expert}}.{name}{suffix}.weight" for name in names)
+    fused = (Part(f"mlp.experts.{name}_proj", expert=0) for name in ("gate_up", "down"))
+    return (
+        _rule(Where.SPARSE, _of_experts("linear_fc1"), next(fused), (gate, up)),
+        _rule(Where.SPARSE, _of_experts("linear_fc2"), next(fused), down),
+        _rule(Where.SPARSE, "mlp.router.weight", "mlp.gate.weight", f"{theirs}.gate.weight"),
+    )
+
+
+_BIASES = (_qkv("bias", "attention_bias"), _out("bias", "attention_bias"))
+_ATTENTION = (_qkv("weight"), _out("weight"))
+_QK_NORMS = _same(
+    Where.LAYER,
+    {f"self_attention.{x}_layernorm.weight": f"self_attn.{x}_norm.weight" for x in "qk"},
+)
+_MLP = _gated(Where.DENSE, "mlp", "mlp")
+_BASE = (*_ENDS, *_NORMS, *_ATTENTION, *_MLP)
+_QWEN3 = (*_BASE, *_BIASES, *_QK_NORMS)
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        (*_BASE, *_BIASES, *_gated(Where.DENSE, "mlp", "mlp", "bias", "mlp_bias")),
+    ),
+    "mistral": Family("MistralForCausalLM", _BASE),
+    "qwen2": Family("Qwen2ForCausalLM", (*_BASE, _qkv("bias"))),
+    "qwen3": Family("Qwen3ForCausalLM", _QWEN3, {"head_dim": 128}),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", (*_QWEN3, *_experts()), {"head_dim": 128}),
+    "mixtral": Family(
+        "MixtralForCausalLM", (*_BASE, *_experts("block_sparse_moe", ("w1", "w3", "w2")))
+    ),
+}
+"""By ``model_type``."""
+
+
+def family_of(config: Config) -> Family:
+    """The family of a model.
+
+    Raises:
+        TTraceError: when it is not supported.
+    """
+    name = config.get("model_type")
+    if not isinstance(name, str) or name not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise TTraceError(f"config.json: model_type {name!r} is not supported ({known} are)")
+    if config.get("quantization_config"):
+        raise TTraceError("config.json: quantized weights (quantization_config) are not supported")
+    return FAMILIES[name]

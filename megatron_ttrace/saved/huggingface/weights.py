@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of Megatron's models by the names of transformers', and the other way round.
+
+Each tensor of Megatron's is a permutation of the rows of one or a few tensors of transformers, so
+one table (:mod:`.families`) converts both ways. transformers is not needed: all sizes are in the
+model's ``config.json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from megatron_ttrace.saved.huggingface.families import (
+    EMBEDDING,
+    HEAD,
+    Config,
+    Family,
+    Order,
+    Part,
+    Rule,
+    Where,
+)
+from megatron_ttrace.trace.errors import TTraceError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the table needs of a config.
+
+    Attributes:
+        layers: their number.
+        heads, groups, head: numbers of query heads and of key and value heads, and rows of each.
+        experts: their number in layers that have them.
+        vocabulary: rows of the embedding.
+        tied: whether the head is the embedding.
+        sparse: numbers of the layers that have experts.
+    """
+
+    layers: int
+    heads: int
+    groups: int
+    head: int
+    experts: int
+    vocabulary: int
+    tied: bool
+    sparse: frozenset[int]
+
+    @classmethod
+    def of(cls, config: Config, defaults: Config) -> Sizes:
+        """The sizes in a config.
+
+        Raises:
+            TTraceError: when one is absent or not a positive number.
+        """
+        config = {**defaults, **{k: v for k, v in config.items() if v is not None}}
+
+        def number(*names: str, default: int | None = None) -> int:
+            value = next((config[name] for name in names if name in config), default)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise TTraceError(f"config.json: {names[0]} is {value!r}, not a number")
+            return value
+
+        heads = number("num_attention_heads")
+        layers = number("num_hidden_layers")
+        head = number("head_dim", default=number("hidden_size") // max(heads, 1))
+        experts = number("num_local_experts", "num_experts", "n_routed_experts", default=0)
+        dense = config.get("mlp_only_layers", ())
+        first, step = (
+            number("first_k_dense_replace", default=0),
+            number("decoder_sparse_step", default=1),
+        )
+        sparse = (
+            layer
+            for layer in range(layers)
+            if experts and layer not in dense and layer >= first and (layer + 1) % step == 0
+        )
+        groups = number("num_key_value_heads", default=heads)
+        tied = config.get("tie_word_embeddings", False) is True
+        vocabulary = number("vocab_size")
+        if not groups or heads % groups:
+            raise TTraceError(f"config.json: {heads} heads cannot share {groups} key-value heads")
+        return cls(layers, heads, groups, head, experts, vocabulary, tied, frozenset(sparse))
+
+    def layers_of(self, where: Where) -> Collection[int | None]:
+        """The numbers of the layers in a part of the model; of the whole model ``None``."""
+        if where is Where.MODEL:
+            return (None,)
+        layers = range(self.layers)
+        if where is Where.LAYER:
+            return layers
+        return [layer for layer in layers if (layer in self.sparse) is (where is Where.SPARSE)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    """A tensor of Megatron's and the parts that it is made of.
+
+    Attributes:
+        megatron: its name.
+        parts: of transformers' tensors.
+        rule: by which they correspond.
+        layer, expert: their numbers in the whole model.
+    """
+
+    megatron: str
+    parts: tuple[Part, ...]
+    rule: Rule
+    layer: int | None
+    expert: int | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """All tensors of a model.
+
+    Attributes:
+        sizes: of the model.
+        pairs: in the order of the family's rules.
+        missing: tensors of transformers (the parts of one of Megatron's) without a counterpart.
+    """
+
+    sizes: Sizes
+    pairs: tuple[Pair, ...]
+    missing: tuple[tuple[Part, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        family: Family,
+        config: Config,
+        megatron: Callable[[str], bool],
+        hf: Callable[[str], bool] | None = None,
+    ) -> Table:
+        """The table for a model.
+
+        Args:
+            family: of the model.
+            config: its ``config.json``.
+            megatron: whether Megatron's model has a tensor of this name.
+            hf: whether transformers' has; by default its names are those in memory.
+
+        Raises:
+            TTraceError: when a size is absent.
+        """
+        sizes = Sizes.of(config, family.defaults)
+        values = {**family.defaults, **config}
+        pairs, missing = [], []
+        for rule in family.rules:
+            if rule.needs and not values.get(rule.needs):
+                continue
+            for layer in sizes.layers_of(rule.where):
+                is_of_expert = "{expert}" in rule.megatron[0]
+                for expert in range(sizes.experts) if is_of_expert else (None,):
+                    names = [_named(name, "decoder", layer, expert) for name in rule.megatron]
+                    tied = rule is HEAD and sizes.tied
+                    parts = _parts(EMBEDDING if tied else rule, layer, expert, hf)
+                    if name := next(filter(megatron, names), None):
+                        pairs.append(Pair(name, parts, rule, layer, expert))
+                    elif not tied:
+                        missing.append(parts)
+        return cls(sizes, tuple(pairs), tuple(missing))
+
+    def join(self, pair: Pair, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Megatron's tensor, without padding.
+
+        Args:
+            pair: which.
+            parts: ``pair.parts``, as transformers has them (of an expert only its part).
+
+        Raises:
+            TTraceError: when the number of rows is not the config's.
+        """
+        turned = [
+            data.T if part.transposed else data
+            for part, data in zip(pair.parts, parts, strict=True)
+        ]
+        joined = torch.cat(turned) if len(turned) > 1 else turned[0]
+        order = self.order(pair, len(joined))
+        return joined if order is None else joined[order]
+
+    def split(self, pair: Pair, data: torch.Tensor) -> list[torch.Tensor]:
+        """The inverse of :meth:`join`; rows appended to the vocabulary are cut off."""
+        if pair.rule.padded:
+            if len(data) < self.sizes.vocabulary:
+                raise _wrong_rows(pair.megatron, len(data), self.sizes.vocabulary)
+            data = data[: self.sizes.vocabulary]
+        if (order := self.order(pair, len(data))) is not None:
+            joined = torch.empty_like(data)
+            joined[order] = data
+            data = joined
+        if pair.rule.order is Order.GROUPS:
+            rows = (self.sizes.heads, self.sizes.groups, self.sizes.groups)
+            parts = data.split([count * self.sizes.head for count in rows])
+        else:
+            parts = data.tensor_split(len(pair.parts))
+        return [
+            data.T.contiguous() if part.transposed else data
+            for part, data in zip(pair.parts, parts, strict=True)
+        ]
+
+    def order(self, pair: Pair, rows: int) -> torch.Tensor | None:
+        """The row of the joined parts that is in each row of Megatron's tensor; ``None``: its own.
+
+        Raises:
+            TTraceError: when the number of rows is not the config's.
+        """
+        if pair.rule.order is Order.GROUPS:
+            heads, groups, head = self.sizes.heads, self.sizes.groups, self.sizes.head
+            if rows != (wanted := (heads + 2 * groups) * head):
+                raise _wrong_rows(pair.megatron, rows, wanted)
+            order = torch.arange(rows)
+            parts = order.split([heads * head, groups * head, groups * head])
+            return torch.cat([part.view(groups, -1) for part in parts], 1).flatten()
+        if rows % len(pair.parts):
+            raise _wrong_rows(pair.megatron, rows, rows + rows % len(pair.parts))
+        if pair.rule.order is Order.ALTERNATING:
+            return torch.arange(rows).view(-1, 2).T.flatten()
+        return None
+
+
+def _wrong_rows(name: str, rows: int, wanted: int) -> TTraceError:
+    return TTraceError(f"{name} has {rows} rows, by config.json it needs {wanted}")
+
+
+def _named(name: str, prefix: str, layer: int | None, expert: int | None) -> str:
+    name = name.format(expert=expert)
+    return name if layer is None else f"{prefix}.layers.{layer}.{name}"
+
+
+def _parts(
+    rule: Rule, layer: int | None, expert: int | None, hf: Callable[[str], bool] | None
+) -> tuple[Part, ...]:
+    """The parts of a rule: the alternative that is there, else the last, which files have."""
+    for parts in rule.hf:
+        found = tuple(
+            dataclasses.replace(
+                part,
+                name=_named(part.name, "model", layer, expert),
+                expert=None if part.expert is None else expert,
+            )
+            for part in parts
+        )
+        if hf is None or any(hf(part.name) for part in found):
+            break
+    return found
+
+
+def load_weights(
+    family: Family, config: Config, megatron: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The state dict of transformers' model, from whole tensors of Megatron's.
+
+    The gradients of parameters can be converted likewise. A tied head has its own name in state
+    dicts, and is there if it is the embedding.
+
+    Args:
+        family: of the model (:func:`family_of`).
+        config: its ``config.json``, with the padded size of the vocabulary to keep padded rows.
+        megatron: by canonical name or by name in a checkpoint, with the numbers of layers and
+            experts, for instance ``decoder.layers.0.mlp.linear_fc1.weight``.
+
+    Raises:
+        TTraceError: when a tensor is absent, has no counterpart or another number of rows.
+    """
+    table = Table.of(family, config, megatron.__contains__)
+    _complete(family, table, megatron)
+    state: dict[str, torch.Tensor] = {}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for pair in table.pairs:
+        parts = table.split(pair, megatron[pair.megatron])
+        for part, data in zip(pair.parts, parts, strict=True):
+            if part.expert is not None:
+                stacks.setdefault(part.name, []).append(data)
+            elif not torch.equal(state.setdefault(part.name, data), data):
+                raise TTraceError(f"{pair.megatron} is not {part.name}, which config.json ties")
+    if table.sizes.tied:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    return state | {name: torch.stack(parts) for name, parts in stacks.items()}
+
+
+def megatron_weights(
+    family: Family,
+    config: Config,
+    state: Mapping[str, torch.Tensor],
+    names: Collection[str],
+) -> dict[str, torch.Tensor]:
+    """The inverse of :func:`load_weights`, without padding.
+
+    Args:
+        family: of the model.
+        config: its ``config.json``.
+        state: of transformers' model.
+        names: of Megatron's tensors.
+
+    Raises:
+        TTraceError: when a tensor is absent, has no counterpart or another number of rows.
+    """
+    table = Table.of(family, config, names.__contains__, state.__contains__)
+    _complete(family, table, names)
+    whole = {}
+    for pair in table.pairs:
+        if absent := [part.name for part in pair.parts if part.name not in state]:
+            raise TTraceError(f"the model of transformers has no {absent[0]}")
+        parts = [
+            state[part.name] if part.expert is None else state[part.name][part.expert]
+            for part in pair.parts
+        ]
+        whole[pair.megatron] = table.join(pair, parts)
+    return whole
+
+
+def _complete(family: Family, table: Table, megatron: Collection[str]) -> None:
+    if table.missing:
+        name = table.missing[0][0].name
+        raise TTraceError(
+            f"Megatron's model has no counterpart of {name} ({family.architecture}; "
+            f"{len(table.missing)} such tensors)"
+        )
+    if extra := set(megatron) - {pair.megatron for pair in table.pairs}:
+        raise TTraceError(
+            f"{family.architecture} has no counterpart of Megatron's {min(extra)} "
+            f"({len(extra)} such tensors)"
+        )

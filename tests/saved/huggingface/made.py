@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small models of transformers' families, and a plain converter that shares no code with ours."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+_BASE = {
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 30,
+    "max_position_embeddings": 64,
+    "head_dim": 4,
+    "tie_word_embeddings": False,
+}
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    name: {**_BASE, "model_type": name, **others}
+    for name, others in {
+        "llama": {},
+        "mistral": {"head_dim": 8},
+        "qwen2": {"tie_word_embeddings": True},
+        "qwen3": {"num_key_value_heads": 1},
+        "qwen3_moe": {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6,
+            "mlp_only_layers": [0],
+        },
+        "mixtral": {"num_local_experts": 2},
+    }.items()
+}
+BIASED = {**CONFIGS["llama"], "attention_bias": True, "mlp_bias": True}
+"""A Llama with all biases it can have."""
+
+
+def files(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Random weights by the names and in the shapes of transformers' files."""
+    family, hidden = config["model_type"], config["hidden_size"]
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    head = config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden)
+    }
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{at}{name}.weight"] = (hidden,)
+        out = hidden, heads * head
+        for name, rows in {"q": heads, "k": groups, "v": groups}.items():
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows * head, hidden)
+            if family == "qwen2" or config.get("attention_bias"):
+                shapes[f"{at}self_attn.{name}_proj.bias"] = (rows * head,)
+        shapes[f"{at}self_attn.o_proj.weight"] = out
+        if config.get("attention_bias"):
+            shapes[f"{at}self_attn.o_proj.bias"] = (hidden,)
+        if family.startswith("qwen3"):
+            shapes |= {f"{at}self_attn.{x}_norm.weight": (head,) for x in "qk"}
+        experts = config.get("num_experts", config.get("num_local_experts", 0))
+        width = config.get("moe_intermediate_size", config["intermediate_size"])
+        if family == "mixtral":
+            shapes[f"{at}block_sparse_moe.gate.weight"] = (experts, hidden)
+            mlps = {f"block_sparse_moe.experts.{n}": ("w1", "w3", "w2") for n in range(experts)}
+        elif experts and layer not in config["mlp_only_layers"]:
+            shapes[f"{at}mlp.gate.weight"] = (experts, hidden)
+            names = "gate_proj", "up_proj", "down_proj"
+            mlps = {f"mlp.experts.{n}": names for n in range(experts)}
+        else:
+            width = config["intermediate_size"]
+            mlps = {"mlp": ("gate_proj", "up_proj", "down_proj")}
+        for module, (gate, up, down) in mlps.items():
+            sizes = ((gate, (width, hidden)), (up, (width, hidden)), (down, (hidden, width)))
+            for name, shape in sizes:
+                shapes[f"{at}{module}.{name}.weight"] = shape
+                if config.get("mlp_bias"):
+                    shapes[f"{at}{module}.{name}.bias"] = shape[:1]
+    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+
+def converted(
+    config: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The same weights as a checkpoint of Megatron's has them, layers and experts apart."""
+    ours = {
+        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
+        "decoder.final_layernorm.weight": state["model.norm.weight"],
+    }
+    if "lm_head.weight" in state:
+        ours["output_layer.weight"] = state["lm_head.weight"]
+    groups, head = config["num_key_value_heads"], config["head_dim"]
+    shared = config["num_attention_heads"] // groups * head
+    for layer in range(config["num_hidden_layers"]):
+        at, to = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        ours[f"{to}self_attention.linear_qkv.layer_norm_weight"] = state[
+            f"{at}input_layernorm.weight"
+        ]
+        for leaf in ("weight", "bias"):
+            if f"{at}self_attn.q_proj.{leaf}" in state:
+                q, k, v = (state[f"{at}self_attn.{x}_proj.{leaf}"] for x in "qkv")
+                rows = []
+                for group in range(groups):
+                    rows.append(q[group * shared : (group + 1) * shared])
+                    rows += [x[group * head : (group + 1) * head] for x in (k, v)]
+                ours[f"{to}self_attention.linear_qkv.{leaf}"] = torch.cat(rows)
+            if f"{at}self_attn.o_proj.{leaf}" in state:
+                ours[f"{to}self_attention.linear_proj.{leaf}"] = state[
+                    f"{at}self_attn.o_proj.{leaf}"
+                ]
+        for x in "qk":
+            if f"{at}self_attn.{x}_norm.weight" in state:
+                norm = state[f"{at}self_attn.{x}_norm.weight"]
+                ours[f"{to}self_attention.{x}_layernorm.weight"] = norm
+        gate, up, down = "gate_proj", "up_proj", "down_proj"
+        moe = f"{at}mlp."
+        if config["model_type"] == "mixtral":
+            gate, up, down = "w1", "w3", "w2"
+            moe = f"{at}block_sparse_moe."
+        norm = state[f"{at}post_attention_layernorm.weight"]
+        mlps = {moe: f"{to}mlp."}
+        if (router := state.get(f"{moe}gate.weight")) is not None:
+            ours[f"{to}pre_mlp_layernorm.weight"] = norm
+            ours[f"{to}mlp.router.weight"] = router
+            mlps = {
+                f"{moe}experts.{n}.": f"{to}mlp.experts.experts.{n}." for n in range(len(router))
+            }
+        else:
+            ours[f"{to}mlp.linear_fc1.layer_norm_weight"] = norm
+        for theirs, name in mlps.items():
+            for leaf in ("weight", "bias"):
+                if f"{theirs}{gate}.{leaf}" in state:
+                    halves = [state[f"{theirs}{half}.{leaf}"] for half in (gate, up)]
+                    ours[f"{name}linear_fc1.{leaf}"] = torch.cat(halves)
+                    ours[f"{name}linear_fc2.{leaf}"] = state[f"{theirs}{down}.{leaf}"]
+    return ours

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of weights, against a converter written by hand and transformers' own modules."""
+
+import re
+
+import pytest
+import torch
+
+from megatron_ttrace.saved.huggingface import families, weights
+from megatron_ttrace.trace.errors import TTraceError
+from tests.saved.huggingface import made
+
+CONFIGS = [*made.CONFIGS.values(), made.BIASED]
+
+
+def names(config):
+    """An identifier for a test."""
+    return config["model_type"]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=names)
+def test_both_ways(config):
+    """The table converts as the plain converter does, and back to the same weights."""
+    state = made.files(config)
+    ours = made.converted(config, state)
+    family = families.family_of(config)
+    for name, data in weights.megatron_weights(family, config, state, ours).items():
+        assert torch.equal(data, ours[name]), name
+    back = weights.load_weights(family, config, ours)
+    again = weights.megatron_weights(family, config, back, ours)
+    assert again.keys() == ours.keys()
+    assert all(torch.equal(data, ours[name]) for name, data in again.items())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=names)
+def test_transformers_names(config):
+    """In memory, transformers' model has exactly these names and shapes."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config)
+    )
+    state = weights.load_weights(
+        families.family_of(config), config, made.converted(config, made.files(config))
+    )
+    expected = model.state_dict()
+    assert {name: data.shape for name, data in state.items()} == {
+        name: data.shape for name, data in expected.items()
+    }
+
+
+def test_names_of_megatron():
+    """Norms of their own and in linear layers, grouped and sequential experts are the same."""
+    config = made.CONFIGS["qwen3_moe"]
+    ours = made.converted(config, made.files(config))
+    family = families.family_of(config)
+    expected = weights.load_weights(family, config, ours)
+    expert = re.compile(r"experts\.experts\.(\d+)\.(\w+)\.weight")
+    for words in (r"experts.local_experts.\1.\2.weight", r"experts.\2.weight\1"):
+        named = {
+            expert.sub(words, name)
+            .replace("linear_qkv.layer_norm_weight", "!")
+            .replace("self_attention.!", "input_layernorm.weight"): data
+            for name, data in ours.items()
+        }
+        state = weights.load_weights(family, config, named)
+        assert all(torch.equal(data, expected[name]) for name, data in state.items())
+
+
+def test_padding():
+    """Rows appended to the vocabulary are cut off, or kept for a model of this size."""
+    config = made.CONFIGS["llama"]
+    state = made.files(config)
+    ours = made.converted(config, state)
+    name = "embedding.word_embeddings.weight"
+    for key in (name, "output_layer.weight"):
+        ours[key] = torch.cat([ours[key], torch.ones(2, 16)])
+    family = families.family_of(config)
+    cut = weights.load_weights(family, config, ours)["model.embed_tokens.weight"]
+    assert torch.equal(cut, state["model.embed_tokens.weight"])
+    kept = weights.load_weights(family, {**config, "vocab_size": 32}, ours)
+    assert torch.equal(kept["model.embed_tokens.weight"], ours[name])
+
+
+def test_tied_head():
+    """A head that transformers ties is accepted if it is the embedding."""
+    config = made.CONFIGS["qwen2"]
+    ours = made.converted(config, made.files(config))
+    family = families.family_of(config)
+    ours["output_layer.weight"] = ours["embedding.word_embeddings.weight"].clone()
+    weights.load_weights(family, config, ours)
+    ours["output_layer.weight"][3] += 1
+    with pytest.raises(TTraceError, match=r"which config\.json ties"):
+        weights.load_weights(family, config, ours)
+
+
+def test_what_is_refused():
+    """One line names what is not supported, absent, or has no counterpart."""
+    config = made.CONFIGS["llama"]
+    ours = made.converted(config, made.files(config))
+    family = families.family_of(config)
+    for changed, match in (
+        ({"model_type": "gpt2"}, "'gpt2' is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
+    ):
+        with pytest.raises(TTraceError, match=match):
+            families.family_of({**config, **changed})
+    for changed, match in (
+        ({"num_hidden_layers": None}, "num_hidden_layers is None, not a number"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ({"num_hidden_layers": 3}, r"no counterpart of model.layers.2.*6 such tensors"),
+        ({"num_hidden_layers": 1}, r"no counterpart of Megatron's decoder.layers.1.*6 such"),
+        ({"head_dim": 8}, "linear_qkv.weight has 32 rows, by config.json it needs 64"),
+    ):
+        with pytest.raises(TTraceError, match=match):
+            weights.load_weights(family, {**config, **changed}, ours)
