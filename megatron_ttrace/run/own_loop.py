@@ -63,7 +63,7 @@ def step[T](
     import torch
 
     from megatron_ttrace.mcore import fronts
-    from megatron_ttrace.mcore.fronts.own import OwnLoop
+    from megatron_ttrace.mcore.fronts import own
     from megatron_ttrace.run import entry
     from megatron_ttrace.run.loop import Watch
 
@@ -75,9 +75,10 @@ def step[T](
                 "and omit --ttrace-iterations"
             )
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        batches = [own.flat(batch) for batch in batches]
         if settings.role == "reference":
             batches = _read(settings.directory / shared.BATCHES, batches)
-        fronts.use(OwnLoop(chunks, optimizer, batches, options))
+        fronts.use(own.OwnLoop(chunks, optimizer, batches, options))
         watch = Watch(settings)
         watch.building()
         watch.built(chunks, optimizer, scheduler or _Unscheduled())
@@ -87,7 +88,9 @@ def step[T](
 
 
 def _stepped(run: Callable[..., Any], source: _Source, count: int) -> Any:
-    result = run([next(source.iterable) for _ in range(count)])
+    from megatron_ttrace.mcore.fronts import own
+
+    result = run([own.nested(next(source.iterable)) for _ in range(count)])
     if isinstance(result, tuple) and len(result) == _RESULTS:
         return result
     losses = result if isinstance(result, dict) else {}

@@ -38,6 +38,8 @@ _NEITHER = types.MappingProxyType(
     }
 )
 """Options that such a loop does not have."""
+_VALUES, _OFFSETS = ".values", ".offsets"
+"""Of a nested tensor, in names of tensors."""
 
 
 class _Arguments(Options):
@@ -145,8 +147,8 @@ class OwnLoop:
         self._arguments.know("batches", hashlib.sha256(str(each).encode()).hexdigest()[:16])
 
     def bounds(self) -> tuple[str, ...]:
-        """Nothing is packed, as far as is known."""
-        return ()
+        """The offsets of samples of different lengths: a model packs them."""
+        return tuple(name for name in self._batches[0] if name.endswith(_OFFSETS))[:1]
 
     def deal_to(self, ranks: int) -> None:
         """Nothing: a reference gets the candidate's microbatches."""
@@ -182,9 +184,51 @@ class OwnLoop:
         return None, None
 
 
+def flat(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A microbatch with two plain tensors for each nested one: its values and their offsets.
+
+    Raises:
+        TTraceError: for a nested tensor of another form than [samples, lengths, ...].
+    """
+    plain: dict[str, Any] = {}
+    for name, value in batch.items():
+        if not (torch.is_tensor(value) and value.is_nested):
+            plain[name] = value
+        elif value.layout is torch.jagged and value.is_contiguous() and _is_ragged(value):
+            plain[name + _VALUES], plain[name + _OFFSETS] = value.values(), value.offsets()
+        else:
+            raise TTraceError(
+                f"megatron_ttrace.step: {name} is a nested tensor, but not a contiguous one "
+                "[samples, lengths, ...] of layout torch.jagged"
+            )
+    return plain
+
+
+def nested(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The microbatch that :func:`flat` made plain."""
+    whole: dict[str, Any] = {}
+    for name, value in batch.items():
+        if (stem := name.removesuffix(_VALUES)) + _OFFSETS in batch and stem != name:
+            offsets = batch[stem + _OFFSETS]
+            whole[stem] = torch.nested.nested_tensor_from_jagged(value, offsets)
+        elif (stem := name.removesuffix(_OFFSETS)) + _VALUES not in batch or stem == name:
+            whole[name] = value
+    return whole
+
+
+def _is_ragged(value: torch.Tensor) -> bool:
+    """Whether the dim after the samples is the one of different lengths."""
+    return not isinstance(value.shape[1], int)
+
+
 def _shape(batches: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Rows and length of a microbatch: of its first tensor with two dims of integers."""
-    for value in batches[0].values() if batches else ():
+    """Rows and length of a microbatch: of its first tensor with two dims of integers.
+
+    Samples of different lengths are a row: a model packs them.
+    """
+    for name, value in batches[0].items() if batches else ():
+        if name.endswith(_VALUES) and not value.is_floating_point():
+            return 1, int(value.shape[0])
         if torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point():
             return int(value.shape[0]), int(value.shape[1])
     raise TTraceError(
