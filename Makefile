@@ -20,7 +20,7 @@ JOBS ?= 2
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit test-versions bridge lint format docs nightly bench gpu gpu-wheels clean
+.PHONY: help venv demo test unit test-versions bridge verl lint format docs nightly bench gpu gpu-wheels clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -48,6 +48,10 @@ test-versions: venv ## selected tests with every supported megatron-core release
 bridge: venv ## install Megatron-Bridge (900 MB) and run its tests
 	@path=$$(launch/bootstrap.sh bridge) && \
 	  PYTHONPATH=$$path $(PYTEST) -m bridge $(BRIDGE_TESTS)
+
+verl: venv ## install verl (250 MB) and Megatron-Bridge, and run the tests of verl's engine
+	@path=$$(launch/bootstrap.sh bridge) && path=$$path:$$(launch/bootstrap.sh verl) && \
+	  PYTHONPATH=$$path $(PYTEST) -m verl tests/run/test_own_loop.py
 
 lint: venv ## run ruff and mypy, and build the documentation strictly
 	$(VENV)/bin/ruff check .

@@ -6,6 +6,7 @@
 #   launch/bootstrap.sh release 0.18.2
 #                                install that megatron-core alone under $VENV/releases; print its path
 #   launch/bootstrap.sh bridge   install Megatron-Bridge there, with what it imports; print its path
+#   launch/bootstrap.sh verl     install verl there, with what it imports beside Megatron-Bridge
 #
 # TTRACE_PYTHON names the interpreter to use instead of searching for one.
 set -euo pipefail
@@ -14,7 +15,6 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-.venv}
 VERSIONS="3.12 3.13" # the versions of megatron-core's wheels, the preferred one first
 CONSTRAINTS=requirements/constraints.txt
-BRIDGE=requirements/bridge.txt
 
 fail() {
   echo "ttrace: $*" >&2
@@ -109,11 +109,11 @@ add_release() {
   put_beside "$1" "megatron-core==$1"
 }
 
-# Megatron-Bridge declares packages that need a GPU: only those that it imports are installed.
-add_bridge() {
-  local made
-  made=$(cksum <"$ROOT/$BRIDGE")
-  put_beside "bridge-${made%% *}" -r "$BRIDGE"
+# Trainers declare packages that need a GPU: only those that they import are installed.
+add_trainer() {
+  local list=requirements/$1.txt made
+  made=$(cksum <"$ROOT/$list")
+  put_beside "$1-${made%% *}" -r "$list"
 }
 
 put_beside() { # the folder of the package $1, for PYTHONPATH, with what the other words install
@@ -136,7 +136,7 @@ put_beside() { # the folder of the package $1, for PYTHONPATH, with what the oth
 case ${1:-} in
   python) find_python ;;
   release) add_release "${2:-}" ;;
-  bridge) add_bridge ;;
+  bridge | verl) add_trainer "$1" ;;
   venv)
     if command -v flock >/dev/null; then # of two makes at once, the second waits for the first
       exec 9>"$ROOT/.${VENV//\//_}.lock"
@@ -144,5 +144,5 @@ case ${1:-} in
     fi
     make_venv
     ;;
-  *) fail "usage: launch/bootstrap.sh python|venv|release VERSION|bridge" ;;
+  *) fail "usage: launch/bootstrap.sh python|venv|release VERSION|bridge|verl" ;;
 esac

@@ -16,7 +16,7 @@ from megatron_ttrace.trace import errors
 STARTERS = ("tests.warm", "tests.documents", "tests.integration.jobs")
 """What runs whole programs; test modules that use it are left out of `make unit`."""
 
-HAS_BRIDGE = importlib.util.find_spec("megatron.bridge") is not None
+HAS = {name: importlib.util.find_spec(name) is not None for name in ("megatron.bridge", "verl")}
 
 # No deadlines: on a shared machine that is slow for a moment an example would fail for no reason.
 settings.register_profile("steady", deadline=None, print_blob=True)
@@ -81,8 +81,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         module = getattr(item, "module", None)
         if isinstance(module, ModuleType) and _starts_programs(module):
             item.add_marker("slow")
-        if item.get_closest_marker("bridge") and not HAS_BRIDGE:
-            item.add_marker(pytest.mark.skip(reason="`make bridge` installs Megatron-Bridge"))
+        for name, is_installed in HAS.items():
+            marker = name.rpartition(".")[-1]
+            if item.get_closest_marker(marker) and not is_installed:
+                item.add_marker(pytest.mark.skip(reason=f"`make {marker}` installs {name}"))
     wanted = os.environ.get("HYPOTHESIS_PROFILE") == "nightly" or config.option.markexpr
     if not wanted and not any("::" in word for word in config.args):
         nightly = [item for item in items if item.get_closest_marker("nightly")]

@@ -266,6 +266,7 @@ def test_megatron_bridge_comes_on_top() -> None:
     (bridge,) = map(Requirement, extras["bridge"])  # type: ignore[index]
     assert bridge.specifier.contains(pins("bridge.txt")[bridge.name])
     assert not pins("bridge.txt").keys() & {*pins(), "apex"}
+    assert not pins("verl.txt").keys() & {*pins(), *pins("bridge.txt"), "apex"}
 
 
 def test_no_foreign_apex() -> None:

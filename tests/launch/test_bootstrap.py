@@ -43,6 +43,7 @@ class Machine:
             "megatron_ttrace/compare/sums.c",
             "requirements/constraints.txt",
             "requirements/bridge.txt",
+            "requirements/verl.txt",
         ]
         for name in names:
             (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -221,19 +222,20 @@ def test_usage(machine: Machine) -> None:
     assert "usage:" in done.stderr
 
 
-def test_megatron_bridge_is_put_beside_the_environment_once(machine: Machine) -> None:
+@pytest.mark.parametrize("name", ["bridge", "verl"])
+def test_a_trainer_is_put_beside_the_environment_once(machine: Machine, name: str) -> None:
     """What its file lists, and nothing that those packages declare; again if the file changed."""
     machine.installs_beside()
-    first = machine.run("bridge")
+    first = machine.run(name)
     assert first.returncode == 0, first.stderr
     folder = Path(first.stdout.strip())
     assert folder.is_dir()
     assert folder.parent == machine.checkout / ".venv" / "releases"
     assert "--no-deps" in machine.log.read_text()
-    assert "-r requirements/bridge.txt" in machine.log.read_text()
-    assert machine.run("bridge").stdout == first.stdout
+    assert f"-r requirements/{name}.txt" in machine.log.read_text()
+    assert machine.run(name).stdout == first.stdout
     assert machine.installs() == 1
-    with (machine.checkout / "requirements/bridge.txt").open("a") as file:
+    with (machine.checkout / f"requirements/{name}.txt").open("a") as file:
         file.write("# renewed\n")
-    assert machine.run("bridge").stdout != first.stdout
+    assert machine.run(name).stdout != first.stdout
     assert machine.installs() == 2

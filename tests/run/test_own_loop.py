@@ -13,14 +13,14 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, Result
 from tests.integration.jobs import ROOT, python
 
-SCRIPT = ROOT / "tests" / "own_loop" / "train.py"
+HOME = ROOT / "tests" / "own_loop"
 
 
-def check(tmp_path: Path, *words: str) -> Any:
-    """Two data-parallel ranks, each with microbatches that it makes itself."""
+def check(tmp_path: Path, *words: str, script: str = "train.py") -> Any:
+    """Two ranks, which make their microbatches themselves."""
     done = python(
         *("-m", "megatron_ttrace", "check", "--quiet", "--nproc-per-node", 2),
-        *("--ttrace-dir", tmp_path / "out", "--", SCRIPT, "1", *words),
+        *("--ttrace-dir", tmp_path / "out", "--", HOME / script, *words),
         cwd=tmp_path,
         timeout=280,
         cold=False,
@@ -37,14 +37,14 @@ def test_without_a_check():
 
 def test_data_parallel(tmp_path: Path) -> None:
     """The reference gets the microbatches of both ranks, although it could not read them itself."""
-    report = check(tmp_path)
+    report = check(tmp_path, "1")
     assert report.summary.verdict is Result.EQUIVALENT
     assert report.summary.counts["pass"] > 400
 
 
 def test_gradients_that_are_not_reduced(tmp_path: Path) -> None:
     """Found at the reduction that leaves them out."""
-    report = check(tmp_path, "--forget-to-finish")
+    report = check(tmp_path, "1", "--forget-to-finish")
     assert report.summary.verdict is Result.DIVERGED
     assert report.summary.culprits[0].kind is Kind.COUNTED
 
@@ -57,3 +57,63 @@ def test_microbatches_without_tokens(batches) -> None:
 
 def test_the_shape_of_a_microbatch() -> None:
     assert own._shape([{"mask": torch.rand(2, 3), "tokens": torch.zeros(4, 8).long()}]) == (4, 8)
+
+
+def test_samples_of_different_lengths() -> None:
+    """A nested tensor is kept as two plain ones; its microbatch is one packed row."""
+    tokens = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged)
+    plain = own.flat({"tokens": tokens, "scale": torch.ones(2), "name": "a"})
+    assert plain["tokens.values"].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert plain["tokens.offsets"].tolist() == [0, 3, 8]
+    assert own._shape([plain]) == (1, 8)
+    again = own.nested(plain)
+    assert list(again) == ["tokens", "scale", "name"]
+    assert [row.tolist() for row in again["tokens"].unbind()] == [[0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+def test_names_that_only_look_nested() -> None:
+    """They are left alone."""
+    batch = {"a.values": 1, "b.offsets": 2, "c": 3}
+    assert own.nested(own.flat(batch)) == batch
+
+
+def test_nested_tensors_of_other_forms_are_refused() -> None:
+    """Their values and offsets would not be all there is to know."""
+    rows = [torch.ones(2, 3), torch.ones(2, 4)]
+    for form in (
+        torch.nested.nested_tensor(rows),
+        torch.nested.nested_tensor(rows, layout=torch.jagged),
+    ):
+        with pytest.raises(TTraceError, match="mask is a nested tensor"):
+            own.flat({"mask": form})
+
+
+def test_the_page_shows_what_runs() -> None:
+    """The code to copy is that of the script."""
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    code = page.partition("def train_batch(engine")[2].partition("\n```")[0]
+    assert code.count("\n") > 25
+    assert code in (HOME / "verl_engine.py").read_text()
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "dp"])
+def test_engine_of_verl(tmp_path: Path, axis: str) -> None:
+    """Its packed microbatches, made by the tokens that they have, are those of the reference."""
+    words = () if axis == "dp" else (f"--{axis}", "2")
+    report = check(tmp_path, *words, script="verl_engine.py")
+    assert report.summary.verdict is Result.EQUIVALENT
+    assert report.summary.counts["pass"] > 300
+
+
+@pytest.mark.verl
+@pytest.mark.parametrize(
+    ("fault", "kind", "name"),
+    [("unscaled", Kind.LOSS, "loss"), ("unfinished", Kind.COUNTED, "")],
+)
+def test_fault_in_the_engine_of_verl(tmp_path: Path, fault: str, kind: Kind, name: str) -> None:
+    """A loss of the wrong scale, gradients that are not reduced."""
+    report = check(tmp_path, "--fault", fault, script="verl_engine.py")
+    assert report.summary.verdict is Result.DIVERGED
+    first = report.summary.culprits[0]
+    assert (first.kind, name in first.name) == (kind, True)
