@@ -195,7 +195,8 @@ def flat(batch: Mapping[str, Any]) -> dict[str, Any]:
         if not (torch.is_tensor(value) and value.is_nested):
             plain[name] = value
         elif value.layout is torch.jagged and value.is_contiguous() and _is_ragged(value):
-            plain[name + _VALUES], plain[name + _OFFSETS] = value.values(), value.offsets()
+            jagged: Any = value  # whose methods a type checker does not know
+            plain[name + _VALUES], plain[name + _OFFSETS] = jagged.values(), jagged.offsets()
         else:
             raise TTraceError(
                 f"megatron_ttrace.step: {name} is a nested tensor, but not a contiguous one "
