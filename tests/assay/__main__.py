@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.assay``: how good is the checker? Mutants, planted errors, other tools' rules.
+"""``python -m tests.assay``: how good is the checker? Mutants, planted errors, faults, answers.
 
 Exit codes are those of ``ttrace``; ``python -m tests.assay COMMAND --help`` has examples.
 """
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from megatron_ttrace.cli import command
 from megatron_ttrace.cli import main as ttrace
 from tests.assay import blamed, plant, same
-from tests.assay.baselines import cli as baselines
 from tests.assay.bridge import cli as bridge
 from tests.assay.checkpoints import cli as checkpoints
 from tests.assay.mutants import cli as mutants
@@ -28,7 +27,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (mutants, plant, baselines, checkpoints, bridge, same, blamed):
+    for module in (mutants, plant, checkpoints, bridge, same, blamed):
         module.add_parser(subparsers)
     return parser
 

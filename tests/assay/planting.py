@@ -17,14 +17,11 @@ from pathlib import Path
 import torch
 
 from megatron_ttrace.compare import tolerance as tolerances_of
-from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.gathered import of_ranks
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import measure, scale_of
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.offline import epsilon_of, measure_saved
-from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import TraceKey
@@ -67,25 +64,6 @@ WHOLE_SIZE: dict[str, Shape] = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class SavedShard:
-    """A rank's tensor, its boxes in the logical tensor, and the factor to divide it by."""
-
-    local: torch.Tensor
-    boxes: tuple[Box, ...]
-    factor: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spoilt:
-    """A rank's tensor with an error in a box of ``elements`` elements."""
-
-    rank: int
-    key: TraceKey
-    local: torch.Tensor
-    elements: int
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class PlantedError:
     """One planted error, and the verdict on it.
 
@@ -125,17 +103,18 @@ class Field:
                 f"{candidate} holds failed tensors only: trace with --ttrace-save-candidate"
             )
         self._tolerances = tolerances_of.of_reference(self._reference)
+        self._epsilon = epsilon_of(self._reference)
         self._measured: dict[TraceKey, dict[int, list[Measured]]] = {}
         for rank, found in measure_saved(self._reference, self._candidate).items():
             for one in found:
                 self._measured.setdefault(one.key, {}).setdefault(rank, []).append(one)
-        self._all = [
+        entries = [
             (rank, self._candidate.resolve(rank, number))
             for rank, entries in self._candidate.ranks.items()
             for number in range(len(entries))
         ]
-        self._factors = {(rank, entry.key): entry.factor for rank, entry in self._all}
-        self._spots = [spot for spot in self._all if self._is_fertile(*spot)]
+        self._factors = {(rank, entry.key): entry.factor for rank, entry in entries}
+        self._spots = [spot for spot in entries if self._is_fertile(*spot)]
         if not self._spots:
             raise TTraceError(f"{candidate} has no tensor with a tolerance that is not blind")
 
@@ -152,35 +131,14 @@ class Field:
             factor = self._factors[rank, key]
             sums = measure(local, self._reference.tensor(entry), kept.boxes, factor)
             holders = {**holders, rank: [dataclasses.replace(kept, sums=sums)]}
-        return judge([(key, entry.shape)], of_ranks(holders), self._tolerances, self.epsilon)[0]
+        return judge([(key, entry.shape)], of_ranks(holders), self._tolerances, self._epsilon)[0]
+
+    def whole(self, key: TraceKey) -> torch.Tensor:
+        """The reference's tensor."""
+        return self._reference.data(key)
 
     def plant(self, shape: str, size: float, generator: torch.Generator) -> PlantedError:
         """Plant one error of a shape, ``size`` tolerances large (NaN: its own size), anywhere."""
-        spoilt = self.spoil(shape, size, generator)
-        verdict = self.verdict(spoilt.key, spoilt.rank, spoilt.local)
-        found = verdict.verdict.is_failure
-        return PlantedError(
-            key=spoilt.key,
-            rank=spoilt.rank,
-            shape=shape,
-            size=size,
-            elements=spoilt.elements,
-            found=found,
-            right_rank=found and verdict.ranks[:1] == (spoilt.rank,),
-            margin=math.nan if verdict.margin is None else verdict.margin,
-        )
-
-    def spoil(
-        self, shape: str, size: float, generator: torch.Generator, *, relative: bool = False
-    ) -> Spoilt:
-        """Choose a rank and a tensor, and plant an error into it.
-
-        Args:
-            shape: of :data:`SHAPES`, or of :data:`WHOLE_SIZE` if ``size`` is NaN.
-            size: in tolerances of the rank's part.
-            generator: of the choices.
-            relative: whether ``size`` is the relative error of the rank's part itself.
-        """
         make = WHOLE_SIZE[shape] if math.isnan(size) else SHAPES[shape]
         while True:
             chosen = int(torch.randint(len(self._spots), (1,), generator=generator))
@@ -193,51 +151,20 @@ class Field:
             if length > 0.0:
                 break
         if not math.isnan(size):
-            unit = self._unit(rank, entry)
-            if relative:
-                unit /= self._tolerances.of(entry.key).value
-            direction *= size * unit * entry.factor / length
+            direction *= size * self._unit(rank, entry) * entry.factor / length
         box.copy_((values + direction).to(local.dtype))
-        return Spoilt(rank, entry.key, local, box.numel())
-
-    def shards(self, spoilt: Spoilt) -> list[SavedShard]:
-        """All ranks' shards of a tensor, with the error in it."""
-        return [
-            SavedShard(
-                spoilt.local if rank == spoilt.rank else self._candidate.tensor(entry),
-                self._measured[entry.key][rank][0].boxes,
-                entry.factor,
-            )
-            for rank, entry in self._all
-            if entry.key == spoilt.key
-        ]
-
-    def whole(self, key: TraceKey) -> torch.Tensor:
-        """The reference's tensor."""
-        return self._reference.data(key)
-
-    @property
-    def epsilon(self) -> float:
-        """Machine epsilon of the compute dtype."""
-        return epsilon_of(self._reference)
-
-    @property
-    def layers(self) -> int:
-        """Number of layers of the model.
-
-        Raises:
-            TTraceError: when the candidate's metadata is damaged.
-        """
-        try:
-            layers = RunConfig.from_json(self._candidate.meta.get("config")).layers
-            if not layers:
-                raise CodecError("expected a number of layers", ".layers")
-        except CodecError as error:
-            raise TTraceError(
-                f"{self._candidate.directory}/meta.json is damaged (config.{error}): "
-                "run the traced job again"
-            ) from error
-        return layers
+        verdict = self.verdict(entry.key, rank, local)
+        found = verdict.verdict.is_failure
+        return PlantedError(
+            key=entry.key,
+            rank=rank,
+            shape=shape,
+            size=size,
+            elements=box.numel(),
+            found=found,
+            right_rank=found and verdict.ranks[:1] == (rank,),
+            margin=math.nan if verdict.margin is None else verdict.margin,
+        )
 
     def _unit(self, rank: int, entry: Entry) -> float:
         """Norm of a difference that is one tolerance of this rank's part."""
