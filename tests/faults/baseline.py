@@ -181,14 +181,7 @@ def prepare(
 
 
 _NO_CHECKS = {
-    *(
-        Family.LOCAL,
-        Family.TRAINING,
-        Family.PLANTED,
-        Family.COMMANDS,
-        Family.SCRIPTS,
-        Family.SECRETS,
-    ),
+    *(Family.LOCAL, Family.TRAINING, Family.PLANTED, Family.SECRETS),
     *(Family.INPUTS, Family.FOREIGN, Family.PULLS),
 }
 

@@ -37,7 +37,7 @@ COLUMNS = {
     "hangs": (Problem.HANG, Problem.MEMORY),
     "orphans": (Problem.ORPHAN,),
     "said wrongly": (
-        *(Problem.EXIT_CODE, Problem.MISREAD, Problem.NO_LINE, Problem.REASON),
+        *(Problem.EXIT_CODE, Problem.NO_LINE, Problem.REASON),
         *(Problem.TRACEBACK, Problem.CONTROL, Problem.SUMMARY),
     ),
 }

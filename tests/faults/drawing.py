@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import signal
 
-from tests.faults import commands, failures, inputs, planted, pulls, scripts, secrets
+from tests.faults import failures, inputs, planted, pulls, secrets
 from tests.faults.actions import (
     Damage,
     Full,
@@ -26,7 +26,7 @@ from tests.faults.fault import Action, Family, Fault, Promise
 from tests.faults.processes import Stream, Target
 from tests.faults.training import Disturbed, Event, Failure
 
-LISTS = (failures, planted, commands, scripts, secrets, inputs, pulls)
+LISTS = (failures, planted, secrets, inputs, pulls)
 """Faults that are the same for every seed."""
 SIGNALLED = r"(?i)signal|\bSIG[A-Z]+|killed"
 WAITED = r"(?i)time|wait|answer|respon|still|stopped|signal|lost|gone"

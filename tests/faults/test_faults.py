@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import baseline, campaign, commands, failures, secrets
+from tests.faults import baseline, campaign, failures
 from tests.faults.actions import Signal
 from tests.faults.baseline import Baseline
 from tests.faults.drawing import choose, representative
@@ -55,18 +55,6 @@ def test_a_fault(fault: Fault, sample: dict[str, Row]) -> None:
     assert row.kept, f"{row.what}\n{row.codes}\n{row.problems}"
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [*commands.FAULTS, *(fault for fault in secrets.FAULTS if fault.id != "secret-files")],
-    ids=lambda fault: fault.id,
-)
-def test_a_text(fault: Fault, tmp_path: Path) -> None:
-    """A command is understood as a shell would, or refused; a report shows no secret."""
-    experiment = Experiment(fault, Baseline(tmp_path), tmp_path, mounts=False)
-    fault.action.inject(experiment)
-    assert not experiment.problems
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
 def test_all_faults(tmp_path: Path) -> None:
@@ -103,7 +91,7 @@ def test_the_list_is_drawn_by_its_seed() -> None:
 
 def test_representative_faults_cover_all_families() -> None:
     """At least one of each, but for those that another test represents."""
-    others = {Family.COMMANDS, Family.SCRIPTS, Family.SECRETS, Family.PULLS}
+    others = {Family.SECRETS, Family.PULLS}
     assert {fault.family for fault in representative(3)} == set(Family) - others - {Family.DAMAGED}
 
 

@@ -122,8 +122,14 @@ def test_every_line_of_a_text(lines):
         "python x.py -a <(cat job.txt)",
         "python x.py -a <<EOF\n-b\nEOF",
         "python x.py -a \\\n> -b",
+        "$ python x.py -a \\\n> -b",
+        "```bash\npython x.py\n-b\n```",
+        "A=1 python x.py -a $A",
+        "python x.py -a $((1 + 1))",
         "python x.py -a /data/{a,b}",
+        "python x.py -a {1..3}",
         "python x.py -a $'b'",
+        'python x.py -a $"b"',
         "python x.py -a ~user/b",
     ],
 )
@@ -336,6 +342,7 @@ def test_ranks_in_variables_of_torchrun():
         (["bash", "-c", "python a.py; python b.py"], "only a shell can evaluate"),
         (["bash", "-c", 'torchrun x.py "$@"', "_", "-a"], "only a shell can evaluate"),
         (["bash", "-c", "torchrun x.py $(cat job.txt)"], "only a shell can evaluate"),
+        (["bash", "-c", "torchrun x.py -a ${A:-1}"], "only a shell can evaluate"),
         (["bash", "-c", "torchrun x.py -a {1,2}"], "only a shell can evaluate"),
     ],
 )
@@ -359,10 +366,20 @@ def test_accelerate_without_a_number():
     assert parse("accelerate launch x.py -a".split()).uncounted
 
 
-def test_a_shell_within():
-    """Slurm scripts give the command as one word."""
-    found = parse(["srun", "-l", "bash", "-xc", "cd /m; git status; python /m/x.py --a '[0]*3'"])
-    assert found == Command("/m/x.py", ("--a", "[0]*3"))
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["srun", "-l", "bash", "-xc", "cd /m; git status; python /m/x.py --a '[0]*3'"],
+            Command("/m/x.py", ("--a", "[0]*3")),
+        ),
+        (["bash -c 'bash -c \"python x.py -a\"'"], Command("x.py", ("-a",))),
+        (["python x.py -a !$"], Command("x.py", ("-a", "!$"))),
+    ],
+)
+def test_a_shell_within(words, expected):
+    """Slurm scripts give the command as one word; what only an interactive one expands stays."""
+    assert parse(words) == expected
 
 
 @pytest.mark.parametrize("words", [["bash", "-x", "t.sh", "a"], ["./t.sh", "a"]])
@@ -385,6 +402,9 @@ def test_a_shell_script(words):
         (["python", "-m", "package"], "package is not a training script"),
         (["torchrun", "-m", "package", "x"], "run as a module"),
         (["python 'x.py"], "cannot be split"),
+        (["python x.py\u00a0-a"], "cannot be split"),
+        (["python x.py\f-a"], "cannot be split"),
+        (["for i in 1 2; do python x.py -a $i; done"], "no training script"),
         ([""], "no training script"),
     ],
 )

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a shell script would start, without starting it."""
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -194,9 +196,58 @@ EFFECTS = {
     "Perl": "perl -e 'unlink \"keep/old\"'",
 }
 """What a script does before its training, and must not have done."""
-PROGRAMS = (
-    "torchrun python python3.12 accelerate mpiexec srun conda modulecmd sudo sbatch docker".split()
-)
+STRANGE = {
+    "loader": "/lib64/ld-linux-x86-64.so.2 BIN/torchrun --nproc-per-node 2 " + JOB,
+    "env-split": f"env -S 'BIN/{RUN}'",
+    "git-alias": f"git -c alias.x='!BIN/{RUN}' x\n{RUN}",
+    "sed-execute": f"echo x | sed '1e BIN/{RUN}'\n{RUN}",
+    "awk-pipe": f"awk 'BEGIN {{ print 1 | \"BIN/{RUN}\" }}'\n{RUN}",
+    "awk-getline": f"awk 'BEGIN {{ \"BIN/{RUN}\" | getline x }}'\n{RUN}",
+    "sort-compress": f"seq 9 | sort -S 1b --compress-program=BIN/torchrun\n{RUN}",
+    "tar-action": f"tar cf x.tar --checkpoint-action=exec=BIN/torchrun --checkpoint=1 .\n{RUN}",
+    "find-in-place": f"find . -maxdepth 0 -execdir BIN/torchrun ';'\n{RUN}",
+    "reader-by-link": f"ln -s BIN/torchrun ./cat\n./cat x\n{RUN}",
+    "reader-by-name": f"BIN/cat x\n{RUN}",
+    "reader-on-path": f"PATH=BIN:$PATH\nls\n{RUN}",
+    "hashed": f"hash -p BIN/torchrun cat\ncat x\n{RUN}",
+    "environment-file": f"BASH_ENV=BIN/activate bash -c 'BIN/{RUN}'",
+    "prompt-command": f"export PROMPT_COMMAND='BIN/{RUN}'\nbash -i <<< true\n{RUN}",
+    "debug-trap": f"trap 'BIN/torchrun' DEBUG\n{RUN}",
+    "mapfile-callback": f"mapfile -C 'BIN/torchrun #' -c 1 X <<< a\n{RUN}",
+    "preloaded": f"LD_PRELOAD=BIN/lib.so cat x\n{RUN}",
+    "loaded-builtin": f"enable -f BIN/lib.so torchrun\n{RUN}",
+    "parallel": f"echo 1 | parallel BIN/torchrun\n{RUN}",
+    "remote": f"ssh localhost BIN/torchrun; at now <<< BIN/torchrun; crontab BIN/torchrun\n{RUN}",
+    "printed-script": f"printf 'BIN/{RUN}\\n' | bash -s",
+    "source-of-a-string": f"source /dev/stdin <<< 'BIN/{RUN}'",
+    "arithmetic-index": f"X='a[$(BIN/torchrun)]'\n(( X )) || true\n{RUN}",
+    "perl-and-ruby": f"perl -e 'exec \"BIN/torchrun\"'; ruby -e 'exec \"BIN/torchrun\"'\n{RUN}",
+    "lock": f"flock keep/old BIN/{RUN}",
+    "typescript": f"script -qc 'BIN/{RUN}' /dev/null\n{RUN}",
+    "shared-memory": f"echo x > /dev/shm/ttrace-canary; echo 1 > /proc/self/oom_score_adj\n{RUN}",
+    "read-and-write": f"exec 3<>keep/old; echo x >&3; exec 3>&-\n{RUN}",
+    "appended": f"cat x >> keep/old; history -w keep/old; printf x > >(cat > keep/old)\n{RUN}",
+    "in-place": f"dd if=/dev/zero of=keep/old; truncate -s 0 keep/old; mkfifo keep/f\n{RUN}",
+    "awk-writes": f'awk \'BEGIN {{ print 1 > "keep/old"; close("keep/old") }}\'\n{RUN}',
+    "sed-writes": f"echo x | sed 'w keep/old'; sed --in-place=b s/a/b/ keep/old\n{RUN}",
+    "sort-writes": f"sort -o keep/old x; uniq x keep/old; tee keep/old < x\n{RUN}",
+    "moved-folder": f"cd keep && mv old new; cd ..; rm -rf keep .[!.]*; rename a b keep/*\n{RUN}",
+    "times": f"touch -d 2000-01-01 keep/old; chmod -R 0 .; chown nobody keep/old\n{RUN}",
+    "parent": f"kill -9 $PPID; kill -STOP $PPID; kill -9 -1\n{RUN}",
+    "git-writes": f"git init .; git config --global x.y z; git stash\n{RUN}",
+    "endless-output": f"yes\n{RUN}",
+    "endless-loop": f"while :; do :; done\n{RUN}",
+    "fork-bomb": f"f() {{ f | f & }}; ulimit -u 40; f; sleep 1\n{RUN}",
+    "zeros": f"head -c 99999999999 /dev/zero | tail -c 1; X=$(cat /dev/zero | head -c 9)\n{RUN}",
+    "a-fifo": f"cat < fifo\n{RUN}",
+    "large-word": f"X=$(printf '%0100000000d' 1)\n{RUN}",
+    "background": f"(while :; do sleep 1; done) & disown\n{RUN}",
+}
+"""Ways to run a canary in ``BIN``, to change a file, or never to end, around a training."""
+PROGRAMS = [
+    *"torchrun cat ls python python3.12 accelerate mpiexec".split(),
+    *"srun conda modulecmd sudo sbatch docker".split(),
+]
 
 
 @pytest.fixture
@@ -215,13 +266,18 @@ def place(tmp_path):
     started = f'#!/bin/sh\nexec {tmp_path}/bin/torchrun --nproc-per-node 2 pretrain_gpt.py "$@"\n'
     (work / "started.sh").write_text(started)
     (work / "started.sh").chmod(0o755)
+    (tmp_path / "bin" / "lib.so").write_bytes(b"\x7fELF no library")
+    (work / "x").write_text("text\n")
+    os.mkfifo(work / "fifo")
     return work
 
 
 def tree(folder):
     """Every file below a folder, with what is in it and when it changed."""
     return {
-        str(path.relative_to(folder)): (path.lstat().st_mode, path.is_file() and path.read_bytes())
+        (str(path.relative_to(folder)), path.lstat().st_mode, path.lstat().st_mtime_ns): (
+            path.is_file() and path.read_bytes()
+        )
         for path in folder.rglob("*")
     }
 
@@ -266,6 +322,23 @@ def test_nothing_is_changed(place, text):
         finally:
             victim.kill()
     assert found.ranks == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("text", STRANGE.values(), ids=STRANGE)
+def test_strange_scripts(place, monkeypatch, text):
+    """Each is read as the training that it starts, or refused in one line."""
+    monkeypatch.setattr(shell_script, "_SECONDS", 5)
+    try:
+        found = read(place, text)
+    except TTraceError as refusal:
+        found = str(refusal)
+    if isinstance(found, Command):
+        assert (found.script, found.arguments) == ("pretrain_gpt.py", ("--num-layers", "4"))
+        assert found.ranks == 2
+    else:
+        assert found.isprintable()
+    assert not Path("/dev/shm/ttrace-canary").exists()
 
 
 @pytest.mark.parametrize(
