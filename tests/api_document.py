@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference part of docs/api.md, made from the docstrings.
-
-``python -m tests.api_document`` writes it anew; a test compares.
-"""
+"""The reference part of the page on Python, made from the docstrings where the site is built."""
 
 from __future__ import annotations
 
@@ -14,25 +11,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import megatron_ttrace
-from tests.integration.jobs import ROOT
 
-PATH = ROOT / "docs" / "api.md"
-BEGIN = "<!-- from here on made by: python -m tests.api_document -->\n"
+MARK = "<!-- the site has the reference here: tests/api_document.py -->\n"
 DESCRIBED = ("check", "compare", "load_report", "enable", "step", "is_reference", "Report")
 RECORDS = ("Summary", "Verdict", "Culprit", "Result", "Outcome", "Kind", "TTraceError")
 _SECTION = re.compile(r"(Args|Returns|Raises|Attributes):")
 
 
+def on_page_markdown(markdown: str, **context: Any) -> str:
+    """Called by mkdocs with every page."""
+    return markdown.replace(MARK, render()) if MARK in markdown else markdown
+
+
 def render() -> str:
     """The reference of all public names."""
     records = ["## Records", "", *(_listed(f"`{name}`: {_summary(name)}") for name in RECORDS), ""]
-    return BEGIN + "\n" + "\n".join([*map(_entry, DESCRIBED), *records])
-
-
-def write() -> None:
-    """Put it in the place of what stands in the document."""
-    by_hand = PATH.read_text(encoding="utf-8").partition(BEGIN)[0]
-    PATH.write_text(by_hand + render(), encoding="utf-8")
+    return "\n".join([*map(_entry, DESCRIBED), *records])
 
 
 def _entry(name: str) -> str:
@@ -114,7 +108,3 @@ def _items(section: str, body: str) -> Iterator[str]:
 def _literal(text: str) -> str:
     """Code as Markdown has it; roles of Sphinx are left out."""
     return re.sub(r":\w+:`([^`]*)`", r"`\1`", text.replace("``", "`"))
-
-
-if __name__ == "__main__":
-    write()

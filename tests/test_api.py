@@ -22,6 +22,8 @@ from tests.integration.jobs import ROOT, environment
 from tests.jobs.test_job import ANSWER
 from tests.report.synthetic_report import embedding_bug, make_verdict
 
+DOCUMENT = ROOT / "docs" / "api.md"
+
 
 def test_every_name_is_there() -> None:
     """Each public name is importable, and no other is."""
@@ -223,20 +225,20 @@ def test_the_document_is_complete() -> None:
     assert names == set(megatron_ttrace.__all__)
 
 
-def test_the_document_says_what_the_docstrings_say() -> None:
-    """``python -m tests.api_document`` regenerates it."""
-    text = api_document.PATH.read_text(encoding="utf-8")
-    assert text.partition(api_document.BEGIN)[1:] == (
-        api_document.BEGIN,
-        api_document.render().removeprefix(api_document.BEGIN),
-    )
+def test_the_reference_of_the_site() -> None:
+    """It takes the place of the mark, and has signatures, parameters and members."""
+    text = api_document.on_page_markdown(DOCUMENT.read_text(encoding="utf-8"))
+    assert api_document.MARK not in text
+    assert "def check(\n    script: PathLike," in text
+    assert "\n- `script`: a Megatron training script" in text
+    assert "\n- `.failures()`: " in text
+    assert api_document.on_page_markdown("# Another page\n") == "# Another page\n"
 
 
 @pytest.mark.slow
 def test_the_example_of_the_document(tmp_path: Path) -> None:
     """Its blocks run one after the other, as one program."""
-    blocks = re.findall(r"```python\n(.*?)```", api_document.PATH.read_text(), re.DOTALL)
-    by_hand = [block for block in blocks if not block.startswith("def ")]
+    by_hand = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
     assert len(by_hand) == 3
     (tmp_path / "launch").symlink_to(ROOT / "launch")
     (tmp_path / "example.py").write_text("\n".join(by_hand))
