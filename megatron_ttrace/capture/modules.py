@@ -305,10 +305,12 @@ def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
     """Activation tensors in nested arguments with a position that other layouts agree on.
 
     Positions count every slot, ``None`` included, so that an optional argument that is absent in
-    one layout does not shift the others. Parameters (a tied head's weight) are judged elsewhere.
+    one layout does not shift the others. Parameters (a tied head's weight) are judged elsewhere,
+    nested tensors as what a module makes of them: they have no shape that could be divided.
     """
     for position, leaf in enumerate(_leaves(value)):
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter):
+        is_tensor = isinstance(leaf, torch.Tensor) and not leaf.is_nested
+        if is_tensor and not isinstance(leaf, torch.nn.Parameter):
             yield position, leaf
 
 
