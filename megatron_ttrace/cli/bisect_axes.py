@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
         features, lambda kept: search.diverges(with_flags(kept), f"{len(kept)} other flags")
     )
     job = with_flags(least)
-    words = shlex.join(training.checking(search.command, job, search.prefix))
+    (small,) = training.small(search.command, [job], search.prefix)
+    words = shlex.join(training.checking(small, job.axes.ranks))
     answer: dict[str, Any] = {
         "axes": {name: getattr(job.axes, name) for name in axes},
         "ranks": job.axes.ranks,

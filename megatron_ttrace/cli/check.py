@@ -142,29 +142,30 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
     from megatron_ttrace.cli import shrink
     from megatron_ttrace.jobs import job
     from megatron_ttrace.jobs.provenance import SHRUNK
-    from megatron_ttrace.jobs.shrink import documents, plan
+    from megatron_ttrace.jobs.shrink import documents
 
     settings, theirs = split(command_.arguments, settings_of(args))
     large = dataclasses.replace(command_, arguments=tuple(theirs))
-    found = plan.shrink(large, args.max_ranks)
-    if not (args.quiet or args.json):
-        shrink.show(found, Console(stderr=True))
     folder = settings.directory
     prefix = folder.with_name(f"{folder.name}-data") / training.DATA
-    data = documents.arguments(large.script, prefix, found.jobs[0].arguments)
+    found = training.shrunk(
+        large, args.max_ranks, prefix, device=settings.device, fork=not args.no_fork, say=say
+    )
+    if not (args.quiet or args.json):
+        shrink.show(found, Console(stderr=True))
     if not args.no_fork:
         # Before the data is written: that imports Megatron, which must be the script's own.
         job.prepare(settings.device, Path(large.script), arguments=theirs)
     documents.write(prefix, found.jobs[0].arguments)
     reports = []
-    for number, one in enumerate(found.jobs, 1):
+    smalls = training.small(large, found.jobs, prefix)
+    for number, (one, (small, file)) in enumerate(zip(found.jobs, smalls, strict=True), 1):
         if len(found.jobs) > 1:
             settings = dataclasses.replace(settings, directory=folder / str(number))
             say(f"job {number} of {len(found.jobs)}: {one.axes.ranks} ranks")
-        small = dataclasses.replace(large, arguments=(*one.arguments, *data))
         report = training.check(
             small,
-            settings,
+            dataclasses.replace(settings, small=file),
             say,
             fork=not args.no_fork,
             nproc=one.axes.ranks,

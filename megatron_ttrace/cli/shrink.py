@@ -57,10 +57,14 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan."""
-    from megatron_ttrace.jobs.shrink import documents, plan
+    from megatron_ttrace.jobs.shrink import documents
 
-    found = plan.shrink(training.command_of(args), args.max_ranks)
-    jobs = [training.checking(found.command, job, args.data) for job in found.jobs]
+    found = training.shrunk(training.command_of(args), args.max_ranks, args.data)
+    smalls = training.small(found.command, found.jobs, args.data)
+    jobs = [
+        training.checking(small, job.axes.ranks)
+        for small, job in zip(smalls, found.jobs, strict=True)
+    ]
     documents.write(args.data, found.jobs[0].arguments)
     if args.json:
         rows = [[row.flag, row.was, row.now, row.why] for row in found.rows]

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags, settings
+from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands.command_line import (
     EXAMPLE,
     Command,
@@ -20,10 +23,14 @@ from megatron_ttrace.jobs.commands.command_line import (
     parse,
 )
 from megatron_ttrace.saved import api
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
 
 if TYPE_CHECKING:
-    from megatron_ttrace.jobs.shrink.plan import Job
+    from megatron_ttrace.jobs.shrink.plan import Job, Plan
+
+type Small = tuple[Command, Path | None]
+"""The command of a small job, and its ``--ttrace-small``."""
 
 DATA = "shrunk-text"
 """Name of the data set of small jobs."""
@@ -112,12 +119,70 @@ def _as_script(words: list[str]) -> Command | ShellScript | None:
     return Command(words[0], tuple(words[1:]))
 
 
-def checking(command_: Command, job: Job, prefix: Path) -> list[str]:
-    """The command that checks a small job."""
-    from megatron_ttrace.jobs.shrink import documents
+def shrunk(
+    command_: Command,
+    most: int,
+    prefix: Path,
+    *,
+    device: str = "auto",
+    fork: bool = True,
+    say: command.Say = command.silent,
+) -> Plan:
+    """The small jobs of a command.
 
-    data = documents.arguments(command_.script, prefix, job.arguments)
-    words = settings.checking(command_.script, [*job.arguments, *data], job.axes.ranks)
+    Args:
+        command_: the large job. A script of Megatron-Bridge runs until it trains.
+        most: ranks that a small job may have.
+        prefix: of the small jobs' data.
+        device: ``--ttrace-device``.
+        fork: as of :func:`check`.
+        say: called with each line of progress.
+
+    Raises:
+        TTraceError: when it cannot be shrunk.
+    """
+    from megatron_ttrace.jobs import job
+    from megatron_ttrace.jobs.shrink import documents, plan
+
+    script = Path(command_.script)
+    if not scripts.imports_bridge(script):
+        return plan.shrink(command_, most)
+    documents.write_tuning(prefix)
+    how = settings.Settings(directory=prefix.parent / "configuration", device=device)
+    fork = fork and job.prepare(device, script, arguments=command_.arguments)
+    environment = dict(command_.environment)
+    one = job.Job(script, command_.arguments, 1, how, environment)
+    words = job.configuration(one, fork=fork, say=say)
+    found = plan.of_flags(dataclasses.replace(command_, arguments=tuple(words)), most)
+    return dataclasses.replace(found, command=command_)
+
+
+def small(command_: Command, jobs: Sequence[Job], prefix: Path) -> list[Small]:
+    """The commands of small jobs; what their configurations become is written to files.
+
+    Raises:
+        TTraceError: when these cannot be written.
+    """
+    from megatron_ttrace.jobs.shrink import bridge, documents
+
+    if not scripts.imports_bridge(command_.script):
+        data = documents.arguments(command_.script, prefix, jobs[0].arguments)
+        words = [(*job.arguments, *data) for job in jobs]
+        return [(dataclasses.replace(command_, arguments=each), None) for each in words]
+    data = [bridge.DATA, str(documents.chats(prefix).absolute())]
+    made: list[Small] = []
+    for number, job in enumerate(jobs, 1):
+        file = prefix.with_name(f"configuration-{number}.txt").absolute()
+        owned.write(file, [shlex.join([*job.arguments, *data])])
+        made.append((command_, file))
+    return made
+
+
+def checking(small_: Small, ranks: int) -> list[str]:
+    """The command that checks a small job on so many ranks."""
+    command_, file = small_
+    how = settings.Settings(small=file) if file else None
+    words = settings.checking(command_.script, command_.arguments, ranks, how)
     changes = [word for name in command_.unset for word in ("-u", name)]
     changes += [f"{name}={value}" for name, value in command_.environment.items()]
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import signal
 import sys
 import time
@@ -31,7 +32,7 @@ from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Result, Summary
 
-__all__ = ["Job", "OutOfTimeError", "prepare", "run"]
+__all__ = ["Job", "OutOfTimeError", "configuration", "prepare", "run"]
 
 _MARGIN_SECONDS = 10.0
 _UNBIDDEN = frozenset(
@@ -142,6 +143,24 @@ def record(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: No
         codes, observed = _ran(job, claim.run, fork, Progress(say))
     if set(codes) != {0}:
         raise TTraceError(_why(codes, job.directory / shared.LOGS, observed))
+
+
+def configuration(job: Job, *, fork: bool, say: Callable[[str], None]) -> list[str]:
+    """What flags of Megatron-LM a script's configuration stands for (``jobs/shrink/bridge.py``).
+
+    The script runs as one rank, until it trains; ``fork`` as of :func:`run`.
+
+    Raises:
+        TTraceError: when it fails, or does not train.
+    """
+    file = job.directory / "flags.json"
+    file.unlink(missing_ok=True)
+    settings = dataclasses.replace(job.settings, role="plan", overrides=file)
+    record(dataclasses.replace(job, settings=settings, nproc=1), fork=fork, say=say)
+    if not file.is_file():
+        raise TTraceError(f"{job.script} ended before pretrain() or finetune() of Megatron-Bridge")
+    words: list[str] = json.loads(file.read_text(encoding="utf-8"))
+    return words
 
 
 def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summary:

@@ -25,7 +25,7 @@ from megatron_ttrace.jobs.reference_layout import parse as parse_layout
 from megatron_ttrace.trace.budget import DEFAULT_MB, LEAST_MB, MOST_MB
 from megatron_ttrace.trace.errors import TTraceError
 
-_ROLES = ("candidate", "reference", "state")
+_ROLES = ("candidate", "reference", "state", "plan")
 _INITS = ("reveal", "megatron")
 _MOST_SEEDS = 1000
 _MOST_TIMEOUT = 366 * 86400.0
@@ -190,6 +190,17 @@ class Settings:
         help="Make the reference on several ranks, for a model that does not fit on one device.",
         details="See [scaling.md](scaling.md#when-the-model-does-not-fit-on-one-device).",
     )
+    small: Path | None = _flag(
+        "--ttrace-small",
+        None,
+        metavar="FILE",
+        word=path_text,
+        value=_path_or_none,
+        valid=Path.is_file,
+        asks="no such file; 'ttrace shrink' writes it",
+        help="Shrink a configuration of Megatron-Bridge to the flags of Megatron-LM in this file.",
+        details="`ttrace shrink` writes it.",
+    )
     save_candidate: bool = _flag(
         "--ttrace-save-candidate",
         False,
@@ -282,10 +293,11 @@ class Settings:
         "candidate (default); or 'all', as with --ttrace-save-candidate.",
     )
     role: str = _flag("--ttrace-role", "candidate", choices=_ROLES)
-    """``candidate`` for what the user starts; we start a ``reference``, or a run that records its
-    ``state`` (``run/states.py``)."""
+    """``candidate`` for what the user starts; we start a ``reference``, a run that records its
+    ``state`` (``run/states.py``), or a ``plan``, which ends when its configuration is known."""
     overrides: Path | None = _flag("--ttrace-overrides", None, metavar="FILE", value=_path_or_none)
-    """JSON file with the values that a reference run takes over, or what to record."""
+    """JSON file with the values that a reference run takes over, or what to record; a ``plan``
+    writes its flags there."""
 
     @property
     def saves_candidate(self) -> bool:

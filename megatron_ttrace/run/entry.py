@@ -11,7 +11,9 @@ import argparse
 import contextlib
 import functools
 import importlib
+import json
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,11 +23,12 @@ from megatron_ttrace import cpu
 from megatron_ttrace.cpu import helpers_cpp
 from megatron_ttrace.jobs import argv, failures, inputs, provenance, script
 from megatron_ttrace.jobs.settings import Early, Settings, add_arguments, settings_of, split
+from megatron_ttrace.jobs.shrink import bridge as small
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.fronts.bridge import Bridge
 from megatron_ttrace.mcore.options import decisions
-from megatron_ttrace.trace import ends
+from megatron_ttrace.trace import ends, owned
 from megatron_ttrace.trace.errors import DEBUG, ExitCode, TTraceError, one_line
 
 _enabled = False
@@ -119,6 +122,8 @@ def _wrap_parse_args() -> None:
             with argv.put_back():
                 args: MegatronArguments = original(with_ours, *rest, **kwargs)
             settings = settings_of(args) if _is_checked() else None
+            if settings is not None and settings.small is not None:
+                raise TTraceError("--ttrace-small: only for a script of Megatron-Bridge")
             _adapt(args, settings)
             if settings is not None:
                 _watch(settings)
@@ -138,8 +143,10 @@ def _wrap_configuration() -> None:
     def update(cfg: Any) -> None:
         ends.enter(ends.Phase.ARGUMENTS)
         with exits_on_user_error(unexpected=_is_checked()):
-            front = Bridge(cfg)
             settings = split(argv.ours())[0] if _is_checked() else None
+            if settings is not None:
+                _shrink(cfg, settings)
+            front = Bridge(cfg)
             _adapt(front.arguments(), settings)
             if settings is None:
                 original(cfg)
@@ -150,6 +157,16 @@ def _wrap_configuration() -> None:
             _watch(settings)
 
     module.runtime_config_update = update
+
+
+def _shrink(cfg: Any, settings: Settings) -> None:
+    """Write what flags a configuration stands for, and end; or shrink it to others."""
+    if settings.role == "plan" and settings.overrides is not None:
+        owned.write(settings.overrides, [json.dumps(small.words(cfg))])
+        raise SystemExit(0)
+    if settings.small is not None:
+        words = shlex.split(settings.small.read_text(encoding="utf-8"))
+        small.make_small(cfg, words, max(2, *settings.iterations))
 
 
 def _watch(settings: Settings) -> None:

@@ -7,13 +7,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.jobs.shrink import patterns
 from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.mcore.fronts import bridge_small
 from megatron_ttrace.mcore.fronts.bridge_options import Options
 from megatron_ttrace.mcore.options.roles import ROLES, Role
 
+DATA = "--data"
+"""Before the folder of a small job's data, among its flags."""
 _ROLES = (Role.SIZE, Role.AXIS, Role.CODE, Role.LAYOUT, Role.DATA)
 """Of options that are a job's; the others are about its length, files and logs."""
 _OWN = frozenset({"vocab_size", "padded_vocab_size", "dataloader_type"})
@@ -29,11 +33,8 @@ _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def words(cfg: Any) -> list[str]:
-    """The flags.
-
-    Args:
-        cfg: a ``ConfigContainer`` whose ``mixed_precision`` is no name.
-    """
+    """The flags that a ``ConfigContainer`` stands for."""
+    bridge_small.resolve(cfg)
     found = {
         option: value
         for option, value in vars(Options(cfg)).items()
@@ -91,11 +92,29 @@ def _layout(value: Any) -> str:
     return "|".join("".join(_LETTERS[layer] for layer in stage) for stage in value)
 
 
+def make_small(cfg: Any, arguments: Sequence[str], iterations: int = 2) -> None:
+    """Make a configuration that of a small job, on data of its own.
+
+    Args:
+        cfg: a ``ConfigContainer``.
+        arguments: as of :func:`apply`, and ``--data FOLDER``.
+        iterations: how many to train.
+
+    Raises:
+        TTraceError: for a model that is not one of text.
+    """
+    given = Given.parse(arguments)
+    data = next((flag.values[0] for flag in given.flags if flag.name == DATA), "")
+    flags = [word for flag in given.flags if flag.name != DATA for word in flag.words()]
+    apply(cfg, flags)
+    bridge_small.detach(cfg, Path(data), iterations)
+
+
 def apply(cfg: Any, arguments: Sequence[str]) -> None:
     """Make a configuration that of a small job.
 
     Args:
-        cfg: as for :func:`words`.
+        cfg: a ``ConfigContainer``.
         arguments: the small job's; what :func:`words` says and they do not is switched off.
     """
     before, after = Given.parse(words(cfg)), Given.parse(arguments)

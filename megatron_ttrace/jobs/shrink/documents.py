@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_ttrace.jobs import text_data
+from megatron_ttrace.mcore.fronts.bridge_small import START
 from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
@@ -76,15 +77,41 @@ def write(prefix: Path, words: Sequence[str] = ()) -> Path:
             with quiet_imports():
                 text_data.write_corpus(_cut(text_data.standard_library_text(_BYTES)), prefix)
         if SFT in words:
-            _write_chats(_chats(prefix))
+            _write_chats(chats(prefix))
     except OSError as error:
         raise TTraceError(f"{prefix}: cannot be written: {error.strerror}") from error
     return prefix
 
 
-def _chats(prefix: Path) -> Path:
+def chats(prefix: Path) -> Path:
     """The folder of conversations and their tokenizer."""
     return prefix.with_name(f"{prefix.name}-chats")
+
+
+def write_tuning(prefix: Path) -> Path:
+    """Write what a small job of Megatron-Bridge is fine-tuned on, and return its folder.
+
+    Raises:
+        TTraceError: when it cannot be written.
+    """
+    folder = chats(prefix)
+    try:
+        owned.make(prefix.parent, ignored=True)
+        _write_chats(folder)
+        lines = (folder / "chats.jsonl").read_text(encoding="utf-8").splitlines()
+        pairs = []
+        for line in lines:
+            turns = {turn["role"]: turn["content"] for turn in json.loads(line)["messages"]}
+            pairs.append(json.dumps({"input": turns["user"], "output": turns["assistant"]}))
+        for name, texts in (("chat", lines), ("prompt", pairs)):
+            owned.make(folder / name)
+            owned.write(folder / name / "training.jsonl", ["\n".join(texts)])
+        # What marks a checkpoint; none is read.
+        owned.make(folder / START)
+        owned.write(folder / START / "run_config.yaml", [])
+    except OSError as error:
+        raise TTraceError(f"{folder}: cannot be written: {error.strerror}") from error
+    return folder.absolute()
 
 
 def _write_chats(folder: Path) -> None:
@@ -150,7 +177,7 @@ def arguments(script: str, prefix: Path, words: Sequence[str] = ()) -> list[str]
     if not suits(script):
         return []
     if SFT in words:
-        folder = _chats(prefix)
+        folder = chats(prefix)
         tokenizer = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(folder)]
         # A validation set of no samples is refused here: its length is what is asked for.
         return [*tokenizer, "--data-path", str(folder / "chats.jsonl"), "--split", "100,0,0"]

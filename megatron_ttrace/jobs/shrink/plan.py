@@ -102,10 +102,18 @@ def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
         most: ranks that a small job may have.
 
     Raises:
-        TTraceError: when the arguments cannot be understood, two axes do not fit ``most`` ranks, or
-            the job is one of Megatron-Bridge.
+        TTraceError: as :func:`of_flags`, and when the job is one of Megatron-Bridge.
     """
     scripts.require_flags(command.script, "shrinking")
+    return of_flags(command, most)
+
+
+def of_flags(command: Command, most: int) -> Plan:
+    """As :func:`shrink`, of a job whose arguments may be those that its configuration stands for.
+
+    Raises:
+        TTraceError: when the arguments cannot be understood, or two axes do not fit ``most`` ranks.
+    """
     given = Given.parse(command.arguments)
     require_checkable(given)
     large = axes.of_large(given, command.ranks)

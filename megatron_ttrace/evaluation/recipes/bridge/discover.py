@@ -11,7 +11,6 @@ import ast
 import dataclasses
 import fnmatch
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -22,8 +21,9 @@ from pathlib import Path
 from megatron_ttrace.evaluation.recipes.bridge import driver
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.jobs.processes import forkserver
+from megatron_ttrace.jobs.shrink import bridge as sizes
 from megatron_ttrace.jobs.shrink import documents
-from megatron_ttrace.trace import codec, owned
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.errors import TTraceError
 
 SCRIPT = Path(driver.__file__)
@@ -156,17 +156,4 @@ def write_data(place: Path) -> list[str]:
     Args:
         place: the directory.
     """
-    documents.write(place / "text", (documents.SFT,))
-    chats = place / "text-chats"
-    lines = (chats / "chats.jsonl").read_text(encoding="utf-8").splitlines()
-    pairs = []
-    for line in lines:
-        turns = {turn["role"]: turn["content"] for turn in json.loads(line)["messages"]}
-        pairs.append(json.dumps({"input": turns["user"], "output": turns["assistant"]}))
-    for name, texts in (("chat", lines), ("prompt", pairs)):
-        owned.make(chats / name)
-        owned.write(chats / name / "training.jsonl", ["\n".join(texts)])
-    # What marks a checkpoint; none is read.
-    owned.make(chats / "start")
-    owned.write(chats / "start" / "run_config.yaml", [])
-    return ["--data", str(chats.absolute())]
+    return [sizes.DATA, str(documents.write_tuning(place / "text"))]

@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import tomllib
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,13 @@ from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import bridge as sizes
 from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.mcore.fronts.bridge_small import VOCABULARY
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
 
 PACKAGE = "megatron.bridge.recipes"
-_VOCABULARY = 128
 _SECONDS = 120
+_RECIPE = "--recipe"
 _RANKS = re.compile(r"_(\d+)gpu_")
 _NAMES = ("hf_model_id", "hf_model_revision", "hf_source_path", "env_vars")
 """Fields that are about a model's files, or about a machine."""
@@ -70,7 +72,6 @@ def hub_configuration(path: str, **_: Any) -> Any:
 def build(name: str) -> Any:
     """The configuration of a recipe, ``MODULE:FUNCTION``, at its full size."""
     from megatron.bridge import AutoBridge
-    from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
     transformers: Any = importlib.import_module("transformers")
 
@@ -85,15 +86,13 @@ def build(name: str) -> Any:
         (transformers.AutoConfig, "from_pretrained", hub_configuration),
         (transformers.AutoProcessor, "from_pretrained", refuse),
         # Recipes only want to know how many tokens it has.
-        (transformers.AutoTokenizer, "from_pretrained", lambda path, **_: range(_VOCABULARY)),
+        (transformers.AutoTokenizer, "from_pretrained", lambda path, **_: range(VOCABULARY)),
     ]
     module, _, function = name.partition(":")
     with ExitStack() as stack:
         for owner, attribute, value in replaced:
             stack.enter_context(mock.patch.object(owner, attribute, value))
         cfg = getattr(importlib.import_module(f"{PACKAGE}.{module}"), function)()
-    if isinstance(cfg.mixed_precision, str):
-        cfg.mixed_precision = get_mixed_precision_config(cfg.mixed_precision)
     return cfg
 
 
@@ -104,68 +103,24 @@ def kind_of(cfg: Any) -> str:
     return "sft" if hasattr(cfg.dataset, "preprocessing") else "pretrain"
 
 
-def make_small(cfg: Any, arguments: list[str], data: Path) -> None:
-    """A few steps on own data, in the sizes of ``arguments``; nothing is loaded, saved or logged.
+def make_small(cfg: Any, arguments: Sequence[str]) -> None:
+    """As :func:`sizes.make_small`.
 
     Raises:
         NoHubError: when its data needs a processor.
         TTraceError: when it is no model of text.
     """
-    from megatron.bridge.training.config import GPTDatasetConfig, GPTSFTDatasetConfig
-
     if hasattr(cfg.dataset, "hf_processor_path"):
         raise NoHubError("the processor of its images or sound is on the hub")
-    if not isinstance(cfg.dataset, GPTDatasetConfig | GPTSFTDatasetConfig):
-        raise TTraceError(f"{type(cfg.dataset).__name__}: it trains on something else than text")
-    sizes.apply(cfg, arguments)
-    for name, value in vars(cfg.model).items():
-        # Some models have further tables of the same size.
-        if value == cfg.model.vocab_size and isinstance(value, int) and value > _VOCABULARY:
-            setattr(cfg.model, name, _VOCABULARY)
-    cfg.tokenizer.vocab_size = _VOCABULARY - 2
-    cfg.dataset.num_workers = 0
-    cfg.dataset.persistent_workers = False
-    if kind_of(cfg) == "pretrain":
-        cfg.tokenizer.tokenizer_type = "NullTokenizer"
-        cfg.tokenizer.tokenizer_model = None
-        cfg.dataset.blend = cfg.dataset.blend_per_split = None
-    else:
-        cfg.tokenizer.tokenizer_type = "HuggingFaceTokenizer"
-        cfg.tokenizer.tokenizer_model = str(data)
-        cfg.tokenizer.hf_tokenizer_kwargs = {}
-        dataset = cfg.dataset
-        dataset.hf_dataset = dataset.hf_validation_dataset = dataset.hf_test_dataset = None
-        dataset.hf_validation_proportion = dataset.hf_output_root = None
-        is_chat = type(dataset.preprocessing).__name__.startswith("Chat")
-        dataset.dataset_root = data / ("chat" if is_chat else "prompt")
-        dataset.do_validation = dataset.do_test = False
-        if dataset.offline_packing_specs is not None:
-            dataset.offline_packing_specs.packed_sequence_size = dataset.seq_length
-    cfg.train.train_iters = 2
-    cfg.train.train_samples = None
-    schedule = cfg.scheduler
-    schedule.lr_warmup_iters = schedule.lr_warmup_samples = 0
-    schedule.lr_decay_iters = schedule.lr_decay_samples = schedule.lr_warmup_fraction = None
-    schedule.lr_wsd_decay_iters = 1 if schedule.lr_decay_style == "WSD" else None
-    cfg.validation.eval_iters = 0
-    cfg.logger.log_interval = 1
-    cfg.logger.tensorboard_dir = cfg.logger.wandb_project = None
-    cfg.checkpoint.save = cfg.checkpoint.load = cfg.checkpoint.pretrained_checkpoint = None
-    cfg.checkpoint.async_save = False
+    sizes.make_small(cfg, arguments)
 
 
-def _train(name: str, arguments: list[str], data: Path) -> None:
-    from megatron.bridge.training import setup
+def _train(name: str, arguments: list[str]) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
     cfg = build(name)
-    make_small(cfg, arguments, data)
-    if cfg.peft is not None:
-        # The weights of a checkpoint would only be other start values.
-        cfg.checkpoint.pretrained_checkpoint = str(data / "start")
-        setup.checkpoint_exists = lambda *_, **__: True
-        setup._load_checkpoint_from_path = lambda *_, **__: None
+    make_small(cfg, arguments)
     pretrain(cfg, forward_step)
 
 
@@ -181,11 +136,11 @@ def _planned(name: str, most: int) -> dict[str, Any]:
         many = int(ranks[1]) if ranks and ranks[1] != "1" else None
         layers = sizes.divisible(cfg)
         command = Command(__file__, (*sizes.words(cfg), *layers), ranks=many)
-        small = plan.shrink(command, most)
+        small = plan.of_flags(command, most)
         lost = small.lost
         for job in small.jobs:
             cfg = build(name)
-            make_small(cfg, list(job.arguments), Path("data"))
+            make_small(cfg, [*job.arguments, sizes.DATA, "data"])
             jobs.append(
                 {"arguments": job.arguments, "ranks": job.axes.ranks, "digest": _digest(cfg)}
             )
@@ -236,10 +191,8 @@ def main(words: list[str]) -> None:
         _plan(Path(words[1]), int(words[2]), sys.stdin.read().split())
     else:
         given = Given.parse(words)
-        own = ("--recipe", "--data")
-        flags = [word for flag in given.flags if flag.name not in own for word in flag.words()]
-        recipe, data = (next(f.values[0] for f in given.flags if f.name == name) for name in own)
-        _train(recipe, flags, Path(data))
+        flags = [word for flag in given.flags if flag.name != _RECIPE for word in flag.words()]
+        _train(next(flag.values[0] for flag in given.flags if flag.name == _RECIPE), flags)
 
 
 if __name__ == "__main__":
