@@ -122,8 +122,8 @@ def _wrap_parse_args() -> None:
             with argv.put_back():
                 args: MegatronArguments = original(with_ours, *rest, **kwargs)
             settings = settings_of(args) if _is_checked() else None
-            if settings is not None and settings.small is not None:
-                raise TTraceError("--ttrace-small: only for a script of Megatron-Bridge")
+            if settings is not None:
+                require_unshrunk(settings)
             _adapt(args, settings)
             if settings is not None:
                 _watch(settings)
@@ -157,6 +157,16 @@ def _wrap_configuration() -> None:
             _watch(settings)
 
     module.runtime_config_update = update
+
+
+def require_unshrunk(settings: Settings) -> None:
+    """Refuse to shrink a job that has no configuration of Megatron-Bridge.
+
+    Raises:
+        TTraceError: saying so.
+    """
+    if settings.role == "plan" or settings.small is not None:
+        raise TTraceError("only configurations that pretrain() of Megatron-Bridge gets are shrunk")
 
 
 def _shrink(cfg: Any, settings: Settings) -> None:

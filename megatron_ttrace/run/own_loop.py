@@ -69,6 +69,7 @@ def step[T](
 
     with entry.exits_on_user_error(unexpected=True):
         settings = split(argv.ours())[0]
+        entry.require_unshrunk(settings)
         if not (settings.exit_after or settings.role == "reference") or settings.iterations != (1,):
             raise TTraceError(
                 "megatron_ttrace.step checks the first step, and ends the job: add --ttrace-exit, "

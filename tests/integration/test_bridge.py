@@ -6,7 +6,7 @@ import re
 import pytest
 
 from megatron_ttrace import load_report
-from megatron_ttrace.trace.records import Result
+from megatron_ttrace.trace.records import Kind, Result
 from tests.assay.bridge.faults import faults
 from tests.assay.bridge.jobs import SCRIPTS, check, jobs
 from tests.integration.jobs import torchrun, ttrace
@@ -72,3 +72,28 @@ def test_a_callback(tmp_path):
     assert load_report(tmp_path / "out").summary.verdict is Result.EQUIVALENT
     assert len(logs["plain"]) == 4
     assert logs["checked"] == logs["plain"]
+
+
+def test_a_shrunk_job(tmp_path):
+    """A script for 64 GPUs runs on four ranks, and a bug of the large job is found in the small."""
+    large = ("torchrun", "--nproc-per-node", 8, "--nnodes", 8, SCRIPTS / "large.py")
+    how = ("check", "--once", "--max-ranks", 4, "--shrink", "--ttrace-dir")
+    done = ttrace(*how, "out", "--", *large, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ranks +64 +4 ", done.stderr, re.MULTILINE)
+    assert re.search(r"^--hidden-size +4096 +64 ", done.stderr, re.MULTILINE)
+    report = load_report(tmp_path / "out")
+    assert len(list((tmp_path / "out" / "logs").glob("rank-*.log"))) == 4
+    assert any("64 ranks" in notice for notice in report.summary.notices)
+    done = ttrace(*how, "bug", "--quiet", "--ttrace-bug", "11", "--", *large, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    culprit = load_report(tmp_path / "bug").summary.culprits[0]
+    assert (culprit.kind, culprit.name.rpartition("_")[2]) == (Kind.MAIN_GRAD, "qkv")
+
+
+def test_what_cannot_be_shrunk(tmp_path):
+    """A script that ends before it trains, and a file that belongs to another loop."""
+    (tmp_path / "train.py").write_text("import megatron.bridge\n")
+    done = ttrace("check", "--quiet", "--shrink", "--", "train.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "train.py ended before pretrain()" in done.stderr

@@ -16,6 +16,7 @@ from megatron_ttrace.mcore.fronts import bridge_small
 from megatron_ttrace.mcore.fronts.bridge_options import Options
 from megatron_ttrace.mcore.options.roles import ROLES, Role
 
+VOCABULARY = bridge_small.VOCABULARY
 DATA = "--data"
 """Before the folder of a small job's data, among its flags."""
 _ROLES = (Role.SIZE, Role.AXIS, Role.CODE, Role.LAYOUT, Role.DATA)

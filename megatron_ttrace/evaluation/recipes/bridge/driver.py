@@ -28,7 +28,6 @@ from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import bridge as sizes
 from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.jobs.shrink.given import Given
-from megatron_ttrace.mcore.fronts.bridge_small import VOCABULARY
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -86,7 +85,7 @@ def build(name: str) -> Any:
         (transformers.AutoConfig, "from_pretrained", hub_configuration),
         (transformers.AutoProcessor, "from_pretrained", refuse),
         # Recipes only want to know how many tokens it has.
-        (transformers.AutoTokenizer, "from_pretrained", lambda path, **_: range(VOCABULARY)),
+        (transformers.AutoTokenizer, "from_pretrained", lambda path, **_: range(sizes.VOCABULARY)),
     ]
     module, _, function = name.partition(":")
     with ExitStack() as stack:
