@@ -28,7 +28,7 @@ from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo, Progress
 from megatron_ttrace.jobs.processes.waiting import OutOfTimeError, Patience
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.settings import CHECK, Settings, checking
-from megatron_ttrace.trace import shared
+from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Result, Summary
 
@@ -154,7 +154,7 @@ def configuration(job: Job, *, fork: bool, say: Callable[[str], None]) -> list[s
         TTraceError: when it fails, or does not train.
     """
     file = job.directory / "flags.json"
-    file.unlink(missing_ok=True)
+    owned.remove(file)
     settings = dataclasses.replace(job.settings, role="plan", overrides=file)
     record(dataclasses.replace(job, settings=settings, nproc=1), fork=fork, say=say)
     if not file.is_file():

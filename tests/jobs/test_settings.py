@@ -140,6 +140,7 @@ ANY = {
     "reference": st.sampled_from([None, Path("/")]),
     "reference_args": st.text(string.printable, max_size=9),
     "reference_layout": st.sampled_from([None, Layout(tp=2), Layout(tp=2, pp=4)]),
+    "small": st.sampled_from([None, Path(__file__)]),
     "bug": st.sampled_from([None, "04a", "--x"]),
     "device": st.sampled_from(["auto", "cpu"]),
     "init": st.sampled_from(["reveal", "megatron"]),
