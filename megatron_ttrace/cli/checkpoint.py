@@ -15,6 +15,7 @@ _EPILOG = """\
 examples:
   ttrace checkpoint checkpoints/tp8 checkpoints/pp4
   ttrace checkpoint --weights-only before/iter_0001000 converted/iter_0001000
+  ttrace checkpoint Qwen3-8B converted/qwen3-8b
 
 Compares weights, main weights, moments and other optimizer state, buffers, and the numbers that
 training continues from (iteration, consumed samples, schedule, parameter groups), tensor by tensor
@@ -23,6 +24,9 @@ layout, fsdp_dtensor, and safetensors, which hold weights only. The older format
 converted first. Optimizer state in the default dp_reshardable form depends on the layout and is
 compared only with that of the same layout. torch and Megatron load distributed checkpoints, as they
 do in training: only compare those that you would train from.
+
+If A or B is a model of Hugging Face (config.json and safetensors), the weights of B must be what a
+conversion of A gives. An error of the conversion is named if it explains all values of a tensor.
 
 exit code: 0 the same, 1 different, 2 could not compare everything
 """
@@ -51,13 +55,11 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Compare, and list what is not the same."""
-    from megatron_ttrace.mcore.checkpoints.stored import open_checkpoint
-    from megatron_ttrace.saved.checkpoints import compare
+    from megatron_ttrace.saved.huggingface.converted import compare_any
     from megatron_ttrace.trace.errors import ExitCode
     from megatron_ttrace.trace.states import State
 
-    opened = [open_checkpoint(folder) for folder in (args.a, args.b)]
-    compared = compare(*opened, weights_only=args.weights_only)
+    compared = compare_any(args.a, args.b, weights_only=args.weights_only)
     counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for tensor in compared.tensors:
         counts[tensor.state][tensor.same] += 1
@@ -80,13 +82,17 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"  {clean(state)}: {', '.join(f'{number} {same}' for same, number in count.items())}"
         )
+    causes = Counter(str(tensor.cause) for tensor in compared.tensors if tensor.cause)
+    for cause, number in causes.most_common():
+        print(f"  {number} of the different ones: {cause}")
     different = [tensor for tensor in compared.tensors if not tensor.same.is_same]
     lines = [f"{clean(n.name)}: {_shown(n.a)} in A, {_shown(n.b)} in B" for n in compared.numbers]
     for tensor in different:
         error = "" if tensor.rel_err is None else f", relative error {tensor.rel_err:.3g}"
         note = f" ({clean(tensor.note, NOTE_LIMIT)})" if tensor.note else ""
+        why = f": {tensor.cause}" if tensor.cause else ""
         state = "" if tensor.state == State.WEIGHT else f"{tensor.state} of "
-        lines.append(f"{clean(state + tensor.name)}: {tensor.same}{error}{note}")
+        lines.append(f"{clean(state + tensor.name)}: {tensor.same}{error}{why}{note}")
     for line in lines[:_SHOWN]:
         print(f"  {line}")
     if len(lines) > _SHOWN:

@@ -17,6 +17,7 @@ import torch
 
 from megatron_ttrace.mcore.checkpoints.numbers import alike
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
+from megatron_ttrace.saved.huggingface.causes import Cause
 from megatron_ttrace.trace.codec import Record, Size
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.states import Item, State
@@ -54,6 +55,8 @@ class Tensor(Record):
         rel_err: ``||b - a|| / ||a||``, 0 where it is the same, ``None`` where it was not measured.
         note: its shapes, dtypes or layers, where they differ.
         state: what of the parameter it is.
+        parts: the tensors of a model of Hugging Face that were put together to it.
+        cause: what the conversion of such a model did, if that explains every value.
     """
 
     name: str
@@ -61,6 +64,8 @@ class Tensor(Record):
     rel_err: Size | None = None
     note: str = ""
     state: str = State.WEIGHT.value
+    parts: tuple[str, ...] = ()
+    cause: Cause | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

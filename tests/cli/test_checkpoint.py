@@ -8,6 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_ttrace.cli.main import main
+from megatron_ttrace.saved.huggingface import converted
+from tests.saved.huggingface import made
+from tests.saved.huggingface.test_converted import held, saved
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +42,28 @@ def test_bad_input(capsys):
     for words in (["one", "absent"], ["one", "."], ["one"]):
         assert main(["checkpoint", *words]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_conversion(tmp_path, monkeypatch, capsys):
+    """A model of Hugging Face and its conversion: what is wrong, and what was done to it."""
+    config = made.CONFIGS["llama"]
+    state = made.files(config)
+    ours = made.converted(config, state)
+    saved(tmp_path / "model", config, state)
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    monkeypatch.setattr(converted, "open_checkpoint", lambda folder: held(ours))
+    assert main(["checkpoint", "model", "converted"]) == 0
+    assert capsys.readouterr().out == "ttrace: the weights are the same\n  weight: 15 same\n"
+    ours[name] = ours[name].roll(12, 0)
+    assert main(["checkpoint", "model", "converted"]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[2] == "  1 of the different ones: gate and up projection exchanged"
+    assert said[3].startswith(f"  {name}: different, relative error 1.")
+    assert main(["checkpoint", "--json", "converted", "model"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {one["name"]: one["cause"] for one in found["weights"] if one["cause"]} == {
+        name: "gate and up projection exchanged"
+    }
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')
+    assert main(["checkpoint", "model", "converted"]) == 2
+    assert "'gpt2' is not supported" in capsys.readouterr().err

@@ -185,7 +185,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if (home / _DESCRIPTION).is_file():
         checkpoint = _distributed(home)
     elif files := sorted(home.glob("*.safetensors")):
-        weights = {Item(State.WEIGHT, name): stored for name, stored in _safetensors(files)}
+        weights = {
+            Item(State.WEIGHT, _PREFIX.sub("", name)): stored for name, stored in safetensors(files)
+        }
         checkpoint = Checkpoint(home, Format.SAFETENSORS, _number(home), weights)
     elif next(home.rglob("*.pt"), None) is not None:
         raise TTraceError(
@@ -423,13 +425,18 @@ def _load(
     return part.target[tuple(slice(None) if isinstance(i, slice) else 0 for i in index)]
 
 
-def _safetensors(files: list[Path]) -> Iterator[tuple[str, Stored]]:
+def safetensors(files: Iterable[Path]) -> Iterator[tuple[str, Stored]]:
+    """The tensors of files, by the names they have there.
+
+    Raises:
+        TTraceError: when a file is missing or damaged.
+    """
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is not a dict
                     shape = tuple(opened.get_slice(name).get_shape())
-                    yield _PREFIX.sub("", name), Stored(shape, functools.partial(_cut, file, name))
+                    yield name, Stored(shape, functools.partial(_cut, file, name))
         except (OSError, SafetensorError) as error:
             raise TTraceError(f"{file} is damaged ({error})") from error
 

@@ -8,10 +8,13 @@ A family is an entry of :data:`FAMILIES`. Sources: the modules of both, and what
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+from megatron_ttrace.trace import small_files
 from megatron_ttrace.trace.errors import TTraceError
 
 type Config = Mapping[str, Any]
@@ -198,6 +201,21 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """By ``model_type``."""
+
+
+def read_config(path: Path) -> Config:
+    """The content of a ``config.json``.
+
+    Raises:
+        TTraceError: when it is absent or not an object in JSON.
+    """
+    try:
+        config = json.loads(small_files.text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TTraceError(f"{path} is not a config.json of Hugging Face ({error})") from error
+    if not isinstance(config, dict):
+        raise TTraceError(f"{path} is not a config.json of Hugging Face (not an object)")
+    return config
 
 
 def family_of(config: Config) -> Family:

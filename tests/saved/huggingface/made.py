@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models of transformers' families, and a plain converter that shares no code with ours."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -138,3 +139,40 @@ def converted(
                     ours[f"{name}linear_fc1.{leaf}"] = torch.cat(halves)
                     ours[f"{name}linear_fc2.{leaf}"] = state[f"{theirs}{down}.{leaf}"]
     return ours
+
+
+def files_of(
+    config: Mapping[str, Any], ours: Callable[[str], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The inverse of :func:`converted`: it runs on numbers of elements."""
+    state = files(config)
+    numbers = torch.arange(sum(data.numel() for data in state.values()))
+    split = zip(
+        state.items(), numbers.split([data.numel() for data in state.values()]), strict=True
+    )
+    numbered = {name: part.view(data.shape) for (name, data), part in split}
+    values = torch.zeros(len(numbers))
+    for name, part in converted(config, numbered).items():
+        values[part.flatten()] = ours(name)[: len(part)].flatten().float()
+    return {name: values[part] for name, part in numbered.items()}
+
+
+def stacked(config: Mapping[str, Any], ours: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts of a layer in one tensor, and all layers if they have the same tensors."""
+    words = ["experts"] if config.get("mlp_only_layers") else ["experts", "layers"]
+    for word in words:
+        stacks: dict[str, list[torch.Tensor]] = {}
+        for name, data in ours.items():
+            stacks.setdefault(re.sub(rf"\b{word}\.\d+\.", f"{word}.", name), []).append(data)
+        many = {
+            re.sub(rf"\b{word}\.\d+\.", f"{word}.", n)
+            for n in ours
+            if re.search(rf"\b{word}\.\d", n)
+        }
+        ours = {n: torch.stack(held) if n in many else held[0] for n, held in stacks.items()}
+    return dict(ours)
+
+
+def name(config: Mapping[str, Any]) -> str:
+    """An identifier for a test."""
+    return str(config["model_type"])

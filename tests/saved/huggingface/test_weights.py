@@ -13,12 +13,7 @@ from tests.saved.huggingface import made
 CONFIGS = [*made.CONFIGS.values(), made.BIASED]
 
 
-def names(config):
-    """An identifier for a test."""
-    return config["model_type"]
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=names)
+@pytest.mark.parametrize("config", CONFIGS, ids=made.name)
 def test_both_ways(config):
     """The table converts as the plain converter does, and back to the same weights."""
     state = made.files(config)
@@ -32,7 +27,7 @@ def test_both_ways(config):
     assert all(torch.equal(data, ours[name]) for name, data in again.items())
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=names)
+@pytest.mark.parametrize("config", CONFIGS, ids=made.name)
 def test_transformers_names(config):
     """In memory, transformers' model has exactly these names and shapes."""
     transformers = pytest.importorskip("transformers")

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a conversion did to a tensor. A cause is named only if it gives all of the tensor's values.
+
+Orders of rows, columns and heads are read off: whole blocks of the right tensor are looked up in
+the wrong one, and the answer is the permutation that gives the wrong tensor bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator
+from enum import StrEnum
+
+import torch
+
+from megatron_ttrace.saved.huggingface.families import Order
+from megatron_ttrace.saved.huggingface.weights import Sizes
+
+
+class Cause(StrEnum):
+    """What was done to a tensor."""
+
+    ROUNDED = "rounded to another dtype on the way"
+    CONSTANT = "one value everywhere, as if never loaded"
+    TRANSPOSED = "transposed"
+    SHIFTED = "1 was added or subtracted, as for --apply-layernorm-1p"
+    QKV = "q, k and v in another order"
+    GROUPS = "heads of k and v in another order"
+    HEADS = "heads of q in another order"
+    ROTARY = "rows of each head in the order of the other kind of rotary embedding"
+    GATE_UP = "gate and up projection exchanged"
+    MIXED = "rows of gate and up projection mixed"
+    ROWS = "rows in another order"
+    COLUMNS = "columns in another order"
+    EXPERT = "the weights of another expert"
+    LAYER = "the weights of another layer"
+    TENSOR = "the weights of another tensor"
+    CUT = "rows of the vocabulary are missing"
+    PADDED = "padded rows are not zero"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """A cause, and details of it in words."""
+
+    cause: Cause
+    note: str = ""
+
+
+def of_values(
+    original: torch.Tensor,
+    right: torch.Tensor,
+    wrong: torch.Tensor,
+    order: Order,
+    parts: int,
+    sizes: Sizes,
+) -> Found | None:
+    """Why a tensor has other values, from these values alone.
+
+    Args:
+        original: what it should have, in transformers' dtype.
+        right: the same in the dtype of Megatron.
+        wrong: what it has; perhaps in another shape.
+        order: of the rows of transformers' tensors.
+        parts: the number of these tensors.
+        sizes: of the model.
+    """
+    if right.ndim == 2 and wrong.shape == right.T.shape and equal(wrong, right.T):
+        return Found(Cause.TRANSPOSED)
+    if wrong.shape != right.shape:
+        return None
+    for test in (_rounded, _constant, _shifted):
+        if found := test(original, right, wrong):
+            return found
+    if order is Order.GROUPS and (found := _heads(right, wrong, sizes)):
+        return found
+    halves = parts == 2 and order is not Order.GROUPS
+    if halves and permutation(right, wrong, len(right) // 2):
+        return Found(Cause.GATE_UP)
+    if rows := permutation(right, wrong):
+        half = len(rows) // 2
+        mixed = halves and any((row < half) is not (n < half) for n, row in enumerate(rows))
+        return Found(Cause.MIXED if mixed else Cause.ROWS, _moved(rows))
+    if right.ndim == 2 and (columns := permutation(right.T, wrong.T)):
+        return Found(Cause.COLUMNS, _moved(columns))
+    return None
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype have the same shape and bits, NaN and the sign of 0 too."""
+    if a.shape != b.shape:
+        return False
+    x, y = (data.contiguous().flatten().view(torch.uint8) for data in (a, b))
+    return torch.equal(x, y)
+
+
+def _rounded(original: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> Found | None:
+    for dtype in (torch.bfloat16, torch.float16):
+        if equal(original.to(dtype).to(wrong.dtype), wrong):
+            return Found(Cause.ROUNDED, f"through {str(dtype).removeprefix('torch.')}")
+    if original.dtype is torch.float32:
+        cut = (original.contiguous().view(torch.int32) & -65536).view(torch.float32)
+        if equal(cut.to(wrong.dtype), wrong):
+            return Found(Cause.ROUNDED, "bits were cut off instead of rounded")
+    return None
+
+
+def _constant(original: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> Found | None:
+    value = wrong.flatten()[:1]
+    if (
+        value.numel()
+        and bool((wrong == value).all())
+        and not bool((right == right.flatten()[0]).all())
+    ):
+        return Found(Cause.CONSTANT, f"all are {value.item():g}")
+    return None
+
+
+def _shifted(original: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> Found | None:
+    if right.ndim == 1:
+        for sign, words in ((1, "added"), (-1, "subtracted")):
+            wide = (original.float() + sign).to(wrong.dtype)
+            if equal(wide, wrong) or equal(right + sign, wrong):
+                return Found(Cause.SHIFTED, f"1 was {words}")
+    return None
+
+
+def _heads(right: torch.Tensor, wrong: torch.Tensor, sizes: Sizes) -> Found | None:
+    head, shared = sizes.head, sizes.heads // sizes.groups
+    roles = (["q"] * shared + ["k", "v"]) * sizes.groups
+    if heads := permutation(right, wrong, head):
+        if any(roles[n] != roles[there] for n, there in enumerate(heads)):
+            return Found(Cause.QKV)
+        moved = {roles[n] for n, there in enumerate(heads) if n != there}
+        return Found(Cause.HEADS if moved == {"q"} else Cause.GROUPS)
+    turned = torch.tensor([role != "v" for role in roles])
+    blocks = right.reshape(len(roles), head, -1)
+    for order in (torch.arange(head).view(2, -1).T, torch.arange(head).view(-1, 2).T):
+        rotated = torch.where(turned[:, None, None], blocks[:, order.flatten()], blocks)
+        if equal(rotated.reshape(wrong.shape), wrong):
+            return Found(Cause.ROTARY)
+    return None
+
+
+def permutation(right: torch.Tensor, wrong: torch.Tensor, size: int = 1) -> list[int] | None:
+    """The blocks of ``right`` that are the blocks of ``wrong``, each of them once.
+
+    Args:
+        right: a tensor.
+        wrong: one of this shape and dtype.
+        size: rows of a block.
+
+    Returns:
+        The permutation; of equal blocks each stays where it is if it can. ``None`` without one.
+    """
+    if not size or not right.numel() or len(right) % size:
+        return None
+    blocks = [list(_bytes(data.reshape(len(data) // size, -1))) for data in (right, wrong)]
+    free: defaultdict[bytes, dict[int, None]] = defaultdict(dict)
+    for number, block in enumerate(blocks[0]):
+        free[block][number] = None
+    order = [number if number in free[block] else -1 for number, block in enumerate(blocks[1])]
+    for number, block in enumerate(blocks[1]):
+        if order[number] >= 0:
+            del free[block][number]
+    for number, block in enumerate(blocks[1]):
+        if order[number] < 0:
+            if not free[block]:
+                return None
+            order[number], _ = free[block].popitem()
+    return order
+
+
+def _bytes(blocks: torch.Tensor) -> Iterator[bytes]:
+    raw = blocks.contiguous().view(torch.uint8)
+    return (hashlib.blake2b(row.numpy(), digest_size=16).digest() for row in raw)
+
+
+def _moved(order: list[int]) -> str:
+    moved = [n for n, there in enumerate(order) if n != there]
+    return f"{len(moved)} of {len(order)} moved"

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of Hugging Face against the checkpoint of Megatron's that it was converted to, or from.
+
+One tensor of Megatron's, and what it was made of, is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored, open_checkpoint
+from megatron_ttrace.saved import checkpoints
+from megatron_ttrace.saved.checkpoints import Comparison, Same, Tensor
+from megatron_ttrace.saved.huggingface import causes
+from megatron_ttrace.saved.huggingface.causes import Cause, Found
+from megatron_ttrace.saved.huggingface.families import HEAD, Order, Part
+from megatron_ttrace.saved.huggingface.files import Files, is_model, open_files
+from megatron_ttrace.saved.huggingface.weights import Pair, Table
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.states import Item, State
+
+_DERIVED = "rotary_emb.inv_freq"
+"""Buffers that follow from the config; old files have them."""
+
+
+def compare_any(a: Path, b: Path, *, weights_only: bool = False) -> Comparison:
+    """Compare two checkpoints of Megatron's, or one with a model of Hugging Face.
+
+    Raises:
+        TTraceError: when there is none, or a file is missing or damaged.
+    """
+    models = [is_model(folder) for folder in (a, b)]
+    if models.count(True) == 1:
+        checkpoint = open_checkpoint(a if models[1] else b)
+        if checkpoint.format is not Format.SAFETENSORS:
+            files = open_files(a if models[0] else b)
+            return compare(files, checkpoint, swapped=models[1])
+    return checkpoints.compare(open_checkpoint(a), open_checkpoint(b), weights_only=weights_only)
+
+
+def compare(files: Files, checkpoint: Checkpoint, *, swapped: bool = False) -> Comparison:
+    """Compare every weight of a model with those of a checkpoint, bit by bit.
+
+    Args:
+        files: the model.
+        checkpoint: Megatron's.
+        swapped: whether the checkpoint is A, the original, and the model was made of it.
+
+    Raises:
+        TTraceError: when a file is damaged, or the files do not fit their config.
+    """
+    return _Conversion(files, checkpoint, swapped).comparison()
+
+
+class _Conversion:
+    def __init__(self, files: Files, checkpoint: Checkpoint, swapped: bool) -> None:
+        self._hf, self._megatron, self._swapped = files, checkpoint, swapped
+        self._only_hf, self._only_megatron = Same.ONLY_A, Same.ONLY_B
+        if swapped:
+            self._only_hf, self._only_megatron = Same.ONLY_B, Same.ONLY_A
+        self._table = Table.of(
+            files.family,
+            files.config,
+            lambda name: checkpoint.find(Item(State.WEIGHT, name)) is not None,
+            files.tensors.__contains__,
+        )
+        self._notices: list[str] = []
+        self._by_sketch: dict[tuple[torch.Size, torch.dtype], dict[bytes, list[Pair]]] = {}
+
+    def comparison(self) -> Comparison:
+        """The answer."""
+        tensors = (*self._pairs(), *self._rest())
+        if any(item.state is not State.WEIGHT for item in self._megatron.tensors):
+            self._notices.append(
+                "files of Hugging Face hold weights only: nothing else was compared"
+            )
+        return Comparison(tensors, notices=tuple(self._notices), weights_only=True)
+
+    def _pairs(self) -> Iterator[Tensor]:
+        for pair in self._table.pairs:
+            names = _names(pair.parts)
+            if absent := [part.name for part in pair.parts if part.name not in self._hf.tensors]:
+                note = f"without {', '.join(absent)}"
+                yield Tensor(pair.megatron, self._only_megatron, note=note, parts=names)
+            else:
+                yield dataclasses.replace(self._pair(pair), parts=names)
+
+    def _pair(self, pair: Pair) -> Tensor:
+        original, wrong = self._original(pair), self._stored(pair).read()
+        right = original.to(wrong.dtype)
+        notes = []
+        if original.dtype != wrong.dtype:
+            notes.append(
+                " as ".join(str(data.dtype).removeprefix("torch.") for data in (original, wrong))
+            )
+        found = None
+        if pair.rule.padded and wrong.shape[1:] == right.shape[1:] and len(wrong) != len(right):
+            notes.append(f"{len(wrong)} rows for {len(right)} of the vocabulary")
+            rows = min(len(wrong), len(right))
+            found = self._padding(pair, wrong[rows - 1 :])
+            original, right, wrong = original[:rows], right[:rows], wrong[:rows]
+        error: float | None = 0.0
+        if wrong.shape != right.shape:
+            notes.append(f"{list(right.shape)} in Hugging Face, {list(wrong.shape)} in Megatron")
+            same, error = Same.SHAPE, None
+        elif not causes.equal(right, wrong):
+            same, error = Same.DIFFERENT, _error(right, wrong)
+        elif found:
+            same = Same.SHAPE if found.cause is Cause.CUT else Same.DIFFERENT
+        else:
+            exact = causes.equal(right.to(original.dtype), original)
+            return Tensor(
+                pair.megatron, Same.SAME if exact else Same.ROUNDED, 0.0, "; ".join(notes)
+            )
+        if error != 0.0:
+            parts, sizes = len(pair.parts), self._table.sizes
+            found = causes.of_values(original, right, wrong, pair.rule.order, parts, sizes)
+            found = found or self._elsewhere(pair, wrong)
+        if found and found.note:
+            notes.append(found.note)
+        elif found is None and error is not None:
+            notes.append(_where(right, wrong))
+        cause = found.cause if found else None
+        return Tensor(pair.megatron, same, error, "; ".join(notes), cause=cause)
+
+    def _padding(self, pair: Pair, rows: torch.Tensor) -> Found | None:
+        """What is wrong with the rows that only one has, of which Megatron's softmax has its own.
+
+        Some converters append zeros, Megatron-LM's (tools/checkpoint) repeats the last row. A
+        checkpoint that is itself the original may have trained them.
+
+        Args:
+            pair: the tensor.
+            rows: the last of the vocabulary, and Megatron's after it.
+        """
+        if len(rows) == 1:
+            return Found(Cause.CUT)
+        is_head = pair.rule is HEAD or self._table.sizes.tied
+        if self._swapped or not is_head:
+            return None
+        if rows[1:].any() and not causes.equal(rows[1:], rows[:1].expand_as(rows[1:])):
+            return Found(Cause.PADDED)
+        return None
+
+    def _elsewhere(self, pair: Pair, wrong: torch.Tensor) -> Found | None:
+        """Another tensor whose values these are; those in the same layer come first."""
+        places: dict[Cause, list[Pair]] = {}
+        for other in self._sketches(wrong.shape, wrong.dtype).get(
+            _sketch(wrong, self._lead(pair)), ()
+        ):
+            if other is not pair and causes.equal(self._original(other).to(wrong.dtype), wrong):
+                places.setdefault(_relation(pair, other), []).append(other)
+        # Equal tensors may be in many places, of which the files do not say which was taken.
+        if len(places) != 1:
+            return None
+        ((cause, others),) = places.items()
+        more = f" and {len(others) - 1} equal ones" if len(others) > 1 else ""
+        return Found(cause, f"those of {', '.join(_names(others[0].parts))}{more}")
+
+    def _sketches(self, shape: torch.Size, dtype: torch.dtype) -> Mapping[bytes, list[Pair]]:
+        """The pairs of a shape by their first row, or by the first rows if they have no columns."""
+        if (shape, dtype) in self._by_sketch:
+            return self._by_sketch[shape, dtype]
+        sketches: defaultdict[bytes, list[Pair]] = defaultdict(list)
+        for pair in self._table.pairs:
+            there = all(part.name in self._hf.tensors for part in pair.parts)
+            if there and self._shape(pair) == tuple(shape):
+                first = self._oriented(pair.parts[0], self._lead(pair)).to(dtype)
+                sketches[_sketch(first, self._lead(pair))].append(pair)
+        self._by_sketch[shape, dtype] = sketches
+        return sketches
+
+    def _lead(self, pair: Pair) -> int:
+        """A number of rows that begin both Megatron's tensor and the first part of it."""
+        if len(self._shape(pair)) > 1 or pair.rule.order is Order.ALTERNATING:
+            return 1
+        if pair.rule.order is Order.GROUPS:
+            return self._table.sizes.head
+        return self._shape(pair)[0] // len(pair.parts)
+
+    def _shape(self, pair: Pair) -> tuple[int, ...]:
+        shapes = [self._part(part).shape for part in pair.parts]
+        shapes = [
+            s[::-1] if part.transposed else s for s, part in zip(shapes, pair.parts, strict=True)
+        ]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def _original(self, pair: Pair) -> torch.Tensor:
+        try:
+            return self._table.join(pair, [self._part(part).read() for part in pair.parts])
+        except RuntimeError as error:
+            names = ", ".join(_names(pair.parts))
+            raise TTraceError(f"{self._hf.folder}: {names} do not fit each other") from error
+
+    def _oriented(self, part: Part, rows: int) -> torch.Tensor:
+        stored = self._part(part)
+        if part.transposed:
+            return stored.read().T[:rows]
+        return stored.rows(0, min(rows, stored.shape[0])).read()
+
+    def _part(self, part: Part) -> Stored:
+        stored = self._hf.tensors[part.name]
+        if part.expert is None:
+            return stored
+        if (of_expert := stored.at(part.expert)) is None:
+            raise TTraceError(f"{self._hf.folder}: {part.name} has no expert {part.expert}")
+        return of_expert
+
+    def _stored(self, pair: Pair) -> Stored:
+        there = self._megatron.find(Item(State.WEIGHT, pair.megatron))
+        assert there is not None  # the table holds what is found
+        return there[1]
+
+    def _rest(self) -> Iterator[Tensor]:
+        """What has no counterpart."""
+        for parts in self._table.missing:
+            names = _names(parts)
+            if any(name in self._hf.tensors for name in names):
+                yield Tensor(", ".join(names), self._only_hf)
+            else:
+                self._notices.append(f"config.json asks for {', '.join(names)}, which neither has")
+        compared = {part.name for pair in self._table.pairs for part in pair.parts}
+        compared |= {part.name for parts in self._table.missing for part in parts}
+        for name in self._hf.tensors.keys() - compared:
+            if name.endswith(_DERIVED) or (name == HEAD.hf[0][0].name and self._table.sizes.tied):
+                self._notices.append(f"{name} is not read: it follows from other values")
+            else:
+                yield Tensor(name, self._only_hf)
+        counts: Counter[Item] = Counter()
+        for pair in self._table.pairs:
+            if there := self._megatron.find(Item(State.WEIGHT, pair.megatron)):
+                counts[there[0]] += math.prod(there[1].shape)
+        for item, stored in self._megatron.tensors.items():
+            rest = math.prod(stored.shape) - counts[item]
+            if item.state is State.WEIGHT and rest > 0:
+                note = f"{rest} of {math.prod(stored.shape)} elements" if item in counts else ""
+                yield Tensor(item.name, self._only_megatron, note=note)
+
+
+def _names(parts: tuple[Part, ...]) -> tuple[str, ...]:
+    return tuple(
+        part.name if part.expert is None else f"{part.name}[{part.expert}]" for part in parts
+    )
+
+
+def _relation(pair: Pair, other: Pair) -> Cause:
+    if other.rule is pair.rule and other.layer == pair.layer:
+        return Cause.EXPERT
+    if other.rule is pair.rule and other.expert == pair.expert:
+        return Cause.LAYER
+    return Cause.TENSOR
+
+
+def _sketch(data: torch.Tensor, rows: int) -> bytes:
+    return data[:rows].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _error(right: torch.Tensor, wrong: torch.Tensor) -> float:
+    error = float((wrong.double() - right.double()).norm() / right.double().norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def _where(right: torch.Tensor, wrong: torch.Tensor) -> str:
+    rows = [
+        n for n, differs in enumerate((right != wrong).reshape(len(right), -1).any(1)) if differs
+    ]
+    return f"{len(rows)} of {len(right)} rows, from {rows[0]} to {rows[-1]}" if rows else ""

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that Megatron's jobs saved, against models of Hugging Face with the same weights."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, open_checkpoint
+from megatron_ttrace.trace.states import Item, State
+from tests.integration.jobs import PP, TP, torchrun, ttrace
+from tests.planted.train import SCRIPT
+from tests.saved.huggingface import made
+
+EP = ("--expert-model-parallel-size", 2)
+TE = ("--transformer-impl", "transformer_engine")
+
+
+def words(config: dict[str, Any]) -> list[object]:
+    """Megatron's arguments of a model."""
+    model = (
+        "--hidden-size 16 --ffn-hidden-size 12 --num-layers 2 --num-attention-heads 4 "
+        "--group-query-attention --swiglu --normalization RMSNorm --disable-bias-linear "
+        "--position-embedding-type rope --transformer-impl local "
+        f"--num-query-groups {config['num_key_value_heads']} --kv-channels {config['head_dim']}"
+    ).split()
+    flags: dict[str, bool] = {
+        "--untie-embeddings-and-output-weights": not config["tie_word_embeddings"],
+        "--add-qkv-bias": config["model_type"] == "qwen2",
+        "--qk-layernorm": config["model_type"].startswith("qwen3"),
+    }
+    if experts := config.get("num_experts", config.get("num_local_experts")):
+        width = config.get("moe_intermediate_size", config["intermediate_size"])
+        model += (
+            f"--num-experts {experts} --moe-router-topk 2 --moe-ffn-hidden-size {width}".split()
+        )
+        model += ["--moe-token-dispatcher-type", "alltoall"]
+    return [*model, *(flag for flag, wanted in flags.items() if wanted)]
+
+
+TRAINING = (
+    "--seq-length 16 --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 4 "
+    "--train-iters 1 --lr 0 --min-lr 0 --lr-warmup-iters 0 --weight-decay 0 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 31 --make-vocab-size-divisible-by 16 "
+    "--eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --ckpt-format torch_dist "
+    "--no-save-optim --no-save-rng --save-interval 1"
+).split()
+LOADING = "--finetune --no-load-optim --no-load-rng".split()
+
+
+def weight(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """A weight of a checkpoint."""
+    found = checkpoint.find(Item(State.WEIGHT, name))
+    assert found, name
+    return found[1].read()
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("qwen2", (TP, (*PP, *TE))),
+        pytest.param("llama", ((*TP, *TE), PP), marks=pytest.mark.nightly),
+        pytest.param("qwen3", (PP, (*TP, *TE)), marks=pytest.mark.nightly),
+        pytest.param("mixtral", (EP, TP), marks=pytest.mark.nightly),
+        pytest.param(
+            "qwen3_moe",
+            ((*EP, *TE, "--moe-grouped-gemm"), (*EP, *PP), EP),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_layouts(name: str, layouts: tuple[tuple[object, ...], ...], tmp_path: Path) -> None:
+    """Weights that are saved in one layout, loaded in another and saved again remain the same."""
+    config = made.CONFIGS[name] | {"mlp_only_layers": [], "vocab_size": 32}
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    load: tuple[object, ...] = ()
+    for number, layout in enumerate(layouts):
+        folder = tmp_path / str(number)
+        ranks = 4 if {EP[0], PP[0]} <= set(layout) else 2
+        done = torchrun(
+            *(ranks, SCRIPT, *words(config), *TRAINING, *layout, *load, "--save", folder),
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        if not number:
+            state = made.files_of(config, functools.partial(weight, open_checkpoint(folder)))
+            save_file(state, model / "model.safetensors")
+        done = ttrace("checkpoint", "--json", model, folder, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert json.loads(done.stdout)["same"]
+        load = (*LOADING, "--load", folder)
