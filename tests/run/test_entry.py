@@ -3,9 +3,11 @@
 
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
+from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.run import entry
 from megatron_ttrace.run.entry import exits_on_user_error
 from megatron_ttrace.trace.errors import DEBUG, TTraceError
@@ -39,6 +41,14 @@ def test_an_error_that_the_user_can_fix(
         raise TTraceError("no")
     assert ended.value.code == 2
     assert capsys.readouterr().err == "ttrace: no\n"
+
+
+@pytest.mark.parametrize("settings", [Settings(role="plan"), Settings(small=Path("flags.txt"))])
+def test_only_configurations_are_shrunk(settings: Settings) -> None:
+    """A loop that has flags, or none, would train at its full size."""
+    with pytest.raises(TTraceError, match="only configurations"):
+        entry.require_unshrunk(settings)
+    entry.require_unshrunk(Settings())
 
 
 def test_what_megatron_s_parser_does() -> None:

@@ -38,9 +38,10 @@ def detach(cfg: Any, data: Path, iterations: int) -> None:
             f"{type(cfg.dataset).__name__}: only jobs on GPTDatasetConfig and GPTSFTDatasetConfig "
             "can be made small: what replaces their data is text"
         )
+    tokens = cfg.model.vocab_size
     for name, value in vars(cfg.model).items():
         # Some models have further tables of the same size.
-        if value == cfg.model.vocab_size and isinstance(value, int) and value > VOCABULARY:
+        if value == tokens and isinstance(value, int) and value > VOCABULARY:
             setattr(cfg.model, name, VOCABULARY)
     cfg.tokenizer.vocab_size = VOCABULARY - 2
     cfg.dataset.num_workers = 0
