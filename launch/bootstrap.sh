@@ -128,6 +128,7 @@ put_beside() { # the folder of the package $1, for PYTHONPATH, with what the oth
     mkdir -p "$home"
     "$VENV/bin/python" -m pip --disable-pip-version-check install -qq --no-deps \
       --no-build-isolation --target "$unfinished" "$@"
+    rm -rf "$unfinished/tests" # of verl: they would hide ours
     mv "$unfinished" "$home/$name"
   fi
   echo "$home/$name"

@@ -23,6 +23,8 @@ _ROLES = (Role.SIZE, Role.AXIS, Role.CODE, Role.LAYOUT, Role.DATA)
 """Of options that are a job's; the others are about its length, files and logs."""
 _OWN = frozenset({"vocab_size", "padded_vocab_size", "dataloader_type"})
 """Options that the driver sets."""
+_LEFT = frozenset({"load", "pretrained_checkpoint", "save", "tokenizer_type"})
+"""Options that a small job does without, so that the account of it names them."""
 _STAGES = "pipeline_model_parallel_layout"
 _CHUNKS = "num_virtual_stages_per_pipeline_rank"
 _PRECISION = (
@@ -39,7 +41,7 @@ def words(cfg: Any) -> list[str]:
     found = {
         option: value
         for option, value in vars(Options(cfg)).items()
-        if ROLES.get(option) in _ROLES and option not in _OWN
+        if option in _LEFT or (ROLES.get(option) in _ROLES and option not in _OWN)
     }
     chunks = getattr(cfg.model, "virtual_pipeline_model_parallel_size", None)
     if found.get(_STAGES) is not None:

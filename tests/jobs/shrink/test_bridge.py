@@ -53,6 +53,14 @@ class Train:
 
 
 @dataclasses.dataclass
+class Checkpoint:
+    """Of ``cfg.checkpoint``."""
+
+    pretrained_checkpoint: str | None = "/weights"
+    load: str | None = None
+
+
+@dataclasses.dataclass
 class Dataset:
     """Of ``cfg.dataset``."""
 
@@ -100,6 +108,16 @@ def test_small_jobs_are_set_in_the_configuration():
     assert model.sequence_parallel is True
     assert cfg.train.global_batch_size < 64
     assert Given.parse(sizes.words(cfg)).text("num_layers") == str(model.num_layers)
+
+
+def test_what_is_left_is_in_the_account():
+    """Weights that are not loaded are named; nothing else of a checkpoint is a flag."""
+    cfg = configuration()
+    cfg.checkpoint = Checkpoint()
+    given = Given.parse(sizes.words(cfg))
+    assert given.text("pretrained_checkpoint") == "/weights"
+    small = plan.of_flags(Command("x.py", tuple(sizes.words(cfg)), ranks=1024), 8)
+    assert any(lost.startswith("--pretrained-checkpoint: the weights") for lost in small.lost)
 
 
 def test_what_belongs_to_a_dropped_axis_goes():
