@@ -50,8 +50,9 @@ def step[T](
             Megatron's ``train_step`` returns, or nothing.
         model: its chunks on this rank, wrapped by Megatron's ``DistributedDataParallel``.
         optimizer: a ``MegatronOptimizer``.
-        batches: this rank's microbatches: tensors by name, the same on all ranks of a data-parallel
-            group.
+        batches: this rank's microbatches: tensors by name. Ranks that differ only in tensor,
+            pipeline or context parallelism have the same. Nested tensors [samples, lengths, ...]
+            count as one packed row.
         scheduler: Megatron's ``OptimizerParamScheduler``, if ``run`` steps one.
         options: of Megatron-LM that follow from none of these, e.g. ``seed=7``.
 

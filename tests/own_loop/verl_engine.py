@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from transformers import Qwen2Config, Qwen2ForCausalLM
+from verl.models.mcore import util
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.utils.megatron_utils import unwrap_model
@@ -24,18 +25,20 @@ from verl.workers.utils.losses import sft_loss
 import megatron_ttrace
 
 
-def train_batch(engine, data, loss_function):
+def train_batch(engine, data, loss_function, multiple):
     """``engine.train_batch(data, loss_function)``; under ``ttrace check``, it is checked."""
     tu.assign_non_tensor(data, sp_size=engine.engine_config.context_parallel_size)
     group = engine.get_data_parallel_group()
     made, indices = transformer_impl.prepare_micro_batches(data, dp_group=group)
     fields = [name for name, value in data.items() if torch.is_tensor(value)]
     settings = {name: tu.get(data, name) for name in {*data.keys()} - {*fields}}
-    outputs = {}
+    padding, outputs = SimpleNamespace(**vars(util.mpu)), {}
+    if megatron_ttrace.is_reference():  # each sample gets the candidate's padding
+        padding.get_tensor_model_parallel_world_size = lambda: multiple
 
     def step(batches):
         """The engine's step on these microbatches, instead of those that it would make."""
-        parts = [tu.get_tensordict(batch) for batch in batches]
+        parts = [tu.get_tensordict({name: batch[name] for name in fields}) for batch in batches]
         whole = tu.concat_tensordict(parts)
         tu.assign_non_tensor(whole, **settings)
         ends = itertools.accumulate(map(len, parts), initial=0)
@@ -45,7 +48,10 @@ def train_batch(engine, data, loss_function):
             batches = [tu.index_select_tensor_dict(data, row) for row in rows]
             return batches, rows if megatron_ttrace.is_reference() else indices
 
-        with mock.patch.object(transformer_impl, "prepare_micro_batches", prepared):
+        with (
+            mock.patch.object(transformer_impl, "prepare_micro_batches", prepared),
+            mock.patch.object(util, "mpu", padding),
+        ):
             outputs.update(engine.train_batch(whole, loss_function))
         if not outputs:  # this is not the last pipeline stage
             return {}
@@ -54,6 +60,10 @@ def train_batch(engine, data, loss_function):
         return {"loss": loss}
 
     batches = [{name: batch[name] for name in fields} for batch in made]
+    for batch in batches:  # where context parallelism divides each padded sample
+        lengths = batch["input_ids"].offsets().diff()
+        padded = (lengths + multiple - 1) // multiple * multiple
+        batch["cu_seqlens"] = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     megatron_ttrace.step(step, engine.module, engine.optimizer, batches)
     return outputs
 
@@ -69,6 +79,7 @@ for axis in ("tp", "pp", "cp"):
     parser.add_argument(f"--{axis}", type=int, default=1)
 parser.add_argument("--fault", choices=["unscaled", "unfinished"])
 args = parser.parse_args()
+multiple = args.tp * args.cp * (2 if args.cp > 1 else 1)  # to which verl pads each sample
 if megatron_ttrace.is_reference():  # it is built for one device
     args.tp = args.pp = args.cp = 1
 
@@ -98,7 +109,7 @@ if args.fault == "unfinished":  # each rank keeps the gradients that it has
         unwrap_model(chunk).config.finalize_model_grads_func = lambda *_, **__: None
 
 draw = torch.Generator().manual_seed(engine.get_data_parallel_rank())
-lengths = [8, 24, 16, 8]
+lengths = [9, 23, 14, 7]
 samples = {
     "input_ids": [torch.randint(3, 128, (length,), generator=draw) for length in lengths],
     "position_ids": [torch.arange(length) for length in lengths],
@@ -108,5 +119,5 @@ packed = {k: torch.nested.as_nested_tensor(v, layout=torch.jagged) for k, v in s
 data = tu.get_tensordict(packed, {"temperature": 1.0, "max_token_len_per_gpu": 32})
 loss_function = unscaled if args.fault == "unscaled" else partial(sft_loss, None)
 with engine.train_mode():
-    outputs = train_batch(engine, data, loss_function)
+    outputs = train_batch(engine, data, loss_function, multiple)
 print(outputs.get("loss"), outputs.get("metrics"))

@@ -103,7 +103,7 @@ def test_engine_of_verl(tmp_path: Path, axis: str) -> None:
     words = () if axis == "dp" else (f"--{axis}", "2")
     report = check(tmp_path, *words, script="verl_engine.py")
     assert report.summary.verdict is Result.EQUIVALENT
-    assert report.summary.counts["pass"] > 300
+    assert report.summary.counts["pass"] > 200
 
 
 @pytest.mark.verl

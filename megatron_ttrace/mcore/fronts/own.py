@@ -40,6 +40,8 @@ _NEITHER = types.MappingProxyType(
 """Options that such a loop does not have."""
 _VALUES, _OFFSETS = ".values", ".offsets"
 """Of a nested tensor, in names of tensors."""
+_BOUNDS = "cu_seqlens"
+"""Name of the tensor [sequences + 1] of where packed sequences start and end, with padding."""
 
 
 class _Arguments(Options):
@@ -147,8 +149,9 @@ class OwnLoop:
         self._arguments.know("batches", hashlib.sha256(str(each).encode()).hexdigest()[:16])
 
     def bounds(self) -> tuple[str, ...]:
-        """The offsets of samples of different lengths: a model packs them."""
-        return tuple(name for name in self._batches[0] if name.endswith(_OFFSETS))[:1]
+        """``cu_seqlens``, or else the offsets of samples of different lengths."""
+        names = tuple(name for name in self._batches[0] if name.endswith(_OFFSETS))
+        return (_BOUNDS, *names) if names or _BOUNDS in self._batches[0] else ()
 
     def deal_to(self, ranks: int) -> None:
         """Nothing: a reference gets the candidate's microbatches."""
