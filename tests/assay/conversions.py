@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m tests.assay conversions``: errors of converting models of Hugging Face, and none."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_ttrace.cli import command
+from megatron_ttrace.cli import main as ttrace
+from megatron_ttrace.saved.checkpoints import Same
+from megatron_ttrace.saved.huggingface.causes import Cause
+from megatron_ttrace.trace.errors import ExitCode
+from tests.saved.huggingface import made
+
+_EPILOG = """\
+example:
+  python -m tests.assay conversions --count 60 --seed 7
+
+A seed draws families, sizes, dtypes, paddings and layouts of checkpoints, which Megatron saves.
+Some are converted rightly, some with an error, by code that shares nothing with the checker.
+'ttrace checkpoint' must find no difference in the former, and in the latter exactly the tensors
+that the error changed, with the right cause; none if the error has no name.
+
+exit code: 0 the bars are met (no false alarm, 95 % found, right tensors and causes); 1 not
+"""
+BAR = 0.95
+
+type Tensors = dict[str, torch.Tensor]
+type Config = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """An error of a converter.
+
+    Attributes:
+        ends: of the name of a tensor that it changes.
+        change: makes it, given all of Megatron's tensors and one's name.
+        cause: that is right; ``None`` if it has no name.
+        within: what the name contains.
+    """
+
+    ends: str
+    change: Callable[[random.Random, Config, Tensors, str], None]
+    cause: Cause | None
+    within: str = ""
+
+
+def _one(change: Callable[[random.Random, Config, torch.Tensor], torch.Tensor]) -> Any:
+    def wrapped(draw: random.Random, config: Config, ours: Tensors, name: str) -> None:
+        ours[name] = change(draw, config, ours[name]).contiguous()
+
+    return wrapped
+
+
+def _heads(config: Config, data: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    groups = config["num_key_value_heads"]
+    shared = config["num_attention_heads"] // groups
+    return data.view(groups, shared + 2, config["head_dim"], -1), groups, shared
+
+
+def _not_by_groups(draw: random.Random, config: Config, data: torch.Tensor) -> torch.Tensor:
+    view, _, shared = _heads(config, data)
+    parts = view[:, :shared], view[:, shared], view[:, shared + 1]
+    return torch.cat([part.flatten() for part in parts]).view(data.shape)
+
+
+def _keys_for_values(draw: random.Random, config: Config, data: torch.Tensor) -> torch.Tensor:
+    view, _, shared = _heads(config, data)
+    return view[:, [*range(shared), shared + 1, shared]].reshape(data.shape)
+
+
+def _groups_moved(draw: random.Random, config: Config, data: torch.Tensor) -> torch.Tensor:
+    return _heads(config, data)[0].roll(draw.randint(1, 3), 0).reshape(data.shape)
+
+
+def _heads_dealt(draw: random.Random, config: Config, data: torch.Tensor) -> torch.Tensor:
+    view, groups, shared = _heads(config, data)
+    view = view.clone()
+    dealt = view[:, :shared].reshape(shared, groups, *view.shape[2:]).transpose(0, 1).clone()
+    view[:, :shared] = dealt.reshape(view[:, :shared].shape)
+    return view.reshape(data.shape)
+
+
+def _rotary(draw: random.Random, config: Config, data: torch.Tensor) -> torch.Tensor:
+    view, _, shared = _heads(config, data)
+    view, half = view.clone(), config["head_dim"] // 2
+    shape = (half, 2) if draw.random() < 0.5 else (2, half)
+    order = torch.arange(2 * half).view(shape).T.flatten()
+    view[:, : shared + 1] = view[:, : shared + 1][:, :, order]
+    return view.reshape(data.shape)
+
+
+def _halves(draw: random.Random, config: Config, data: torch.Tensor) -> torch.Tensor:
+    return torch.cat([*data.chunk(2)[::-1]])
+
+
+def _not_by_halves(draw: random.Random, config: Config, data: torch.Tensor) -> torch.Tensor:
+    return torch.stack(data.chunk(2), 1).reshape(data.shape)
+
+
+def _experts(draw: random.Random, config: Config, ours: Tensors, name: str) -> None:
+    before, expert, after = name.partition(".experts.experts.")
+    leaf = after.partition(".")[2]
+    names = [n for n in ours if n.startswith(before + expert) and n.endswith(leaf)]
+    order = draw.sample(names, len(names))
+    ours.update(dict(zip(names, [ours[n] for n in order], strict=True)))
+
+
+def _layers(draw: random.Random, config: Config, ours: Tensors, name: str) -> None:
+    leaf = name.split(".", 3)[3]
+    names = [n for n in ours if n.startswith("decoder.layers.") and n.split(".", 3)[3] == leaf]
+    moved = [ours[n] for n in names]
+    ours.update(zip(names, [*moved[1:], moved[0]], strict=True))
+
+
+def _exchanged(other: Callable[[str], str]) -> Any:
+    def change(draw: random.Random, config: Config, ours: Tensors, name: str) -> None:
+        ours[name], ours[other(name)] = ours[other(name)], ours[name]
+
+    return change
+
+
+def _halves_and_element(draw: random.Random, config: Config, data: torch.Tensor) -> torch.Tensor:
+    return _element(draw, config, _halves(draw, config, data))
+
+
+def _part_twice(draw: random.Random, config: Config, data: torch.Tensor) -> torch.Tensor:
+    half = len(data) // 2
+    return torch.cat([data[:half], data[:half], data[2 * half :]])
+
+
+def _element(draw: random.Random, config: Config, data: torch.Tensor) -> torch.Tensor:
+    data = data.clone()
+    data.view(-1)[draw.randrange(data.numel())] += 1
+    return data
+
+
+def _dropped(draw: random.Random, config: Config, ours: Tensors, name: str) -> None:
+    del ours[name]
+
+
+QKV, FC1 = "linear_qkv.weight", "linear_fc1.weight"
+HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+FAULTS: Mapping[str, Fault] = {
+    "q, k and v below each other": Fault(QKV, _one(_not_by_groups), Cause.QKV),
+    "biases below each other": Fault("linear_qkv.bias", _one(_not_by_groups), Cause.QKV),
+    "k for v": Fault(QKV, _one(_keys_for_values), Cause.QKV),
+    "groups moved": Fault(QKV, _one(_groups_moved), Cause.GROUPS),
+    "heads dealt to groups": Fault(QKV, _one(_heads_dealt), Cause.HEADS),
+    "rotary order": Fault(QKV, _one(_rotary), Cause.ROTARY),
+    "gate for up": Fault(FC1, _one(_halves), Cause.GATE_UP),
+    "gate and up mixed": Fault(FC1, _one(_not_by_halves), Cause.MIXED),
+    "experts": Fault(FC1, _experts, Cause.EXPERT, ".experts."),
+    "experts of fc2": Fault("linear_fc2.weight", _experts, Cause.EXPERT, ".experts."),
+    "layers shifted": Fault("linear_proj.weight", _layers, Cause.LAYER),
+    "layers of norms shifted": Fault("layer_norm_weight", _layers, Cause.LAYER),
+    "q norm for k norm": Fault(
+        "q_layernorm.weight",
+        _exchanged(lambda name: name.replace(".q_", ".k_")),
+        Cause.TENSOR,
+    ),
+    "head for embedding": Fault(HEAD, _exchanged(lambda name: EMBEDDING), Cause.TENSOR),
+    "transposed": Fault("linear_proj.weight", _one(lambda *a: a[2].T), Cause.TRANSPOSED),
+    "columns": Fault(
+        "linear_proj.weight", _one(lambda draw, config, data: data.roll(1, 1)), Cause.COLUMNS
+    ),
+    "router rows": Fault("router.weight", _one(lambda *a: a[2].flip(0)), Cause.ROWS),
+    "norm plus 1": Fault("layernorm.weight", _one(lambda *a: a[2] + 1), Cause.SHIFTED),
+    "norm of ones": Fault("norm_weight", _one(lambda *a: a[2] * 0 + 1), Cause.CONSTANT),
+    "never loaded": Fault(FC1, _one(lambda *a: torch.zeros_like(a[2])), Cause.CONSTANT),
+    "another start": Fault(QKV, _one(lambda *a: torch.randn_like(a[2])), None),
+    "gate for up and an element": Fault(FC1, _one(_halves_and_element), None),
+    "a rank's part twice": Fault(QKV, _one(_part_twice), None),
+    "an element": Fault("weight", _one(_element), None),
+    "rounded": Fault(
+        "linear_fc2.weight", _one(lambda *a: a[2].bfloat16().to(a[2].dtype)), Cause.ROUNDED
+    ),
+    "rows cut off": Fault(HEAD, _one(lambda *a: a[2][: a[1]["vocab_size"] - 1]), Cause.CUT),
+    "random padding": Fault(
+        HEAD, _one(lambda *a: torch.cat([a[2], torch.randn_like(a[2][:2])])), Cause.PADDED
+    ),
+    "norm dropped": Fault("layernorm.weight", _dropped, None),
+    "bias dropped": Fault("linear_qkv.bias", _dropped, None),
+}
+
+
+def _config(draw: random.Random) -> dict[str, Any]:
+    heads = draw.choice((4, 8))
+    config = {
+        **made.CONFIGS[draw.choice([*made.CONFIGS])],
+        "num_hidden_layers": draw.randint(2, 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice([n for n in (1, 2, 4, 8) if n <= heads]),
+        "head_dim": draw.choice((4, 8)),
+        "hidden_size": draw.choice((16, 24)),
+        "intermediate_size": draw.choice((12, 20)),
+        "vocab_size": draw.randint(20, 60),
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+    experts = draw.choice((2, 4, 8))
+    config |= {name: experts for name in ("num_experts", "num_local_experts") if name in config}
+    if "mlp_only_layers" in config:
+        config["mlp_only_layers"] = draw.choice(([], [0]))
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A conversion and the answer about it.
+
+    Attributes:
+        fault: its name, empty for none.
+        family, layout: of the model and the checkpoint.
+        code: the exit code.
+        changed: tensors that are not what they should be.
+        named: those that the answer names, with their causes.
+    """
+
+    fault: str
+    family: str
+    layout: str
+    code: int
+    changed: tuple[str, ...]
+    named: Mapping[str, str | None]
+
+    @property
+    def found(self) -> bool:
+        """Whether the answer is that the weights differ."""
+        return self.code == ExitCode.DIVERGED
+
+    @property
+    def tensors(self) -> bool:
+        """Whether exactly the changed ones are named."""
+        return set(self.changed) == self.named.keys()
+
+    @property
+    def cause(self) -> bool:
+        """Whether each has the right cause."""
+        return self.found and set(self.named.values()) <= {FAULTS[self.fault].cause}
+
+
+def converted(draw: random.Random, fault: str, folder: Path) -> Row | None:
+    """Convert and check; ``None`` if the fault does not apply or changes nothing."""
+    config = _config(draw)
+    torch.manual_seed(draw.randrange(1 << 30))
+    dtype = torch.float32 if fault == "rounded" else draw.choice((torch.float32, torch.bfloat16))
+    state = made.files(config, dtype)
+    wide = torch.float32 if draw.random() < 0.3 else dtype
+    right = {name: data.to(wide) for name, data in made.converted(config, state).items()}
+    padding, copied = draw.choice((0, 3, 8)), draw.random() < 0.5
+    for name in {HEAD, EMBEDDING} & right.keys():
+        rows = right[name][-1:].expand(padding, -1)
+        right[name] = torch.cat([right[name], rows if copied else torch.zeros_like(rows)])
+    ours = dict(right)
+    if fault:
+        planted = FAULTS[fault]
+        names = [name for name in ours if name.endswith(planted.ends) and planted.within in name]
+        if not names:
+            return None
+        planted.change(draw, config, ours, draw.choice(names))
+    changed = {
+        name
+        for name, data in right.items()
+        if name not in ours or ours[name].shape != data.shape or (ours[name] != data).any()
+    }
+    if fault and not changed:
+        return None
+    whole = {name: data.shape for name, data in ours.items()}
+    stacked = draw.random() < 0.5 and whole == {name: data.shape for name, data in right.items()}
+    parts = draw.choice((1, 2, 4))
+    model, checkpoint = folder / "model", folder / "checkpoint"
+    for place in (model, checkpoint):
+        shutil.rmtree(place, ignore_errors=True)
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(config))
+    contiguous = {name: data.contiguous() for name, data in state.items()}
+    save_file(contiguous, model / "model.safetensors")
+    _save(made.stacked(config, ours) if stacked else ours, checkpoint, parts)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = ttrace.main(["checkpoint", "--json", str(model), str(checkpoint)])
+    wrong = [
+        one for one in json.loads(said.getvalue())["weights"] if not one["same"].startswith("same")
+    ]
+    absent = changed - ours.keys()
+    named = {
+        # What is absent is named as in the model.
+        absent.pop() if one["same"] == Same.ONLY_A and absent else one["name"]: one["cause"]
+        for one in wrong
+    }
+    layout = f"{parts} parts{', stacked' if stacked else ''}"
+    return Row(fault, config["model_type"], layout, code, tuple(sorted(changed)), named)
+
+
+def _save(tensors: Tensors, folder: Path, parts: int) -> None:
+    """Have Megatron save tensors in parts of their first dimension, where that can be divided."""
+    from megatron.core import dist_checkpointing
+
+    made = dist_checkpointing.ShardedTensor.from_rank_offsets
+    state = {}
+    for name, data in tensors.items():
+        count = parts if len(data) % parts == 0 else 1
+        for number, part in enumerate(data.tensor_split(count)):
+            state[f"{name}/{number}"] = made(name, part.clone(), (0, number, count))
+    folder.mkdir()
+    dist_checkpointing.save({**state, "iteration": 1}, str(folder))
+
+
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``conversions`` command."""
+    parser = command.add(
+        subparsers,
+        "conversions",
+        run,
+        summary="plant errors of converting models of Hugging Face and count how many are found",
+        description="Convert models of Hugging Face, rightly and with errors.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--count", type=int, default=40, metavar="N", help="conversions of each kind"
+    )
+    parser.add_argument("--seed", type=int, required=True, metavar="N", help="of the sample")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows to FILE")
+    command.add_directory(parser, "ttrace-out/conversions")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the campaign."""
+    from megatron_ttrace import cpu
+
+    cpu.activate()
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    draw = random.Random(args.seed)
+    healthy: list[Row] = []
+    faulty: list[Row] = []
+    for rows, kinds in ((healthy, [""]), (faulty, list(FAULTS))):
+        while len(rows) < args.count:
+            if row := converted(draw, draw.choice(kinds), args.directory):
+                rows.append(row)
+                right = row.tensors and row.cause if row.fault else not row.code
+                if not right:
+                    print(f"{row.fault or 'healthy'}: {row}", flush=True)
+    if args.json:
+        args.json.write_text(json.dumps([dataclasses.asdict(row) for row in (*healthy, *faulty)]))
+    alarms = sum(row.code != ExitCode.EQUIVALENT for row in healthy)
+    shares = {
+        "found": sum(row.found for row in faulty),
+        "right tensors": sum(row.tensors for row in faulty),
+        "right cause": sum(row.cause for row in faulty),
+    }
+    print(f"{len(healthy)} healthy conversions: {alarms} false alarms")
+    kinds = len({row.fault for row in faulty})
+    counts = ", ".join(f"{count} {name}" for name, count in shares.items())
+    print(f"{len(faulty)} errors of {kinds} kinds: {counts}")
+    met = not alarms and all(count >= BAR * len(faulty) for count in shares.values())
+    return ExitCode.EQUIVALENT if met else ExitCode.DIVERGED
