@@ -211,9 +211,15 @@ def _config(draw: random.Random) -> dict[str, Any]:
         "tie_word_embeddings": draw.random() < 0.3,
     }
     experts = draw.choice((2, 4, 8))
-    config |= {name: experts for name in ("num_experts", "num_local_experts") if name in config}
+    config |= {
+        name: experts
+        for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        if name in config
+    }
     if "mlp_only_layers" in config:
         config["mlp_only_layers"] = draw.choice(([], [0]))
+    if "first_k_dense_replace" in config:
+        config["first_k_dense_replace"] = len(config["mlp_only_layers"])
     return config
 
 

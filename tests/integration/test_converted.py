@@ -53,10 +53,12 @@ LOADING = "--finetune --no-load-optim --no-load-rng".split()
 
 
 def weight(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """A weight of a checkpoint."""
-    found = checkpoint.find(Item(State.WEIGHT, name))
-    assert found, name
-    return found[1].read()
+    """A weight of a checkpoint. Local layers name the norm before experts as others do."""
+    norm = name.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+    found = [checkpoint.find(Item(State.WEIGHT, one)) for one in (name, norm)]
+    there = found[0] or found[1]
+    assert there, name
+    return there[1].read()
 
 
 @pytest.mark.parametrize(
@@ -65,10 +67,13 @@ def weight(checkpoint: Checkpoint, name: str) -> torch.Tensor:
         ("qwen2", (TP, (*PP, *TE))),
         pytest.param("llama", ((*TP, *TE), PP), marks=pytest.mark.nightly),
         pytest.param("qwen3", (PP, (*TP, *TE)), marks=pytest.mark.nightly),
-        pytest.param("mixtral", (EP, TP), marks=pytest.mark.nightly),
+        pytest.param("mixtral", (EP, PP), marks=pytest.mark.nightly),
         pytest.param(
             "qwen3_moe",
-            ((*EP, *TE, "--moe-grouped-gemm"), (*EP, *PP), EP),
+            tuple(
+                (*axes, *TE, "--moe-grouped-gemm")
+                for axes in (EP, (*EP, *PP), (*TP, "--sequence-parallel"))
+            ),
             marks=pytest.mark.nightly,
         ),
     ],

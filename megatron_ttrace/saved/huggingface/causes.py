@@ -76,7 +76,7 @@ def of_values(
             return found
     if order is Order.GROUPS and (found := _heads(right, wrong, sizes)):
         return found
-    halves = parts == 2 and order is not Order.GROUPS
+    halves = order is Order.ALTERNATING or (order is Order.STACKED and parts == 2)
     if halves and permutation(right, wrong, len(right) // 2):
         return Found(Cause.GATE_UP)
     if rows := permutation(right, wrong):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,9 @@ from megatron_ttrace.trace.states import Item, State
 
 _DERIVED = "rotary_emb.inv_freq"
 """Buffers that follow from the config; old files have them."""
+_LATER = "mtp."
+"""Layers for multi-token prediction, in files after the others."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def compare_any(a: Path, b: Path, *, weights_only: bool = False) -> Comparison:
@@ -227,8 +231,12 @@ class _Conversion:
                 self._notices.append(f"config.json asks for {', '.join(names)}, which neither has")
         compared = {part.name for pair in self._table.pairs for part in pair.parts}
         compared |= {part.name for parts in self._table.missing for part in parts}
-        for name in self._hf.tensors.keys() - compared:
-            if name.endswith(_DERIVED) or (name == HEAD.hf[0][0].name and self._table.sizes.tied):
+        later = 0
+        for name in sorted(self._hf.tensors.keys() - compared):
+            layer = _LAYER.match(name)
+            if layer and int(layer[1]) >= self._table.sizes.layers:
+                later += 1
+            elif name.endswith(_DERIVED) or (name == HEAD.hf[0][0].name and self._table.sizes.tied):
                 self._notices.append(f"{name} is not read: it follows from other values")
             else:
                 yield Tensor(name, self._only_hf)
@@ -238,9 +246,14 @@ class _Conversion:
                 counts[there[0]] += math.prod(there[1].shape)
         for item, stored in self._megatron.tensors.items():
             rest = math.prod(stored.shape) - counts[item]
-            if item.state is State.WEIGHT and rest > 0:
+            if item.state is State.WEIGHT and rest > 0 and item.name.startswith(_LATER):
+                later += 1
+            elif item.state is State.WEIGHT and rest > 0:
                 note = f"{rest} of {math.prod(stored.shape)} elements" if item in counts else ""
                 yield Tensor(item.name, self._only_megatron, note=note)
+        if later:
+            note = f"{later} tensors"
+            yield Tensor("multi-token prediction", Same.NOT_COMPARED, note=note)
 
 
 def _names(parts: tuple[Part, ...]) -> tuple[str, ...]:

@@ -87,11 +87,13 @@ class Family:
         architecture: transformers' class.
         rules: for all its tensors.
         defaults: values of fields that a ``config.json`` may lack.
+        weights_only: whether nothing is known of the modules that compute with them.
     """
 
     architecture: str
     rules: tuple[Rule, ...]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    weights_only: bool = False
 
 
 type _Parts = str | Part | tuple[str | Part, ...]
@@ -177,6 +179,16 @@ def _experts(
     )
 
 
+def _shared_expert(theirs: str, needs: str = "") -> tuple[Rule, ...]:
+    return _gated(Where.SPARSE, "mlp.shared_experts", f"mlp.{theirs}", needs=needs)
+
+
+def _norm_of(ours: str, linear: str, theirs: str) -> Rule:
+    """A norm between two linear layers of multi-latent attention."""
+    names = f"self_attention.{linear}.layer_norm_weight", f"self_attention.{ours}.weight"
+    return _rule(Where.LAYER, names, f"self_attn.{theirs}.weight")
+
+
 _BIASES = (_qkv("bias", "attention_bias"), _out("bias", "attention_bias"))
 _ATTENTION = (_qkv("weight"), _out("weight"))
 _QK_NORMS = _same(
@@ -184,6 +196,51 @@ _QK_NORMS = _same(
     {f"self_attention.{x}_layernorm.weight": f"self_attn.{x}_norm.weight" for x in "qk"},
 )
 _MLP = _gated(Where.DENSE, "mlp", "mlp")
+_LATENT_ATTENTION = (
+    *_same(
+        Where.LAYER,
+        {
+            f"self_attention.{ours}.weight": f"self_attn.{theirs}.weight"
+            for ours, theirs in {
+                "linear_q_down_proj": "q_a_proj",
+                "linear_q_up_proj": "q_b_proj",
+                "linear_kv_down_proj": "kv_a_proj_with_mqa",
+                "linear_kv_up_proj": "kv_b_proj",
+            }.items()
+        },
+    ),
+    _norm_of("q_layernorm", "linear_q_up_proj", "q_a_layernorm"),
+    _norm_of("kv_layernorm", "linear_kv_up_proj", "kv_a_layernorm"),
+    _out("weight"),
+)
+_OSS_EXPERTS = tuple(
+    _rule(
+        Where.SPARSE,
+        _of_experts(ours, leaf),
+        Part(f"mlp.experts.{theirs}{suffix}", expert=0, transposed=not suffix),
+        order=order,
+    )
+    for ours, theirs, order in (
+        ("linear_fc1", "gate_up_proj", Order.ALTERNATING),
+        ("linear_fc2", "down_proj", Order.STACKED),
+    )
+    for leaf, suffix in (("weight", ""), ("bias", "_bias"))
+)
+_SANDWICH = (
+    _rule(Where.LAYER, _INPUT_NORM, "input_layernorm.weight"),
+    _rule(Where.LAYER, _MLP_NORM, "pre_feedforward_layernorm.weight"),
+    *_same(
+        Where.LAYER,
+        {
+            f"{linear}.post_layernorm.weight": f"post_{theirs}_layernorm.weight"
+            for linear, theirs in {
+                "self_attention.linear_proj": "attention",
+                "mlp.linear_fc2": "feedforward",
+            }.items()
+        },
+    ),
+)
+"""Norms before and after attention and MLP, by the names of Megatron-Bridge's layers."""
 _BASE = (*_ENDS, *_NORMS, *_ATTENTION, *_MLP)
 _QWEN3 = (*_BASE, *_BIASES, *_QK_NORMS)
 
@@ -198,6 +255,54 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family("Qwen3MoeForCausalLM", (*_QWEN3, *_experts()), {"head_dim": 128}),
     "mixtral": Family(
         "MixtralForCausalLM", (*_BASE, *_experts("block_sparse_moe", ("w1", "w3", "w2")))
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        (
+            *_BASE,
+            _qkv("bias", "qkv_bias"),
+            *_experts(),
+            *_shared_expert("shared_expert"),
+            _rule(Where.SPARSE, "mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+        ),
+        {"qkv_bias": True},
+        weights_only=True,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        (
+            *_ENDS,
+            *_NORMS,
+            *_LATENT_ATTENTION,
+            *_MLP,
+            *_experts(),
+            *_shared_expert("shared_experts", "n_shared_experts"),
+            _rule(Where.SPARSE, "mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
+        ),
+        weights_only=True,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        (
+            *_ENDS,
+            *_NORMS,
+            *_ATTENTION,
+            _qkv("bias"),
+            _out("bias"),
+            _rule(Where.LAYER, "self_attention.core_attention.softmax_offset", "self_attn.sinks"),
+            *_same(
+                Where.SPARSE, {f"mlp.router.{x}": f"mlp.router.{x}" for x in ("weight", "bias")}
+            ),
+            *_OSS_EXPERTS,
+        ),
+        {"head_dim": 64},
+        weights_only=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        (*_ENDS, *_SANDWICH, *_ATTENTION, *_BIASES, *_QK_NORMS, *_MLP),
+        {"head_dim": 256, "tie_word_embeddings": True},
+        weights_only=True,
     ),
 }
 """By ``model_type``."""
@@ -218,16 +323,24 @@ def read_config(path: Path) -> Config:
     return config
 
 
-def family_of(config: Config) -> Family:
+def family_of(config: Config, *, weights_only: bool = False) -> Family:
     """The family of a model.
+
+    Args:
+        config: its ``config.json``.
+        weights_only: whether its computation does not matter.
 
     Raises:
         TTraceError: when it is not supported.
     """
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        known = ", ".join(FAMILIES)
+        known = ", ".join(
+            name for name, family in FAMILIES.items() if weights_only or not family.weights_only
+        )
         raise TTraceError(f"config.json: model_type {name!r} is not supported ({known} are)")
     if config.get("quantization_config"):
         raise TTraceError("config.json: quantized weights (quantization_config) are not supported")
+    if FAMILIES[name].weights_only and not weights_only:
+        raise TTraceError(f"config.json: of {name} only weights are compared (ttrace checkpoint)")
     return FAMILIES[name]

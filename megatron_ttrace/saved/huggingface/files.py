@@ -44,7 +44,7 @@ def open_files(folder: Path) -> Files:
         TTraceError: when the family is not supported, or a file is missing or damaged.
     """
     config = families.read_config(folder / _CONFIG)
-    family = families.family_of(config)
+    family = families.family_of(config, weights_only=True)
     # Other safetensors beside the model's have other formats (consolidated.safetensors).
     names = _named(folder / _INDEX) if (folder / _INDEX).is_file() else {}
     alone = (

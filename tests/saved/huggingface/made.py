@@ -32,6 +32,31 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
             "mlp_only_layers": [0],
         },
         "mixtral": {"num_local_experts": 2},
+        "qwen2_moe": {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6,
+            "shared_expert_intermediate_size": 10,
+            "mlp_only_layers": [],
+        },
+        "deepseek_v3": {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 6,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 4,
+            "qk_rope_head_dim": 2,
+            "v_head_dim": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 6,
+            "first_k_dense_replace": 1,
+            "mlp_only_layers": [0],
+        },
+        "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
+        "gemma3_text": {"tie_word_embeddings": True},
     }.items()
 }
 BIASED = {**CONFIGS["llama"], "attention_bias": True, "mlp_bias": True}
@@ -54,34 +79,96 @@ def files(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{at}{name}.weight"] = (hidden,)
         out = hidden, heads * head
-        for name, rows in {"q": heads, "k": groups, "v": groups}.items():
+        if family == "gemma3_text":
+            for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+                shapes[f"{at}{name}.weight"] = (hidden,)
+        if family == "gpt_oss":
+            shapes[f"{at}self_attn.sinks"] = (heads,)
+        if family == "deepseek_v3":
+            shapes |= _latent(config, f"{at}self_attn.")
+        for name, rows in (
+            {} if family == "deepseek_v3" else {"q": heads, "k": groups, "v": groups}.items()
+        ):
             shapes[f"{at}self_attn.{name}_proj.weight"] = (rows * head, hidden)
-            if family == "qwen2" or config.get("attention_bias"):
+            if family.startswith("qwen2") or config.get("attention_bias"):
                 shapes[f"{at}self_attn.{name}_proj.bias"] = (rows * head,)
         shapes[f"{at}self_attn.o_proj.weight"] = out
         if config.get("attention_bias"):
             shapes[f"{at}self_attn.o_proj.bias"] = (hidden,)
-        if family.startswith("qwen3"):
+        if family.startswith(("qwen3", "gemma3")):
             shapes |= {f"{at}self_attn.{x}_norm.weight": (head,) for x in "qk"}
-        experts = config.get("num_experts", config.get("num_local_experts", 0))
+        number = "num_local_experts", "num_experts", "n_routed_experts"
+        experts = next((config[name] for name in number if name in config), 0)
         width = config.get("moe_intermediate_size", config["intermediate_size"])
         if family == "mixtral":
             shapes[f"{at}block_sparse_moe.gate.weight"] = (experts, hidden)
             mlps = {f"block_sparse_moe.experts.{n}": ("w1", "w3", "w2") for n in range(experts)}
+        elif family == "gpt_oss":
+            mlps = {}
+            shapes[f"{at}mlp.router.weight"] = (experts, hidden)
+            shapes[f"{at}mlp.router.bias"] = (experts,)
+            for name, shape in {
+                "gate_up_proj": (experts, hidden, 2 * width),
+                "down_proj": (experts, width, hidden),
+            }.items():
+                shapes[f"{at}mlp.experts.{name}"] = shape
+                shapes[f"{at}mlp.experts.{name}_bias"] = (experts, shape[2])
         elif experts and layer not in config["mlp_only_layers"]:
             shapes[f"{at}mlp.gate.weight"] = (experts, hidden)
             names = "gate_proj", "up_proj", "down_proj"
             mlps = {f"mlp.experts.{n}": names for n in range(experts)}
+            if family == "qwen2_moe":
+                shapes[f"{at}mlp.shared_expert_gate.weight"] = (1, hidden)
+                mlps["mlp.shared_expert"] = names
+            if family == "deepseek_v3":
+                shapes[f"{at}mlp.gate.e_score_correction_bias"] = (experts,)
+                mlps["mlp.shared_experts"] = names
         else:
             width = config["intermediate_size"]
             mlps = {"mlp": ("gate_proj", "up_proj", "down_proj")}
         for module, (gate, up, down) in mlps.items():
-            sizes = ((gate, (width, hidden)), (up, (width, hidden)), (down, (hidden, width)))
+            rows = config.get("shared_expert_intermediate_size", width)
+            rows = rows if "shared_expert" in module else width
+            sizes = ((gate, (rows, hidden)), (up, (rows, hidden)), (down, (hidden, rows)))
             for name, shape in sizes:
                 shapes[f"{at}{module}.{name}.weight"] = shape
                 if config.get("mlp_bias"):
                     shapes[f"{at}{module}.{name}.bias"] = shape[:1]
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+
+def _latent(config: Mapping[str, Any], at: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of multi-latent attention."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    query, key = config["q_lora_rank"], config["kv_lora_rank"]
+    plain, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    value = config["v_head_dim"]
+    return {
+        f"{at}q_a_proj.weight": (query, hidden),
+        f"{at}q_a_layernorm.weight": (query,),
+        f"{at}q_b_proj.weight": (heads * (plain + turned), query),
+        f"{at}kv_a_proj_with_mqa.weight": (key + turned, hidden),
+        f"{at}kv_a_layernorm.weight": (key,),
+        f"{at}kv_b_proj.weight": (heads * (plain + value), key),
+        f"{at}o_proj.weight": (hidden, heads * value),
+    }
+
+
+OTHERS = {
+    "self_attn.q_a_proj.weight": "self_attention.linear_q_down_proj.weight",
+    "self_attn.q_a_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attn.q_b_proj.weight": "self_attention.linear_q_up_proj.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "self_attention.linear_kv_down_proj.weight",
+    "self_attn.kv_a_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "self_attn.kv_b_proj.weight": "self_attention.linear_kv_up_proj.weight",
+    "self_attn.sinks": "self_attention.core_attention.softmax_offset",
+    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.bias": "mlp.router.bias",
+    "post_feedforward_layernorm.weight": "mlp.linear_fc2.post_layernorm.weight",
+}
+"""Tensors of rarer layers that are the same in both."""
 
 
 def converted(
@@ -122,7 +209,25 @@ def converted(
         if config["model_type"] == "mixtral":
             gate, up, down = "w1", "w3", "w2"
             moe = f"{at}block_sparse_moe."
+        ours |= {to + OTHERS[x]: state[at + x] for x in OTHERS if at + x in state}
         norm = state[f"{at}post_attention_layernorm.weight"]
+        if f"{at}pre_feedforward_layernorm.weight" in state:
+            ours[f"{to}self_attention.linear_proj.post_layernorm.weight"] = norm
+            norm = state[f"{at}pre_feedforward_layernorm.weight"]
+        for leaf in ("", "_bias"):
+            if f"{at}mlp.experts.gate_up_proj{leaf}" in state:
+                both = (state[f"{at}mlp.experts.{x}_proj{leaf}"] for x in ("gate_up", "down"))
+                for n, (first, second) in enumerate(zip(*both, strict=True)):
+                    name = f"{to}mlp.experts.experts.{n}.{{}}.{'bias' if leaf else 'weight'}".format
+                    halves = [
+                        first[..., start::2].mT if first.ndim > 1 else first[start::2]
+                        for start in (0, 1)
+                    ]
+                    ours[name("linear_fc1")], ours[name("linear_fc2")] = (
+                        torch.cat(halves),
+                        second.mT if second.ndim > 1 else second,
+                    )
+                ours[f"{to}pre_mlp_layernorm.weight"] = norm
         mlps = {moe: f"{to}mlp."}
         if (router := state.get(f"{moe}gate.weight")) is not None:
             ours[f"{to}pre_mlp_layernorm.weight"] = norm
@@ -130,7 +235,8 @@ def converted(
             mlps = {
                 f"{moe}experts.{n}.": f"{to}mlp.experts.experts.{n}." for n in range(len(router))
             }
-        else:
+            mlps |= {f"{moe}shared_expert{s}.": f"{to}mlp.shared_experts." for s in ("", "s")}
+        elif f"{at}mlp.router.weight" not in state:
             ours[f"{to}mlp.linear_fc1.layer_norm_weight"] = norm
         for theirs, name in mlps.items():
             for leaf in ("weight", "bias"):

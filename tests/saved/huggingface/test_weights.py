@@ -18,7 +18,7 @@ def test_both_ways(config):
     """The table converts as the plain converter does, and back to the same weights."""
     state = made.files(config)
     ours = made.converted(config, state)
-    family = families.family_of(config)
+    family = families.family_of(config, weights_only=True)
     for name, data in weights.megatron_weights(family, config, state, ours).items():
         assert torch.equal(data, ours[name]), name
     back = weights.load_weights(family, config, ours)
@@ -35,7 +35,9 @@ def test_transformers_names(config):
         transformers.AutoConfig.for_model(**config)
     )
     state = weights.load_weights(
-        families.family_of(config), config, made.converted(config, made.files(config))
+        families.family_of(config, weights_only=True),
+        config,
+        made.converted(config, made.files(config)),
     )
     expected = model.state_dict()
     assert {name: data.shape for name, data in state.items()} == {
@@ -47,7 +49,7 @@ def test_names_of_megatron():
     """Norms of their own and in linear layers, grouped and sequential experts are the same."""
     config = made.CONFIGS["qwen3_moe"]
     ours = made.converted(config, made.files(config))
-    family = families.family_of(config)
+    family = families.family_of(config, weights_only=True)
     expected = weights.load_weights(family, config, ours)
     expert = re.compile(r"experts\.experts\.(\d+)\.(\w+)\.weight")
     for words in (r"experts.local_experts.\1.\2.weight", r"experts.\2.weight\1"):
@@ -69,7 +71,7 @@ def test_padding():
     name = "embedding.word_embeddings.weight"
     for key in (name, "output_layer.weight"):
         ours[key] = torch.cat([ours[key], torch.ones(2, 16)])
-    family = families.family_of(config)
+    family = families.family_of(config, weights_only=True)
     cut = weights.load_weights(family, config, ours)["model.embed_tokens.weight"]
     assert torch.equal(cut, state["model.embed_tokens.weight"])
     kept = weights.load_weights(family, {**config, "vocab_size": 32}, ours)
@@ -80,7 +82,7 @@ def test_tied_head():
     """A head that transformers ties is accepted if it is the embedding."""
     config = made.CONFIGS["qwen2"]
     ours = made.converted(config, made.files(config))
-    family = families.family_of(config)
+    family = families.family_of(config, weights_only=True)
     ours["output_layer.weight"] = ours["embedding.word_embeddings.weight"].clone()
     weights.load_weights(family, config, ours)
     ours["output_layer.weight"][3] += 1
@@ -92,9 +94,10 @@ def test_what_is_refused():
     """One line names what is not supported, absent, or has no counterpart."""
     config = made.CONFIGS["llama"]
     ours = made.converted(config, made.files(config))
-    family = families.family_of(config)
+    family = families.family_of(config, weights_only=True)
     for changed, match in (
         ({"model_type": "gpt2"}, "'gpt2' is not supported"),
+        ({"model_type": "deepseek_v3"}, "of deepseek_v3 only weights are compared"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ):
         with pytest.raises(TTraceError, match=match):
