@@ -172,12 +172,18 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
             settle=not args.once,
             environment={SHRUNK: found.told()},
         )
-        reports.append(_blamed(args, small, report, one.axes.ranks, say))
+        reports.append(_blamed(args, small, report, one.axes.ranks, say, configuration=file))
     return reports
 
 
 def _blamed(
-    args: argparse.Namespace, command_: Command, report: api.Report, ranks: int, say: command.Say
+    args: argparse.Namespace,
+    command_: Command,
+    report: api.Report,
+    ranks: int,
+    say: command.Say,
+    *,
+    configuration: Path | None = None,
 ) -> api.Report:
     """The report of a job that diverges, with the changes to blame if that was asked for."""
     if not args.blame or report.verdict is not Result.DIVERGED:
@@ -185,6 +191,7 @@ def _blamed(
     from megatron_ttrace.saved import blame as searching
 
     settings, arguments = split(command_.arguments, settings_of(args))
+    settings = dataclasses.replace(settings, small=configuration or settings.small)
     trial = searching.Trial(
         interpreter=sys.executable,
         arguments=tuple(arguments),

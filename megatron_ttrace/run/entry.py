@@ -172,7 +172,7 @@ def require_unshrunk(settings: Settings) -> None:
 def _shrink(cfg: Any, settings: Settings) -> None:
     """Write what flags a configuration stands for, and end; or shrink it to others."""
     if settings.role == "plan" and settings.overrides is not None:
-        owned.write(settings.overrides, [json.dumps(small.words(cfg))])
+        owned.write(settings.overrides, [json.dumps(small.shrinkable(cfg))])
         raise SystemExit(0)
     if settings.small is not None:
         words = shlex.split(settings.small.read_text(encoding="utf-8"))

@@ -59,3 +59,48 @@ def test_a_directory_that_looks_like_a_flag(
     assert main(["check", "--no-fork", "--json", "--ttrace-dir=-x", "--", "train.py"]) == 2
     assert json.loads(capsys.readouterr().out)["verdict"] == "could not check"
     assert (tmp_path / "-x" / "summary.json").is_file()
+
+
+CONFIGURED = """
+import json, os, sys
+from megatron_ttrace.jobs import argv
+from megatron_ttrace.jobs.settings import split
+from megatron_ttrace.trace import files, owned
+from megatron_ttrace.trace.records import Result, Summary
+
+if False:
+    import megatron.bridge
+settings, theirs = split([*argv.ours(), *argv.theirs()])
+if settings.role == "plan":
+    if theirs == ["trains"]:
+        flags = "--tensor-model-parallel-size 8 --num-layers 32 --hidden-size 4096"
+        owned.write(settings.overrides, [json.dumps(flags.split())])
+    sys.exit(0)
+if os.environ["RANK"] == "0":
+    notices = (os.environ["WORLD_SIZE"], *theirs, settings.small.read_text())
+    files.write_verdicts(settings.directory / files.VERDICTS, [])
+    summary = Summary(Result.COULD_NOT_CHECK, {}, (), {}, {}, {}, notices=notices)
+    files.write_summary(settings.directory / files.SUMMARY, summary)
+sys.exit(2)
+"""
+"""Does with our flags what a rank of Megatron-Bridge does."""
+
+
+def test_a_configuration_is_shrunk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank says what it is; small jobs run the same command with flags to shrink it to."""
+    script = tmp_path / "train.py"
+    script.write_text(CONFIGURED)
+    monkeypatch.chdir(tmp_path)
+    large = ("torchrun", "--nproc-per-node", "8", "--nnodes", "4", str(script))
+    how = ["check", "--no-fork", "--json", "--shrink", "--", *large]
+    assert main([*how, "trains"]) == 2
+    ranks, word, flags = json.loads(capsys.readouterr().out)["notices"]
+    assert (ranks, word) == ("4", "trains")
+    assert "--tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64" in flags
+    folder = tmp_path / "ttrace-out-data" / "shrunk-text-chats"
+    assert f"--data {folder}" in flags
+    assert (folder / "prompt" / "training.jsonl").is_file()
+    assert main([*how, "ends"]) == 2
+    assert "train.py ended before pretrain()" in capsys.readouterr().err

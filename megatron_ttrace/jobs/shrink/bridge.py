@@ -58,6 +58,16 @@ def words(cfg: Any) -> list[str]:
     return [word for option, value in found.items() for word in _flag(option, value)]
 
 
+def shrinkable(cfg: Any) -> list[str]:
+    """The flags of a configuration that can be made small.
+
+    Raises:
+        TTraceError: for a model that is not one of text.
+    """
+    bridge_small.require_text(cfg)
+    return words(cfg)
+
+
 def divisible(cfg: Any) -> list[str]:
     """The flag for as many layers as pipeline stages can share.
 

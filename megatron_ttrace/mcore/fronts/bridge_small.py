@@ -21,6 +21,21 @@ def resolve(cfg: Any) -> None:
         cfg.mixed_precision = precision.get_mixed_precision_config(cfg.mixed_precision)
 
 
+def require_text(cfg: Any) -> bool:
+    """Whether a model is fine-tuned on text.
+
+    Raises:
+        TTraceError: when it is not trained on text, which is what replaces its data.
+    """
+    kinds = importlib.import_module("megatron.bridge.training.config")
+    if not isinstance(cfg.dataset, kinds.GPTDatasetConfig | kinds.GPTSFTDatasetConfig):
+        raise TTraceError(
+            f"{type(cfg.dataset).__name__}: only jobs on GPTDatasetConfig and GPTSFTDatasetConfig "
+            "can be made small: what replaces their data is text"
+        )
+    return isinstance(cfg.dataset, kinds.GPTSFTDatasetConfig)
+
+
 def detach(cfg: Any, data: Path, iterations: int) -> None:
     """Train on other data; nothing is loaded, saved or logged.
 
@@ -30,14 +45,9 @@ def detach(cfg: Any, data: Path, iterations: int) -> None:
         iterations: how many to train.
 
     Raises:
-        TTraceError: for a model that is not one of text.
+        TTraceError: as :func:`require_text`.
     """
-    kinds = importlib.import_module("megatron.bridge.training.config")
-    if not isinstance(cfg.dataset, kinds.GPTDatasetConfig | kinds.GPTSFTDatasetConfig):
-        raise TTraceError(
-            f"{type(cfg.dataset).__name__}: only jobs on GPTDatasetConfig and GPTSFTDatasetConfig "
-            "can be made small: what replaces their data is text"
-        )
+    is_tuned = require_text(cfg)
     tokens = cfg.model.vocab_size
     for name, value in vars(cfg.model).items():
         # Some models have further tables of the same size.
@@ -46,7 +56,7 @@ def detach(cfg: Any, data: Path, iterations: int) -> None:
     cfg.tokenizer.vocab_size = VOCABULARY - 2
     cfg.dataset.num_workers = 0
     cfg.dataset.persistent_workers = False
-    if isinstance(cfg.dataset, kinds.GPTSFTDatasetConfig):
+    if is_tuned:
         _tune(cfg, data)
     else:
         cfg.tokenizer.tokenizer_type = "NullTokenizer"
