@@ -26,7 +26,7 @@ class Storing:
     """
 
     def __init__(
-        self, writer: TraceWriter, iteration: int, forecast: Callable[[int], None] | None = None
+        self, writer: TraceWriter, iteration: int, forecast: Callable[[int], None] | None
     ) -> None:
         self._writer = writer
         self._iteration = iteration

@@ -31,14 +31,12 @@ class _Adapter:
         """Value of an argument that not every release of Megatron has."""
         return getattr(self.args, name, default)
 
-    def switch_off(
-        self, name: str, label: str, off: Any = False, when: bool = True, quiet: bool = False
-    ) -> None:
+    def switch_off(self, name: str, label: str, off: Any = False, when: bool = True) -> None:
         """Set ``name`` to ``off``; report ``label`` when that changed what the user has."""
         if not hasattr(self.args, name) or self.get(name) == off:
             return
         setattr(self.args, name, off)
-        if when and not quiet and label not in self.changes:
+        if when and label not in self.changes:
             self.changes.append(label)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The outputs of a check: files, terminal, HTML, W&B, TensorBoard, JUnit.
+"""The outputs of a check: files, terminal, HTML, W&B, TensorBoard.
 
 They only render :mod:`megatron_ttrace.trace.records`. The two files of the contract must be
 written. Every other output fails open, because a report must not kill a training job.
@@ -33,7 +33,6 @@ def publish(
     console: Console | None = None,
     wandb: bool = True,
     wandb_online: bool = False,
-    junit: bool = False,
     run_id: str | None = None,
     collectives: Sequence[Collective] | None = None,
     pages: bool = True,
@@ -49,7 +48,6 @@ def publish(
         console: where to print; standard output by default.
         wandb: whether to log to W&B at all.
         wandb_online: whether a W&B run of our own may be sent to the server.
-        junit: whether to write ``junit.xml`` too.
         run_id: id of the run; the summary's own by default, else this process's.
         collectives: those of the traced steps; ``None`` writes no file of them.
         pages: whether to make the HTML page and a W&B run of our own; else
@@ -77,11 +75,6 @@ def publish(
 
         write(page, summary, verdicts, run)
 
-    def write_junit() -> None:
-        from megatron_ttrace.report.junit import render
-
-        files.write_atomically(directory / files.JUNIT, [render(summary, verdicts, run)])
-
     def log_tensorboard() -> None:
         from megatron_ttrace.report.tensorboard import log
 
@@ -94,7 +87,6 @@ def publish(
 
     sinks: list[tuple[bool, str, Callable[[], str | None]]] = [
         (pages or (wandb and logs_to_job), files.HTML, write_html),
-        (junit, files.JUNIT, write_junit),
         (tensorboard is not None, "TensorBoard", log_tensorboard),
         (wandb and (pages or logs_to_job), "W&B", log_wandb),
         (

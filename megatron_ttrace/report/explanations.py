@@ -401,9 +401,9 @@ _RENDERERS: dict[type, Callable[[Any], Text]] = {
 }
 
 
-def _ranges(indices: Sequence[int], limit: int = 3) -> str:
+def _ranges(indices: Sequence[int]) -> str:
     """``0..3, 8`` for ``[0, 1, 2, 3, 8]``."""
     found = runs(indices)
-    said = [str(a) if a == b else f"{a}..{b}" for a, b in found[:limit]]
-    more = len(found) - limit
+    said = [str(a) if a == b else f"{a}..{b}" for a, b in found[:3]]
+    more = len(found) - 3
     return ", ".join(said) + (f" and {more} more ranges" if more > 0 else "")

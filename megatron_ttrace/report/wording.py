@@ -126,9 +126,9 @@ def error_text(tensor: Culprit | Verdict) -> str:
     )
 
 
-def tensor_text(tensor: Culprit | Verdict, limit: int = NAME_LIMIT) -> str:
+def tensor_text(tensor: Culprit | Verdict) -> str:
     """``decoder.layers.0.mlp output.0``."""
-    return f"{clean(tensor.name, limit)} {tensor.kind.value}.{tensor.index}"
+    return f"{clean(tensor.name, NAME_LIMIT)} {tensor.kind.value}.{tensor.index}"
 
 
 def factor(value: float | None) -> str:

@@ -31,7 +31,6 @@ VERDICTS = "verdicts.jsonl"
 SUMMARY = "summary.json"
 COLLECTIVES = "collectives.jsonl"
 HTML = "report.html"
-JUNIT = "junit.xml"
 
 _MOST_BYTES = 1 << 34
 _AGAIN = "run the check again"

@@ -84,10 +84,10 @@ def create(path: Path, mode: int = 0o666) -> int:
         return folder.create(path.name, mode)
 
 
-def create_new(path: Path, mode: int = 0o666) -> int:
+def create_new(path: Path) -> int:
     """A new file, open for reading and writing. One of ours is refused, too."""
     with opened(path.parent) as folder:
-        return folder.create(path.name, mode)
+        return folder.create(path.name, 0o666)
 
 
 def append(path: Path, mode: int = 0o666) -> int:

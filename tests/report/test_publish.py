@@ -37,10 +37,10 @@ def published(check: Check, directory: Path, **options: object) -> str:
 def test_all_files_are_written(diverged: Check, tmp_path: Path) -> None:
     """What the contract names, and what was asked for."""
     writer = Writer()
-    published(diverged, tmp_path / "new" / "dir", junit=True, tensorboard=writer)
+    published(diverged, tmp_path / "new" / "dir", tensorboard=writer)
     names = {path.name for path in (tmp_path / "new" / "dir").iterdir()}
     names = {name for name in names if not owned.MANIFEST.match(name)}
-    assert names == {*("verdicts.jsonl", "summary.json", "report.html", "junit.xml"), owned.IGNORE}
+    assert names == {*("verdicts.jsonl", "summary.json", "report.html"), owned.IGNORE}
     assert files.load_report(tmp_path / "new" / "dir") == diverged
     assert writer.scalars[("ttrace/failures", 1)] == 809
 

@@ -43,15 +43,15 @@ def how_it_ended(code: int) -> str:
     return f"was killed by signal {-code} ({name}{guess})"
 
 
-def end_of(log: Path, most: int = _END_BYTES) -> str:
+def end_of(log: Path) -> str:
     """The end of a log, from the beginning of a line; empty without one."""
     if not log.is_file():
         return ""
     with log.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        file.seek(max(size - most, 0))
-        text = file.read(most).decode(errors="replace")
-    return text if size <= most else text.partition("\n")[2] or text
+        file.seek(max(size - _END_BYTES, 0))
+        text = file.read(_END_BYTES).decode(errors="replace")
+    return text if size <= _END_BYTES else text.partition("\n")[2] or text
 
 
 def record_of(log: Path) -> EndRecord | None:
