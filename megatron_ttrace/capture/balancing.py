@@ -16,8 +16,6 @@ routes, its module's functions are wrapped:
   and a capacity that drops nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

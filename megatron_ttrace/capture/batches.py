@@ -6,8 +6,6 @@ the traced iteration's batches are fetched first and then served to Megatron: th
 the same calls in the same order, only earlier.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 

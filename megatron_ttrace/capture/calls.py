@@ -6,8 +6,6 @@ A function that showed nothing new in :data:`_ENOUGH` starts is not reported aga
 costs a few milliseconds, and the next ones nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the hooks on one model chunk remember during a traced step."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

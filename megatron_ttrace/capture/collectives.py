@@ -13,8 +13,6 @@ pass made it; modules noted these numbers when they began and ended. On a GPU, a
 thread of its own, with its own numbers for what is recomputed there.
 """
 
-from __future__ import annotations
-
 import bisect
 import collections
 import dataclasses

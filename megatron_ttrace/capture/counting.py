@@ -5,8 +5,6 @@ What goes in is read from the arguments that Megatron's own functions get, and f
 number that they return (flow.py). Nothing is derived from how Megatron should choose.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

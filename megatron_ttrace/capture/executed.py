@@ -6,8 +6,6 @@ was changed is not known: all of Megatron's functions that run are noted, which 
 From then on only the changed ones are reported, each time, and nothing if nothing was changed.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping

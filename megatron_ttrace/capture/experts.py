@@ -13,8 +13,6 @@ compared (:mod:`megatron_ttrace.compare.routing`), then replaced by the referenc
 Megatron's interface for replaying (``RouterReplay.get_replay_topk``).
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable

@@ -6,8 +6,6 @@ followed through every operation and collective (:class:`Flow`), so that nothing
 about how the computation chooses its operands.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import functools

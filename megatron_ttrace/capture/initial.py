@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's own initial values, before a traced step overwrites them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -11,8 +11,6 @@ shares its memory (a cached rotary table, a communication buffer). So a new tens
 and an autograd function passes the gradient to the old one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

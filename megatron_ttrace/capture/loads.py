@@ -5,8 +5,6 @@ A bias changes by a fixed step, up or down. That hides most errors in what the d
 computed from: they show in a later step, when an expert is nearer to the mean.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ in a part of it (megatron/core/distributed/param_and_grad_buffer.py). So the num
 collective is kept for each range, and what no collective has taken is this rank's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attributes that have another value for a while."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator

@@ -16,8 +16,6 @@ the pieces of another's backward pass. Three things are different from a model t
   that node has finished, and is taken then.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts of Python functions, as ``sys.monitoring`` reports them."""
 
-from __future__ import annotations
-
 import atexit
 import sys
 from collections.abc import Callable

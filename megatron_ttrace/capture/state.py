@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank's job would lose without a checkpoint: tensors and numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

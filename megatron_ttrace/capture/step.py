@@ -5,8 +5,6 @@ The step itself is Megatron's own ``train_step``, unmodified; the optimizer's ``
 intercepted because gradients must be read after they were reduced and before they are clipped.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence

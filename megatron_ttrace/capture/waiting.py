@@ -5,8 +5,6 @@ Nothing is hooked: the frames of the thread that trains show in which function o
 ``torch.distributed`` it is, with which tensors and group, and what called it. No tensor is read.
 """
 
-from __future__ import annotations
-
 import dis
 import os
 import sys

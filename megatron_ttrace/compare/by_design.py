@@ -25,8 +25,6 @@ must have all of it, and the inputs that it is must pass, as must all else that 
 microbatch.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import defaultdict

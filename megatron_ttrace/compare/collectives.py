@@ -8,8 +8,6 @@ received as often as it is sent. Everything else may differ: stages and experts 
 things.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections import Counter, defaultdict

@@ -4,8 +4,6 @@
 In the files, the sizes of the mesh's axes stand beside these fields.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -6,8 +6,6 @@ its tolerance. So what each rank put in (trace/counted.py) is added up through t
 boxes, and every logical element must be in the result once, however small its share.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

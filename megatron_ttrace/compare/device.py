@@ -6,8 +6,6 @@ that waits for the device stalls training's streams. :func:`launch` only queues 
 a row of int64 numbers on the device, float64 ones among them by their bits.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

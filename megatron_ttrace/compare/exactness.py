@@ -6,8 +6,6 @@ may still be rounding, so it is not a divergence. The rule depends on the config
 docs/tolerance.md has it as a table.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ feature passes whether it is right or wrong. What happened follows from the refe
 saved candidate is judged like a running one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

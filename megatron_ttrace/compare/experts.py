@@ -6,8 +6,6 @@ Every tensor of those experts, forward and backward, then consists of parts of t
 tensors of several microbatches.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -12,8 +12,6 @@ Neither changes a verdict. Tensors that fail on any rank, which all ranks know b
 joined, so that the replicas of a part can be compared with each other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

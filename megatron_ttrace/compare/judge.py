@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One verdict per logical tensor, from what all ranks measured."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

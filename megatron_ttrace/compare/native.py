@@ -5,8 +5,6 @@ setup.py compiles that where there is a C compiler. Elsewhere, and for other dty
 each block several times.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

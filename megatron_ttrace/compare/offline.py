@@ -5,8 +5,6 @@ An index is checked before it is used. One that contradicts itself or the stored
 a damaged trace must be neither equivalent nor diverged.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which parts of which reference tensors a candidate's tensor must equal: from names and shapes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import NamedTuple

@@ -10,8 +10,6 @@ groups are chosen first, by the sum of their k/g best scores. Where the referenc
 group T that is not among the candidate's, the regret is the lowest chosen group's score less T's.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_ttrace.compare.measure import Sums

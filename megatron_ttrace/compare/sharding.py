@@ -6,8 +6,6 @@ is no single device that tells the logical one. But the same layout was compared
 device on a shrunk job: by how much every dim of every tensor was divided there, it is divided here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 

@@ -6,8 +6,6 @@ and, when isolating, replace (substituter.py). A perturbed replay of the referen
 a mesh of one rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -9,8 +9,6 @@ norm of a sketch is an unbiased estimate of the tensor's, with a relative standa
 ``sqrt(2 / BUCKETS)``, 13 %: little beside a tolerance's factors.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@
 How it enters the autograd graph: megatron_ttrace/capture/isolate.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

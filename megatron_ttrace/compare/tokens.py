@@ -6,8 +6,6 @@ j-th microbatch should be number ``j * dp + r``. That is not relied on, because 
 a bug.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -10,8 +10,6 @@ about one machine epsilon of the compute dtype (paper: arXiv 2506.09280, section
 docs/tolerance.md derives the rule, its floors, and when the replays are enough.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import functools

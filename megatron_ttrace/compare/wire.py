@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The findings of ranks as JSON: a few numbers per tensor, repeated parts only once."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable
 from typing import Annotated, Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is done with the reference's captured tensors: they are written."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

@@ -10,8 +10,6 @@ want functions that Megatron does not use.
 *TransformerEngine's version* is asked of its installed package by adapters (LoRA).
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

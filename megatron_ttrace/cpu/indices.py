@@ -6,8 +6,6 @@ compiles (``megatron/core/datasets/helpers.cpp``), for checkouts in which it was
 blending is a loop in Python: about a microsecond for each sample and data set.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NoReturn
 

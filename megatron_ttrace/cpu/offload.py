@@ -6,8 +6,6 @@ host's memory; while it divides them, those that it copied count as the host's, 
 GPU's. Everything else runs as it is: two optimizers, copies, streams.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

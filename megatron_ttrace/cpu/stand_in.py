@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Modules that stand in for those of a package that is not there."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Mapping

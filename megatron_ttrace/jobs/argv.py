@@ -5,8 +5,6 @@ Megatron's parser gets them (``run/entry.py``); a script that reads ``sys.argv``
 them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ is too much to list) from HEAD. In an installed wheel: the files whose content i
 the wheel's RECORD says.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import importlib.metadata

@@ -4,8 +4,6 @@
 This imports neither torch nor Megatron: a script may fail before it has.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import sys

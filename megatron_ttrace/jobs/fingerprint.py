@@ -5,8 +5,6 @@ Candidates with the same identity share a reference, whatever their layouts. Eve
 is not known to be harmless: an unnecessary reference costs seconds, a stale one a false verdict.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parser of our command lines, and the values that flags can have."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import math

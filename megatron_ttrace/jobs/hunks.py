@@ -5,8 +5,6 @@ Pure: from texts to texts. A hunk has no context lines, and equally long replace
 into lines. Hunks that make sense only together are grouped (:func:`groups`).
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import dataclasses

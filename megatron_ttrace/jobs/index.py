@@ -4,8 +4,6 @@
 Nothing else in this package uses a network. Only ``ttrace doctor --online`` and a nightly test ask.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

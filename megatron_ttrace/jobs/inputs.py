@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse pipes and devices as input files: opening one can block forever."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 

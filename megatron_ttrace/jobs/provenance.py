@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What identifies a run: its command, script and Megatron, the host, user and date."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import getpass

@@ -9,8 +9,6 @@ be carried over explicitly, because Megatron derives them from the layout: the g
 megatron/training/vocab_utils.py).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

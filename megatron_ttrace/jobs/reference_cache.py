@@ -7,8 +7,6 @@ share (``TTRACE_CACHE``): the link is replaced, and nothing is ever written thro
 run builds an entry of the cache, others that want the same entry wait for it.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import time

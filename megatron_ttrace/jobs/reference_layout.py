@@ -6,8 +6,6 @@ a device has no room for. Everything else is as on one device: no sequence paral
 interleaving, no overlap.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator

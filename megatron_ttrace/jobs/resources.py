@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that are beside the package in a checkout and inside it in a wheel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_ttrace.trace.errors import TTraceError

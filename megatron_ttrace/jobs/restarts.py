@@ -6,8 +6,6 @@ same layout or in others. All have the job's own options for saving and loading,
 schedules. Where they write is ours.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from collections.abc import Iterable, Sequence

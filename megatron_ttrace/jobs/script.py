@@ -8,8 +8,6 @@ launcher's path (the folder of the ``ttrace`` command, or the current directory 
 is left out. The script need not call ``megatron_ttrace.enable()``.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import dataclasses

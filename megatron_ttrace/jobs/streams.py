@@ -7,8 +7,6 @@ log or file of a stranger's: nothing that passes these streams controls the term
 imported first, so it uses only the standard library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

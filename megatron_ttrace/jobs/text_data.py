@@ -6,8 +6,6 @@ for a model on a laptop. Documents keep their different lengths, so that samples
 boundaries, and ``--eod-mask-loss`` and packing have an effect.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import os

@@ -5,8 +5,6 @@ They only render :mod:`megatron_ttrace.trace.records`. The two files of the cont
 written. Every other output fails open, because a report must not kill a training job.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path

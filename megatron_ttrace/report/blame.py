@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of the user's changes is to blame, in words."""
 
-from __future__ import annotations
-
 import textwrap
 
 from megatron_ttrace.report.wording import messages

@@ -4,8 +4,6 @@
 Each type of finding has a renderer, or is simple enough for a template in ``messages.toml``.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable, Sequence
 from typing import Any

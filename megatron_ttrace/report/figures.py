@@ -4,8 +4,6 @@
 The figures need no script, so they are complete in print and in viewers that run none.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

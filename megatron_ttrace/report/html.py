@@ -5,8 +5,6 @@ The page is a template, a style sheet and a script under ``templates/``. The ver
 as JSON and rendered lazily, so that ten thousand of them do not slow it down.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

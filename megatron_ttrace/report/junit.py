@@ -4,8 +4,6 @@
 :func:`clean` leaves no character that XML does not allow.
 """
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 

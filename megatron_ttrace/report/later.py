@@ -6,8 +6,6 @@ the verdict, which are complete by then, and outlives a job that is killed soon 
 has a low priority and an end: :data:`SECONDS`.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives of traced steps, for people."""
 
-from __future__ import annotations
-
 from megatron_ttrace.report.wording import messages, on_ranks
 from megatron_ttrace.trace.collectives import (
     Citation,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answer of ``ttrace resume`` in words: the answer, then one paragraph per cause."""
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence

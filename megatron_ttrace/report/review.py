@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said of lines of a repository, as hosts of code read it in the log of a job."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -5,8 +5,6 @@ A check yields tens of thousands of verdicts; a person wants one row per layer a
 map of layers by tensors. Both show the worst verdict of each group, never an average.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorBoard: the numbers of a check as scalars, one step per iteration."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ Logs are piped and 80 columns wide: no box drawing, no colour unless a terminal 
 answer on the first line and what to type next on the last. Names and paths are whole, to be copied.
 """
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 from collections.abc import Iterable, Sequence

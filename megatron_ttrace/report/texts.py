@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typed conclusions as the records of the contract, which have text in them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from megatron_ttrace.report import explanations

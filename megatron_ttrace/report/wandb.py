@@ -7,8 +7,6 @@ only here, every error becomes one line, the server is probed before a run is op
 bounded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import netrc

@@ -4,8 +4,6 @@
 Errors are written in percent and in multiples of the machine epsilon: ``20.5 % (26.4 ε)``.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import tomllib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A last word of a process that is aborted by code that is not Python's."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of which of the user's changes make a job diverge."""
 
-from __future__ import annotations
-
 import dataclasses
 from enum import StrEnum
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a check may use beyond the training's own: memory of a rank, and space on disk."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The functions of a Python file, and which of them differ between two versions of it."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import difflib

@@ -6,8 +6,6 @@ of the 64-bit words, weighted by position. Only checksums from one kind of devic
 ranks of a job run on one kind.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

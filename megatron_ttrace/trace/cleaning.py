@@ -4,8 +4,6 @@
 Only what is recorded as ours is found and removed (``trace/owned.py``). A link is never followed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

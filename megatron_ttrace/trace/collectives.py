@@ -4,8 +4,6 @@
 ``collectives.jsonl`` has one :class:`Collective` per line (docs/flags-and-files.md).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from enum import StrEnum

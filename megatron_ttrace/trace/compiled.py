@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C files of this package, which setup.py compiles where there is a C compiler."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import zlib

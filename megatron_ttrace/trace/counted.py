@@ -6,8 +6,6 @@ itself (:class:`Part`) and the collectives that this went through (:class:`Sum`)
 that judges can say how often each logical element is in any rank's result.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence

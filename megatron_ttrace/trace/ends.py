@@ -6,8 +6,6 @@ writes it once (:func:`write`): the first reason is the cause, whatever fails af
 that is killed or aborts leaves no record.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import json

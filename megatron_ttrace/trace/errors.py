@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one exception that users see, and the exit codes that scripts rely on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from enum import IntEnum

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of Megatron's code that was changed, and of where it ran in a check."""
 
-from __future__ import annotations
-
 import dataclasses
 from enum import StrEnum
 from typing import NamedTuple

@@ -6,8 +6,6 @@ as ``run.id``. The summary also holds the checksum of the verdicts, and of its o
 (``trace/sealing.py``). Files of different runs, and damaged ones, are refused.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

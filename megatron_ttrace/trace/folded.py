@@ -11,8 +11,6 @@ stands for another one, by its number, and everything else for itself. A node fo
 contains. An entry is a node's number and the ranks that have it, as runs (``trace/counted.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

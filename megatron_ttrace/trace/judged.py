@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is concluded about tensors and modules, before ``report/`` puts it into words."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from megatron_ttrace.trace.findings import Explanation, Note

@@ -6,8 +6,6 @@ so that it cannot keep the lock after the holder's end. Programs that are starte
 filelock has no shared locks of this kind, and its children keep the lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -13,8 +13,6 @@ if we made it; one that existed is used if nothing else is in it. Everything is 
 and without following links, relative to an open directory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import hashlib

@@ -7,8 +7,6 @@ from one mapping of the file: their names in the order of their data, which has 
 with the file, their shapes and their dtypes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``meta.json`` says of a reference or a candidate, besides its run and its files."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated, Any
 

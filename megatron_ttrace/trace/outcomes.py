@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why a tensor has its outcome, why it is a culprit, and what a check does not cover."""
 
-from __future__ import annotations
-
 import dataclasses
 from enum import StrEnum
 

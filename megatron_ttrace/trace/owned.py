@@ -9,8 +9,6 @@ All functions raise ``ForeignError`` when something else has a name that they ne
 when the file system refuses.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``ttrace resume`` finds out: the records of ``resume.json``."""
 
-from __future__ import annotations
-
 import dataclasses
 from enum import StrEnum
 

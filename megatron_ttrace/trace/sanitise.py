@@ -7,8 +7,6 @@ the terminal, ElementTree in XML). ``verdicts.jsonl`` keeps names as they are: J
 enough, and a lossless file can be read back.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

@@ -6,8 +6,6 @@ bytes after this line. Bytes are compared, not values, so a flipped bit is notic
 document parses to the same value.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

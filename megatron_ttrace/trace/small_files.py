@@ -6,8 +6,6 @@ Nothing here waits for a pipe, fills the memory, or recurses without end. All fu
 should be: callers say which file, and what to do.
 """
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,6 @@ for a copy only where it is used, and the host waits for the GPU only where that
 behind.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Iterator

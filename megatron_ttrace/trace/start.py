@@ -5,8 +5,6 @@ Parameters are in the trace as such (``param`` before the step). The optimizer's
 files beside it, ``start.0000.safetensors`` and so on, which ``meta.json`` lists like all others.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path

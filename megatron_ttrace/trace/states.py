@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint keeps of parameters."""
 
-from __future__ import annotations
-
 import dataclasses
 from enum import StrEnum
 

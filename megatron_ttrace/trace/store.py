@@ -27,8 +27,6 @@ A file with the name of a trace file that ``meta.json`` does not list is refused
 There is no pickle: safetensors and JSON only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

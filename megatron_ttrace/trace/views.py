@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Views of tensors: both sides of a box, and the bytes for what is not PyTorch."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator, Sequence
 

@@ -4,8 +4,6 @@
 Each rank that is stuck leaves a small record in the run's directory; one rank reads them all.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import enum

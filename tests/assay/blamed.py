@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m tests.assay blame``: is the known bug blamed among harmless changes?"""
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import dataclasses

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes to a Megatron that change nothing: in comments, log lines, and in what is computed."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import itertools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m tests.assay plant``: plant errors in a saved run and count how many are found."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -7,8 +7,6 @@ the run stays in, and the sum is rounded to the stored dtype, as a real error wo
 measured and judged as in every check.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sink that remembers, and small models to tap."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of Megatron that run, with their callers; others are not reported."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@
 The process group is PyTorch's fake one: its collectives do nothing, through the same methods.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

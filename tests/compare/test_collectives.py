@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must agree between ranks is compared; what may differ is not."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections import Counter

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What did not act is told, what did act is not."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from argparse import Namespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small references, as capture writes them, and their tolerances."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

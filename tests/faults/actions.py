@@ -5,8 +5,6 @@ Moments are shares of a healthy run's duration, positions are shares of a file o
 they mean in seconds and bytes is known when the campaign has made its healthy runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -10,8 +10,6 @@ Under ``DIR``: ``results.jsonl`` (a line per fault), ``table.md``, ``table.json`
 directory of every fault that broke a promise. The exit code is 0 when all promises were kept.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the faults of a campaign by a seed, before anything runs, so that nothing is picked."""
 
-from __future__ import annotations
-
 import random
 import signal
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inject one fault into a real run, in a fresh directory, and say whether the promises held."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that all ranks run, each of which fails on one rank of a training."""
 
-from __future__ import annotations
-
 from megatron_ttrace.trace import mapped
 from tests.faults.fault import Family, Fault, Outcome
 from tests.faults.training import Failure

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input and foreign files: one line and exit code 2, and nothing of somebody's changes."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

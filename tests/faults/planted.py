@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes of ``tests/planted`` in real jobs, each of which must diverge."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from tests.faults import baseline

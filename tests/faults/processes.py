@@ -5,8 +5,6 @@ A command that is started so behaves as one that a shell started (session, strea
 code), except that its imports are free.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

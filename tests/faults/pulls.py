@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hostile pull requests: none may be green with a fault in it, and none may read a token."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A canary in commands and variables, which nothing that a check writes may show."""
 
-from __future__ import annotations
-
 import dataclasses
 import stat
 from pathlib import Path

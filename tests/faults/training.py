@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults while a training is traced: it goes on bit for bit, or ends as the docs say."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

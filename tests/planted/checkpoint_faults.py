@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How saving or loading goes wrong: the mechanisms of ``checkpoints.py``."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

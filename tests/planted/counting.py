@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes in what is counted, stepped, logged, or summed into one of several losses."""
 
-from __future__ import annotations
-
 from types import FunctionType
 
 from tests.planted.mistakes import global_rank, mistake, wrap

@@ -5,8 +5,6 @@ Nothing of the checker is used: tensors are listed as PyTorch's modules and opti
 Two runs of the same layout are compared, so no name has to mean the same elsewhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

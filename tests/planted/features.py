@@ -4,8 +4,6 @@
 Some are no mistakes of a layout: a model that is frozen in part, or that no seed repeats.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a rank that saves or loads, so that faults of checkpoints can change it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import random

@@ -4,8 +4,6 @@
 ``parallel.py``, ``features.py`` and ``counting.py`` are lists of them; ``train.py`` trains.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes of one rank or of one layout: scales, groups, orders, masks, stale copies."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.planted.mistakes import global_rank, mistake, wrap

@@ -12,8 +12,6 @@ before the script starts, so that a reference does not see it, is a JSON object:
 - a rank's number: ``record`` (a file) counts calls of our functions; ``raise`` fails in one.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import hashlib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A headless Chromium, driven over its debugging pipe: no driver, no port, no network."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

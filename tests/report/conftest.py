@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The synthetic checks as fixtures."""
 
-from __future__ import annotations
-
 import pytest
 
 from megatron_ttrace.trace.records import Summary, Verdict

@@ -4,8 +4,6 @@
 ``python -m tests.report.expected`` writes the files anew: look at what changed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Synthetic checks: a healthy one, and two with a known bug, without running Megatron."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Iterator

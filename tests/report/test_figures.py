@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Geometry of the figures: colours, frames, panels on lines, curves, ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import pairwise
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page: what it holds, and that it works in a browser."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

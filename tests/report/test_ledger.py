@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sentences about collectives, their table in the page, and their file."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

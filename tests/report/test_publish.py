@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """publish() and ``ttrace report``: all files, and sinks that fail open."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Aggregation, tested with tables."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The terminal report, and every other format beside it: the answer first, nothing hidden."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import shlex

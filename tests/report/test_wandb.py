@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """W&B, offline: what was logged is read back from the run's files."""
 
-from __future__ import annotations
-
 import dataclasses
 import http.server
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the ``.wandb`` file of an offline run: LevelDB log framing around protobuf records."""
 
-from __future__ import annotations
-
 import json
 import struct
 import time

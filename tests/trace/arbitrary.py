@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any value of a record's type, from its type hints."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

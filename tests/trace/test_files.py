@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two files of the contract: round trips, and one clear line for everything else."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

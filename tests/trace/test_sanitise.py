@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hostile names reach every sink harmlessly."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -4,8 +4,6 @@
 A package that is installed and can be imported is left alone.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

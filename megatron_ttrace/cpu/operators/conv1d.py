@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal convolution over a sequence, one filter per channel (``causal_conv1d``)."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -10,8 +10,6 @@ Per head, with a state ``S`` [keys, values] (arXiv 2412.06464)::
 computed step by step in float32.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

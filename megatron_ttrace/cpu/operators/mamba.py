@@ -10,8 +10,6 @@ As the kernels do, a chunk is computed by matrix products and the state is carri
 chunk. All of it is float32; the state that is carried has a dtype of its own.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

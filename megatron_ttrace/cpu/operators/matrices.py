@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of matrices: the Hadamard transform, and weight gradients added where they belong."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

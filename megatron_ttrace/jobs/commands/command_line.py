@@ -6,8 +6,6 @@ and wrappers before them, or one text with all of it on several lines. Nothing i
 read: a shell script is recognised, and ``jobs/commands/shell_script.py`` reads it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

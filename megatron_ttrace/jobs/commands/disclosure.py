@@ -6,8 +6,6 @@ option or variable is known to be harmless, and is :data:`HIDDEN` otherwise. In 
 shown, credentials in addresses are hidden.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

@@ -6,8 +6,6 @@
 anything else one value.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

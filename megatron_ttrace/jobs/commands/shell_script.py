@@ -7,8 +7,6 @@ only read are run. All others are recorded instead, and succeed without output. 
 command depends on what such a program would have printed, it is not known, and refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import errno

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A shell's text as commands and their words, as far as no shell is needed for that."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

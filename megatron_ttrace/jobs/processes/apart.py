@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands of ours that run in a process and an environment of their own."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import gc

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start a process of a job: its environment, its output, its port."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -6,8 +6,6 @@ rank and every reference run is a fork of it. This is not possible with a GPU: C
 a fork. A rank requests its reference run over a socket that it inherits.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -5,8 +5,6 @@ Only a process that left no record (``trace/ends.py``) is judged by its log: it 
 in C++, called ``os._exit``, or argparse refused its arguments.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines about long work: at least one every few seconds, each saying what is being done."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

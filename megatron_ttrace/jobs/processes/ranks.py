@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run all ranks of a job on this machine and watch over them."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

@@ -9,8 +9,6 @@ works. The kernel ends ranks with their parent in both cases (``tether``).
 This is imported first, so it uses only the standard library.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@
 It is a list of what is passed on, not of what is removed: nobody knows how secrets are called.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import site

@@ -5,8 +5,6 @@ Run as a script, between ``fork`` and the program: ``python -I -S tether.py PARE
 Doing this in ``preexec_fn`` would run Python in the fork of a process with threads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

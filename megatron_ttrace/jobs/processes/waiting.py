@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a job's processes are waited for, and the messages meanwhile."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Sequence

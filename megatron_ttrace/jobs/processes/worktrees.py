@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commits of a git checkout, each in a worktree of its own; the checkout's files are left alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parallel axes: those of the large job, small ones, and subsets of them that fit a small world."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

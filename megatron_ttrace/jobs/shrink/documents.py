@@ -8,8 +8,6 @@ Jobs with ``--sft`` are given conversations and a tokenizer of characters, in a 
 packages ``datasets`` and ``transformers`` read, which Megatron needs for them.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import string

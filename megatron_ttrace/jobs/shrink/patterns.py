@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patterns over layers and stages, made shorter with everything in them that differs."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a large command to small ones, with an account of every change."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ A rule sees the large job and the axes of a small one, and yields the options th
 rule knows of another's result: what two share is a function of the :class:`Case`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

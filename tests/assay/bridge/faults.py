@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults in jobs of Megatron-Bridge, and what must be named."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import tomllib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jobs of ``jobs.toml``, and their checks."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import shutil

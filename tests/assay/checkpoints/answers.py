@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checker's answers: ``ttrace resume``, ``ttrace check --load``, and what is true of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which faults are planted: a sample that a seed chooses, and nothing else."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run mutants: which lines does each layout run, and does the check find a fault in them?"""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import sys

@@ -5,8 +5,6 @@
 time. Both are written as they come, because the ranks of a check end without running exit handlers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -5,8 +5,6 @@ Models, and the words for layouts, are those of the matrix. A rank costs as much
 jobs have two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron_ttrace.evaluation.matrix.configurations import (

@@ -4,8 +4,6 @@
 An operator yields the nodes to replace, which are the given one or inside it, with the new text.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Callable, Iterator

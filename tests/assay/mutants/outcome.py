@@ -4,8 +4,6 @@
 The checker is not used: whether a fault has an effect is decided without it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from typing import Any

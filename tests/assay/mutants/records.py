@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the steps of a campaign hand to each other."""
 
-from __future__ import annotations
-
 import dataclasses
 from enum import StrEnum
 from typing import Any

@@ -4,8 +4,6 @@
 Source is read; nothing is imported or run.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib.util

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The score of a campaign."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A module's source as operators see it, and the replacement of a piece of it."""
 
-from __future__ import annotations
-
 import ast
 
 from tests.assay.mutants.records import Span

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a campaign over all mutants in a file, so that it can be interrupted and continued."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Why known mutants survive: ``survivors.toml``, by id."""
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 from collections.abc import Iterable

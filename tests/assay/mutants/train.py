@@ -6,8 +6,6 @@ Flags, arguments and environment are those of any other run, so neither the chec
 that the run starts can know of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

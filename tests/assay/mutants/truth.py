@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a right diagnosis of a mutant is, decided without the checker: docs/mutants.md, *Scores*."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Give a command damaged input and see what it does, in a process with little time and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

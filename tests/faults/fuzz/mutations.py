@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Damage to bytes and to JSON, drawn from one random generator: reproducible by its seed."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -5,8 +5,6 @@ The candidate of two ranks has one wrong tensor: whatever is damaged, the answer
 "equivalent".
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """No damaged input of any parser gives a traceback, hangs, takes the memory, or is believed."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path
