@@ -6,6 +6,8 @@ a fixed order, so that a repeated run gives the same bits. All arithmetic is in 
 no second pass where float32 would underflow. Imported by megatron_ttrace/compare/device.py alone.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ each rank a part of a microbatch, so the choice differs from a single device's b
 Routers may also have biases, which are updated by the tokens that each expert got in a step.
 """
 
-from __future__ import annotations
-
 import torch
 
 from megatron_ttrace.mcore.arguments import MegatronArguments

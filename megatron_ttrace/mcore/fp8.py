@@ -6,8 +6,6 @@ TransformerEngine creates them in the first forward pass, in ``fp8_meta["scaling
 Both runs of a check must start with the same ones, and a rehearsal must restore them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a rank is among all ranks; Megatron's process groups, and what they exchange."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -6,8 +6,6 @@ auxiliary losses over microbatches, layers and ranks, and gives all numbers to T
 So it is called after a traced step, too, with a writer that keeps them.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ the scale, some twenty times. A traced step needs gradients, so both runs of a c
 that leaves them finite.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

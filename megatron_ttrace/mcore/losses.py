@@ -7,8 +7,6 @@ in the backward pass (``MoEAuxLossAutoScaler`` in megatron/core/transformer/moe/
 config in each forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any

@@ -7,8 +7,6 @@ pipeline and virtual-pipeline stages) in ``layer_number``
 (megatron/core/transformer/moe/experts.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers of a job that Megatron multiplies or divides by."""
 
-from __future__ import annotations
-
 from megatron_ttrace.trace.meta import ReferenceMeta
 
 BETAS = {"exp_avg": "adam_beta1", "exp_avg_sq": "adam_beta2"}

@@ -10,8 +10,6 @@ data-parallel ranks, each as a whole. The torch optimizer in one of them may be 
 host's memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType

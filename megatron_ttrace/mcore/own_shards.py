@@ -7,8 +7,6 @@ megatron/core/optimizer/emerging_optimizers.py). SOAP always preconditions a ran
 the update differs from a single device's by design.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron_ttrace.mcore.arguments import MegatronArguments

@@ -22,8 +22,6 @@ the sum over the rank's heads. The ranks' sums are added where the key was gathe
 for any weight, its gradient is of the rank's own tokens until gradients are reduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from megatron_ttrace.mcore.names import Names

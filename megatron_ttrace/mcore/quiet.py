@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is switched off or restored for a rehearsal: random choices, reruns, metrics."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress

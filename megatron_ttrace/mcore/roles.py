@@ -4,8 +4,6 @@
 Other rooms ask here, so that Megatron's names are known in one room.
 """
 
-from __future__ import annotations
-
 import re
 
 from megatron_ttrace.placement.mesh import Mesh

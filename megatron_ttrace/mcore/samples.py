@@ -17,8 +17,6 @@ Packed conversations (``--sft``): context parallelism divides each sequence of a
 each to a multiple of twice the context-parallel ranks. A reference pads as its candidate does.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterator

@@ -12,8 +12,6 @@ treats the sharded tensors like any others
 (megatron/core/distributed/torch_fully_sharded_data_parallel.py).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator

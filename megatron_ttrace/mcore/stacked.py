@@ -7,8 +7,6 @@ megatron/core/ssm/mamba_mixer.py). A gated delta net stacks likewise and has no 
 (``GatedDeltaNet`` in megatron/core/ssm/gated_delta_net).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which versions of megatron-core this package was built and tested for."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import importlib.util

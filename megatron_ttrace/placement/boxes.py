@@ -6,8 +6,6 @@ consecutive logical indices. A :data:`DimMap` is the list of segments of one dim
 The product of one segment per dim is a :class:`Box`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

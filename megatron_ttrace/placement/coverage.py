@@ -6,8 +6,6 @@ same ranks. Holders are counted per cell with an n-dimensional difference array,
 boxes + cells, not elements: layouts of 16,384 ranks are checked without any data.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence

@@ -8,8 +8,6 @@ fewer groups than tensor-parallel ranks ([..., groups, channels]) are divided in
 A shape that fits none of these gets the verdict `shape`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from megatron_ttrace.placement.boxes import length

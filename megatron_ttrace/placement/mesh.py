@@ -5,8 +5,6 @@ The axes of attention layers are tp, cp, dp, pp with dp = world / (tp cp pp); th
 etp, ep, edp, pp with edp = world / (etp ep pp).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import NamedTuple
 

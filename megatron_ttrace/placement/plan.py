@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a placement to boxes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

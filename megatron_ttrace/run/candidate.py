@@ -5,8 +5,6 @@ This file decides when; how is in ``requirements.py`` (which runs are refused), 
 (a start that was loaded), ``comparison.py`` (traced steps) and ``answer.py`` (the verdict).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

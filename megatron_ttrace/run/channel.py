@@ -5,8 +5,6 @@ The object collectives of ``torch.distributed`` use pickle. Here text is sent as
 the job's own backend. Ranks agree beforehand that all of them take part (``agreement.py``).
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from typing import Any

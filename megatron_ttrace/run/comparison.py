@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The traced steps of a candidate on one rank, compared while they run."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager

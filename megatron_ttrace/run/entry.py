@@ -5,8 +5,6 @@ All entry scripts call Megatron's ``parse_args`` (megatron/training/arguments.py
 built. The wrapped function replaces the original in every module that imported it by name.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

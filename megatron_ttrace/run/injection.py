@@ -5,8 +5,6 @@ It happens on the candidate's ranks only, never in a reference run, after Megatr
 arguments and before it builds anything. Nothing else here knows of faults.
 """
 
-from __future__ import annotations
-
 import pkgutil
 
 _PUTS_IN = "megatron_ttrace.evaluation.bugs.patching:introduce"

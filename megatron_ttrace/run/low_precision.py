@@ -12,8 +12,6 @@ This needs the emulated TransformerEngine. The scales of the real one cannot be 
 are then compared without isolation, and tensors that are blind are reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 

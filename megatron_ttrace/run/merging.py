@@ -6,8 +6,6 @@ whole tensor and the writer's buffers. Ranks that hold the same elements must ha
 replicas that differ make the reference itself wrong.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -19,8 +19,6 @@ Muon orthogonalises in bfloat16 also where all else is float32 (``--muon-fp32-ma
 there, what it orthogonalises is multiplied by 1 ± epsilon of bfloat16.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import zlib

@@ -4,8 +4,6 @@
 It adds to the report. Whatever goes wrong with it is a notice, and the check goes on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

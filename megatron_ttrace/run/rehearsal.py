@@ -4,8 +4,6 @@
 A candidate and a reference both have one (``candidate.py``, ``reference_run.py``).
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which runs cannot be traced, and notices about those that can."""
 
-from __future__ import annotations
-
 import os
 import re
 

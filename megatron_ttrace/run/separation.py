@@ -10,8 +10,6 @@ that it rounds nothing.
 Replays are made only for a check that diverged, for gradients that no other repair explains.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping

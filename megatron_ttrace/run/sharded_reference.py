@@ -6,8 +6,6 @@ written (``merging.py``), so candidates read it as any other. A perturbed replay
 then compared with that trace as a candidate in their layout is.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

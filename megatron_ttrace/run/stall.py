@@ -4,8 +4,6 @@
 In training it prints one line. A check that can never end (``trace/waits.py``) ends with that line.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

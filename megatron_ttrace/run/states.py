@@ -6,8 +6,6 @@ own data. ``ttrace resume`` starts such runs (``jobs/restarts.py``). All ranks w
 replicas too, so that replicas that differ are noticed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -6,8 +6,6 @@ equivalent is the reference made; how it divided each tensor is how the referenc
 (``compare/sharding.py``).
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 

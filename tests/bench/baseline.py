@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ratios of an earlier run, committed; a ratio that is 20 % larger is a regression."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jobs of the benchmarks, and how they are run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

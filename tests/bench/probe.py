@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """msprobe (mindstudio-probe), installed for the benchmarks only, in an own environment."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is measured. Each section yields rows; every ratio is of one run, in turns."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

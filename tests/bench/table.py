@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures as text, and in docs/measurements.md between two markers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime

@@ -5,8 +5,6 @@
 writes the tables anew; a test compares.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers of the fused kernel, and of traced steps, on the device that is there."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

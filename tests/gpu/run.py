@@ -6,8 +6,6 @@ On a machine without a GPU (``--dry``) every command is built; what is quick on 
 at the smallest size, and the rest is reported as ``dry``.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import datetime

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Capture of modules that run on streams of their own, each held back before it writes."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@
 inputs and output gradients come from the module's case alone, so both compute the same.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tests that ``make gpu`` runs, in order of worth; docs/gpu.md explains their points."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

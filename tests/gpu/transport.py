@@ -7,8 +7,6 @@ synchronous, except sends and receives: nothing is learned about speed here. For
 only where a test's script asks for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator

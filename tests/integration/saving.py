@@ -4,8 +4,6 @@
 The environment's ``TTRACE_TEST_SAVED`` is the folder for it; see test_stored.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

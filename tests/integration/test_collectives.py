@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reduction that is missing is missing in the ledger, and the culprit says so."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

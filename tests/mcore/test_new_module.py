@@ -6,8 +6,6 @@ at once, and scales each channel. Nothing on its scales says that they are divid
 threads. What the tables of mcore/ are told of it here is what a change would write into them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places are those of the Megatron that is imported, and of nothing in between."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from pathlib import Path

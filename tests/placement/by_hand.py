@@ -4,8 +4,6 @@
 Nothing here uses the package's planning: it is the second, independent opinion on every placement.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import numpy as np

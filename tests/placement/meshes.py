@@ -5,8 +5,6 @@ Megatron's ``RankGenerator`` (megatron/core/parallel_state.py) orders ranks by `
 ``tp-cp-ep-dp-pp``; the first axis varies fastest.
 """
 
-from __future__ import annotations
-
 from megatron_ttrace.placement.mesh import Axes, Mesh
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"

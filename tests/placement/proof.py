@@ -6,8 +6,6 @@ error. Therefore all ranks with these coordinates have this plan. How many they 
 all ranks of the world.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import types

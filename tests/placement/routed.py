@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows that experts get: tokens routed at random and dispatched as Megatron does."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

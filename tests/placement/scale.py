@@ -8,8 +8,6 @@ anyway (ranges of buckets, which tokens arrived) is made before; the plan is eve
 shape to the encoded boxes.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -15,8 +15,6 @@ does in one process what the ranks of the first stage of a larger job do, and ad
 time on the longest path to the last of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import gc

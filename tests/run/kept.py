@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs as ``ttrace record`` keeps them, made by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

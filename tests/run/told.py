@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank of Kimi K2's first stage says apart from its tensors: its counts and collectives."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -7,8 +7,6 @@ Which elements are whose follows from the gradient buffers of a job with the sam
 pipeline parallelism.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import defaultdict

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checkpoint that a job starts from: whether there is one, and its weights on one device."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -6,8 +6,6 @@ whatever the model is built of. Only the words are taken from it: numbers of lay
 from the canonical name (``mcore/names.py``), because what is under test must not say where to look.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

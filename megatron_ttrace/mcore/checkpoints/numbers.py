@@ -6,8 +6,6 @@
 number and order of groups depend on the layout; what distinguishes them does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

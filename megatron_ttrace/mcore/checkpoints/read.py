@@ -6,8 +6,6 @@ with other formats the random states. (``load_checkpoint`` in megatron/training/
 ``load_parameter_state_from_dp_zero`` in megatron/core/optimizer/distrib_optimizer.py.)
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import functools

@@ -6,8 +6,6 @@ one rank (megatron/training/arguments.py, ``validate_args``, and
 megatron/core/transformer/transformer_config.py, ``__post_init__``). What defines the numbers stays.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import enum

@@ -5,8 +5,6 @@ Options are named as attributes of Megatron's parsed arguments. A release that r
 without a role fails ``tests/mcore/options/test_decisions.py``.
 """
 
-from __future__ import annotations
-
 import enum
 from types import MappingProxyType
 

@@ -9,8 +9,6 @@ rounded float64 multiplication. The sum of eight uniform numbers (Irwin-Hall) is
 their last bit differs between the vectorised and the scalar loop of the same processor.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ routers). What every rank loaded is compared (``run/start/loaded.py``) before it
 with this common start.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -9,8 +9,6 @@ the middle of training the update is a smooth function of the gradient and as ac
 moment that is read from the wrong place becomes visible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

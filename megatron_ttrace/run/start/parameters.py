@@ -9,8 +9,6 @@ weights vary. ``megatron`` uses Megatron's own distributions (``--init-method-st
 weights 1).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

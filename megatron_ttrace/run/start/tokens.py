@@ -7,8 +7,6 @@ step ids are permuted within the (padded) vocabulary, in both runs alike. Sequen
 structure; masks and document borders were computed from the original ids.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
