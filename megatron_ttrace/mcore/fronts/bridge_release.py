@@ -16,13 +16,17 @@ TESTED = ("0.6.2",)
 
 _NEEDED = {
     "training/pretrain.py": ("runtime_config_update", "setup"),
-    "training/setup.py": ("_build_distributed_model",),
+    "training/setup.py": (
+        *("_build_distributed_model", "checkpoint_exists", "_load_checkpoint_from_path"),
+    ),
+    "training/config.py": ("GPTDatasetConfig", "GPTSFTDatasetConfig"),
+    "training/mixed_precision.py": ("get_mixed_precision_config",),
     "training/train.py": ("train_step", "force_param_sync"),
     "training/utils/train_utils.py": ("training_log", "calc_params_l2_norm"),
     "data/batch_utils.py": ("split_batch_into_microbatches",),
     "data/samplers.py": ("MegatronPretrainingRandomSampler",),
 }
-"""Names that ``fronts/bridge.py`` uses, by file."""
+"""Names that ``bridge.py`` and ``bridge_small.py`` use, by file."""
 
 
 def folder() -> Path | None:

@@ -27,11 +27,11 @@ def test_nothing_is_lacking(package: Path) -> None:
 def test_what_is_lacking(package: Path) -> None:
     """A function that was renamed, a file that cannot be read."""
     (package / "training/train.py").write_text("def train_one_step(): ...\nforce_param_sync = 1")
-    (package / "training/setup.py").unlink()
+    (package / "data/samplers.py").unlink()
     assert bridge_release.lacking(package) == [
-        "training/setup.py: _build_distributed_model",
         "training/train.py: train_step",
         "training/train.py: force_param_sync",
+        "data/samplers.py: MegatronPretrainingRandomSampler",
     ]
 
 
