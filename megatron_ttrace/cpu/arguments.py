@@ -174,9 +174,9 @@ def _adapt_kernels(adapter: _Adapter) -> None:
         adapter.switch_off("apply_rope_fusion", "RoPE fusion", when=rotary)
     for name in ("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph"):
         adapter.switch_off(name, "CUDA graphs")
-    if adapter.get("cuda_graph_impl") not in (None, "none"):
-        # Its random state is one that graphs can read.
-        adapter.switch_off("te_rng_tracker", "CUDA graphs")
+    for name in ("te_rng_tracker", "use_te_rng_tracker"):
+        # The same numbers, from states that graphs can read.
+        adapter.switch_off(name, "random states for CUDA graphs", quiet=True)
     adapter.switch_off("cuda_graph_impl", "CUDA graphs", "none")
     adapter.switch_off("batch_invariant_mode", "batch-invariant kernels")
     adapter.switch_off("fine_grained_activation_offloading", "activation offload")

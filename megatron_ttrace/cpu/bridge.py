@@ -8,6 +8,8 @@ want functions that Megatron does not use.
 *NVIDIA's resiliency extension* watches GPUs. Megatron-Bridge imports it for an annotation.
 
 *TransformerEngine's version* is asked of its installed package by adapters (LoRA).
+
+*FlexAttention* is that of Gemma 2.
 """
 
 import importlib
@@ -17,8 +19,10 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
+from typing import Any
 
 from megatron_ttrace.cpu import te
+from megatron_ttrace.cpu.operators.flex_attention import flex_attention
 from megatron_ttrace.cpu.stand_in import offer
 
 _EXTENSION = "nvidia_resiliency_ext"
@@ -51,6 +55,8 @@ def install() -> None:
     """Offer the extension's modules unless it is installed, and the emulation's version."""
     if not installed():
         return
+    torch_flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    torch_flex.flex_attention = flex_attention
     if te.emulated():
         sys.meta_path.append(_Emulated())
     if importlib.util.find_spec(_EXTENSION) is None:
