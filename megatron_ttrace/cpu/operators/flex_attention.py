@@ -37,6 +37,7 @@ def flex_attention(
         enable_gqa: heads share a group's keys and values.
         return_lse: not implemented.
         kernel_options: of the GPU's kernel.
+        others: further results; not implemented.
 
     Raises:
         NotImplementedError: for further results.
