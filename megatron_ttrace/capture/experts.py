@@ -5,7 +5,9 @@
 ``dispatch_postprocess`` in megatron/core/transformer/moe/token_dispatcher.py) are run once more on
 a shallow copy, with each token's microbatch and position in place of its hidden state. The result
 says which token each row of the experts' input is, whatever the order of arrival; a dispatcher that
-sends a token to the wrong place sends its number there as well.
+sends a token to the wrong place sends its number there as well. A dispatcher may fill an expert's
+rows with tokens that did not choose it (``moe_router_padding_for_quantization``), which depends on
+the layout: these rows count as padding.
 
 *Routing*: the choice of experts is discrete, and two scores within rounding may be ordered
 differently in another layout (or in bf16, where ties are frequent). The choice of each router is
@@ -96,6 +98,7 @@ class DispatchTap:
         """Attach to Megatron's ``MoELayer``."""
         self._dispatcher = layer.token_dispatcher
         self._first_expert = layer.local_expert_indices[0]
+        self._pads = bool(self._dispatcher.config.moe_router_padding_for_quantization)
         self._experts = experts
         self._asked: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         kind = type(self._dispatcher)
@@ -110,6 +113,12 @@ class DispatchTap:
 
     def _before(self, hidden: torch.Tensor, routing: torch.Tensor, probs: torch.Tensor) -> Any:
         self._asked = hidden, routing, probs
+        if self._pads:
+            # A copy: padding is written into the original (pad_routing_map in moe_utils.py).
+            chosen = routing.clone()
+            self._asked = hidden, chosen, probs
+            # The same numbers, but without gradients of tokens that are padding.
+            probs = torch.where(chosen, probs, 0)
         return self._steps[0](self._dispatcher, hidden, routing, probs)
 
     def _after(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +132,8 @@ class DispatchTap:
             names = torch.zeros(hidden.shape[0], hidden.shape[1], 2)
         # A collective: also on a rank whose tracing failed, where the guard calls nothing.
         try:
-            carried, counts = self._carry(to_device(names, hidden.device), routing, probs.detach())
+            chosen = routing.to(probs.dtype)
+            carried, counts = self._carry(to_device(names, hidden.device), routing, chosen)
         except Exception as error:  # noqa: BLE001 - tracing never harms training
             guard(_reraise, error)
             return result
@@ -139,16 +149,16 @@ class DispatchTap:
 
     @torch.no_grad()
     def _carry(
-        self, names: torch.Tensor, routing: torch.Tensor, probs: torch.Tensor
+        self, names: torch.Tensor, routing: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """Send the names the way that the tokens went."""
+        """Send the names, and in place of probabilities the choice, the way the tokens went."""
         shadow = copy.copy(self._dispatcher)
         shadow.shared_experts = None
         before, across, after = self._steps
-        carried, weights = before(shadow, names, routing, probs)
-        carried, weights = across(shadow, carried, weights)
-        carried, counts, _ = after(shadow, carried, weights)
-        return carried, counts
+        carried, chosen = before(shadow, names, routing, chosen)
+        carried, chosen = across(shadow, carried, chosen)
+        carried, counts, chosen = after(shadow, carried, chosen)
+        return carried * (chosen.view(-1, 1) != 0) if self._pads else carried, counts
 
     def _follow(self, carried: torch.Tensor, counts: Any) -> None:
         rows = self._read(carried.detach().to("cpu"))

@@ -19,6 +19,7 @@ class Dispatcher:
     def __init__(self):
         self.shared_experts = "kept"
         self.shapes = []
+        self.config = types.SimpleNamespace(moe_router_padding_for_quantization=False)
 
     def dispatch_preprocess(self, hidden, routing, probs):
         self.routing = routing
@@ -63,6 +64,41 @@ def test_rows_are_named(layer):
     for row, position in zip(rows[:-1], index.position[:-1], strict=True):
         assert torch.equal(row, flat[position - 100])
     tap.remove()
+
+
+class Padding(Dispatcher):
+    """Gives the last expert also the first token that did not choose it, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.config.moe_router_padding_for_quantization = True
+
+    def dispatch_preprocess(self, hidden, routing, probs):
+        last = routing[:, -1]
+        last[int((~last).nonzero()[0])] = True
+        return super().dispatch_preprocess(hidden, routing, probs)
+
+    def dispatch_postprocess(self, hidden, probs):
+        rows, counts, _ = super().dispatch_postprocess(hidden, probs)
+        where = self.routing.T.nonzero()
+        return rows[:-1], counts - torch.tensor([0, 1]), probs[where[:, 1], where[:, 0]]
+
+
+def test_tokens_that_fill_up_an_expert(layer):
+    """They are padding, and their gradient does not reach the router's probabilities."""
+    layer.token_dispatcher = Padding()
+    sink = ExpertRecorder()
+    DispatchTap(layer, sink.follow("mlp.experts"))
+    routing = torch.tensor([[1, 0], [0, 1], [1, 1], [1, 0]] * SAMPLES).bool()
+    probs = routing.float().requires_grad_()
+    hidden = torch.randn(TOKENS, SAMPLES, 6)
+    _, counts, weights = layer.token_dispatcher.run(hidden, routing.clone(), probs)
+    ((_, _, index),) = sink.dispatches
+    assert counts.tolist() == [6, 5]
+    assert index.expert.tolist() == [4] * 6 + [5] * 5
+    assert (index.microbatch == -1).nonzero()[0].tolist() == [6]
+    weights.sum().backward()
+    assert torch.equal(probs.grad, routing.float())
 
 
 def test_names_that_nobody_sent(layer):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import itertools
 import json
 import shlex
 import time
@@ -80,8 +81,16 @@ def read_results(file: Path) -> dict[str, JobRow]:
 
 
 def jobs_of(recipes: Iterable[Recipe]) -> dict[str, SmallJob]:
-    """The different jobs of all recipes, by key."""
-    return {job.key: job for recipe in recipes for job in recipe.jobs}
+    """The different jobs of all recipes, by key.
+
+    The first of each folder come first, so that a run that is stopped has some of every kind.
+    """
+    folders: dict[str, dict[str, SmallJob]] = {}
+    for recipe in recipes:
+        folder = folders.setdefault(recipe.name.partition("/")[0], {})
+        folder |= {job.key: job for job in recipe.jobs}
+    rounds = itertools.zip_longest(*(folder.items() for folder in folders.values()))
+    return dict(item for items in rounds for item in items if item)
 
 
 def refused(folder: Path) -> bool:
