@@ -133,7 +133,7 @@ class DispatchTap:
         # A collective: also on a rank whose tracing failed, where the guard calls nothing.
         try:
             chosen = routing.to(probs.dtype)
-            carried, counts = self._carry(to_device(names, hidden.device), routing, chosen)
+            carried, counts = self._carry(to_device(names, hidden.device), routing.clone(), chosen)
         except Exception as error:  # noqa: BLE001 - tracing never harms training
             guard(_reraise, error)
             return result

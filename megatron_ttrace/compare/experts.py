@@ -124,7 +124,7 @@ class ExpertRows:
     def holds(self, key: TraceKey) -> str:
         """The experts that ``key`` lies in, if their rows were announced; else empty."""
         for layer in self._layers:
-            if f"{key.name}.".startswith(f"{layer}."):
+            if f"{key.name.partition('#')[0]}.".startswith(f"{layer}."):
                 return layer if (key.microbatch, layer) in self._here else ""
         return ""
 

@@ -98,15 +98,16 @@ class WriteSink(Storing):
     def _without_padding(self, place: Place, data: torch.Tensor) -> torch.Tensor:
         """An experts' tensor without the rows that pad it for a quantised product."""
         microbatch, kind, name, _ = place
+        name = name.partition("#")[0]
         if not data.ndim or kind is Kind.ROUTING:
             return data
         for (number, experts), rows in self._rows.items():
             if number != microbatch or not f"{name}.".startswith(f"{experts}."):
                 continue
-            expert, _ = within(name.partition("#")[0], experts)
+            expert, _ = within(name, experts)
             mine = rows if expert is None else rows.of_expert(expert)
-            if data.shape[0] != len(mine.microbatch):
-                real = np.flatnonzero(mine.fitted(data.shape[0]).microbatch != NOBODY)
+            real = np.flatnonzero(mine.fitted(data.shape[0]).microbatch != NOBODY)
+            if len(real) != data.shape[0]:
                 return data.detach()[to_device(torch.from_numpy(real), data.device)]
         return data
 

@@ -264,3 +264,30 @@ def test_padding_is_not_stored(tmp_path):
     live.tensor(((0, *IN),), padded)
     assert live.measured[-1].sums.n == TOKENS * HIDDEN
     assert live.measured[-1].sums.diff == 0.0
+
+
+def test_padding_by_tokens_is_not_stored(tmp_path):
+    """Rows of a dispatcher's own padding are left out, however many tokens an expert has."""
+    rows = every_row(0)
+    more = index((0, rows_of(0, 0), 0), (-1, [3, 5], 0), (0, rows_of(0, 1), 1))
+    with writing(tmp_path / "reference") as sink:
+        sink.dispatched(0, LAYER, more)
+        sink.tensor(((0, *IN),), tensor(more))
+    stored = TraceReader(tmp_path / "reference")
+    assert torch.equal(stored.tensor(stored.entry(TraceKey(1, 0, *IN))), tensor(rows))
+
+
+def test_a_second_call_of_the_experts(tmp_path):
+    """Repeated layers of multi-token prediction send the same tokens again."""
+    second = (Kind.OUTPUT, f"{LAYER}#1", 0)
+    with writing(tmp_path / "reference") as sink:
+        sink.dispatched(0, LAYER, every_row(0))
+        sink.tensor(((0, *second),), tensor(every_row(0)))
+    live = CompareSink(
+        TraceReader(tmp_path / "reference"), 1, RankLayout(mesh_of(0, 2, ep=2), 4, False, 1.0)
+    )
+    here = index((0, rows_of(0, 0), 0))
+    live.dispatched(0, LAYER, here)
+    live.tensor(((0, *second),), tensor(here))
+    assert live.measured[-1].sums.n == len(rows_of(0, 0)) * HIDDEN
+    assert live.measured[-1].sums.diff == 0.0

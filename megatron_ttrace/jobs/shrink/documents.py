@@ -42,7 +42,12 @@ _CHATS, _TURN = 64, 24
 """Samples, and the most characters of an assistant's turn."""
 _SPECIAL = ("<unk>", "</s>", "<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>")
 """Tokens in the prompt formats of Megatron (``sft_tokenizer.py``)."""
-_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+)
+"""Answers are marked, for losses of these alone."""
 
 
 def suits(script: str) -> bool:
