@@ -176,7 +176,7 @@ def _adapt_kernels(adapter: _Adapter) -> None:
         adapter.switch_off(name, "CUDA graphs")
     for name in ("te_rng_tracker", "use_te_rng_tracker"):
         # The same numbers, from states that graphs can read.
-        adapter.switch_off(name, "random states for CUDA graphs", quiet=True)
+        adapter.switch_off(name, "random states for CUDA graphs", when=False)
     adapter.switch_off("cuda_graph_impl", "CUDA graphs", "none")
     adapter.switch_off("batch_invariant_mode", "batch-invariant kernels")
     adapter.switch_off("fine_grained_activation_offloading", "activation offload")
