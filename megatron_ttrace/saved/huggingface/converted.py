@@ -100,12 +100,11 @@ class _Conversion:
         right = original.to(wrong.dtype)
         notes = []
         if original.dtype != wrong.dtype:
-            notes.append(
-                " as ".join(str(data.dtype).removeprefix("torch.") for data in (original, wrong))
-            )
+            names = [str(data.dtype).removeprefix("torch.") for data in (original, wrong)]
+            notes.append("{} in Hugging Face, {} in Megatron".format(*names))
         found = None
         if pair.rule.padded and wrong.shape[1:] == right.shape[1:] and len(wrong) != len(right):
-            notes.append(f"{len(wrong)} rows for {len(right)} of the vocabulary")
+            notes.append(f"Megatron has {len(wrong)} rows for a vocabulary of {len(right)}")
             rows = min(len(wrong), len(right))
             found = self._padding(pair, wrong[rows - 1 :])
             original, right, wrong = original[:rows], right[:rows], wrong[:rows]

@@ -25,6 +25,10 @@ from megatron_ttrace.saved.huggingface.families import (
 )
 from megatron_ttrace.trace.errors import TTraceError
 
+_MOST = 1 << 24
+_MOST_MODULES = 1 << 20
+"""Layers times experts."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sizes:
@@ -59,7 +63,7 @@ class Sizes:
 
         def number(*names: str, default: int | None = None) -> int:
             value = next((config[name] for name in names if name in config), default)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
                 raise TTraceError(f"config.json: {names[0]} is {value!r}, not a number")
             return value
 
@@ -67,7 +71,10 @@ class Sizes:
         layers = number("num_hidden_layers")
         head = number("head_dim", default=number("hidden_size") // max(heads, 1))
         experts = number("num_local_experts", "num_experts", "n_routed_experts", default=0)
-        dense = config.get("mlp_only_layers", ())
+        if layers * max(experts, 1) > _MOST_MODULES:
+            raise TTraceError(f"config.json: {layers} layers with {experts} experts are too many")
+        if not isinstance(dense := config.get("mlp_only_layers", ()), list | tuple):
+            raise TTraceError(f"config.json: mlp_only_layers is {dense!r}, not a list")
         first, step = (
             number("first_k_dense_replace", default=0),
             number("decoder_sparse_step", default=1),
@@ -75,7 +82,7 @@ class Sizes:
         sparse = (
             layer
             for layer in range(layers)
-            if experts and layer not in dense and layer >= first and (layer + 1) % step == 0
+            if experts and layer not in dense and layer >= first and (layer + 1) % max(step, 1) == 0
         )
         groups = number("num_key_value_heads", default=heads)
         tied = config.get("tie_word_embeddings", False) is True

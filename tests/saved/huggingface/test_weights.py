@@ -104,6 +104,12 @@ def test_what_is_refused():
             families.family_of({**config, **changed})
     for changed, match in (
         ({"num_hidden_layers": None}, "num_hidden_layers is None, not a number"),
+        ({"num_hidden_layers": 1 << 22}, "4194304 layers with 0 experts are too many"),
+        ({"mlp_only_layers": 3, "num_experts": 2}, "mlp_only_layers is 3, not a list"),
+        (
+            {"decoder_sparse_step": 0, "num_experts": 2},
+            r"no counterpart of Megatron's decoder.layers.0.mlp",
+        ),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
         ({"num_hidden_layers": 3}, r"no counterpart of model.layers.2.*6 such tensors"),
         ({"num_hidden_layers": 1}, r"no counterpart of Megatron's decoder.layers.1.*6 such"),
