@@ -7,6 +7,7 @@
 #                                install that megatron-core alone under $VENV/releases; print its path
 #   launch/bootstrap.sh bridge   install Megatron-Bridge there, with what it imports; print its path
 #   launch/bootstrap.sh verl     install verl there, with what it imports beside Megatron-Bridge
+#   launch/bootstrap.sh hf       likewise transformers: Megatron imports it at every start, where it is installed
 #
 # TTRACE_PYTHON names the interpreter to use instead of searching for one.
 set -euo pipefail
@@ -137,7 +138,7 @@ put_beside() { # the folder of the package $1, for PYTHONPATH, with what the oth
 case ${1:-} in
   python) find_python ;;
   release) add_release "${2:-}" ;;
-  bridge | verl) add_trainer "$1" ;;
+  bridge | verl | hf) add_trainer "$1" ;;
   venv)
     if command -v flock >/dev/null; then # of two makes at once, the second waits for the first
       exec 9>"$ROOT/.${VENV//\//_}.lock"
@@ -145,5 +146,5 @@ case ${1:-} in
     fi
     make_venv
     ;;
-  *) fail "usage: launch/bootstrap.sh python|venv|release VERSION|bridge|verl" ;;
+  *) fail "usage: launch/bootstrap.sh python|venv|release VERSION|bridge|verl|hf" ;;
 esac

@@ -27,6 +27,7 @@ examples:
       --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4 --train-iters 1 \\
       --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 128
   ttrace check --shrink -- torchrun --nproc-per-node 8 --nnodes 128 pretrain_gpt.py ...
+  ttrace check --against hf:config.json -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
   ttrace check --against before -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
 
 exit code: 0 equivalent, 1 diverged, 2 could not check, 130 interrupted by Ctrl-C
@@ -53,9 +54,10 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--against",
-        metavar="COMMAND|TRACE",
+        metavar="COMMAND|TRACE|hf:CONFIG",
         help="compare with this run instead of a single-device one: a command in quotes, or a "
-        "directory of ttrace record (see ttrace diff)",
+        "directory of ttrace record (see ttrace diff); with hf:config.json, also compare the "
+        "single-device run with that model of transformers",
     )
     parser.add_argument(
         "--known",
@@ -92,10 +94,13 @@ def run(args: argparse.Namespace) -> int:
             raise TTraceError(
                 "--blame: not with --against, which compares two runs of one Megatron"
             )
-        return diff.against(args, command_, say)
-    if args.known is not None:
+        if not api.is_model(args.against):
+            return diff.against(args, command_, say)
+    elif args.known is not None:
         raise TTraceError("--known: only with --against")
-    if args.shrink:
+    if args.against is not None:
+        reports = diff.with_model(args, command_, say)
+    elif args.shrink:
         reports = _shrunk(args, command_, say)
     else:
         how = {"fork": not args.no_fork, "nproc": args.nproc_per_node, "settle": not args.once}

@@ -11,6 +11,7 @@ from pathlib import Path
 from megatron_ttrace.cli import command, record, training
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.script import imports_bridge
 from megatron_ttrace.jobs.settings import Settings, settings_of, split
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace import ends
@@ -24,11 +25,13 @@ examples:
   ttrace diff "old/bin/torchrun --nproc-per-node 2 old/Megatron-LM/pretrain_gpt.py ..." \\
               "new/bin/torchrun --nproc-per-node 2 new/Megatron-LM/pretrain_gpt.py ..."
   ttrace diff before ttrace-out
+  ttrace diff hf:config.json ttrace-out
 
 A command runs with the Python that it names (or that is beside its torchrun), and with the Megatron
 that its script imports. A trace is the directory of ttrace record, or of a check that ran with
 --ttrace-save-candidate. A takes the place of the reference. What only one of the runs has is listed
-and not compared.
+and not compared. hf:config.json is the model of transformers that this file of Hugging Face
+describes (docs/huggingface.md): it runs with the trace's weights and inputs, in float32.
 
 exit code: 0 equivalent, 1 diverged, 2 could not compare
 """
@@ -50,7 +53,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     for name in ("A", "B"):
-        help = "a command in quotes, or the directory of a trace that was kept"
+        help = "a command in quotes, the directory of a trace that was kept, or hf:config.json"
         parser.add_argument(name.lower(), metavar=name, help=help)
     command.add_directory(parser, "ttrace-diff")
     parser.add_argument(
@@ -68,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     """Record what is a command, and compare."""
     _require_known(args.known)
     os.environ.setdefault(_CACHE, str((args.directory / "references").resolve()))
+    if api.is_model(args.a) and api.is_model(args.b):
+        raise TTraceError("hf: describes a model: give a trace or a command with it")
     for other, folder in ((args.b, "a"), (args.a, "b")):
         _require_apart(other, args.directory / folder, "--directory")
     say = command.silent if args.quiet or args.json else command.progress()
@@ -112,6 +117,60 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
     return _shown(args, first, report.directory, settings)
 
 
+_NARROW = frozenset(
+    {
+        *("bf16", "fp16", "fp16_lm_cross_entropy", "apply_query_key_layer_scaling"),
+        *("grad_reduce_in_bf16", "use_precision_aware_optimizer", "main_grads_dtype"),
+        *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "loss_scale"),
+        *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    }
+)
+"""Options that make a job compute in less than float32, or need another that does."""
+_AUXILIARY = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff"})
+"""Losses that ``transformers`` defines differently; without the option they are 0."""
+
+
+def with_model(args: argparse.Namespace, found: Command, say: command.Say) -> list[api.Report]:
+    """Run ``ttrace check --against hf:config.json``: a check, and its reference against a model.
+
+    A job in bf16, or with auxiliary losses, runs once more without them: differences between two
+    models are smaller than rounding to bf16, and these losses are defined differently.
+    """
+    from megatron_ttrace.jobs.shrink.given import Given
+
+    if args.shrink:
+        raise TTraceError("--against and --shrink: give one of them; ttrace shrink prints the jobs")
+    settings, theirs = split(found.arguments, settings_of(args))
+    how = {"fork": not args.no_fork, "nproc": args.nproc_per_node}
+    checked = training.check(found, settings_of(args), say, **how, settle=not args.once)
+    reports, notice = [checked], ""
+    flags = () if imports_bridge(found.script) else Given.parse(theirs).flags
+    left_out = [flag for flag in flags if flag.option in _NARROW | _AUXILIARY]
+    if left_out:
+        words = [w for flag in flags if flag not in left_out for w in flag.words()]
+        shown = " ".join(map(str, left_out))
+        say(f"the same job without {shown}, whose reference is compared with the model")
+        notice = f"the reference is that of the same job without {shown}"
+        plain = dataclasses.replace(found, arguments=tuple(words))
+        folder = settings.directory / "float32"
+        alike = dataclasses.replace(settings, directory=folder, wandb=False, wandb_online=False)
+        checked = training.check(plain, alike, say, **how, settle=False)
+    say(f"{args.against} with the weights and inputs of {checked.directory}")
+    report = api.diff(
+        args.against,
+        checked.directory,
+        output=settings.directory / "huggingface",
+        known=args.known,
+        allow_unchecked=settings.allow_unchecked,
+        wandb=settings.wandb,
+        wandb_online=settings.wandb_online,
+    )
+    if notice:
+        notices = (notice, *report.summary.notices)
+        report = api.rewritten(report, dataclasses.replace(report.summary, notices=notices))
+    return [*reports, report]
+
+
 def _require_apart(trace: str, folder: Path, flag: str) -> None:
     """Refuse a trace that a run would overwrite. Raises ``TTraceError``."""
     if not os.path.isdir(trace):  # of a long command Path.is_dir raises an error
@@ -138,12 +197,12 @@ def _kept(
     like: Path | None = None,
 ) -> Path:
     """The directory of a trace; of a command, after recording it with these settings."""
-    if os.path.isdir(what):
+    if os.path.isdir(what) or api.is_model(what):
         return Path(what)
     if len(what.split()) < 2 and not os.path.isfile(what):
         raise TTraceError(f"{what}: neither a directory nor a command")
     found = training.parsed([what], "record")
-    if like is not None:
+    if like is not None and not api.is_model(like):
         found = _padded_like(like, found)
     say(f"{who}: {in_one_line(what)}")
     record.run_apart(what, found, settings, quiet=say is command.silent)

@@ -18,6 +18,7 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import index
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.fronts import bridge_release
+from megatron_ttrace.saved.huggingface import comparison
 from megatron_ttrace.trace import compiled
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
@@ -226,6 +227,17 @@ def _bridge() -> Finding:
     return Finding(subject, "ok", f"{version}, with all that is wrapped", advice)
 
 
+def _transformers() -> Finding:
+    """Whether a model can be compared with that of Hugging Face."""
+    try:
+        found = comparison.version()
+    except TTraceError:
+        advice = "pip install 'megatron-ttrace[hf]' to compare with Hugging Face's models"
+        return Finding("transformers", "optional", "not installed", advice)
+    advice = "" if found == comparison.TESTED else f"tested: {comparison.TESTED}"
+    return Finding("transformers", "ok", found, advice)
+
+
 def _apex() -> Finding:
     advice = "build it from NVIDIA's source; the package named apex on the index is another project"
     try:
@@ -253,6 +265,7 @@ _OPTIONAL = {
     "TransformerEngine": _transformer_engine,
     "Apex": _apex,
     "Megatron-Bridge": _bridge,
+    "transformers": _transformers,
     "wandb": lambda: _tracker(
         "wandb", "to log verdicts", "runs of a check stay offline without --ttrace-wandb"
     ),

@@ -17,7 +17,7 @@ from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
+from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
@@ -175,9 +175,13 @@ def share(verdicts: Iterable[Judged]) -> tuple[int, int]:
     """Number of unchecked tensors, and of all that the step computes.
 
     What a step starts from (tokens, parameters, initial values) is given, not computed: it counts
-    in neither.
+    in neither. Nor does what another implementation does not have.
     """
-    computed = [v.verdict for v in verdicts if v.direction is not Direction.START]
+    computed = [
+        v.verdict
+        for v in verdicts
+        if v.direction is not Direction.START and v.reason is not Reason.NO_COUNTERPART
+    ]
     return computed.count(Outcome.UNCHECKED), len(computed)
 
 

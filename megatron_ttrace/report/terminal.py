@@ -60,7 +60,7 @@ def render(
     ``isolated`` is its answer, with its directory, if it ran.
     """
     page = _Page(console)
-    page.answer(summary.verdict)
+    page.answer(summary)
     if summary.blame is not None:
         _blame(page, summary.blame)
     if summary.verdict is Result.DIVERGED:
@@ -119,9 +119,10 @@ class _Page:
         )
         self.console.print(text, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
-    def answer(self, verdict: Result) -> None:
+    def answer(self, summary: Summary) -> None:
         """The first line, which goes on below where the page is narrow."""
-        word, sentence = verdict.value, wording.RESULT_SENTENCES[verdict]
+        verdict = summary.verdict
+        word, sentence = verdict.value, wording.result_text(summary)
         start = ("ttrace  ", "bold"), (word, _STYLES[verdict])
         if len(f"ttrace  {word}  {sentence}") <= self.width:
             self.line(*start, (f"  {sentence}", ""))

@@ -57,7 +57,7 @@ def messages[E: Enum](members: type[E], table: str = "") -> dict[E, str]:
 
 
 OUTCOME_WORDS = messages(Outcome)
-RESULT_SENTENCES = messages(Result)
+_RESULT_SENTENCES = messages(Result)
 STATISTICS = messages(Statistic)
 _NOTES: dict[Remark | Reason, str] = {**messages(Remark), **messages(Reason, "Note")}
 _REASONS = messages(Reason)
@@ -195,6 +195,16 @@ def number(value: Any) -> int | None:
         return int(value)
     except (ValueError, OverflowError):
         return None
+
+
+def result_text(summary: Summary) -> str:
+    """The answer in a few words; ``model``: of another implementation, if one was compared."""
+    against = summary.config.get("against")
+    model = against.get("model") if isinstance(against, Mapping) else None
+    if not isinstance(model, str) or summary.verdict is Result.COULD_NOT_CHECK:
+        return _RESULT_SENTENCES[summary.verdict]
+    same = summary.verdict is Result.EQUIVALENT
+    return f"{'computes the same as' if same else 'differs from'} {clean(model)}"
 
 
 def layout_text(config: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
 if TYPE_CHECKING:
     from megatron_ttrace.jobs import job as jobs
     from megatron_ttrace.saved.difference import Review
+    from megatron_ttrace.saved.huggingface.comparison import Compared
     from megatron_ttrace.trace.store import TraceReader
 
 __all__ = ["Report", "check", "compare", "diff", "load_report", "run_check"]
@@ -201,8 +203,9 @@ def diff(
 
     Args:
         first: directory of ``ttrace record``, or of a check with ``--ttrace-save-candidate``, or of
-            one of the traces in it. It takes the place of the reference.
-        second: another one.
+            one of the traces in it. It takes the place of the reference. Or ``hf:`` and the path of
+            a ``config.json``: ``second`` is compared with that model of ``transformers``.
+        second: another one; with ``hf:``, the directory of any check.
         output: where the report is written.
         known: a TOML file with known differences, in addition to this package's own.
         allow_unchecked: share of tensors, from 0 to 1, that may be unchecked in an equivalent run.
@@ -213,20 +216,44 @@ def diff(
     Raises:
         TTraceError: when a trace is missing or damaged, or the two cannot be compared.
     """
-    import tempfile
-
     from megatron_ttrace.saved import difference
     from megatron_ttrace.saved import known as lists
+    from megatron_ttrace.saved.huggingface import comparison as huggingface
     from megatron_ttrace.trace.store import TraceReader
 
     _require_share(allow_unchecked)
-    listed = lists.read(lists.OWN_LIST)
-    if known is not None:
-        listed += lists.read(Path(known))
+    folder = Path(output)
+    show_to = functools.partial(
+        _compared,
+        folder=folder,
+        allow_unchecked=allow_unchecked,
+        wandb=wandb,
+        wandb_online=wandb_online,
+        show=show,
+    )
+    listed = () if known is None else lists.read(Path(known))
+    if huggingface.config_of(second) is not None:
+        first, second = second, first
+    if (config := huggingface.config_of(first)) is not None:
+        reference = huggingface.open_reference(Path(second))
+        with _aside(folder) as home:
+            model = huggingface.Compared(config, reference, home, listed)
+            return show_to(reference, TraceReader(home), review=model)
     sides = [difference.open_side(Path(one)) for one in (first, second)]
     trusted, tested = difference.in_order(*sides)
     assert tested.candidate is not None, "in_order requires a candidate"
-    folder = Path(output)
+    with _aside(folder) as home:
+        with consistent(trusted.directory, tested.directory):
+            written = difference.write(trusted, tested, home)
+        review = difference.Review(trusted, tested, written, (*lists.read(lists.OWN_LIST), *listed))
+        return show_to(TraceReader(home), tested.candidate, review=review, own=tested.summary)
+
+
+@contextlib.contextmanager
+def _aside(folder: Path) -> Iterator[Path]:
+    """A directory in ``folder`` for as long as it is needed. Raises ``TTraceError``."""
+    import tempfile
+
     try:
         owned.make(folder, ignored=True)
         aside = tempfile.TemporaryDirectory(prefix=".against-", dir=folder)
@@ -235,20 +262,16 @@ def diff(
             f"{folder} cannot be written ({error.strerror}): choose another --directory"
         ) from error
     with aside as home:
-        with consistent(trusted.directory, tested.directory):
-            written = difference.write(trusted, tested, Path(home))
-        review = difference.Review(trusted, tested, written, listed)
-        return _compared(
-            TraceReader(Path(home)),
-            tested.candidate,
-            folder,
-            allow_unchecked=allow_unchecked,
-            wandb=wandb,
-            wandb_online=wandb_online,
-            show=show,
-            review=review,
-            own=tested.summary,
-        )
+        yield Path(home)
+
+
+def is_model(text: object) -> bool:
+    """Whether this names a model of ``transformers``; raises ``TTraceError`` if that cannot run."""
+    from megatron_ttrace.saved.huggingface import comparison as huggingface
+
+    if (config := huggingface.config_of(text)) is not None:
+        huggingface.require(config)
+    return config is not None
 
 
 def _require_share(allow_unchecked: float) -> None:
@@ -265,7 +288,7 @@ def _compared(
     wandb: bool,
     wandb_online: bool,
     show: bool,
-    review: Review | None = None,
+    review: Review | Compared | None = None,
     own: Summary | None = None,
 ) -> Report:
     """Judge a saved candidate and write the report to ``folder``."""

@@ -26,6 +26,8 @@ class Reason(StrEnum):
     """Unchecked: it fails, but the step began from other parameters than the reference's."""
     ONE_RUN = "one run"
     """Unchecked: only one of two runs has such tensors."""
+    NO_COUNTERPART = "no counterpart"
+    """Unchecked: another implementation of the model has no such tensor."""
     PADDED = "padded vocabulary"
     """Unchecked: it fails, and follows from losses over vocabularies with other paddings."""
     KNOWN = "known difference"

@@ -22,9 +22,11 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     get_cuda_rng_tracker,
     param_is_not_tensor_parallel_duplicate,
 )
+from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy  # noqa: E402
 from megatron.core.tensor_parallel.mappings import (  # noqa: E402
     copy_to_tensor_model_parallel_region,
 )
+from megatron.training import get_args  # noqa: E402
 
 FIXES = defaultdict(list)
 FSDP = "distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
@@ -313,6 +315,23 @@ def constant_load(loss, probs, tokens_per_expert, total_num_tokens, topk, num_ex
     shares = torch.arange(1, num_experts + 1) / sum(range(1, num_experts + 1))
     tokens = shares.to(tokens_per_expert) * total_num_tokens * topk
     return loss(probs, tokens, total_num_tokens, topk, num_experts, **keywords)
+
+
+@fix("models.gpt.gpt_model:GPTModel", "__init__")
+def rope_scaling_factor(init, self, *args, **keywords):
+    """Give the model the factor of the command line."""
+    init(self, *args, **keywords, rope_scaling_factor=get_args().rope_scaling_factor)
+
+
+@fix("fusions.fused_cross_entropy", "calculate_gradients")
+def fused_cross_entropy(calculate, softmax, grad_output, target_mask, masked_target_1d):
+    """Leave the gradient in the dtype of the logits."""
+    sizes = softmax, target_mask
+    whole = VocabParallelCrossEntropy.prepare_gradient_calculation_operands(*sizes)
+    grad_2d, arange_1d, update, grad_input = whole
+    return VocabParallelCrossEntropy.calculate_gradients(
+        grad_2d, arange_1d, masked_target_1d, update, grad_input, grad_output
+    )
 
 
 FIXES.default_factory = None  # an unknown name is an error

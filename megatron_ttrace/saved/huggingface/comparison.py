@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reference's trace against the model of ``transformers`` that a ``config.json`` describes.
+
+The trace is the trusted side, because tolerances are its own. What ``transformers`` computes is
+judged as a run on one rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_ttrace.mcore.roles import is_within_experts
+from megatron_ttrace.saved.huggingface.given import Given, read_config
+from megatron_ttrace.saved.known import Difference
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.findings import Note
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import FLOW, Direction, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.store import META, TraceReader, read_meta
+
+PREFIX = "hf:"
+"""What a config.json is given with, where a trace or a command may be given as well."""
+TESTED = "5.12.1"
+"""The release of ``transformers`` that this is tested with."""
+
+
+def config_of(text: object) -> Path | None:
+    """The config that ``hf:PATH`` names; ``None`` of everything else."""
+    name = str(text)
+    if not name.startswith(PREFIX):
+        return None
+    path = Path(name.removeprefix(PREFIX))
+    return path / "config.json" if path.is_dir() else path
+
+
+def version() -> str:
+    """Of ``transformers``. Raises ``TTraceError`` when it is not installed."""
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        raise TTraceError(
+            "transformers is not installed here: pip install 'megatron-ttrace[hf]'"
+        ) from None
+
+
+def require(config: Path) -> None:
+    """Notice before the long work what cannot be compared. Raises ``TTraceError``."""
+    read_config(config)
+    version()
+
+
+def open_reference(folder: Path) -> TraceReader:
+    """The reference in a check's or record's directory. Raises ``TTraceError`` without one."""
+    home = folder / "reference" if (folder / "reference" / META).exists() else folder
+    if not (home / META).exists() or read_meta(home).get("role") != "reference":
+        raise TTraceError(
+            f"{folder} holds no reference: give the directory of ttrace check or ttrace record"
+        )
+    return TraceReader(home)
+
+
+class Compared:
+    """A model of ``transformers``, run on a reference's trace, and what becomes of the verdicts."""
+
+    def __init__(
+        self, config: Path, trusted: TraceReader, directory: Path, known: Sequence[Difference]
+    ) -> None:
+        """Run the model, and write its trace to ``directory``.
+
+        Raises:
+            TTraceError: when it cannot be compared.
+        """
+        self.given = Given.read(config, trusted)
+        self.version = version()
+        self.reference = trusted.directory
+        self._known = known
+        self._explained: Counter[str] = Counter()
+        _run(self.given.path, trusted.directory, directory)
+        self.trace = TraceReader(directory)
+        self._kinds = {key.kind for key in self.trace}
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return f"transformers' {self.given.family.architecture} {self.version}"
+
+    def __call__(self, verdicts: Sequence[Judged]) -> list[Judged]:
+        """The verdicts; what has no counterpart, and known differences, ``unchecked``."""
+        return [self._reviewed(each) for each in verdicts]
+
+    def layout(self) -> dict[str, Any]:
+        """The other side, for the report."""
+        return {"model": self.name}
+
+    def notices(self) -> list[str]:
+        """What was compared, and how."""
+        trace = self.reference
+        notices = [
+            f"the reference is {trace}; compared with it is {self.name}, in float32, with its "
+            f"weights and inputs and the model of {self.given.path}"
+        ]
+        for name, value in self.given.replaced.items():
+            notices.append(f"{name} is the trace's {self.given.config[name]}, not {value}")
+        if self.given.trace.reference.epsilon > _FLOAT32:
+            notices.append(
+                "the trace is not in float32: small differences, as of an epsilon of a norm, are "
+                "within its tolerances: record the job without --bf16 or --fp16"
+            )
+        notices += [f"known difference, not judged: {text}" for text in self._explained]
+        return notices
+
+    def _reviewed(self, verdict: Judged) -> Judged:
+        if verdict.verdict is Outcome.MISSING:
+            return _unchecked(verdict, Reason.NO_COUNTERPART, _why(verdict.key))
+        for each in self._known if verdict.verdict.is_failure else ():
+            if each.explains(verdict.key):
+                self._explained[each.reason] += 1
+                return _unchecked(verdict, Reason.KNOWN, each.reason)
+        return verdict
+
+
+_FLOAT32 = 2.0**-23
+
+
+def _unchecked(verdict: Judged, reason: Reason, text: str) -> Judged:
+    notes = (Note(reason, text=text),)
+    return dataclasses.replace(verdict, verdict=Outcome.UNCHECKED, reason=reason, notes=notes)
+
+
+def _why(key: TraceKey) -> str:
+    """Why ``transformers`` has no such tensor."""
+    if key.direction is Direction.START:
+        return "given to both"
+    if key.kind not in (*FLOW, Kind.ROUTING, Kind.MAIN_GRAD):
+        return "only the forward and backward pass is computed"
+    if is_within_experts(key.name):
+        return "transformers computes the experts of a layer together"
+    return "a detail of Megatron's implementation"
+
+
+def _run(config: Path, reference: Path, directory: Path) -> None:
+    """Run the model in a process of its own. Raises ``TTraceError`` with its reason."""
+    words = (sys.executable, "-m", "megatron_ttrace.saved.huggingface.process")
+    done = subprocess.run(
+        [*words, str(config), str(reference), str(directory)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if done.returncode:
+        last = (done.stdout.strip() or done.stderr.strip() or "no reason given").splitlines()[-1]
+        raise TTraceError(last)

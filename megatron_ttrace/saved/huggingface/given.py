@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a comparison with ``transformers`` is given: the user's ``config.json`` and a trace.
+
+The config describes the model. It is never derived from Megatron's arguments, which would share
+their faults. Only the number of layers and the padded vocabulary are the trace's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ttrace.saved.huggingface import modules
+from megatron_ttrace.saved.huggingface.families import Family, family_of
+from megatron_ttrace.trace import small_files
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import Kind, ParamIndex, RoutingIndex, TraceKey
+from megatron_ttrace.trace.store import TraceReader
+
+_LAYERS, _ROWS = "num_hidden_layers", "vocab_size"
+_BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+"""Fields of a config with one value for each layer."""
+_EMBEDDING = "embedding.word_embeddings.weight"
+_AUXILIARY = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+"""Megatron's options for losses that ``transformers`` defines differently."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given:
+    """A model's config, with the trace's sizes, and the tensors of the trace.
+
+    Attributes:
+        path: of the config.
+        config: what the file holds, with the trace's sizes.
+        replaced: values of the file that the trace's sizes replaced.
+        family: of the model.
+        trace: a reference's.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    replaced: Mapping[str, Any]
+    family: Family
+    trace: TraceReader
+
+    @classmethod
+    def read(cls, path: Path, trace: TraceReader) -> Given:
+        """Read a config, and see whether the model can be compared.
+
+        Raises:
+            TTraceError: when it cannot, naming what is missing.
+        """
+        config, family = read_config(path)
+        given = cls(path=path, config=config, replaced={}, family=family, trace=trace)
+        given._require_supported()
+        return dataclasses.replace(given, **given._resized())
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Megatron's, as far as they are known."""
+        return self.trace.reference.identity.get("arguments") or {}
+
+    def parameters(self) -> dict[str, TraceKey]:
+        """The parameters that the step starts from, by name."""
+        return {
+            key.name: key
+            for key in self.trace
+            if (key.iteration, key.kind, key.index)
+            == (self.iteration, Kind.PARAM, ParamIndex.BEFORE)
+        }
+
+    def tensors(self, keys: Mapping[str, TraceKey]) -> dict[str, torch.Tensor]:
+        """Tensors of the trace in float32, by name."""
+        return {name: self.trace.data(key).float() for name, key in keys.items()}
+
+    @property
+    def iteration(self) -> int:
+        """The first traced step: of later ones the trace may not hold the start."""
+        return min(key.iteration for key in self.trace)
+
+    def _require_supported(self) -> None:
+        """Raises ``TTraceError``."""
+        where, meta = self.trace.directory, self.trace.reference
+        names, arguments = self.parameters(), self.arguments
+        if meta.fp8:
+            raise TTraceError(f"{where}: FP8 is not compared with transformers: record without it")
+        for option in _AUXILIARY if arguments.get("num_experts") else ():
+            if _nonzero(arguments.get(option)):
+                raise TTraceError(
+                    f"{where} was made with --{option.replace('_', '-')} {arguments[option]}: "
+                    "transformers defines this loss differently: record the job with 0"
+                )
+        if any(key.kind is Kind.ROUTING and key.index == RoutingIndex.KEPT for key in self.trace):
+            raise TTraceError(
+                f"{where}: transformers has no capacity of experts: record without it"
+            )
+        unknown = [n for n in names if modules.layer_of(n) is None and n.startswith("mtp.")]
+        if unknown:
+            raise TTraceError(
+                f"{where}: multi-token prediction ({unknown[0]}) is not compared: record without it"
+            )
+        if _EMBEDDING not in names:
+            raise TTraceError(f"{where} does not hold a whole language model's parameters")
+
+    def _resized(self) -> dict[str, Any]:
+        names = self.parameters()
+        numbers = {modules.layer_of(name) for name in names} - {None}
+        sizes = {_LAYERS: len(numbers), _ROWS: self.trace.entry(names[_EMBEDDING]).shape[0]}
+        if int(self.config.get(_ROWS, 0)) > sizes[_ROWS]:
+            raise TTraceError(
+                f"{self.path}: vocab_size {self.config[_ROWS]}, but the model in "
+                f"{self.trace.directory} has {sizes[_ROWS]} rows: give both the same vocabulary"
+            )
+        config = {**self.config, **sizes}
+        for name in _BY_LAYER:
+            if isinstance(values := config.get(name), list):
+                config[name] = values[: sizes[_LAYERS]]
+        replaced = {
+            name: self.config.get(name)
+            for name, size in sizes.items()
+            if self.config.get(name) != size
+        }
+        return {"config": config, "replaced": replaced}
+
+
+def _nonzero(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return any(values)
+
+
+def read_config(path: Path) -> tuple[dict[str, Any], Family]:
+    """What a ``config.json`` holds, and the family of its model.
+
+    Raises:
+        TTraceError: when it is none, or the model is not one of those that are compared.
+    """
+    try:
+        config = json.loads(small_files.text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise TTraceError(f"{path} is not a config.json of Hugging Face ({error})") from error
+    if not isinstance(config, dict):
+        raise TTraceError(f"{path} is not a config.json of Hugging Face (not an object)")
+    return config, family_of(config)

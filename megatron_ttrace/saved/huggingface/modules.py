@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensor of a ``transformers`` model is which tensor of a Megatron trace.
+
+A row joins an input or output of one of Megatron's modules to the inputs or outputs of modules of
+``transformers``, and says how the latter are laid out as Megatron has them. Every layout is a
+permutation of elements, so gradients follow by the same row.
+
+Shapes: ``b`` samples, ``s`` tokens of each, ``h`` hidden size, ``d`` size of a head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
+
+import torch
+
+from megatron_ttrace.trace.records import ROOT, Kind, RoutingIndex, TraceKey
+
+ATTENTION = "self_attn.<attention>"
+"""The function between ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``: q, k, v after RoPE."""
+ANGLES = "model.<angles>"
+"""Each position times each inverse frequency, [s, d]."""
+LOSS = "<loss>"
+"""The loss of each token, [b, s]."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """An input (``is_input``) or output of a module of ``transformers``."""
+
+    module: str
+    is_input: bool = False
+    index: int = 0
+
+
+def _in(module: str, index: int = 0) -> Source:
+    return Source(module, True, index)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a layout needs.
+
+    Tokens of a sample, groups of attention heads that share a key, and experts.
+    """
+
+    tokens: int
+    groups: int
+    experts: int
+
+
+Layout = Callable[[Sequence[torch.Tensor], Sizes], torch.Tensor]
+
+
+def _same(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    return parts[0]
+
+
+def _sequence_first(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """[b, s, ...] parts of the last dim, joined to [s, b, ...]."""
+    return torch.cat([*parts], dim=-1).transpose(0, 1)
+
+
+def _heads(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """[b, heads, s, d] to [s, b, heads, d]."""
+    return parts[0].permute(2, 0, 1, 3)
+
+
+def _context(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """[b, s, heads, d] to [s, b, heads * d]."""
+    return parts[0].transpose(0, 1).flatten(2)
+
+
+def _by_group(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """Queries, keys and values, each [b, s, heads * d], to [s, b, groups * (queries, key, value)].
+
+    As ``linear_qkv`` of megatron/core/transformer/attention.py orders them.
+    """
+    grouped = [part.transpose(0, 1).unflatten(2, (sizes.groups, -1)) for part in parts]
+    return torch.cat(grouped, dim=-1).flatten(2)
+
+
+def _token_order(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """[b * s, ...] to [s * b, ...]."""
+    tokens = parts[0].reshape(-1, sizes.tokens, parts[0].shape[-1])
+    return tokens.transpose(0, 1).flatten(0, 1)
+
+
+def by_sample(data: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """[s * b, ...] to [b * s, ...]."""
+    return data.reshape(sizes.tokens, -1, data.shape[-1]).transpose(0, 1).flatten(0, 1)
+
+
+def _of_all(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """The chosen experts' weights, and their numbers, to weights of all experts."""
+    weights, chosen = (_token_order([part], sizes) for part in parts)
+    return weights.new_zeros(len(weights), sizes.experts).scatter(1, chosen.long(), weights)
+
+
+def _map(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """The chosen experts' numbers to a map of all experts."""
+    chosen = _token_order(parts, sizes).long()
+    none = torch.zeros(len(chosen), sizes.experts, dtype=torch.bool)
+    return none.scatter(1, chosen, value=True)
+
+
+def _angles(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    return parts[0][:, None, None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """A tensor of one of Megatron's modules.
+
+    Attributes:
+        module: its name, within a layer or in the model.
+        kind: ``INPUT``, ``OUTPUT`` or ``ROUTING``.
+        sources: what it is made of. Within a layer their modules are the layer's too.
+        layout: how.
+        index: of the tensor's key.
+    """
+
+    module: str
+    kind: Kind
+    sources: tuple[Source, ...]
+    layout: Layout = _sequence_first
+    index: int = 0
+
+
+_NORM_1, _NORM_2 = "input_layernorm", "post_attention_layernorm"
+_GATE = "mlp.gate"
+_QKV = tuple(Source(f"self_attn.{name}_proj") for name in "qkv")
+_GATE_UP = tuple(Source(f"mlp.{name}_proj") for name in ("gate", "up"))
+
+MODEL = (
+    Row("embedding.word_embeddings", Kind.OUTPUT, (Source("model.embed_tokens"),), _same),
+    Row("embedding", Kind.OUTPUT, (Source("model.embed_tokens"),)),
+    Row("rotary_pos_emb", Kind.OUTPUT, (Source(ANGLES),), _angles),
+    Row("decoder.final_layernorm", Kind.INPUT, (_in("model.norm"),)),
+    Row("decoder.final_layernorm", Kind.OUTPUT, (Source("model.norm"),)),
+    Row("output_layer", Kind.INPUT, (_in("lm_head"),)),
+    Row("output_layer", Kind.OUTPUT, (Source("lm_head"),)),
+    Row(ROOT, Kind.OUTPUT, (Source(LOSS),), _same),
+)
+LAYER = (
+    Row("", Kind.INPUT, (_in(""),)),
+    Row("", Kind.OUTPUT, (Source(""),)),
+    Row("input_layernorm", Kind.INPUT, (_in(_NORM_1),)),
+    Row("input_layernorm", Kind.OUTPUT, (Source(_NORM_1),)),
+    Row("self_attention", Kind.INPUT, (Source(_NORM_1),)),
+    Row("self_attention.linear_qkv", Kind.INPUT, (Source(_NORM_1),)),
+    Row("self_attention.linear_qkv", Kind.OUTPUT, _QKV, _by_group),
+    Row("self_attention.q_layernorm", Kind.INPUT, (_in("self_attn.q_norm"),)),
+    Row("self_attention.q_layernorm", Kind.OUTPUT, (Source("self_attn.q_norm"),)),
+    Row("self_attention.k_layernorm", Kind.INPUT, (_in("self_attn.k_norm"),)),
+    Row("self_attention.k_layernorm", Kind.OUTPUT, (Source("self_attn.k_norm"),)),
+    *(
+        Row("self_attention.core_attention", Kind.INPUT, (_in(ATTENTION, index),), _heads, index)
+        for index in range(3)
+    ),
+    Row("self_attention.core_attention", Kind.OUTPUT, (Source(ATTENTION),), _context),
+    Row("self_attention.linear_proj", Kind.INPUT, (_in("self_attn.o_proj"),)),
+    Row("self_attention.linear_proj", Kind.OUTPUT, (Source("self_attn.o_proj"),)),
+    Row("self_attention", Kind.OUTPUT, (Source("self_attn"),)),
+    Row("pre_mlp_layernorm", Kind.INPUT, (_in(_NORM_2),)),
+    Row("pre_mlp_layernorm", Kind.OUTPUT, (Source(_NORM_2),)),
+    Row("mlp", Kind.INPUT, (Source(_NORM_2),)),
+    Row("mlp.linear_fc1", Kind.INPUT, (Source(_NORM_2),)),
+    Row("mlp.linear_fc1", Kind.OUTPUT, _GATE_UP),
+    Row("mlp.linear_fc2", Kind.INPUT, (_in("mlp.down_proj"),)),
+    Row("mlp.linear_fc2", Kind.OUTPUT, (Source("mlp.down_proj"),)),
+    Row("mlp.router", Kind.INPUT, (Source(_NORM_2),)),
+    Row("mlp.router", Kind.ROUTING, (Source(_GATE),), _token_order, RoutingIndex.SCORES),
+    Row("mlp.router", Kind.ROUTING, (Source(_GATE, index=2),), _token_order, RoutingIndex.CHOICE),
+    Row("mlp.router", Kind.OUTPUT, (Source(_GATE, index=1), Source(_GATE, index=2)), _of_all),
+    Row("mlp.router", Kind.OUTPUT, (Source(_GATE, index=2),), _map, 1),
+    Row("mlp", Kind.OUTPUT, (Source("mlp"),)),
+)
+
+_NORM_WEIGHTS = {
+    "self_attention.linear_qkv": ("input_layernorm.weight", _NORM_1),
+    "self_attention": ("input_layernorm.weight", _NORM_1),
+    "mlp": ("pre_mlp_layernorm.weight", _NORM_2),
+    "mlp.linear_fc1": ("pre_mlp_layernorm.weight", _NORM_2),
+}
+"""Modules of a layer that may contain the norm before them; the parameter of a separate one."""
+
+_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)(?:\.|$)")
+_VALUES = {Kind.GRAD_OUTPUT: Kind.OUTPUT, Kind.GRAD_INPUT: Kind.INPUT}
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a module or parameter is in."""
+    match = _LAYER_NAME.match(name)
+    return int(match[1]) if match else None
+
+
+class Correspondence:
+    """The rows that apply to a trace.
+
+    ``parameters`` are the names of Megatron's: where a norm has none of its own, the module behind
+    it contains the norm, and has the norm's input.
+    """
+
+    def __init__(self, parameters: Container[str]) -> None:
+        self._parameters = parameters
+        self._model = _indexed(MODEL)
+        self._layer = _indexed(LAYER)
+
+    def row(self, key: TraceKey) -> Row | None:
+        """The row of a tensor, with full names of the modules it is made of; ``None`` without."""
+        place = _VALUES.get(key.kind, key.kind), key.index
+        if (number := layer_of(key.name)) is None:
+            return self._model.get((key.name, *place))
+        inside = _LAYER_NAME.sub("", key.name)
+        if (row := self._layer.get((inside, *place))) is None:
+            return None
+        if row.kind is Kind.INPUT and inside in _NORM_WEIGHTS:
+            weight, norm = _NORM_WEIGHTS[inside]
+            if f"decoder.layers.{number}.{weight}" not in self._parameters:
+                row = dataclasses.replace(row, sources=(_in(norm),))
+        sources = (
+            dataclasses.replace(source, module=f"model.layers.{number}.{source.module}".rstrip("."))
+            for source in row.sources
+        )
+        return dataclasses.replace(row, sources=tuple(sources))
+
+
+def _indexed(rows: Sequence[Row]) -> Mapping[tuple[str, Kind, int], Row]:
+    return {(row.module, row.kind, row.index): row for row in rows}
+
+
+def is_of_probabilities(key: TraceKey, data: torch.Tensor) -> bool:
+    """Whether these scores of a router are probabilities; logits give experts the same order."""
+    if (key.kind, key.index) != (Kind.ROUTING, RoutingIndex.SCORES):
+        return False
+    sums = data.double().sum(dim=-1)
+    return bool((data >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=0.02)

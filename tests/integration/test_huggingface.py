@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's models against those of Hugging Face's transformers."""
+
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.jobs import SCRIPT, ttrace
+from tests.saved.huggingface.jobs import EP, TWINS, arguments
+
+BESIDE = os.environ.get("TTRACE_TEST_HF", "")
+"""The folder that has transformers, where the environment has none (launch/bootstrap.sh hf)."""
+pytestmark = pytest.mark.skipif(
+    not BESIDE and importlib.util.find_spec("transformers") is None,
+    reason="`make test` installs transformers",
+)
+TWIN = TWINS["qwen3_moe"]
+
+
+def command(*words: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``ttrace`` where transformers can be imported."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), BESIDE])
+    # Not a fork of a process that has no transformers.
+    return ttrace(*words, cwd=cwd, cold=True, PYTHONPATH=path)
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A job in bf16 with an auxiliary loss, checked against its model of transformers."""
+    home = tmp_path_factory.mktemp("checked")
+    TWIN.write(home / "model", num_hidden_layers=3)
+    job = arguments(TWIN, ("--bf16", "--moe-aux-loss-coeff", "0.01", *EP))
+    done = command(
+        *("check", "--json", "--nproc-per-node", 2, "--ttrace-no-wandb", "--ttrace-seeds", 2),
+        *("--against", "hf:model", "--", SCRIPT, *job),
+        cwd=home,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return home, json.loads(done.stdout)
+
+
+def test_a_job_and_its_model(checked: tuple[Path, list[dict[str, Any]]]) -> None:
+    """The check itself, and the same job in float32, without the loss, against transformers."""
+    home, (own, other) = checked
+    assert own["config"]["dtype"] == "bfloat16"
+    assert other["config"]["against"]["model"].startswith("transformers' Qwen3MoeForCausalLM 5.")
+    assert other["counts"]["pass"] > 200
+    first = other["notices"][0]
+    assert first == "the reference is that of the same job without --bf16 --moe-aux-loss-coeff 0.01"
+    assert "num_hidden_layers is the trace's 2, not 3" in other["notices"]
+    assert (home / "ttrace-out" / "huggingface" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "culprit"),
+    [
+        ({"rope_theta": 20000.0, "norm_topk_prob": False}, "rotary_pos_emb"),
+        pytest.param(
+            {"norm_topk_prob": False}, "decoder.layers.0.mlp.router", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            {"rms_norm_eps": 1e-6},
+            "decoder.layers.0.self_attention.linear_qkv",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_another_model(
+    checked: tuple[Path, list[dict[str, Any]]],
+    tmp_path: Path,
+    fields: dict[str, Any],
+    culprit: str,
+) -> None:
+    """The first module that differs is named."""
+    TWIN.write(tmp_path, **fields)
+    trace = checked[0] / "ttrace-out" / "float32"
+    done = command("diff", "--json", "hf:config.json", trace, cwd=tmp_path)
+    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
+    assert json.loads(done.stdout)["culprits"][0]["name"] == culprit
+
+
+def test_a_trace_with_an_auxiliary_loss(
+    checked: tuple[Path, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    """It is refused in one line."""
+    config = TWIN.write(tmp_path)
+    done = ttrace("diff", checked[0] / "ttrace-out", f"hf:{config}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--moe-aux-loss-coeff 0.01: transformers defines this loss differently" in done.stderr

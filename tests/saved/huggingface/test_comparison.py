@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reference against a model of transformers, without running one."""
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ttrace.jobs import provenance
+from megatron_ttrace.report import wording
+from megatron_ttrace.saved import api
+from megatron_ttrace.saved.huggingface import comparison
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Result, TraceKey
+from tests.run import kept
+from tests.saved.huggingface.jobs import TWINS
+
+OUTPUT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0")
+NORM = TraceKey(1, STEP_LEVEL, Kind.PARAM, "decoder.layers.0.input_layernorm.weight")
+MOMENT = TraceKey(1, STEP_LEVEL, Kind.EXP_AVG, "decoder.layers.0.input_layernorm.weight")
+EXPERT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp.experts.linear_fc1")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A function that compares a trace with a model that computes ``OUTPUT``, times a factor."""
+    monkeypatch.setattr(provenance, "installed", dict)
+    monkeypatch.setattr(comparison, "version", lambda: "5.0")
+    keys = (kept.EMBEDDING, NORM, OUTPUT, EXPERT, MOMENT)
+    tensors = {key: torch.rand(128, 6) + 1 for key in keys}
+    home = kept.run(tmp_path / "trace", tensors)
+    config = TWINS["llama"].write(tmp_path / "model", num_hidden_layers=9)
+
+    def compare(factor: float = 1.0, **more):
+        made = kept.run(tmp_path / "made", {OUTPUT: tensors[OUTPUT] * factor}, ranks=1)
+
+        def write(config: Path, reference: Path, directory: Path) -> None:
+            assert reference == home / "reference"
+            for path in (made / "candidate").iterdir():
+                (directory / path.name).write_bytes(path.read_bytes())
+
+        monkeypatch.setattr(comparison, "_run", write)
+        return api.diff(f"hf:{config}", home, output=tmp_path / "out", **more)
+
+    return compare
+
+
+def test_the_same_model(run) -> None:
+    """What has no counterpart is counted with its reason, and is not held against the answer."""
+    report = run()
+    assert report.verdict is Result.EQUIVALENT
+    reasons = {v.key: v.reason for v in report.verdicts if v.verdict is Outcome.UNCHECKED}
+    assert reasons == dict.fromkeys((kept.EMBEDDING, NORM, EXPERT, MOMENT), Reason.NO_COUNTERPART)
+    assert "LlamaForCausalLM 5.0, in float32" in report.summary.notices[0]
+    assert "num_hidden_layers is the trace's 1, not 9" in report.summary.notices
+    sentence = wording.result_text(report.summary)
+    assert sentence == "computes the same as transformers' LlamaForCausalLM 5.0"
+
+
+def test_a_different_model(run, tmp_path) -> None:
+    """The module is named, and the answer is about the model; a known difference is none."""
+    report = run(1.01)
+    assert report.verdict is Result.DIVERGED
+    assert [culprit.name for culprit in report.culprits] == [OUTPUT.name]
+    assert wording.result_text(report.summary).startswith("differs from transformers' Llama")
+    known = tmp_path / "known.toml"
+    known.write_text('[[difference]]\nname = "decoder.*"\nreason = "our own norm"\n')
+    report = run(1.01, known=known, allow_unchecked=1.0)
+    assert not report.failures()
+    assert "known difference, not judged: our own norm" in report.summary.notices
+
+
+def test_what_names_a_model(tmp_path, monkeypatch) -> None:
+    """``hf:`` and a file or its folder; what cannot run is refused before the long work."""
+    config = TWINS["llama"].write(tmp_path)
+    monkeypatch.setattr(comparison, "version", lambda: "5.0")
+    assert comparison.config_of(f"hf:{tmp_path}") == config
+    assert comparison.config_of("before") is None
+    assert api.is_model(f"hf:{config}")
+    assert not api.is_model("torchrun train.py")
+    with pytest.raises(TTraceError, match="is not a config"):
+        api.is_model("hf:absent.json")
+    monkeypatch.undo()
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(TTraceError, match=r"pip install 'megatron-ttrace\[hf\]'"):
+        comparison.version()
+
+
+def test_a_folder_without_a_reference(tmp_path) -> None:
+    """It names what to give."""
+    with pytest.raises(TTraceError, match="holds no reference"):
+        comparison.open_reference(tmp_path)

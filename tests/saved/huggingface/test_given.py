@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a comparison with transformers is given, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ttrace.saved.huggingface.given import Given, read_config
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.meta import ReferenceMeta
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, RoutingIndex, TraceKey
+from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from tests.saved.huggingface.jobs import TWINS
+
+EMBEDDING = TraceKey(1, STEP_LEVEL, Kind.PARAM, "embedding.word_embeddings.weight")
+NORMS = [
+    TraceKey(1, STEP_LEVEL, Kind.PARAM, f"decoder.layers.{n}.input_layernorm.weight")
+    for n in range(2)
+]
+
+
+def trace(folder: Path, *more: TraceKey, rows: int = 160, **meta: Any) -> TraceReader:
+    """A reference with an embedding and two layers."""
+    writer = TraceWriter(folder, 0)
+    for key in (EMBEDDING, *NORMS, *more):
+        data = torch.ones(rows, 4)
+        writer.add(Entry.of(key, data), data)
+    writer.close()
+    seal(folder, ReferenceMeta(**meta).to_json())
+    return TraceReader(folder)
+
+
+def test_only_sizes_are_the_traces(tmp_path: Path) -> None:
+    """Layers and padded vocabulary; lists with a value for each layer are cut."""
+    config = TWINS["qwen2"].write(
+        tmp_path, num_hidden_layers=28, layer_types=["full_attention"] * 28
+    )
+    given = Given.read(config, trace(tmp_path / "reference"))
+    assert given.replaced == {"num_hidden_layers": 28, "vocab_size": 128}
+    assert (given.config["num_hidden_layers"], given.config["vocab_size"]) == (2, 160)
+    assert given.config["layer_types"] == ["full_attention"] * 2
+    written, _ = read_config(config)
+    left = written.keys() - given.replaced.keys() - {"layer_types"}
+    assert all(given.config[name] == written[name] for name in left)
+
+
+@pytest.mark.parametrize(
+    ("more", "meta", "reason"),
+    [
+        ((), {"fp8": True}, "FP8"),
+        (
+            (),
+            {"identity": {"arguments": {"num_experts": 4, "moe_aux_loss_coeff": [0.0, 0.01]}}},
+            "--moe-aux-loss-coeff",
+        ),
+        (
+            (),
+            {"identity": {"arguments": {"num_experts": 4, "moe_z_loss_coeff": 1e-3}}},
+            "--moe-z-loss-coeff",
+        ),
+        (
+            (TraceKey(1, 0, Kind.ROUTING, "decoder.layers.0.mlp.router", RoutingIndex.KEPT),),
+            {},
+            "capacity",
+        ),
+        ((TraceKey(1, STEP_LEVEL, Kind.PARAM, "mtp.layers.0.x"),), {}, "multi-token"),
+    ],
+)
+def test_refused_traces(tmp_path: Path, more: Any, meta: Any, reason: str) -> None:
+    """One line names what transformers lacks or defines differently."""
+    config = TWINS["llama"].write(tmp_path)
+    with pytest.raises(TTraceError, match=reason):
+        Given.read(config, trace(tmp_path / "reference", *more, **meta))
+
+
+def test_auxiliary_losses_of_dense_models(tmp_path: Path) -> None:
+    """A coefficient without experts has no effect."""
+    meta = {"identity": {"arguments": {"num_experts": None, "moe_aux_loss_coeff": 0.01}}}
+    assert Given.read(TWINS["llama"].write(tmp_path), trace(tmp_path / "reference", **meta))
+
+
+def test_refused_configs(tmp_path: Path) -> None:
+    """Files that are none, families that are not known, a vocabulary that does not fit."""
+    reference = trace(tmp_path / "reference", rows=64)
+    path = tmp_path / "config.json"
+    with pytest.raises(TTraceError, match=r"config\.json is not a config\.json"):
+        Given.read(path, reference)
+    for text in ("[1]", "{", '"x"'):
+        path.write_text(text)
+        with pytest.raises(TTraceError, match=r"is not a config\.json"):
+            Given.read(path, reference)
+    path.write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(TTraceError, match="'bert' is not supported"):
+        Given.read(path, reference)
+    path.write_text(json.dumps({"model_type": "gpt_oss"}))
+    with pytest.raises(TTraceError, match="of gpt_oss only weights are compared"):
+        Given.read(path, reference)
+    with pytest.raises(TTraceError, match="vocab_size 128, but the model"):
+        Given.read(TWINS["llama"].write(tmp_path), reference)

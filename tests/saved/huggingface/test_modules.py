@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tensor of transformers is which of Megatron's."""
+
+import pytest
+import torch
+
+from megatron_ttrace.saved.huggingface import modules
+from megatron_ttrace.saved.huggingface.modules import Correspondence, Sizes
+from megatron_ttrace.trace.records import Kind, RoutingIndex, TraceKey
+
+SIZES = Sizes(tokens=3, groups=2, experts=4)
+LAYER = "decoder.layers.1"
+
+
+def key(name: str, kind: Kind = Kind.OUTPUT, index: int = 0) -> TraceKey:
+    """Of the first microbatch."""
+    return TraceKey(1, 0, kind, name, index)
+
+
+def test_queries_keys_and_values_by_group() -> None:
+    """Each group has its queries, its key and its value; the sequence comes first."""
+    b, s, d = 2, 3, 5
+    heads = {"q": 4, "k": 2, "v": 2}
+    parts = [torch.randn(b, s, count * d) for count in heads.values()]
+    row = Correspondence(()).row(key(f"{LAYER}.self_attention.linear_qkv"))
+    assert row is not None
+    assert [source.module for source in row.sources] == [
+        f"model.layers.1.self_attn.{x}_proj" for x in heads
+    ]
+    found = row.layout(parts, SIZES).view(s, b, 2, 4, d)
+    q, k, v = (part.view(b, s, -1, d) for part in parts)
+    for group in range(2):
+        assert found[1, 0, group, 1].equal(q[0, 1, 2 * group + 1])
+        assert found[2, 1, group, 2].equal(k[1, 2, group])
+        assert found[0, 1, group, 3].equal(v[1, 0, group])
+
+
+def test_routers_are_in_the_order_of_tokens() -> None:
+    """Weights and numbers of chosen experts become those of all experts, token by token."""
+    chosen = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]])  # b 2, s 3
+    weights = torch.rand(6, 2)
+    correspondence = Correspondence(())
+    probabilities, marked, choice = (
+        correspondence.row(key(f"{LAYER}.mlp.router", *what))
+        for what in ((Kind.OUTPUT, 0), (Kind.OUTPUT, 1), (Kind.ROUTING, RoutingIndex.CHOICE))
+    )
+    assert probabilities is not None
+    assert marked is not None
+    assert choice is not None
+    found = probabilities.layout([weights, chosen], SIZES)
+    assert found[1].tolist() == [weights[3, 1], 0, 0, weights[3, 0]]  # position 0, sample 1
+    assert marked.layout([chosen], SIZES).equal(found > 0)
+    assert modules.by_sample(choice.layout([chosen], SIZES), SIZES).equal(chosen)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("module", "norm", "weight"),
+    [
+        ("self_attention", "input_layernorm", "input_layernorm"),
+        ("self_attention.linear_qkv", "input_layernorm", "input_layernorm"),
+        ("mlp", "post_attention_layernorm", "pre_mlp_layernorm"),
+        ("mlp.linear_fc1", "post_attention_layernorm", "pre_mlp_layernorm"),
+    ],
+)
+def test_norms_inside_modules(module: str, norm: str, weight: str, fused: bool) -> None:
+    """A module that contains the norm before it has the norm's input, else the norm's output."""
+    found = Correspondence([] if fused else [f"{LAYER}.{weight}.weight"]).row(
+        key(f"{LAYER}.{module}", Kind.GRAD_INPUT)
+    )
+    assert found is not None
+    assert found.sources == (modules.Source(f"model.layers.1.{norm}", fused),)
+
+
+def test_what_has_no_counterpart() -> None:
+    """Experts one by one, the optimizer, and whatever is not in the table."""
+    correspondence = Correspondence(())
+    for name in (f"{LAYER}.mlp.experts", f"{LAYER}.mlp.experts.linear_fc1", "vision.layers.0"):
+        assert correspondence.row(key(name)) is None
+    assert correspondence.row(key(f"{LAYER}", Kind.EXP_AVG)) is None
+    assert correspondence.row(key(f"{LAYER}", Kind.INPUT, 4)) is None
+
+
+def test_scores_or_probabilities() -> None:
+    """Only what sums to 1 in each row is taken for probabilities."""
+    scores = key(f"{LAYER}.mlp.router", Kind.ROUTING, RoutingIndex.SCORES)
+    logits = torch.randn(6, 4)
+    assert not modules.is_of_probabilities(scores, logits)
+    assert modules.is_of_probabilities(scores, logits.softmax(-1))
+    assert not modules.is_of_probabilities(key("x"), logits.softmax(-1))
