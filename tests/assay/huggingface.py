@@ -73,8 +73,8 @@ def _healthy(seeds: list[int]) -> Iterator[_Job]:
         for name, twin in TWINS.items():
             third = EP if "--num-experts" in twin.flags else CP
             tensor = TP
-            if "local" in twin.flags:  # they have no context parallelism, and RMSNorm no sequence's
-                tensor, third = TP[:2], EP if third is EP else ()
+            if "local" in twin.flags:  # no context parallelism; RMSNorm not with sequences'
+                tensor, third = ((), EP) if third is EP else (TP[:2], ())
             for layout in (tensor, PP, third):
                 length = _LENGTHS[seed % len(_LENGTHS)]
                 words = arguments(twin, (*layout, "--seed", str(seed)), length=length)

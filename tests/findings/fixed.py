@@ -320,7 +320,7 @@ def constant_load(loss, probs, tokens_per_expert, total_num_tokens, topk, num_ex
 @fix("models.gpt.gpt_model:GPTModel", "__init__")
 def rope_scaling_factor(init, self, *args, **keywords):
     """Give the model the factor of the command line."""
-    init(self, *args, **keywords, rope_scaling_factor=get_args().rope_scaling_factor)
+    init(self, *args, **{**keywords, "rope_scaling_factor": get_args().rope_scaling_factor})
 
 
 @fix("fusions.fused_cross_entropy", "calculate_gradients")
