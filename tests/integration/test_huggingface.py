@@ -47,7 +47,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 def test_a_job_and_its_model(checked: tuple[Path, list[dict[str, Any]]]) -> None:
     """The check itself, and the same job in float32, without the loss, against transformers."""
     home, (own, other) = checked
-    assert own["config"]["dtype"] == "bfloat16"
+    assert own["config"]["dtype"] == "bf16"
     assert other["config"]["against"]["model"].startswith("transformers' Qwen3MoeForCausalLM 5.")
     assert other["counts"]["pass"] > 200
     first = other["notices"][0]
@@ -89,6 +89,6 @@ def test_a_trace_with_an_auxiliary_loss(
 ) -> None:
     """It is refused in one line."""
     config = TWIN.write(tmp_path)
-    done = ttrace("diff", checked[0] / "ttrace-out", f"hf:{config}", cwd=tmp_path)
+    done = command("diff", checked[0] / "ttrace-out", f"hf:{config}", cwd=tmp_path)
     assert done.returncode == 2
     assert "--moe-aux-loss-coeff 0.01: transformers defines this loss differently" in done.stderr
