@@ -17,14 +17,12 @@ within the backward pass, which builds the graph. Values are taken from the firs
 from the run that has them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -78,7 +76,7 @@ class ModuleTap:
         self._handles: list[Any] = []
         self._failed = False
 
-    def __enter__(self) -> ModuleTap:
+    def __enter__(self) -> Self:
         try:
             for names in self._chunks:
                 state = ChunkState(names.repeated)

@@ -5,13 +5,12 @@ Constants must be equal. Of random values the mean and the variance are compared
 the same part must hold the same bits; different parts must not. docs/tolerance.md derives the rule.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
 
 from megatron_ttrace.compare.judge import conflicting, verdict_of
 from megatron_ttrace.compare.measured import Measured
@@ -54,7 +53,7 @@ class _Part:
     ranks: tuple[int, ...]
 
     @classmethod
-    def of(cls, holder: _Holder) -> _Part:
+    def of(cls, holder: _Holder) -> Self:
         return cls(holder.moments, (holder.rank,))
 
 

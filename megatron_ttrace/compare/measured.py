@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank found out about a tensor: the record that it sends to the rank that judges."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from enum import StrEnum
+from typing import Self
 
 import torch
 
@@ -59,13 +58,13 @@ class Measured:
     unread: torch.Tensor | None = None
 
     @classmethod
-    def stranger(cls, key: TraceKey, shape: tuple[int, ...]) -> Measured:
+    def stranger(cls, key: TraceKey, shape: tuple[int, ...]) -> Self:
         """A tensor that the reference does not have."""
         note = Note(Remark.EXTRA, text="not in the reference")
         return cls(key, "", (), shape, None, problem=Problem.EXTRA, note=note)
 
     @classmethod
-    def misfit(cls, key: TraceKey, shape: tuple[int, ...], why: str) -> Measured:
+    def misfit(cls, key: TraceKey, shape: tuple[int, ...], why: str) -> Self:
         """A tensor whose shape fits none of the reference's; of a parameter, the whole one's."""
         note = Note(Remark.SHAPE, text=why)
         return cls(key, "", (), shape, None, problem=Problem.SHAPE, note=note)

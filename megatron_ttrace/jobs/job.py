@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One check on this machine, from a command line to an answer."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -11,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Self
 
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs import script as scripts
@@ -76,7 +75,7 @@ class Job:
         """The command that checks this job with modules isolated, in a directory of its own."""
         return self._isolated().checking()
 
-    def isolated(self) -> Job:
+    def isolated(self) -> Self:
         """This job with modules isolated, in a directory of its own and with the same reference."""
         job = self._isolated()
         reference = self.settings.reference or self.directory / "reference"
@@ -89,7 +88,7 @@ class Job:
             },
         )
 
-    def _isolated(self) -> Job:
+    def _isolated(self) -> Self:
         directory = Path(f"{self.directory}-isolated")
         settings = dataclasses.replace(self.settings, directory=directory, isolate=True)
         return dataclasses.replace(self, settings=settings)

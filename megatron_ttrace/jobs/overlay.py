@@ -5,8 +5,6 @@ The user's files are only read. The copy lies in a directory of ours: packages o
 folders with files that differ, are copied, everything else is linked.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import json
@@ -14,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from megatron_ttrace.jobs import edited, hunks, provenance
 from megatron_ttrace.jobs import script as scripts
@@ -47,7 +46,7 @@ class Tree:
     is_checkout: bool
 
     @classmethod
-    def of(cls, script: Path) -> Tree:
+    def of(cls, script: Path) -> Self:
         """The one that ``python SCRIPT`` would import in this environment.
 
         Raises:

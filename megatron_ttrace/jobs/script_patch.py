@@ -6,11 +6,10 @@ compared without their ends, so checkouts with Windows line ends can be patched;
 the ends of the file, and everything else keeps its bytes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
+from typing import Self
 
 from megatron_ttrace.jobs import resources
 from megatron_ttrace.mcore import versions
@@ -39,7 +38,7 @@ class ScriptPatch:
     before: tuple[str, ...]
     after: tuple[str, ...]
 
-    def reversed(self) -> ScriptPatch:
+    def reversed(self) -> Self:
         """The patch that undoes this one."""
         return dataclasses.replace(self, before=self.after, after=self.before)
 

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of a check: each flag is declared once, as a field of :class:`Settings`."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron_ttrace.jobs.flags import (
     Parser,
@@ -428,7 +426,7 @@ class Early:
     yaml_cfg: str | None
 
     @classmethod
-    def read(cls, words: Sequence[str]) -> Early:
+    def read(cls, words: Sequence[str]) -> Self:
         """From the words of a command line, of which wrong values are reported later."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         CHECK.add(parser, default=False)

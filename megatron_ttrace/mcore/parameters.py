@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The place of each parameter in the whole model, from the attributes that Megatron sets on it."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
+from typing import Self
 
 import torch
 
@@ -36,7 +35,7 @@ class ParameterPlace:
         """This rank's boxes."""
         return plan(self.logical_shape, self.placement, mesh)
 
-    def flat(self, start: int, end: int) -> ParameterPlace:
+    def flat(self, start: int, end: int) -> Self:
         """The place of a flat range of this parameter (ZeRO)."""
         step = Step("dp", FlatShard(start, end))
         return dataclasses.replace(self, placement=(*self.placement, step))

@@ -16,12 +16,11 @@ Each ``divide`` returns what ``rank`` of ``size`` keeps of a dim, and raises ``V
 dim does not divide.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Self
 
 from megatron_ttrace.placement.boxes import Box, DimMap, join, length, rows, take
 
@@ -148,7 +147,7 @@ class FlatShard:
     end: int
 
     @classmethod
-    def of_bucket(cls, offset: int, numel: int, bucket: int, rank: int, size: int) -> FlatShard:
+    def of_bucket(cls, offset: int, numel: int, bucket: int, rank: int, size: int) -> Self:
         """The part of one parameter that lies in a rank's range of a padded bucket.
 
         Megatron-FSDP divides its buckets so, whatever the strategy divides: optimizer states,

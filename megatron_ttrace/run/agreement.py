@@ -8,8 +8,6 @@ at a point. Some failures end the job (Megatron's own step failed on one rank, o
 could not be restored): while steps are traced, a thread on every rank watches for that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -20,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -71,7 +69,7 @@ class Cause:
         return f"rank {self.rank} on {self.host}, {self.what}: {self.why}"
 
     @classmethod
-    def of_message(cls, text: str) -> Cause:
+    def of_message(cls, text: str) -> Self:
         """The cause that another rank announced. Raises ``ValueError`` when it is not one."""
         return codec.decode(cls, json.loads(text))
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find a reference for this run (``jobs/reference_cache.py``), or start the run that makes one."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -11,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron_ttrace.compare.sharding import Divided
 from megatron_ttrace.jobs import argv, fingerprint, reference_cache
@@ -68,7 +66,7 @@ class Order:
     divided: Divided = ()
 
     @classmethod
-    def read(cls, path: Path) -> Order:
+    def read(cls, path: Path) -> Self:
         """From the file."""
         return codec.decode(cls, json.loads(path.read_text(encoding="utf-8")))
 

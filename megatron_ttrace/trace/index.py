@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Index lines: what a trace says of each tensor, and the check that it makes sense."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import torch
 
@@ -66,7 +64,7 @@ class Entry:
     partial_over: str = ""
 
     @classmethod
-    def of(cls, key: TraceKey, data: torch.Tensor, **more: Any) -> Entry:
+    def of(cls, key: TraceKey, data: torch.Tensor, **more: Any) -> Self:
         """The line of a tensor that is stored as it is."""
         return cls(key, tuple(data.shape), str(data.dtype).removeprefix("torch."), **more)
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places in code to look at, each with what speaks for it."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from enum import StrEnum
+from typing import Self
 
 from megatron_ttrace.trace.codec import Count, Record
 
@@ -54,7 +53,7 @@ class Place(Record):
         return f"{self.file}:{self.line} ({self.function})"
 
     @classmethod
-    def of(cls, text: str, clue: Clue) -> Place | None:
+    def of(cls, text: str, clue: Clue) -> Self | None:
         """The place that ``file:line (function)`` names; ``None`` for any other text."""
         match = _PLACE.fullmatch(text)
         return cls(match[1], int(match[2]), match[3], clue) if match else None

@@ -8,13 +8,11 @@ Layout of the folder ``states`` of a run's directory::
     rank-00000.json                the rest of what a rank recorded: a :class:`RankRecord`
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, owned
@@ -64,7 +62,7 @@ class Order(Record):
         owned.write(path, [json.dumps(self.to_json())])
 
     @classmethod
-    def read(cls, path: Path) -> Order:
+    def read(cls, path: Path) -> Self:
         """Read it. Raises ``TTraceError``."""
         return _read(cls, path)
 

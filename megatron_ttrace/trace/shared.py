@@ -16,8 +16,6 @@ Functions that take a directory raise ``TTraceError`` when another run uses it, 
 written, or something else in it has one of our names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -26,6 +24,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Self
 
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
@@ -112,7 +111,7 @@ class Claim:
                 self.lock.release()
                 raise
 
-    def __enter__(self) -> Claim:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

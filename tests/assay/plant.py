@@ -41,7 +41,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "plant",
         run,
         summary="plant errors in a saved run and count how many are found",
-        description="Measure how large an error must be to be found: plant errors in a saved run.",
         epilog=_EPILOG,
     )
     parser.add_argument(

@@ -26,7 +26,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "same",
         run,
         summary="compare the answers of two versions of the checker",
-        description="Compare all reports below two directories.",
         epilog="example:\n  python -m tests.assay same before after",
     )
     for name in ("before", "after"):

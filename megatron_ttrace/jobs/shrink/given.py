@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags of a command, looked up by the option that they set."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
+from typing import Self
 
 from megatron_ttrace.mcore.options.decisions import option_of
 from megatron_ttrace.trace.errors import TTraceError
@@ -45,7 +44,7 @@ class Given:
         )
 
     @classmethod
-    def parse(cls, words: Sequence[str]) -> Given:
+    def parse(cls, words: Sequence[str]) -> Self:
         """Split arguments at their flags. Megatron's scripts take no positional arguments.
 
         Raises:

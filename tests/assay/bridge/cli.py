@@ -38,7 +38,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "bridge",
         _healthy,
         summary="check jobs of Megatron-Bridge, healthy and with faults",
-        description="Jobs of Megatron-Bridge.",
         epilog=_EPILOG,
     )
     actions = parser.add_subparsers(required=True, metavar="healthy|faults")
@@ -48,7 +47,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
             name,
             run,
             summary=f"{name} jobs",
-            description=f"Check the table of {name} jobs.",
             epilog=_EPILOG,
         )
         action.add_argument(

@@ -46,33 +46,16 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "checkpoints",
         _run,
         summary="plant faults of saving and loading and count how many are found",
-        description="Faults of checkpoints, and healthy restarts.",
         epilog=_EPILOG,
     )
     actions = parser.add_subparsers(required=True, metavar="run|prove|healthy")
-    running = command.add(
-        actions,
-        "run",
-        _run,
-        summary="prove a sample of faults, and have the checker find them",
-        description="Run a sample of the faults.",
-        epilog=_EPILOG,
-    )
-    proving = command.add(
-        actions,
-        "prove",
-        _prove,
-        summary="only prove a sample of faults, without the checker",
-        description="Prove a sample of the faults.",
-        epilog=_EPILOG,
-    )
-    healthy = command.add(
-        actions,
-        "healthy",
-        _healthy,
-        summary="restart healthy jobs in other layouts",
-        description="Run the table of healthy pairs.",
-        epilog=_EPILOG,
+    running, proving, healthy = (
+        command.add(actions, name, run, summary=summary, epilog=_EPILOG)
+        for name, run, summary in (
+            ("run", _run, "prove a sample of faults, and have the checker find them"),
+            ("prove", _prove, "only prove a sample of faults, without the checker"),
+            ("healthy", _healthy, "restart healthy jobs in other layouts"),
+        )
     )
     for action in (running, proving):
         action.add_argument(

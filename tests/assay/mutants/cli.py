@@ -47,7 +47,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "mutants",
         _run,
         summary="inject single faults into Megatron's parallel code and count how many are found",
-        description="Inject single faults (mutants) into Megatron's parallel code.",
         epilog=_EPILOG,
     )
     actions = parser.add_subparsers(required=True, metavar="list|run|score")
@@ -56,7 +55,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "list",
         _list,
         summary="list the mutants",
-        description="List the mutants of the installed Megatron.",
         epilog="example:\n  python -m tests.assay mutants list --only '*off-by-one*'",
     )
     running = command.add(
@@ -64,7 +62,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "run",
         _run,
         summary="run a sample of the mutants, or all",
-        description="Run mutants and report how many are found.",
         epilog=_EPILOG,
     )
     scoring = command.add(
@@ -72,7 +69,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "score",
         _score,
         summary="score the rows of python -m tests.assay mutants run --all",
-        description="Score rows of an earlier run, and samples of them.",
         epilog="example:\n"
         "  python -m tests.assay mutants score ttrace-out/mutants/rows.jsonl --seed 2 --seed 3",
     )
