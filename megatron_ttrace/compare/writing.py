@@ -39,11 +39,13 @@ class Storing:
         self._see(first, data)
         self._lines[first] = self._writer.add(self._entry(first, data), data)
         for place in others:
-            self.repeat(first, place, data)
+            self._point(first, place, data)
 
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
         """Point another name at data that is stored already."""
-        data = self._without_padding(place, data)
+        self._point(first, place, self._without_padding(place, data))
+
+    def _point(self, first: Place, place: Place, data: torch.Tensor) -> None:
         entry = dataclasses.replace(self._entry(place, data), same_as=self._lines[first])
         self._lines[place] = self._writer.add(entry, None)
 

@@ -272,9 +272,10 @@ def test_padding_by_tokens_is_not_stored(tmp_path):
     more = index((0, rows_of(0, 0), 0), (-1, [3, 5], 0), (0, rows_of(0, 1), 1))
     with writing(tmp_path / "reference") as sink:
         sink.dispatched(0, LAYER, more)
-        sink.tensor(((0, *IN),), tensor(more))
+        sink.tensor(((0, *IN), (0, *OUT)), tensor(more))
     stored = TraceReader(tmp_path / "reference")
-    assert torch.equal(stored.tensor(stored.entry(TraceKey(1, 0, *IN))), tensor(rows))
+    for place in (IN, OUT):
+        assert torch.equal(stored.tensor(stored.entry(TraceKey(1, 0, *place))), tensor(rows))
 
 
 def test_a_second_call_of_the_experts(tmp_path):
