@@ -8,7 +8,9 @@ costs a few milliseconds, and the next ones nothing.
 
 import dataclasses
 import functools
+import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
@@ -42,10 +44,12 @@ class _Seen:
         part: of the step that its file belongs to.
         starts: since it showed something new.
         phase: of its last start.
+        factors: those of its arguments that are factors by their names.
     """
 
     code: CodeType
     part: Phase | None
+    factors: tuple[str, ...] = ()
     starts: int = 0
     phase: Phase | None = None
 
@@ -57,6 +61,7 @@ class CallTap:
         self.error = ""
         self._calls: dict[tuple[int, int, str, int], tuple[Phase, int]] = {}
         self._seen: dict[int, _Seen | None] = {}
+        self._values: dict[str, set[float]] = defaultdict(set)
         self._others: list[CodeType] = []
         self._context: Context | None = None
         self._reports = Starts(_NAME)
@@ -93,7 +98,9 @@ class CallTap:
             for name, parameter in names.parameters.items()
         }
         codes = (seen.code for known in numbers if (seen := self._seen[known]) is not None)
-        return Calls(tuple(map(sources.function_of, codes)), calls, marks)
+        functions = tuple(map(sources.function_of, codes))
+        values = {where: tuple(sorted(given)) for where, given in self._values.items()}
+        return Calls(functions, calls, marks, values)
 
     def _started(self, code: CodeType, _: int) -> Any:
         try:
@@ -110,7 +117,8 @@ class CallTap:
         seen = self._seen.get(id(code))
         if seen is None and id(code) not in self._seen:
             if code.co_name != "<module>" and sources.in_megatron(code.co_filename):
-                seen = _Seen(code, sources.part_of(code.co_filename))
+                part, factors = sources.part_of(code.co_filename), sources.factors_among(code)
+                seen = _Seen(code, part, factors)
             else:
                 # It is kept, so that no other code gets its identity.
                 self._others.append(code)
@@ -129,6 +137,9 @@ class CallTap:
         if key not in self._calls:
             self._calls[key] = phase, 0 if by is None or caller is None else caller.f_lineno
             seen.starts = 0
+            for name in seen.factors:
+                if isinstance(value := frame.f_locals.get(name), float) and math.isfinite(value):
+                    self._values[sources.shown(seen.code)].add(value)
             return None
         seen.starts += 1
         return sys.monitoring.DISABLE if seen.starts >= _ENOUGH else None

@@ -236,13 +236,17 @@ def _calls(ranks: Iterable[Calls]) -> Calls:
     functions: dict[Function, int] = {}
     calls: dict[FunctionCall, None] = {}
     marks: dict[str, tuple[str, ...]] = {}
+    values: dict[str, set[float]] = defaultdict(set)
     for each in {id(calls): calls for calls in ranks}.values():
         numbers = [functions.setdefault(one, len(functions)) for one in each.functions]
         for call in each.calls:
             caller = numbers[call.caller] if call.caller >= 0 else -1
             calls[call._replace(function=numbers[call.function], caller=caller)] = None
         marks = {**each.marks, **marks}
-    return Calls(tuple(functions), tuple(calls), marks)
+        for where, given in each.values.items():
+            values[where].update(given)
+    in_order = {where: tuple(sorted(given)) for where, given in values.items()}
+    return Calls(tuple(functions), tuple(calls), marks, in_order)
 
 
 def _disagreements(ranks: Sequence[_Rank]) -> Iterable[LedgerFinding]:

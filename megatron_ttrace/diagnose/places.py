@@ -24,6 +24,7 @@ from megatron_ttrace.trace.findings import (
     FACTORS,
     Cause,
     Composed,
+    ConstantFactor,
     Finding,
     InPart,
     Loss,
@@ -41,13 +42,15 @@ _FEW = 0.5
 """Share of the tensors of a kind."""
 _SETS, _FARTHER = 1.5, 0.7
 """Points for what sets a factor; of what leads to a collective, by the number of calls."""
+_VALUE, _EQUAL = 2.0, 1e-3
+"""Points for a factor of the size of the error, and how near it must be."""
 _WORDY = 3
 """Words of a function's name; a longer name has a word more easily by chance."""
 _SCALED = {*FACTORS, Cause.WEIGHTS, Cause.ADDEND, Cause.SOFTMAX_SCALE, Cause.HYPERPARAMETERS}
 _REDUCED = {Cause.PARTIAL, Cause.COPY, Cause.WEIGHTS, *FACTORS}
 _MOVED = {
     *(Cause.ZERO, Cause.OTHER_TIME, Cause.OTHER_MODULE, Cause.OFFSET, Cause.ORDER, Cause.HALVES),
-    *(Cause.ROWS, Cause.TOKEN_IDS, Cause.NEVER_COUNTED, Cause.COUNTED_TWICE),
+    *(Cause.ROWS, Cause.TOKEN_IDS, Cause.NEVER_COUNTED, Cause.COUNTED_TWICE, Cause.INITIAL_VALUES),
 }
 _COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync", "alltoall"}
 _EVERYWHERE = {"decoder", "layers", "model", "weight", "bias"}
@@ -142,6 +145,7 @@ class _Judge:
         self._verdict = verdict
         findings = list(_each(finding))
         self._causes = {each.cause for each in findings}
+        self._ratios = [abs(f.ratio) for f in findings if isinstance(f, ConstantFactor) and f.ratio]
         self._axes = {axis for each in findings for axis in each.axes}
         self._mesh = self._axes & {*AXES}
         if Cause.WEIGHTS in self._causes:
@@ -220,6 +224,7 @@ class _Judge:
         if self._causes & _SCALED:
             named = max((self._named(name) for name in function.factors), default=0.0)
             add(number, Clue.SCALES, 0.7 * function.scales + named)
+            add(number, Clue.VALUE, _VALUE * self._is_off_by(function))
             # What sets a scale for each layout is wrong by the size of an axis.
             add(number, Clue.SETS, _SETS * bool(self._axes and Clue.SETS in clues))
         if self._causes & _MOVED and self._verdict.kind is not Kind.PARAM_DELTA:
@@ -320,6 +325,16 @@ class _Judge:
                 if factor in code.functions[caller].factors and caller not in found
             ]
         return found
+
+    def _is_off_by(self, function: Function) -> bool:
+        """Whether a factor that a function was given is what the values are off by."""
+        given = self._ledger.sources.calls.values.get(function.where, ())
+        off = [value for ratio in self._ratios for value in (ratio, 1 / ratio)]
+        return any(
+            abs(abs(value) / ratio - 1) < _EQUAL < abs(ratio - 1)
+            for value in given
+            for ratio in off
+        )
 
     def _named(self, factor: str) -> float:
         """Points for a factor whose name is that of the finding's, or of its loss."""

@@ -145,6 +145,12 @@ def function_of(code: CodeType) -> Function:
     )
 
 
+def factors_among(code: CodeType) -> tuple[str, ...]:
+    """Those of a function's arguments that are factors by their names."""
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return tuple(filter(_FACTOR.search, arguments))
+
+
 def is_schedule(file: str) -> bool:
     """Whether a source file is of Megatron's schedules, which run the model."""
     return file.startswith(f"{megatron_folder()}core/pipeline_parallel/") and in_megatron(file)

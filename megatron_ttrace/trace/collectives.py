@@ -238,12 +238,17 @@ class FunctionCall(NamedTuple):
 class Calls(Record):
     """Which functions of Megatron ran, each call once, in the order of the first ones.
 
-    ``marks`` are those of parameters that are set, by the parameter's name.
+    Attributes:
+        functions: that ran.
+        calls: of these.
+        marks: those of parameters that are set, by the parameter's name.
+        values: that functions were given as factors, by :attr:`Function.where`.
     """
 
     functions: tuple[Function, ...] = ()
     calls: tuple[FunctionCall, ...] = ()
     marks: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    values: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
 
     def contradiction(self) -> str:
         """Why the fields contradict each other."""

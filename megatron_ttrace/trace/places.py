@@ -26,6 +26,8 @@ class Clue(StrEnum):
     """It sets something that the culprit's backward pass uses, or a factor of the step."""
     SELECTS = "selects"
     """It names marks of parameters in the part of the step concerned."""
+    VALUE = "value"
+    """It was given a factor of the size by which the values are wrong."""
     SCALES = "scales"
     """It multiplies or divides."""
     MOVES = "moves"

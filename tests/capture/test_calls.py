@@ -19,9 +19,9 @@ def build():
 def mark(name="sequence_parallel"):
     return name
 def forward(x):
-    return primitive(x)
-def primitive(x):
-    return x * 2
+    return primitive(x, 2.5)
+def primitive(x, scaling_factor, *, coeff=None):
+    return x * scaling_factor
 """
 OPTIMIZER = """
 def step(grads):
@@ -85,6 +85,7 @@ def test_calls(tap: CallTap) -> None:
     }
     assert calls.marks == {"layers.*.mlp.weight": ("allreduce", "sequence_parallel")}
     functions = {one.name: one for one in calls.functions}
+    assert calls.values == {functions["primitive"].where: (2.5,)}
     assert functions["primitive"].scales
     assert functions["scale"].scales
     assert functions["scale"].part is Phase.OPTIMIZER

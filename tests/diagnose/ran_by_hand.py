@@ -41,6 +41,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "run": {"part": S, "scales": True, "axes": ("microbatches",), "size": 800},
     "Linear.__init__": {"marks": ("sequence_parallel",), "size": 400},
     "offset": {"axes": ("pp",), "scales": True, "size": 100},
+    "Linear.reset_parameters": {"moves": True, "size": 100},
     "set_seed": {},
     "finalize": {"part": G, "size": 400},
     "reduce_norms": {"part": G, "marks": ("sequence_parallel",), "axes": ("tp",), "size": 400},
@@ -81,7 +82,7 @@ _CALLS = [
     ("gather", "Product.backward", LINEAR, B),
     *[("run", "", "", S), ("Product.set_scale", "run", "", S)],
     *[("Linear.__init__", "", "", C), ("offset", "Linear.__init__", "", C)],
-    ("set_seed", "", "", C),
+    *[("Linear.reset_parameters", "Linear.__init__", "", C), ("set_seed", "", "", C)],
     *[
         ("finalize", "", "", G),
         ("reduce_norms", "finalize", "", G),
@@ -126,7 +127,11 @@ def collective(name: str, group: str = "tp", **more: Any) -> Collective:
     )
 
 
-def record(*collectives: Collective, marks: dict[str, tuple[str, ...]] | None = None) -> Ledger:
+def record(
+    *collectives: Collective,
+    marks: dict[str, tuple[str, ...]] | None = None,
+    values: dict[str, tuple[float, ...]] | None = None,
+) -> Ledger:
     """With all functions; each is the first of its file's lines."""
     return Ledger(
         collectives,
@@ -150,6 +155,7 @@ def record(*collectives: Collective, marks: dict[str, tuple[str, ...]] | None = 
                     for name, caller, module, phase in _CALLS
                 ),
                 marks or {},
+                values or {},
             ),
         ),
     )

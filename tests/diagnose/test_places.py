@@ -20,7 +20,7 @@ from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import ROOT, Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
-from tests.diagnose.ran_by_hand import LINEAR, NORM, B, F, U, collective, record
+from tests.diagnose.ran_by_hand import LINEAR, NORM, B, F, U, collective, record, where
 
 PARTIAL = Finding(Cause.PARTIAL, ("tp",))
 WEIGHT = f"{LINEAR}.weight"
@@ -97,6 +97,23 @@ def test_a_marked_parameter() -> None:
     ledger = record(NORMS, marks=marks)
     found = places(Kind.MAIN_GRAD, WEIGHT, PARTIAL, ledger=ledger)
     assert found[0].function == "reduce_norms"
+
+
+@pytest.mark.parametrize("given", [2.0, 0.5, -2.0])
+def test_a_factor_of_the_size_of_the_error(given: float) -> None:
+    """What applies it comes first, whether it was applied twice or not at all."""
+    finding = ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
+    ledger = record(values={where("Product.forward"): (given,), where("reduce"): (3.0,)})
+    found = places(Kind.OUTPUT, LINEAR, finding, ledger=ledger)
+    assert (found[0].function, found[0].clue) == ("Product.forward", Clue.VALUE)
+    without = places(Kind.OUTPUT, LINEAR, finding, ledger=record())
+    assert without[0].function != "Product.forward"
+
+
+def test_the_last_writer_of_initial_values() -> None:
+    """What fills buffers below the constructor comes before the constructor."""
+    found = places(Kind.INITIAL, WEIGHT, Finding(Cause.INITIAL_VALUES))
+    assert (found[0].function, found[0].clue) == ("Linear.reset_parameters", Clue.MOVES)
 
 
 def test_the_line_of_a_call() -> None:
