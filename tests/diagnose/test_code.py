@@ -27,8 +27,9 @@ def test_code() -> None:
     assert names(code.chain(number("reduce"), forward)) == ["reduce", "Linear.forward"]
     assert names(code.callers(number("reduce"), forward)) == ["Linear.forward"]
     built, offset = number("Linear.__init__"), number("offset")
-    assert code.below(built, BUILDING) == {built: 0, offset: 1}
-    assert code.below(built, BUILDING, {offset}) == {built: 0}
+    reset = number("Linear.reset_parameters")
+    assert code.below(built, BUILDING) == {built: 0, offset: 1, reset: 1}
+    assert code.below(built, BUILDING, {offset, reset}) == {built: 0}
     assert len(code.contexts[number("reduce")]) == 3
     assert not code.contexts[number("offset")]
     assert code.number("elsewhere.py:1 (f)") is None
