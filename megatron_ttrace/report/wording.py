@@ -215,7 +215,9 @@ def layout_text(config: Mapping[str, Any]) -> str:
     text = " × ".join(split) or ("1 device" if world in (None, 1) else "no parallel axis")
     text += f", {world} ranks" if world is not None and world > 1 else ""
     first = config.get("against")
-    return f"{text}, against {layout_text(first)}" if isinstance(first, Mapping) else text
+    if isinstance(first, Mapping) and "model" not in first:
+        return f"{text}, against {layout_text(first)}"
+    return text
 
 
 def sentence(tensor: Culprit | Verdict) -> str:
