@@ -14,7 +14,8 @@ from tests.integration.jobs import ttrace
 
 SUBJECTS = {
     *("Python", "torch", "megatron-core", "GPU", "disk", "options", "comparison"),
-    *("TransformerEngine", "Apex", "Megatron-Bridge", "wandb", "TensorBoard", "checks"),
+    *("TransformerEngine", "Apex", "Megatron-Bridge", "transformers", "wandb", "TensorBoard"),
+    "checks",
 }
 
 
