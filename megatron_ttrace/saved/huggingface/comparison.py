@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.mcore.roles import is_within_experts
-from megatron_ttrace.saved.huggingface.given import Given, read_config
+from megatron_ttrace.saved.huggingface.families import family_of, read_config
+from megatron_ttrace.saved.huggingface.given import Given
 from megatron_ttrace.saved.known import Difference
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Note
@@ -53,7 +54,7 @@ def version() -> str:
 
 def require(config: Path) -> None:
     """Notice before the long work what cannot be compared. Raises ``TTraceError``."""
-    read_config(config)
+    family_of(read_config(config))
     version()
 
 

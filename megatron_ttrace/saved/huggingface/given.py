@@ -8,7 +8,6 @@ their faults. Only the number of layers and the padded vocabulary are the trace'
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.saved.huggingface import modules
-from megatron_ttrace.saved.huggingface.families import Family, family_of
-from megatron_ttrace.trace import small_files
+from megatron_ttrace.saved.huggingface.families import Family, family_of, read_config
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, ParamIndex, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import TraceReader
@@ -55,7 +53,8 @@ class Given:
         Raises:
             TTraceError: when it cannot, naming what is missing.
         """
-        config, family = read_config(path)
+        config = read_config(path)
+        family = family_of(config)
         given = cls(path=path, config=config, replaced={}, family=family, trace=trace)
         given._require_supported()
         return dataclasses.replace(given, **given._resized())
@@ -131,18 +130,3 @@ class Given:
 def _nonzero(value: Any) -> bool:
     values = value if isinstance(value, list) else [value]
     return any(values)
-
-
-def read_config(path: Path) -> tuple[dict[str, Any], Family]:
-    """What a ``config.json`` holds, and the family of its model.
-
-    Raises:
-        TTraceError: when it is none, or the model is not one of those that are compared.
-    """
-    try:
-        config = json.loads(small_files.text(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise TTraceError(f"{path} is not a config.json of Hugging Face ({error})") from error
-    if not isinstance(config, dict):
-        raise TTraceError(f"{path} is not a config.json of Hugging Face (not an object)")
-    return config, family_of(config)

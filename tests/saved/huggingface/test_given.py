@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ttrace.saved.huggingface.given import Given, read_config
+from megatron_ttrace.saved.huggingface.families import read_config
+from megatron_ttrace.saved.huggingface.given import Given
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, RoutingIndex, TraceKey
@@ -42,7 +43,7 @@ def test_only_sizes_are_the_traces(tmp_path: Path) -> None:
     assert given.replaced == {"num_hidden_layers": 28, "vocab_size": 128}
     assert (given.config["num_hidden_layers"], given.config["vocab_size"]) == (2, 160)
     assert given.config["layer_types"] == ["full_attention"] * 2
-    written, _ = read_config(config)
+    written = read_config(config)
     left = written.keys() - given.replaced.keys() - {"layer_types"}
     assert all(given.config[name] == written[name] for name in left)
 
