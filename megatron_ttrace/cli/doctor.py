@@ -18,7 +18,6 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import index
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.fronts import bridge_release
-from megatron_ttrace.saved.huggingface import comparison
 from megatron_ttrace.trace import compiled
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
@@ -229,6 +228,8 @@ def _bridge() -> Finding:
 
 def _transformers() -> Finding:
     """Whether a model can be compared with that of Hugging Face."""
+    from megatron_ttrace.saved.huggingface import comparison  # which imports torch
+
     try:
         found = comparison.version()
     except TTraceError:

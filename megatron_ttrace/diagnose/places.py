@@ -50,7 +50,7 @@ _SCALED = {*FACTORS, Cause.WEIGHTS, Cause.ADDEND, Cause.SOFTMAX_SCALE, Cause.HYP
 _REDUCED = {Cause.PARTIAL, Cause.COPY, Cause.WEIGHTS, *FACTORS}
 _MOVED = {
     *(Cause.ZERO, Cause.OTHER_TIME, Cause.OTHER_MODULE, Cause.OFFSET, Cause.ORDER, Cause.HALVES),
-    *(Cause.ROWS, Cause.TOKEN_IDS, Cause.NEVER_COUNTED, Cause.COUNTED_TWICE, Cause.INITIAL_VALUES),
+    *(Cause.ROWS, Cause.TOKEN_IDS, Cause.NEVER_COUNTED, Cause.COUNTED_TWICE),
 }
 _COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync", "alltoall"}
 _EVERYWHERE = {"decoder", "layers", "model", "weight", "bias"}

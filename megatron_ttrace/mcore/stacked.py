@@ -4,7 +4,8 @@
 A Mamba layer's ``in_proj`` makes gate, input, B, C and dt side by side, and its convolution takes
 three of them. Megatron marks the weights with the sizes on one rank (``partition_sizes``,
 megatron/core/ssm/mamba_mixer.py). A gated delta net stacks likewise and has no such mark
-(``GatedDeltaNet`` in megatron/core/ssm/gated_delta_net).
+(``GatedDeltaNet`` in megatron/core/ssm/gated_delta_net). The output of an adapter is added to that
+of the layer that it wraps, so it is stacked likewise (megatron/bridge/peft).
 """
 
 import math
@@ -18,25 +19,43 @@ from megatron_ttrace.mcore.names import Names, raw
 Shares = tuple[int, ...]
 """Sizes of the blocks relative to each other."""
 
+_WRAPPED, _ADDED = ".to_wrap.", ".adapter.linear_out."
+
 
 def stacked_parameters(names: Names) -> dict[str, Shares]:
     """Parameters of one model chunk that stack unequal blocks in dim 0."""
     sizes = {id(one): found for module in names.modules.values() for one, found in _in(module)}
-    return {
+    stacked = {
         name: _shares(sizes[id(raw(parameter))])
         for name, parameter in names.parameters.items()
         if id(raw(parameter)) in sizes
     }
+    for name, shares in [*stacked.items()]:
+        layer, wrapped, leaf = name.rpartition(_WRAPPED)
+        if wrapped and (added := f"{layer}{_ADDED}{leaf}") in names.parameters:
+            stacked[added] = shares
+    return stacked
 
 
 def stacked_outputs(chunks: Iterable[Names]) -> dict[str, Shares]:
     """Linear layers whose output stacks unequal blocks in its last dim."""
     return {
-        name.removesuffix(".weight"): shares
+        output: shares
         for names in chunks
         for name, shares in stacked_parameters(names).items()
-        if name.endswith(".in_proj.weight")
+        for output in _outputs(name)
     }
+
+
+def _outputs(parameter: str) -> Iterator[str]:
+    """The modules whose output a stacked weight makes, or is added to."""
+    layer = parameter.removesuffix(".weight")
+    if layer.endswith(".in_proj"):
+        yield layer
+    elif layer.endswith(".in_proj.to_wrap"):
+        yield from (layer, layer.removesuffix(".to_wrap"))
+    elif layer.endswith(".in_proj.adapter.linear_out"):
+        yield from (layer, layer.removesuffix(".linear_out"))
 
 
 def head_rows(chunks: Iterable[Names]) -> dict[str, int]:

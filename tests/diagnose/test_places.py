@@ -110,12 +110,6 @@ def test_a_factor_of_the_size_of_the_error(given: float) -> None:
     assert without[0].function != "Product.forward"
 
 
-def test_the_last_writer_of_initial_values() -> None:
-    """What fills buffers below the constructor comes before the constructor."""
-    found = places(Kind.INITIAL, WEIGHT, Finding(Cause.INITIAL_VALUES))
-    assert (found[0].function, found[0].clue) == ("Linear.reset_parameters", Clue.MOVES)
-
-
 def test_the_line_of_a_call() -> None:
     """A function that calls the collective itself is shown with that line."""
     found = places(Kind.MAIN_GRAD, WEIGHT, large("dp"), GRADIENTS)

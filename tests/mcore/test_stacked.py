@@ -60,6 +60,33 @@ def test_outputs():
     }
 
 
+def test_an_adapter():
+    """What it adds is stacked as the output that it is added to."""
+    model = torch.nn.Module()
+    model.mixer = Mamba()
+    layer, model.mixer.in_proj = model.mixer.in_proj, torch.nn.Module()
+    model.mixer.in_proj.to_wrap = layer
+    model.mixer.in_proj.adapter = torch.nn.Module()
+    model.mixer.in_proj.adapter.linear_in = torch.nn.Linear(4, 2, bias=False)
+    model.mixer.in_proj.adapter.linear_out = torch.nn.Linear(2, 20, bias=False)
+    shares = (6, 6, 3, 3, 2)
+    wrapped = canonical_names(model)
+    assert stacked_parameters(wrapped) == {
+        "mixer.in_proj.to_wrap.weight": shares,
+        "mixer.in_proj.adapter.linear_out.weight": shares,
+        "mixer.conv1d_weight": (2, 1, 1),
+    }
+    assert stacked_outputs([wrapped]) == dict.fromkeys(
+        (
+            "mixer.in_proj",
+            "mixer.in_proj.to_wrap",
+            "mixer.in_proj.adapter",
+            "mixer.in_proj.adapter.linear_out",
+        ),
+        shares,
+    )
+
+
 def test_rows_of_heads():
     """A delta net's norm sees each head of each token."""
     assert head_rows([names()]) == {"attention.out_norm": 2}

@@ -78,6 +78,7 @@ class Bridge:
         self._state: Any = None
         self._dealt_to = 1
         self._pretrained = cfg.checkpoint.pretrained_checkpoint
+        self._recompute_method = getattr(self._options, "recompute_method", None)
         self._padding = padding(cfg.dataset, self._options)
         self._pads = False
         self._divided: Microbatches | None = None
@@ -214,6 +215,9 @@ class Bridge:
             if self._cfg.peft is not None:
                 # It cannot be built without; the candidate's start comes after it.
                 self._cfg.checkpoint.pretrained_checkpoint = self._pretrained
+                # Without a granularity nothing is recomputed. It lets gradients reach the first
+                # layer as in the candidate (megatron/bridge/peft/recompute.py).
+                self._options.recompute_method = self._recompute_method
         self._pads = self._is_divided and exits and not self._is_padded()
         if self._pads:
             self._pad()

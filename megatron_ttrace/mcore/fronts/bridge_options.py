@@ -340,6 +340,8 @@ class Options:
             value = getattr(self._cfg, section, None)
             for name, part in _fields(value).items():
                 found[f"{section}.{name}"] = part
+        if getattr(self._cfg, "peft", None) is not None:  # which references keep (fronts/bridge.py)
+            found["peft.recompute_method"] = getattr(self, "recompute_method", None)
         return found | {"params_dtype": self.params_dtype, "padded_vocab_size": None}
 
     def reset_others(self) -> None:
