@@ -32,7 +32,8 @@ demo: venv ## check a healthy run and one with a known bug; needs nothing instal
 	$(VENV)/bin/ttrace demo
 
 test: lint ## lint, then all tests except the nightly ones
-	TTRACE_TEST_HF=$$(launch/bootstrap.sh hf) $(PYTEST) -n $(JOBS) --dist worksteal -m "not nightly and not releases"
+	@path=$$(launch/bootstrap.sh hf) && \
+	  TTRACE_TEST_HF=$$path $(PYTEST) -n $(JOBS) --dist worksteal -m "not nightly and not releases"
 
 unit: venv ## the tests that do not train
 	$(PYTEST) -n $(JOBS) --dist worksteal -m "not slow and not nightly and not releases"

@@ -13,6 +13,7 @@ from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.script import imports_bridge
 from megatron_ttrace.jobs.settings import Settings, settings_of, split
+from megatron_ttrace.mcore.options.decisions import AUXILIARY, NARROW
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import TTraceError
@@ -117,19 +118,6 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
     return _shown(args, first, report.directory, settings)
 
 
-_NARROW = frozenset(
-    {
-        *("bf16", "fp16", "fp16_lm_cross_entropy", "apply_query_key_layer_scaling"),
-        *("grad_reduce_in_bf16", "use_precision_aware_optimizer", "main_grads_dtype"),
-        *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "loss_scale"),
-        *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-    }
-)
-"""Options that make a job compute in less than float32, or need another that does."""
-_AUXILIARY = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff"})
-"""Losses that ``transformers`` defines differently; without the option they are 0."""
-
-
 def with_model(args: argparse.Namespace, found: Command, say: command.Say) -> list[api.Report]:
     """Run ``ttrace check --against hf:config.json``: a check, and its reference against a model.
 
@@ -145,7 +133,7 @@ def with_model(args: argparse.Namespace, found: Command, say: command.Say) -> li
     checked = training.check(found, settings_of(args), say, **how, settle=not args.once)
     reports, notice = [checked], ""
     flags = () if imports_bridge(found.script) else Given.parse(theirs).flags
-    left_out = [flag for flag in flags if flag.option in _NARROW | _AUXILIARY]
+    left_out = [flag for flag in flags if flag.option in NARROW | AUXILIARY]
     if left_out:
         words = [w for flag in flags if flag not in left_out for w in flag.words()]
         shown = " ".join(map(str, left_out))

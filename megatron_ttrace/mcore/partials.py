@@ -12,7 +12,7 @@ the groups were gathered, behind the norm of the keys.
 Shared experts that overlap with communication are run in pieces (``SharedExpertMLP`` in
 megatron/core/transformer/moe/shared_experts.py): ``post_forward_comm`` adds up what the second
 linear layer returns, and the backward pass of ``pre_forward_comm`` the gradient of the first one's
-input, which an adapter shares.
+input.
 
 In sparse attention over absorbed latents (``DSAttention`` in
 megatron/core/transformer/experimental_attention_variant/dsa.py) all heads share one compressed key,
@@ -34,8 +34,6 @@ _KEY, _VALUE, _WEIGHT = 1, 2, 6
 _KEY_NORM = "k_layernorm"
 _NORMALIZED = 1
 """Position in the results of a layer with a norm (output, the norm's output)."""
-_ADAPTERS = ("adapter", "adapter.dropout", "adapter.linear_in")
-"""Modules of an adapter that take the input of the layer it belongs to (megatron/bridge/peft)."""
 
 
 def partials(chunks: Iterable[Names]) -> Partials:
@@ -50,7 +48,7 @@ def partials(chunks: Iterable[Names]) -> Partials:
             overlaps = getattr(config, "moe_shared_expert_overlap", False)
             if type(module).__name__ == "SharedExpertMLP" and overlaps:
                 found[Kind.OUTPUT, f"{name}.linear_fc2", 0] = "tp"
-                found |= dict.fromkeys(_of_shared_input(names, f"{name}.linear_fc1"), "tp")
+                found[Kind.GRAD_INPUT, f"{name}.linear_fc1", 0] = "tp"
             wrapped = getattr(module, "to_wrap", None)
             if getattr(wrapped, "return_layernorm_output_gathered", False):
                 found |= dict.fromkeys(_of_gathered_norm(name), "tp")
@@ -70,13 +68,6 @@ def _of_shared_groups(attention: str, inner: str) -> Iterable[tuple[Kind, str, i
     yield Kind.GRAD_INPUT, f"{attention}.{_KEY_NORM}", 0
 
 
-def _of_shared_input(names: Names, layer: str) -> Iterable[tuple[Kind, str, int]]:
-    yield Kind.GRAD_INPUT, layer, 0
-    for module in _ADAPTERS:
-        if f"{layer}.{module}" in names.modules:
-            yield Kind.GRAD_INPUT, f"{layer}.{module}", 0
-
-
 def _of_gathered_norm(layer: str) -> Iterable[tuple[Kind, str, int]]:
     """An adapter takes the gathered output of the norm (megatron/bridge/peft/lora_layers.py).
 
@@ -84,7 +75,7 @@ def _of_gathered_norm(layer: str) -> Iterable[tuple[Kind, str, int]]:
     """
     yield Kind.GRAD_OUTPUT, f"{layer}.to_wrap", _NORMALIZED
     yield Kind.GRAD_OUTPUT, f"{layer}.adapter.dropout", 0
-    for module in _ADAPTERS:
+    for module in ("adapter", "adapter.dropout", "adapter.linear_in"):
         yield Kind.GRAD_INPUT, f"{layer}.{module}", 0
 
 

@@ -83,10 +83,3 @@ def test_shared_experts(overlaps):
     found = partials([names(a=SharedExpertMLP(overlaps))])
     both = {(Kind.OUTPUT, "a.linear_fc2", 0): "tp", (Kind.GRAD_INPUT, "a.linear_fc1", 0): "tp"}
     assert found == (both if overlaps else {})
-
-
-def test_an_adapter_of_shared_experts():
-    """It takes the same input, whose gradient is added up later."""
-    adapted = {"a__linear_fc1__adapter__linear_in": torch.nn.Identity()}
-    found = partials([names(a=SharedExpertMLP(True), **adapted)])
-    assert found[Kind.GRAD_INPUT, "a.linear_fc1.adapter.linear_in", 0] == "tp"

@@ -227,6 +227,18 @@ SINGLE_DEVICE_VALUES = MappingProxyType(
 )
 """Values of kept options that are about the layout, and what a single device has instead."""
 
+NARROW = frozenset(
+    """
+    bf16 fp16 fp16_lm_cross_entropy apply_query_key_layer_scaling grad_reduce_in_bf16
+    use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype
+    loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
+    """.split()
+)
+"""Options that make a job compute in less than float32, or need another that does."""
+
+AUXILIARY = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff"})
+"""Options of losses that are added to that of the tokens; without the option they are 0."""
+
 ALIASES = MappingProxyType(
     {
         "--apply-layernorm-1p": "layernorm_zero_centered_gamma",

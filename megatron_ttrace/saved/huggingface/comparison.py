@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import subprocess
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.saved.huggingface.families import family_of, read_config
 from megatron_ttrace.saved.huggingface.given import Given
+from megatron_ttrace.saved.huggingface.modules import Correspondence
 from megatron_ttrace.saved.known import Difference
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Note
@@ -86,7 +88,7 @@ class Compared:
         self._explained: Counter[str] = Counter()
         _run(self.given.path, trusted.directory, directory)
         self.trace = TraceReader(directory)
-        self._kinds = {key.kind for key in self.trace}
+        self._correspondence = Correspondence(self.given.parameters())
 
     @property
     def name(self) -> str:
@@ -119,7 +121,7 @@ class Compared:
         return notices
 
     def _reviewed(self, verdict: Judged) -> Judged:
-        if verdict.verdict is Outcome.MISSING:
+        if verdict.verdict is Outcome.MISSING and self._correspondence.row(verdict.key) is None:
             return _unchecked(verdict, Reason.NO_COUNTERPART, _why(verdict.key))
         for each in self._known if verdict.verdict.is_failure else ():
             if each.explains(verdict.key):
@@ -149,15 +151,12 @@ def _why(key: TraceKey) -> str:
 
 def _run(config: Path, reference: Path, directory: Path) -> None:
     """Run the model in a process of its own. Raises ``TTraceError`` with its reason."""
-    words = (sys.executable, "-m", "megatron_ttrace.saved.huggingface.process")
-    done = subprocess.run(
-        [*words, str(config), str(reference), str(directory)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
+    code, why = apart.ttrace(
+        sys.executable,
+        [str(config.absolute()), str(reference.absolute()), str(directory.absolute())],
+        os.environ,
+        quiet=True,
+        module="megatron_ttrace.saved.huggingface.process",
     )
-    if done.returncode:
-        last = (done.stdout.strip() or done.stderr.strip() or "no reason given").splitlines()[-1]
-        raise TTraceError(last)
+    if code:
+        raise TTraceError(why)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.mcore.options.decisions import AUXILIARY
 from megatron_ttrace.saved.huggingface import modules
 from megatron_ttrace.saved.huggingface.families import Family, family_of, read_config
 from megatron_ttrace.trace.errors import TTraceError
@@ -24,8 +25,6 @@ _LAYERS, _ROWS = "num_hidden_layers", "vocab_size"
 _BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
 """Fields of a config with one value for each layer."""
 _EMBEDDING = "embedding.word_embeddings.weight"
-_AUXILIARY = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-"""Megatron's options for losses that ``transformers`` defines differently."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +87,7 @@ class Given:
         names, arguments = self.parameters(), self.arguments
         if meta.fp8:
             raise TTraceError(f"{where}: FP8 is not compared with transformers: record without it")
-        for option in _AUXILIARY if arguments.get("num_experts") else ():
+        for option in sorted(AUXILIARY) if arguments.get("num_experts") else ():
             if _nonzero(arguments.get(option)):
                 raise TTraceError(
                     f"{where} was made with --{option.replace('_', '-')} {arguments[option]}: "

@@ -309,16 +309,16 @@ def write(config: Path, reference: Path, directory: Path) -> None:
 
 
 def main() -> int:
-    """Returns the exit code. Output is the reason of a failure, in one line."""
+    """Returns the exit code. The last line of stderr is the reason of a failure."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     try:
         write(*map(Path, sys.argv[1:]))
     except TTraceError as error:
-        print(error)
+        print(error, file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - transformers raises anything
         traceback.print_exc()
-        print(f"transformers cannot run this model ({one_line(error)})")
+        print(f"transformers cannot run this model ({one_line(error)})", file=sys.stderr)
     else:
         return ExitCode.EQUIVALENT
     return ExitCode.COULD_NOT_CHECK

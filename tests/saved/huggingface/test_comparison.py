@@ -25,7 +25,7 @@ EXPERT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp.experts.linear_fc1")
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A function that compares a trace with a model that computes ``OUTPUT``, times a factor."""
+    """A function that compares a trace with a model that computes a tensor, times a factor."""
     monkeypatch.setattr(provenance, "installed", dict)
     monkeypatch.setattr(comparison, "version", lambda: "5.0")
     keys = (kept.EMBEDDING, NORM, OUTPUT, EXPERT, MOMENT)
@@ -33,8 +33,8 @@ def run(tmp_path, monkeypatch):
     home = kept.run(tmp_path / "trace", tensors)
     config = TWINS["llama"].write(tmp_path / "model", num_hidden_layers=9)
 
-    def compare(factor: float = 1.0, **more):
-        made = kept.run(tmp_path / "made", {OUTPUT: tensors[OUTPUT] * factor}, ranks=1)
+    def compare(factor: float = 1.0, computed: TraceKey = OUTPUT, **more):
+        made = kept.run(tmp_path / "made", {computed: tensors[computed] * factor}, ranks=1)
 
         def write(config: Path, reference: Path, directory: Path) -> None:
             assert reference == home / "reference"
@@ -70,6 +70,14 @@ def test_a_different_model(run, tmp_path) -> None:
     report = run(1.01, known=known, allow_unchecked=1.0)
     assert not report.failures()
     assert "known difference, not judged: our own norm" in report.summary.notices
+
+
+def test_a_counterpart_that_was_not_computed(run) -> None:
+    """It is missing, not one of the tensors that only Megatron has."""
+    report = run(computed=EXPERT)
+    assert report.verdict is Result.DIVERGED
+    assert [verdict.key for verdict in report.failures()] == [OUTPUT]
+    assert report.failures()[0].verdict is Outcome.MISSING
 
 
 def test_what_names_a_model(tmp_path, monkeypatch) -> None:
