@@ -20,7 +20,6 @@ from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.saved.huggingface.families import family_of, read_config
 from megatron_ttrace.saved.huggingface.given import Given
-from megatron_ttrace.saved.huggingface.modules import Correspondence
 from megatron_ttrace.saved.known import Difference
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Note
@@ -88,7 +87,7 @@ class Compared:
         self._explained: Counter[str] = Counter()
         _run(self.given.path, trusted.directory, directory)
         self.trace = TraceReader(directory)
-        self._correspondence = Correspondence(self.given.parameters())
+        self._correspondence = self.given.correspondence()
 
     @property
     def name(self) -> str:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families of transformers' models: which of their weights are which of Megatron's.
+"""Families of transformers' models: which of their weights and modules are which of Megatron's.
 
-A family is an entry of :data:`FAMILIES`. Sources: the modules of both, and what Megatron's
-``sharded_state_dict`` calls their weights in a checkpoint.
+A family is an entry of :data:`FAMILIES`; what most of them have in common of modules is in
+:mod:`.modules`. Sources: the modules of both, and what Megatron's ``sharded_state_dict`` calls
+their weights in a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from megatron_ttrace.saved.huggingface.modules import Rows
 from megatron_ttrace.trace import small_files
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -87,12 +89,14 @@ class Family:
         architecture: transformers' class.
         rules: for all its tensors.
         defaults: values of fields that a ``config.json`` may lack.
+        rows: how its modules differ from those of most.
         weights_only: whether nothing is known of the modules that compute with them.
     """
 
     architecture: str
     rules: tuple[Rule, ...]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rows: Rows = dataclasses.field(default_factory=Rows)
     weights_only: bool = False
 
 

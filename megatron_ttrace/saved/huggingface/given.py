@@ -72,6 +72,10 @@ class Given:
             == (self.iteration, Kind.PARAM, ParamIndex.BEFORE)
         }
 
+    def correspondence(self) -> modules.Correspondence:
+        """Which tensors of the model are which of the trace."""
+        return modules.Correspondence(self.parameters(), self.family.rows)
+
     def tensors(self, keys: Mapping[str, TraceKey]) -> dict[str, torch.Tensor]:
         """Tensors of the trace in float32, by name."""
         return {name: self.trace.data(key).float() for name, key in keys.items()}

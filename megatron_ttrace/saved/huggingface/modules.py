@@ -18,9 +18,9 @@ import torch
 
 from megatron_ttrace.trace.records import ROOT, Kind, RoutingIndex, TraceKey
 
-ATTENTION = "self_attn.<attention>"
-"""The function between ``q_proj``, ``k_proj``, ``v_proj`` and ``o_proj``: q, k, v after RoPE."""
-ANGLES = "model.<angles>"
+ATTENTION = "<attention>"
+"""The function in a module of attention: q, k, v after RoPE, and its result."""
+ANGLES = "<angles>"
 """Each position times each inverse frequency, [s, d]."""
 LOSS = "<loss>"
 """The loss of each token, [b, s]."""
@@ -117,7 +117,8 @@ class Row:
     Attributes:
         module: its name, within a layer or in the model.
         kind: ``INPUT``, ``OUTPUT`` or ``ROUTING``.
-        sources: what it is made of. Within a layer their modules are the layer's too.
+        sources: what it is made of. Within a layer their modules are the layer's too, but for
+            the model's :data:`ANGLES`.
         layout: how.
         index: of the tensor's key.
     """
@@ -130,6 +131,7 @@ class Row:
 
 
 _NORM_1, _NORM_2 = "input_layernorm", "post_attention_layernorm"
+_CORE = f"self_attn.{ATTENTION}"
 _GATE = "mlp.gate"
 _QKV = tuple(Source(f"self_attn.{name}_proj") for name in "qkv")
 _GATE_UP = tuple(Source(f"mlp.{name}_proj") for name in ("gate", "up"))
@@ -157,10 +159,10 @@ LAYER = (
     Row("self_attention.k_layernorm", Kind.INPUT, (_in("self_attn.k_norm"),)),
     Row("self_attention.k_layernorm", Kind.OUTPUT, (Source("self_attn.k_norm"),)),
     *(
-        Row("self_attention.core_attention", Kind.INPUT, (_in(ATTENTION, index),), _heads, index)
+        Row("self_attention.core_attention", Kind.INPUT, (_in(_CORE, index),), _heads, index)
         for index in range(3)
     ),
-    Row("self_attention.core_attention", Kind.OUTPUT, (Source(ATTENTION),), _context),
+    Row("self_attention.core_attention", Kind.OUTPUT, (Source(_CORE),), _context),
     Row("self_attention.linear_proj", Kind.INPUT, (_in("self_attn.o_proj"),)),
     Row("self_attention.linear_proj", Kind.OUTPUT, (Source("self_attn.o_proj"),)),
     Row("self_attention", Kind.OUTPUT, (Source("self_attn"),)),
@@ -179,13 +181,35 @@ LAYER = (
     Row("mlp", Kind.OUTPUT, (Source("mlp"),)),
 )
 
-_NORM_WEIGHTS = {
-    "self_attention.linear_qkv": ("input_layernorm.weight", _NORM_1),
-    "self_attention": ("input_layernorm.weight", _NORM_1),
-    "mlp": ("pre_mlp_layernorm.weight", _NORM_2),
-    "mlp.linear_fc1": ("pre_mlp_layernorm.weight", _NORM_2),
-}
-"""Modules of a layer that may contain the norm before them; the parameter of a separate one."""
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """How a family differs from :data:`MODEL` and :data:`LAYER`.
+
+    Attributes:
+        names: of modules that the family calls differently, by those in the tables. What is within
+            them follows.
+        model: rows outside of layers that are added, or replace those of the table.
+        layer: likewise within a layer.
+        norms: of a layer, by the names in the table; parameters of Megatron's that are theirs
+            alone. A model that has none of these has the norm in the module behind it.
+    """
+
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    model: tuple[Row, ...] = ()
+    layer: tuple[Row, ...] = ()
+    norms: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def renamed(self, module: str) -> str:
+        """The family's name of a module in the tables."""
+        parts = module.split(".")
+        for count in range(len(parts), 0, -1):
+            if (name := self.names.get(".".join(parts[:count]))) is not None:
+                return ".".join([name, *parts[count:]])
+        return module
+
+
+_NORMS = {_NORM_1: ("input_layernorm.weight",), _NORM_2: ("pre_mlp_layernorm.weight",)}
 
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)(?:\.|$)")
 _VALUES = {Kind.GRAD_OUTPUT: Kind.OUTPUT, Kind.GRAD_INPUT: Kind.INPUT}
@@ -201,31 +225,38 @@ class Correspondence:
     """The rows that apply to a trace.
 
     ``parameters`` are the names of Megatron's: where a norm has none of its own, the module behind
-    it contains the norm, and has the norm's input.
+    it contains the norm, and has the norm's input. ``rows`` are a family's.
     """
 
-    def __init__(self, parameters: Container[str]) -> None:
+    def __init__(self, parameters: Container[str], rows: Rows | None = None) -> None:
         self._parameters = parameters
-        self._model = _indexed(MODEL)
-        self._layer = _indexed(LAYER)
+        self._rows = rows or Rows()
+        self._model = _indexed((*MODEL, *self._rows.model))
+        self._layer = _indexed((*LAYER, *self._rows.layer))
+        self._norms = {**_NORMS, **self._rows.norms}
 
     def row(self, key: TraceKey) -> Row | None:
         """The row of a tensor, with full names of the modules it is made of; ``None`` without."""
         place = _VALUES.get(key.kind, key.kind), key.index
-        if (number := layer_of(key.name)) is None:
-            return self._model.get((key.name, *place))
-        inside = _LAYER_NAME.sub("", key.name)
-        if (row := self._layer.get((inside, *place))) is None:
+        number = layer_of(key.name)
+        if number is None:
+            row = self._model.get((key.name, *place))
+        else:
+            row = self._layer.get((_LAYER_NAME.sub("", key.name), *place))
+        if row is None:
             return None
-        if row.kind is Kind.INPUT and inside in _NORM_WEIGHTS:
-            weight, norm = _NORM_WEIGHTS[inside]
-            if f"decoder.layers.{number}.{weight}" not in self._parameters:
-                row = dataclasses.replace(row, sources=(_in(norm),))
-        sources = (
-            dataclasses.replace(source, module=f"model.layers.{number}.{source.module}".rstrip("."))
-            for source in row.sources
-        )
+        sources = (self._source(source, row.kind, number) for source in row.sources)
         return dataclasses.replace(row, sources=tuple(sources))
+
+    def _source(self, source: Source, kind: Kind, number: int | None) -> Source:
+        name, is_input = self._rows.renamed(source.module), source.is_input
+        if number is None or source.module == ANGLES:
+            return dataclasses.replace(source, module=name)
+        if kind is Kind.INPUT and (weights := self._norms.get(source.module)):
+            at = f"decoder.layers.{number}."
+            is_input |= not any(at + weight in self._parameters for weight in weights)
+        name = f"model.layers.{number}.{name}".rstrip(".")
+        return dataclasses.replace(source, module=name, is_input=is_input)
 
 
 def _indexed(rows: Sequence[Row]) -> Mapping[tuple[str, Kind, int], Row]:

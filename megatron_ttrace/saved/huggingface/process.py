@@ -17,7 +17,7 @@ import os
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.saved.huggingface import modules, weights
 from megatron_ttrace.saved.huggingface.given import Given
-from megatron_ttrace.saved.huggingface.modules import Correspondence, Row, Source
+from megatron_ttrace.saved.huggingface.modules import Row, Source
 from megatron_ttrace.trace.errors import ExitCode, TTraceError, one_line
 from megatron_ttrace.trace.meta import CandidateMeta
 from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Kind, RoutingIndex, TraceKey
@@ -47,12 +47,13 @@ _TOKENS, _POSITIONS, _LABELS = 0, 1, 3
 class Taps:
     """Hooks on the modules of a model that keep what goes in and comes out, with gradients."""
 
-    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, model: torch.nn.Module, names: Container[str]) -> None:
         """Attach to the modules with these names."""
         self._seen: dict[Source, torch.Tensor] = {}
-        known = dict(model.named_modules())
-        for name in known.keys() & set(names):
-            known[name].register_forward_hook(self._hook(name), with_kwargs=True)
+        self._names = {module: name for name, module in model.named_modules()}
+        for module, name in self._names.items():
+            if name in names:
+                module.register_forward_hook(self._hook(name), with_kwargs=True)
 
     def clear(self) -> None:
         """Forget a microbatch."""
@@ -67,7 +68,8 @@ class Taps:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            self.keep(Source(name, True), args[0] if args else kwargs.get("hidden_states"))
+            for index, value in enumerate(args or (kwargs.get("hidden_states"),)):
+                self.keep(Source(name, True, index), value)
             for index, value in enumerate(output if isinstance(output, tuple) else (output,)):
                 self.keep(Source(name, index=index), value)
 
@@ -75,7 +77,7 @@ class Taps:
 
     def attention(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """What the model calls for attention: its own plain function."""
-        name = f"model.layers.{module.layer_idx}.{modules.ATTENTION}"
+        name = f"{self._names[module]}.{modules.ATTENTION}"
         for index, value in enumerate(args[:3]):
             self.keep(Source(name, True, index), value)
         result = sys.modules[type(module).__module__].eager_attention_forward(
@@ -130,7 +132,7 @@ class _Model:
 
         self._given, self._trace = given, given.trace
         self._parameters = given.parameters()
-        self._correspondence = Correspondence(self._parameters)
+        self._correspondence = given.correspondence()
         # Before the model is built, which looks the name up.
         transformers.AttentionInterface.register(_NAME, self._attention)
         AttentionMaskInterface.register(_NAME, eager_mask)
@@ -144,7 +146,7 @@ class _Model:
         self._load()
         rows = [row for key in self._trace if (row := self._correspondence.row(key))]
         names = {source.module for row in rows for source in row.sources}
-        self._taps = Taps(self._model, [*names])
+        self._taps = Taps(self._model, names)
 
     def _attention(self, *args: Any, **kwargs: Any) -> Any:
         return self._taps.attention(*args, **kwargs)
@@ -212,8 +214,9 @@ class _Model:
             logits.flatten(0, 1), labels.flatten(), reduction="none"
         ).view_as(labels)
         self._taps.keep(Source(modules.LOSS), losses)
-        angles = torch.outer(positions[0].float(), self._model.model.rotary_emb.inv_freq)
-        self._taps.keep(Source(modules.ANGLES), torch.cat((angles, angles), dim=-1))
+        if rotary := getattr(self._model.model, "rotary_emb", None):
+            angles = torch.outer(positions[0].float(), rotary.inv_freq)
+            self._taps.keep(Source(modules.ANGLES), torch.cat((angles, angles), dim=-1))
         losses.backward(data(Kind.GRAD_OUTPUT, 0).to(losses.dtype))
         return ours
 

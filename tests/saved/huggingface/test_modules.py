@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tensor of transformers is which of Megatron's."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -70,6 +72,27 @@ def test_norms_inside_modules(module: str, norm: str, weight: str, fused: bool) 
     )
     assert found is not None
     assert found.sources == (modules.Source(f"model.layers.1.{norm}", fused),)
+
+
+def test_rows_of_a_family() -> None:
+    """Names are replaced with all that is within them; rows are added or replace others."""
+    router, mlp = key(f"{LAYER}.mlp.router"), key(f"{LAYER}.mlp.linear_fc2")
+    angles = modules.Row("self_attention.rope", Kind.OUTPUT, (modules.Source(modules.ANGLES),))
+    rows = modules.Rows(
+        names={"mlp": "block", "mlp.gate": "block.router", "model.norm": "model.last"},
+        layer=(angles, modules.Row("mlp.router", Kind.OUTPUT, (modules.Source("mlp.x"),))),
+    )
+    correspondence = Correspondence((), rows)
+    for each, name in {
+        router: "model.layers.1.block.x",
+        dataclasses.replace(router, kind=Kind.ROUTING): "model.layers.1.block.router",
+        mlp: "model.layers.1.block.down_proj",
+        key("decoder.final_layernorm"): "model.last",
+        key(f"{LAYER}.self_attention.rope"): modules.ANGLES,
+    }.items():
+        row = correspondence.row(each)
+        assert row is not None
+        assert row.sources[0].module == name
 
 
 def test_what_has_no_counterpart() -> None:
