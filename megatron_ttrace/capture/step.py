@@ -17,6 +17,7 @@ from megatron_ttrace.capture.isolate import clipped_by
 from megatron_ttrace.capture.loads import watched
 from megatron_ttrace.capture.modules import ModuleTap, Sink
 from megatron_ttrace.mcore import logged
+from megatron_ttrace.mcore.balancing import BIAS
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
@@ -156,6 +157,7 @@ class StepTap:
 
         with self._tap:
             self._attempt(self._parameters, ParamIndex.BEFORE)
+            self._attempt(self._buffers, BufferIndex.BEFORE)
             self._ready()
             optimizer.step = traced_step
             try:
@@ -165,7 +167,7 @@ class StepTap:
                 del optimizer.step
         self._attempt(self._losses, result)
         self._metrics(result)
-        self._attempt(self._buffers)
+        self._attempt(self._buffers, BufferIndex.AFTER)
         self._attempt(self._parameters, ParamIndex.AFTER)
         return result
 
@@ -271,9 +273,11 @@ class StepTap:
         for name, value in left.items():
             self._attempt(self._scalar, Kind.METRIC, name, value, MetricIndex.LEFT)
 
-    def _buffers(self) -> None:
+    def _buffers(self, when: BufferIndex) -> None:
         for place, buffer in self._model.buffers():
-            self._placed(Kind.BUFFER, place, buffer, BufferIndex.AFTER)
+            # A step changes no others that matter to the next.
+            if when is BufferIndex.AFTER or place.name.endswith(f".{BIAS}"):
+                self._placed(Kind.BUFFER, place, buffer, when)
 
     def _load(self, name: str, load: torch.Tensor) -> None:
         place = ParameterPlace(name, tuple(load.shape), ())

@@ -20,7 +20,6 @@ from megatron_ttrace.trace.records import (
     Exactness,
     Kind,
     Outcome,
-    ParamIndex,
     TraceKey,
 )
 
@@ -74,7 +73,7 @@ def must_be_equal(key: TraceKey, job: Arithmetic, *, later: bool = False) -> boo
         return False
     if key.kind in (Kind.TOKENS, Kind.LOADED):
         return True
-    if key.kind is Kind.PARAM and key.index == ParamIndex.BEFORE and not later:
+    if key.is_before and not later:
         return True
     if job.is_single:
         return True

@@ -247,7 +247,7 @@ class Tolerances:
 
     def _is_given(self, key: TraceKey) -> bool:
         """Whether nothing was computed yet: later steps start from updated parameters."""
-        return key.kind is not Kind.PARAM or key.iteration - 1 not in self._iterations
+        return not key.is_before or key.iteration - 1 not in self._iterations
 
     def _floor(self, key: TraceKey, norm: float, eps: float) -> float:
         """One rounding of every element, relative to the tensor's norm.
@@ -293,8 +293,7 @@ def few_samples(samples: int) -> float:
 
 def is_exact(key: TraceKey) -> bool:
     """Whether the tensor is given, not computed: equal to the last bit or wrong."""
-    given = Kind.TOKENS, Kind.LOADED
-    return key.kind in given or (key.kind is Kind.PARAM and key.index == ParamIndex.BEFORE)
+    return key.kind in (Kind.TOKENS, Kind.LOADED) or key.is_before
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -202,9 +202,7 @@ def _each(verdicts: Sequence[Judged], direction: Direction) -> list[_Origin]:
 
 def _start(verdicts: Sequence[Judged]) -> list[_Origin]:
     held = [v for v in _failures(verdicts) if v.verdict not in _ABSENT]
-    started = [
-        v for v in held if v.kind in (Kind.TOKENS, Kind.PARAM) and v.direction is Direction.START
-    ]
+    started = [v for v in held if v.kind is Kind.TOKENS or v.key.is_before]
     return _of_modules(started, Grounds.START) or [
         _Origin(v, f"{ROOT}.{v.index}", Grounds.MODEL_INPUT)
         for v in held

@@ -57,7 +57,6 @@ class Kind(StrEnum):
 MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 """What optimizers keep of earlier gradients."""
 
-
 FLOW = (Kind.INPUT, Kind.OUTPUT, Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
 """Activations and their gradients."""
 
@@ -83,12 +82,7 @@ _DIRECTION = {
         Direction.BACKWARD: (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT),
         Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.COUNTED, Kind.GRAD_NORM),
         Direction.UPDATE: (
-            Kind.HYPERPARAMETERS,
-            Kind.PARAM_DELTA,
-            Kind.EXP_AVG,
-            Kind.EXP_AVG_SQ,
-            Kind.BUFFER,
-            Kind.METRIC,
+            *(Kind.HYPERPARAMETERS, Kind.PARAM_DELTA, *MOMENTS, Kind.BUFFER, Kind.METRIC),
         ),
     }.items()
     for kind in kinds
@@ -187,6 +181,8 @@ class BufferIndex(IntEnum):
     """Its value after the step."""
     LOADS = 1
     """Of the bias of a router: the tokens of each expert relative to the mean, which change it."""
+    BEFORE = 2
+    """Of the bias of a router: its value before the step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -204,10 +200,17 @@ class TraceKey:
     index: Count = 0
 
     @property
+    def is_before(self) -> bool:
+        """Whether this is a parameter, or the bias of a router, before the step."""
+        before = (Kind.PARAM, ParamIndex.BEFORE), (Kind.BUFFER, BufferIndex.BEFORE)
+        return (self.kind, self.index) in before
+
+    @property
     def direction(self) -> Direction:
-        """Where in the step the tensor stands; a parameter is read before the step and after it."""
-        after = self.kind is Kind.PARAM and self.index == ParamIndex.AFTER
-        return Direction.UPDATE if after else self.kind.direction
+        """Where in the step the tensor is: some are read both before the step and after it."""
+        if self.is_before:
+            return Direction.START
+        return Direction.UPDATE if self.kind is Kind.PARAM else self.kind.direction
 
     def __str__(self) -> str:
         where = "" if self.microbatch == STEP_LEVEL else f" microbatch {self.microbatch}"
@@ -347,9 +350,7 @@ class Exactness(Record):
 
     def contradiction(self) -> str:
         """Why these numbers cannot be true; empty if they can."""
-        if self.lost > self.expected:
-            return f"{self.lost} lost of {self.expected} expected"
-        return ""
+        return f"{self.lost} lost of {self.expected} expected" if self.lost > self.expected else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -493,8 +494,6 @@ class Summary(Record):
         """Why these verdicts are not those that were counted; empty if they are."""
         found = Counter(verdict.verdict.value for verdict in verdicts)
         for name in sorted(found.keys() | self.counts.keys()):
-            if self.counts and found[name] != self.counts.get(name, 0):
-                return (
-                    f"{found[name]} verdicts are {name!r}, {self.counts.get(name, 0)} were counted"
-                )
+            if self.counts and found[name] != (counted := self.counts.get(name, 0)):
+                return f"{found[name]} verdicts are {name!r}, {counted} were counted"
         return ""

@@ -12,7 +12,15 @@ from megatron_ttrace.report.wording import UNKNOWN
 from megatron_ttrace.trace.findings import Cause, Explanation, PartialSums
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.places import Clue, Place
-from megatron_ttrace.trace.records import MOMENTS, STEP_LEVEL, Direction, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import (
+    MOMENTS,
+    STEP_LEVEL,
+    BufferIndex,
+    Direction,
+    Kind,
+    Outcome,
+    TraceKey,
+)
 from tests.diagnose.judged_by_hand import localise, verdict
 
 LAYERS = ("decoder.layers.0", "decoder.layers.1")
@@ -169,6 +177,13 @@ STAGES = {
         [verdict("w.weight", Kind.PARAM, Outcome.DIVERGED), *run(after("embedding"))],
         *("w.weight", Kind.PARAM, "differs before anything was computed"),
     ),
+    "bias": (
+        [
+            verdict("r.expert_bias", Kind.BUFFER, Outcome.DIVERGED, index=BufferIndex.BEFORE),
+            *run(after("embedding")),
+        ],
+        *("r.expert_bias", Kind.BUFFER, "differs before anything was computed"),
+    ),
     "after the step": (
         [verdict("a.w", Kind.PARAM, Outcome.DIVERGED, index=1)],
         "a",
@@ -252,9 +267,9 @@ def test_stages(verdicts: list[Judged], name: str, kind: Kind, reason: str) -> N
     """The only culprit, whatever else fails because of it."""
     [culprit] = localise(verdicts)
     assert (culprit.name, culprit.kind) == (name, kind)
-    after_step = kind is Kind.PARAM and culprit.index == 1
-    direction = Direction.FORWARD if culprit.verdict in (MISSING, Outcome.EXTRA) else kind.direction
-    assert culprit.direction is (Direction.UPDATE if after_step else direction)
+    direction = TraceKey(1, STEP_LEVEL, kind, name, culprit.index).direction
+    is_absent = culprit.verdict in (MISSING, Outcome.EXTRA)
+    assert culprit.direction is (Direction.FORWARD if is_absent else direction)
     assert reason in culprit.reason
 
 

@@ -114,7 +114,10 @@ def test_what_a_step_leaves(tmp_path):
     wrong = {(one.kind, one.index): set() for one in checked.failed}
     for one in checked.failed:
         wrong[one.kind, one.index].add(one.name)
-    assert wrong[Kind.BUFFER, BufferIndex.LOADS] == biases
+    before = {
+        v.name for v in checked.verdicts if (v.kind, v.index) == (Kind.BUFFER, BufferIndex.BEFORE)
+    }
+    assert before == wrong[Kind.BUFFER, BufferIndex.LOADS] == biases
     assert wrong[Kind.METRIC, MetricIndex.LEFT] == {"load_balancing_loss", "z_loss"}
     assert {kind for kind, _ in wrong} == {Kind.BUFFER, Kind.METRIC}
     assert [index for kind, index in wrong if kind is Kind.METRIC] == [MetricIndex.LEFT]

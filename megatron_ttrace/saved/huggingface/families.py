@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.saved.huggingface.modules import Rows
+from megatron_ttrace.saved.huggingface.modules import LATENT, Rows
 from megatron_ttrace.trace import small_files
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -69,7 +69,7 @@ class Rule:
             layer after it; experts are grouped, sequential, or in a checkpoint.
         hf: alternative lists of parts. First those that transformers 5 has in memory.
         order: of the rows of these parts.
-        needs: a field of the config that must be true.
+        needs, unless: a field of the config that must be true, or must not.
         padded: whether Megatron may append rows to the vocabulary.
     """
 
@@ -78,6 +78,7 @@ class Rule:
     hf: tuple[tuple[Part, ...], ...]
     order: Order = Order.STACKED
     needs: str = ""
+    unless: str = ""
     padded: bool = False
 
 
@@ -90,6 +91,7 @@ class Family:
         rules: for all its tensors.
         defaults: values of fields that a ``config.json`` may lack.
         rows: how its modules differ from those of most.
+        only: fields that must have these values for its computation to be compared.
         weights_only: whether nothing is known of the modules that compute with them.
     """
 
@@ -97,6 +99,7 @@ class Family:
     rules: tuple[Rule, ...]
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rows: Rows = dataclasses.field(default_factory=Rows)
+    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     weights_only: bool = False
 
 
@@ -187,10 +190,16 @@ def _shared_expert(theirs: str, needs: str = "") -> tuple[Rule, ...]:
     return _gated(Where.SPARSE, "mlp.shared_experts", f"mlp.{theirs}", needs=needs)
 
 
-def _norm_of(ours: str, linear: str, theirs: str) -> Rule:
-    """A norm between two linear layers of multi-latent attention."""
-    names = f"self_attention.{linear}.layer_norm_weight", f"self_attention.{ours}.weight"
-    return _rule(Where.LAYER, names, f"self_attn.{theirs}.weight")
+def _latent(of: str, **others: Any) -> tuple[Rule, ...]:
+    """The two linear layers of queries, or of keys and values, and the norm between them."""
+    shared = "_with_mqa" if of == "kv" else ""
+    ours, up = f"self_attention.linear_{of}_down_proj", f"self_attention.linear_{of}_up_proj"
+    norms = f"{up}.layer_norm_weight", f"self_attention.{of}_layernorm.weight"
+    names = {f"{of}_a_proj{shared}": f"{ours}.weight", f"{of}_b_proj": f"{up}.weight"}
+    return (
+        *(_rule(Where.LAYER, names[x], f"self_attn.{x}.weight", **others) for x in names),
+        _rule(Where.LAYER, norms, f"self_attn.{of}_a_layernorm.weight", **others),
+    )
 
 
 _BIASES = (_qkv("bias", "attention_bias"), _out("bias", "attention_bias"))
@@ -201,20 +210,14 @@ _QK_NORMS = _same(
 )
 _MLP = _gated(Where.DENSE, "mlp", "mlp")
 _LATENT_ATTENTION = (
-    *_same(
+    *_latent("q", needs="q_lora_rank"),
+    _rule(
         Where.LAYER,
-        {
-            f"self_attention.{ours}.weight": f"self_attn.{theirs}.weight"
-            for ours, theirs in {
-                "linear_q_down_proj": "q_a_proj",
-                "linear_q_up_proj": "q_b_proj",
-                "linear_kv_down_proj": "kv_a_proj_with_mqa",
-                "linear_kv_up_proj": "kv_b_proj",
-            }.items()
-        },
+        "self_attention.linear_q_proj.weight",
+        "self_attn.q_proj.weight",
+        unless="q_lora_rank",
     ),
-    _norm_of("q_layernorm", "linear_q_up_proj", "q_a_layernorm"),
-    _norm_of("kv_layernorm", "linear_kv_up_proj", "kv_a_layernorm"),
+    *_latent("kv"),
     _out("weight"),
 )
 _OSS_EXPERTS = tuple(
@@ -283,7 +286,10 @@ FAMILIES: Mapping[str, Family] = {
             *_shared_expert("shared_experts", "n_shared_experts"),
             _rule(Where.SPARSE, "mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
         ),
-        weights_only=True,
+        {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3},
+        rows=LATENT,
+        # Megatron always turns pairs; a converter would have to reorder rows.
+        only={"rope_interleave": True},
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -347,4 +353,9 @@ def family_of(config: Config, *, weights_only: bool = False) -> Family:
         raise TTraceError("config.json: quantized weights (quantization_config) are not supported")
     if FAMILIES[name].weights_only and not weights_only:
         raise TTraceError(f"config.json: of {name} only weights are compared (ttrace checkpoint)")
+    for field, value in FAMILIES[name].only.items() if not weights_only else ():
+        if config.get(field, value) != value:
+            raise TTraceError(
+                f"config.json: of {name} {field} {config[field]!r} is not compared, only {value!r}"
+            )
     return FAMILIES[name]

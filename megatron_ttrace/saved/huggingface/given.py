@@ -18,7 +18,7 @@ from megatron_ttrace.mcore.options.decisions import AUXILIARY
 from megatron_ttrace.saved.huggingface import modules
 from megatron_ttrace.saved.huggingface.families import Family, family_of, read_config
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import Kind, ParamIndex, RoutingIndex, TraceKey
+from megatron_ttrace.trace.records import Kind, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 _LAYERS, _ROWS = "num_hidden_layers", "vocab_size"
@@ -64,12 +64,9 @@ class Given:
         return self.trace.reference.identity.get("arguments") or {}
 
     def parameters(self) -> dict[str, TraceKey]:
-        """The parameters that the step starts from, by name."""
+        """The parameters, and routers' biases, that the step starts from, by name."""
         return {
-            key.name: key
-            for key in self.trace
-            if (key.iteration, key.kind, key.index)
-            == (self.iteration, Kind.PARAM, ParamIndex.BEFORE)
+            key.name: key for key in self.trace if key.iteration == self.iteration and key.is_before
         }
 
     def correspondence(self) -> modules.Correspondence:

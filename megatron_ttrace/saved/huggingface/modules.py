@@ -20,15 +20,13 @@ from megatron_ttrace.trace.records import ROOT, Kind, RoutingIndex, TraceKey
 
 ATTENTION = "<attention>"
 """The function in a module of attention: q, k, v after RoPE, and its result."""
-ANGLES = "<angles>"
-"""Each position times each inverse frequency, [s, d]."""
 LOSS = "<loss>"
 """The loss of each token, [b, s]."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """An input (``is_input``) or output of a module of ``transformers``."""
+    """An input (``is_input``) or output of a module of ``transformers``, or a buffer."""
 
     module: str
     is_input: bool = False
@@ -106,8 +104,18 @@ def _map(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
     return none.scatter(1, chosen, value=True)
 
 
+def _biased_sigmoid(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """Logits, [b * s, experts], and the bias of each expert to the scores that they are chosen by.
+
+    As ``topk_routing_with_score_function`` of megatron/core/transformer/moe/moe_utils.py has them.
+    """
+    return _token_order(parts, sizes).sigmoid() + parts[1]
+
+
 def _angles(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
-    return parts[0][:, None, None]
+    """Inverse frequencies, [d / 2], to the angle of each position, [s, 1, 1, d]."""
+    angles = torch.outer(torch.arange(sizes.tokens).float(), parts[0])
+    return torch.cat((angles, angles), dim=-1)[:, None, None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,8 +125,8 @@ class Row:
     Attributes:
         module: its name, within a layer or in the model.
         kind: ``INPUT``, ``OUTPUT`` or ``ROUTING``.
-        sources: what it is made of. Within a layer their modules are the layer's too, but for
-            the model's :data:`ANGLES`.
+        sources: what it is made of. Within a layer their modules are the layer's too, unless
+            their names begin with ``model.``.
         layout: how.
         index: of the tensor's key.
     """
@@ -134,12 +142,37 @@ _NORM_1, _NORM_2 = "input_layernorm", "post_attention_layernorm"
 _CORE = f"self_attn.{ATTENTION}"
 _GATE = "mlp.gate"
 _QKV = tuple(Source(f"self_attn.{name}_proj") for name in "qkv")
-_GATE_UP = tuple(Source(f"mlp.{name}_proj") for name in ("gate", "up"))
+_FREQUENCIES = Source("model.rotary_emb.inv_freq")
+
+
+def _mlp(ours: str, theirs: str) -> tuple[Row, ...]:
+    gate_up = tuple(Source(f"{theirs}.{name}_proj") for name in ("gate", "up"))
+    return (
+        Row(ours, Kind.INPUT, (Source(_NORM_2),)),
+        Row(f"{ours}.linear_fc1", Kind.INPUT, (Source(_NORM_2),)),
+        Row(f"{ours}.linear_fc1", Kind.OUTPUT, gate_up),
+        Row(f"{ours}.linear_fc2", Kind.INPUT, (_in(f"{theirs}.down_proj"),)),
+        Row(f"{ours}.linear_fc2", Kind.OUTPUT, (Source(f"{theirs}.down_proj"),)),
+        Row(ours, Kind.OUTPUT, (Source(theirs),)),
+    )
+
+
+def _router(
+    scores: tuple[Source, ...], layout: Layout, weights: Source, chosen: Source
+) -> tuple[Row, ...]:
+    return (
+        Row("mlp.router", Kind.INPUT, (Source(_NORM_2),)),
+        Row("mlp.router", Kind.ROUTING, scores, layout, RoutingIndex.SCORES),
+        Row("mlp.router", Kind.ROUTING, (chosen,), _token_order, RoutingIndex.CHOICE),
+        Row("mlp.router", Kind.OUTPUT, (weights, chosen), _of_all),
+        Row("mlp.router", Kind.OUTPUT, (chosen,), _map, 1),
+    )
+
 
 MODEL = (
     Row("embedding.word_embeddings", Kind.OUTPUT, (Source("model.embed_tokens"),), _same),
     Row("embedding", Kind.OUTPUT, (Source("model.embed_tokens"),)),
-    Row("rotary_pos_emb", Kind.OUTPUT, (Source(ANGLES),), _angles),
+    Row("rotary_pos_emb", Kind.OUTPUT, (_FREQUENCIES,), _angles),
     Row("decoder.final_layernorm", Kind.INPUT, (_in("model.norm"),)),
     Row("decoder.final_layernorm", Kind.OUTPUT, (Source("model.norm"),)),
     Row("output_layer", Kind.INPUT, (_in("lm_head"),)),
@@ -168,17 +201,9 @@ LAYER = (
     Row("self_attention", Kind.OUTPUT, (Source("self_attn"),)),
     Row("pre_mlp_layernorm", Kind.INPUT, (_in(_NORM_2),)),
     Row("pre_mlp_layernorm", Kind.OUTPUT, (Source(_NORM_2),)),
-    Row("mlp", Kind.INPUT, (Source(_NORM_2),)),
-    Row("mlp.linear_fc1", Kind.INPUT, (Source(_NORM_2),)),
-    Row("mlp.linear_fc1", Kind.OUTPUT, _GATE_UP),
-    Row("mlp.linear_fc2", Kind.INPUT, (_in("mlp.down_proj"),)),
-    Row("mlp.linear_fc2", Kind.OUTPUT, (Source("mlp.down_proj"),)),
-    Row("mlp.router", Kind.INPUT, (Source(_NORM_2),)),
-    Row("mlp.router", Kind.ROUTING, (Source(_GATE),), _token_order, RoutingIndex.SCORES),
-    Row("mlp.router", Kind.ROUTING, (Source(_GATE, index=2),), _token_order, RoutingIndex.CHOICE),
-    Row("mlp.router", Kind.OUTPUT, (Source(_GATE, index=1), Source(_GATE, index=2)), _of_all),
-    Row("mlp.router", Kind.OUTPUT, (Source(_GATE, index=2),), _map, 1),
-    Row("mlp", Kind.OUTPUT, (Source("mlp"),)),
+    *_mlp("mlp", "mlp"),
+    *_mlp("mlp.shared_experts", "mlp.shared_experts"),
+    *_router((Source(_GATE),), _token_order, Source(_GATE, index=1), Source(_GATE, index=2)),
 )
 
 
@@ -210,6 +235,38 @@ class Rows:
 
 
 _NORMS = {_NORM_1: ("input_layernorm.weight",), _NORM_2: ("pre_mlp_layernorm.weight",)}
+
+
+def _projection(ours: str, source: Source, theirs: str) -> tuple[Row, ...]:
+    return (
+        Row(f"self_attention.{ours}", Kind.INPUT, (source,)),
+        Row(f"self_attention.{ours}", Kind.OUTPUT, (Source(theirs),)),
+    )
+
+
+_Q_NORM, _KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
+LATENT = Rows(
+    layer=(
+        Row("self_attention.rotary_pos_emb", Kind.OUTPUT, (_FREQUENCIES,), _angles),
+        *_projection("linear_q_proj", Source(_NORM_1), "self_attn.q_proj"),
+        *_projection("linear_q_down_proj", Source(_NORM_1), "self_attn.q_a_proj"),
+        *_projection("linear_kv_down_proj", Source(_NORM_1), "self_attn.kv_a_proj_with_mqa"),
+        *_projection("q_layernorm", _in(_Q_NORM), _Q_NORM),
+        *_projection("kv_layernorm", _in(_KV_NORM), _KV_NORM),
+        *_projection("linear_q_up_proj", Source(_Q_NORM), "self_attn.q_b_proj"),
+        *_projection("linear_kv_up_proj", Source(_KV_NORM), "self_attn.kv_b_proj"),
+        *_router(
+            (Source(_GATE), Source(f"{_GATE}.e_score_correction_bias")),
+            _biased_sigmoid,
+            *(_in("mlp.experts", index) for index in (2, 1)),
+        ),
+    ),
+    norms={
+        _Q_NORM: ("self_attention.q_layernorm.weight",),
+        _KV_NORM: ("self_attention.kv_layernorm.weight",),
+    },
+)
+"""Multi-latent attention, and routers that add a bias to the sigmoid of a score."""
 
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)(?:\.|$)")
 _VALUES = {Kind.GRAD_OUTPUT: Kind.OUTPUT, Kind.GRAD_INPUT: Kind.INPUT}
@@ -250,7 +307,7 @@ class Correspondence:
 
     def _source(self, source: Source, kind: Kind, number: int | None) -> Source:
         name, is_input = self._rows.renamed(source.module), source.is_input
-        if number is None or source.module == ANGLES:
+        if number is None or source.module.startswith("model."):
             return dataclasses.replace(source, module=name)
         if kind is Kind.INPUT and (weights := self._norms.get(source.module)):
             at = f"decoder.layers.{number}."

@@ -49,6 +49,7 @@ class Taps:
 
     def __init__(self, model: torch.nn.Module, names: Container[str]) -> None:
         """Attach to the modules with these names."""
+        self._buffers = {Source(name): buffer for name, buffer in model.named_buffers()}
         self._seen: dict[Source, torch.Tensor] = {}
         self._names = {module: name for name, module in model.named_modules()}
         for module, name in self._names.items():
@@ -57,7 +58,7 @@ class Taps:
 
     def clear(self) -> None:
         """Forget a microbatch."""
-        self._seen.clear()
+        self._seen = {**self._buffers}
 
     def keep(self, source: Source, value: Any) -> None:
         """Keep a tensor, and its gradient; other values are ignored."""
@@ -104,22 +105,31 @@ class Taps:
 class _Replayed(TorchFunctionMode):
     """Gives a router the trace's choice of experts where its own is better by rounding only.
 
-    Two scores are a tie if each is within its tolerance (``limit``) of the other.
+    Two scores are a tie if each is within its tolerance (``limit``) of the other. Of routers that
+    choose groups of experts first, these are the groups of the trace's choice.
     """
 
-    def __init__(self, chosen: torch.Tensor, limit: Tolerance) -> None:
+    def __init__(self, chosen: torch.Tensor, experts: int, limit: Tolerance) -> None:
         super().__init__()
-        self._chosen, self._limit = chosen, limit
+        self._chosen, self._experts, self._limit = chosen, experts, limit
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, torch.Tensor.topk) or result[1].shape != self._chosen.shape:
+        if func not in (torch.topk, torch.Tensor.topk) or args[0].ndim != 2:
             return result
         scores, (values, chosen) = args[0], result
-        instead = scores.gather(1, self._chosen)
-        gap = (values - instead).detach().abs().amax(dim=1, keepdim=True)
-        tie = gap <= 2 * self._limit.value * scores.detach().square().mean().sqrt()
-        return torch.where(tie, instead, values), torch.where(tie, self._chosen, chosen)
+        replayed = self._chosen
+        if (count := scores.shape[1]) != self._experts:
+            groups = replayed // (self._experts // count)
+            replayed = scores.scatter(1, groups, torch.inf).topk(values.shape[1]).indices
+        if replayed.shape != chosen.shape:
+            return result
+        instead = scores.gather(1, replayed)
+        ranked = (each.detach().sort(dim=1).values for each in (values, instead))
+        gap = torch.sub(*ranked).abs().amax(dim=1, keepdim=True)
+        size = scores.detach()[scores.isfinite()].square().mean().sqrt()
+        tie = gap <= 2 * self._limit.value * size
+        return type(result)((torch.where(tie, instead, values), torch.where(tie, replayed, chosen)))
 
 
 class _Model:
@@ -214,9 +224,6 @@ class _Model:
             logits.flatten(0, 1), labels.flatten(), reduction="none"
         ).view_as(labels)
         self._taps.keep(Source(modules.LOSS), losses)
-        if rotary := getattr(self._model.model, "rotary_emb", None):
-            angles = torch.outer(positions[0].float(), rotary.inv_freq)
-            self._taps.keep(Source(modules.ANGLES), torch.cat((angles, angles), dim=-1))
         losses.backward(data(Kind.GRAD_OUTPUT, 0).to(losses.dtype))
         return ours
 
@@ -231,8 +238,10 @@ class _Model:
                 continue
             chosen = modules.by_sample(self._trace.data(key), sizes)
             limit = tolerances.of(dataclasses.replace(key, index=RoutingIndex.SCORES))
-            router = self._model.get_submodule(row.sources[0].module)
-            router.forward = _under(_Replayed(chosen, limit), router.forward)
+            # A router may be a part of the module around its gate and experts.
+            router = self._model.get_submodule(row.sources[0].module.rpartition(".")[0])
+            replayed = _Replayed(chosen, sizes.experts, limit)
+            router.forward = _under(replayed, router.forward)
             routers.append(router)
         try:
             yield
@@ -263,9 +272,8 @@ class _Model:
             )
             factor /= sum(float(mask.sum()) for mask in masks)
         gradients = {
-            name: parameter.grad * factor
-            for name, parameter in self._model.named_parameters()
-            if parameter.grad is not None
+            name: torch.zeros_like(value) if value.grad is None else value.grad * factor
+            for name, value in self._model.state_dict(keep_vars=True).items()
         }
         return weights.megatron_weights(
             self._given.family, self._given.config, gradients, self._parameters

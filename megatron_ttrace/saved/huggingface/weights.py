@@ -156,7 +156,7 @@ class Table:
         values = {**family.defaults, **config}
         pairs, missing = [], []
         for rule in family.rules:
-            if rule.needs and not values.get(rule.needs):
+            if (rule.needs and not values.get(rule.needs)) or values.get(rule.unless):
                 continue
             for layer in sizes.layers_of(rule.where):
                 is_of_expert = "{expert}" in rule.megatron[0]

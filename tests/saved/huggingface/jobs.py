@@ -53,17 +53,62 @@ EP = ("--expert-model-parallel-size", "2")
 
 @dataclasses.dataclass(frozen=True)
 class Twin:
-    """A model: fields of its ``config.json``, and the flags that make Megatron's the same."""
+    """A model: fields of its ``config.json``, and the flags that make Megatron's the same.
+
+    ``without`` are flags of :data:`FLAGS` that it lacks.
+    """
 
     config: Mapping[str, Any]
     flags: tuple[str, ...]
+    without: tuple[str, ...] = ()
 
     def write(self, folder: Path, **others: Any) -> Path:
-        """Its ``config.json``, with other values of some fields."""
+        """Its ``config.json``, with other values of some fields, and without those of ``...``."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "config.json"
-        path.write_text(json.dumps({**_CONFIG, **self.config, **others}))
+        fields = {**_CONFIG, **self.config, **others}
+        path.write_text(json.dumps({k: v for k, v in fields.items() if v is not ...}))
         return path
+
+
+_LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "head_dim": ...,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "rms_norm_eps": 1e-6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+_LATENT_FLAGS = (
+    *("--multi-latent-attention", "--qk-layernorm", "--q-lora-rank", "24", "--kv-lora-rank", "16"),
+    *("--qk-head-dim", "10", "--rope-type", "yarn", "--rotary-scaling-factor", "40"),
+    *("--mscale", "1.0", "--mscale-all-dim", "0.5"),
+    *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "12", "--norm-epsilon", "1e-6"),
+    *("--num-experts", "8", "--moe-router-topk", "4", "--moe-ffn-hidden-size", "48"),
+    *("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+    *("--moe-router-num-groups", "4", "--moe-router-group-topk", "2"),
+    *("--moe-router-topk-scaling-factor", "2.5", "--moe-layer-freq", "[0]+[1]"),
+    *("--moe-shared-expert-intermediate-size", "96"),
+)
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "original_max_position_embeddings": 4096,
+}
 
 
 TWINS: Mapping[str, Twin] = {
@@ -99,12 +144,19 @@ TWINS: Mapping[str, Twin] = {
         },
         (*_EXPERTS, *_LOCAL),
     ),
+    "deepseek_v3": Twin(
+        {**_LATENT, "rope_scaling": _YARN}, _LATENT_FLAGS, ("--group-query-attention",)
+    ),
 }
 
 
 def arguments(twin: Twin, more: Sequence[str] = (), *, length: int = 32) -> tuple[str, ...]:
     """The flags of a job that trains a model."""
-    flags = [flag for flag in FLAGS if not (_is_tied(twin) and flag.startswith("--untie"))]
+    flags = [
+        flag
+        for flag in FLAGS
+        if flag not in twin.without and not (_is_tied(twin) and flag.startswith("--untie"))
+    ]
     return (*flags, "--seq-length", str(length), *twin.flags, *more)
 
 
@@ -151,6 +203,21 @@ FAULTS: Mapping[str, Fault] = {
         "qwen3_moe", ("--moe-router-score-function", "sigmoid"), r".*layers\.0\.mlp\.router"
     ),
     "fused-loss": Fault("llama3", ("--cross-entropy-loss-fusion",), "output_layer"),
+    "yarn": Fault(
+        "deepseek_v3", ("--rotary-scaling-factor", "30"), r".*layers\.0\..*rotary_pos_emb"
+    ),
+    "mscale": Fault("deepseek_v3", ("--mscale", "0.7"), r".*layers\.0\.self_attention"),
+    "epsilon-latent": Fault(
+        "deepseek_v3", ("--norm-epsilon", "1e-5"), r".*layers\.0\.input_layernorm"
+    ),
+    "routed-scale": Fault(
+        "deepseek_v3", ("--moe-router-topk-scaling-factor", "1.0"), r".*layers\.1\.mlp\.router"
+    ),
+    "groups-of-experts": Fault(
+        "deepseek_v3", ("--moe-router-group-topk", "4"), r".*layers\.1\.mlp\.router"
+    ),
+    "dense-layers": Fault("deepseek_v3", ("--moe-layer-freq", "[1]+[0]"), ""),
+    "shared-experts": Fault("deepseek_v3", ("--moe-shared-expert-intermediate-size", "48"), ""),
     "bias": Fault("llama3", ("--add-qkv-bias",), ""),
     "capacity": Fault("qwen3_moe", ("--moe-expert-capacity-factor", "1.0"), ""),
     "auxiliary": Fault("qwen3_moe", ("--moe-aux-loss-coeff", "0.01"), ""),

@@ -62,6 +62,9 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 BIASED = {**CONFIGS["llama"], "attention_bias": True, "mlp_bias": True}
 """A Llama with all biases it can have."""
 
+WHOLE_QUERIES = {**CONFIGS["deepseek_v3"], "q_lora_rank": None}
+"""Multi-latent attention whose queries are not compressed."""
+
 
 def files(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Random weights by the names and in the shapes of transformers' files."""
@@ -143,10 +146,14 @@ def _latent(config: Mapping[str, Any], at: str) -> dict[str, tuple[int, ...]]:
     query, key = config["q_lora_rank"], config["kv_lora_rank"]
     plain, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
     value = config["v_head_dim"]
-    return {
-        f"{at}q_a_proj.weight": (query, hidden),
-        f"{at}q_a_layernorm.weight": (query,),
-        f"{at}q_b_proj.weight": (heads * (plain + turned), query),
+    queries: dict[str, tuple[int, ...]] = {f"{at}q_proj.weight": (heads * (plain + turned), hidden)}
+    if query:
+        queries = {
+            f"{at}q_a_proj.weight": (query, hidden),
+            f"{at}q_a_layernorm.weight": (query,),
+            f"{at}q_b_proj.weight": (heads * (plain + turned), query),
+        }
+    return queries | {
         f"{at}kv_a_proj_with_mqa.weight": (key + turned, hidden),
         f"{at}kv_a_layernorm.weight": (key,),
         f"{at}kv_b_proj.weight": (heads * (plain + value), key),
@@ -189,7 +196,7 @@ def converted(
             f"{at}input_layernorm.weight"
         ]
         for leaf in ("weight", "bias"):
-            if f"{at}self_attn.q_proj.{leaf}" in state:
+            if f"{at}self_attn.k_proj.{leaf}" in state:
                 q, k, v = (state[f"{at}self_attn.{x}_proj.{leaf}"] for x in "qkv")
                 rows = []
                 for group in range(groups):
@@ -210,6 +217,9 @@ def converted(
             gate, up, down = "w1", "w3", "w2"
             moe = f"{at}block_sparse_moe."
         ours |= {to + OTHERS[x]: state[at + x] for x in OTHERS if at + x in state}
+        if config is WHOLE_QUERIES:
+            name = f"{to}self_attention.linear_q_proj.weight"
+            ours[name] = state[f"{at}self_attn.q_proj.weight"]
         norm = state[f"{at}post_attention_layernorm.weight"]
         if f"{at}pre_feedforward_layernorm.weight" in state:
             ours[f"{to}self_attention.linear_proj.post_layernorm.weight"] = norm

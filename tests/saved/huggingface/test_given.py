@@ -99,5 +99,7 @@ def test_refused_configs(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model_type": "gpt_oss"}))
     with pytest.raises(TTraceError, match="of gpt_oss only weights are compared"):
         Given.read(path, reference)
+    with pytest.raises(TTraceError, match="rope_interleave False is not compared, only True"):
+        Given.read(TWINS["deepseek_v3"].write(tmp_path, rope_interleave=False), reference)
     with pytest.raises(TTraceError, match="vocab_size 128, but the model"):
         Given.read(TWINS["llama"].write(tmp_path), reference)

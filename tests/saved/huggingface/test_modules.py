@@ -77,7 +77,8 @@ def test_norms_inside_modules(module: str, norm: str, weight: str, fused: bool) 
 def test_rows_of_a_family() -> None:
     """Names are replaced with all that is within them; rows are added or replace others."""
     router, mlp = key(f"{LAYER}.mlp.router"), key(f"{LAYER}.mlp.linear_fc2")
-    angles = modules.Row("self_attention.rope", Kind.OUTPUT, (modules.Source(modules.ANGLES),))
+    frequencies = modules.Source("model.rotary_emb.inv_freq")
+    angles = modules.Row("self_attention.rope", Kind.OUTPUT, (frequencies,))
     rows = modules.Rows(
         names={"mlp": "block", "mlp.gate": "block.router", "model.norm": "model.last"},
         layer=(angles, modules.Row("mlp.router", Kind.OUTPUT, (modules.Source("mlp.x"),))),
@@ -88,11 +89,47 @@ def test_rows_of_a_family() -> None:
         dataclasses.replace(router, kind=Kind.ROUTING): "model.layers.1.block.router",
         mlp: "model.layers.1.block.down_proj",
         key("decoder.final_layernorm"): "model.last",
-        key(f"{LAYER}.self_attention.rope"): modules.ANGLES,
+        key(f"{LAYER}.self_attention.rope"): frequencies.module,
     }.items():
         row = correspondence.row(each)
         assert row is not None
         assert row.sources[0].module == name
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_latent_attention(fused: bool) -> None:
+    """A norm between two linear layers is in the second, or between them."""
+    names = [] if fused else [f"{LAYER}.self_attention.kv_layernorm.weight"]
+    row = Correspondence(names, modules.LATENT).row(
+        key(f"{LAYER}.self_attention.linear_kv_up_proj", Kind.GRAD_INPUT)
+    )
+    assert row is not None
+    assert row.sources == (modules.Source("model.layers.1.self_attn.kv_a_layernorm", fused),)
+
+
+def test_routers_with_a_bias() -> None:
+    """Experts are chosen by the sigmoid of a logit plus the bias of the expert."""
+    row = Correspondence((), modules.LATENT).row(
+        key(f"{LAYER}.mlp.router", Kind.ROUTING, RoutingIndex.SCORES)
+    )
+    assert row is not None
+    logits, bias = torch.randn(2, 3, 4), torch.randn(4)  # b 2, s 3
+    scores = row.layout([logits.flatten(0, 1), bias], SIZES)
+    assert scores[3].equal(logits[1, 1].sigmoid() + bias)
+
+
+def test_angles() -> None:
+    """Those of a layer's embedding are the model's."""
+    correspondence = Correspondence((), modules.LATENT)
+    whole, layer = (
+        correspondence.row(key(name))
+        for name in ("rotary_pos_emb", f"{LAYER}.self_attention.rotary_pos_emb")
+    )
+    assert whole is not None
+    assert layer is not None
+    assert whole.sources == layer.sources
+    angles = layer.layout([torch.tensor([1.0, 0.5])], SIZES)
+    assert angles[2, 0, 0].tolist() == [2.0, 1.0, 2.0, 1.0]
 
 
 def test_what_has_no_counterpart() -> None:

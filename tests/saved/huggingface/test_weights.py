@@ -10,7 +10,7 @@ from megatron_ttrace.saved.huggingface import families, weights
 from megatron_ttrace.trace.errors import TTraceError
 from tests.saved.huggingface import made
 
-CONFIGS = [*made.CONFIGS.values(), made.BIASED]
+CONFIGS = [*made.CONFIGS.values(), made.BIASED, made.WHOLE_QUERIES]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=made.name)
@@ -97,7 +97,7 @@ def test_what_is_refused():
     family = families.family_of(config, weights_only=True)
     for changed, match in (
         ({"model_type": "gpt2"}, "'gpt2' is not supported"),
-        ({"model_type": "deepseek_v3"}, "of deepseek_v3 only weights are compared"),
+        ({"model_type": "gpt_oss"}, "of gpt_oss only weights are compared"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ):
         with pytest.raises(TTraceError, match=match):
