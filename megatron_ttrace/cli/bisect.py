@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace bisect``: which commit of Megatron, or which part of a layout, made a job diverge."""
+"""``ttrace bisect``: which commit of Megatron made a job diverge."""
 
 from __future__ import annotations
 
@@ -32,14 +32,12 @@ examples:
   ttrace bisect core_v0.18.0 main -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
   ttrace bisect --checkout Megatron-LM v1 v2 -- python my_pretrain.py ...
   ttrace bisect --against before v1 v2 -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
-  ttrace bisect --axes -- torchrun --nproc-per-node 8 --nnodes 4 pretrain_gpt.py ...
 
 Commits from GOOD, which is trusted, to BAD, along first parents, are checked in git worktrees below
 --directory; the files of the checkout are not touched. Of 64 commits 7 are checked. A commit that
-cannot be checked is skipped. With --axes, the command is made as small as it can be while the same
-module diverges: parallel axes first, then single flags.
+cannot be checked is skipped. Which part of a layout a job needs: ttrace hunt.
 
-exit code: 0 a single commit or the smallest job was found, 2 otherwise
+exit code: 0 a single commit was found, 2 otherwise
 """
 _PLACE = re.compile(r"(?P<file>[^\s:]+\.py):(?P<line>\d+)")
 _SHOWN = 3
@@ -52,15 +50,9 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         subparsers,
         "bisect",
         run,
-        summary="find the commit of Megatron, or the part of a layout, that makes a job diverge",
-        description="Find the first commit of a Megatron checkout with which a job diverges, or "
-        "(--axes) the smallest layout and set of features with which it does.",
+        summary="find the commit of Megatron that makes a job diverge",
+        description="Find the first commit of a Megatron checkout with which a job diverges.",
         epilog=_EPILOG,
-    )
-    parser.add_argument(
-        "--axes",
-        action="store_true",
-        help="search the command's own layout and flags instead of commits",
     )
     parser.add_argument(
         "--checkout",
@@ -76,13 +68,12 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     command.add_directory(parser, "ttrace-bisect")
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    command.add_max_ranks(parser)
     training.add_arguments(parser, "GOOD BAD -- COMMAND")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search commits, or axes."""
+    """Search commits."""
     words = args.command_words
     if words and "--" not in words:
         raise TTraceError(
@@ -90,16 +81,8 @@ def run(args: argparse.Namespace) -> int:
         )
     at = words.index("--") if words else 0
     ends, args.command_words = words[:at], words[at:]
-    if args.axes:
-        if ends or args.against or args.checkout:
-            raise TTraceError("--axes searches one command: give no commits, checkout or --against")
-        from megatron_ttrace.cli import bisect_axes
-
-        return bisect_axes.run(args)
     if len(ends) != 2 or any(one.startswith("-") for one in ends):
-        raise TTraceError(
-            "give two commits after all options: ttrace bisect GOOD BAD -- COMMAND (or --axes)"
-        )
+        raise TTraceError("give two commits after all options: ttrace bisect GOOD BAD -- COMMAND")
     found = training.command_of(args)
     if found.nodes > 1:
         raise TTraceError("the command is for several machines: see ttrace shrink for a small one")

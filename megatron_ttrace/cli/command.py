@@ -193,7 +193,9 @@ def progress(began: float | None = None) -> Say:
     start = time.monotonic() if began is None else began
 
     def say(line: str) -> None:
-        print(f"[{time.monotonic() - start:5.1f} s] {line}", file=sys.stderr, flush=True)
+        # In one piece: a signal's last line must not begin in the middle of this one.
+        sys.stderr.write(f"[{time.monotonic() - start:5.1f} s] {line}\n")
+        sys.stderr.flush()
 
     return say
 

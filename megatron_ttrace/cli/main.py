@@ -24,6 +24,7 @@ COMMANDS = (
     "megatron_ttrace.cli.diff",
     "megatron_ttrace.cli.blame",
     "megatron_ttrace.cli.bisect",
+    "megatron_ttrace.cli.hunt",
     "megatron_ttrace.cli.ci",
     "megatron_ttrace.cli.resume",
     "megatron_ttrace.cli.checkpoint",

@@ -57,8 +57,8 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     causes = table.by_cause(summary.culprits)
     data = payload(verdicts, found, figure, chosen) | {"residuals": _residuals(summary, verdicts)}
     return _template().render(
-        css=Markup(_asset("report.css")),  # noqa: S704 - our own files
-        js=Markup(_asset("report.js")),  # noqa: S704
+        css=Markup(asset("report.css")),  # noqa: S704 - our own files
+        js=Markup(asset("report.js")),  # noqa: S704
         data=Markup(script_json(data)),  # noqa: S704 - escaped
         summary=summary,
         run_id=run or (summary.run.id if summary.run else ""),
@@ -87,10 +87,9 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     )
 
 
-@functools.cache
-def _template() -> jinja2.Template:
-    """The page's template, in which whatever is printed is harmless."""
-    environment = jinja2.Environment(
+def environment() -> jinja2.Environment:
+    """For templates, in which whatever is printed is harmless."""
+    made = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -99,15 +98,21 @@ def _template() -> jinja2.Template:
             value if isinstance(value, (Markup, int, float)) else clean(value, _LONGEST)
         ),
     )
-    environment.filters |= {"clean": clean, "plain": _plain}
+    made.filters |= {"clean": clean, "plain": _plain}
+    return made
+
+
+@functools.cache
+def _template() -> jinja2.Template:
     limits = {"max_alike": MAX_ALIKE, "max_collectives": MAX_COLLECTIVES, "open_rows": OPEN_ROWS}
     records = {"Outcome": Outcome, "Direction": Direction, "Kind": Kind}
     rooms = {"wording": wording, "figures": figures, "files": files, "ledger": ledger}
     rooms["blame"] = blame
-    return environment.from_string(_asset("report.html.j2"), limits | records | rooms)
+    return environment().from_string(asset("report.html.j2"), limits | records | rooms)
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file in ``templates``."""
     folder = resources.files("megatron_ttrace.report") / "templates"
     return (folder / name).read_text(encoding="utf-8")
 

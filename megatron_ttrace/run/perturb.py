@@ -15,6 +15,10 @@ An epsilon of the compute dtype is much smaller than the steps of FP8: nearly al
 rounded to the same FP8 number. In another layout they change because scales differ, so scales are
 perturbed too (if TransformerEngine is emulated; the real one's scales cannot be changed).
 
+The native fused cross entropy rounds the gradient of logits to bfloat16 also in float32
+(``megatron/core/fusions/fused_cross_entropy.py``). Two runs rarely differ there, but if they do, by
+a whole step of bfloat16: a replay takes such a step at one token (``step_of_loss``).
+
 Muon orthogonalises in bfloat16 also where all else is float32 (``--muon-fp32-matmul-prec medium``):
 there, what it orthogonalises is multiplied by 1 ± epsilon of bfloat16.
 """
@@ -124,6 +128,29 @@ def split_head(
     return module.register_forward_hook(after, with_kwargs=True)
 
 
+def step_of_loss(
+    module: torch.nn.Module, generator: torch.Generator
+) -> torch.utils.hooks.RemovableHandle:
+    """Where the gradient of float32 logits is in bfloat16, move one token's largest by a step."""
+
+    def after(module: Any, args: Any, output: Any) -> None:
+        logits = output[0]
+
+        def step(gradient: torch.Tensor) -> torch.Tensor | None:
+            rows = gradient.flatten(0, -2)
+            if not len(rows) or not torch.equal(rows.bfloat16().float(), rows):
+                return None
+            row = int(torch.randint(len(rows), (), generator=generator))
+            changed = rows.clone()
+            changed[row, rows[row].abs().argmax()] *= 1 + epsilon(torch.bfloat16)
+            return changed.view_as(gradient)
+
+        if logits.dtype == torch.float32 and logits.requires_grad:
+            logits.register_hook(step)
+
+    return module.register_forward_hook(after)
+
+
 @contextmanager
 def rounded_momentum(optimizer: Any, generator: torch.Generator) -> Iterator[None]:
     """Within this context optimizers that orthogonalise in bfloat16 get another rounding of it."""
@@ -189,6 +216,7 @@ def perturbed(
                 handles.append(module.register_forward_hook(outputs))
             if name == _HEAD:
                 handles.append(split_head(module, generator, spread))
+                handles.append(step_of_loss(module, generator))
     with ExitStack() as stack:
         for handle in handles:
             stack.callback(handle.remove)

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.cli import bisect, bisect_axes, training
+from megatron_ttrace.cli import bisect
 from megatron_ttrace.cli.main import main
-from megatron_ttrace.jobs import job as processes
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.processes.worktrees import Hunk
-from megatron_ttrace.jobs.shrink import documents
 from megatron_ttrace.saved import api, blame
 from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.executed import Execution
-from megatron_ttrace.trace.records import Culprit, Outcome, Result, Summary
+from megatron_ttrace.trace.records import Culprit, Outcome
 from tests.jobs.processes.test_worktrees import git
 from tests.report.synthetic_report import culprit_of, make_verdict
 from tests.run import kept
@@ -136,12 +134,10 @@ def test_nothing_to_find(history, checked, capsys):
         (["a", "--", "x.py"], "give two commits after all options"),
         (["a", "b"], "no training command: give it after --, ttrace bisect a b -- COMMAND"),
         (["a", "b", "--quiet", "--", "x.py"], "give two commits after all options"),
-        (["--axes", "a", "b", "--", "x.py"], "--axes searches one command"),
         (["a", "b", "--", "absent.py"], "absent.py: no such script"),
         (["a", "b", "--", "here.py"], "not in a git checkout: give Megatron's with --checkout"),
         (["a", "b", "--", "srun", "-N", "2", "here.py"], "several machines"),
         (["a", "b", "--"], "no script given: ttrace bisect -- "),
-        (["--axes", "--", "absent.py", *JOB], "absent.py: no such script"),
     ],
 )
 def test_bad_input(capsys, tmp_path, monkeypatch, words, said):
@@ -168,49 +164,3 @@ def test_lines_next_to_the_culprit():
     assert [hunk.text for hunk in found] == [f"{near.file}\nnear", f"{far.file}\nfar"]
     assert len(bisect.nearest([far, other, near], [culprit("megatron/core/c.py:1 (f)")])) == 3
     assert len(bisect.nearest([far, other, near], [])) == 3
-
-
-def test_the_smallest_layout(tmp_path, monkeypatch, capsys):
-    """Axes and flags without which the same module diverges are left out; others are kept."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TTRACE_CACHE", raising=False)
-    (tmp_path / "x.py").touch()
-    monkeypatch.setattr(processes, "prepare", lambda *args, **more: False)
-    monkeypatch.setattr(documents, "write", lambda prefix, words: None)
-    needed = {"--tensor-model-parallel-size=2", "--sequence-parallel"}
-
-    def stand_in(command, settings, say, *, nproc, settle):
-        assert not settings.wandb
-        if "--lr" not in command.arguments:
-            raise TTraceError("Megatron wants a learning rate")
-        text = " ".join(command.arguments).replace("-size ", "-size=").split()
-        diverges = needed <= {*text}
-        name = "decoder.layers.0.mlp" if diverges else "decoder.final_layernorm"
-        result = Result.DIVERGED if diverges or "--swiglu" not in text else Result.EQUIVALENT
-        summary = Summary(result, {}, (culprit("", name),), {}, {}, {}, ())
-        return api.Report(summary=summary, verdicts=(), directory=tmp_path)
-
-    monkeypatch.setattr(training, "check", stand_in)
-    words = (
-        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --context-parallel-size 2 "
-        "--num-layers 8 --hidden-size 256 --num-attention-heads 16 --seq-length 512 --swiglu "
-        "--max-position-embeddings 512 --micro-batch-size 1 --global-batch-size 16 --lr 1e-3 "
-        "--sequence-parallel --use-distributed-optimizer --overlap-grad-reduce --bf16 "
-        "--train-iters 10 --transformer-impl transformer_engine"
-    )
-    torchrun = ["torchrun", "--nproc-per-node", "64", "x.py"]
-    assert main(["bisect", "--axes", "--json", "--", *torchrun, *words.split()]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["axes"] == {"tp": 2}
-    assert found["ranks"] == 2
-    assert set(found["flags"]) == {"--sequence-parallel", "--lr 1e-3"}
-    assert "--overlap-grad-reduce" in found["left out"]
-    assert found["culprits"] == ["decoder.layers.mlp"]
-    assert found["command"].startswith("ttrace check --nproc-per-node 2 -- x.py ")
-
-
-def test_modules_of_any_layer(tmp_path):
-    """Numbers of layers shrink."""
-    summary = Summary(Result.DIVERGED, {}, (culprit("", "a.7.b"),), {}, {}, {}, ())
-    report = api.Report(summary=summary, verdicts=(), directory=tmp_path)
-    assert bisect_axes._modules(report) == {"a.b"}

@@ -8,7 +8,9 @@ import dataclasses
 import enum
 import itertools
 import json
+import re
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,9 +20,12 @@ from megatron_ttrace.evaluation.recipes.bridge import discover
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.known import finding_of
 from megatron_ttrace.jobs.commands import disclosure
+from megatron_ttrace.jobs.job import Job
+from megatron_ttrace.jobs.processes import ranks
 from megatron_ttrace.jobs.processes.logs import record_of, usage_error
+from megatron_ttrace.jobs.processes.waiting import Patience
 from megatron_ttrace.jobs.shrink import documents
-from megatron_ttrace.saved.runner import Case, Runner
+from megatron_ttrace.saved.runner import NO_WANDB, Case, Runner
 from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Outcome, Result
@@ -28,6 +33,7 @@ from megatron_ttrace.trace.records import Outcome, Result
 RESULTS = "jobs.jsonl"
 """One line per finished job, below the working directory."""
 
+_NUMBER = re.compile(r"\.\d+")
 _VALIDATING = frozenset({"validate", "validate_args", "__post_init__", "finalize", "validate_yaml"})
 """Functions in which Megatron judges its arguments."""
 
@@ -38,6 +44,7 @@ class Answer(enum.StrEnum):
     EQUIVALENT = "equivalent"
     DIVERGED = "diverged"
     REFUSED = "refused by Megatron"
+    FAILS = "fails without ttrace too"
     HUB = "needs a model hub"
     COULD_NOT_CHECK = "cannot be checked"
 
@@ -56,6 +63,7 @@ class JobRow:
         why: culprits, or the reason that there is no answer.
         finding: the heading in docs/findings.md of a fault that the job combines what it takes for.
         command: that repeats the check.
+        modules: the culprits' names without the numbers of layers.
     """
 
     key: str
@@ -67,6 +75,7 @@ class JobRow:
     why: str = ""
     finding: str = ""
     command: str = ""
+    modules: tuple[str, ...] = ()
 
 
 def read_results(file: Path) -> dict[str, JobRow]:
@@ -142,6 +151,7 @@ class Checker:
         script: Path,
         seconds: float,
         data: Callable[[Path], Callable[[SmallJob], Sequence[str]]],
+        flags: Sequence[str] = (),
     ) -> None:
         """Import that checkout's Megatron.
 
@@ -150,18 +160,22 @@ class Checker:
             script: a training script of the checkout.
             seconds: after which a job is ended.
             data: writes data in a directory; what it returns says the arguments for it.
+            flags: ``--ttrace-*`` flags of all jobs.
         """
         self._seconds = seconds
-        self._runner = Runner(directory / "jobs", script=script)
+        self._runner = Runner(directory / "jobs", flags=(NO_WANDB, *flags), script=script)
         # Not before: this imports Megatron.
         self._data = data(directory / "data")
 
+    def arguments(self, job: SmallJob) -> tuple[str, ...]:
+        """A job's, with those of its data."""
+        return (*job.arguments, *self._data(job))
+
     def __call__(self, job: SmallJob) -> JobRow:
         """Check a job."""
-        data = self._data(job)
         case = Case(
             name=job.key,
-            arguments=(*job.arguments, *data),
+            arguments=self.arguments(job),
             nproc=job.ranks,
             script=Path(job.script),
             environment=dict(job.environment),
@@ -183,7 +197,11 @@ class Checker:
         except TTraceError as error:
             # Without the log's place, which is another one for every job.
             why = " / ".join(str(error).splitlines()).split(" (log: ")[0][:600]
-            answer = Answer.REFUSED if refused(started.directory) else row.answer
+            answer = row.answer
+            if refused(started.directory):
+                answer = Answer.REFUSED
+            elif not self._trains(started):
+                answer = Answer.FAILS
             seconds = time.monotonic() - began
             return dataclasses.replace(row, answer=answer, seconds=seconds, why=why)
         summary = checked.summary
@@ -198,7 +216,23 @@ class Checker:
             seconds=time.monotonic() - began,
             why=suites.culprits_of(summary, 3),
             finding=finding,
+            modules=tuple(sorted({_NUMBER.sub("", each.name) for each in summary.culprits})),
         )
+
+    def _trains(self, job: Job) -> bool:
+        """Whether a job without a check runs to its end."""
+        try:
+            codes = ranks.run_ranks(
+                job.nproc,
+                (sys.executable, str(job.script), *job.arguments),
+                job.directory / "alone",
+                fork=self._runner.forks,
+                environment=job.environment,
+                patience=Patience(self._seconds),
+            )
+        except TTraceError:
+            return True  # nothing is known of it
+        return not any(codes)
 
 
 def text(place: Path) -> Callable[[SmallJob], Sequence[str]]:
@@ -235,7 +269,13 @@ class RecipeRow:
     lost: tuple[str, ...] = ()
 
 
-_WORST = (Answer.EQUIVALENT, Answer.REFUSED, Answer.COULD_NOT_CHECK, Answer.DIVERGED)
+_WORST = (
+    Answer.EQUIVALENT,
+    Answer.REFUSED,
+    Answer.FAILS,
+    Answer.COULD_NOT_CHECK,
+    Answer.DIVERGED,
+)
 _WITHOUT_JOBS = {
     Kind.NOT_SHRUNK: Answer.COULD_NOT_CHECK,
     Kind.HUB: Answer.HUB,

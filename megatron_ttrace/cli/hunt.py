@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ttrace hunt``: check combinations of options, and reduce those that diverge."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_ttrace.cli import command, training
+from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.resources import launch_dir
+from megatron_ttrace.jobs.settings import split
+from megatron_ttrace.jobs.shrink import plan
+from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.sanitise import in_one_line
+
+if TYPE_CHECKING:
+    from megatron_ttrace.evaluation.hunt.hunting import Failure, Hunt, Tried
+
+_EPILOG = """\
+examples:
+  ttrace hunt --minutes 30
+  ttrace hunt -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
+
+The command is shrunk and checked. If it diverges, it is made as small as it can be while the same
+module diverges: parallel axes are left out first, then single flags. If it is equivalent, other
+values of its options are checked, until each pair of values that Megatron accepts was in a job.
+What diverges is reduced in the same way; combinations with the same fault, or one in
+docs/findings.md, are not checked. Results are kept below --directory: repeat the command to
+continue.
+
+exit code: 0 all are equivalent or refused by Megatron; 1 a job diverged; 2 a job could not be
+checked
+"""
+
+
+def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+    """Add the ``hunt`` command."""
+    parser = command.add(
+        subparsers,
+        "hunt",
+        run,
+        summary="check combinations of options, or find those that a diverging job needs",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--minutes",
+        type=flags.number,
+        default=10.0,
+        metavar="MINUTES",
+        help="begin no further combination after this time (default 10)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=flags.integer(0),
+        default=0,
+        metavar="N",
+        help="of the choice of combinations (default 0)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=flags.number,
+        default=600.0,
+        metavar="SECONDS",
+        help="end a job after this time (default 600)",
+    )
+    command.add_max_ranks(parser)
+    command.add_directory(parser, "ttrace-out-hunt")
+    parser.add_argument("--quiet", action="store_true", help="do not print progress")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    training.add_arguments(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the command, and then what is around it."""
+    from megatron_ttrace.evaluation.hunt import combinations, page
+    from megatron_ttrace.evaluation.hunt.hunting import Hunt
+    from megatron_ttrace.evaluation.recipes.run import Answer, Checker, text
+
+    say = command.silent if args.quiet or args.json else command.progress()
+    table = combinations.table()
+    given = bool(args.command_words) or args.recipe is not None
+    base = training.command_of(args) if given else _own(table.base)
+    words = split(base.arguments)[1]
+    ours = [word for word in base.arguments if word not in words]
+    base = dataclasses.replace(base, arguments=tuple(words))
+    if not Path(base.script).is_file():
+        raise TTraceError(f"{base.script}: no such script")
+    shrunk = plan.shrink(base, args.max_ranks)
+    directory = args.directory.absolute()
+    owned.make(directory, ignored=True)
+    checker = Checker(directory, Path(base.script), args.seconds, text, ours)
+    first = shrunk.jobs[0]
+    small = dataclasses.replace(base, arguments=first.arguments, ranks=first.axes.ranks)
+    space = combinations.Space(small, table.dimension)
+    hunt = Hunt(space, checker, directory, args.max_ranks, args.seed)
+    row = hunt.given(base, shrunk.jobs)
+    say(f"the command, shrunk: {row.answer} {row.why[:120]}")
+    if row.answer not in (Answer.EQUIVALENT, Answer.DIVERGED):
+        raise TTraceError(f"the command, shrunk, {row.answer}: {row.why}")
+    tried: list[Tried] = []
+    if row.answer is Answer.EQUIVALENT:
+        for each in hunt.run(60 * args.minutes):
+            tried.append(each)
+            row = each.row
+            say(f"[{len(tried)}] {row.key} {row.answer} {row.seconds:.0f} s {row.why[:100]}")
+    answer = _answer(hunt, tried)
+    owned.write(directory / "hunt.json", [json.dumps(answer, indent=1)])
+    owned.write(directory / "hunt.html", [page.render(space, tried, hunt.failures)])
+    if args.json:
+        print(json.dumps(answer))
+    else:
+        _show(hunt, tried)
+        print(f"page       {command.near(directory / 'hunt.html')}")
+    if hunt.failures or any(each.row.answer is Answer.DIVERGED for each in tried):
+        return ExitCode.DIVERGED
+    return ExitCode.COULD_NOT_CHECK if _unknown(tried) else ExitCode.EQUIVALENT
+
+
+def _unknown(tried: list[Tried]) -> list[str]:
+    """Why jobs that train without us could not be checked."""
+    from megatron_ttrace.evaluation.recipes.run import Answer
+
+    rows = (each.row for each in tried)
+    return [in_one_line(row.why) for row in rows if row.answer is Answer.COULD_NOT_CHECK]
+
+
+def _own(words: str) -> Command:
+    return Command(str(launch_dir() / "pretrain_gpt.py"), tuple(words.split()), ranks=1)
+
+
+def _answer(hunt: Hunt, tried: list[Tried]) -> dict[str, object]:
+    """What is written as JSON."""
+    return {
+        "pairs": {"covered": len(hunt.covering.covered), "excluded": len(hunt.covering.excluded)},
+        "combinations": [
+            {"values": dict(each.combination), **dataclasses.asdict(each.row)} for each in tried
+        ],
+        "failures": [_failure(each) for each in hunt.failures],
+    }
+
+
+def _failure(failure: Failure) -> dict[str, object]:
+    reduced = failure.reduced
+    return {
+        "job": failure.first,
+        "axes": reduced.axes,
+        "flags": list(reduced.flags),
+        "left out": list(reduced.left_out),
+        "culprits": list(reduced.row.modules),
+        "finding": reduced.row.finding,
+        "checked": reduced.checked,
+        "command": reduced.row.command,
+        "healthy": reduced.healthy,
+    }
+
+
+def _show(hunt: Hunt, tried: list[Tried]) -> None:
+    if tried:
+        found = Counter(each.row.answer for each in tried)
+        counts = ", ".join(f"{number} {answer}" for answer, number in found.most_common())
+        print(f"ttrace: {len(tried)} combinations: {counts}")
+        print(
+            f"pairs      {len(hunt.covering.covered)} checked, {len(hunt.covering.excluded)} "
+            "refused by Megatron or known to diverge"
+        )
+    for why, number in Counter(_unknown(tried)).most_common():
+        print(f"unknown    {number}: {why}")
+    for number, failure in enumerate(hunt.failures, 1):
+        reduced = failure.reduced
+        sizes = ", ".join(f"{name} {size}" for name, size in reduced.axes.items()) or "no axis"
+        print(f"\n{number}. the smallest job that diverges has {sizes} ({reduced.checked} checks)")
+        print(f"culprit    {', '.join(reduced.row.modules)}")
+        print(f"needs      {', '.join(reduced.flags) or 'no other flag'}")
+        print(f"finding    {reduced.row.finding or 'none is known'}")
+        print(f"command    {reduced.row.command}")
+        if reduced.healthy:
+            print(f"healthy    {reduced.healthy}")

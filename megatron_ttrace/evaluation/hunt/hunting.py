@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check combinations one after the other, and reduce each new divergence to what it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron_ttrace.evaluation.hunt import reduction, validity
+from megatron_ttrace.evaluation.hunt.combinations import Combination, Covering, Space
+from megatron_ttrace.evaluation.hunt.reduction import Reduced
+from megatron_ttrace.evaluation.recipes import known
+from megatron_ttrace.evaluation.recipes.collect import SmallJob
+from megatron_ttrace.evaluation.recipes.run import (
+    RESULTS,
+    Answer,
+    Checker,
+    JobRow,
+    read_results,
+)
+from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.shrink import plan
+from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.mcore.versions import megatron_core_version
+from megatron_ttrace.trace import owned
+from megatron_ttrace.trace.errors import TTraceError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A combination that was checked.
+
+    Attributes:
+        combination: what differs from the base.
+        row: what came out.
+    """
+
+    combination: Combination
+    row: JobRow
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What some combinations diverge by.
+
+    Attributes:
+        first: the key of the job that showed it.
+        reduced: what it needs.
+    """
+
+    first: str
+    reduced: Reduced
+
+
+class Hunt:
+    """Combinations around a command.
+
+    Combinations that are known to diverge, by docs/findings.md or by an earlier one of this hunt,
+    are not checked: they would hide what else diverges.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        check: Checker,
+        directory: Path,
+        most: int,
+        seed: int,
+    ) -> None:
+        """Nothing is checked yet.
+
+        Args:
+            space: the combinations.
+            check: checks a job.
+            directory: where results are kept.
+            most: ranks of a job.
+            seed: of the order of combinations.
+        """
+        self._space, self._check, self._most = space, check, most
+        self._file = directory / RESULTS
+        self._finished = read_results(self._file)
+        self._version = megatron_core_version()
+        self._jobs: dict[tuple[tuple[str, str], ...], plan.Job | None] = {}
+        self.covering = Covering(space, self._is_new, seed)
+        self.failures: list[Failure] = []
+
+    def run(self, seconds: float) -> Iterator[Tried]:
+        """Check combinations until the time is over; what was checked before is read.
+
+        Yields:
+            Each, as soon as it is written.
+        """
+        end = time.monotonic() + seconds
+        for combination in self.covering:
+            job = self._job(combination)
+            if job is None or time.monotonic() > end:
+                return
+            command = self._space.command(combination)
+            row = self._row(_small(command, job))
+            if row.answer in (Answer.EQUIVALENT, Answer.DIVERGED):
+                self.covering.ran(combination)
+            if row.answer is Answer.DIVERGED and not row.finding:
+                self._reduce(command, job, row)
+            yield Tried(combination=combination, row=row)
+
+    def given(self, command: Command, jobs: Sequence[plan.Job]) -> JobRow:
+        """Check the small jobs of a command, until one does not come out equivalent."""
+        for job in jobs:
+            row = self._row(_small(command, job))
+            if row.answer is Answer.DIVERGED:
+                self._reduce(command, job, row)
+            if row.answer is not Answer.EQUIVALENT:
+                break
+        return row
+
+    def _reduce(self, command: Command, job: plan.Job, row: JobRow) -> None:
+        reduced = reduction.reduce(command, job, row, self._row, self._most)
+        self.failures.append(Failure(first=row.key, reduced=reduced))
+
+    def _row(self, small: SmallJob) -> JobRow:
+        row = self._finished.get(small.key)
+        if row is None:
+            row = self._finished[small.key] = self._check(small)
+            with open(owned.append(self._file), "a", encoding="utf-8") as out:
+                print(json.dumps(dataclasses.asdict(row)), file=out, flush=True)
+        return row
+
+    def _is_new(self, combination: Combination) -> bool:
+        """Whether Megatron accepts it, and nothing is known of it."""
+        job = self._job(combination)
+        if job is None or known.finding_of(job.arguments, self._version):
+            return False
+        given = Given.parse(job.arguments)
+        return not any(each.reduced.pattern().fits(given) for each in self.failures)
+
+    def _job(self, combination: Combination) -> plan.Job | None:
+        """The small job of a combination; ``None`` where there is none, or Megatron refuses it."""
+        key = tuple(sorted(combination.items()))
+        if key not in self._jobs:
+            self._jobs[key] = self._planned(combination)
+        return self._jobs[key]
+
+    def _planned(self, combination: Combination) -> plan.Job | None:
+        command = self._space.command(combination)
+        try:
+            (job,) = plan.as_it_is(command).jobs
+        except TTraceError:
+            return None
+        ranks = job.axes.ranks
+        if ranks > self._most:
+            return None
+        words = self._check.arguments(_small(command, job))
+        return job if validity.accepted(words, ranks) else None
+
+
+def _small(command: Command, job: plan.Job) -> SmallJob:
+    environment = tuple(sorted(command.environment.items()))
+    return SmallJob(command.script, job.arguments, job.axes.ranks, environment)

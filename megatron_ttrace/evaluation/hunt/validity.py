@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether Megatron accepts a job, decided by its own validation, without running it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from megatron_ttrace import cpu
+from megatron_ttrace.mcore.versions import quiet_imports
+
+
+def accepted(arguments: Sequence[str], ranks: int) -> bool:
+    """Whether Megatron's parser, ``validate_args`` and ``TransformerConfig`` accept a job.
+
+    Megatron must have been imported (``jobs.job.prepare``).
+    """
+    from megatron.training import arguments as megatron
+
+    with _as_rank(arguments, ranks):
+        try:
+            parsed = megatron.parse_args()
+            if cpu.active():
+                cpu.adapt_arguments(parsed)
+            megatron.validate_args(parsed)
+            megatron.core_transformer_config_from_args(parsed)
+        except (Exception, SystemExit):  # noqa: BLE001 - whatever Megatron refuses with
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _as_rank(arguments: Sequence[str], ranks: int) -> Iterator[None]:
+    """What Megatron reads of a rank; afterwards all is as it was."""
+    environment, words = dict(os.environ), sys.argv
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
+    sys.argv = [words[0], *arguments]
+    silent = io.StringIO()
+    try:
+        with (
+            quiet_imports(),
+            contextlib.redirect_stdout(silent),
+            contextlib.redirect_stderr(silent),
+        ):
+            yield
+    finally:
+        sys.argv = words
+        os.environ.clear()
+        os.environ.update(environment)
