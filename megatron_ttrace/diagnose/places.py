@@ -152,6 +152,10 @@ class _Judge:
             # The weights of means over tokens.
             self._axes.add("tokens")
         self._few = outcomes.share(verdict.kind) < _FEW
+        # One factor is for all parameters.
+        self._of_few = self._few and verdict.kind is Kind.MAIN_GRAD
+        counted = verdict.kind is Kind.COUNTED
+        self._is_reduced = counted and verdict.index == Statistic.REDUCED.number
         whole = outcomes.failed(Kind.MAIN_GRAD, verdict.name)
         self._suspects = Suspects(code, ledger, verdict, finding, few=self._few, whole=whole)
         self._words = self._words_of(findings)
@@ -224,7 +228,7 @@ class _Judge:
         if self._causes & _SCALED:
             named = max((self._named(name) for name in function.factors), default=0.0)
             add(number, Clue.SCALES, 0.7 * function.scales + named)
-            add(number, Clue.VALUE, _VALUE * self._is_off_by(function))
+            add(number, Clue.VALUE, _VALUE * (not self._of_few and self._is_off_by(function)))
             # What sets a scale for each layout is wrong by the size of an axis.
             add(number, Clue.SETS, _SETS * bool(self._axes and Clue.SETS in clues))
         if self._causes & _MOVED and self._verdict.kind is not Kind.PARAM_DELTA:
@@ -285,7 +289,8 @@ class _Judge:
             # What is summed, but by a wrong share, may as well be scaled elsewhere.
             return 1.8 if self._causes.isdisjoint((Cause.PARTIAL, Cause.COPY)) else 2.5
         is_sum = call.operation.reduces and call.dtype.startswith("float")
-        of_norm = kind in (Kind.GRAD_NORM, Kind.COUNTED) and call.direction is Phase.OPTIMIZER
+        phase = Phase.GRADIENTS if self._is_reduced else Phase.OPTIMIZER
+        of_norm = kind in (Kind.GRAD_NORM, Kind.COUNTED) and call.direction is phase
         if (of_norm and is_sum) or (kind is Kind.PARAM and call.direction is Phase.PARAMETERS):
             return 1.5
         return 0.0 if self._causes else 0.4
@@ -295,9 +300,7 @@ class _Judge:
 
         The factor is followed by its name, from the file that uses it to what calls this.
         """
-        # One factor is for all parameters.
-        of_few = self._few and self._verdict.kind is Kind.MAIN_GRAD
-        if of_few or self._causes.isdisjoint(FACTORS):
+        if self._of_few or self._causes.isdisjoint(FACTORS):
             return
         code, weights = self._code, self._suspects.weights
         used: dict[tuple[str, str], float] = {}

@@ -165,7 +165,7 @@ class Suspects:
     def _statistic(self) -> None:
         verdict = self._verdict
         reduced = verdict.kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number
-        self._part(Phase.OPTIMIZER, 1.0, 0.5)
+        self._part(Phase.OPTIMIZER, 0.3 if reduced else 1.0, 0.5)
         self._part(_G, 1.0 if reduced else 0.3, 0.3)
 
     def _update(self) -> None:

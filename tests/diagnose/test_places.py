@@ -7,6 +7,7 @@ import pytest
 
 from megatron_ttrace.diagnose.places import Places
 from megatron_ttrace.trace.collectives import UNRECORDED, Collective, Ledger
+from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     Cause,
     ConstantFactor,
@@ -108,6 +109,30 @@ def test_a_factor_of_the_size_of_the_error(given: float) -> None:
     assert (found[0].function, found[0].clue) == ("Product.forward", Clue.VALUE)
     without = places(Kind.OUTPUT, LINEAR, finding, ledger=record())
     assert without[0].function != "Product.forward"
+
+
+def test_a_factor_that_all_parameters_have() -> None:
+    """It is not what is wrong if most gradients are right."""
+    finding = ConstantFactor(Cause.TOO_LARGE, ("dp",), ratio=2.0)
+    ledger = record(GRADIENTS, values={where("sync_grads"): (2.0,)})
+    others = tuple(judged(Kind.MAIN_GRAD, name, Outcome.PASS) for name in "abc")
+    few = places(Kind.MAIN_GRAD, WEIGHT, finding, ledger=ledger, others=others)
+    assert Clue.VALUE not in {place.clue for place in few}
+    all_wrong = places(Kind.MAIN_GRAD, WEIGHT, finding, ledger=ledger)
+    assert Clue.VALUE in {place.clue for place in all_wrong}
+
+
+def test_what_the_reduction_never_counts() -> None:
+    """The reduction, not the norm, which sums as well."""
+    calls = GRADIENTS, collective("clip_by_norm", direction=U)
+    verdict = judged(Kind.COUNTED, WEIGHT, Outcome.DIVERGED, index=Statistic.REDUCED.number)
+    ranked = Places(record(*calls), [verdict]).ranked(
+        verdict, Finding(Cause.NEVER_COUNTED, ("dp",))
+    )
+    assert ranked[0][1].function == "sync_grads"
+    norm = judged(Kind.COUNTED, WEIGHT, Outcome.DIVERGED, index=Statistic.GRAD_NORM.number)
+    ranked = Places(record(*calls), [norm]).ranked(norm, Finding(Cause.NEVER_COUNTED, ("dp",)))
+    assert ranked[0][1].function == "clip_by_norm"
 
 
 def test_the_line_of_a_call() -> None:
