@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     checker = Checker(directory, Path(base.script), args.seconds, text, ours)
     first = shrunk.jobs[0]
     small = dataclasses.replace(base, arguments=first.arguments, ranks=first.axes.ranks)
-    space = combinations.Space(small, table.dimension)
+    space = combinations.Space(small if given else base, table.dimension)
     hunt = Hunt(space, checker, directory, args.max_ranks, args.seed)
     row = hunt.given(base, shrunk.jobs)
     say(f"the command, shrunk: {row.answer} {row.why[:120]}")
