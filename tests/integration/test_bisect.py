@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SCRIPT, TINY, ttrace
+from tests.integration.jobs import TINY, ttrace
 from tests.integration.test_checkout import make_checkout, plant
 from tests.jobs.processes.test_worktrees import git
 
@@ -41,25 +41,3 @@ def test_a_commit(tmp_path: Path) -> None:
     assert found["checked"] <= 7
     assert found["culprits"][0]["name"].endswith(("linear_qkv", "linear_fc1"))
     assert "+            output = output * 1.01" in found["lines"][0]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(900)
-def test_axes(tmp_path: Path) -> None:
-    """A bug of the sequence-parallel layer norm needs tensor parallelism, and nothing else."""
-    job = (
-        *("--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2),
-        *("--sequence-parallel", "--use-distributed-optimizer", "--overlap-grad-reduce"),
-        *("--ttrace-bug", "11"),
-    )
-    done = ttrace(
-        *("bisect", "--axes", "--json", "--", "torchrun", "--nproc-per-node", 8, SCRIPT, *TINY),
-        *job,
-        cwd=tmp_path,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert found["axes"] == {"tp": 2}
-    assert "--sequence-parallel" in found["flags"]
-    assert "--overlap-grad-reduce" in found["left out"]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_ttrace.evaluation.hunt import reduction, validity
+from megatron_ttrace.evaluation.hunt import reduction
 from megatron_ttrace.evaluation.hunt.combinations import Combination, Covering, Space
 from megatron_ttrace.evaluation.hunt.reduction import Reduced
 from megatron_ttrace.evaluation.recipes import known
@@ -21,6 +21,7 @@ from megatron_ttrace.evaluation.recipes.run import (
     JobRow,
     read_results,
 )
+from megatron_ttrace.jobs import validity
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.jobs.shrink.given import Given
