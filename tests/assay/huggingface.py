@@ -90,6 +90,7 @@ def _faults(seeds: list[int]) -> Iterator[_Job]:
 
 
 def _record(jobs: list[_Job], directory: Path) -> int:
+    from megatron_ttrace.jobs.resources import launch_dir
     from megatron_ttrace.saved.runner import Case, Runner
 
     runner = Runner(directory)
@@ -101,7 +102,8 @@ def _record(jobs: list[_Job], directory: Path) -> int:
         ]
         nproc = 2 if "2" in parallel else 1
         try:
-            runner.run(Case(name=job.name, arguments=job.flags, nproc=nproc))
+            script = launch_dir() / TWINS[job.twin].script
+            runner.run(Case(name=job.name, arguments=job.flags, nproc=nproc, script=script))
         except TTraceError as error:
             print(f"{job.name}: no trace: {error}")
     return ExitCode.EQUIVALENT

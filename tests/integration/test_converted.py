@@ -10,11 +10,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, open_checkpoint
+from megatron_ttrace.jobs.resources import launch_dir
+from megatron_ttrace.mcore.checkpoints.stored import (
+    Checkpoint,
+    open_checkpoint,
+    with_blocks_stacked,
+)
+from megatron_ttrace.saved.huggingface.families import read_config
 from megatron_ttrace.trace.states import Item, State
 from tests.integration.jobs import PP, TP, torchrun, ttrace
 from tests.planted.train import SCRIPT
 from tests.saved.huggingface import made
+from tests.saved.huggingface.jobs import TWINS, arguments
 
 EP = ("--expert-model-parallel-size", 2)
 TE = ("--transformer-impl", "transformer_engine")
@@ -100,3 +107,21 @@ def test_layouts(name: str, layouts: tuple[tuple[object, ...], ...], tmp_path: P
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         assert json.loads(done.stdout)["same"]
         load = (*LOADING, "--load", folder)
+
+
+@pytest.mark.nightly
+def test_mixed_layers(tmp_path: Path) -> None:
+    """A checkpoint has each block that a Mamba mixer stacks in a tensor of its own."""
+    twin = TWINS["nemotron_h-latent"]
+    model, folder = twin.write(tmp_path / "model", conv_kernel=4), tmp_path / "saved"
+    saving = ("--save", str(folder), "--save-interval", "1", "--eval-iters", "0")
+    job = arguments(twin, (*saving, "--make-vocab-size-divisible-by", "64"))
+    script = launch_dir() / twin.script
+    done = torchrun(2, script, *job, *TP, "--sequence-parallel", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    checkpoint = with_blocks_stacked(open_checkpoint(folder))
+    state = made.files_of(read_config(model), functools.partial(weight, checkpoint))
+    save_file(state, model.with_name("model.safetensors"))
+    done = ttrace("checkpoint", "--json", model.parent, folder, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert json.loads(done.stdout)["same"]

@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
@@ -64,6 +64,8 @@ _NO_STATE = ("rng_state", "rerun_state_machine")
 _NEEDED = ("args", "iteration", "opt_param_scheduler.", "optimizer.")
 _GROUPS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer/")
 _ALIGNED = 64
+_BLOCKS = "z", "x", "B", "C", "dt"
+_BLOCK = re.compile(rf"(.+\.mixer\..+\.(?:weight|bias))\.({'|'.join(_BLOCKS)})")
 _NUMBER = re.compile(r"(?<=\.)(\d+)\.")
 
 _SLOTS: Mapping[str, State] = MappingProxyType(
@@ -170,6 +172,34 @@ class Checkpoint:
                 if part is not None:
                     return there, part
         return None
+
+
+def with_blocks_stacked(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, with one tensor for all blocks that a Mamba mixer stacks in a weight.
+
+    They are stored apart, because each is divided by itself (``_split_tensor_factory`` in
+    megatron/core/ssm/mamba_mixer.py).
+    """
+    whole: dict[Item, Stored] = {}
+    stacked: dict[Item, dict[str, Stored]] = {}
+    for item, stored in checkpoint.tensors.items():
+        match = _BLOCK.fullmatch(item.name)
+        if match is None:
+            whole[item] = stored
+        else:
+            blocks = stacked.setdefault(dataclasses.replace(item, name=match[1]), {})
+            blocks[match[2]] = stored
+    for item, blocks in stacked.items():
+        whole[item] = _stacked([blocks[name] for name in _BLOCKS if name in blocks])
+    return dataclasses.replace(checkpoint, tensors=whole)
+
+
+def _stacked(blocks: Sequence[Stored]) -> Stored:
+    rows = sum(block.shape[0] for block in blocks)
+    return Stored(
+        (rows, *blocks[0].shape[1:]),
+        lambda index: torch.cat([block.read() for block in blocks])[index],
+    )
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -15,7 +15,13 @@ from pathlib import Path
 
 import torch
 
-from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored, open_checkpoint
+from megatron_ttrace.mcore.checkpoints.stored import (
+    Checkpoint,
+    Format,
+    Stored,
+    open_checkpoint,
+    with_blocks_stacked,
+)
 from megatron_ttrace.saved import checkpoints
 from megatron_ttrace.saved.checkpoints import Comparison, Same, Tensor
 from megatron_ttrace.saved.huggingface import causes
@@ -29,7 +35,7 @@ from megatron_ttrace.trace.states import Item, State
 _DERIVED = "rotary_emb.inv_freq"
 """Buffers that follow from the config; old files have them."""
 _LATER = "mtp."
-"""Layers for multi-token prediction, in files after the others."""
+"""Layers for multi-token prediction, in files after the others or by this name."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -59,7 +65,7 @@ def compare(files: Files, checkpoint: Checkpoint, *, swapped: bool = False) -> C
     Raises:
         TTraceError: when a file is damaged, or the files do not fit their config.
     """
-    return _Conversion(files, checkpoint, swapped).comparison()
+    return _Conversion(files, with_blocks_stacked(checkpoint), swapped).comparison()
 
 
 class _Conversion:
@@ -233,7 +239,8 @@ class _Conversion:
         later = 0
         for name in sorted(self._hf.tensors.keys() - compared):
             layer = _LAYER.match(name)
-            if layer and int(layer[1]) >= self._table.sizes.layers:
+            is_later = layer and int(layer[1]) >= self._table.sizes.layers
+            if is_later or name.startswith(_LATER):
                 later += 1
             elif name.endswith(_DERIVED) or (name == HEAD.hf[0][0].name and self._table.sizes.tied):
                 self._notices.append(f"{name} is not read: it follows from other values")

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import math
+import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.saved.huggingface.modules import LATENT, Rows
+from megatron_ttrace.saved.huggingface.modules import HYBRID, LATENT, Rows
 from megatron_ttrace.trace import small_files
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -40,6 +42,8 @@ class Where(StrEnum):
 
     MODEL = "model"
     LAYER = "layer"
+    ATTENTION = "layer with attention"
+    MAMBA = "layer with a Mamba mixer"
     DENSE = "dense layer"
     SPARSE = "layer with experts"
 
@@ -92,6 +96,8 @@ class Family:
         defaults: values of fields that a ``config.json`` may lack.
         rows: how its modules differ from those of most.
         only: fields that must have these values for its computation to be compared.
+        without_kernels: fields that make what runs on a CPU the same as what runs on a GPU.
+        stored: what the names of files have in place of ``model.``.
         weights_only: whether nothing is known of the modules that compute with them.
     """
 
@@ -100,6 +106,8 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rows: Rows = dataclasses.field(default_factory=Rows)
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    without_kernels: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    stored: str = "model."
     weights_only: bool = False
 
 
@@ -124,6 +132,7 @@ def _same(where: Where, names: Mapping[str, str], **others: Any) -> tuple[Rule, 
 
 
 _QKV = "self_attention.linear_qkv"
+_GATED, _PLAIN = ("gate", "up"), ("up",)
 EMBEDDING, HEAD = (
     _rule(Where.MODEL, f"{ours}.weight", f"{theirs}.weight", padded=True)
     for ours, theirs in {
@@ -134,7 +143,11 @@ EMBEDDING, HEAD = (
 _ENDS = (
     EMBEDDING,
     HEAD,
-    _rule(Where.MODEL, "decoder.final_layernorm.weight", "model.norm.weight"),
+    _rule(
+        Where.MODEL,
+        ("decoder.final_layernorm.weight", "decoder.final_norm.weight"),
+        "model.norm.weight",
+    ),
 )
 _INPUT_NORM = ("input_layernorm.weight", f"{_QKV}.layer_norm_weight")
 _MLP_NORM = ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
@@ -146,20 +159,25 @@ _NORMS = (
 
 def _qkv(leaf: str, needs: str = "") -> Rule:
     parts = tuple(f"self_attn.{part}_proj.{leaf}" for part in "qkv")
-    return _rule(Where.LAYER, f"{_QKV}.{leaf}", parts, order=Order.GROUPS, needs=needs)
+    return _rule(Where.ATTENTION, f"{_QKV}.{leaf}", parts, order=Order.GROUPS, needs=needs)
 
 
 def _out(leaf: str, needs: str = "") -> Rule:
     ours, theirs = f"self_attention.linear_proj.{leaf}", f"self_attn.o_proj.{leaf}"
-    return _rule(Where.LAYER, ours, theirs, needs=needs)
+    return _rule(Where.ATTENTION, ours, theirs, needs=needs)
 
 
-def _gated(
-    where: Where, ours: str, theirs: str, leaf: str = "weight", needs: str = ""
+def _mlp(
+    where: Where,
+    ours: str,
+    theirs: str,
+    leaf: str = "weight",
+    needs: str = "",
+    first: tuple[str, ...] = _GATED,
 ) -> tuple[Rule, ...]:
-    halves = tuple(f"{theirs}.{half}_proj.{leaf}" for half in ("gate", "up"))
+    parts = tuple(f"{theirs}.{name}_proj.{leaf}" for name in first)
     return (
-        _rule(where, f"{ours}.linear_fc1.{leaf}", halves, needs=needs),
+        _rule(where, f"{ours}.linear_fc1.{leaf}", parts, needs=needs),
         _rule(where, f"{ours}.linear_fc2.{leaf}", f"{theirs}.down_proj.{leaf}", needs=needs),
     )
 
@@ -173,21 +191,24 @@ def _of_experts(module: str, leaf: str = "weight") -> tuple[str, ...]:
 
 
 def _experts(
-    theirs: str = "mlp", names: Sequence[str] = ("gate", "up", "down")
+    theirs: str = "mlp", first: tuple[str, ...] = _GATED, second: str = "down"
 ) -> tuple[Rule, ...]:
-    """Gated experts, each on its own in files and all in a tensor in memory."""
+    """Experts, each on its own in files and all in a tensor in memory."""
     suffix = "_proj" if theirs == "mlp" else ""
-    gate, up, down = (f"{theirs}.experts.{{expert}}.{name}{suffix}.weight" for name in names)
-    fused = (Part(f"mlp.experts.{name}_proj", expert=0) for name in ("gate_up", "down"))
+    *parts, down = (
+        f"{theirs}.experts.{{expert}}.{name}{suffix}.weight" for name in (*first, second)
+    )
+    fused = ("gate_up" if len(first) > 1 else "up"), "down"
+    up_all, down_all = (Part(f"mlp.experts.{name}_proj", expert=0) for name in fused)
     return (
-        _rule(Where.SPARSE, _of_experts("linear_fc1"), next(fused), (gate, up)),
-        _rule(Where.SPARSE, _of_experts("linear_fc2"), next(fused), down),
+        _rule(Where.SPARSE, _of_experts("linear_fc1"), up_all, tuple(parts)),
+        _rule(Where.SPARSE, _of_experts("linear_fc2"), down_all, down),
         _rule(Where.SPARSE, "mlp.router.weight", "mlp.gate.weight", f"{theirs}.gate.weight"),
     )
 
 
 def _shared_expert(theirs: str, needs: str = "") -> tuple[Rule, ...]:
-    return _gated(Where.SPARSE, "mlp.shared_experts", f"mlp.{theirs}", needs=needs)
+    return _mlp(Where.SPARSE, "mlp.shared_experts", f"mlp.{theirs}", needs=needs)
 
 
 def _latent(of: str, **others: Any) -> tuple[Rule, ...]:
@@ -208,7 +229,19 @@ _QK_NORMS = _same(
     Where.LAYER,
     {f"self_attention.{x}_layernorm.weight": f"self_attn.{x}_norm.weight" for x in "qk"},
 )
-_MLP = _gated(Where.DENSE, "mlp", "mlp")
+_MLP = _mlp(Where.DENSE, "mlp", "mlp")
+_EXPERT_BIAS = _rule(Where.SPARSE, "mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
+_MIXER = (
+    *_same(
+        Where.MAMBA,
+        {f"mixer.{x}": f"mixer.{x}" for x in ("in_proj.weight", "out_proj.weight", "norm.weight")},
+    ),
+    *_same(Where.MAMBA, {f"mixer.{x}": f"mixer.{x}" for x in ("A_log", "D", "dt_bias")}),
+    *(
+        _rule(Where.MAMBA, (f"mixer.conv1d_{x}", f"mixer.conv1d.{x}"), f"mixer.conv1d.{x}")
+        for x in ("weight", "bias")
+    ),
+)
 _LATENT_ATTENTION = (
     *_latent("q", needs="q_lora_rank"),
     _rule(
@@ -254,14 +287,14 @@ _QWEN3 = (*_BASE, *_BIASES, *_QK_NORMS)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
-        (*_BASE, *_BIASES, *_gated(Where.DENSE, "mlp", "mlp", "bias", "mlp_bias")),
+        (*_BASE, *_BIASES, *_mlp(Where.DENSE, "mlp", "mlp", "bias", "mlp_bias")),
     ),
     "mistral": Family("MistralForCausalLM", _BASE),
     "qwen2": Family("Qwen2ForCausalLM", (*_BASE, _qkv("bias"))),
     "qwen3": Family("Qwen3ForCausalLM", _QWEN3, {"head_dim": 128}),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", (*_QWEN3, *_experts()), {"head_dim": 128}),
     "mixtral": Family(
-        "MixtralForCausalLM", (*_BASE, *_experts("block_sparse_moe", ("w1", "w3", "w2")))
+        "MixtralForCausalLM", (*_BASE, *_experts("block_sparse_moe", ("w1", "w3"), "w2"))
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
@@ -284,12 +317,43 @@ FAMILIES: Mapping[str, Family] = {
             *_MLP,
             *_experts(),
             *_shared_expert("shared_experts", "n_shared_experts"),
-            _rule(Where.SPARSE, "mlp.router.expert_bias", "mlp.gate.e_score_correction_bias"),
+            _EXPERT_BIAS,
         ),
         {"q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3},
         rows=LATENT,
         # Megatron always turns pairs; a converter would have to reorder rows.
         only={"rope_interleave": True},
+    ),
+    "nemotron_h": Family(
+        "NemotronHForCausalLM",
+        (
+            *_ENDS,
+            _rule(
+                Where.LAYER,
+                ("norm.weight", "mixer.in_proj.layer_norm_weight", *_INPUT_NORM, *_MLP_NORM),
+                "input_layernorm.weight",
+            ),
+            *_ATTENTION,
+            *_MIXER,
+            *_mlp(Where.DENSE, "mlp", "mlp", first=_PLAIN),
+            *_experts(first=_PLAIN),
+            *_mlp(Where.SPARSE, "mlp.shared_experts", "mlp.shared_experts", first=_PLAIN),
+            _EXPERT_BIAS,
+            *(
+                _rule(Where.SPARSE, f"mlp.{x}.weight", f"mlp.{x}.weight", needs="moe_latent_size")
+                for x in ("fc1_latent_proj", "fc2_latent_proj")
+            ),
+        ),
+        {"head_dim": 128},
+        rows=HYBRID,
+        only={
+            "tie_word_embeddings": False,
+            "use_conv_bias": True,
+            "time_step_limit": [0.0, math.inf],
+        },
+        # Only without kernels, steps are clamped at the minimum of their initial values.
+        without_kernels={"use_mamba_kernels": False, "time_step_min": sys.float_info.min},
+        stored="backbone.",
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",

@@ -22,7 +22,10 @@ from megatron_ttrace.trace.records import Kind, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 _LAYERS, _ROWS = "num_hidden_layers", "vocab_size"
-_BY_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")
+_BY_LAYER = (
+    *("layer_types", "mlp_layer_types", "no_rope_layers"),
+    *("layers_block_type", "hybrid_override_pattern"),
+)
 """Fields of a config with one value for each layer."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -115,14 +118,14 @@ class Given:
                 f"{self.path}: vocab_size {self.config[_ROWS]}, but the model in "
                 f"{self.trace.directory} has {sizes[_ROWS]} rows: give both the same vocabulary"
             )
-        config = {**self.config, **sizes}
+        config = {**self.config, **sizes, **self.family.without_kernels}
         for name in _BY_LAYER:
-            if isinstance(values := config.get(name), list):
+            if isinstance(values := config.get(name), list | str):
                 config[name] = values[: sizes[_LAYERS]]
         replaced = {
             name: self.config.get(name)
             for name, size in sizes.items()
-            if self.config.get(name) != size
+            if self.config.get(name, size) != size
         }
         return {"config": config, "replaced": replaced}
 

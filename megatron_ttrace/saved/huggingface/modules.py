@@ -2,8 +2,8 @@
 """Which tensor of a ``transformers`` model is which tensor of a Megatron trace.
 
 A row joins an input or output of one of Megatron's modules to the inputs or outputs of modules of
-``transformers``, and says how the latter are laid out as Megatron has them. Every layout is a
-permutation of elements, so gradients follow by the same row.
+``transformers``, and says how the latter are laid out as Megatron has them. A layout that is a
+permutation of elements holds for gradients too.
 
 Shapes: ``b`` samples, ``s`` tokens of each, ``h`` hidden size, ``d`` size of a head.
 """
@@ -86,6 +86,11 @@ def _token_order(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
     return tokens.transpose(0, 1).flatten(0, 1)
 
 
+def _unfolded(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """[b * s, h] to [s, b, h]."""
+    return parts[0].reshape(-1, sizes.tokens, parts[0].shape[-1]).transpose(0, 1)
+
+
 def by_sample(data: torch.Tensor, sizes: Sizes) -> torch.Tensor:
     """[s * b, ...] to [b * s, ...]."""
     return data.reshape(sizes.tokens, -1, data.shape[-1]).transpose(0, 1).flatten(0, 1)
@@ -112,6 +117,11 @@ def _biased_sigmoid(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor
     return _token_order(parts, sizes).sigmoid() + parts[1]
 
 
+def _multiplied(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """What a Mamba mixer's scan returns, and its gate, to what Megatron normalises."""
+    return _sequence_first([parts[0] * torch.nn.functional.silu(parts[1])], sizes)
+
+
 def _angles(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """Inverse frequencies, [d / 2], to the angle of each position, [s, 1, 1, d]."""
     angles = torch.outer(torch.arange(sizes.tokens).float(), parts[0])
@@ -129,6 +139,7 @@ class Row:
             their names begin with ``model.``.
         layout: how.
         index: of the tensor's key.
+        is_permuted: whether the layout is a permutation, so that it holds for gradients.
     """
 
     module: str
@@ -136,6 +147,7 @@ class Row:
     sources: tuple[Source, ...]
     layout: Layout = _sequence_first
     index: int = 0
+    is_permuted: bool = True
 
 
 _NORM_1, _NORM_2 = "input_layernorm", "post_attention_layernorm"
@@ -145,12 +157,16 @@ _QKV = tuple(Source(f"self_attn.{name}_proj") for name in "qkv")
 _FREQUENCIES = Source("model.rotary_emb.inv_freq")
 
 
-def _mlp(ours: str, theirs: str) -> tuple[Row, ...]:
-    gate_up = tuple(Source(f"{theirs}.{name}_proj") for name in ("gate", "up"))
+def _through(ours: str, source: Source, theirs: str) -> tuple[Row, ...]:
+    return Row(ours, Kind.INPUT, (source,)), Row(ours, Kind.OUTPUT, (Source(theirs),))
+
+
+def _mlp(ours: str, theirs: str, first: tuple[str, ...] = ("gate", "up")) -> tuple[Row, ...]:
+    parts = tuple(Source(f"{theirs}.{name}_proj") for name in first)
     return (
         Row(ours, Kind.INPUT, (Source(_NORM_2),)),
         Row(f"{ours}.linear_fc1", Kind.INPUT, (Source(_NORM_2),)),
-        Row(f"{ours}.linear_fc1", Kind.OUTPUT, gate_up),
+        Row(f"{ours}.linear_fc1", Kind.OUTPUT, parts),
         Row(f"{ours}.linear_fc2", Kind.INPUT, (_in(f"{theirs}.down_proj"),)),
         Row(f"{ours}.linear_fc2", Kind.OUTPUT, (Source(f"{theirs}.down_proj"),)),
         Row(ours, Kind.OUTPUT, (Source(theirs),)),
@@ -173,8 +189,8 @@ MODEL = (
     Row("embedding.word_embeddings", Kind.OUTPUT, (Source("model.embed_tokens"),), _same),
     Row("embedding", Kind.OUTPUT, (Source("model.embed_tokens"),)),
     Row("rotary_pos_emb", Kind.OUTPUT, (_FREQUENCIES,), _angles),
-    Row("decoder.final_layernorm", Kind.INPUT, (_in("model.norm"),)),
-    Row("decoder.final_layernorm", Kind.OUTPUT, (Source("model.norm"),)),
+    *_through("decoder.final_layernorm", _in("model.norm"), "model.norm"),
+    *_through("decoder.final_norm", _in("model.norm"), "model.norm"),
     Row("output_layer", Kind.INPUT, (_in("lm_head"),)),
     Row("output_layer", Kind.OUTPUT, (Source("lm_head"),)),
     Row(ROOT, Kind.OUTPUT, (Source(LOSS),), _same),
@@ -236,37 +252,60 @@ class Rows:
 
 _NORMS = {_NORM_1: ("input_layernorm.weight",), _NORM_2: ("pre_mlp_layernorm.weight",)}
 
-
-def _projection(ours: str, source: Source, theirs: str) -> tuple[Row, ...]:
-    return (
-        Row(f"self_attention.{ours}", Kind.INPUT, (source,)),
-        Row(f"self_attention.{ours}", Kind.OUTPUT, (Source(theirs),)),
-    )
-
-
+_BIASED_ROUTER = _router(
+    (Source(_GATE), Source(f"{_GATE}.e_score_correction_bias")),
+    _biased_sigmoid,
+    *(_in("mlp.experts", index) for index in (2, 1)),
+)
+"""Of routers that add a bias to the sigmoid of a score."""
 _Q_NORM, _KV_NORM = "self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"
 LATENT = Rows(
     layer=(
         Row("self_attention.rotary_pos_emb", Kind.OUTPUT, (_FREQUENCIES,), _angles),
-        *_projection("linear_q_proj", Source(_NORM_1), "self_attn.q_proj"),
-        *_projection("linear_q_down_proj", Source(_NORM_1), "self_attn.q_a_proj"),
-        *_projection("linear_kv_down_proj", Source(_NORM_1), "self_attn.kv_a_proj_with_mqa"),
-        *_projection("q_layernorm", _in(_Q_NORM), _Q_NORM),
-        *_projection("kv_layernorm", _in(_KV_NORM), _KV_NORM),
-        *_projection("linear_q_up_proj", Source(_Q_NORM), "self_attn.q_b_proj"),
-        *_projection("linear_kv_up_proj", Source(_KV_NORM), "self_attn.kv_b_proj"),
-        *_router(
-            (Source(_GATE), Source(f"{_GATE}.e_score_correction_bias")),
-            _biased_sigmoid,
-            *(_in("mlp.experts", index) for index in (2, 1)),
+        *_through("self_attention.linear_q_proj", Source(_NORM_1), "self_attn.q_proj"),
+        *_through("self_attention.linear_q_down_proj", Source(_NORM_1), "self_attn.q_a_proj"),
+        *_through(
+            "self_attention.linear_kv_down_proj", Source(_NORM_1), "self_attn.kv_a_proj_with_mqa"
         ),
+        *_through("self_attention.q_layernorm", _in(_Q_NORM), _Q_NORM),
+        *_through("self_attention.kv_layernorm", _in(_KV_NORM), _KV_NORM),
+        *_through("self_attention.linear_q_up_proj", Source(_Q_NORM), "self_attn.q_b_proj"),
+        *_through("self_attention.linear_kv_up_proj", Source(_KV_NORM), "self_attn.kv_b_proj"),
+        *_BIASED_ROUTER,
     ),
     norms={
         _Q_NORM: ("self_attention.q_layernorm.weight",),
         _KV_NORM: ("self_attention.kv_layernorm.weight",),
     },
 )
-"""Multi-latent attention, and routers that add a bias to the sigmoid of a score."""
+"""Multi-latent attention."""
+_DOWN, _UP = "mlp.fc1_latent_proj", "mlp.fc2_latent_proj"
+_SCANNED = _in("mixer.norm"), _in("mixer.norm", 1)
+HYBRID = Rows(
+    names={
+        **dict.fromkeys(("self_attn", "mlp"), "mixer"),
+        **dict.fromkeys((_NORM_1, _NORM_2), "norm"),
+        "model.embed_tokens": "model.embeddings",
+        "model.norm": "model.norm_f",
+    },
+    layer=(
+        *_through("norm", _in(_NORM_1), _NORM_1),
+        *_through("mixer", Source(_NORM_1), "mixer"),
+        *_through("mixer.in_proj", Source(_NORM_1), "mixer.in_proj"),
+        Row("mixer.norm", Kind.INPUT, _SCANNED, _multiplied, is_permuted=False),
+        Row("mixer.norm", Kind.OUTPUT, (Source("mixer.norm"),)),
+        *_through("mixer.out_proj", _in("mixer.out_proj"), "mixer.out_proj"),
+        *_mlp("mlp", "mlp", ("up",)),
+        *_mlp("mlp.shared_experts", "mlp.shared_experts", ("up",)),
+        Row(_DOWN, Kind.INPUT, (Source(_NORM_2),)),
+        Row(_DOWN, Kind.OUTPUT, (Source(_DOWN),), _unfolded),
+        Row(_UP, Kind.INPUT, (_in(_UP),), _unfolded),
+        Row(_UP, Kind.OUTPUT, (Source(_UP),), _unfolded),
+        *_BIASED_ROUTER,
+    ),
+    norms={_NORM_1: ("input_layernorm.weight", "norm.weight")},
+)
+"""One of a Mamba mixer, attention, an MLP and experts in each layer, all of one name."""
 
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)(?:\.|$)")
 _VALUES = {Kind.GRAD_OUTPUT: Kind.OUTPUT, Kind.GRAD_INPUT: Kind.INPUT}
@@ -300,7 +339,7 @@ class Correspondence:
             row = self._model.get((key.name, *place))
         else:
             row = self._layer.get((_LAYER_NAME.sub("", key.name), *place))
-        if row is None:
+        if row is None or not (row.is_permuted or key.kind is row.kind):
             return None
         sources = (self._source(source, row.kind, number) for source in row.sources)
         return dataclasses.replace(row, sources=tuple(sources))

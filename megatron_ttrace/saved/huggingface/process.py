@@ -218,6 +218,10 @@ class _Model:
         sizes = weights.Sizes.of(self._given.config, self._given.family.defaults)
         ours = modules.Sizes(tokens.shape[1], sizes.groups, sizes.experts)
         self._taps.clear()
+        for module in self._model.modules():
+            # Without kernels, states are lost between chunks (transformers issue 47246).
+            if hasattr(module, "chunk_size"):
+                module.chunk_size = ours.tokens
         with self._replayed(keys, ours):
             logits = self._model(input_ids=tokens, position_ids=positions, use_cache=False).logits
         losses = torch.nn.functional.cross_entropy(

@@ -9,6 +9,7 @@ model's ``config.json``.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
@@ -26,6 +27,7 @@ from megatron_ttrace.saved.huggingface.families import (
 from megatron_ttrace.trace.errors import TTraceError
 
 _MOST = 1 << 24
+_PREFIX = "model."
 _MOST_MODULES = 1 << 20
 """Layers times experts."""
 
@@ -40,7 +42,7 @@ class Sizes:
         experts: their number in layers that have them.
         vocabulary: rows of the embedding.
         tied: whether the head is the embedding.
-        sparse: numbers of the layers that have experts.
+        kinds: of each layer, the parts of the model that it belongs to.
     """
 
     layers: int
@@ -50,7 +52,7 @@ class Sizes:
     experts: int
     vocabulary: int
     tied: bool
-    sparse: frozenset[int]
+    kinds: tuple[frozenset[Where], ...]
 
     @classmethod
     def of(cls, config: Config, defaults: Config) -> Sizes:
@@ -68,7 +70,8 @@ class Sizes:
             return value
 
         heads = number("num_attention_heads")
-        layers = number("num_hidden_layers")
+        mixed = _mixed(config)
+        layers = len(mixed) or number("num_hidden_layers")
         head = number("head_dim", default=number("hidden_size") // max(heads, 1))
         experts = number("num_local_experts", "num_experts", "n_routed_experts", default=0)
         if layers * max(experts, 1) > _MOST_MODULES:
@@ -80,25 +83,42 @@ class Sizes:
             number("decoder_sparse_step", default=1),
         )
         sparse = (
-            layer
-            for layer in range(layers)
-            if experts and layer not in dense and layer >= first and (layer + 1) % max(step, 1) == 0
+            bool(experts) and n not in dense and n >= first and (n + 1) % max(step, 1) == 0
+            for n in range(layers)
+        )
+        kinds = mixed or (
+            frozenset({Where.LAYER, Where.ATTENTION, Where.SPARSE if each else Where.DENSE})
+            for each in sparse
         )
         groups = number("num_key_value_heads", default=heads)
         tied = config.get("tie_word_embeddings", False) is True
         vocabulary = number("vocab_size")
         if not groups or heads % groups:
             raise TTraceError(f"config.json: {heads} heads cannot share {groups} key-value heads")
-        return cls(layers, heads, groups, head, experts, vocabulary, tied, frozenset(sparse))
+        return cls(layers, heads, groups, head, experts, vocabulary, tied, tuple(kinds))
 
     def layers_of(self, where: Where) -> Collection[int | None]:
         """The numbers of the layers in a part of the model; of the whole model ``None``."""
         if where is Where.MODEL:
             return (None,)
-        layers = range(self.layers)
-        if where is Where.LAYER:
-            return layers
-        return [layer for layer in layers if (layer in self.sparse) is (where is Where.SPARSE)]
+        return [layer for layer, kinds in enumerate(self.kinds) if where in kinds]
+
+
+_MIXED = {
+    **dict.fromkeys(("M", "mamba"), Where.MAMBA),
+    **dict.fromkeys(("*", "attention"), Where.ATTENTION),
+    **dict.fromkeys(("-", "mlp"), Where.DENSE),
+    **dict.fromkeys(("E", "moe"), Where.SPARSE),
+}
+
+
+def _mixed(config: Config) -> tuple[frozenset[Where], ...]:
+    """The kinds of the layers of a hybrid model; of other models none."""
+    layers = config.get("layers_block_type") or config.get("hybrid_override_pattern") or ()
+    try:
+        return tuple(frozenset({Where.LAYER, _MIXED[layer]}) for layer in layers)
+    except (KeyError, TypeError) as error:
+        raise TTraceError(f"config.json: there is no kind of layers {error}") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,7 +183,7 @@ class Table:
                 for expert in range(sizes.experts) if is_of_expert else (None,):
                     names = [_named(name, "decoder", layer, expert) for name in rule.megatron]
                     tied = rule is HEAD and sizes.tied
-                    parts = _parts(EMBEDDING if tied else rule, layer, expert, hf)
+                    parts = _parts(family, EMBEDDING if tied else rule, layer, expert, hf)
                     if name := next(filter(megatron, names), None):
                         pairs.append(Pair(name, parts, rule, layer, expert))
                     elif not tied:
@@ -238,14 +258,21 @@ def _named(name: str, prefix: str, layer: int | None, expert: int | None) -> str
 
 
 def _parts(
-    rule: Rule, layer: int | None, expert: int | None, hf: Callable[[str], bool] | None
+    family: Family,
+    rule: Rule,
+    layer: int | None,
+    expert: int | None,
+    hf: Callable[[str], bool] | None,
 ) -> tuple[Part, ...]:
     """The parts of a rule: the alternative that is there, else the last, which files have."""
-    for parts in rule.hf:
+    prefixes = dict.fromkeys((_PREFIX, family.stored))
+    for parts, prefix in itertools.product(rule.hf, prefixes):
         found = tuple(
             dataclasses.replace(
                 part,
-                name=_named(part.name, "model", layer, expert),
+                name=_named(family.rows.renamed(part.name), "model", layer, expert).replace(
+                    _PREFIX, prefix, 1
+                ),
                 expert=None if part.expert is None else expert,
             )
             for part in parts

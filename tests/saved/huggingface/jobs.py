@@ -55,12 +55,13 @@ EP = ("--expert-model-parallel-size", "2")
 class Twin:
     """A model: fields of its ``config.json``, and the flags that make Megatron's the same.
 
-    ``without`` are flags of :data:`FLAGS` that it lacks.
+    ``without`` are flags of :data:`FLAGS` that it lacks; ``script`` is one of ``launch/``.
     """
 
     config: Mapping[str, Any]
     flags: tuple[str, ...]
     without: tuple[str, ...] = ()
+    script: str = "pretrain_gpt.py"
 
     def write(self, folder: Path, **others: Any) -> Path:
         """Its ``config.json``, with other values of some fields, and without those of ``...``."""
@@ -90,17 +91,19 @@ _LATENT = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
+_BIASED = (
+    *("--num-experts", "8", "--moe-router-topk", "4", "--moe-ffn-hidden-size", "48"),
+    *("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+    *("--moe-router-num-groups", "4", "--moe-router-group-topk", "2"),
+    *("--moe-router-topk-scaling-factor", "2.5"),
+)
 _LATENT_FLAGS = (
     *("--multi-latent-attention", "--qk-layernorm", "--q-lora-rank", "24", "--kv-lora-rank", "16"),
     *("--qk-head-dim", "10", "--rope-type", "yarn", "--rotary-scaling-factor", "40"),
     *("--mscale", "1.0", "--mscale-all-dim", "0.5"),
     *("--qk-pos-emb-head-dim", "8", "--v-head-dim", "12", "--norm-epsilon", "1e-6"),
-    *("--num-experts", "8", "--moe-router-topk", "4", "--moe-ffn-hidden-size", "48"),
-    *("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm"),
-    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
-    *("--moe-router-num-groups", "4", "--moe-router-group-topk", "2"),
-    *("--moe-router-topk-scaling-factor", "2.5", "--moe-layer-freq", "[0]+[1]"),
-    *("--moe-shared-expert-intermediate-size", "96"),
+    *(*_BIASED, "--moe-layer-freq", "[0]+[1]", "--moe-shared-expert-intermediate-size", "96"),
 )
 _YARN = {
     "rope_type": "yarn",
@@ -109,6 +112,29 @@ _YARN = {
     "mscale_all_dim": 0.5,
     "original_max_position_embeddings": 4096,
 }
+_HYBRID = {
+    "model_type": "nemotron_h",
+    "num_hidden_layers": 4,
+    "hybrid_override_pattern": "M*-E",
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 64,
+    "routed_scaling_factor": 2.5,
+}
+_HYBRID_FLAGS = (
+    *("--hybrid-layer-pattern", "M*-E", "--position-embedding-type", "none", "--squared-relu"),
+    *("--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+    *("--mamba-num-heads", "8", "--mamba-head-dim", "16", "--mamba-state-dim", "8"),
+    *("--mamba-num-groups", "2", *_BIASED, "--moe-shared-expert-intermediate-size", "64"),
+)
 
 
 TWINS: Mapping[str, Twin] = {
@@ -146,6 +172,13 @@ TWINS: Mapping[str, Twin] = {
     ),
     "deepseek_v3": Twin(
         {**_LATENT, "rope_scaling": _YARN}, _LATENT_FLAGS, ("--group-query-attention",)
+    ),
+    "nemotron_h": Twin(_HYBRID, _HYBRID_FLAGS, ("--swiglu",), "pretrain_hybrid.py"),
+    "nemotron_h-latent": Twin(
+        {**_HYBRID, "moe_latent_size": 32},
+        (*_HYBRID_FLAGS, "--moe-latent-size", "32"),
+        ("--swiglu",),
+        "pretrain_hybrid.py",
     ),
 }
 
@@ -216,6 +249,19 @@ FAULTS: Mapping[str, Fault] = {
     "groups-of-experts": Fault(
         "deepseek_v3", ("--moe-router-group-topk", "4"), r".*layers\.1\.mlp\.router"
     ),
+    "states": Fault(
+        "nemotron_h",
+        ("--mamba-num-groups", "4", "--mamba-state-dim", "4"),
+        r".*layers\.0\.mixer",
+    ),
+    "epsilon-mixed": Fault(
+        "nemotron_h", ("--norm-epsilon", "1e-6"), r".*layers\.0\.mixer\.in_proj"
+    ),
+    "routed-scale-mixed": Fault(
+        "nemotron_h", ("--moe-router-topk-scaling-factor", "1.0"), r".*layers\.3\.mlp\.router"
+    ),
+    "rotary-mixed": Fault("nemotron_h", ("--position-embedding-type", "rope"), ""),
+    "pattern": Fault("nemotron_h", ("--hybrid-layer-pattern", "*M-E"), ""),
     "dense-layers": Fault("deepseek_v3", ("--moe-layer-freq", "[1]+[0]"), ""),
     "shared-experts": Fault("deepseek_v3", ("--moe-shared-expert-intermediate-size", "48"), ""),
     "bias": Fault("llama3", ("--add-qkv-bias",), ""),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models of transformers' families, and a plain converter that shares no code with ours."""
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -55,6 +56,21 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
             "first_k_dense_replace": 1,
             "mlp_only_layers": [0],
         },
+        "nemotron_h": {
+            "num_hidden_layers": 4,
+            "hybrid_override_pattern": "M*-E",
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 3,
+            "ssm_state_size": 5,
+            "n_groups": 2,
+            "conv_kernel": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 6,
+            "moe_shared_expert_intermediate_size": 10,
+            "moe_latent_size": 8,
+            "mlp_only_layers": [0],
+        },
         "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True},
         "gemma3_text": {"tie_word_embeddings": True},
     }.items()
@@ -71,6 +87,8 @@ def files(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict
     family, hidden = config["model_type"], config["hidden_size"]
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     head = config["head_dim"]
+    if family == "nemotron_h":
+        return {name: torch.randn(shape).to(dtype) for name, shape in _mixed(config).items()}
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config["vocab_size"], hidden)
     }
@@ -161,6 +179,57 @@ def _latent(config: Mapping[str, Any], at: str) -> dict[str, tuple[int, ...]]:
     }
 
 
+def _mixed(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model with one of four mixers in each layer."""
+    hidden, latent = config["hidden_size"], config["moe_latent_size"]
+    heads, groups, head = (
+        config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    scans, inner = config["mamba_num_heads"], config["mamba_num_heads"] * config["mamba_head_dim"]
+    mixed = inner + 2 * config["n_groups"] * config["ssm_state_size"]
+    experts, width = config["n_routed_experts"], config["moe_intermediate_size"]
+    shared = config["moe_shared_expert_intermediate_size"]
+    mixers: dict[str, dict[str, tuple[int, ...]]] = {
+        "M": {
+            "A_log": (scans,),
+            "D": (scans,),
+            "dt_bias": (scans,),
+            "conv1d.weight": (mixed, 1, config["conv_kernel"]),
+            "conv1d.bias": (mixed,),
+            "in_proj.weight": (inner + mixed + scans, hidden),
+            "norm.weight": (inner,),
+            "out_proj.weight": (hidden, inner),
+        },
+        "*": {
+            "q_proj.weight": (heads * head, hidden),
+            "k_proj.weight": (groups * head, hidden),
+            "v_proj.weight": (groups * head, hidden),
+            "o_proj.weight": (hidden, heads * head),
+        },
+        "-": {
+            "up_proj.weight": (config["intermediate_size"], hidden),
+            "down_proj.weight": (hidden, config["intermediate_size"]),
+        },
+        "E": {
+            "gate.weight": (experts, hidden),
+            "gate.e_score_correction_bias": (experts,),
+            **{f"experts.{n}.up_proj.weight": (width, latent) for n in range(experts)},
+            **{f"experts.{n}.down_proj.weight": (latent, width) for n in range(experts)},
+            "shared_experts.up_proj.weight": (shared, hidden),
+            "shared_experts.down_proj.weight": (hidden, shared),
+            "fc1_latent_proj.weight": (latent, hidden),
+            "fc2_latent_proj.weight": (hidden, latent),
+        },
+    }
+    ends = {"embeddings": (config["vocab_size"], hidden), "norm_f": (hidden,)}
+    shapes = {f"backbone.{name}.weight": shape for name, shape in ends.items()}
+    for layer, kind in enumerate(config["hybrid_override_pattern"]):
+        at = f"backbone.layers.{layer}."
+        shapes[f"{at}norm.weight"] = (hidden,)
+        shapes |= {f"{at}mixer.{name}": shape for name, shape in mixers[kind].items()}
+    return shapes | {"lm_head.weight": ends["embeddings"]}
+
+
 OTHERS = {
     "self_attn.q_a_proj.weight": "self_attention.linear_q_down_proj.weight",
     "self_attn.q_a_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
@@ -182,6 +251,8 @@ def converted(
     config: Mapping[str, Any], state: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The same weights as a checkpoint of Megatron's has them, layers and experts apart."""
+    if config["model_type"] == "nemotron_h":
+        return _converted(config, state)
     ours = {
         "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": state["model.norm.weight"],
@@ -254,6 +325,52 @@ def converted(
                     halves = [state[f"{theirs}{half}.{leaf}"] for half in (gate, up)]
                     ours[f"{name}linear_fc1.{leaf}"] = torch.cat(halves)
                     ours[f"{name}linear_fc2.{leaf}"] = state[f"{theirs}{down}.{leaf}"]
+    return ours
+
+
+def _converted(
+    config: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    ours = {
+        "embedding.word_embeddings.weight": state["backbone.embeddings.weight"],
+        "decoder.final_norm.weight": state["backbone.norm_f.weight"],
+        "output_layer.weight": state["lm_head.weight"],
+    }
+    norms = {
+        "M": "mixer.in_proj.layer_norm_weight",
+        "*": "self_attention.linear_qkv.layer_norm_weight",
+        "-": "mlp.linear_fc1.layer_norm_weight",
+        "E": "pre_mlp_layernorm.weight",
+    }
+    words = {
+        "gate.e_score_correction_bias": "router.expert_bias",
+        "gate.weight": "router.weight",
+        "up_proj": "linear_fc1",
+        "down_proj": "linear_fc2",
+    }
+    groups, head = config["num_key_value_heads"], config["head_dim"]
+    for layer, kind in enumerate(config["hybrid_override_pattern"]):
+        at, to = f"backbone.layers.{layer}.", f"decoder.layers.{layer}."
+        ours[to + norms[kind]] = state[f"{at}norm.weight"]
+        mixer = {
+            name.removeprefix(f"{at}mixer."): data
+            for name, data in state.items()
+            if name.startswith(f"{at}mixer.")
+        }
+        if kind == "M":
+            ours |= {f"{to}mixer.{name}": data for name, data in mixer.items()}
+        elif kind == "*":
+            q, k, v = (mixer[f"{x}_proj.weight"].split(head) for x in "qkv")
+            shared = len(q) // groups
+            rows = [(*q[g * shared : (g + 1) * shared], k[g], v[g]) for g in range(groups)]
+            ours[f"{to}self_attention.linear_qkv.weight"] = torch.cat([*itertools.chain(*rows)])
+            ours[f"{to}self_attention.linear_proj.weight"] = mixer["o_proj.weight"]
+        else:
+            for name, data in mixer.items():
+                for theirs, megatrons in words.items():
+                    name = name.replace(theirs, megatrons)
+                name = re.sub(r"^experts\.", "experts.experts.", name)
+                ours[f"{to}mlp.{name}"] = data
     return ours
 
 

@@ -65,6 +65,29 @@ def test_right(config: dict[str, Any], stacked: bool, tmp_path: Path) -> None:
     assert parts == state.keys()
 
 
+def test_blocks_of_a_mixer(tmp_path: Path) -> None:
+    """A checkpoint holds the blocks of a Mamba mixer apart; one of them wrong is a wrong tensor."""
+    config = made.CONFIGS["nemotron_h"]
+    state = made.files(config)
+    ours = made.converted(config, state)
+    names = "in_proj.weight", "conv1d.weight", "conv1d.bias"
+    for name, blocks in zip(
+        names, (("z", "x", "B", "C", "dt"), *2 * [("x", "B", "C")]), strict=True
+    ):
+        sizes = {"z": 12, "x": 12, "B": 10, "C": 10, "dt": 4}
+        whole = f"decoder.layers.0.mixer.{name}"
+        parts = ours.pop(whole).split([sizes[block] for block in blocks])
+        ours |= {f"{whole}.{block}": part for block, part in zip(blocks, parts, strict=True)}
+    folder = saved(tmp_path, config, state)
+    assert converted.compare(folder, held(ours)).code is ExitCode.EQUIVALENT
+    first, second = (ours[f"{whole}.{block}"] for block in "BC")
+    first[:], second[:] = second.clone(), first.clone()
+    wrong = [
+        each for each in converted.compare(folder, held(ours)).tensors if each.same is not Same.SAME
+    ]
+    assert [(each.name, each.same) for each in wrong] == [(whole, Same.DIFFERENT)]
+
+
 def one_wrong(
     tmp_path: Path,
     fault: Callable[[State_], None],

@@ -48,6 +48,18 @@ def test_only_sizes_are_the_traces(tmp_path: Path) -> None:
     assert all(given.config[name] == written[name] for name in left)
 
 
+def test_hybrid_models(tmp_path: Path) -> None:
+    """The pattern of layers is cut; what runs on a CPU has the constants of what runs on a GPU."""
+    config = TWINS["nemotron_h"].write(tmp_path)
+    given = Given.read(config, trace(tmp_path / "reference"))
+    assert given.config["hybrid_override_pattern"] == "M*"
+    assert given.replaced == {"num_hidden_layers": 4, "vocab_size": 128}
+    assert given.config["time_step_min"] < 1e-300
+    config = TWINS["nemotron_h"].write(tmp_path, time_step_limit=[0.0, 0.1])
+    with pytest.raises(TTraceError, match=r"time_step_limit \[0.0, 0.1\] is not compared"):
+        Given.read(config, trace(tmp_path / "reference"))
+
+
 @pytest.mark.parametrize(
     ("more", "meta", "reason"),
     [

@@ -118,6 +118,39 @@ def test_routers_with_a_bias() -> None:
     assert scores[3].equal(logits[1, 1].sigmoid() + bias)
 
 
+@pytest.mark.parametrize(
+    ("module", "kind", "theirs", "weights"),
+    [
+        ("mixer.in_proj", Kind.INPUT, "norm", ["norm.weight"]),
+        ("mixer.in_proj", Kind.OUTPUT, "mixer.in_proj", []),
+        ("self_attention.linear_proj", Kind.OUTPUT, "mixer.o_proj", []),
+        ("self_attention.core_attention", Kind.OUTPUT, f"mixer.{modules.ATTENTION}", []),
+        ("mlp.linear_fc1", Kind.OUTPUT, "mixer.up_proj", []),
+        ("mlp.router", Kind.OUTPUT, "mixer.experts", []),
+    ],
+)
+def test_hybrid_models(module: str, kind: Kind, theirs: str, weights: list[str]) -> None:
+    """What is in a layer has one name there, whatever it is."""
+    names = [f"{LAYER}.{weight}" for weight in weights]
+    row = Correspondence(names, modules.HYBRID).row(key(f"{LAYER}.{module}", kind))
+    assert row is not None
+    assert row.sources[0].module == f"model.layers.1.{theirs}"
+    is_from_experts = theirs == "mixer.experts"
+    assert row.sources[0].is_input is is_from_experts
+
+
+def test_gates_of_mixers() -> None:
+    """Megatron multiplies by the gate before the norm: no gradient is that of this product."""
+    correspondence = Correspondence((), modules.HYBRID)
+    row = correspondence.row(key(f"{LAYER}.mixer.norm", Kind.INPUT))
+    assert row is not None
+    scanned, gate = torch.randn(2, 2, 3, 5)  # b 2, s 3
+    expected = scanned[1, 2] * gate[1, 2] * gate[1, 2].sigmoid()
+    torch.testing.assert_close(row.layout([scanned, gate], SIZES)[2, 1], expected)
+    assert correspondence.row(key(f"{LAYER}.mixer.norm", Kind.GRAD_INPUT)) is None
+    assert correspondence.row(key(f"{LAYER}.mixer.norm", Kind.GRAD_OUTPUT)) is not None
+
+
 def test_angles() -> None:
     """Those of a layer's embedding are the model's."""
     correspondence = Correspondence((), modules.LATENT)

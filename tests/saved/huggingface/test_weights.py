@@ -111,6 +111,7 @@ def test_what_is_refused():
             r"no counterpart of Megatron's decoder.layers.0.mlp",
         ),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ({"hybrid_override_pattern": "MX"}, "no kind of layers 'X'"),
         ({"num_hidden_layers": 3}, r"no counterpart of model.layers.2.*6 such tensors"),
         ({"num_hidden_layers": 1}, r"no counterpart of Megatron's decoder.layers.1.*6 such"),
         ({"head_dim": 8}, "linear_qkv.weight has 32 rows, by config.json it needs 64"),
