@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures that are no faults: summands that are added up later, and tensors that nothing reads.
+"""Failures that are no faults: summands that are added up later, and what nothing depends on.
 
 Some layers reduce late: each tensor-parallel rank computes a summand of an activation, or of a
 gradient, and code outside of the module adds them up. Those that Megatron has are known by name
@@ -23,12 +23,22 @@ An output is *unused* on a rank if the reference's modules take it as an input a
 on that rank: a pipeline stage with nothing but the loss computes rotary embeddings. The other ranks
 must have all of it, and the inputs that it is must pass, as must all else that the rank has of the
 microbatch.
+
+An input gradient is that of a *copy* if the tensor is the input or output of other modules too in
+the reference, and ranks hold more or less of it than of theirs: a module that gathers its input for
+itself gets the gradient without what the others add. Both join in the gradient of the others, which
+must pass, as must the copy's own values.
+
+A gradient is *untrained* if the reference has the tensor and no gradient of it, and makes it before
+anything that has trained parameters: what a pipeline stage receives always has a gradient.
 """
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -42,6 +52,7 @@ from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.trace.collectives import Ledger, Phase
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import FLOW, ROOT, Direction, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
@@ -66,8 +77,9 @@ def review(
     ledger: Ledger,
     isolated: bool,
 ) -> list[Judged]:
-    """The verdicts, with a pass for each tensor that is partial or unused by design.
+    """The verdicts, with others on the tensors that fail by design.
 
+    What is partial or unused passes; gradients of copies, and untrained ones, are unchecked.
     ``mesh`` has the sizes of the candidate's axes, ``ledger`` its collectives. With ``isolated``,
     modules were given the reference's tensors.
     """
@@ -78,13 +90,20 @@ def review(
     for record in held:
         holders[record.measured.key].append(record)
     run = _Run(verdicts, holders, tolerances, eps)
-    rules: list[_Partial | _Unused] = [_Unused(run, reference)]
+    rules: list[_Rule] = [_Unused(run, reference), _Copied(run, reference), _Untrained(reference)]
     if not isolated:
-        rules.append(_Partial(run, mesh, ledger))
+        rules.insert(1, _Partial(run, mesh, ledger))
     return [
         next((found for rule in rules if (found := rule.instead(v))), v) if v.key in failed else v
         for v in verdicts
     ]
+
+
+class _Rule(Protocol):
+    """A reason for which tensors fail by design."""
+
+    def instead(self, failure: Judged) -> Judged | None:
+        """The verdict in its place; ``None`` if a fault may be behind the failure."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,6 +118,15 @@ class _Run:
     def ranks(self, key: TraceKey) -> list[int]:
         """That have a tensor."""
         return sorted(rank for held in self.holders.get(key, ()) for rank in held.ranks)
+
+    def elements(self, key: TraceKey) -> dict[int, float]:
+        """How many elements of a tensor each rank has; of joined parts the mean."""
+        found: dict[int, float] = defaultdict(float)
+        for held in self.holders.get(key, ()):
+            total = held.copies * sum(box.numel for box in held.measured.boxes)
+            for rank in held.ranks:
+                found[rank] += total / len(held.ranks)
+        return found
 
 
 class _Partial:
@@ -287,6 +315,69 @@ class _Unused:
     def _have(self, verdict: Judged, ranks: frozenset[int]) -> bool:
         """Whether one of these ranks reported the tensor."""
         return not ranks.isdisjoint(self._run.ranks(verdict.key))
+
+
+class _Copied:
+    """Which gradients are those of copies that ranks make of a tensor for one module."""
+
+    def __init__(self, run: _Run, reference: TraceReader) -> None:
+        self._run = run
+        self._reference = reference
+        self._passing = {v.key for v in run.verdicts if v.verdict is Outcome.PASS}
+        self._same: dict[TraceKey, list[TraceKey]] = defaultdict(list)
+        for key in self._passing:
+            if key.kind in _GRADIENT.values():
+                self._same[reference.primary(key)].append(key)
+
+    def instead(self, failure: Judged) -> Judged | None:
+        """Unchecked; ``None`` unless the values pass, and a gradient that its own joins."""
+        key = failure.key
+        wrong = failure.kind is Kind.GRAD_INPUT and failure.verdict in _WRONG
+        if not wrong or dataclasses.replace(key, kind=Kind.INPUT) not in self._passing:
+            return None
+        mine = self._run.elements(key)
+        for other in sorted(self._same[self._reference.primary(key)]):
+            theirs = self._run.elements(other)
+            if all(rank in theirs and theirs[rank] != number for rank, number in mine.items()):
+                return _unchecked(failure, Reason.COPY, other.name)
+        return None
+
+
+class _Untrained:
+    """Which gradients nothing depends on that is trained."""
+
+    def __init__(self, reference: TraceReader) -> None:
+        self._reference = reference
+
+    @functools.cached_property
+    def _gradients(self) -> set[TraceKey]:
+        """Those of all that the reference makes before anything trained runs."""
+        trained = {
+            module
+            for key in self._reference
+            if key.kind is Kind.MAIN_GRAD
+            for module in _containers(key.name)
+        }
+        found: set[TraceKey] = set()
+        begun: set[tuple[int, int]] = set()
+        for key in self._reference:
+            step = key.iteration, key.microbatch
+            if key.kind is Kind.OUTPUT and _base(key.name) in trained:
+                begun.add(step)
+            if key.kind in _GRADIENT and step not in begun:
+                found.add(dataclasses.replace(key, kind=_GRADIENT[key.kind]))
+        return found
+
+    def instead(self, failure: Judged) -> Judged | None:
+        """Unchecked; ``None`` unless the candidate alone has it, and the reference the tensor."""
+        if failure.verdict is not Outcome.EXTRA or failure.key not in self._gradients:
+            return None
+        return _unchecked(failure, Reason.UNTRAINED)
+
+
+def _unchecked(failure: Judged, reason: Reason, text: str = "") -> Judged:
+    note = Note(reason, text=text)
+    return dataclasses.replace(failure, verdict=Outcome.UNCHECKED, reason=reason, notes=(note,))
 
 
 def _itemsize(dtype: str) -> float:

@@ -175,12 +175,11 @@ def share(verdicts: Iterable[Judged]) -> tuple[int, int]:
     """Number of unchecked tensors, and of all that the step computes.
 
     What a step starts from (tokens, parameters, initial values) is given, not computed: it counts
-    in neither. Nor does what another implementation does not have.
+    in neither. Nor does what another implementation does not have, or what nothing depends on.
     """
+    apart = (Reason.NO_COUNTERPART, Reason.UNTRAINED)
     computed = [
-        v.verdict
-        for v in verdicts
-        if v.direction is not Direction.START and v.reason is not Reason.NO_COUNTERPART
+        v.verdict for v in verdicts if v.direction is not Direction.START and v.reason not in apart
     ]
     return computed.count(Outcome.UNCHECKED), len(computed)
 

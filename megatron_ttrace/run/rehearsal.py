@@ -214,8 +214,14 @@ class Rehearsal:
         Their own are zero in one of two layers, and then so is the gradient of the other.
         """
         new = {place.name for p, place in self.model.places() if p.requires_grad}
-        if new and all(map(is_of_adapter, new)) and not buffers_of(self.model.chunks):
-            self._ranks.together("setting the start values", lambda: self._fill({}, None, new))
+        what = "setting the start values"
+
+        def has_no_others() -> bool:
+            return all(map(is_of_adapter, new)) and not buffers_of(self.model.chunks)
+
+        # A pipeline stage may have nothing that is trained.
+        if all(self._ranks.exchange(what, has_no_others, self.device)):
+            self._ranks.together(what, lambda: self._fill({}, None, new))
             self.model.optimizer.reload_model_params()
 
     def _fill(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What may be excused: summands with evidence that they are added up, and what nothing reads."""
+"""What may be excused: summands with evidence that they are added up, and what needs no value."""
 
 import dataclasses
 
@@ -13,6 +13,7 @@ from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.collectives import UNRECORDED, Collective, Ledger, Operation, Phase
+from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.compare.traces import reference_of, step_level, tolerances_of
 from tests.placement.meshes import mesh_of
@@ -38,6 +39,15 @@ HEAD = (0, Kind.OUTPUT, "head", 0)
 NORM = (0, Kind.OUTPUT, "norm", 0)
 STAGES = (ROTARY, READER, LAYER, NORM, HEAD)
 
+FROZEN = (0, Kind.OUTPUT, "layer.frozen", 0)
+ADAPTER = (0, Kind.INPUT, "layer.adapter", 0)
+ADAPTED = (0, Kind.OUTPUT, "layer.adapter", 0)
+BACK = (0, Kind.GRAD_INPUT, "layer.frozen", 0)
+PART = (0, Kind.GRAD_INPUT, "layer.adapter", 0)
+TRAINED = step_level(Kind.MAIN_GRAD, "layer.adapter.weight")
+LORA = (FROZEN, ADAPTER, ADAPTED, TRAINED)
+ALIASES = {ROTARY: READER, BACK: PART}
+
 
 def values(seed):
     return torch.randn(S, 1, H, generator=torch.Generator().manual_seed(seed))
@@ -49,8 +59,9 @@ class World:
     def __init__(self, directory, places, ranks, **sizes):
         """By default every rank has every tensor as the reference has it."""
         self.tensors = {place: values(number) for number, place in enumerate(places)}
-        if READER in places:
-            self.tensors[READER] = self.tensors[ROTARY]
+        for place, alias in ALIASES.items():
+            if alias in places:
+                self.tensors[alias] = self.tensors[place]
         self.ranks = [dict(self.tensors) for _ in range(ranks)]
         self.sizes = sizes
         self.moved = dict.fromkeys(places, MOVED)
@@ -64,8 +75,10 @@ class World:
 
     def outcomes(self, ledger=None, *, isolated=False):
         """The outcome of each place, and the places with a note."""
-        written = {place: data for place, data in self.tensors.items() if place != READER}
-        reference = reference_of(self._directory, written, {ROTARY: [READER]})
+        aliases = {a: [b] for a, b in ALIASES.items() if {a, b} <= self.tensors.keys()}
+        again = [place for [place] in aliases.values()]
+        written = {place: data for place, data in self.tensors.items() if place not in again}
+        reference = reference_of(self._directory, written, aliases)
         tolerances = tolerances_of(reference, moves=self.moved)
         measured = {}
         for rank, tensors in enumerate(self.ranks):
@@ -145,7 +158,7 @@ def off(place, rank, size=0.01):
 
     def change(world):
         tensors = world.ranks[rank]
-        tensors[place] = tensors[place] + size * values(7)
+        tensors[place] = tensors[place] + size * values(7)[: len(tensors[place])]
 
     return change
 
@@ -300,6 +313,80 @@ def test_an_output_that_may_be_used(stages, change):
     """A reader on the stage, a fault of the others, or nothing else that passes there."""
     change(stages)
     assert stages.outcomes()[0][ROTARY].is_failure
+
+
+@pytest.fixture
+def gathered(tmp_path):
+    """Sequence parallelism: an adapter gathers the input that its layer gathers as well."""
+    world = World(tmp_path, (*LORA, BACK, PART), 2, tp=2)
+    for rank, tensors in enumerate(world.ranks):
+        mine = slice(rank * S // 2, (rank + 1) * S // 2)
+        for place in (FROZEN, ADAPTED, BACK):
+            tensors[place] = tensors[place][mine]
+        tensors[PART] = values(7 + rank)
+    return world
+
+
+def test_the_gradient_of_a_copy(gathered):
+    """It lacks what the other uses of the tensor add; the whole gradient is compared."""
+    outcomes, noted = gathered.outcomes()
+    assert outcomes.pop(PART) is Outcome.UNCHECKED
+    assert noted[PART].reason is Reason.COPY
+    assert noted[PART].notes[0].text == "layer.frozen"
+    assert set(outcomes.values()) == {Outcome.PASS}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        off(BACK, 0),
+        off(BACK, 1),
+        off(ADAPTER, 0),
+        blind(BACK),
+        blind(ADAPTER),
+        without(BACK),
+        lambda world: [tensors.update({BACK: world.tensors[BACK]}) for tensors in world.ranks],
+    ],
+)
+def test_the_gradient_of_what_may_be_no_copy(gathered, change):
+    """The whole gradient or the values are wrong, or there is only one tensor."""
+    change(gathered)
+    assert gathered.outcomes()[0][PART].is_failure
+
+
+@pytest.fixture
+def frozen(tmp_path):
+    """Two pipeline stages; the first one has an embedding that is not trained."""
+    world = World(tmp_path, LORA, 2, pp=2)
+    world.ranks[0].clear()
+    return world
+
+
+@pytest.mark.parametrize("place", [BACK, (0, Kind.GRAD_OUTPUT, *FROZEN[2:]), PART])
+def test_a_gradient_that_nothing_trained_needs(frozen, place):
+    """The reference has the tensor, and nothing trained before it."""
+    forward = Kind.INPUT if place[1] is Kind.GRAD_INPUT else Kind.OUTPUT
+    made = {(0, forward, *place[2:]): values(0), **frozen.tensors}
+    frozen.tensors = made
+    frozen.ranks[1] = {**made, place: values(8)}
+    outcomes, noted = frozen.outcomes()
+    assert outcomes.pop(place) is Outcome.UNCHECKED
+    assert noted[place].reason is Reason.UNTRAINED
+    assert set(outcomes.values()) == {Outcome.PASS}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        (0, Kind.GRAD_OUTPUT, *ADAPTED[2:]),
+        (0, Kind.GRAD_OUTPUT, "elsewhere", 0),
+        step_level(Kind.MAIN_GRAD, "layer.frozen.weight"),
+    ],
+)
+def test_a_gradient_that_may_be_needed(frozen, place):
+    """Something trained runs before it, the reference lacks the tensor, or a parameter has it."""
+    frozen.ranks[1][place] = values(8)
+    assert frozen.outcomes()[0][place].is_failure
 
 
 def test_nothing_to_review(tmp_path):

@@ -14,7 +14,7 @@ from megatron_ttrace.compare.exercised import Observed, Requested, observe, shar
 from megatron_ttrace.run.answer import requested as asked
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.codec import CodecError
-from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
+from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, RoutingIndex
 from tests.compare.traces import reference_of, tolerances_of
 from tests.placement.meshes import mesh_of
@@ -126,8 +126,11 @@ def verdicts(unchecked: int, passed: int, given: int = 0):
 
 
 def test_the_share_is_of_computed_tensors() -> None:
-    """Start values are given; a share of 1 % is not told, more is."""
-    assert share(verdicts(1, 3, 5)) == (1, 4)
+    """Start values are given, nothing needs some gradients; more than 1 % is told."""
+    needless = make_verdict(
+        "a", Kind.GRAD_INPUT, verdict=Outcome.UNCHECKED, reason=Reason.UNTRAINED
+    )
+    assert share([*verdicts(1, 3, 5), needless]) == (1, 4)
     assert told(verdicts=verdicts(1, 99, 50)) == set()
     found = unexercised(EVERYTHING, BUSY, DP2, verdicts(2, 98, 50))
     assert found == (NotExercised(Unexercised.UNCHECKED, 2, 100),)
