@@ -334,6 +334,13 @@ def fused_cross_entropy(calculate, softmax, grad_output, target_mask, masked_tar
     )
 
 
+@fix("transformer.mla_qk_norm_config:QKNormConfigResolver", "_resolve_mla_qk_layernorm")
+def whole_queries(resolve, self):
+    """Queries that are not compressed have no norm of their own."""
+    classes = resolve(self)
+    return classes if self.has_q_lora else {**classes, "linear_q_proj": self.linear_impl}
+
+
 FIXES.default_factory = None  # an unknown name is an error
 for name in os.environ.get("FIX", "").split():
     for put_in in FIXES[name]:

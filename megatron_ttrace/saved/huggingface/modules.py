@@ -80,15 +80,14 @@ def _by_group(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
     return torch.cat(grouped, dim=-1).flatten(2)
 
 
+def _unfolded(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """[b * s, ...] to [s, b, ...]."""
+    return parts[0].reshape(-1, sizes.tokens, parts[0].shape[-1]).transpose(0, 1)
+
+
 def _token_order(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """[b * s, ...] to [s * b, ...]."""
-    tokens = parts[0].reshape(-1, sizes.tokens, parts[0].shape[-1])
-    return tokens.transpose(0, 1).flatten(0, 1)
-
-
-def _unfolded(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
-    """[b * s, h] to [s, b, h]."""
-    return parts[0].reshape(-1, sizes.tokens, parts[0].shape[-1]).transpose(0, 1)
+    return _unfolded(parts, sizes).flatten(0, 1)
 
 
 def by_sample(data: torch.Tensor, sizes: Sizes) -> torch.Tensor:
