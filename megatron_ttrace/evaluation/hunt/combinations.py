@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import random
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -26,6 +27,8 @@ type Pair = frozenset[tuple[str, str]]
 
 _NONE = " "
 """The value of a dimension without the options that the base has."""
+_DOUBTFUL = 2
+"""Failed jobs of a pair of values that was in no other."""
 _MOST = 12
 """Values that differ from the base: with more, a fault hides others more often than it is found."""
 
@@ -151,6 +154,7 @@ class Covering:
     seed: int
     covered: set[Pair] = dataclasses.field(default_factory=set)
     excluded: set[Pair] = dataclasses.field(default_factory=set)
+    _failed: Counter[Pair] = dataclasses.field(default_factory=Counter)
 
     def __iter__(self) -> Iterator[Combination]:
         """The base itself first; the same ones in the same order for the same seed."""
@@ -169,11 +173,13 @@ class Covering:
             combination = self._grown(combination, left, chance)
             yield combination
             # What did not run covers nothing; with other options its pairs may.
+            pairs = _pairs_of(combination)
+            self._failed.update(pairs - self.covered)
             left -= self.covered
 
     def ran(self, combination: Combination) -> None:
         """Count the pairs of a combination that was compared."""
-        self.covered |= {frozenset(two) for two in itertools.combinations(combination.items(), 2)}
+        self.covered |= _pairs_of(combination)
 
     def _grown(
         self, combination: Combination, left: set[Pair], chance: random.Random
@@ -185,7 +191,9 @@ class Covering:
             gains: dict[str, int] = {}
             for value in self.space.values[name]:
                 added = {frozenset(((name, value), item)) for item in combination.items()}
-                gains[value] = len(added & left)
+                # A pair that never ran does not spoil another combination: it begins its own.
+                is_doubtful = any(self._failed[pair] >= _DOUBTFUL for pair in added - self.covered)
+                gains[value] = 0 if is_doubtful else len(added & left)
             order = sorted(gains, key=lambda value: (-gains[value], chance.random()))
             for value in order:
                 if not gains[value]:
@@ -195,3 +203,7 @@ class Covering:
                     combination = larger
                     break
         return combination
+
+
+def _pairs_of(combination: Combination) -> set[Pair]:
+    return {frozenset(two) for two in itertools.combinations(combination.items(), 2)}
