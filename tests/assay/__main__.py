@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.cli import main as ttrace
-from tests.assay import blamed, conversions, huggingface, plant, same
+from tests.assay import blamed, conversions, huggingface, models, plant, same
 from tests.assay.bridge import cli as bridge
 from tests.assay.checkpoints import cli as checkpoints
 from tests.assay.mutants import cli as mutants
@@ -29,7 +29,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (
         *(mutants, plant, checkpoints, conversions, bridge),
-        *(huggingface, same, blamed),
+        *(huggingface, models, same, blamed),
     ):
         module.add_parser(subparsers)
     return parser

@@ -96,7 +96,7 @@ def collect(
     """Find and shrink the configurations of a checkout.
 
     Args:
-        checkout: of Megatron-LM.
+        checkout: of Megatron-LM, or another folder, all of whose configurations and scripts count.
         patterns: of names; all if there are none.
         most: ranks that a small job may have.
         places: files and folders in the checkout in which to look, instead of those that
@@ -108,23 +108,32 @@ def collect(
     if places:
         paths = sorted({path for place in places for path in _training(place)})
         return [
-            _recipe(path.relative_to(checkout).as_posix(), path, checkout, most) for path in paths
+            _recipe(name, path, checkout, most)
+            for path in paths
+            if _fits(name := path.relative_to(checkout).as_posix(), patterns)
         ]
     files = sorted((checkout / _TESTS).rglob("model_config.yaml"))
     scripts = [
         path for path in sorted((checkout / "examples").rglob("*.sh")) if _mentions(path, _SCRIPT)
     ]
     if not files and not scripts:
-        raise TTraceError(
-            f"{checkout} has neither {_TESTS} nor examples: give a checkout of Megatron-LM"
-        )
+        if not _training(checkout):
+            raise TTraceError(
+                f"{checkout} has neither {_TESTS} nor examples nor other scripts that train: give "
+                "a checkout of Megatron-LM, or a folder of scripts"
+            )
+        return collect(checkout, patterns, most, (checkout,))
     found = []
     for path in (*files, *scripts):
         place = path.parent if path.suffix == ".yaml" else path
         name = str(place.relative_to(checkout)).removeprefix(f"{_TESTS}/")
-        if not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+        if _fits(name, patterns):
             found.append(_recipe(name, path, checkout, most))
     return found
+
+
+def _fits(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _training(place: Path) -> list[Path]:

@@ -98,8 +98,10 @@ def layers(case: Case) -> Iterator[Change]:
         if count is not None:
             option = f"decoder_{end}_pipeline_num_layers"
             yield Change(option, (str(count),), "as uneven as before")
-    if case.small.pp > 1 and case.small.chunks > 1:
+    if case.small.pp > 1:
+        # Also where a stage has a single chunk.
         yield from _given(case, why, num_layers_per_virtual_pipeline_stage=depth.per_chunk)
+    if case.small.pp > 1 and case.small.chunks > 1:
         chunks = case.small.chunks
         yield from _given(case, "an axis becomes 2", num_virtual_stages_per_pipeline_rank=chunks)
     for option, value in case.frequencies.items():

@@ -93,6 +93,16 @@ def test_patterns(checkout, tmp_path):
         collect.collect(tmp_path / "megatron_ttrace")
 
 
+def test_a_folder_of_scripts(checkout):
+    """It may be any; what does not train is left out."""
+    folder = checkout / "examples"
+    (folder / "gpt3" / "pretrain_gpt.py").touch()
+    (folder / "gpt3" / "download.sh").write_text("curl https://example.org\n")
+    (found,) = collect.collect(folder)
+    assert (found.name, found.kind) == ("gpt3/train.sh", Kind.TRAINING)
+    assert collect.collect(folder, ["other/*"]) == []
+
+
 def test_resuming(checkout, tmp_path):
     """What is finished is not run again, and half a line is none."""
     recipes = collect.collect(checkout)

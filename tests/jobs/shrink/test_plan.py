@@ -91,6 +91,16 @@ def test_a_middle_stage():
     assert shrunk(most=2 * 2 * 3 * 2).jobs[0].axes.pp == 3
 
 
+def test_stages_of_a_single_chunk():
+    """What says so is shrunk like the layers."""
+    text = "--num-layers 32 --pipeline-model-parallel-size 4 --num-attention-heads 8 "
+    job, *_ = shrunk(text + "--num-layers-per-virtual-pipeline-stage 8", ranks=4).jobs
+    given = Given.parse(job.arguments)
+    stages = given.integer("pipeline_model_parallel_size")
+    each = given.integer("num_layers_per_virtual_pipeline_stage")
+    assert given.integer("num_layers") == stages * each
+
+
 def test_several_jobs():
     found = shrunk(f"{LARGE} --context-parallel-size 4")
     assert len(found.jobs) > 1
