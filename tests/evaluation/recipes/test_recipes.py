@@ -96,7 +96,7 @@ def test_patterns(checkout, tmp_path):
 def test_a_folder_of_scripts(checkout):
     """It may be any; what does not train is left out."""
     folder = checkout / "examples"
-    (folder / "gpt3" / "pretrain_gpt.py").touch()
+    (folder / "pretrain_gpt.py").touch()
     (folder / "gpt3" / "download.sh").write_text("curl https://example.org\n")
     (found,) = collect.collect(folder)
     assert (found.name, found.kind) == ("gpt3/train.sh", Kind.TRAINING)
