@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command, training
-from megatron_ttrace.jobs import flags
+from megatron_ttrace.jobs import argv, flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.resources import launch_dir
-from megatron_ttrace.jobs.settings import split
 from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
@@ -88,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
     table = combinations.table()
     given = bool(args.command_words) or args.recipe is not None
     base = training.command_of(args) if given else _own(table.base)
-    words = split(base.arguments)[1]
-    ours = [word for word in base.arguments if word not in words]
+    ours, words = argv.separated(base.arguments)
     base = dataclasses.replace(base, arguments=tuple(words))
     if not Path(base.script).is_file():
         raise TTraceError(f"{base.script}: no such script")

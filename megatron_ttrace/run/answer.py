@@ -2,6 +2,7 @@
 """The answer of a running job, concluded from all ranks' findings."""
 
 import dataclasses
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -12,10 +13,11 @@ from megatron_ttrace.compare import gathered, wire
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
-from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs import argv, known_faults, provenance
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, fronts, own_shards, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.versions import megatron_core_version
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.run import recording
 from megatron_ttrace.run.agreement import Ranks
@@ -25,9 +27,13 @@ from megatron_ttrace.saved.answer import Answer
 from megatron_ttrace.saved.conclusion import conclude
 from megatron_ttrace.trace import codec, counted, folded
 from megatron_ttrace.trace.captured import Separate
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.executed import Edits
 from megatron_ttrace.trace.meta import CandidateMeta
+from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.store import seal
+
+_KNOWN = "jobs with these options show a fault of Megatron's that is known, perhaps beside others"
 
 
 def failing(comparison: Comparison, ranks: Ranks, device: torch.device) -> list[int]:
@@ -117,7 +123,19 @@ def answer(
         changed=recording.changed(edits, recorded, once),
         separate=separate,
     )
+    if summary.verdict is Result.DIVERGED:
+        summary = dataclasses.replace(summary, notices=(*summary.notices, *_known_fault()))
     return Answer(dataclasses.replace(summary, run=provenance.collect(args)), verdicts, ledger)
+
+
+def _known_fault() -> list[str]:
+    """What docs/findings.md knows of jobs with this one's flags."""
+    try:
+        words = argv.separated(sys.argv[1:])[1]
+        heading = known_faults.finding_of(words, megatron_core_version())
+    except TTraceError:
+        return []  # no flags of Megatron-LM's
+    return [f"{_KNOWN}: {heading} (docs/findings.md)"] if heading else []
 
 
 def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -> RunConfig:

@@ -12,7 +12,6 @@ from pathlib import Path
 from megatron_ttrace.evaluation.hunt import reduction
 from megatron_ttrace.evaluation.hunt.combinations import Combination, Covering, Space
 from megatron_ttrace.evaluation.hunt.reduction import Reduced
-from megatron_ttrace.evaluation.recipes import known
 from megatron_ttrace.evaluation.recipes.collect import SmallJob
 from megatron_ttrace.evaluation.recipes.run import (
     RESULTS,
@@ -21,7 +20,7 @@ from megatron_ttrace.evaluation.recipes.run import (
     JobRow,
     read_results,
 )
-from megatron_ttrace.jobs import validity
+from megatron_ttrace.jobs import known_faults, validity
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.jobs.shrink.given import Given
@@ -132,7 +131,7 @@ class Hunt:
     def _is_new(self, combination: Combination) -> bool:
         """Whether Megatron accepts it, and nothing is known of it."""
         job = self._job(combination)
-        if job is None or known.finding_of(job.arguments, self._version):
+        if job is None or known_faults.finding_of(job.arguments, self._version):
             return False
         given = Given.parse(job.arguments)
         return not any(each.reduced.pattern().fits(given) for each in self.failures)

@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from megatron_ttrace.evaluation.recipes.collect import SmallJob
-from megatron_ttrace.evaluation.recipes.known import Finding
 from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
 from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.known_faults import Finding
 from megatron_ttrace.jobs.shrink import axes, plan
 from megatron_ttrace.jobs.shrink.given import Flag, Given
 from megatron_ttrace.jobs.shrink.plan import Job

@@ -18,9 +18,9 @@ from pathlib import Path
 from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.recipes.bridge import discover
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
-from megatron_ttrace.evaluation.recipes.known import finding_of
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.job import Job
+from megatron_ttrace.jobs.known_faults import finding_of
 from megatron_ttrace.jobs.processes import ranks
 from megatron_ttrace.jobs.processes.logs import record_of, usage_error
 from megatron_ttrace.jobs.processes.waiting import Patience

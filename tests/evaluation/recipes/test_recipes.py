@@ -9,11 +9,10 @@ import pytest
 
 from megatron_ttrace.cli import recipes as cli_recipes
 from megatron_ttrace.cli.main import main
-from megatron_ttrace.evaluation.recipes import collect, known
+from megatron_ttrace.evaluation.recipes import collect
 from megatron_ttrace.evaluation.recipes import run as running
 from megatron_ttrace.evaluation.recipes.collect import Kind
 from megatron_ttrace.evaluation.recipes.run import Answer, JobRow, RecipeRow
-from megatron_ttrace.jobs.shrink.given import Given
 from megatron_ttrace.trace import codec, ends
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
@@ -150,28 +149,6 @@ def test_refusals_are_megatrons_own(tmp_path):
     ends.file_of(log).unlink()
     log.write_text("x.py: error: unrecognized arguments: --no-such-flag\n")
     assert running.refused(tmp_path)
-
-
-def test_known_findings_are_those_of_the_page():
-    """Headings are spelled as they stand there, and name what is combined."""
-    text = (ROOT / "docs" / "findings.md").read_text()
-    for finding in known.findings():
-        for flag in Given.parse(f"{finding.given} {finding.absent}".split()).flags:
-            assert flag.option, flag
-        assert re.search(rf"^## [0-9]+\. {re.escape(finding.heading)}", text, re.MULTILINE)
-    words = "--multi-latent-attention --tensor-model-parallel-size 2"
-    assert known.finding_of(words.split(), "0.19.2") == "MLA without sequence parallelism"
-    assert known.finding_of([*words.split(), "--sequence-parallel"], "0.19.2") == ""
-    words = "--use-megatron-fsdp --tensor-model-parallel-size 2 --sequence-parallel --bf16"
-    per_token = [*words.split(), "--calculate-per-token-loss"]
-    assert known.finding_of(per_token, "0.19.2") == "Megatron-FSDP and per-token losses"
-    assert known.finding_of(words.split(), "0.19.2") == ""
-    assert (
-        known.finding_of([*per_token, "--megatron-fsdp-main-grads-dtype", "fp32"], "0.19.2") == ""
-    )
-    grouped = "--moe-grouped-gemm --tensor-model-parallel-size 2".split()
-    assert known.finding_of(grouped, "0.18.2") == "Grouped experts with TP"
-    assert known.finding_of(grouped, "0.19.2") == ""
 
 
 def test_the_table_without_running(checkout, tmp_path, capsys):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which jobs combine what docs/findings.md proves to be faulty in Megatron (``findings.toml``).
+"""Which jobs combine what docs/findings.md proves to be faulty in Megatron (``known_faults.toml``).
 
-This only labels a divergence in a table; it changes no verdict.
+This only labels a divergence; it changes no verdict.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _has(job: Given, flag: Flag) -> bool:
 @functools.cache
 def findings() -> tuple[Finding, ...]:
     """All of them."""
-    text = Path(__file__).with_name("findings.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("known_faults.toml").read_text(encoding="utf-8")
     return codec.decode(tuple[Finding, ...], tomllib.loads(text)["finding"])
 
 
