@@ -6,6 +6,7 @@ A candidate and a reference both have one (``candidate.py``, ``reference_run.py`
 
 import copy
 import dataclasses
+import functools
 import os
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import fronts, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.mcore.balancing import BIAS
 from megatron_ttrace.mcore.groups import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
 from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
@@ -230,28 +232,30 @@ class Rehearsal:
         stored: StartValues | None,
         names: Container[str] | None = None,
     ) -> None:
-        """Fill parameters with these names, or all."""
+        """Fill parameters with these names, or all and the biases of routers."""
         from megatron.core.utils import get_model_config
 
-        config = get_model_config(self.model.chunks[0])
+        put = functools.partial(
+            fill,
+            mesh=self.model.mesh,
+            seed=self._args.seed,
+            config=get_model_config(self.model.chunks[0]),
+            # Beside loaded weights, values that reveal more would drown them.
+            init=self._settings.init if names is None else "megatron",
+            stored=stored,
+        )
         for parameter, place in self.model.places():
             if names is not None and place.name not in names:
                 continue
             part = parts.get(parameter)
             # Rounded to the model's precision first, like main weights that are copies.
             target = part.stepped.to(part.weights.dtype) if part else parameter
-            fill(
-                place.flat(*part.range) if part else place,
-                target,
-                self.model.mesh,
-                seed=self._args.seed,
-                config=config,
-                # Beside loaded weights, values that reveal more would drown them.
-                init=self._settings.init if names is None else "megatron",
-                stored=stored,
-            )
+            put(place.flat(*part.range) if part else place, target)
             if part:
                 part.stepped.copy_(target)
+        for place, buffer in self.model.buffers() if names is None else ():
+            if place.name.endswith(f".{BIAS}"):
+                put(place, buffer)
 
     def serve(self, served: Served) -> None:
         """Serve fetched batches to a rehearsal, with ids that use the whole vocabulary."""

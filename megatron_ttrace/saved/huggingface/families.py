@@ -232,11 +232,13 @@ _QK_NORMS = _same(
 _MLP = _mlp(Where.DENSE, "mlp", "mlp")
 _EXPERT_BIAS = _rule(Where.SPARSE, "mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
 _MIXER = (
-    *_same(
-        Where.MAMBA,
-        {f"mixer.{x}": f"mixer.{x}" for x in ("in_proj.weight", "out_proj.weight", "norm.weight")},
+    *(
+        _rule(Where.MAMBA, f"mixer.{x}", f"mixer.{x}")
+        for x in (
+            *("in_proj.weight", "out_proj.weight", "norm.weight"),
+            *("A_log", "D", "dt_bias"),
+        )
     ),
-    *_same(Where.MAMBA, {f"mixer.{x}": f"mixer.{x}" for x in ("A_log", "D", "dt_bias")}),
     *(
         _rule(Where.MAMBA, (f"mixer.conv1d_{x}", f"mixer.conv1d.{x}"), f"mixer.conv1d.{x}")
         for x in ("weight", "bias")

@@ -82,7 +82,7 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,
     "rms_norm_eps": 1e-6,
-    "n_routed_experts": 8,
+    "n_routed_experts": 16,
     "num_experts_per_tok": 4,
     "n_group": 4,
     "topk_group": 2,
@@ -92,7 +92,7 @@ _LATENT = {
     "routed_scaling_factor": 2.5,
 }
 _BIASED = (
-    *("--num-experts", "8", "--moe-router-topk", "4", "--moe-ffn-hidden-size", "48"),
+    *("--num-experts", "16", "--moe-router-topk", "4", "--moe-ffn-hidden-size", "48"),
     *("--moe-token-dispatcher-type", "alltoall", "--moe-grouped-gemm"),
     *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
     *("--moe-router-num-groups", "4", "--moe-router-group-topk", "2"),
@@ -121,7 +121,7 @@ _HYBRID = {
     "mamba_head_dim": 16,
     "ssm_state_size": 8,
     "n_groups": 2,
-    "n_routed_experts": 8,
+    "n_routed_experts": 16,
     "num_experts_per_tok": 4,
     "n_group": 4,
     "topk_group": 2,
