@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ttrace.jobs.resources import launch_dir
+from megatron_ttrace.trace.files import load_report
+from megatron_ttrace.trace.records import Outcome
 from tests.integration.jobs import SCRIPT, ttrace
 from tests.saved.huggingface.jobs import EP, TWINS, arguments
 
@@ -92,3 +95,22 @@ def test_a_trace_with_an_auxiliary_loss(
     done = command("diff", checked[0] / "ttrace-out", f"hf:{config}", cwd=tmp_path)
     assert done.returncode == 2
     assert "--moe-aux-loss-coeff 0.01: transformers defines this loss differently" in done.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h-latent"])
+def test_families(name: str, tmp_path: Path) -> None:
+    """Models with rows of their own are the same, with what differs without kernels."""
+    twin = TWINS[name]
+    twin.write(tmp_path / "model")
+    done = command(
+        *("check", "--json", "--ttrace-no-wandb", "--ttrace-seeds", 2, "--against", "hf:model"),
+        *("--", launch_dir() / twin.script, *arguments(twin, length=160)),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    verdicts = load_report(tmp_path / "ttrace-out" / "huggingface")[1]
+    assert {verdict.name for verdict in verdicts if verdict.verdict is Outcome.PASS} > {
+        "decoder.layers.1.self_attention.core_attention",
+        "decoder.layers.1.mlp.router" if name == "deepseek_v3" else "decoder.layers.0.mixer.norm",
+    }
