@@ -13,7 +13,7 @@ from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.script import imports_bridge
 from megatron_ttrace.jobs.settings import Settings, settings_of, split
-from megatron_ttrace.mcore.options.decisions import AUXILIARY, NARROW
+from megatron_ttrace.mcore.options.decisions import AUXILIARY, NARROW, PREDICTION
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import TTraceError
@@ -121,8 +121,9 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
 def with_model(args: argparse.Namespace, found: Command, say: command.Say) -> list[api.Report]:
     """Run ``ttrace check --against hf:config.json``: a check, and its reference against a model.
 
-    A job in bf16, or with auxiliary losses, runs once more without them: differences between two
-    models are smaller than rounding to bf16, and these losses are defined differently.
+    A job in bf16, with auxiliary losses or multi-token prediction runs once more without them:
+    differences between two models are smaller than rounding to bf16, these losses are defined
+    differently, and transformers does not train such layers.
     """
     from megatron_ttrace.jobs.shrink.given import Given
 
@@ -133,7 +134,7 @@ def with_model(args: argparse.Namespace, found: Command, say: command.Say) -> li
     checked = training.check(found, settings_of(args), say, **how, settle=not args.once)
     reports, notice = [checked], ""
     flags = () if imports_bridge(found.script) else Given.parse(theirs).flags
-    left_out = [flag for flag in flags if flag.option in NARROW | AUXILIARY]
+    left_out = [flag for flag in flags if flag.option in NARROW | AUXILIARY | PREDICTION]
     if left_out:
         words = [w for flag in flags if flag not in left_out for w in flag.words()]
         shown = " ".join(map(str, left_out))

@@ -239,6 +239,9 @@ NARROW = frozenset(
 AUXILIARY = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff"})
 """Options of losses that are added to that of the tokens; without the option they are 0."""
 
+PREDICTION = frozenset({"mtp_num_layers", "mtp_loss_scaling_factor"})
+"""Options of layers that predict further tokens; the others do not depend on them."""
+
 ALIASES = MappingProxyType(
     {
         "--apply-layernorm-1p": "layernorm_zero_centered_gamma",
