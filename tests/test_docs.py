@@ -20,6 +20,7 @@ DOCUMENTS = [
     "README.md",
     *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 ]
+MOST_WORDS = 36_000
 
 
 @pytest.mark.parametrize("path", DOCUMENTS)
@@ -27,6 +28,12 @@ def test_links(path: str) -> None:
     """Every relative link and picture names a file of this repository."""
     links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", (ROOT / path).read_text())
     assert not [link for link in links if not ((ROOT / path).parent / link).exists()]
+
+
+def test_length() -> None:
+    """README and documents stay short enough to be read, counted as ``wc -w`` does."""
+    words = {path: len((ROOT / path).read_text(encoding="utf-8").split()) for path in DOCUMENTS}
+    assert sum(words.values()) <= MOST_WORDS, f"a page that grows needs one that shrinks: {words}"
 
 
 def test_every_document_is_in_the_index() -> None:
