@@ -37,6 +37,7 @@ class ChunkState:
         forward, backward: this rank's number of the microbatch in either direction.
         seen, seen_again: tensors of the forward pass, and of its recomputation.
         emitted: everything that was handed over.
+        again: what the microbatch's recomputation, if it makes a graph, has seen.
         followed: what requires a gradient.
         views: tensors that an identity made of another one, which stands for them.
         entering: leaves whose gradient a schedule plan completes
@@ -50,6 +51,7 @@ class ChunkState:
         self.seen = WeakTensorKeyDictionary()
         self.seen_again = WeakTensorKeyDictionary()
         self.emitted: set[Place] = set()
+        self.again: set[Place] = set()
         self.followed: set[Place] = set()
         self.views = WeakTensorKeyDictionary()
         self.entering = WeakTensorKeyDictionary()
@@ -70,6 +72,7 @@ class ChunkState:
         if self.backward != local:
             self.backward = local
             self.seen_again = WeakTensorKeyDictionary()
+            self.again = set()
 
 
 def is_recomputing() -> bool:

@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -219,14 +219,16 @@ class ModuleTap:
         recomputing, tensor = is_recomputing(), state.views.get(tensor, tensor)
         place: Place = (self._microbatches[state.current], kind, name, index)
         seen = state.seen_again if recomputing else state.seen
-        if not recomputing and (place in state.emitted or name in state.repeated):
-            # A module that runs twice in one microbatch: later runs get names of their own.
-            place = _numbered(state, place)
+        if not recomputing or torch.is_grad_enabled():
+            # A module that runs twice in one microbatch: later runs get names of their own, also
+            # where they are recomputed. A pass without gradients may be before the one with them.
+            taken = state.again if recomputing else state.emitted
+            place = _numbered(place, taken, state.repeated)
+            taken.add(place)
         known: Seen | None = seen.get(tensor)
         if known is not None and known.version != tensor._version:
             known = None
         if not recomputing:
-            state.emitted.add(place)
             if known is not None:
                 self._sink.repeat(known.places[0], place, tensor)
             else:
@@ -293,10 +295,12 @@ def on_gradient(tensor: torch.Tensor, hook: OnGradient) -> Any:
     return tensor.grad_fn.register_prehook(before_node)
 
 
-def _numbered(state: ChunkState, place: Place) -> Place:
+def _numbered(place: Place, taken: Container[Place], repeated: Container[str]) -> Place:
+    """The first name of a run that is not taken; those of repeated modules all have a number."""
     microbatch, kind, name, index = place
-    places = ((microbatch, kind, f"{name}#{call}", index) for call in itertools.count(1))
-    return next(place for place in places if place not in state.emitted)
+    names = (f"{name}#{call}" if call else name for call in itertools.count(name in repeated))
+    places = ((microbatch, kind, name, index) for name in names)
+    return next(place for place in places if place not in taken)
 
 
 def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:

@@ -262,6 +262,27 @@ def test_a_recomputed_block_is_not_the_only_consumer(recompute):
     assert torch.equal(sink.values[0, Kind.GRAD_OUTPUT, "a.b", 0], ONES)
 
 
+def test_a_recomputed_module_that_runs_twice():
+    """Both runs keep their names."""
+    again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    block = Function(lambda self, x: self.b(self.b(x)), b=linear())
+    _, plain, _ = recorded(lambda m, x: m.a(x), a=block)
+    _, sink, _ = recorded(lambda m, x: again(m.a, x), a=block)
+    for kind in (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT):
+        assert sorted(sink.names(kind)) == sorted(plain.names(kind))
+        for name in ("a.b", "a.b#1"):
+            assert torch.allclose(sink.values[0, kind, name, 0], plain.values[0, kind, name, 0])
+
+
+def test_a_module_that_is_recomputed_twice():
+    """A block is recomputed, and a part of it once more: that is still the first run."""
+    again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    block = Function(lambda self, x: again(self.b, x), b=linear())
+    _, sink, _ = recorded(lambda m, x: again(m.a, x), a=block)
+    assert "a.b" in sink.names(Kind.GRAD_OUTPUT)
+    assert "a.b#1" not in sink.names(Kind.GRAD_OUTPUT)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations([0, 1, 2])))
 def test_microbatches_in_flight(order):
     """A pipeline runs forwards ahead of backwards; each tensor knows its microbatch."""
