@@ -179,6 +179,7 @@ def _adapt_kernels(adapter: _Adapter) -> None:
         adapter.switch_off(name, "random states for CUDA graphs", when=False)
     adapter.switch_off("cuda_graph_impl", "CUDA graphs", "none")
     adapter.switch_off("batch_invariant_mode", "batch-invariant kernels")
+    adapter.switch_off("dsa_kernel_backend", "kernels of sparse attention", "none")
     adapter.switch_off("fine_grained_activation_offloading", "activation offload")
     if (adapter.get("cpu_offloading_num_layers") or 0) > 0:
         adapter.switch_off("cpu_offloading_num_layers", "activation offload", 0)

@@ -12,6 +12,7 @@ host's memory.
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -160,11 +161,12 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
                     owned[parameter] = Owned(part.stepped, inner, group, part.range, parameter)
             continue
         if hasattr(leaf, "model_param_group_index_map"):
-            for parameter, (number, order) in leaf.model_param_group_index_map.items():
-                part = leaf._get_model_param_range_map(parameter)["param"]
-                group = inner.param_groups[number]
-                main = group["params"][order]
-                owned[parameter] = Owned(main, inner, group, (part.start, part.end))
+            # Not by model_param_group_index_map: its places in a group are those without a dtype.
+            models = zip(leaf.model_fp32_groups, leaf.model_float16_groups, strict=True)
+            for group, parameters in zip(inner.param_groups, models, strict=True):
+                for parameter, main in zip(chain(*parameters), group["params"], strict=True):
+                    part = leaf._get_model_param_range_map(parameter)["param"]
+                    owned[parameter] = Owned(main, inner, group, (part.start, part.end))
             if _inside(inner):
                 owned |= {one: _by_device(owned[one]) for one in leaf.model_param_group_index_map}
             continue

@@ -95,6 +95,7 @@ def test_twice_is_once(parse):
     [
         ("--multi-latent-attention", "RoPE fusion"),
         ("--cuda-graph-impl local", "CUDA graphs"),
+        ("--dsa-kernel-backend cudnn", "kernels of sparse attention"),
         ("--num-experts 4 --transformer-impl local", "bias and GELU fusion"),
         ("--num-experts 4 --moe-token-dispatcher-type flex", "flex token dispatcher"),
         ("--use-transformer-engine-op-fuser", "operation fuser"),

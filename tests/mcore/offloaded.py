@@ -30,6 +30,8 @@ def made(dtype):
     leaf = types.SimpleNamespace(
         optimizer=inner,
         model_param_group_index_map={one: (0, at) for at, one in enumerate(model)},
+        model_fp32_groups=[list(model) if dtype == torch.float32 else []],
+        model_float16_groups=[[] if dtype == torch.float32 else list(model)],
         _get_model_param_range_map=lambda _: {"param": types.SimpleNamespace(start=0, end=4)},
     )
     return model, leaf

@@ -31,9 +31,14 @@ def mixed(model):
 
 
 def sharded(parameters, ranges):
-    """``DistributedOptimizer``: flat ranges of some parameters."""
+    """``DistributedOptimizer``: flat ranges of some parameters, those of float32 first."""
     where = dict(zip(parameters, ranges, strict=True))
-    mains = [nn.Parameter(p.detach().reshape(-1)[a:b].clone()) for p, (a, b) in where.items()]
+    halves = [p for p in parameters if p.dtype == torch.bfloat16]
+    fulls = [p for p in parameters if p.dtype == torch.float32]
+    mains = [
+        nn.Parameter(p.detach().float().reshape(-1)[slice(*where[p])].clone())
+        for p in (*fulls, *halves)
+    ]
 
     def range_map(parameter):
         start, end = where[parameter]
@@ -42,6 +47,8 @@ def sharded(parameters, ranges):
     return types.SimpleNamespace(
         optimizer=torch.optim.AdamW(mains, lr=0.1),
         model_param_group_index_map={p: (0, i) for i, p in enumerate(parameters)},
+        model_fp32_groups=[fulls],
+        model_float16_groups=[halves],
         _get_model_param_range_map=range_map,
     )
 
@@ -96,6 +103,16 @@ def test_flat_ranges():
     assert list(owned) == [model.weight]
     assert owned[model.weight].range == (2, 9)
     assert torch.equal(owned[model.weight].main.detach(), model.weight.detach().reshape(-1)[2:9])
+
+
+def test_ranges_of_both_precisions_in_one_group():
+    """Each parameter has its own range, though another order numbers them."""
+    model = nn.Linear(4, 3)
+    model.weight.data = model.weight.data.bfloat16()
+    owned = owned_by(chained(sharded(list(model.parameters()), [(2, 9), (0, 3)])))
+    assert torch.equal(owned[model.weight].main.detach(), model.weight.float().reshape(-1)[2:9])
+    assert torch.equal(owned[model.bias].main.detach(), model.bias.detach())
+    assert (owned[model.weight].range, owned[model.bias].range) == ((2, 9), (0, 3))
 
 
 def test_an_update_that_the_model_has_not_received():

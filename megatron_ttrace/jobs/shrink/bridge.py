@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _PRECISION = (
     *("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
 )
 """Fields of ``mixed_precision`` that ``runtime_config_update`` copies to the model."""
+_MAIN_WEIGHTS = "main_params_dtype"
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
@@ -52,6 +54,8 @@ def words(cfg: Any) -> list[str]:
             # Its only flag switches it off.
             found["no_overlap_p2p_communication"] = True
     found.pop("overlap_p2p_comm", None)
+    if (weights := found.pop(_MAIN_WEIGHTS, None)) is not None and weights.itemsize < 4:
+        found[_MAIN_WEIGHTS] = "fp16"
     found |= {name: getattr(cfg.mixed_precision, name, None) for name in _PRECISION}
     if found.get("num_query_groups") is not None:
         found["group_query_attention"] = True
@@ -167,6 +171,8 @@ def _value(option: str, values: Sequence[str], current: Any) -> Any:
     text = " ".join(values)
     if option == _STAGES:
         return text
+    if option == _MAIN_WEIGHTS:
+        return importlib.import_module("torch").float32
     if (pattern := patterns.layers(text)) is not None:
         return pattern
     if option == "window_size" and "," in text:

@@ -341,6 +341,13 @@ def schedule(case: Case) -> Iterator[Change]:
         yield Change("lr_wsd_decay_iters", ("1",), "the schedule's last phase")
 
 
+def main_weights(case: Case) -> Iterator[Change]:
+    """In fp32: a check refuses others (run/requirements.py)."""
+    if case.given.text("main_params_dtype") == "fp16":
+        why = "each rank rounds its main weights with a different scale"
+        yield Change("main_params_dtype", ("fp32",), why, lost=True)
+
+
 def data(case: Case) -> Iterator[Change]:
     """Own data, with tokens of its own for what is done with samples."""
     if case.own_data:
@@ -377,5 +384,6 @@ RULES: tuple[Callable[[Case], Iterator[Change]], ...] = (
     buckets,
     vocabulary,
     schedule,
+    main_weights,
     data,
 )

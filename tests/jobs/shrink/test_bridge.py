@@ -5,6 +5,8 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import bridge as sizes
 from megatron_ttrace.jobs.shrink import plan
@@ -67,6 +69,13 @@ class Dataset:
     seq_length: int = 4096
 
 
+@dataclasses.dataclass
+class Optimizer:
+    """Of ``cfg.optimizer``."""
+
+    main_params_dtype: Any = torch.float16
+
+
 def configuration(**fields):
     """Of a large mixture of experts."""
     precision = SimpleNamespace(fp8=None, num_layers_at_start_in_bf16=0)
@@ -118,6 +127,17 @@ def test_what_is_left_is_in_the_account():
     assert given.text("pretrained_checkpoint") == "/weights"
     small = plan.of_flags(Command("x.py", tuple(sizes.words(cfg)), ranks=1024), 8)
     assert any(lost.startswith("--pretrained-checkpoint: the weights") for lost in small.lost)
+
+
+def test_main_weights_become_wide():
+    """A field that is a dtype is read and set; one of four bytes is no flag."""
+    cfg = configuration()
+    cfg.optimizer = Optimizer()
+    words = tuple(sizes.words(cfg))
+    assert Given.parse(words).text("main_params_dtype") == "fp16"
+    sizes.apply(cfg, plan.of_flags(Command("x.py", words, ranks=1024), 8).jobs[0].arguments)
+    assert cfg.optimizer.main_params_dtype is torch.float32
+    assert not Given.parse(sizes.words(cfg)).has("main_params_dtype")
 
 
 def test_what_belongs_to_a_dropped_axis_goes():

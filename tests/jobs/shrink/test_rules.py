@@ -356,6 +356,13 @@ def test_vocabulary_and_schedule():
     }
 
 
+def test_main_weights():
+    """Those that a check refuses are lost, and said to be."""
+    [lost] = rules.main_weights(case("--main-params-dtype fp16"))
+    assert (lost.option, lost.values, lost.lost) == ("main_params_dtype", ("fp32",), True)
+    assert changes(rules.main_weights, "--main-params-dtype fp32") == {}
+
+
 def test_conversations():
     """Are kept where they can be read; else they are lost, and said to be."""
     large = case("--sft")
