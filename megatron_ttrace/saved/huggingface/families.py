@@ -372,7 +372,7 @@ FAMILIES: Mapping[str, Family] = {
             *_OSS_EXPERTS,
         ),
         {"head_dim": 64},
-        weights_only=True,
+        Rows({"mlp.gate": "mlp.router"}),
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",

@@ -26,11 +26,16 @@ LOSS = "<loss>"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """An input (``is_input``) or output of a module of ``transformers``, or a buffer."""
+    """An input (``is_input``) or output of a module of ``transformers``, or a buffer.
+
+    Of a linear layer that is ``bare`` the output before its bias is added, which is what Megatron's
+    layer returns (``skip_bias_add``).
+    """
 
     module: str
     is_input: bool = False
     index: int = 0
+    bare: bool = False
 
 
 def _in(module: str, index: int = 0) -> Source:
@@ -150,6 +155,7 @@ class Row:
 
 
 _NORM_1, _NORM_2 = "input_layernorm", "post_attention_layernorm"
+_OUT = Source("self_attn.o_proj", bare=True)
 _CORE = f"self_attn.{ATTENTION}"
 _GATE = "mlp.gate"
 _QKV = tuple(Source(f"self_attn.{name}_proj") for name in "qkv")
@@ -161,13 +167,13 @@ def _through(ours: str, source: Source, theirs: str) -> tuple[Row, ...]:
 
 
 def _mlp(ours: str, theirs: str, first: tuple[str, ...] = ("gate", "up")) -> tuple[Row, ...]:
-    parts = tuple(Source(f"{theirs}.{name}_proj") for name in first)
+    parts = tuple(Source(f"{theirs}.{name}_proj", bare=True) for name in first)
     return (
         Row(ours, Kind.INPUT, (Source(_NORM_2),)),
         Row(f"{ours}.linear_fc1", Kind.INPUT, (Source(_NORM_2),)),
         Row(f"{ours}.linear_fc1", Kind.OUTPUT, parts),
         Row(f"{ours}.linear_fc2", Kind.INPUT, (_in(f"{theirs}.down_proj"),)),
-        Row(f"{ours}.linear_fc2", Kind.OUTPUT, (Source(f"{theirs}.down_proj"),)),
+        Row(f"{ours}.linear_fc2", Kind.OUTPUT, (Source(f"{theirs}.down_proj", bare=True),)),
         Row(ours, Kind.OUTPUT, (Source(theirs),)),
     )
 
@@ -212,8 +218,8 @@ LAYER = (
     ),
     Row("self_attention.core_attention", Kind.OUTPUT, (Source(_CORE),), _context),
     Row("self_attention.linear_proj", Kind.INPUT, (_in("self_attn.o_proj"),)),
-    Row("self_attention.linear_proj", Kind.OUTPUT, (Source("self_attn.o_proj"),)),
-    Row("self_attention", Kind.OUTPUT, (Source("self_attn"),)),
+    Row("self_attention.linear_proj", Kind.OUTPUT, (_OUT,)),
+    Row("self_attention", Kind.OUTPUT, (_OUT,)),
     Row("pre_mlp_layernorm", Kind.INPUT, (_in(_NORM_2),)),
     Row("pre_mlp_layernorm", Kind.OUTPUT, (Source(_NORM_2),)),
     *_mlp("mlp", "mlp"),
@@ -333,11 +339,10 @@ class Correspondence:
     def row(self, key: TraceKey) -> Row | None:
         """The row of a tensor, with full names of the modules it is made of; ``None`` without."""
         place = _VALUES.get(key.kind, key.kind), key.index
-        number = layer_of(key.name)
-        if number is None:
-            row = self._model.get((key.name, *place))
-        else:
-            row = self._layer.get((_LAYER_NAME.sub("", key.name), *place))
+        number, name = layer_of(key.name), _LAYER_NAME.sub("", key.name)
+        if place == (Kind.OUTPUT, 0) and f"{key.name}.linear_fc2.bias" in self._parameters:
+            name = f"{name}.linear_fc2"  # an MLP returns what its last layer does
+        row = (self._model if number is None else self._layer).get((name, *place))
         if row is None or not (row.is_permuted or key.kind is row.kind):
             return None
         sources = (self._source(source, row.kind, number) for source in row.sources)

@@ -17,7 +17,7 @@ import os
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,16 @@ _TOKENS, _POSITIONS, _LABELS = 0, 1, 3
 class Taps:
     """Hooks on the modules of a model that keep what goes in and comes out, with gradients."""
 
-    def __init__(self, model: torch.nn.Module, names: Container[str]) -> None:
-        """Attach to the modules with these names."""
+    def __init__(self, model: torch.nn.Module, sources: Collection[Source]) -> None:
+        """Attach to the modules of these sources."""
         self._buffers = {Source(name): buffer for name, buffer in model.named_buffers()}
         self._seen: dict[Source, torch.Tensor] = {}
         self._names = {module: name for name, module in model.named_modules()}
+        names = {source.module for source in sources}
         for module, name in self._names.items():
             if name in names:
-                module.register_forward_hook(self._hook(name), with_kwargs=True)
+                hook = self._hook(name, Source(name, bare=True) in sources)
+                module.register_forward_hook(hook, with_kwargs=True)
 
     def clear(self) -> None:
         """Forget a microbatch."""
@@ -67,12 +69,17 @@ class Taps:
                 value.retain_grad()
             self._seen[source] = value
 
-    def _hook(self, name: str) -> Callable[..., None]:
-        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _hook(self, name: str, bare: bool) -> Callable[..., Any]:
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> Any:
             for index, value in enumerate(args or (kwargs.get("hidden_states"),)):
                 self.keep(Source(name, True, index), value)
+            if bare:
+                product = torch.nn.functional.linear(args[0], module.weight)
+                self.keep(Source(name, bare=True), product)
+                return product if module.bias is None else product + module.bias
             for index, value in enumerate(output if isinstance(output, tuple) else (output,)):
                 self.keep(Source(name, index=index), value)
+            return output
 
         return hook
 
@@ -155,8 +162,7 @@ class _Model:
         self._model.eval()
         self._load()
         rows = [row for key in self._trace if (row := self._correspondence.row(key))]
-        names = {source.module for row in rows for source in row.sources}
-        self._taps = Taps(self._model, names)
+        self._taps = Taps(self._model, {source for row in rows for source in row.sources})
 
     def _attention(self, *args: Any, **kwargs: Any) -> Any:
         return self._taps.attention(*args, **kwargs)

@@ -43,6 +43,14 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 256,
+}
 TP, PP, CP = (
     ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
     ("--pipeline-model-parallel-size", "2"),
@@ -139,6 +147,11 @@ _HYBRID_FLAGS = (
 
 TWINS: Mapping[str, Twin] = {
     "llama": Twin({"model_type": "llama"}, _LOCAL),
+    "llama-biased": Twin(
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        (),
+        without=("--disable-bias-linear",),
+    ),
     "llama3": Twin(
         {"model_type": "llama", "rope_theta": 500000.0, "rope_scaling": _LLAMA3},
         ("--rotary-base", "500000", "--use-rope-scaling"),
@@ -147,6 +160,7 @@ TWINS: Mapping[str, Twin] = {
     "qwen2": Twin(
         {"model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": True},
         ("--rotary-base", "1000000", "--add-qkv-bias"),
+        without=("--untie-embeddings-and-output-weights",),
     ),
     "qwen3": Twin(
         {"model_type": "qwen3", "rms_norm_eps": 1e-6}, ("--qk-layernorm", "--norm-epsilon", "1e-6")
@@ -180,21 +194,35 @@ TWINS: Mapping[str, Twin] = {
         ("--swiglu",),
         "pretrain_hybrid.py",
     ),
+    "gpt_oss": Twin(
+        {
+            "model_type": "gpt_oss",
+            "attention_bias": True,
+            "rope_theta": 150000.0,
+            "rope_scaling": _OSS_YARN,
+            "sliding_window": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        (
+            *(*_EXPERTS, "--moe-grouped-gemm", "--expert-tensor-parallel-size", "1"),
+            *("--no-bias-gelu-fusion", "--no-bias-dropout-fusion"),
+            *("--softmax-type", "learnable", "--window-size", "(15,0)"),
+            *("--window-attn-skip-freq", "2", "--quick-geglu", "--glu-linear-offset", "1.0"),
+            *("--activation-func-clamp-value", "7.0", "--position-embedding-type", "yarn"),
+            *("--rotary-base", "150000", "--rotary-scaling-factor", "32"),
+            *("--yarn-original-max-position-embeddings", "256"),
+            "--no-yarn-correction-range-round-to-int",
+        ),
+        without=("--swiglu", "--disable-bias-linear"),
+    ),
 }
 
 
 def arguments(twin: Twin, more: Sequence[str] = (), *, length: int = 32) -> tuple[str, ...]:
     """The flags of a job that trains a model."""
-    flags = [
-        flag
-        for flag in FLAGS
-        if flag not in twin.without and not (_is_tied(twin) and flag.startswith("--untie"))
-    ]
+    flags = [flag for flag in FLAGS if flag not in twin.without]
     return (*flags, "--seq-length", str(length), *twin.flags, *more)
-
-
-def _is_tied(twin: Twin) -> bool:
-    return bool(twin.config.get("tie_word_embeddings"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +263,15 @@ FAULTS: Mapping[str, Fault] = {
     "sigmoid": Fault(
         "qwen3_moe", ("--moe-router-score-function", "sigmoid"), r".*layers\.0\.mlp\.router"
     ),
+    "window-of-all": Fault(
+        "gpt_oss", ("--window-attn-skip-freq", "3"), r".*layers\.1\..*core_attention"
+    ),
+    "offset": Fault("gpt_oss", ("--glu-linear-offset", "0.0"), r".*layers\.0\.mlp"),
+    "clamp": Fault("gpt_oss", ("--activation-func-clamp-value", "0.1"), r".*layers\.0\.mlp"),
+    "yarn-rounded": Fault("gpt_oss", ("--yarn-correction-range-round-to-int",), "rotary_pos_emb"),
+    "yarn-factor": Fault("gpt_oss", ("--rotary-scaling-factor", "16"), "rotary_pos_emb"),
+    "yarn-scale": Fault("gpt_oss", ("--mscale-all-dim", "1.0"), r".*layers\.0\.self_attention.*"),
+    "no-sinks": Fault("gpt_oss", ("--softmax-type", "off-by-one"), ""),
     "fused-loss": Fault("llama3", ("--cross-entropy-loss-fusion",), "output_layer"),
     "yarn": Fault(
         "deepseek_v3", ("--rotary-scaling-factor", "30"), r".*layers\.0\..*rotary_pos_emb"

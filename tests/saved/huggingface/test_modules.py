@@ -181,3 +181,20 @@ def test_scores_or_probabilities() -> None:
     assert not modules.is_of_probabilities(scores, logits)
     assert modules.is_of_probabilities(scores, logits.softmax(-1))
     assert not modules.is_of_probabilities(key("x"), logits.softmax(-1))
+
+
+def test_linear_layers_return_no_bias() -> None:
+    """Megatron adds the biases of these later; of experts, a layer's output has them."""
+    bias = f"{LAYER}.mlp.linear_fc2.bias"
+    for name, module in {
+        "self_attention.linear_proj": "self_attn.o_proj",
+        "self_attention": "self_attn.o_proj",
+        "mlp.linear_fc2": "mlp.down_proj",
+        "mlp": "mlp.down_proj",
+    }.items():
+        row = Correspondence([bias]).row(key(f"{LAYER}.{name}"))
+        assert row is not None
+        assert row.sources == (modules.Source(f"model.layers.1.{module}", bare=True),)
+    row = Correspondence(()).row(key(f"{LAYER}.mlp"))
+    assert row is not None
+    assert row.sources == (modules.Source("model.layers.1.mlp"),)
