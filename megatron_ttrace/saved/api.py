@@ -334,7 +334,8 @@ def _compared(
     if review is not None:
         notices = (*review.notices(), *summary.notices)
         both = {**summary.config, "against": review.layout()}
-        summary = dataclasses.replace(summary, notices=notices, config=both)
+        asked = tuple(n for n in summary.not_exercised if n.what not in review.not_asked)
+        summary = dataclasses.replace(summary, notices=notices, config=both, not_exercised=asked)
     elif layout := reference_layout.decoded(trusted.reference.layout):
         notices = (reference_layout.described(layout), *summary.notices)
         summary = dataclasses.replace(summary, notices=notices)

@@ -25,7 +25,7 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.meta import ReferenceMeta
-from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.outcomes import Reason, Unexercised
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, ParamIndex, Summary, TraceKey
 from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, read_meta, seal
 
@@ -294,6 +294,8 @@ def _combined(
 
 class Review:
     """What becomes of failures that are not faults."""
+
+    not_asked: frozenset[Unexercised] = frozenset()
 
     def __init__(
         self, first: Side, second: Side, written: Written, known: Sequence[Difference]

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.jobs.processes import apart
-from megatron_ttrace.mcore.roles import is_within_experts
+from megatron_ttrace.saved.huggingface import differences
 from megatron_ttrace.saved.huggingface.families import family_of, read_config
 from megatron_ttrace.saved.huggingface.given import Given
 from megatron_ttrace.saved.known import Difference
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Note
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import FLOW, Direction, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.outcomes import Reason, Unexercised
+from megatron_ttrace.trace.records import Outcome
 from megatron_ttrace.trace.store import META, TraceReader, read_meta
 
 PREFIX = "hf:"
@@ -72,6 +72,9 @@ def open_reference(folder: Path) -> TraceReader:
 class Compared:
     """A model of ``transformers``, run on a reference's trace, and what becomes of the verdicts."""
 
+    not_asked = frozenset({Unexercised.ONE_RANK, Unexercised.UPDATE})
+    """Features of a job: the model computes on one device, without an optimizer, by design."""
+
     def __init__(
         self, config: Path, trusted: TraceReader, directory: Path, known: Sequence[Difference]
     ) -> None:
@@ -111,17 +114,15 @@ class Compared:
         ]
         for name, value in self.given.replaced.items():
             notices.append(f"{name} is the trace's {self.given.config[name]}, not {value}")
-        if self.given.trace.reference.epsilon > _FLOAT32:
-            notices.append(
-                "the trace is not in float32: small differences, as of an epsilon of a norm, are "
-                "within its tolerances: record the job without --bf16 or --fp16"
-            )
+        notices += differences.notices(self.given)
         notices += [f"known difference, not judged: {text}" for text in self._explained]
         return notices
 
     def _reviewed(self, verdict: Judged) -> Judged:
-        if verdict.verdict is Outcome.MISSING and self._correspondence.row(verdict.key) is None:
-            return _unchecked(verdict, Reason.NO_COUNTERPART, _why(verdict.key))
+        key, is_open = verdict.key, verdict.verdict in (Outcome.MISSING, Outcome.UNCHECKED)
+        is_later = key.iteration != self.given.iteration
+        if is_open and (is_later or self._correspondence.row(key) is None):
+            return _unchecked(verdict, Reason.NO_COUNTERPART, differences.why(self.given, key))
         for each in self._known if verdict.verdict.is_failure else ():
             if each.explains(verdict.key):
                 self._explained[each.reason] += 1
@@ -129,23 +130,9 @@ class Compared:
         return verdict
 
 
-_FLOAT32 = 2.0**-23
-
-
 def _unchecked(verdict: Judged, reason: Reason, text: str) -> Judged:
     notes = (Note(reason, text=text),)
     return dataclasses.replace(verdict, verdict=Outcome.UNCHECKED, reason=reason, notes=notes)
-
-
-def _why(key: TraceKey) -> str:
-    """Why ``transformers`` has no such tensor."""
-    if key.direction is Direction.START:
-        return "given to both"
-    if key.kind not in (*FLOW, Kind.ROUTING, Kind.MAIN_GRAD):
-        return "only the forward and backward pass is computed"
-    if is_within_experts(key.name):
-        return "transformers computes the experts of a layer together"
-    return "a detail of Megatron's implementation"
 
 
 def _run(config: Path, reference: Path, directory: Path) -> None:

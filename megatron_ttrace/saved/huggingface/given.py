@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.mcore.options.decisions import AUXILIARY
 from megatron_ttrace.saved.huggingface import modules
+from megatron_ttrace.saved.huggingface.differences import require_comparable
 from megatron_ttrace.saved.huggingface.families import Family, family_of, read_config
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import Kind, RoutingIndex, TraceKey
+from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 _LAYERS, _ROWS = "num_hidden_layers", "vocab_size"
@@ -58,7 +58,11 @@ class Given:
         config = read_config(path)
         family = family_of(config)
         given = cls(path=path, config=config, replaced={}, family=family, trace=trace)
-        given._require_supported()
+        if _EMBEDDING not in given.parameters():
+            raise TTraceError(
+                f"{trace.directory} does not hold a whole language model's parameters"
+            )
+        require_comparable(given)
         return dataclasses.replace(given, **given._resized())
 
     @property
@@ -85,30 +89,6 @@ class Given:
         """The first traced step: of later ones the trace may not hold the start."""
         return min(key.iteration for key in self.trace)
 
-    def _require_supported(self) -> None:
-        """Raises ``TTraceError``."""
-        where, meta = self.trace.directory, self.trace.reference
-        names, arguments = self.parameters(), self.arguments
-        if meta.fp8:
-            raise TTraceError(f"{where}: FP8 is not compared with transformers: record without it")
-        for option in sorted(AUXILIARY) if arguments.get("num_experts") else ():
-            if _nonzero(arguments.get(option)):
-                raise TTraceError(
-                    f"{where} was made with --{option.replace('_', '-')} {arguments[option]}: "
-                    "transformers defines this loss differently: record the job with 0"
-                )
-        if any(key.kind is Kind.ROUTING and key.index == RoutingIndex.KEPT for key in self.trace):
-            raise TTraceError(
-                f"{where}: transformers has no capacity of experts: record without it"
-            )
-        unknown = [n for n in names if modules.layer_of(n) is None and n.startswith("mtp.")]
-        if unknown:
-            raise TTraceError(
-                f"{where}: multi-token prediction ({unknown[0]}) is not compared: record without it"
-            )
-        if _EMBEDDING not in names:
-            raise TTraceError(f"{where} does not hold a whole language model's parameters")
-
     def _resized(self) -> dict[str, Any]:
         names = self.parameters()
         numbers = {modules.layer_of(name) for name in names} - {None}
@@ -128,8 +108,3 @@ class Given:
             if self.config.get(name, size) != size
         }
         return {"config": config, "replaced": replaced}
-
-
-def _nonzero(value: Any) -> bool:
-    values = value if isinstance(value, list) else [value]
-    return any(values)

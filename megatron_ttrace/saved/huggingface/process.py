@@ -26,10 +26,12 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.saved.huggingface import modules, weights
+from megatron_ttrace.saved.huggingface.differences import POSITIONS
 from megatron_ttrace.saved.huggingface.given import Given
 from megatron_ttrace.saved.huggingface.modules import Row, Source
 from megatron_ttrace.trace.errors import ExitCode, TTraceError, one_line
@@ -40,7 +42,7 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 _NAME = "ttrace"
 """Of the attention function that is registered."""
 _GRADIENTS = (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
-_TOKENS, _POSITIONS, _LABELS = 0, 1, 3
+_TOKENS, _LABELS = 0, 3
 """Inputs of Megatron's GPTModel."""
 
 
@@ -186,8 +188,10 @@ class _Model:
                     )
                 theirs[name].copy_(value)
 
-    def step(self, writer: TraceWriter) -> None:
+    def step(self, writer: TraceWriter) -> Requested:
         """Run all microbatches, and write what has a counterpart in the trace.
+
+        Returns what the report should mention if these batches do not exercise it.
 
         Raises:
             TTraceError: when the trace has no plain samples, or other modules than the model.
@@ -203,6 +207,8 @@ class _Model:
         for key in keys[STEP_LEVEL]:
             if key.kind is Kind.MAIN_GRAD and key.name in gradients:
                 _add(writer, key, gradients[key.name], self._trace.entry(key).dtype)
+        window = getattr(self._model.config, "sliding_window", None) or 0
+        return Requested(window=max(window - 1, 0), seq_length=sizes.tokens)
 
     def _run(self, number: int, keys: Sequence[TraceKey]) -> modules.Sizes:
         """One microbatch, forward and backward."""
@@ -214,13 +220,8 @@ class _Model:
             return self._trace.data(key)
 
         tokens, positions, labels = (
-            data(Kind.INPUT, index) for index in (_TOKENS, _POSITIONS, _LABELS)
+            data(Kind.INPUT, index) for index in (_TOKENS, POSITIONS, _LABELS)
         )
-        if not (positions == torch.arange(tokens.shape[-1])).all():
-            raise TTraceError(
-                f"{self._trace.directory}: packed samples (positions that begin anew) are not "
-                "compared: record without --reset-position-ids"
-            )
         sizes = weights.Sizes.of(self._given.config, self._given.family.defaults)
         ours = modules.Sizes(tokens.shape[1], sizes.groups, sizes.experts)
         self._taps.clear()
@@ -316,7 +317,7 @@ def write(config: Path, reference: Path, directory: Path) -> None:
     model = _Model(given)
     writer = TraceWriter(directory, 0)
     try:
-        model.step(writer)
+        requested = model.step(writer)
     finally:
         writer.close()
     run = RunConfig(
@@ -325,6 +326,7 @@ def write(config: Path, reference: Path, directory: Path) -> None:
         hidden=given.config["hidden_size"],
         iterations=(given.iteration,),
         logs=True,
+        requested=requested,
     )
     seal(directory, CandidateMeta(complete=True, meshes=(SINGLE,), config=run.to_json()).to_json())
 

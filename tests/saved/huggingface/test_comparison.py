@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reference against a model of transformers, without running one."""
 
+import dataclasses
 import importlib.metadata
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.report import wording
 from megatron_ttrace.saved import api
 from megatron_ttrace.saved.huggingface import comparison
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.outcomes import Reason, Unexercised
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Result, TraceKey
 from tests.run import kept
 from tests.saved.huggingface.jobs import TWINS
@@ -20,6 +22,8 @@ from tests.saved.huggingface.jobs import TWINS
 OUTPUT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0")
 NORM = TraceKey(1, STEP_LEVEL, Kind.PARAM, "decoder.layers.0.input_layernorm.weight")
 MOMENT = TraceKey(1, STEP_LEVEL, Kind.EXP_AVG, "decoder.layers.0.input_layernorm.weight")
+INITIAL = dataclasses.replace(NORM, kind=Kind.INITIAL)
+LATER = dataclasses.replace(OUTPUT, iteration=2)
 EXPERT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp.experts.linear_fc1")
 
 
@@ -28,13 +32,14 @@ def run(tmp_path, monkeypatch):
     """A function that compares a trace with a model that computes a tensor, times a factor."""
     monkeypatch.setattr(provenance, "installed", dict)
     monkeypatch.setattr(comparison, "version", lambda: "5.0")
-    keys = (kept.EMBEDDING, NORM, OUTPUT, EXPERT, MOMENT)
+    keys = (kept.EMBEDDING, NORM, OUTPUT, EXPERT, MOMENT, INITIAL, LATER)
     tensors = {key: torch.rand(128, 6) + 1 for key in keys}
     home = kept.run(tmp_path / "trace", tensors)
     config = TWINS["llama"].write(tmp_path / "model", num_hidden_layers=9)
 
-    def compare(factor: float = 1.0, computed: TraceKey = OUTPUT, **more):
-        made = kept.run(tmp_path / "made", {computed: tensors[computed] * factor}, ranks=1)
+    def compare(factor=1.0, computed=OUTPUT, requested=Requested(), **more):  # noqa: B008
+        answer = {computed: tensors[computed] * factor}
+        made = kept.run(tmp_path / "made", answer, ranks=1, requested=requested)
 
         def write(config: Path, reference: Path, directory: Path) -> None:
             assert reference == home / "reference"
@@ -52,7 +57,9 @@ def test_the_same_model(run) -> None:
     report = run()
     assert report.verdict is Result.EQUIVALENT
     reasons = {v.key: v.reason for v in report.verdicts if v.verdict is Outcome.UNCHECKED}
-    assert reasons == dict.fromkeys((kept.EMBEDDING, NORM, EXPERT, MOMENT), Reason.NO_COUNTERPART)
+    others = (kept.EMBEDDING, NORM, EXPERT, MOMENT, INITIAL, LATER)
+    assert reasons == dict.fromkeys(others, Reason.NO_COUNTERPART)
+    assert any(text.startswith("iteration 2 of the trace: ") for text in report.summary.notices)
     assert "LlamaForCausalLM 5.0, in float32" in report.summary.notices[0]
     assert "num_hidden_layers is the trace's 1, not 9" in report.summary.notices
     sentence = wording.result_text(report.summary)
@@ -70,6 +77,12 @@ def test_a_different_model(run, tmp_path) -> None:
     report = run(1.01, known=known, allow_unchecked=1.0)
     assert not report.failures()
     assert "known difference, not judged: our own norm" in report.summary.notices
+
+
+def test_what_a_model_does_not_exercise(run) -> None:
+    """Parallelism and updates were not asked of it; a window that hides nothing was."""
+    found = run(requested=Requested(window=40, seq_length=32)).summary.not_exercised
+    assert [each.what for each in found] == [Unexercised.WINDOW]
 
 
 def test_a_counterpart_that_was_not_computed(run) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ttrace.saved.huggingface.differences import POSITIONS
 from megatron_ttrace.saved.huggingface.families import read_config
 from megatron_ttrace.saved.huggingface.given import Given
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.meta import ReferenceMeta
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, RoutingIndex, TraceKey
+from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Kind, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.saved.huggingface.jobs import TWINS
 
@@ -80,6 +81,8 @@ def test_hybrid_models(tmp_path: Path) -> None:
             "capacity",
         ),
         ((TraceKey(1, STEP_LEVEL, Kind.PARAM, "mtp.layers.0.x"),), {}, "multi-token"),
+        ((TraceKey(1, 0, Kind.INPUT, ROOT, POSITIONS),), {}, "packed samples"),
+        ((), {"identity": {"arguments": {"reset_attention_mask": True}}}, "--reset-attention"),
     ],
 )
 def test_refused_traces(tmp_path: Path, more: Any, meta: Any, reason: str) -> None:

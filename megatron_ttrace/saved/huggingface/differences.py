@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron and ``transformers`` do differently by design, and what a comparison makes of it.
+
+:data:`DIFFERENCES` is the whole list: refusals, notices, reasons and the table in
+docs/huggingface.md come from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from megatron_ttrace.mcore.options.decisions import AUXILIARY
+from megatron_ttrace.mcore.roles import is_within_experts
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import (
+    FLOW,
+    ROOT,
+    Direction,
+    Kind,
+    RoutingIndex,
+    TraceKey,
+)
+
+if TYPE_CHECKING:
+    from megatron_ttrace.saved.huggingface.given import Given
+
+POSITIONS = 1
+"""Index of the positions among the inputs of Megatron's GPTModel."""
+
+
+class Effect(StrEnum):
+    """What a comparison does about a difference."""
+
+    REFUSED = "refused"
+    NOTICE = "the report says so"
+    GIVEN = "the trace's values are used"
+    LEFT_OUT = "`no counterpart`"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Difference:
+    """Something that Megatron and ``transformers`` do differently by design.
+
+    Attributes:
+        what: it is.
+        why: it cannot be compared as it is.
+        effect: on the comparison.
+        instead: what the user can do.
+        seen: where a trace has it, in words; nothing where it does not.
+        covers: whether it is the reason why a tensor has no counterpart.
+    """
+
+    what: str
+    why: str
+    effect: Effect
+    instead: str = ""
+    seen: Callable[[Given], Sequence[str]] = lambda given: ()
+    covers: Callable[[Given, TraceKey], bool] = lambda given, key: False
+
+
+def _auxiliary(given: Given) -> Iterator[str]:
+    arguments = given.arguments
+    for option in sorted(AUXILIARY) if arguments.get("num_experts") else ():
+        value = arguments.get(option)
+        if any(value if isinstance(value, list) else [value]):
+            yield f"--{option.replace('_', '-')} {value}"
+
+
+def _capacity(given: Given) -> Iterator[str]:
+    if any(key.kind is Kind.ROUTING and key.index == RoutingIndex.KEPT for key in given.trace):
+        yield "a capacity of experts"
+
+
+def _predicted(given: Given) -> Iterator[str]:
+    names = (name for name in given.parameters() if name.startswith("mtp."))
+    yield from (f"multi-token prediction ({name})" for name in names)
+
+
+def _packed(given: Given) -> Iterator[str]:
+    if given.arguments.get("reset_attention_mask"):
+        yield "--reset-attention-mask"
+    for key in given.trace:
+        place = key.iteration, key.kind, key.name, key.index
+        if place == (given.iteration, Kind.INPUT, ROOT, POSITIONS):
+            data = given.trace.data(key)
+            if data.ndim and (data.diff(dim=-1) != 1).any():
+                yield "packed samples (positions that begin anew)"
+
+
+def _rounded(given: Given) -> Iterator[str]:
+    if given.trace.reference.epsilon > _FLOAT32:
+        yield "the trace is not in float32"
+
+
+def _later(given: Given) -> Iterator[str]:
+    if later := sorted({key.iteration for key in given.trace} - {given.iteration}):
+        yield f"iteration {', '.join(map(str, later))} of the trace"
+
+
+_FLOAT32 = 2.0**-23
+DIFFERENCES = (
+    Difference(
+        "auxiliary losses of routers (coefficient other than 0)",
+        "transformers defines this loss differently",
+        Effect.REFUSED,
+        "record the job with 0",
+        seen=_auxiliary,
+    ),
+    Difference(
+        "FP8",
+        "transformers computes in float32",
+        Effect.REFUSED,
+        "record without it",
+        seen=lambda given: ["FP8"] if given.trace.reference.fp8 else [],
+    ),
+    Difference(
+        "a capacity of experts",
+        "transformers drops no tokens",
+        Effect.REFUSED,
+        "record without it",
+        seen=_capacity,
+    ),
+    Difference(
+        "multi-token prediction",
+        "transformers does not train these layers",
+        Effect.REFUSED,
+        "record without it",
+        seen=_predicted,
+    ),
+    Difference(
+        "packed samples, `--reset-attention-mask`",
+        "the model of transformers gets a causal mask",
+        Effect.REFUSED,
+        "record without --reset-position-ids and --reset-attention-mask",
+        seen=_packed,
+    ),
+    Difference(
+        "bf16 and fp16",
+        "rounding hides small differences, such as a wrong epsilon of a norm",
+        Effect.NOTICE,
+        "record the job without --bf16 or --fp16",
+        seen=_rounded,
+    ),
+    Difference(
+        "traced steps after the first",
+        "only the first one's start is known",
+        Effect.NOTICE,
+        "it is not compared",
+        seen=_later,
+        covers=lambda given, key: key.iteration != given.iteration,
+    ),
+    Difference(
+        "the mean of the tokens' losses, loss masks, loss scales",
+        "they are the training loop's",
+        Effect.GIVEN,
+    ),
+    Difference("experts with equal scores but for rounding", "each choice is right", Effect.GIVEN),
+    Difference(
+        "start weights and batches",
+        "given to both",
+        Effect.LEFT_OUT,
+        covers=lambda given, key: key.direction is Direction.START,
+    ),
+    Difference(
+        "optimizer, numbers that are logged",
+        "only the forward and backward pass is computed",
+        Effect.LEFT_OUT,
+        covers=lambda given, key: key.kind not in (*FLOW, Kind.ROUTING, Kind.MAIN_GRAD),
+    ),
+    Difference(
+        "modules of single experts",
+        "transformers computes the experts of a layer together",
+        Effect.LEFT_OUT,
+        covers=lambda given, key: is_within_experts(key.name),
+    ),
+    Difference(
+        "other modules that only Megatron has",
+        "a detail of Megatron's implementation",
+        Effect.LEFT_OUT,
+        covers=lambda given, key: True,
+    ),
+)
+
+
+def require_comparable(given: Given) -> None:
+    """Refuse a trace with something that cannot be compared. Raises ``TTraceError``."""
+    for each in DIFFERENCES:
+        if each.effect is Effect.REFUSED and (seen := next(iter(each.seen(given)), None)):
+            raise TTraceError(f"{given.trace.directory}: {seen}: {each.why}: {each.instead}")
+
+
+def notices(given: Given) -> list[str]:
+    """What the report says of this comparison."""
+    return [
+        f"{seen}: {each.why}: {each.instead}"
+        for each in DIFFERENCES
+        if each.effect is Effect.NOTICE
+        for seen in each.seen(given)
+    ]
+
+
+def why(given: Given, key: TraceKey) -> str:
+    """Why the model has no such tensor."""
+    return next(each.why for each in DIFFERENCES if each.covers(given, key))
+
+
+def document() -> list[str]:
+    """The rows of the table in docs/huggingface.md."""
+    return [f"| {each.what} | {each.why} | {each.effect} |" for each in DIFFERENCES]
