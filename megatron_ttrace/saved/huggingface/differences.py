@@ -8,7 +8,7 @@ docs/huggingface.md come from it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,7 @@ class Difference:
     why: str
     effect: Effect
     instead: str = ""
-    seen: Callable[[Given], Sequence[str]] = lambda given: ()
+    seen: Callable[[Given], Iterable[str]] = lambda given: ()
     covers: Callable[[Given, TraceKey], bool] = lambda given, key: False
 
 

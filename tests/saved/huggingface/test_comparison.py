@@ -22,7 +22,6 @@ from tests.saved.huggingface.jobs import TWINS
 OUTPUT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0")
 NORM = TraceKey(1, STEP_LEVEL, Kind.PARAM, "decoder.layers.0.input_layernorm.weight")
 MOMENT = TraceKey(1, STEP_LEVEL, Kind.EXP_AVG, "decoder.layers.0.input_layernorm.weight")
-INITIAL = dataclasses.replace(NORM, kind=Kind.INITIAL)
 LATER = dataclasses.replace(OUTPUT, iteration=2)
 EXPERT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp.experts.linear_fc1")
 
@@ -32,7 +31,7 @@ def run(tmp_path, monkeypatch):
     """A function that compares a trace with a model that computes a tensor, times a factor."""
     monkeypatch.setattr(provenance, "installed", dict)
     monkeypatch.setattr(comparison, "version", lambda: "5.0")
-    keys = (kept.EMBEDDING, NORM, OUTPUT, EXPERT, MOMENT, INITIAL, LATER)
+    keys = (kept.EMBEDDING, NORM, OUTPUT, EXPERT, MOMENT, LATER)
     tensors = {key: torch.rand(128, 6) + 1 for key in keys}
     home = kept.run(tmp_path / "trace", tensors)
     config = TWINS["llama"].write(tmp_path / "model", num_hidden_layers=9)
@@ -57,7 +56,7 @@ def test_the_same_model(run) -> None:
     report = run()
     assert report.verdict is Result.EQUIVALENT
     reasons = {v.key: v.reason for v in report.verdicts if v.verdict is Outcome.UNCHECKED}
-    others = (kept.EMBEDDING, NORM, EXPERT, MOMENT, INITIAL, LATER)
+    others = (kept.EMBEDDING, NORM, EXPERT, MOMENT, LATER)
     assert reasons == dict.fromkeys(others, Reason.NO_COUNTERPART)
     assert any(text.startswith("iteration 2 of the trace: ") for text in report.summary.notices)
     assert "LlamaForCausalLM 5.0, in float32" in report.summary.notices[0]

@@ -97,7 +97,7 @@ def test_what_is_refused():
     family = families.family_of(config, weights_only=True)
     for changed, match in (
         ({"model_type": "gpt2"}, "'gpt2' is not supported"),
-        ({"model_type": "gpt_oss"}, "of gpt_oss only weights are compared"),
+        ({"model_type": "qwen2_moe"}, "of qwen2_moe only weights are compared"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ):
         with pytest.raises(TTraceError, match=match):
