@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """``job.py MODEL [PART ...] [SECTION.FIELD=VALUE ...]``: a small job of Megatron-Bridge.
 
-MODEL is ``gpt``, ``llama``, ``qwen3``, ``experts``, or a recipe. PARTs: ``sft``, ``packed``,
-``direct``, ``in-batch`` (fine-tuning on ``data.py``'s files in the directory ``data``), ``lora``,
-``counted-once`` (with it), ``fp32``, ``plain`` (no distributed optimizer), ``one`` (a recipe's
-layout becomes one rank). Fields are set last, as command-line overrides of recipes are.
+MODEL is ``gpt``, ``llama``, ``qwen3``, ``gemma``, ``experts``, or a recipe. PARTs: ``sft``,
+``packed``, ``direct``, ``in-batch`` (fine-tuning on ``data.py``'s files in the directory ``data``),
+``lora``, ``counted-once`` (with it), ``fp32``, ``plain`` (no distributed optimizer), ``epsilon``
+(of all norms the configuration's), ``one`` (a recipe's layout becomes one rank). Fields are set
+last, as command-line overrides of recipes are.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
 from megatron.bridge.data.packing import PackedSequenceSpecs
 from megatron.bridge.data.sft_processing import PromptCompletionSFTPreprocessingConfig
 from megatron.bridge.data.sources.hf import HFDatasetSourceConfig
+from megatron.bridge.models.common import te_layers
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
@@ -30,10 +32,17 @@ from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 from megatron.core.parallel_state import get_expert_model_parallel_rank
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 TUNED = ("sft", "packed", "direct", "in-batch")
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+WINDOW = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 24}
 
 
 def small(name: str) -> PretrainedConfig:
@@ -43,6 +52,11 @@ def small(name: str) -> PretrainedConfig:
         return Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=16, architectures=named)
     if "qwen3" in name:
         return Qwen3Config(**SMALL, head_dim=16, architectures=["Qwen3ForCausalLM"])
+    if name == "gemma":
+        kinds = ["sliding_attention", "full_attention"]
+        return Gemma3TextConfig(
+            **SMALL, **WINDOW, layer_types=kinds, architectures=["Gemma3ForCausalLM"]
+        )
     return LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"])
 
 
@@ -146,6 +160,8 @@ def main(name: str, *words: str) -> None:
         cfg = configuration(provider(name), **others)
     if "lora" in parts:
         cfg.peft = (CountedOnce if "counted-once" in parts else LoRA)(dim=4, alpha=8)
+    if "epsilon" in parts:  # finding 49
+        te_layers.TENorm = functools.partial(te_layers.TENorm, eps=cfg.model.layernorm_epsilon)
     if "fp32" in parts:
         cfg.mixed_precision = None
     if "plain" in parts:

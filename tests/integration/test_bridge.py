@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of jobs of Megatron-Bridge; ``python -m tests.assay bridge`` runs many more."""
 
+import json
 import re
 
 import pytest
@@ -12,6 +13,23 @@ from tests.assay.bridge.jobs import SCRIPTS, check, jobs
 from tests.integration.jobs import torchrun, ttrace
 
 pytestmark = pytest.mark.bridge
+PATTERN = "model.interleaved_attn_pattern=(1,1)"
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 32,
+}
+GEMMA = {
+    "model_type": "gemma3_text",
+    "head_dim": 16,
+    "sliding_window": 16,
+    "query_pre_attn_scalar": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 
 @pytest.mark.parametrize("name", ["llama-tp2-sp", "sft-dp2-mb2", "lora-tp2-sp"])
@@ -53,6 +71,28 @@ def test_wrong_input(words, reason, tmp_path):
     (line,) = done.stderr.splitlines()
     assert line.startswith("ttrace: ")
     assert reason in line
+
+
+@pytest.mark.parametrize(
+    ("words", "fields", "culprit"),
+    [
+        (["llama", "model.tensor_model_parallel_size=2"], {"model_type": "llama"}, ""),
+        (["gemma", "epsilon", PATTERN], GEMMA, ""),
+        (["gemma", PATTERN], GEMMA, "decoder.layers.0.self_attention.linear_proj"),  # finding 49
+    ],
+)
+def test_a_model_of_transformers(words, fields, culprit, tmp_path):
+    """The reference of a job is compared with the model of a config.json."""
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **fields}))
+    done = ttrace(
+        *("check", "--json", "--nproc-per-node", 2, "--ttrace-seeds", 2, "--against"),
+        *("hf:config.json", "--", SCRIPTS / "job.py", *words, "fp32"),
+        cwd=tmp_path,
+    )
+    own, other = json.loads(done.stdout)
+    assert own["verdict"] == "equivalent"
+    assert [each["name"] for each in other["culprits"]][:1] == ([culprit] if culprit else [])
+    assert done.returncode == bool(culprit)
 
 
 def test_a_callback(tmp_path):

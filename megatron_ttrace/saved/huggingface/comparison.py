@@ -84,6 +84,7 @@ class Compared:
             TTraceError: when it cannot be compared.
         """
         self.given = Given.read(config, trusted)
+        differences.require_comparable(self.given)
         self.version = version()
         self.reference = trusted.directory
         self._known = known

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
-from typing import TYPE_CHECKING
 
 from megatron_ttrace.mcore.options.decisions import AUXILIARY
 from megatron_ttrace.mcore.roles import is_within_experts
+from megatron_ttrace.saved.huggingface.given import POSITIONS, Given
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import (
     FLOW,
@@ -23,12 +23,6 @@ from megatron_ttrace.trace.records import (
     RoutingIndex,
     TraceKey,
 )
-
-if TYPE_CHECKING:
-    from megatron_ttrace.saved.huggingface.given import Given
-
-POSITIONS = 1
-"""Index of the positions among the inputs of Megatron's GPTModel."""
 
 
 class Effect(StrEnum):

@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.saved.huggingface.modules import HYBRID, LATENT, Rows
+from megatron_ttrace.saved.huggingface.modules import HYBRID, LATENT, SANDWICH, Rows
 from megatron_ttrace.trace import small_files
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -378,7 +378,7 @@ FAMILIES: Mapping[str, Family] = {
         "Gemma3ForCausalLM",
         (*_ENDS, *_SANDWICH, *_ATTENTION, *_BIASES, *_QK_NORMS, *_MLP),
         {"head_dim": 256, "tie_word_embeddings": True},
-        weights_only=True,
+        SANDWICH,
     ),
 }
 """By ``model_type``."""

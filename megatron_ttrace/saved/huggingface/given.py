@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from megatron_ttrace.saved.huggingface import modules
-from megatron_ttrace.saved.huggingface.differences import require_comparable
 from megatron_ttrace.saved.huggingface.families import Family, family_of, read_config
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import TraceKey
@@ -27,6 +26,8 @@ _BY_LAYER = (
     *("layers_block_type", "hybrid_override_pattern"),
 )
 """Fields of a config with one value for each layer."""
+POSITIONS = 1
+"""Index of the positions among the inputs of Megatron's GPTModel."""
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -50,10 +51,10 @@ class Given:
 
     @classmethod
     def read(cls, path: Path, trace: TraceReader) -> Given:
-        """Read a config, and see whether the model can be compared.
+        """Read a config. What can be compared is in :mod:`.differences`.
 
         Raises:
-            TTraceError: when it cannot, naming what is missing.
+            TTraceError: when it is of no supported model, or the trace of no language model.
         """
         config = read_config(path)
         family = family_of(config)
@@ -62,7 +63,6 @@ class Given:
             raise TTraceError(
                 f"{trace.directory} does not hold a whole language model's parameters"
             )
-        require_comparable(given)
         return dataclasses.replace(given, **given._resized())
 
     @property

@@ -132,6 +132,15 @@ def _angles(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
     return torch.cat((angles, angles), dim=-1)[:, None, None]
 
 
+def _angles_of_each(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    """[parts, s, 1, 1, d]."""
+    return torch.stack([_angles([part], sizes) for part in parts])
+
+
+def _unscaled(parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
+    return parts[0] / parts[1]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
     """A tensor of one of Megatron's modules.
@@ -311,6 +320,33 @@ HYBRID = Rows(
     norms={_NORM_1: ("input_layernorm.weight", "norm.weight")},
 )
 """One of a Mamba mixer, attention, an MLP and experts in each layer, all of one name."""
+_NORM_3, _NORM_4 = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+_EMBEDDED = Source("model.embed_tokens"), Source("model.embed_tokens.embed_scale")
+SANDWICH = Rows(
+    model=(
+        Row("embedding.word_embeddings", Kind.OUTPUT, _EMBEDDED, _unscaled, is_permuted=False),
+        Row(
+            "rotary_pos_emb",
+            Kind.OUTPUT,
+            tuple(Source(f"model.rotary_emb.{x}_attention_inv_freq") for x in ("sliding", "full")),
+            _angles_of_each,
+        ),
+    ),
+    layer=(
+        *(
+            Row(f"self_attention.{x}_layernorm", kind, (Source(f"self_attn.{x}_norm", at),), _heads)
+            for x in "qk"
+            for kind, at in ((Kind.INPUT, True), (Kind.OUTPUT, False))
+        ),
+        *_through("mlp", Source(_NORM_3), _NORM_4),
+        Row("mlp.linear_fc1", Kind.INPUT, (Source(_NORM_3),)),
+        Row("mlp.linear_fc2", Kind.OUTPUT, (Source(_NORM_4),)),
+        Row("self_attention.linear_proj", Kind.OUTPUT, (Source(_NORM_2),)),
+        Row("self_attention", Kind.OUTPUT, (Source(_NORM_2),)),
+    ),
+    norms={_NORM_3: ("pre_mlp_layernorm.weight",)},
+)
+"""Norms before and after attention and MLP, in the linear layers of Megatron-Bridge."""
 
 _LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)(?:\.|$)")
 _VALUES = {Kind.GRAD_OUTPUT: Kind.OUTPUT, Kind.GRAD_INPUT: Kind.INPUT}

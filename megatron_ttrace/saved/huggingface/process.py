@@ -31,8 +31,7 @@ from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.saved.huggingface import modules, weights
-from megatron_ttrace.saved.huggingface.differences import POSITIONS
-from megatron_ttrace.saved.huggingface.given import Given
+from megatron_ttrace.saved.huggingface.given import POSITIONS, Given
 from megatron_ttrace.saved.huggingface.modules import Row, Source
 from megatron_ttrace.trace.errors import ExitCode, TTraceError, one_line
 from megatron_ttrace.trace.meta import CandidateMeta

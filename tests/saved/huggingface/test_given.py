@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ttrace.saved.huggingface.differences import POSITIONS
+from megatron_ttrace.saved.huggingface.differences import require_comparable
 from megatron_ttrace.saved.huggingface.families import read_config
-from megatron_ttrace.saved.huggingface.given import Given
+from megatron_ttrace.saved.huggingface.given import POSITIONS, Given
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Kind, RoutingIndex, TraceKey
@@ -88,14 +88,16 @@ def test_hybrid_models(tmp_path: Path) -> None:
 def test_refused_traces(tmp_path: Path, more: Any, meta: Any, reason: str) -> None:
     """One line names what transformers lacks or defines differently."""
     config = TWINS["llama"].write(tmp_path)
+    given = Given.read(config, trace(tmp_path / "reference", *more, **meta))
     with pytest.raises(TTraceError, match=reason):
-        Given.read(config, trace(tmp_path / "reference", *more, **meta))
+        require_comparable(given)
 
 
 def test_auxiliary_losses_of_dense_models(tmp_path: Path) -> None:
     """A coefficient without experts has no effect."""
     meta = {"identity": {"arguments": {"num_experts": None, "moe_aux_loss_coeff": 0.01}}}
-    assert Given.read(TWINS["llama"].write(tmp_path), trace(tmp_path / "reference", **meta))
+    reference = trace(tmp_path / "reference", **meta)
+    require_comparable(Given.read(TWINS["llama"].write(tmp_path), reference))
 
 
 def test_refused_configs(tmp_path: Path) -> None:
