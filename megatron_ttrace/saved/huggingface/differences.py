@@ -29,8 +29,8 @@ class Effect(StrEnum):
     """What a comparison does about a difference."""
 
     REFUSED = "refused"
-    NOTICE = "the report says so"
-    GIVEN = "the trace's values are used"
+    NOTICE = "a notice"
+    GIVEN = "from the trace"
     LEFT_OUT = "`no counterpart`"
 
 
@@ -97,7 +97,7 @@ def _later(given: Given) -> Iterator[str]:
 _FLOAT32 = 2.0**-23
 DIFFERENCES = (
     Difference(
-        "auxiliary losses of routers (coefficient other than 0)",
+        "auxiliary losses",
         "transformers defines this loss differently",
         Effect.REFUSED,
         "record the job with 0",
@@ -119,21 +119,21 @@ DIFFERENCES = (
     ),
     Difference(
         "multi-token prediction",
-        "transformers does not train these layers",
+        "transformers does not train them",
         Effect.REFUSED,
         "record without it",
         seen=_predicted,
     ),
     Difference(
         "packed samples, `--reset-attention-mask`",
-        "the model of transformers gets a causal mask",
+        "transformers' mask is causal",
         Effect.REFUSED,
         "record without --reset-position-ids and --reset-attention-mask",
         seen=_packed,
     ),
     Difference(
         "bf16 and fp16",
-        "rounding hides small differences, such as a wrong epsilon of a norm",
+        "rounding hides a wrong epsilon",
         Effect.NOTICE,
         "record the job without --bf16 or --fp16",
         seen=_rounded,
@@ -147,11 +147,13 @@ DIFFERENCES = (
         covers=lambda given, key: key.iteration != given.iteration,
     ),
     Difference(
-        "the mean of the tokens' losses, loss masks, loss scales",
-        "they are the training loop's",
+        "loss masks, scales and means",
+        "part of the training loop",
         Effect.GIVEN,
     ),
-    Difference("experts with equal scores but for rounding", "each choice is right", Effect.GIVEN),
+    Difference(
+        "scores of experts that differ only by rounding", "any choice is right", Effect.GIVEN
+    ),
     Difference(
         "start weights and batches",
         "given to both",
@@ -159,20 +161,20 @@ DIFFERENCES = (
         covers=lambda given, key: key.direction is Direction.START,
     ),
     Difference(
-        "optimizer, numbers that are logged",
-        "only the forward and backward pass is computed",
+        "optimizer, logged numbers",
+        "only forward and backward passes are computed",
         Effect.LEFT_OUT,
         covers=lambda given, key: key.kind not in (*FLOW, Kind.ROUTING, Kind.MAIN_GRAD),
     ),
     Difference(
-        "modules of single experts",
-        "transformers computes the experts of a layer together",
+        "single experts",
+        "transformers computes a layer's experts together",
         Effect.LEFT_OUT,
         covers=lambda given, key: is_within_experts(key.name),
     ),
     Difference(
-        "other modules that only Megatron has",
-        "a detail of Megatron's implementation",
+        "further modules",
+        "only Megatron has them",
         Effect.LEFT_OUT,
         covers=lambda given, key: True,
     ),
