@@ -89,12 +89,20 @@ def _rounded(given: Given) -> Iterator[str]:
         yield "the trace is not in float32"
 
 
+def _latent(given: Given) -> Iterator[str]:
+    epsilon = given.config.get("rms_norm_eps", _OF_LATENTS)
+    if given.config["model_type"] == "deepseek_v3" and epsilon != _OF_LATENTS:
+        yield f"rms_norm_eps {epsilon}"
+
+
 def _later(given: Given) -> Iterator[str]:
     if later := sorted({key.iteration for key in given.trace} - {given.iteration}):
         yield f"iteration {', '.join(map(str, later))} of the trace"
 
 
 _FLOAT32 = 2.0**-23
+_OF_LATENTS = 1e-6
+"""Epsilon of the norms in multi-latent attention, whatever the config says."""
 DIFFERENCES = (
     Difference(
         "auxiliary losses",
@@ -137,6 +145,13 @@ DIFFERENCES = (
         Effect.NOTICE,
         "record the job without --bf16 or --fp16",
         seen=_rounded,
+    ),
+    Difference(
+        "an epsilon other than 1e-6 in multi-latent attention",
+        "there transformers' norms have 1e-6",
+        Effect.NOTICE,
+        "Megatron's have --norm-epsilon, so these models differ",
+        seen=_latent,
     ),
     Difference(
         "traced steps after the first",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ttrace.saved.huggingface.differences import require_comparable
+from megatron_ttrace.saved.huggingface.differences import notices, require_comparable
 from megatron_ttrace.saved.huggingface.families import read_config
 from megatron_ttrace.saved.huggingface.given import POSITIONS, Given
 from megatron_ttrace.trace.errors import TTraceError
@@ -98,6 +98,15 @@ def test_auxiliary_losses_of_dense_models(tmp_path: Path) -> None:
     meta = {"identity": {"arguments": {"num_experts": None, "moe_aux_loss_coeff": 0.01}}}
     reference = trace(tmp_path / "reference", **meta)
     require_comparable(Given.read(TWINS["llama"].write(tmp_path), reference))
+
+
+def test_epsilon_of_latents(tmp_path: Path) -> None:
+    """In multi-latent attention transformers has its own; the report says so."""
+    reference = trace(tmp_path / "reference")
+    for epsilon, count in ((1e-6, 0), (1e-5, 1)):
+        config = TWINS["deepseek_v3"].write(tmp_path, rms_norm_eps=epsilon)
+        shown = notices(Given.read(config, reference))
+        assert len([notice for notice in shown if "rms_norm_eps 1e-05" in notice]) == count
 
 
 def test_refused_configs(tmp_path: Path) -> None:
