@@ -330,6 +330,7 @@ def _compared(
             allow_unchecked=allow_unchecked,
             ledger=ledger,
             review=review or list,
+            explains=review is None or review.explains,
         )
     if review is not None:
         notices = (*review.notices(), *summary.notices)

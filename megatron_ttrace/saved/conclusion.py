@@ -76,6 +76,7 @@ def conclude(
     changed: ChangedCode | None = None,
     separate: Separate | None = None,
     review: Callable[[Sequence[Judged]], list[Judged]] = list,
+    explains: bool = True,
 ) -> tuple[Summary, list[Verdict]]:
     """Judge, localise, explain, and put that into words.
 
@@ -95,6 +96,7 @@ def conclude(
         changed: code of Megatron's that the user changed, and where it ran.
         separate: finds the losses' shares of gradients, by replays of the reference.
         review: what becomes of the verdicts before culprits are sought among them.
+        explains: whether to look for causes, which are what goes wrong where a model is spread.
     """
     began = time.monotonic()
     eps = reference.reference.epsilon
@@ -145,7 +147,9 @@ def conclude(
     verdicts = start.without_consequences(start.claims(verdicts, stages))
     # With isolation nothing is computed from a wrong tensor.
     explain: Callable[[Judged], Explanation] = explainer.explain
-    if not config.isolate:
+    if not explains:
+        explain = _unexplained
+    elif not config.isolate:
         explain = controlled(explainer.explain, verdicts, tolerances)
     diagnoses = localise(verdicts, explain, isolated=config.isolate)
     if separate is not None and explainer.unexplained:
@@ -191,6 +195,11 @@ def conclude(
         changed_code=None if changed is None else in_culprits(changed, culprits),
     )
     return summary, [texts.verdict_of(verdict) for verdict in verdicts]
+
+
+def _unexplained(verdict: Judged) -> Explanation:
+    del verdict
+    return Explanation()
 
 
 def not_enough(verdicts: Sequence[Judged], allowed: float) -> TooFew | None:

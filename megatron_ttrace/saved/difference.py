@@ -297,6 +297,9 @@ class Review:
 
     not_asked: frozenset[Unexercised] = frozenset()
 
+    explains = True
+    """Whether causes are looked for."""
+
     def __init__(
         self, first: Side, second: Side, written: Written, known: Sequence[Difference]
     ) -> None:

@@ -62,7 +62,11 @@ def test_a_job_and_its_model(checked: tuple[Path, list[dict[str, Any]]]) -> None
 @pytest.mark.parametrize(
     ("fields", "culprit"),
     [
-        ({"rope_theta": 20000.0, "norm_topk_prob": False}, "rotary_pos_emb"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "norm_topk_prob": False},
+            "rotary_pos_emb",
+        ),
+        pytest.param({"rope_theta": 20000.0}, "rotary_pos_emb", marks=pytest.mark.nightly),
         pytest.param(
             {"norm_topk_prob": False}, "decoder.layers.0.mlp.router", marks=pytest.mark.nightly
         ),
@@ -79,12 +83,15 @@ def test_another_model(
     fields: dict[str, Any],
     culprit: str,
 ) -> None:
-    """The first module that differs is named."""
+    """The first module that differs is named; causes would be those of parallel training."""
     TWIN.write(tmp_path, **fields)
     trace = checked[0] / "ttrace-out" / "float32"
     done = command("diff", "--json", "hf:config.json", trace, cwd=tmp_path)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
-    assert json.loads(done.stdout)["culprits"][0]["name"] == culprit
+    first = json.loads(done.stdout)["culprits"][0]
+    assert first["name"] == culprit
+    assert first["cause"] is None
+    assert first["explanation"] == "unknown"
 
 
 def test_a_trace_with_an_auxiliary_loss(

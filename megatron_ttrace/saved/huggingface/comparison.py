@@ -75,6 +75,9 @@ class Compared:
     not_asked = frozenset({Unexercised.ONE_RANK, Unexercised.UPDATE})
     """Features of a job: the model computes on one device, without an optimizer, by design."""
 
+    explains = False
+    """Causes are what goes wrong where a model is spread over ranks."""
+
     def __init__(
         self, config: Path, trusted: TraceReader, directory: Path, known: Sequence[Difference]
     ) -> None:

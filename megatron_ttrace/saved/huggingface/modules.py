@@ -152,7 +152,8 @@ class Row:
             their names begin with ``model.``.
         layout: how.
         index: of the tensor's key.
-        is_permuted: whether the layout is a permutation, so that it holds for gradients.
+        has_gradient: whether gradients correspond too: the layout is a permutation, and nothing
+            without a counterpart reads the tensor, whose gradient would be in the sum.
     """
 
     module: str
@@ -160,7 +161,7 @@ class Row:
     sources: tuple[Source, ...]
     layout: Layout = _sequence_first
     index: int = 0
-    is_permuted: bool = True
+    has_gradient: bool = True
 
 
 _NORM_1, _NORM_2 = "input_layernorm", "post_attention_layernorm"
@@ -191,7 +192,8 @@ def _router(
     scores: tuple[Source, ...], layout: Layout, weights: Source, chosen: Source
 ) -> tuple[Row, ...]:
     return (
-        Row("mlp.router", Kind.INPUT, (Source(_NORM_2),)),
+        # The experts read it, too.
+        Row("mlp.router", Kind.INPUT, (Source(_NORM_2),), has_gradient=False),
         Row("mlp.router", Kind.ROUTING, scores, layout, RoutingIndex.SCORES),
         Row("mlp.router", Kind.ROUTING, (chosen,), _token_order, RoutingIndex.CHOICE),
         Row("mlp.router", Kind.OUTPUT, (weights, chosen), _of_all),
@@ -306,7 +308,7 @@ HYBRID = Rows(
         *_through("norm", _in(_NORM_1), _NORM_1),
         *_through("mixer", Source(_NORM_1), "mixer"),
         *_through("mixer.in_proj", Source(_NORM_1), "mixer.in_proj"),
-        Row("mixer.norm", Kind.INPUT, _SCANNED, _multiplied, is_permuted=False),
+        Row("mixer.norm", Kind.INPUT, _SCANNED, _multiplied, has_gradient=False),
         Row("mixer.norm", Kind.OUTPUT, (Source("mixer.norm"),)),
         *_through("mixer.out_proj", _in("mixer.out_proj"), "mixer.out_proj"),
         *_mlp("mlp", "mlp", ("up",)),
@@ -324,7 +326,7 @@ _NORM_3, _NORM_4 = "pre_feedforward_layernorm", "post_feedforward_layernorm"
 _EMBEDDED = Source("model.embed_tokens"), Source("model.embed_tokens.embed_scale")
 SANDWICH = Rows(
     model=(
-        Row("embedding.word_embeddings", Kind.OUTPUT, _EMBEDDED, _unscaled, is_permuted=False),
+        Row("embedding.word_embeddings", Kind.OUTPUT, _EMBEDDED, _unscaled, has_gradient=False),
         Row(
             "rotary_pos_emb",
             Kind.OUTPUT,
@@ -379,7 +381,7 @@ class Correspondence:
         if place == (Kind.OUTPUT, 0) and f"{key.name}.linear_fc2.bias" in self._parameters:
             name = f"{name}.linear_fc2"  # an MLP returns what its last layer does
         row = (self._model if number is None else self._layer).get((name, *place))
-        if row is None or not (row.is_permuted or key.kind is row.kind):
+        if row is None or not (row.has_gradient or key.kind is row.kind):
             return None
         sources = (self._source(source, row.kind, number) for source in row.sources)
         return dataclasses.replace(row, sources=tuple(sources))

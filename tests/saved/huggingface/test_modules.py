@@ -55,6 +55,14 @@ def test_routers_are_in_the_order_of_tokens() -> None:
     assert modules.by_sample(choice.layout([chosen], SIZES), SIZES).equal(chosen)
 
 
+def test_the_gradient_of_what_experts_read_too() -> None:
+    """Their part has no counterpart, so it is the layer's, not the router's."""
+    correspondence = Correspondence(())
+    assert correspondence.row(key(f"{LAYER}.mlp.router", Kind.INPUT)) is not None
+    assert correspondence.row(key(f"{LAYER}.mlp.router", Kind.GRAD_INPUT)) is None
+    assert correspondence.row(key(f"{LAYER}.mlp", Kind.GRAD_INPUT)) is not None
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(
     ("module", "norm", "weight"),
