@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.step import TracedModel
-from megatron_ttrace.compare.tolerance import epsilon
+from megatron_ttrace.compare.tolerance import SAFETY, epsilon
 from megatron_ttrace.cpu import te
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import leaves_of
@@ -131,7 +131,11 @@ def split_head(
 def step_of_loss(
     module: torch.nn.Module, generator: torch.Generator
 ) -> torch.utils.hooks.RemovableHandle:
-    """Where the gradient of float32 logits is in bfloat16, move one token's largest by a step."""
+    """Where the gradient of float32 logits is in bfloat16, move one token's largest element.
+
+    By the part of a step that makes the tolerance a whole one: two such steps at once are next to
+    impossible.
+    """
 
     def after(module: Any, args: Any, output: Any) -> None:
         logits = output[0]
@@ -142,7 +146,7 @@ def step_of_loss(
                 return None
             row = int(torch.randint(len(rows), (), generator=generator))
             changed = rows.clone()
-            changed[row, rows[row].abs().argmax()] *= 1 + epsilon(torch.bfloat16)
+            changed[row, rows[row].abs().argmax()] *= 1 + epsilon(torch.bfloat16) / SAFETY
             return changed.view_as(gradient)
 
         if logits.dtype == torch.float32 and logits.requires_grad:
