@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ttrace.evaluation import suites
+from megatron_ttrace.evaluation.recipes import alone
 from megatron_ttrace.evaluation.recipes.bridge import discover
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.jobs.commands import disclosure
@@ -224,7 +225,7 @@ class Checker:
         try:
             codes = ranks.run_ranks(
                 job.nproc,
-                (sys.executable, str(job.script), *job.arguments),
+                (sys.executable, alone.__file__, str(job.script), *job.arguments),
                 job.directory / "alone",
                 fork=self._runner.forks,
                 environment=job.environment,

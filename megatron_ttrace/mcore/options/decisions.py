@@ -232,6 +232,7 @@ NARROW = frozenset(
     bf16 fp16 fp16_lm_cross_entropy apply_query_key_layer_scaling grad_reduce_in_bf16
     use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype
     loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
+    cross_entropy_loss_fusion cross_entropy_fusion_impl
     """.split()
 )
 """Options that make a job compute in less than float32, or need another that does."""

@@ -89,6 +89,12 @@ def _rounded(given: Given) -> Iterator[str]:
         yield "the trace is not in float32"
 
 
+def _fused_loss(given: Given) -> Iterator[str]:
+    is_native = given.arguments.get("cross_entropy_fusion_impl", "native") == "native"
+    if given.arguments.get("cross_entropy_loss_fusion") and is_native:
+        yield "--cross-entropy-loss-fusion"
+
+
 def _latent(given: Given) -> Iterator[str]:
     epsilon = given.config.get("rms_norm_eps", _OF_LATENTS)
     if given.config["model_type"] == "deepseek_v3" and epsilon != _OF_LATENTS:
@@ -145,6 +151,13 @@ DIFFERENCES = (
         Effect.NOTICE,
         "record the job without --bf16 or --fp16",
         seen=_rounded,
+    ),
+    Difference(
+        "`--cross-entropy-loss-fusion`",
+        "it rounds the gradient of the logits to bf16",
+        Effect.NOTICE,
+        "small differences of gradients are within tolerances: record the job without it",
+        seen=_fused_loss,
     ),
     Difference(
         "an epsilon other than 1e-6 in multi-latent attention",

@@ -11,7 +11,7 @@ from megatron_ttrace.cli import recipes as cli_recipes
 from megatron_ttrace.cli.main import main
 from megatron_ttrace.evaluation.recipes import collect
 from megatron_ttrace.evaluation.recipes import run as running
-from megatron_ttrace.evaluation.recipes.collect import Kind
+from megatron_ttrace.evaluation.recipes.collect import Kind, SmallJob
 from megatron_ttrace.evaluation.recipes.run import Answer, JobRow, RecipeRow
 from megatron_ttrace.trace import codec, ends
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
@@ -188,3 +188,33 @@ def test_a_known_finding_excuses_no_divergence():
     row = RecipeRow("a", Answer.DIVERGED, "why", "MTP and CP")
     assert cli_recipes._exit_code([row]) is ExitCode.DIVERGED
     assert cli_recipes._exit_code([]) is ExitCode.EQUIVALENT
+
+
+@pytest.mark.parametrize(
+    ("codes", "answer"), [([0, 0], Answer.COULD_NOT_CHECK), ([0, 1], Answer.FAILS)]
+)
+def test_a_job_that_cannot_be_checked(tmp_path, monkeypatch, codes, answer):
+    """Whether it fails without a check, too, is tried."""
+    commands = []
+
+    def fails(self, case):
+        raise TTraceError("rank 0 failed")
+
+    def alone(nproc, command, logs, **others):
+        commands.append(command)
+        return codes
+
+    monkeypatch.setattr(running.Runner, "run", fails)
+    monkeypatch.setattr(running.Runner, "__init__", runner_without_megatron)
+    monkeypatch.setattr(running.ranks, "run_ranks", alone)
+    checker = running.Checker(tmp_path, tmp_path / "x.py", 60.0, lambda place: lambda job: ())
+    row = checker(SmallJob(str(tmp_path / "x.py"), ("--num-layers", "2"), 2, ()))
+    assert row.answer is answer
+    (command,) = commands
+    assert command[1:] == (running.alone.__file__, str(tmp_path / "x.py"), "--num-layers", "2")
+
+
+def runner_without_megatron(self, directory, *, flags, script):
+    """Its constructor, without imports."""
+    self.directory, self._flags, self.script = directory, flags, script
+    self._environment, self.forks = {}, False

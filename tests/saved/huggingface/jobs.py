@@ -272,7 +272,6 @@ FAULTS: Mapping[str, Fault] = {
     "yarn-factor": Fault("gpt_oss", ("--rotary-scaling-factor", "16"), "rotary_pos_emb"),
     "yarn-scale": Fault("gpt_oss", ("--mscale-all-dim", "1.0"), r".*layers\.0\.self_attention.*"),
     "no-sinks": Fault("gpt_oss", ("--softmax-type", "off-by-one"), ""),
-    "fused-loss": Fault("llama3", ("--cross-entropy-loss-fusion",), "output_layer"),
     "yarn": Fault(
         "deepseek_v3", ("--rotary-scaling-factor", "30"), r".*layers\.0\..*rotary_pos_emb"
     ),
