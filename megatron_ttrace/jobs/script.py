@@ -123,10 +123,13 @@ def shadowed(script: str | Path, path: Sequence[str]) -> str:
     return ""
 
 
-def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
+def run(
+    script: str, arguments: Sequence[str], path: Sequence[str], *, enabled: bool = False
+) -> None:
     """Run ``script`` as ``__main__`` of this process.
 
-    With ``--ttrace`` among its arguments, our flags are added to Megatron's parser on its import.
+    With ``--ttrace`` among its arguments, our flags are added to Megatron's parser on its import;
+    if it is ``enabled``, also without: then a script that does not know us runs without a GPU.
     What it raises is left as a record (``trace/ends.py``), and raised.
     """
     from megatron_ttrace.jobs import failures
@@ -136,7 +139,7 @@ def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     ends.begin()
     disclosure.withhold(["python", script, *arguments])
     try:
-        _run(script, arguments, path)
+        _run(script, arguments, path, enabled)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if code:
@@ -147,13 +150,14 @@ def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
         raise
 
 
-def _run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
+def _run(script: str, arguments: Sequence[str], path: Sequence[str], enabled: bool) -> None:
     sys.argv = [script, *arguments]
     sys.path[:] = path
     if "--ttrace" in arguments:
         from megatron_ttrace.jobs import argv
 
         argv.take()
+    if enabled or "--ttrace" in arguments:
         _enable_on_import()
     file = os.path.abspath(script)
     main = types.ModuleType("__main__")

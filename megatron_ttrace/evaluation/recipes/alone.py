@@ -4,11 +4,8 @@
 import sys
 from pathlib import Path
 
-import megatron_ttrace
 from megatron_ttrace.jobs import script
 
 if __name__ == "__main__":
     path, *words = sys.argv[1:]
-    sys.argv[1:] = words
-    megatron_ttrace.enable()
-    script.run(path, words, script.search_path(Path(path)))
+    script.run(path, words, script.search_path(Path(path)), enabled=True)
