@@ -129,7 +129,10 @@ class _Conversion:
             )
         if error != 0.0:
             parts, sizes = len(pair.parts), self._table.sizes
-            found = causes.of_values(original, right, wrong, pair.rule.order, parts, sizes)
+            values = original, right, wrong
+            if self._swapped:
+                values = wrong, wrong.to(original.dtype), original
+            found = causes.of_values(*values, pair.rule.order, parts, sizes)
             found = found or self._elsewhere(pair, wrong)
         if found and found.note:
             notes.append(found.note)

@@ -376,15 +376,23 @@ class Correspondence:
 
     def row(self, key: TraceKey) -> Row | None:
         """The row of a tensor, with full names of the modules it is made of; ``None`` without."""
+        row, number = self._found(key), layer_of(key.name)
+        if row is None or self.is_apart(key):
+            return None
+        sources = (self._source(source, row.kind, number) for source in row.sources)
+        return dataclasses.replace(row, sources=tuple(sources))
+
+    def is_apart(self, key: TraceKey) -> bool:
+        """Whether it is a gradient without counterpart of a tensor that has one."""
+        row = self._found(key)
+        return row is not None and not row.has_gradient and key.kind is not row.kind
+
+    def _found(self, key: TraceKey) -> Row | None:
         place = _VALUES.get(key.kind, key.kind), key.index
         number, name = layer_of(key.name), _LAYER_NAME.sub("", key.name)
         if place == (Kind.OUTPUT, 0) and f"{key.name}.linear_fc2.bias" in self._parameters:
             name = f"{name}.linear_fc2"  # an MLP returns what its last layer does
-        row = (self._model if number is None else self._layer).get((name, *place))
-        if row is None or not (row.has_gradient or key.kind is row.kind):
-            return None
-        sources = (self._source(source, row.kind, number) for source in row.sources)
-        return dataclasses.replace(row, sources=tuple(sources))
+        return (self._model if number is None else self._layer).get((name, *place))
 
     def _source(self, source: Source, kind: Kind, number: int | None) -> Source:
         name, is_input = self._rows.renamed(source.module), source.is_input

@@ -262,7 +262,7 @@ class _Model:
     def _write(self, writer: TraceWriter, keys: Sequence[TraceKey], sizes: modules.Sizes) -> None:
         for key in keys:
             # What is one tensor in Megatron has one counterpart.
-            names = key, self._trace.primary(key)
+            names = [key] if self._correspondence.is_apart(key) else [key, self._trace.primary(key)]
             row = next(filter(None, map(self._correspondence.row, names)), None)
             if row is not None:
                 data = self._taps.value(row, sizes, gradient=key.kind in _GRADIENTS)

@@ -253,6 +253,29 @@ def test_the_original_is_megatrons(tmp_path: Path) -> None:
     assert compared.code is ExitCode.EQUIVALENT
 
 
+@pytest.mark.parametrize(
+    ("change", "cause", "note"),
+    [
+        (lambda data: data.half().float(), Cause.ROUNDED, "through float16"),
+        (lambda data: data - 1, Cause.SHIFTED, "1 was subtracted"),
+        (torch.zeros_like, Cause.CONSTANT, "all are 0"),
+    ],
+)
+def test_errors_of_an_export(
+    change: Callable[[torch.Tensor], torch.Tensor], cause: Cause, note: str, tmp_path: Path
+) -> None:
+    """The model's values are the wrong ones then, and Megatron's the right ones."""
+    config = made.CONFIGS["llama"]
+    state = {name: data.float() / 3 for name, data in made.files(config).items()}
+    ours = made.converted(config, state)
+    name = "model.norm.weight"
+    exported = {**state, name: change(state[name])}
+    compared = converted.compare(saved(tmp_path, config, exported), held(ours), swapped=True)
+    (wrong,) = [tensor for tensor in compared.tensors if tensor.same is Same.DIFFERENT]
+    assert wrong.name == "decoder.final_layernorm.weight"
+    assert (wrong.cause, wrong.note) == (cause, note)
+
+
 def test_dtypes(tmp_path: Path) -> None:
     """A wider dtype must hold the same value, a narrower one the nearest."""
 

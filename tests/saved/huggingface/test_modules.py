@@ -60,7 +60,9 @@ def test_the_gradient_of_what_experts_read_too() -> None:
     correspondence = Correspondence(())
     assert correspondence.row(key(f"{LAYER}.mlp.router", Kind.INPUT)) is not None
     assert correspondence.row(key(f"{LAYER}.mlp.router", Kind.GRAD_INPUT)) is None
+    assert correspondence.is_apart(key(f"{LAYER}.mlp.router", Kind.GRAD_INPUT))
     assert correspondence.row(key(f"{LAYER}.mlp", Kind.GRAD_INPUT)) is not None
+    assert not correspondence.is_apart(key(f"{LAYER}.mlp", Kind.GRAD_INPUT))
 
 
 @pytest.mark.parametrize("fused", [True, False])
