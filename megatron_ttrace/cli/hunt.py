@@ -14,7 +14,6 @@ from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs import argv, flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.resources import launch_dir
-from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
@@ -82,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.evaluation.hunt import combinations, page
     from megatron_ttrace.evaluation.hunt.hunting import Hunt
     from megatron_ttrace.evaluation.recipes.run import Answer, Checker, text
+    from megatron_ttrace.jobs.shrink import plan
 
     say = command.silent if args.quiet or args.json else command.progress()
     table = combinations.table()

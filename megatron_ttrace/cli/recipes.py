@@ -135,7 +135,7 @@ def _collect(args: argparse.Namespace) -> list[Recipe]:
         return discover.collect(args.only, args.max_ranks)
     if not args.checkout.is_dir():
         raise TTraceError(f"{args.checkout}: no such directory; give a checkout of Megatron-LM")
-    return collect.collect(args.checkout.absolute(), args.only, args.max_ranks)
+    return collect.collect(args.checkout.absolute(), args.only, args.max_ranks, anywhere=True)
 
 
 def _exit_code(rows: Sequence[RecipeRow]) -> ExitCode:

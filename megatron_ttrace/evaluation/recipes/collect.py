@@ -91,16 +91,22 @@ class Recipe:
 
 
 def collect(
-    checkout: Path, patterns: Sequence[str] = (), most: int = 8, places: Sequence[Path] = ()
+    checkout: Path,
+    patterns: Sequence[str] = (),
+    most: int = 8,
+    places: Sequence[Path] = (),
+    *,
+    anywhere: bool = False,
 ) -> list[Recipe]:
     """Find and shrink the configurations of a checkout.
 
     Args:
-        checkout: of Megatron-LM, or another folder, all of whose configurations and scripts count.
+        checkout: of Megatron-LM.
         patterns: of names; all if there are none.
         most: ranks that a small job may have.
         places: files and folders in the checkout in which to look, instead of those that
             Megatron-LM has.
+        anywhere: whether all configurations and scripts of a folder count that is no checkout.
 
     Raises:
         TTraceError: when there are none.
@@ -117,12 +123,12 @@ def collect(
         path for path in sorted((checkout / "examples").rglob("*.sh")) if _mentions(path, _SCRIPT)
     ]
     if not files and not scripts:
-        if not _training(checkout):
-            raise TTraceError(
-                f"{checkout} has neither {_TESTS} nor examples nor other scripts that train: give "
-                "a checkout of Megatron-LM, or a folder of scripts"
-            )
-        return collect(checkout, patterns, most, (checkout,))
+        if anywhere and _training(checkout):
+            return collect(checkout, patterns, most, (checkout,))
+        raise TTraceError(
+            f"{checkout} has neither {_TESTS} nor examples: give a checkout of Megatron-LM"
+            + (" or a folder of scripts" if anywhere else "")
+        )
     found = []
     for path in (*files, *scripts):
         place = path.parent if path.suffix == ".yaml" else path

@@ -68,8 +68,8 @@ _PROGRAM = re.compile(
 )
 _SUBCOMMANDS = frozenset(
     """
-    check record diff compare report shrink recipes bisect blame checkpoint resume ci clean doctor
-    patch demo data eval bugs matrix mutants nightly plant run
+    check record diff compare report shrink recipes bisect hunt blame checkpoint resume ci clean
+    doctor patch demo data eval bugs matrix mutants nightly plant run
     """.split()
 )
 _SCRIPT = re.compile(r"[\w./-]+\.(py|sh|slurm|sbatch)")

@@ -97,9 +97,11 @@ def test_a_folder_of_scripts(checkout):
     folder = checkout / "examples"
     (folder / "pretrain_gpt.py").touch()
     (folder / "gpt3" / "download.sh").write_text("curl https://example.org\n")
-    (found,) = collect.collect(folder)
+    (found,) = collect.collect(folder, anywhere=True)
     assert (found.name, found.kind) == ("gpt3/train.sh", Kind.TRAINING)
-    assert collect.collect(folder, ["other/*"]) == []
+    assert collect.collect(folder, ["other/*"], anywhere=True) == []
+    with pytest.raises(TTraceError, match="give a checkout"):
+        collect.collect(folder)
 
 
 def test_resuming(checkout, tmp_path):
