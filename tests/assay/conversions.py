@@ -197,6 +197,10 @@ FAULTS: Mapping[str, Fault] = {
 }
 
 
+_HYBRID = ("nemotron_h",)
+"""Families whose layers differ: they are not stacked, MLPs have no gates, heads are not tied."""
+
+
 def _config(draw: random.Random) -> dict[str, Any]:
     heads = draw.choice((4, 8))
     config = {
@@ -210,6 +214,7 @@ def _config(draw: random.Random) -> dict[str, Any]:
         "vocab_size": draw.randint(20, 60),
         "tie_word_embeddings": draw.random() < 0.3,
     }
+    config["tie_word_embeddings"] &= config["model_type"] not in _HYBRID
     experts = draw.choice((2, 4, 8))
     config |= {
         name: experts
@@ -273,6 +278,8 @@ def converted(draw: random.Random, fault: str, folder: Path) -> Row | None:
     ours = dict(right)
     if fault:
         planted = FAULTS[fault]
+        if planted.cause in (Cause.GATE_UP, Cause.MIXED) and config["model_type"] in _HYBRID:
+            return None
         names = [name for name in ours if name.endswith(planted.ends) and planted.within in name]
         if not names:
             return None
@@ -285,7 +292,8 @@ def converted(draw: random.Random, fault: str, folder: Path) -> Row | None:
     if fault and not changed:
         return None
     whole = {name: data.shape for name, data in ours.items()}
-    stacked = draw.random() < 0.5 and whole == {name: data.shape for name, data in right.items()}
+    stacked = draw.random() < 0.5 and config["model_type"] not in _HYBRID
+    stacked &= whole == {name: data.shape for name, data in right.items()}
     parts = draw.choice((1, 2, 4))
     model, checkpoint = folder / "model", folder / "checkpoint"
     for place in (model, checkpoint):
