@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command, training
-from megatron_ttrace.jobs import argv, flags
+from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.resources import launch_dir
+from megatron_ttrace.jobs.settings import split
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
@@ -31,10 +32,10 @@ module diverges: parallel axes are left out first, then single flags. If it is e
 values of its options are checked, until each pair of values that Megatron accepts was in a job.
 What diverges is reduced in the same way; combinations with the same fault, or one in
 docs/findings.md, are not checked. Results are kept below --directory: repeat the command to
-continue.
+continue, as long as Megatron's code is the same.
 
-exit code: 0 all are equivalent or refused by Megatron; 1 a job diverged; 2 a job could not be
-checked
+exit code: 0 all are equivalent, refused by Megatron, or fail without ttrace too; 1 a job diverged;
+2 a job could not be checked
 """
 
 
@@ -81,13 +82,17 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.evaluation.hunt import combinations, page
     from megatron_ttrace.evaluation.hunt.hunting import Hunt
     from megatron_ttrace.evaluation.recipes.run import Answer, Checker, text
+    from megatron_ttrace.jobs import fingerprint, validity
     from megatron_ttrace.jobs.shrink import plan
 
     say = command.silent if args.quiet or args.json else command.progress()
     table = combinations.table()
     given = bool(args.command_words) or args.recipe is not None
     base = training.command_of(args) if given else _own(table.base)
-    ours, words = argv.separated(base.arguments)
+    settings, words = split(base.arguments)
+    # A reference is that of one job, and a report of the user's is not to be overwritten.
+    alike = dataclasses.replace(settings, reference=None, wandb=True, wandb_online=False)
+    ours = alike.words()[2:]
     base = dataclasses.replace(base, arguments=tuple(words))
     if not Path(base.script).is_file():
         raise TTraceError(f"{base.script}: no such script")
@@ -98,11 +103,14 @@ def run(args: argparse.Namespace) -> int:
     first = shrunk.jobs[0]
     small = dataclasses.replace(base, arguments=first.arguments, ranks=first.axes.ranks)
     space = combinations.Space(small if given else base, table.dimension)
-    hunt = Hunt(space, checker, directory, args.max_ranks, args.seed)
+    validity.prepare(Path(base.script))
+    # Results are those of this code: of another Megatron, or a repaired one, nothing is known.
+    state = fingerprint.digest({"code": fingerprint.code(Path(base.script)), "flags": ours})
+    hunt = Hunt(space, checker, directory / f"jobs-{state}.jsonl", args.max_ranks, args.seed)
     row = hunt.given(base, shrunk.jobs)
-    say(f"the command, shrunk: {row.answer} {row.why[:120]}")
+    say(f"the shrunk command: {row.answer} {row.why[:120]}")
     if row.answer not in (Answer.EQUIVALENT, Answer.DIVERGED):
-        raise TTraceError(f"the command, shrunk, {row.answer}: {row.why}")
+        raise TTraceError(f"the shrunk command: {row.answer}: {row.why}")
     tried: list[Tried] = []
     if row.answer is Answer.EQUIVALENT:
         for each in hunt.run(60 * args.minutes):

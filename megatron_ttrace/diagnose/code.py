@@ -123,8 +123,7 @@ class Outcomes:
 
     def share(self, kind: Kind) -> float:
         """How many of the tensors of a kind fail, of those that were judged."""
-        return sum(each is kind for _, each in self._failed) / max(1, self.number(kind))
-
-    def number(self, kind: Kind) -> int:
-        """How many tensors of a kind were judged."""
-        return sum(each is kind for names in (self._failed, self._passed) for _, each in names)
+        failed, passed = (
+            sum(each is kind for _, each in names) for names in (self._failed, self._passed)
+        )
+        return failed / max(1, failed + passed)

@@ -30,7 +30,6 @@ from megatron_ttrace.trace.findings import (
     Loss,
     LossShare,
     LossTerm,
-    Miscounted,
     Term,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
@@ -157,11 +156,6 @@ class _Judge:
         self._of_few = self._few and verdict.kind is Kind.MAIN_GRAD
         counted = verdict.kind is Kind.COUNTED
         self._is_reduced = counted and verdict.index == Statistic.REDUCED.number
-        self._is_selected = any(
-            len({pattern(name) for name in each.names}) < _FEW * outcomes.number(Kind.MAIN_GRAD)
-            for each in findings
-            if isinstance(each, Miscounted)
-        )
         whole = outcomes.failed(Kind.MAIN_GRAD, verdict.name)
         self._suspects = Suspects(code, ledger, verdict, finding, few=self._few, whole=whole)
         self._words = self._words_of(findings)
@@ -297,9 +291,6 @@ class _Judge:
         is_sum = call.operation.reduces and call.dtype.startswith("float")
         phase = Phase.GRADIENTS if self._is_reduced else Phase.OPTIMIZER
         of_norm = kind in (Kind.GRAD_NORM, Kind.COUNTED) and call.direction is phase
-        if of_norm and self._is_selected:
-            # What adds up all parameters does not leave some of them out.
-            return 0.4
         if (of_norm and is_sum) or (kind is Kind.PARAM and call.direction is Phase.PARAMETERS):
             return 1.5
         return 0.0 if self._causes else 0.4

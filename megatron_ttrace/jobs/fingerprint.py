@@ -74,7 +74,6 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
         and name not in SINGLE_DEVICE
         and name not in QUIET
     }
-    packages = dict.fromkeys((*scripts.MEGATRON, *scripts.imported()))
     return {
         "arguments": arguments,
         "ttrace": {
@@ -90,14 +89,23 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
         },
         "data": _data(args),
         "environment": provenance.numeric_environment(),
-        "code": {
-            "script": _content([Path(sys.argv[0])]),
-            "modules beside the script": _content(_beside(Path(sys.argv[0]))),
-            "megatron_ttrace": _tree(Path(__file__).parents[1]),
-            **{name: _tree(_folder_of(name)) for name in packages},
-        },
+        "code": code(Path(sys.argv[0])),
         "versions": provenance.installed(),
         _TOLD: {"megatron": str(_folder_of("megatron.core").parent)},
+    }
+
+
+def code(script: Path) -> dict[str, str]:
+    """Digests of a script, of what lies beside it and is imported, of Megatron and of this package.
+
+    Megatron is what this process has imported, or would import.
+    """
+    packages = dict.fromkeys((*scripts.MEGATRON, *scripts.imported()))
+    return {
+        "script": _content([script]),
+        "modules beside the script": _content(_beside(script)),
+        "megatron_ttrace": _tree(Path(__file__).parents[1]),
+        **{name: _tree(_folder_of(name)) for name in packages},
     }
 
 

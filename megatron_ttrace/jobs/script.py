@@ -123,13 +123,10 @@ def shadowed(script: str | Path, path: Sequence[str]) -> str:
     return ""
 
 
-def run(
-    script: str, arguments: Sequence[str], path: Sequence[str], *, enabled: bool = False
-) -> None:
+def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     """Run ``script`` as ``__main__`` of this process.
 
-    With ``--ttrace`` among its arguments, our flags are added to Megatron's parser on its import;
-    if it is ``enabled``, also without: then a script that does not know us runs without a GPU.
+    With ``--ttrace`` among its arguments, our flags are added to Megatron's parser on its import.
     What it raises is left as a record (``trace/ends.py``), and raised.
     """
     from megatron_ttrace.jobs import failures
@@ -139,7 +136,7 @@ def run(
     ends.begin()
     disclosure.withhold(["python", script, *arguments])
     try:
-        _run(script, arguments, path, enabled)
+        _run(script, arguments, path)
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if code:
@@ -150,14 +147,13 @@ def run(
         raise
 
 
-def _run(script: str, arguments: Sequence[str], path: Sequence[str], enabled: bool) -> None:
+def _run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path[:] = path
     if "--ttrace" in arguments:
         from megatron_ttrace.jobs import argv
 
         argv.take()
-    if enabled or "--ttrace" in arguments:
         _enable_on_import()
     file = os.path.abspath(script)
     main = types.ModuleType("__main__")

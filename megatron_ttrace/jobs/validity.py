@@ -4,25 +4,42 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from megatron_ttrace import cpu
+from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.mcore.versions import quiet_imports
+from megatron_ttrace.trace.errors import TTraceError, one_line
+
+
+def prepare(script: Path) -> None:
+    """Import the Megatron of a script, if this process has not (``jobs.job.prepare``).
+
+    Raises:
+        TTraceError: when it cannot be imported.
+    """
+    with scripts.as_search_path(scripts.search_path(script)), quiet_imports():
+        try:
+            importlib.import_module("megatron.training.arguments")
+        except ImportError as error:
+            raise TTraceError(f"Megatron cannot be imported ({one_line(error)})") from error
 
 
 def accepted(arguments: Sequence[str], ranks: int) -> bool:
     """Whether Megatron's parser, ``validate_args`` and ``TransformerConfig`` accept a job.
 
-    Megatron must have been imported (``jobs.job.prepare``).
+    Flags that a script adds to the parser are not looked at.
     """
     from megatron.training import arguments as megatron
 
     with _as_rank(arguments, ranks):
         try:
-            parsed = megatron.parse_args()
+            parsed = megatron.parse_args(ignore_unknown_args=True)
             if cpu.active():
                 cpu.adapt_arguments(parsed)
             megatron.validate_args(parsed)

@@ -15,7 +15,6 @@ from megatron_ttrace.trace.findings import (
     Finding,
     Loss,
     LossShare,
-    Miscounted,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds
@@ -134,26 +133,6 @@ def test_what_the_reduction_never_counts() -> None:
     norm = judged(Kind.COUNTED, WEIGHT, Outcome.DIVERGED, index=Statistic.GRAD_NORM.number)
     ranked = Places(record(*calls), [norm]).ranked(norm, Finding(Cause.NEVER_COUNTED, ("dp",)))
     assert ranked[0][1].function == "clip_by_norm"
-
-
-def test_parameters_that_are_not_counted() -> None:
-    """If they are few, they were not selected; if they are all, their sum is wrong."""
-    ledger = record(collective("clip_by_norm", direction=U))
-    verdict = judged(Kind.COUNTED, WEIGHT, Outcome.DIVERGED, index=Statistic.GRAD_NORM.number)
-    all_names = [f"{name}.weight" for name in "abcd"]
-    gradients = [judged(Kind.MAIN_GRAD, name) for name in all_names]
-    points = []
-    for names in (all_names, all_names[:1]):
-        finding = Miscounted(
-            Cause.NEVER_COUNTED,
-            statistic=Statistic.GRAD_NORM,
-            least=0,
-            most=0,
-            names=tuple(names),
-        )
-        ranked = Places(ledger, [verdict, *gradients]).ranked(verdict, finding)
-        points.append({place.function: score for score, place in ranked}["clip_by_norm"])
-    assert points[1] < points[0]
 
 
 def test_the_line_of_a_call() -> None:

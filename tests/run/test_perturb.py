@@ -7,10 +7,10 @@ import types
 import pytest
 import torch
 
-from megatron_ttrace.compare.tolerance import epsilon
+from megatron_ttrace.compare.tolerance import SAFETY, epsilon
 from megatron_ttrace.cpu.te import offering, quantize
 from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.run.perturb import Spread, perturb, perturbed, split_head
+from megatron_ttrace.run.perturb import Spread, perturb, perturbed, split_head, step_of_loss
 from tests.capture.recorder import Model, batch
 
 
@@ -198,3 +198,23 @@ def test_ranks_add_up_what_changed_of_the_heads_gradient():
     handle.remove()
     assert seen[0].abs().max() > 0
     assert torch.equal(hidden.grad, (above @ head.weight).detach())
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+def test_a_step_of_a_loss_that_rounds(rounded):
+    """One element moves, by a part of a step, if the gradient of float32 logits is in bfloat16."""
+    generator = torch.Generator().manual_seed(1)
+    head = torch.nn.Identity()
+    step_of_loss(head, generator)
+    logits = torch.randn(3, 2, 5, generator=generator, requires_grad=True)
+    given = torch.randn(3, 2, 5, generator=generator)
+    given = given.bfloat16().float() if rounded else given
+    (output,) = head((logits * 1,))
+    output.backward(given)
+    changed = logits.grad != given
+    assert int(changed.sum()) == rounded
+    if rounded:
+        ratio = float(logits.grad[changed] / given[changed])
+        assert ratio == pytest.approx(1 + epsilon(torch.bfloat16) / SAFETY)
+        row = changed.flatten(0, 1).any(dim=1)
+        assert given.flatten(0, 1)[row].abs().max() == given[changed].abs()

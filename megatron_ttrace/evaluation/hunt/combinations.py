@@ -116,10 +116,10 @@ class Space:
     def pairs(self) -> list[Pair]:
         """All pairs of values of two dimensions; those of the base's own are in every job."""
         return [
-            frozenset(((one, value), (other, second)))
-            for one, other in itertools.combinations(self.values, 2)
-            for value in self.values[one]
-            for second in self.values[other]
+            frozenset(((first, value), (second, other)))
+            for first, second in itertools.combinations(self.values, 2)
+            for value in self.values[first]
+            for other in self.values[second]
         ]
 
     def starts(self, pair: Pair, chance: random.Random) -> Combination:

@@ -14,7 +14,6 @@ from megatron_ttrace.evaluation.hunt.combinations import Combination, Covering, 
 from megatron_ttrace.evaluation.hunt.reduction import Reduced
 from megatron_ttrace.evaluation.recipes.collect import SmallJob
 from megatron_ttrace.evaluation.recipes.run import (
-    RESULTS,
     Answer,
     Checker,
     JobRow,
@@ -66,7 +65,7 @@ class Hunt:
         self,
         space: Space,
         check: Checker,
-        directory: Path,
+        results: Path,
         most: int,
         seed: int,
     ) -> None:
@@ -75,12 +74,12 @@ class Hunt:
         Args:
             space: the combinations.
             check: checks a job.
-            directory: where results are kept.
+            results: the file in which rows of the same code are kept.
             most: ranks of a job.
             seed: of the order of combinations.
         """
         self._space, self._check, self._most = space, check, most
-        self._file = directory / RESULTS
+        self._file = results
         self._finished = read_results(self._file)
         self._version = megatron_core_version()
         self._jobs: dict[tuple[tuple[str, str], ...], plan.Job | None] = {}
@@ -92,12 +91,19 @@ class Hunt:
 
         Yields:
             Each, as soon as it is written.
+
+        Raises:
+            TTraceError: when Megatron does not accept the job around which all others are.
         """
         end = time.monotonic() + seconds
         for combination in self.covering:
-            job = self._job(combination)
-            if job is None or time.monotonic() > end:
+            if time.monotonic() > end:
                 return
+            if (job := self._job(combination)) is None:
+                raise TTraceError(
+                    "Megatron does not accept the shrunk command with a small number of layers, so "
+                    "nothing can be tried around it"
+                )
             command = self._space.command(combination)
             row = self._row(_small(command, job))
             if row.answer in (Answer.EQUIVALENT, Answer.DIVERGED):

@@ -37,10 +37,11 @@ def cells(space: Space, tried: Sequence[Tried]) -> dict[tuple[str, str], Cell]:
         if each.row.answer is Answer.EQUIVALENT
         for pair in itertools.permutations(each.combination.items(), 2)
     }
-    count = Counter((one, other) for (one, _), (other, _) in good)
+    count = Counter((first, second) for (first, _), (second, _) in good)
+    size = {name: len(values) for name, values in space.values.items()}
     return {
-        (one, other): Cell(count[one, other], len(space.values[one]) * len(space.values[other]))
-        for one, other in itertools.permutations(space.values, 2)
+        (first, second): Cell(count[first, second], size[first] * size[second])
+        for first, second in itertools.permutations(space.values, 2)
     }
 
 

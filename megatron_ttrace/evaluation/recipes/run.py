@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ttrace.evaluation import suites
-from megatron_ttrace.evaluation.recipes import alone
 from megatron_ttrace.evaluation.recipes.bridge import discover
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.jobs.commands import disclosure
@@ -25,6 +24,7 @@ from megatron_ttrace.jobs.known_faults import finding_of
 from megatron_ttrace.jobs.processes import ranks
 from megatron_ttrace.jobs.processes.logs import record_of, usage_error
 from megatron_ttrace.jobs.processes.waiting import Patience
+from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.shrink import documents
 from megatron_ttrace.saved.runner import NO_WANDB, Case, Runner
 from megatron_ttrace.trace import codec, owned
@@ -201,7 +201,7 @@ class Checker:
             answer = row.answer
             if refused(started.directory):
                 answer = Answer.REFUSED
-            elif not self._trains(started):
+            elif self._fails(started):
                 answer = Answer.FAILS
             seconds = time.monotonic() - began
             return dataclasses.replace(row, answer=answer, seconds=seconds, why=why)
@@ -220,20 +220,26 @@ class Checker:
             modules=tuple(sorted({_NUMBER.sub("", each.name) for each in summary.culprits})),
         )
 
-    def _trains(self, job: Job) -> bool:
-        """Whether a job without a check runs to its end."""
+    def _fails(self, job: Job) -> bool:
+        """Whether a job fails without a check, too.
+
+        Only our own scripts run without one: another may go on after the steps that a check ends
+        it after.
+        """
+        if job.script.parent != launch_dir():
+            return False
         try:
             codes = ranks.run_ranks(
                 job.nproc,
-                (sys.executable, alone.__file__, str(job.script), *job.arguments),
+                (sys.executable, str(job.script), *job.arguments),
                 job.directory / "alone",
                 fork=self._runner.forks,
                 environment=job.environment,
                 patience=Patience(self._seconds),
             )
         except TTraceError:
-            return True  # nothing is known of it
-        return not any(codes)
+            return False  # nothing is known of it
+        return any(codes)
 
 
 def text(place: Path) -> Callable[[SmallJob], Sequence[str]]:

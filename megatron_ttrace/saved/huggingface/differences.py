@@ -195,6 +195,12 @@ DIFFERENCES = (
         covers=lambda given, key: key.kind not in (*FLOW, Kind.ROUTING, Kind.MAIN_GRAD),
     ),
     Difference(
+        "gradients of what experts read too, and of what a gate multiplies",
+        "transformers has them in a sum or in another form",
+        Effect.LEFT_OUT,
+        covers=lambda given, key: given.correspondence().is_apart(key),
+    ),
+    Difference(
         "single experts",
         "transformers computes a layer's experts together",
         Effect.LEFT_OUT,

@@ -41,4 +41,4 @@ def test_the_page():
     assert "&lt;script&gt;alert(1)" in text
     assert "a.&lt;b&gt;" in text
     assert "--tensor-model-parallel-size 2+ --swiglu" in text
-    assert "1 combinations, 1 new divergences" in text
+    assert "<h1>1 combination,\n1 new divergence</h1>" in text

@@ -209,11 +209,16 @@ def test_a_job_that_cannot_be_checked(tmp_path, monkeypatch, codes, answer):
     monkeypatch.setattr(running.Runner, "run", fails)
     monkeypatch.setattr(running.Runner, "__init__", runner_without_megatron)
     monkeypatch.setattr(running.ranks, "run_ranks", alone)
+    monkeypatch.setattr(running, "launch_dir", lambda: tmp_path / "ours")
     checker = running.Checker(tmp_path, tmp_path / "x.py", 60.0, lambda place: lambda job: ())
-    row = checker(SmallJob(str(tmp_path / "x.py"), ("--num-layers", "2"), 2, ()))
-    assert row.answer is answer
+    script = tmp_path / "ours" / "x.py"
+    assert checker(SmallJob(str(script), ("--num-layers", "2"), 2, ())).answer is answer
     (command,) = commands
-    assert command[1:] == (running.alone.__file__, str(tmp_path / "x.py"), "--num-layers", "2")
+    assert command[1:] == (str(script), "--num-layers", "2")
+    # A user's script may go on after the steps that a check ends it after.
+    row = checker(SmallJob(str(tmp_path / "x.py"), ("--num-layers", "2"), 2, ()))
+    assert row.answer is Answer.COULD_NOT_CHECK
+    assert len(commands) == 1
 
 
 def runner_without_megatron(self, directory, *, flags, script):
