@@ -24,7 +24,6 @@ from megatron_ttrace.jobs.settings import (
     checking,
     split,
 )
-from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Culprit, Result, Run, Summary, Verdict
 
@@ -236,33 +235,17 @@ def diff(
         first, second = second, first
     if (config := huggingface.config_of(first)) is not None:
         reference = huggingface.open_reference(Path(second))
-        with _aside(folder) as home:
+        with difference.aside(folder) as home:
             model = huggingface.Compared(config, reference, home, listed)
             return show_to(reference, TraceReader(home), review=model)
     sides = [difference.open_side(Path(one)) for one in (first, second)]
     trusted, tested = difference.in_order(*sides)
     assert tested.candidate is not None, "in_order requires a candidate"
-    with _aside(folder) as home:
+    with difference.aside(folder) as home:
         with consistent(trusted.directory, tested.directory):
             written = difference.write(trusted, tested, home)
         review = difference.Review(trusted, tested, written, (*lists.read(lists.OWN_LIST), *listed))
         return show_to(TraceReader(home), tested.candidate, review=review, own=tested.summary)
-
-
-@contextlib.contextmanager
-def _aside(folder: Path) -> Iterator[Path]:
-    """A directory in ``folder`` for as long as it is needed. Raises ``TTraceError``."""
-    import tempfile
-
-    try:
-        owned.make(folder, ignored=True)
-        aside = tempfile.TemporaryDirectory(prefix=".against-", dir=folder)
-    except OSError as error:
-        raise TTraceError(
-            f"{folder} cannot be written ({error.strerror}): choose another --directory"
-        ) from error
-    with aside as home:
-        yield Path(home)
 
 
 def is_model(text: object) -> bool:

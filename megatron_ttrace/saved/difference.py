@@ -8,7 +8,9 @@ the replays of either run's reference allow, the larger one: both runs round.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.offline import meshes_of
 from megatron_ttrace.saved.known import Difference
 from megatron_ttrace.saved.whole import WholeTensors
-from megatron_ttrace.trace import files
+from megatron_ttrace.trace import files, owned
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
@@ -29,6 +31,7 @@ from megatron_ttrace.trace.outcomes import Reason, Unexercised
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, ParamIndex, Summary, TraceKey
 from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, read_meta, seal
 
+_ASIDE = ".against-"
 _NAMED = 4
 """Names of modules that a notice lists."""
 
@@ -108,6 +111,28 @@ def _own_summary(home: Path, candidate: TraceReader) -> Summary | None:
         for config in (found.config, candidate.candidate.config)
     )
     return found if asked == own else None
+
+
+@contextlib.contextmanager
+def aside(folder: Path) -> Iterator[Path]:
+    """A directory in ``folder`` for as long as it is needed. Raises ``TTraceError``.
+
+    Those of comparisons that were killed are removed.
+    """
+    home = folder / f"{_ASIDE}{secrets.token_hex(8)}"
+    try:
+        owned.make(folder, ignored=True)
+        for left in folder.glob(f"{_ASIDE}*"):
+            owned.discard(left)
+        owned.make(home, owned.PRIVATE_FOLDER, whole=True)
+    except OSError as error:
+        raise TTraceError(
+            f"{folder} cannot be written ({error.strerror}): choose another --directory"
+        ) from error
+    try:
+        yield home
+    finally:
+        owned.discard(home)
 
 
 def vocabulary_multiple(side: Side) -> int | None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's models against those of Hugging Face's transformers."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,17 +10,15 @@ from typing import Any
 import pytest
 
 from megatron_ttrace.jobs.resources import launch_dir
+from megatron_ttrace.saved import api
+from megatron_ttrace.saved.huggingface import comparison
+from megatron_ttrace.trace import budget
 from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Outcome
 from tests.integration.jobs import SCRIPT, ttrace
-from tests.saved.huggingface.jobs import EP, TWINS, arguments
+from tests.saved.huggingface.jobs import BESIDE, EP, TWINS, arguments, needs_transformers
 
-BESIDE = os.environ.get("TTRACE_TEST_HF", "")
-"""The folder that has transformers, where the environment has none (launch/bootstrap.sh hf)."""
-pytestmark = pytest.mark.skipif(
-    not BESIDE and importlib.util.find_spec("transformers") is None,
-    reason="`make test` installs transformers",
-)
+pytestmark = needs_transformers
 TWIN = TWINS["qwen3_moe"]
 
 
@@ -92,6 +89,24 @@ def test_another_model(
     assert first["name"] == culprit
     assert first["cause"] is None
     assert first["explanation"] == "unknown"
+
+
+def test_layer_by_layer(
+    checked: tuple[Path, list[dict[str, Any]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where memory is short, the answer is that of the whole model."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), BESIDE]))
+    monkeypatch.setattr(comparison, "version", lambda: "5")
+    config = TWIN.write(tmp_path, norm_topk_prob=False)
+    trace = checked[0] / "ttrace-out" / "float32"
+    whole = api.diff(f"hf:{config}", trace, output=tmp_path / "whole")
+    monkeypatch.setattr(budget, "host_room", lambda ranks: 1 << 20)
+    report = api.diff(f"hf:{config}", trace, output=tmp_path / "layers")
+    assert any("layer by layer" in text for text in report.summary.notices)
+    assert not any("layer by layer" in text for text in whole.summary.notices)
+    assert report.culprits[0].name == whole.culprits[0].name == "decoder.layers.0.mlp.router"
 
 
 def test_a_trace_with_an_auxiliary_loss(

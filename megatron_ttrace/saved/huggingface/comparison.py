@@ -21,6 +21,7 @@ from megatron_ttrace.saved.huggingface import differences
 from megatron_ttrace.saved.huggingface.families import family_of, read_config
 from megatron_ttrace.saved.huggingface.given import Given
 from megatron_ttrace.saved.known import Difference
+from megatron_ttrace.trace import budget
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Note
 from megatron_ttrace.trace.judged import Judged
@@ -92,7 +93,10 @@ class Compared:
         self.reference = trusted.directory
         self._known = known
         self._explained: Counter[str] = Counter()
-        _run(self.given.path, trusted.directory, directory)
+        needed, free = self.given.needed_bytes, budget.host_room(1)
+        self._by_layer = needed > free
+        self._sizes = f"{budget.shown(needed)} needed for all, {budget.shown(free)} available"
+        _run(self.given.path, trusted.directory, directory, by_layer=self._by_layer)
         self.trace = TraceReader(directory)
         self._correspondence = self.given.correspondence()
 
@@ -116,6 +120,10 @@ class Compared:
             f"the reference is {trace}; compared with it is {self.name}, in float32, with its "
             f"weights and inputs and the model of {self.given.path}"
         ]
+        if self._by_layer:
+            notices.append(
+                f"compared layer by layer, with the trace's inputs and gradients: {self._sizes}"
+            )
         for name, value in self.given.replaced.items():
             notices.append(f"{name} is the trace's {self.given.config[name]}, not {value}")
         notices += differences.notices(self.given)
@@ -139,11 +147,11 @@ def _unchecked(verdict: Judged, reason: Reason, text: str) -> Judged:
     return dataclasses.replace(verdict, verdict=Outcome.UNCHECKED, reason=reason, notes=notes)
 
 
-def _run(config: Path, reference: Path, directory: Path) -> None:
+def _run(config: Path, reference: Path, directory: Path, *, by_layer: bool) -> None:
     """Run the model in a process of its own. Raises ``TTraceError`` with its reason."""
     code, why = apart.ttrace(
         sys.executable,
-        [str(config.absolute()), str(reference.absolute()), str(directory.absolute())],
+        [str(path.absolute()) for path in (config, reference, directory)] + ["by-layer"] * by_layer,
         os.environ,
         quiet=True,
         module="megatron_ttrace.saved.huggingface.process",

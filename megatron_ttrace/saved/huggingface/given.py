@@ -8,6 +8,7 @@ their faults. Only the number of layers and the padded vocabulary are the trace'
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from megatron_ttrace.saved.huggingface import modules
 from megatron_ttrace.saved.huggingface.families import Family, family_of, read_config
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import TraceKey
+from megatron_ttrace.trace.records import FLOW, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 _LAYERS, _ROWS = "num_hidden_layers", "vocab_size"
@@ -88,6 +89,21 @@ class Given:
     def iteration(self) -> int:
         """The first traced step: of later ones the trace may not hold the start."""
         return min(key.iteration for key in self.trace)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory of the whole model in float32: weights, gradients, and activations."""
+        count, iteration = 0, self.iteration
+        for key in self.trace:
+            shape = self.trace.shape(key) or ()
+            if key.iteration == iteration and key.is_before:
+                count += 2 * math.prod(shape)
+            elif key.iteration == iteration and key.microbatch == 0 and key.kind in FLOW:
+                count += math.prod(shape)
+                if key.kind is Kind.INPUT and key.name.endswith("core_attention"):
+                    # For each of q, k and v, [s, b, heads, d]: scores of all pairs of tokens.
+                    count += math.prod(shape[:3]) * shape[0]
+        return 4 * count
 
     def _resized(self) -> dict[str, Any]:
         names = self.parameters()

@@ -350,12 +350,12 @@ SANDWICH = Rows(
 )
 """Norms before and after attention and MLP, in the linear layers of Megatron-Bridge."""
 
-_LAYER_NAME = re.compile(r"decoder\.layers\.(\d+)(?:\.|$)")
+_LAYER_NAME = re.compile(r"(?:decoder|model)\.layers\.(\d+)(?:\.|$)")
 _VALUES = {Kind.GRAD_OUTPUT: Kind.OUTPUT, Kind.GRAD_INPUT: Kind.INPUT}
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a module or parameter is in."""
+    """The number of the layer that a module or parameter of either model is in."""
     match = _LAYER_NAME.match(name)
     return int(match[1]) if match else None
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a model of ``transformers`` on the weights, inputs and gradients of losses of a trace.
 
-``python -m megatron_ttrace.saved.huggingface.process CONFIG REFERENCE OUT`` computes in float32
-what has a counterpart in ``REFERENCE`` (:mod:`.modules`), and writes it to ``OUT`` as a run on one
-rank.
+``python -m megatron_ttrace.saved.huggingface.process CONFIG REFERENCE OUT [by-layer]`` computes in
+float32 what has a counterpart in ``REFERENCE`` (:mod:`.modules`), and writes it to ``OUT`` as a run
+on one rank. ``by-layer``, the weights and activations of one layer are in memory at a time: each
+layer's input and the gradient of its output are those of the trace.
 It is a process of its own: ``transformers`` remembers which devices it saw first, and the emulation
 of CUDA must not be among them. Nothing is read from the model hub, and no code that comes with a
 model is run.
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from megatron_ttrace.compare import tolerance
@@ -50,7 +52,7 @@ class Taps:
 
     def __init__(self, model: torch.nn.Module, sources: Collection[Source]) -> None:
         """Attach to the modules of these sources."""
-        self._buffers = {Source(name): buffer for name, buffer in model.named_buffers()}
+        self._model = model
         self._seen: dict[Source, torch.Tensor] = {}
         self._names = {module: name for name, module in model.named_modules()}
         names = {source.module for source in sources}
@@ -61,7 +63,7 @@ class Taps:
 
     def clear(self) -> None:
         """Forget a microbatch."""
-        self._seen = {**self._buffers}
+        self._seen = {Source(name): buffer for name, buffer in self._model.named_buffers()}
 
     def keep(self, source: Source, value: Any) -> None:
         """Keep a tensor, and its gradient; other values are ignored."""
@@ -141,7 +143,7 @@ class _Replayed(TorchFunctionMode):
 
 
 class _Model:
-    """A model of ``transformers`` with a trace's weights."""
+    """A model of ``transformers`` with a trace's weights, of which some layers are in memory."""
 
     def __init__(self, given: Given) -> None:
         """Build the model in float32. Raises ``TTraceError`` when the weights do not fit it."""
@@ -151,43 +153,114 @@ class _Model:
         self._given, self._trace = given, given.trace
         self._parameters = given.parameters()
         self._correspondence = given.correspondence()
+        weights.require_complete(given.family, given.config, self._parameters)
         # Before the model is built, which looks the name up.
         transformers.AttentionInterface.register(_NAME, self._attention)
         AttentionMaskInterface.register(_NAME, eager_mask)
         config = transformers.AutoConfig.for_model(**given.config)
         # Its row would get no gradient.
         config.pad_token_id = None
-        self._model = getattr(transformers, given.family.architecture)._from_config(
-            config, dtype=torch.float32, attn_implementation=_NAME, experts_implementation="eager"
-        )
+        with _without_memory():
+            self._model = getattr(transformers, given.family.architecture)._from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation=_NAME,
+                experts_implementation="eager",
+            )
         self._model.eval()
-        self._load()
         rows = [row for key in self._trace if (row := self._correspondence.row(key))]
         self._taps = Taps(self._model, {source for row in rows for source in row.sources})
+        self._loaded: Collection[int | None] = ()
+        self._ends: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._microbatch = 0
+        self._divide()
 
     def _attention(self, *args: Any, **kwargs: Any) -> Any:
         return self._taps.attention(*args, **kwargs)
 
-    def _load(self) -> None:
+    def _divide(self) -> None:
+        """Make layers (by number) and what surrounds them (``None``) run apart from each other.
+
+        Those that are not loaded return their input. What a loaded part reads from such a layer is
+        the trace's, and so is the gradient of what it returns to such a layer.
+        """
+        layers = range(self._given.config["num_hidden_layers"])
+        names = ["embedding", *(f"decoder.layers.{number}" for number in layers)]
+        for name, after in zip(names, [*layers, None], strict=True):
+            key = TraceKey(self._given.iteration, 0, Kind.OUTPUT, name)
+            module = self._module(key)
+            module.register_forward_hook(self._passing(key, modules.layer_of(name), after))
+            module.forward = self._where_loaded(modules.layer_of(name), module.forward)
+        head = self._model.get_output_embeddings()
+        norm = self._module(dataclasses.replace(key, name="decoder.final_layernorm"))
+        for module in (norm, head):
+            module.forward = self._where_loaded(None, module.forward)
+
+    def _module(self, key: TraceKey) -> torch.nn.Module:
+        """The module whose output corresponds to a tensor."""
+        row = self._correspondence.row(key)
+        assert row is not None, f"{key} is in the table"
+        module: torch.nn.Module = self._model.get_submodule(row.sources[0].module)
+        return module
+
+    def _where_loaded(self, number: int | None, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(value: Any, *args: Any, **kwargs: Any) -> Any:
+            return forward(value, *args, **kwargs) if number in self._loaded else value
+
+        return call
+
+    def _passing(self, key: TraceKey, number: int | None, after: int | None) -> Callable[..., Any]:
+        def hook(module: Any, args: Any, output: Any) -> Any:
+            is_loaded, is_read = (each in self._loaded for each in (number, after))
+            here = dataclasses.replace(key, microbatch=self._microbatch)
+            if is_loaded and not is_read:
+                gradient = dataclasses.replace(here, kind=Kind.GRAD_OUTPUT)
+                self._ends.append((output, self._states(gradient)))
+            if is_loaded or not (is_read or number is None):
+                return output  # of no layer in memory; masks have the dtype of the embedding's
+            return self._states(here).requires_grad_()
+
+        return hook
+
+    def _states(self, key: TraceKey) -> torch.Tensor:
+        """Hidden states of the trace, as [b, s, h]. Raises ``TTraceError`` if it has none."""
+        return self._data(key).float().transpose(0, 1).contiguous()
+
+    def _data(self, key: TraceKey) -> torch.Tensor:
+        if key not in self._trace:
+            raise TTraceError(f"{self._trace.directory} has no {key}: is it a GPT model's?")
+        return self._trace.data(key)
+
+    @contextlib.contextmanager
+    def _in_memory(self, layers: Collection[int | None]) -> Iterator[None]:
+        """Load the weights of some layers; ``None`` is what surrounds them."""
         given = self._given
-        state = weights.load_weights(given.family, given.config, given.tensors(self._parameters))
-        theirs = self._model.state_dict()  # a tied head has its own name
+        keys = {n: k for n, k in self._parameters.items() if modules.layer_of(n) in layers}
+        state = weights.load_weights(given.family, given.config, given.tensors(keys))
+        theirs = {
+            n: v for n, v in self._model.state_dict().items() if modules.layer_of(n) in layers
+        }
         for name in sorted(theirs.keys() ^ state.keys()):
             has, lacks = ("transformers'", "Megatron's")[:: 1 if name in theirs else -1]
             raise TTraceError(
                 f"{given.path}: {has} model has {name}, {lacks} has no such parameter: the two are "
                 "not of one architecture"
             )
-        with torch.no_grad():
-            for name, value in state.items():
-                if value.shape != theirs[name].shape:
-                    raise TTraceError(
-                        f"{given.path}: {name} is {tuple(theirs[name].shape)}, in the trace "
-                        f"{tuple(value.shape)}: give the config the sizes of the traced job"
-                    )
-                theirs[name].copy_(value)
+        for name, value in state.items():
+            if value.shape != theirs[name].shape:
+                raise TTraceError(
+                    f"{given.path}: {name} is {tuple(theirs[name].shape)}, in the trace "
+                    f"{tuple(value.shape)}: give the config the sizes of the traced job"
+                )
+        self._loaded = layers
+        self._model.load_state_dict(state, strict=False, assign=True)
+        self._model.tie_weights()
+        yield
+        empty = {name: value.to("meta") for name, value in state.items()}
+        self._model.load_state_dict(empty, strict=False, assign=True)
+        self._taps.clear()
 
-    def step(self, writer: TraceWriter) -> Requested:
+    def step(self, writer: TraceWriter, *, by_layer: bool) -> Requested:
         """Run all microbatches, and write what has a counterpart in the trace.
 
         Returns what the report should mention if these batches do not exercise it.
@@ -199,13 +272,16 @@ class _Model:
         for key in self._trace:
             if key.iteration == self._given.iteration:
                 keys[key.microbatch].append(key)
-        for number in sorted(keys.keys() - {STEP_LEVEL}):
-            sizes = self._run(number, keys[number])
-            self._write(writer, keys[number], sizes)
-        gradients = self._main_gradients()
-        for key in keys[STEP_LEVEL]:
-            if key.kind is Kind.MAIN_GRAD and key.name in gradients:
-                _add(writer, key, gradients[key.name], self._trace.entry(key).dtype)
+        parts = [None, *range(self._given.config["num_hidden_layers"])]
+        for layers in [[part] for part in parts] if by_layer else [parts]:
+            with self._in_memory(layers):
+                for number in sorted(keys.keys() - {STEP_LEVEL}):
+                    sizes = self._run(number, keys[number])
+                    self._write(writer, keys[number], sizes)
+                gradients = self._main_gradients()
+            for key in keys[STEP_LEVEL]:
+                if key.kind is Kind.MAIN_GRAD and key.name in gradients:
+                    _add(writer, key, gradients[key.name], self._trace.entry(key).dtype)
         window = getattr(self._model.config, "sliding_window", None) or 0
         return Requested(window=max(window - 1, 0), seq_length=sizes.tokens)
 
@@ -213,10 +289,7 @@ class _Model:
         """One microbatch, forward and backward."""
 
         def data(kind: Kind, index: int) -> torch.Tensor:
-            key = TraceKey(self._given.iteration, number, kind, ROOT, index)
-            if key not in self._trace:
-                raise TTraceError(f"{self._trace.directory} has no {key}: is it a GPT model's?")
-            return self._trace.data(key)
+            return self._data(TraceKey(self._given.iteration, number, kind, ROOT, index))
 
         tokens, positions, labels = (
             data(Kind.INPUT, index) for index in (_TOKENS, POSITIONS, _LABELS)
@@ -224,27 +297,39 @@ class _Model:
         sizes = weights.Sizes.of(self._given.config, self._given.family.defaults)
         ours = modules.Sizes(tokens.shape[1], sizes.groups, sizes.experts)
         self._taps.clear()
+        self._microbatch, self._ends = number, []
         for module in self._model.modules():
             # Without kernels, states are lost between chunks (transformers issue 47246).
             if hasattr(module, "chunk_size"):
                 module.chunk_size = ours.tokens
         with self._replayed(keys, ours):
             logits = self._model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-        losses = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), reduction="none"
-        ).view_as(labels)
-        self._taps.keep(Source(modules.LOSS), losses)
-        losses.backward(data(Kind.GRAD_OUTPUT, 0).to(losses.dtype))
+        if None in self._loaded:
+            losses = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels.flatten(), reduction="none"
+            ).view_as(labels)
+            self._taps.keep(Source(modules.LOSS), losses)
+            self._ends.append((losses, data(Kind.GRAD_OUTPUT, 0).to(losses.dtype)))
+        outputs, gradients = zip(*self._ends, strict=True)
+        torch.autograd.backward(outputs, gradients)
         return ours
+
+    def _rows(self, keys: Sequence[TraceKey]) -> Iterator[tuple[TraceKey, Row]]:
+        """Tensors of the layers in memory, and what they are made of."""
+        for key in keys:
+            # What is one tensor in Megatron has one counterpart.
+            names = [key] if self._correspondence.is_apart(key) else [key, self._trace.primary(key)]
+            row = next(filter(None, map(self._correspondence.row, names)), None)
+            if row is not None and modules.layer_of(row.sources[0].module) in self._loaded:
+                yield key, row
 
     @contextlib.contextmanager
     def _replayed(self, keys: Sequence[TraceKey], sizes: modules.Sizes) -> Iterator[None]:
         """Choose experts as in the trace where scores are equal but for rounding."""
         tolerances = tolerance.of_reference(self._trace)
         routers = []
-        for key in keys:
-            row = self._correspondence.row(key)
-            if row is None or (key.kind, key.index) != (Kind.ROUTING, RoutingIndex.CHOICE):
+        for key, row in self._rows(keys):
+            if (key.kind, key.index) != (Kind.ROUTING, RoutingIndex.CHOICE):
                 continue
             chosen = modules.by_sample(self._trace.data(key), sizes)
             limit = tolerances.of(dataclasses.replace(key, index=RoutingIndex.SCORES))
@@ -260,15 +345,11 @@ class _Model:
                 del router.forward
 
     def _write(self, writer: TraceWriter, keys: Sequence[TraceKey], sizes: modules.Sizes) -> None:
-        for key in keys:
-            # What is one tensor in Megatron has one counterpart.
-            names = [key] if self._correspondence.is_apart(key) else [key, self._trace.primary(key)]
-            row = next(filter(None, map(self._correspondence.row, names)), None)
-            if row is not None:
-                data = self._taps.value(row, sizes, gradient=key.kind in _GRADIENTS)
-                if modules.is_of_probabilities(key, self._trace.data(key)):
-                    data = data.softmax(dim=-1)
-                _add(writer, key, data, self._trace.entry(key).dtype)
+        for key, row in self._rows(keys):
+            data = self._taps.value(row, sizes, gradient=key.kind in _GRADIENTS)
+            if modules.is_of_probabilities(key, self._trace.data(key)):
+                data = data.softmax(dim=-1)
+            _add(writer, key, data, self._trace.entry(key).dtype)
 
     def _main_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of parameters as Megatron has them, scaled and summed over a step."""
@@ -284,10 +365,24 @@ class _Model:
         gradients = {
             name: torch.zeros_like(value) if value.grad is None else value.grad * factor
             for name, value in self._model.state_dict(keep_vars=True).items()
+            if modules.layer_of(name) in self._loaded
         }
-        return weights.megatron_weights(
-            self._given.family, self._given.config, gradients, self._parameters
-        )
+        names = [name for name in self._parameters if modules.layer_of(name) in self._loaded]
+        return weights.megatron_weights(self._given.family, self._given.config, gradients, names)
+
+
+@contextlib.contextmanager
+def _without_memory() -> Iterator[None]:
+    """Models that are built now have no weights yet, but their buffers."""
+
+    def empty(module: Any, name: str, value: torch.nn.Parameter | None) -> Any:
+        return None if value is None or value.is_meta else torch.nn.Parameter(value.to("meta"))
+
+    handle = register_module_parameter_registration_hook(empty)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _under(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -306,8 +401,8 @@ def _add(writer: TraceWriter, key: TraceKey, data: torch.Tensor, dtype: str) -> 
     writer.add(Entry.of(key, data, logical_shape=shape, boxes=boxes), data)
 
 
-def write(config: Path, reference: Path, directory: Path) -> None:
-    """Run the model of a config, and write its trace.
+def write(config: Path, reference: Path, directory: Path, *, by_layer: bool) -> None:
+    """Run the model of a config, whole or layer by layer, and write its trace.
 
     Raises:
         TTraceError: when the model cannot be compared with the reference.
@@ -316,7 +411,7 @@ def write(config: Path, reference: Path, directory: Path) -> None:
     model = _Model(given)
     writer = TraceWriter(directory, 0)
     try:
-        requested = model.step(writer)
+        requested = model.step(writer, by_layer=by_layer)
     finally:
         writer.close()
     run = RunConfig(
@@ -335,7 +430,7 @@ def main() -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     try:
-        write(*map(Path, sys.argv[1:]))
+        write(*map(Path, sys.argv[1:4]), by_layer="by-layer" in sys.argv[4:])
     except TTraceError as error:
         print(error, file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - transformers raises anything

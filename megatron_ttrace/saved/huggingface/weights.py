@@ -285,7 +285,7 @@ def _parts(
 def load_weights(
     family: Family, config: Config, megatron: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The state dict of transformers' model, from whole tensors of Megatron's.
+    """The state dict of transformers' model, or of some of its layers, from whole tensors.
 
     The gradients of parameters can be converted likewise. A tied head has its own name in state
     dicts, and is there if it is the embedding.
@@ -297,10 +297,9 @@ def load_weights(
             experts, for instance ``decoder.layers.0.mlp.linear_fc1.weight``.
 
     Raises:
-        TTraceError: when a tensor is absent, has no counterpart or another number of rows.
+        TTraceError: when a tensor has another number of rows.
     """
     table = Table.of(family, config, megatron.__contains__)
-    _complete(family, table, megatron)
     state: dict[str, torch.Tensor] = {}
     stacks: dict[str, list[torch.Tensor]] = {}
     for pair in table.pairs:
@@ -310,7 +309,7 @@ def load_weights(
                 stacks.setdefault(part.name, []).append(data)
             elif not torch.equal(state.setdefault(part.name, data), data):
                 raise TTraceError(f"{pair.megatron} is not {part.name}, which config.json ties")
-    if table.sizes.tied:
+    if table.sizes.tied and "model.embed_tokens.weight" in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     return state | {name: torch.stack(parts) for name, parts in stacks.items()}
 
@@ -330,10 +329,9 @@ def megatron_weights(
         names: of Megatron's tensors.
 
     Raises:
-        TTraceError: when a tensor is absent, has no counterpart or another number of rows.
+        TTraceError: when a tensor is absent or has another number of rows.
     """
     table = Table.of(family, config, names.__contains__, state.__contains__)
-    _complete(family, table, names)
     whole = {}
     for pair in table.pairs:
         if absent := [part.name for part in pair.parts if part.name not in state]:
@@ -346,7 +344,13 @@ def megatron_weights(
     return whole
 
 
-def _complete(family: Family, table: Table, megatron: Collection[str]) -> None:
+def require_complete(family: Family, config: Config, megatron: Collection[str]) -> None:
+    """Compare the names of all tensors.
+
+    Raises:
+        TTraceError: when a tensor of either model has no counterpart.
+    """
+    table = Table.of(family, config, megatron.__contains__)
     if table.missing:
         name = table.missing[0][0].name
         raise TTraceError(

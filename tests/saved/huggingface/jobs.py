@@ -4,10 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+BESIDE = os.environ.get("TTRACE_TEST_HF", "")
+"""The folder that has transformers, where the environment has none (launch/bootstrap.sh hf)."""
+needs_transformers = pytest.mark.skipif(
+    not BESIDE and importlib.util.find_spec("transformers") is None,
+    reason="`make test` installs transformers",
+)
 
 _CONFIG = {
     "hidden_size": 64,

@@ -13,6 +13,7 @@ from megatron_ttrace.jobs import provenance
 from megatron_ttrace.report import wording
 from megatron_ttrace.saved import api
 from megatron_ttrace.saved.huggingface import comparison
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.outcomes import Reason, Unexercised
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, Result, TraceKey
@@ -40,7 +41,7 @@ def run(tmp_path, monkeypatch):
         answer = {computed: tensors[computed] * factor}
         made = kept.run(tmp_path / "made", answer, ranks=1, requested=requested)
 
-        def write(config: Path, reference: Path, directory: Path) -> None:
+        def write(config: Path, reference: Path, directory: Path, *, by_layer: bool) -> None:
             assert reference == home / "reference"
             for path in (made / "candidate").iterdir():
                 (directory / path.name).write_bytes(path.read_bytes())
@@ -76,6 +77,16 @@ def test_a_different_model(run, tmp_path) -> None:
     report = run(1.01, known=known, allow_unchecked=1.0)
     assert not report.failures()
     assert "known difference, not judged: our own norm" in report.summary.notices
+
+
+def test_what_a_killed_comparison_leaves(run, tmp_path) -> None:
+    """It is removed by the next one; a directory of somebody else's stays."""
+    left, foreign = (tmp_path / "out" / f".against-{name}" for name in ("left", "foreign"))
+    owned.make(left, whole=True)
+    (left / "rank-00000.jsonl").write_text("cut off")
+    foreign.mkdir()
+    assert run().verdict is Result.EQUIVALENT
+    assert [*left.parent.glob(".against-*")] == [foreign]
 
 
 def test_what_a_model_does_not_exercise(run) -> None:

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of weights, against a converter written by hand and transformers' own modules."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ import torch
 from megatron_ttrace.saved.huggingface import families, weights
 from megatron_ttrace.trace.errors import TTraceError
 from tests.saved.huggingface import made
+from tests.saved.huggingface.jobs import BESIDE, needs_transformers
 
 CONFIGS = [*made.CONFIGS.values(), made.BIASED, made.WHOLE_QUERIES]
 
@@ -27,22 +32,34 @@ def test_both_ways(config):
     assert all(torch.equal(data, ours[name]) for name, data in again.items())
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=made.name)
-def test_transformers_names(config):
-    """In memory, transformers' model has exactly these names and shapes."""
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**config)
+SHAPES = """
+import json, sys, torch, transformers
+for config in json.load(sys.stdin):
+    config = transformers.AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    print(json.dumps({name: data.shape for name, data in model.state_dict().items()}))
+"""
+
+
+@needs_transformers
+def test_transformers_names():
+    """In memory, transformers' models have exactly these names and shapes."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHAPES],
+        input=json.dumps(CONFIGS),
+        env={**os.environ, "PYTHONPATH": BESIDE},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    state = weights.load_weights(
-        families.family_of(config, weights_only=True),
-        config,
-        made.converted(config, made.files(config)),
-    )
-    expected = model.state_dict()
-    assert {name: data.shape for name, data in state.items()} == {
-        name: data.shape for name, data in expected.items()
-    }
+    for config, line in zip(CONFIGS, done.stdout.splitlines(), strict=True):
+        state = weights.load_weights(
+            families.family_of(config, weights_only=True),
+            config,
+            made.converted(config, made.files(config)),
+        )
+        assert {name: list(data.shape) for name, data in state.items()} == json.loads(line)
 
 
 def test_names_of_megatron():
@@ -116,5 +133,6 @@ def test_what_is_refused():
         ({"num_hidden_layers": 1}, r"no counterpart of Megatron's decoder.layers.1.*6 such"),
         ({"head_dim": 8}, "linear_qkv.weight has 32 rows, by config.json it needs 64"),
     ):
-        with pytest.raises(TTraceError, match=match):
+        with pytest.raises(TTraceError, match=match):  # noqa: PT012
+            weights.require_complete(family, {**config, **changed}, ours)
             weights.load_weights(family, {**config, **changed}, ours)
