@@ -7,8 +7,8 @@ tensors of several microbatches.
 """
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from megatron_ttrace.compare.measure import Sums
@@ -21,7 +21,6 @@ from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex, expert_boxes, match
 from megatron_ttrace.trace.findings import Note
 from megatron_ttrace.trace.records import Kind, TraceKey
-from megatron_ttrace.trace.store import TraceReader
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,14 +74,25 @@ def encode_rows(index: TokenIndex) -> torch.Tensor:
 
 
 class ExpertRows:
-    """The token indexes of one iteration on one rank."""
+    """The token indexes of one iteration on one rank.
 
-    def __init__(self, reference: TraceReader, iteration: int, mesh: Mesh) -> None:
-        self._reference = reference
+    ``all_rows`` returns those of all ranks by the key of :meth:`rows_key`, and ``whole`` the shape
+    of a tensor that here has a given one; both return ``None`` for what is unknown.
+    """
+
+    def __init__(
+        self,
+        iteration: int,
+        mesh: Mesh,
+        all_rows: Callable[[TraceKey], TokenIndex | None],
+        whole: Callable[[TraceKey, tuple[int, ...]], tuple[int, ...] | None],
+    ) -> None:
         self._iteration = iteration
         self._mesh = mesh
+        self._all_rows = all_rows
+        self._whole = whole
         self._here: dict[tuple[int, str], TokenIndex] = {}
-        self._there: dict[TraceKey, TokenIndex] = {}
+        self._numbers: dict[tuple[int, str], list[int]] = {}
         self._matched: dict[tuple[TraceKey, int | None, int], tuple[DimMap, int]] = {}
         self._layers: set[str] = set()
 
@@ -90,21 +100,27 @@ class ExpertRows:
         """Whether a microbatch's rows in a layer's experts are known."""
         return call in self._here
 
-    def announce(self, microbatch: int, experts: str, index: TokenIndex) -> list[Measured]:
+    def announce(
+        self, microbatch: int, experts: str, index: TokenIndex, others: Sequence[int] = ()
+    ) -> list[Measured]:
         """Record a dispatch; returns how its rows agree with the reference's routing.
 
         A row that the reference does not have is an error of one; rows that no rank has are found
-        by coverage.
+        by coverage. ``others`` are microbatches that have a part of each tensor, maybe an empty
+        one, also where no row is theirs.
         """
         self._here[microbatch, experts] = index
+        numbers = [*dict.fromkeys([microbatch, *index.microbatches, *others])]
+        self._numbers[microbatch, experts] = numbers
         self._layers.add(experts)
         measured = []
-        for number in dict.fromkeys([microbatch, *index.microbatches]):
-            key = self._rows_key(number, experts)
-            if key not in self._reference:
+        for number in numbers:
+            key = self.rows_key(number, experts)
+            there = self._all_rows(key)
+            if there is None:
                 continue
             rows, strangers = self._match(index, key)
-            shape = (len(self._known(key).microbatch), 2)
+            shape = (len(there.microbatch), 2)
             total = 2 * (length(rows) + strangers)
             sums = Sums(
                 n=total,
@@ -117,8 +133,8 @@ class ExpertRows:
             measured.append(Measured(key, "TokenIndex(0)", product([rows, whole(2)]), shape, sums))
         return measured
 
-    def _rows_key(self, microbatch: int, experts: str) -> TraceKey:
-        """The key under which the reference stores which tokens its experts' rows are."""
+    def rows_key(self, microbatch: int, experts: str) -> TraceKey:
+        """The key under which a reference stores which tokens its experts' rows are."""
         return TraceKey(self._iteration, microbatch, Kind.ROUTING, experts, 0)
 
     def holds(self, key: TraceKey) -> str:
@@ -147,14 +163,14 @@ class ExpertRows:
         etp = self._mesh.size("etp")
         over = "etp" if etp > 1 and is_partial(key.kind, module) else ""
         parts: list[Match | Measured] = []
-        for number in dict.fromkeys([key.microbatch, *index.microbatches]):
+        for number in self._numbers[key.microbatch, layer]:
             there = dataclasses.replace(key, microbatch=number)
-            if there not in self._reference:
+            shape = self._whole(there, local)
+            if shape is None:
                 # Where the dispatch is wrong, the number may be any: it names no tensor.
                 parts.append(Measured.stranger(key, local))
                 continue
-            shape = self._reference.entry(there).shape
-            rows, _ = self._match(index, self._rows_key(number, layer), expert)
+            rows, _ = self._match(index, self.rows_key(number, layer), expert)
             words, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
             words, ranks = describe_partial(words, over), etp if over else 1
             part = Match(there, words, boxes, shape, factor, partial_over=over, partial_ranks=ranks)
@@ -171,22 +187,13 @@ class ExpertRows:
         """
         memo = (key, expert, len(index.microbatch))
         if memo not in self._matched:
-            there = self._known(key)
+            there = self._all_rows(key)
+            if there is None:
+                raise NoPlacementError(f"which tokens the rows of {key} are is unknown")
             if expert is not None:
                 there = there.of_expert(expert)
             self._matched[memo] = match(index, there, key.microbatch)
         return self._matched[memo]
-
-    def _known(self, key: TraceKey) -> TokenIndex:
-        if key not in self._there:
-            if key not in self._reference:
-                raise NoPlacementError(
-                    f"the reference does not have the tokens of the rows of {key}"
-                )
-            position, expert = self._reference.data(key).numpy().T
-            microbatch = np.full(len(position), key.microbatch, dtype=np.int64)
-            self._there[key] = TokenIndex(microbatch, position, expert)
-        return self._there[key]
 
 
 def within(name: str, layer: str) -> tuple[int | None, str]:

@@ -2,9 +2,11 @@
 """Which parts of which reference tensors a candidate's tensor must equal: from names and shapes."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megatron_ttrace.compare.experts import ExpertRows, Match
@@ -14,7 +16,7 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation, infer_head_rows
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placements, copies, describe, describe_partial, plan
-from megatron_ttrace.placement.token_index import ends_of, token_positions
+from megatron_ttrace.placement.token_index import TokenIndex, ends_of, token_positions
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
@@ -123,6 +125,14 @@ class Placer:
             copies=copies(planned.steps, REDUCED_OVER, layout.mesh),
         )
 
+    def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
+        """``data`` with its dims in the order in which one device has them."""
+        turned = _module(key) in self._layout.sequence_first and key.kind in (
+            Kind.OUTPUT,
+            Kind.GRAD_OUTPUT,
+        )
+        return data.transpose(0, 1) if turned else data
+
     def factor(self, key: TraceKey) -> float:
         """Expected candidate/reference ratio."""
         if key.kind in (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT):
@@ -154,7 +164,9 @@ class Planner(Placer):
 
     def __init__(self, reference: TraceReader, iteration: int, layout: RankLayout) -> None:
         super().__init__(layout)
-        self.experts = ExpertRows(reference, iteration, layout.mesh)
+        self.experts = ExpertRows(
+            iteration, layout.mesh, functools.cache(self._rows), lambda key, _: reference.shape(key)
+        )
         self._reference = reference
         self._iteration = iteration
         self._ends: dict[int, tuple[int, ...]] = {}
@@ -195,6 +207,14 @@ class Planner(Placer):
             key, local, gated=self.blocks(key) == GATED, factor=self.factor(key)
         )
 
+    def _rows(self, key: TraceKey) -> TokenIndex | None:
+        """Which tokens the reference's rows of some experts are."""
+        if key not in self._reference:
+            return None
+        position, expert = self._reference.data(key).numpy().T
+        microbatch = np.full(len(position), key.microbatch, dtype=np.int64)
+        return TokenIndex(microbatch, position, expert)
+
     def activation(self, key: TraceKey, local: tuple[int, ...]) -> Match:
         """The place of an activation that the reference has. Raises as :meth:`place` does."""
         whole = self._reference.entry(key).shape
@@ -227,13 +247,8 @@ class Planner(Placer):
         return torch.from_numpy(token_positions(local, layout.mesh, layout.tokens(ends), ends))
 
     def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
-        """``data`` with its dims in the reference's order."""
-        turned = (
-            _module(key) in self._layout.sequence_first
-            and key.kind in (Kind.OUTPUT, Kind.GRAD_OUTPUT)
-            and key in self._reference
-        )
-        return data.transpose(0, 1) if turned else data
+        """``data`` with its dims in the reference's order, where it has this tensor."""
+        return super().oriented(key, data) if key in self._reference else data
 
 
 def _module(key: TraceKey) -> str:

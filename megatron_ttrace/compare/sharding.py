@@ -4,20 +4,24 @@
 A shard's place in the logical tensor follows from both shapes (``placement/infer.py``), and there
 is no single device that tells the logical one. But the same layout was compared with a single
 device on a shrunk job: by how much every dim of every tensor was divided there, it is divided here.
+The rows of experts are tokens: their order is a single device's, by expert and then by position.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
 
+import numpy as np
 import torch
 
-from megatron_ttrace.compare.planning import Placer, RankLayout
+from megatron_ttrace.compare.experts import ExpertRows, Match, within
+from megatron_ttrace.compare.planning import GATED, Placer, RankLayout
 from megatron_ttrace.compare.writing import Storing
-from megatron_ttrace.mcore.roles import any_layer
+from megatron_ttrace.mcore.roles import any_layer, is_within_experts
 from megatron_ttrace.placement.plan import Placements, describe, plan
+from megatron_ttrace.placement.token_index import TokenIndex, token_positions
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
 Divided = tuple[tuple[Kind, str, int, tuple[int, ...]], ...]
@@ -38,6 +42,8 @@ def divided(trial: TraceReader) -> Divided:
             if not _is_activation(entry.key) or entry.misfit or entry.sums:
                 continue
             sizes = [*zip(entry.shape, entry.logical_shape, strict=True)]
+            if sizes and is_within_experts(entry.key.name):
+                sizes[:1] = [(0, 0)]
             if any(here and whole % here for here, whole in sizes):
                 raise TTraceError(
                     f"{entry.key.name}: ranks have parts of different sizes, so its shape in a "
@@ -63,7 +69,8 @@ def _named(key: TraceKey) -> _Named:
 class ShardSink(Storing):
     """Stores everything that one rank has, with its place in the logical tensors.
 
-    ``by`` is how activations are divided (:func:`known`).
+    ``by`` is how activations are divided (:func:`known`). ``all_rows`` is a collective of the ranks
+    with the same layers: what all of them dispatch at the same time, sorted, each row once.
     """
 
     def __init__(
@@ -72,32 +79,51 @@ class ShardSink(Storing):
         iteration: int,
         layout: RankLayout,
         by: Mapping[_Named, tuple[int, ...]],
+        all_rows: Callable[[TokenIndex], TokenIndex],
         forecast: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(writer, iteration, forecast)
         self._layout = layout
         self._placer = Placer(layout)
         self._by = by
+        self._all_rows = all_rows
+        self._rows: dict[TraceKey, TokenIndex] = {}
+        self._experts = ExpertRows(iteration, layout.mesh, self._rows.get, self._of_experts)
 
-    def _entry(self, place: Place, data: torch.Tensor) -> Entry:
+    def _as_stored(self, place: Place, data: torch.Tensor) -> torch.Tensor:
+        return self._placer.oriented(TraceKey(self._iteration, *place), data)
+
+    def _entries(self, place: Place, data: torch.Tensor) -> list[Entry]:
         key, local = TraceKey(self._iteration, *place), tuple(data.shape)
-        by = self._by.get(_named(key))
+        if self._experts.holds(key):
+            gated, factor = self._placer.blocks(key) == GATED, self._placer.factor(key)
+            parts = self._experts.parts(key, local, gated=gated, factor=factor)
+            return [_entry(part, data) for part in parts if isinstance(part, Match)]
+        return [_entry(self._placer.place(key, local, self._whole(key, local)), data)]
+
+    def _whole(self, key: TraceKey, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The logical shape of an activation."""
+        scores = _named(dataclasses.replace(key, index=RoutingIndex.SCORES))
+        named = scores if key.kind is Kind.ROUTING else _named(key)
+        by = self._by.get(named)
         if by is None or len(by) != len(local):
             raise TTraceError(
                 f"{key}: the shrunk job on which the reference's layout was checked has no such "
                 "tensor: check a job whose model fits on one device"
             )
-        whole = tuple(size * parts for size, parts in zip(local, by, strict=True))
-        match = self._placer.place(key, local, whole)
-        return Entry.of(
-            key,
-            data,
-            logical_shape=whole,
-            placement=match.placement,
-            boxes=match.boxes,
-            factor=match.factor,
-            partial_over=match.partial_over,
+        return tuple(size * parts for size, parts in zip(local, by, strict=True))
+
+    def _of_experts(self, key: TraceKey, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The logical shape of a tensor within experts."""
+        name = key.name.partition("#")[0]
+        at = next(
+            at
+            for at in self._rows
+            if at.microbatch == key.microbatch and f"{name}.".startswith(f"{at.name}.")
         )
+        expert, _ = within(name, at.name)
+        rows = self._rows[at] if expert is None else self._rows[at].of_expert(expert)
+        return (len(rows.microbatch), *self._whole(key, local)[1:])
 
     def placed(
         self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
@@ -114,10 +140,53 @@ class ShardSink(Storing):
         )
         self._lines[place] = self._writer.add(entry, data)
 
-    def _without_experts(self, *_: object) -> NoReturn:
-        raise TTraceError("a reference on several ranks cannot have experts")
+    def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
+        """Positions of this rank's tokens in their microbatch."""
+        layout = self._layout
+        return torch.from_numpy(token_positions(local, layout.mesh, layout.seq_length))
 
-    positions = dispatched = routed = kept = _without_experts
+    def dispatched(self, microbatch: int, experts: str, index: TokenIndex) -> None:
+        """Store which tokens this rank's rows are.
+
+        Raises:
+            TTraceError: when an expert gets a token twice.
+        """
+        rows = self._all_rows(index)
+        if self._experts.rows_key(microbatch, experts) in self._rows:
+            return  # recomputed
+        for number in {microbatch, *rows.microbatches}:
+            mine = rows.microbatch == number
+            self._rows[self._experts.rows_key(number, experts)] = TokenIndex(
+                rows.microbatch[mine], rows.position[mine], rows.expert[mine]
+            )
+        data = torch.from_numpy(np.stack([index.position, index.expert], axis=1))
+        line = -1
+        for part in self._experts.announce(microbatch, experts, index, rows.microbatches):
+            if part.sums is None or part.sums.diff:
+                raise TTraceError(f"{experts} of the reference: an expert gets a token twice")
+            entry = Entry.of(
+                part.key,
+                data,
+                logical_shape=part.logical_shape,
+                placement=part.placement,
+                boxes=part.boxes,
+                same_as=line,
+            )
+            added = self._writer.add(entry, data if line < 0 else None)
+            line = added if line < 0 else line
+
+
+def _entry(part: Match, data: torch.Tensor) -> Entry:
+    """The line of a part of a tensor."""
+    return Entry.of(
+        part.key,
+        data,
+        logical_shape=part.logical_shape,
+        placement=part.placement,
+        boxes=part.boxes,
+        factor=part.factor,
+        partial_over=part.partial_over,
+    )
 
 
 def known(by: Divided) -> dict[_Named, tuple[int, ...]]:

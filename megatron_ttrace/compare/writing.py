@@ -31,23 +31,32 @@ class Storing:
         self._lines: dict[Place, int] = {}
         self._forecast = forecast
         self._bytes = 0
+        self._routed: dict[Place, torch.Tensor] = {}
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
         """Store ``data`` under its first name and point the others at it."""
         first, *others = places
-        data = self._without_padding(first, data)
+        data = self._as_stored(first, data)
         self._see(first, data)
-        self._lines[first] = self._writer.add(self._entry(first, data), data)
+        self._add(first, data, data)
         for place in others:
             self._point(first, place, data)
 
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
         """Point another name at data that is stored already."""
-        self._point(first, place, self._without_padding(place, data))
+        self._point(first, place, self._as_stored(place, data))
 
     def _point(self, first: Place, place: Place, data: torch.Tensor) -> None:
-        entry = dataclasses.replace(self._entry(place, data), same_as=self._lines[first])
-        self._lines[place] = self._writer.add(entry, None)
+        self._add(place, data, None, same_as=self._lines[first])
+
+    def _add(
+        self, place: Place, like: torch.Tensor, data: torch.Tensor | None, same_as: int = -1
+    ) -> None:
+        """Write the lines of a tensor ``like`` this, the first with its data if given."""
+        for entry in self._entries(place, like):
+            line = self._writer.add(dataclasses.replace(entry, same_as=same_as), data)
+            data, same_as = None, line if same_as < 0 else same_as
+        self._lines[place] = same_as
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         """A reference is never isolated."""
@@ -63,11 +72,33 @@ class Storing:
             forecast, self._forecast = self._forecast, None
             forecast(self._bytes)
 
-    def _without_padding(self, place: Place, data: torch.Tensor) -> torch.Tensor:
+    def _as_stored(self, place: Place, data: torch.Tensor) -> torch.Tensor:
+        """The tensor as one device would have it."""
         return data
 
-    def _entry(self, place: Place, data: torch.Tensor) -> Entry:
-        return Entry.of(TraceKey(self._iteration, *place), data)
+    def _entries(self, place: Place, data: torch.Tensor) -> list[Entry]:
+        """The lines of a tensor: each says where a part of it is in a logical one."""
+        return [Entry.of(TraceKey(self._iteration, *place), data)]
+
+    def routed(self, microbatch: int, router: str, routed: Routed) -> torch.Tensor | None:
+        """Store the scores and the choice; a recomputed forward pass repeats the choice."""
+        place = (microbatch, Kind.ROUTING, router, RoutingIndex.CHOICE)
+        if place not in self._routed:
+            self.tensor(((microbatch, Kind.ROUTING, router, RoutingIndex.SCORES),), routed.scores)
+        return self._once(place, routed.chosen)
+
+    def kept(
+        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Store what is left of the choice."""
+        return self._once((microbatch, Kind.ROUTING, router, RoutingIndex.KEPT), kept)
+
+    def _once(self, place: Place, data: torch.Tensor) -> torch.Tensor:
+        """Store a tensor the first time; returns what is stored."""
+        if place not in self._routed:
+            self.tensor((place,), data)
+            self._routed[place] = data
+        return self._routed[place]
 
 
 class WriteSink(Storing):
@@ -77,7 +108,6 @@ class WriteSink(Storing):
         self, writer: TraceWriter, iteration: int, forecast: Callable[[int], None] | None = None
     ) -> None:
         super().__init__(writer, iteration, forecast)
-        self._routed: dict[Place, torch.Tensor] = {}
         self._rows: dict[tuple[int, str], TokenIndex] = {}
 
     def placed(
@@ -97,7 +127,7 @@ class WriteSink(Storing):
             self.tensor((place,), encode_rows(index))
             self._rows[microbatch, experts] = index
 
-    def _without_padding(self, place: Place, data: torch.Tensor) -> torch.Tensor:
+    def _as_stored(self, place: Place, data: torch.Tensor) -> torch.Tensor:
         """An experts' tensor without the rows that pad it for a quantised product."""
         microbatch, kind, name, _ = place
         name = name.partition("#")[0]
@@ -112,22 +142,3 @@ class WriteSink(Storing):
             if len(real) != data.shape[0]:
                 return data.detach()[to_device(torch.from_numpy(real), data.device)]
         return data
-
-    def routed(self, microbatch: int, router: str, routed: Routed) -> torch.Tensor | None:
-        """Store the scores and the choice; a recomputed forward pass repeats the choice."""
-        place = (microbatch, Kind.ROUTING, router, RoutingIndex.CHOICE)
-        if place not in self._routed:
-            self.tensor(((microbatch, Kind.ROUTING, router, RoutingIndex.SCORES),), routed.scores)
-            self.tensor((place,), routed.chosen)
-            self._routed[place] = routed.chosen
-        return self._routed[place]
-
-    def kept(
-        self, microbatch: int, router: str, probabilities: torch.Tensor, kept: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Store what is left of the choice."""
-        place = (microbatch, Kind.ROUTING, router, RoutingIndex.KEPT)
-        if place not in self._routed:
-            self.tensor((place,), kept)
-            self._routed[place] = kept
-        return self._routed[place]

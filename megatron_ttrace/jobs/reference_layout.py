@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layout of a reference that does not fit one device: ``--ttrace-reference-layout``.
 
-Tensor and pipeline parallelism divide a model's weights, context parallelism its activations: what
-a device has no room for. Everything else is as on one device: no sequence parallelism, no
-interleaving, no overlap.
+Tensor, expert and pipeline parallelism divide a model's weights, context parallelism its
+activations: what a device has no room for. Everything else is as on one device: no interleaving, no
+overlap, and sequence parallelism only where Megatron requires it, beside experts. Experts are
+divided among tensor-, context- and data-parallel ranks, none of them within.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -18,18 +20,15 @@ _OPTIONS = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
     "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
 }
 """Megatron's argument of each axis."""
 _PART = re.compile(r"([a-z]+)=([0-9]{1,4})")
 _EXAMPLE = 'give the sizes as in "tp=2 pp=4"'
 
 _UNSUPPORTED = {
-    "num_experts": "--num-experts",
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
-    "mtp_num_layers": "--mtp-num-layers",
-    "hybrid_layer_pattern": "--hybrid-layer-pattern",
-    "is_hybrid_model": "--is-hybrid-model",
     "experimental_attention_variant": "--experimental-attention-variant",
     "enable_mhc_connections": "--enable-mhc-connections",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
@@ -53,16 +52,23 @@ class Layout:
         tp: tensor-parallel ranks.
         pp: pipeline stages.
         cp: context-parallel ranks.
+        ep: expert-parallel ranks; data-parallel ones are added where the others are too few.
     """
 
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
         """Of the reference run."""
-        return self.tp * self.pp * self.cp
+        return self.pp * math.lcm(self.tp * self.cp, self.ep)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.ranks // (self.tp * self.pp * self.cp)
 
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in self._sizes() if size > 1)
@@ -70,23 +76,31 @@ class Layout:
     def _sizes(self) -> Iterator[tuple[str, int]]:
         return ((name, getattr(self, name)) for name in _OPTIONS)
 
-    def words(self) -> list[str]:
-        """The layout as arguments of a training script."""
-        return [
-            word
-            for name, size in self._sizes()
-            for word in (f"--{_OPTIONS[name].replace('_', '-')}", str(size))
-        ]
+    def arguments(self, *, experts: bool) -> dict[str, int | bool]:
+        """Megatron's arguments of the layout, for a model with or without experts."""
+        sizes: dict[str, int | bool] = {_OPTIONS[name]: size for name, size in self._sizes()}
+        if experts:
+            sizes |= {"expert_tensor_parallel_size": 1, "sequence_parallel": self.tp > 1}
+        return sizes
 
-    def overrides(self, divisible_by: int) -> dict[str, int]:
-        """Megatron's arguments of the reference run.
+    def words(self, *, experts: bool) -> list[str]:
+        """The same as words of a command line."""
+        words = []
+        for name, value in self.arguments(experts=experts).items():
+            if value is not False:
+                words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return words
+
+    def overrides(self, divisible_by: int, *, experts: bool) -> dict[str, int | bool]:
+        """What the reference run has instead of the candidate's arguments.
 
         Args:
             divisible_by: of what the padded vocabulary is a multiple. Megatron's own argument is
                 multiplied by the tensor-parallel size (megatron/training/vocab_utils.py).
+            experts: whether the model has experts.
         """
         return {
-            **{_OPTIONS[name]: size for name, size in self._sizes()},
+            **self.arguments(experts=experts),
             "make_vocab_size_divisible_by": divisible_by // self.tp,
         }
 
@@ -124,6 +138,8 @@ def refusal(layout: Layout, args: Any, *, world_size: int, devices: int | None) 
         world_size: ranks of the candidate.
         devices: that this rank can use on its machine; ``None`` on a CPU.
     """
+    from megatron_ttrace.mcore import balancing  # it imports torch, which parsing does not need
+
     said = f'--ttrace-reference-layout "{layout}"'
     if found := [flag for name, flag in _UNSUPPORTED.items() if getattr(args, name, None)]:
         return f"{said}: {', '.join(found[:3])} cannot be traced on several ranks yet"
@@ -137,7 +153,12 @@ def refusal(layout: Layout, args: Any, *, world_size: int, devices: int | None) 
     if devices is not None and devices < layout.ranks:
         return f"{said} needs {layout.ranks} devices that rank 0 can use, there are {devices}"
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    whole = layout.tp == layout.cp == 1
+    if not whole and (why := balancing.by_all_tokens(args)):
+        return f"{said}: {', '.join(why.values())} with tp or cp differs from one device by design"
     divided = {
+        "--num-experts": (args.num_experts or 1, layout.ep),
+        "--global-batch-size": (args.global_batch_size, args.micro_batch_size * layout.dp),
         "--num-attention-heads": (args.num_attention_heads, layout.tp),
         "--ffn-hidden-size": (args.ffn_hidden_size, layout.tp),
         "--num-layers": (args.num_layers, layout.pp),

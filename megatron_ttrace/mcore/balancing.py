@@ -29,6 +29,11 @@ def depends_on_layout(args: MegatronArguments) -> dict[int, str]:
     sequence_parallel = args.sequence_parallel and args.tensor_model_parallel_size > 1
     if not sequence_parallel and args.context_parallel_size == 1:
         return {}
+    return by_all_tokens(args)
+
+
+def by_all_tokens(args: MegatronArguments) -> dict[int, str]:
+    """What of a router's choice depends on all tokens that a rank has, and by which option."""
     found: dict[int, str] = {}
     kinds = getattr(args, "moe_router_load_balancing_type", "")
     if "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds or []):

@@ -142,7 +142,9 @@ def _make(
             order,
             overrides={
                 **order.overrides,
-                **layout.overrides(order.overrides["make_vocab_size_divisible_by"]),
+                **layout.overrides(
+                    order.overrides["make_vocab_size_divisible_by"], experts=bool(args.num_experts)
+                ),
             },
             layout=layout,
             divided=trial.checked(layout, settings),

@@ -88,19 +88,21 @@ def in_order(shards: Shards, stages: Sequence[int]) -> list[TraceKey]:
     kinds: dict[tuple[Kind, int], int] = {}
 
     def place(key: TraceKey) -> tuple[int, ...]:
-        rank, line = min(shards.holders(key))
+        # Ranks of a stage do the same, so that their lines of a module have the same numbers. The
+        # rows of a microbatch are with other ranks than its other tensors.
+        rank, line = min(shards.holders(key), key=lambda at: (stages[at[0]], at[1], at[0]))
         stage = stages[rank]
         if key.microbatch != STEP_LEVEL and key.kind is not Kind.TOKENS:
             backward = key.direction is Direction.BACKWARD
             if backward:
                 rank, line = max(shards.holders(key), key=lambda one: (stages[one[0]], -one[0]))
                 stage = -stages[rank]
-            return key.iteration, 1, key.microbatch, int(backward), stage, rank, line
+            return key.iteration, 1, key.microbatch, int(backward), stage, line, rank
         begins = key.direction is Direction.START
         # The moments of a parameter come after its change.
         kind = Kind.PARAM_DELTA if key.kind in MOMENTS else key.kind
         group = kinds.setdefault((kind, key.index), len(kinds))
-        return key.iteration, 0 if begins else 2, group, 0, stage, rank, line
+        return key.iteration, 0 if begins else 2, group, 0, stage, line, rank
 
     return sorted(shards, key=place)
 

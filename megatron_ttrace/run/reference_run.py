@@ -146,7 +146,7 @@ class ReferenceSession:
         meta = ReferenceMeta(
             fingerprint=self._order.fingerprint,
             identity=self._order.identity,
-            microbatches=microbatches,
+            microbatches=microbatches * self.model.mesh.size("dp"),
             loss_scales=self._loss_scales,
             counted=tuple(counted.encode(counts)),
             logs=fronts.current().logs(),
@@ -178,9 +178,15 @@ class ReferenceSession:
             done = block[-1]
             yield Block(block, count, Served(iterator, len(block) * count), run)
 
+    def _numbers(self, microbatches: int) -> range:
+        """The numbers in a step of the microbatches that this rank runs."""
+        mesh = self.model.mesh
+        ranks = mesh.size("dp")
+        return range(mesh.at("dp"), microbatches * ranks, ranks)
+
     def _start_at(self, block: Block, **how: Any) -> None:
         """Equal start with the block's learning rate: a candidate has trained up to it."""
-        skipped = (block.first - 1) * block.microbatches
+        skipped = (block.first - 1) * block.microbatches * self.model.mesh.size("dp")
         self.rehearsal.advance(skipped * self.args.micro_batch_size)
         self.rehearsal.equal_start(**how)
 
@@ -258,10 +264,11 @@ class ReferenceSession:
 
     def _capture(self, block: Block, sink_of: Callable[[int], StepSink]) -> None:
         """Capture the steps of a block, each into a sink of its own."""
-        numbers = range(block.microbatches)
+        numbers = self._numbers(block.microbatches)
         for iteration in block.iterations:
             sink = sink_of(iteration)
-            for number, batch in enumerate(block.batches(iteration)):
+            # Without data on a pipeline's middle stages.
+            for number, batch in zip(numbers, block.batches(iteration), strict=False):
                 for name, value in batch.items():
                     sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
             self._counted.append(self.rehearsal.trace(block.run, sink, numbers, iteration))

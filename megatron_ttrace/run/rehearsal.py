@@ -305,6 +305,8 @@ class Rehearsal:
         """
         try:
             return run()
+        except EndError:
+            raise
         except Exception as error:
             traceback.print_exception(error)
             wrong = TTraceError(f"Megatron's training step failed ({one_line(error)})")
@@ -378,6 +380,9 @@ class Rehearsal:
             self._ranks.all_back()
 
     def _tracing_failed(self, error: BaseException) -> None:
+        if self._settings.role == "reference" and self._ranks.size > 1:
+            # It is of no use without this rank, for which the others wait to exchange rows.
+            raise self._ranks.end(error, "tracing")
         self._errors.append(str(error) if isinstance(error, TTraceError) else one_line(error))
         if os.environ.get(DEBUG):
             traceback.print_exception(error)

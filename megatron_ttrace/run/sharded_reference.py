@@ -11,12 +11,17 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+import torch
+import torch.distributed as dist
+
 from megatron_ttrace.compare import sharding, tolerance
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.sharding import ShardSink
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved
 from megatron_ttrace.mcore import fronts
+from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.run import merging
 from megatron_ttrace.run.comparison import layout_of
 from megatron_ttrace.run.perturb import perturbed, spread_over
@@ -37,6 +42,10 @@ class ShardedReferenceSession(ReferenceSession):
         last = self.ranks.size - 1
         self._layout = layout_of(self.model, self.args)
         self._by = sharding.known(self._order.divided)
+        self._stages = self.ranks.exchange(
+            "finding pipeline stages", lambda: self.model.mesh.at("pp"), self.rehearsal.device
+        )
+        self._group = self._of_this_stage() if self.args.num_experts else None
         writer = TraceWriter(self._directory, 0)  # the last rank's alone writes
         moved: dict[TraceKey, Moved] = {}
         for block in self._blocks(iterator, count, run):
@@ -73,19 +82,44 @@ class ShardedReferenceSession(ReferenceSession):
         room = functools.partial(self._require_space, block.microbatches)
         self._capture(
             block,
-            lambda iteration: ShardSink(writer, iteration, self._layout, self._by, room),
+            lambda iteration: ShardSink(
+                writer, iteration, self._layout, self._by, self._all_rows, room
+            ),
         )
         self.ranks.together("writing the shards", writer.close)
-        stages = self.ranks.exchange(
-            "merging the shards", lambda: self.model.mesh.at("pp"), self.rehearsal.device
-        )
 
         def merge() -> None:
-            merging.merge(shards, stages, to)
+            merging.merge(shards, self._stages, to)
             to.close()
             owned.remove(shards)
 
         self.ranks.from_one(self.ranks.size - 1, "merging the shards", merge)
+
+    def _of_this_stage(self) -> Any:
+        """The group of the ranks that have the same layers. A collective."""
+        stages = range(self.model.mesh.size("pp"))
+        groups = [
+            dist.new_group([rank for rank, stage in enumerate(self._stages) if stage == number])
+            for number in stages
+        ]
+        return groups[self.model.mesh.at("pp")]
+
+    def _all_rows(self, index: TokenIndex) -> TokenIndex:
+        """What the ranks with the same layers dispatch, each row once. A collective of them."""
+        columns = np.stack([index.microbatch, index.expert, index.position])
+        mine = torch.from_numpy(columns[:, index.microbatch != NOBODY]).to(self.rehearsal.device)
+        size = dist.get_world_size(self._group)
+        lengths = mine.new_tensor([mine.shape[1]])
+        all_lengths = [torch.empty_like(lengths) for _ in range(size)]
+        dist.all_gather(all_lengths, lengths, self._group)
+        padded = mine.new_full((3, int(max(all_lengths))), NOBODY)
+        padded[:, : mine.shape[1]] = mine
+        parts = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(parts, padded, self._group)
+        # Sorted by microbatch, expert and position.
+        microbatch, expert, position = np.unique(torch.cat(parts, dim=1).cpu().numpy(), axis=1)
+        real = microbatch != NOBODY
+        return TokenIndex(microbatch[real], position[real], expert[real])
 
     def _begin_block(self, block: Block) -> None:
         """Set the start values. A candidate generates its own: no rank has whole moments."""
@@ -108,8 +142,7 @@ class ShardedReferenceSession(ReferenceSession):
         with perturbed(self.model.names, seed, self.model.optimizer, spread_over(self.model)):
             for iteration in block.iterations:
                 sink = CompareSink(reader, iteration, self._layout)
-                numbers = range(block.microbatches)
-                self.rehearsal.trace(block.run, sink, numbers, iteration)
+                self.rehearsal.trace(block.run, sink, self._numbers(block.microbatches), iteration)
                 measured += sink.measured
         found = self.ranks.reduce(
             "collecting the replay",

@@ -19,7 +19,7 @@ from megatron_ttrace.jobs.reference_layout import Layout
 from megatron_ttrace.jobs.settings import Settings, checking
 from megatron_ttrace.jobs.shrink import documents, plan
 from megatron_ttrace.jobs.shrink.given import Given
-from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE
+from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE, SINGLE_DEVICE_VALUES
 from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.store import TraceReader
@@ -85,10 +85,13 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
 def _command(layout: Layout, settings: Settings) -> Command:
     """The reference's own command: the candidate's with another layout."""
     words = []
-    for flag in Given.parse([*argv.theirs(), *shlex.split(settings.reference_args)]).flags:
+    given = Given.parse([*argv.theirs(), *shlex.split(settings.reference_args)])
+    for flag in given.flags:
         if flag.option not in SINGLE_DEVICE:
-            words += flag.words()
-    return Command(sys.argv[0], (*words, *layout.words()), ranks=layout.ranks)
+            instead = SINGLE_DEVICE_VALUES.get((flag.option or "", " ".join(flag.values)))
+            words += [flag.name, instead] if instead else flag.words()
+    words += layout.words(experts=given.has("num_experts"))
+    return Command(sys.argv[0], tuple(words), ranks=layout.ranks)
 
 
 def _environment() -> dict[str, str]:

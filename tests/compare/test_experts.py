@@ -9,10 +9,14 @@ from megatron_ttrace.compare.gathered import of_ranks
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.planning import RankLayout
+from megatron_ttrace.compare.sharding import ShardSink
 from megatron_ttrace.compare.sinks import CompareSink
+from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.report.wording import notes_text
+from megatron_ttrace.saved.whole import Shards
 from megatron_ttrace.trace.captured import Routed
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import Kind, Outcome, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
@@ -122,6 +126,61 @@ def test_every_token_is_compared(reference):
         one.sums.n for found in measured.values() for one in found if one.key.kind is Kind.OUTPUT
     )
     assert compared == len(MICROBATCHES) * TOKENS * K * HIDDEN
+
+
+def gathered(index_of_rank):
+    """What two ranks dispatch, sorted, each row once."""
+    rows = [index_of_rank(rank) for rank in range(2)]
+    columns = [(r.microbatch, r.expert, r.position) for r in (*rows, rows[0])]
+    microbatch, expert, position = np.unique(np.concatenate(columns, axis=1), axis=1)
+    return TokenIndex(microbatch, position, expert)
+
+
+def write_shards(home, index_of_rank):
+    """Two expert-parallel ranks write their shards of what one device has."""
+    by = {
+        (Kind.ROUTING, any_layer(ROUTER), RoutingIndex.SCORES): (1, 1),
+        **{(kind, any_layer(name), number): (1, 1) for kind, name, number in (IN, OUT, OF_ONE)},
+    }
+    for rank in range(2):
+        writer = TraceWriter(home, rank)
+        layout = RankLayout(mesh_of(rank, 2, ep=2), 4, False, 1.0)
+        sink = ShardSink(writer, 1, layout, by, lambda _: gathered(index_of_rank))
+        assert sink.positions(rank, (4, 2)).tolist() == list(range(TOKENS))
+        rows = index_of_rank(rank)
+        sink.routed(rank, ROUTER, Routed(scores(rank), chosen(rank)[:, None]))
+        sink.dispatched(rank, LAYER, rows)
+        sink.dispatched(rank, LAYER, rows)  # recomputed
+        sink.tensor(((rank, *IN), (rank, *OUT)), tensor(rows))
+        if rank == 1:
+            sink.tensor(((rank, *OF_ONE),), tensor(rows))
+        writer.close()
+    return Shards(TraceReader(home, sealed=False))
+
+
+def test_ranks_write_what_one_device_has(tmp_path, reference):
+    """Each row at the place that it has there, whatever rank it is sent to, in whatever order."""
+    shards = write_shards(tmp_path / "shards", arrived)
+    assert set(shards) == set(reference)
+    for key in reference:
+        whole = shards.tensor(key)
+        assert torch.equal(whole, reference.tensor(reference.entry(key))), key
+        assert not shards.conflicting(key, whole)
+
+
+def test_an_expert_without_tokens(tmp_path):
+    """The ranks have its tensor in every microbatch, without rows where none is sent there."""
+    shards = write_shards(
+        tmp_path / "shards",
+        lambda rank: index((1, rows_of(1, 1), 1)) if rank else index((0, rows_of(0, 0), 0)),
+    )
+    assert shards.tensor(TraceKey(1, 0, *OF_ONE)).shape == (0, HIDDEN)
+
+
+def test_a_token_twice(tmp_path):
+    """The reference would have two values of a row."""
+    with pytest.raises(TTraceError, match="gets a token twice"):
+        write_shards(tmp_path / "shards", lambda rank: index((rank, [0, 0], rank)))
 
 
 def wrong(rank, rows, data):

@@ -65,7 +65,7 @@ def sink(tmp_path):
         writer.close()
         return TraceReader(tmp_path / "shards", sealed=False)
 
-    return ShardSink(writer, 1, layout, by), written
+    return ShardSink(writer, 1, layout, by, lambda index: index), written
 
 
 def test_an_activation(sink):
@@ -96,11 +96,6 @@ def test_a_tensor_that_the_trial_did_not_have(sink, place, shape):
     """It is refused, not guessed."""
     with pytest.raises(TTraceError, match=r"the shrunk job .* has no such tensor"):
         sink[0].tensor((place,), torch.zeros(shape))
-
-
-def test_experts(sink):
-    with pytest.raises(TTraceError, match="cannot have experts"):
-        sink[0].positions(0, (1, 1))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,16 @@ LLAMA = (
     *"--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2".split(),
 )
 
+EXPERTS = (
+    "--disable-bias-linear",
+    "--num-experts",
+    4,
+    "--moe-router-topk",
+    2,
+    "--moe-aux-loss-coeff",
+    1e-2,
+)
+
 
 def check(home: Path, *flags, arguments=TP, nproc=4, **more) -> jobs.Checked:
     """Check the job."""
@@ -53,6 +63,7 @@ def test_a_healthy_run(healthy):
         "tp": 2,
         "pp": 1,
         "cp": 1,
+        "ep": 1,
     }
     assert not [path for path in reference.iterdir() if path.is_dir()]
 
@@ -68,9 +79,19 @@ def test_a_known_bug(healthy):
 
 def test_no_layout(tmp_path):
     """One line, before anything starts."""
-    checked = check(tmp_path, "--ttrace-reference-layout", "tp=2 ep=2", code=2)
+    checked = check(tmp_path, "--ttrace-reference-layout", "tp=2 dp=2", code=2)
     (line,) = our_lines(checked.done.stderr)
-    assert line.endswith("'tp=2 ep=2': a reference can be divided along tp, pp, cp, not ep")
+    assert line.endswith("'tp=2 dp=2': a reference can be divided along tp, pp, cp, ep, not dp")
+
+
+def test_a_known_bug_of_experts(tmp_path):
+    """Two ranks with half of the experts each, and their own microbatches, are a reference."""
+    flags = ("--ttrace-reference-layout", "ep=2", "--ttrace-bug", "08")
+    parallel = ("--expert-model-parallel-size", 4, "--use-distributed-optimizer")
+    arguments = (*EXPERTS, *parallel, "--global-batch-size", 8)
+    checked = check(tmp_path, *flags, arguments=arguments, code=1)
+    assert {culprit.kind for culprit in checked.summary.culprits} == {Kind.PARAM_DELTA}
+    assert all(".experts." in culprit.name for culprit in checked.summary.culprits)
 
 
 @pytest.mark.nightly
@@ -102,10 +123,13 @@ def test_a_reference_that_is_wrong_itself(tmp_path, mistake, says):
     [
         ("tp=2 pp=2", ("--bf16",)),
         ("pp=2 cp=2", ("--fp16", "--untie-embeddings-and-output-weights")),
+        ("ep=2 pp=2", EXPERTS),
+        ("cp=2 ep=4", (*EXPERTS, "--moe-grouped-gemm", "--bf16")),
+        ("tp=2 ep=2", (*EXPERTS, "--moe-shared-expert-intermediate-size", 64)),
     ],
 )
-def test_four_ranks(tmp_path, layout, more):
-    """In 16 bits; the candidate has other axes. The reference is like that of one device.
+def test_several_ranks(tmp_path, layout, more):
+    """The candidate has other axes. The reference is like that of one device.
 
     It has the same tensors, as near as rounding allows, and tolerances that are as wide.
     """

@@ -13,10 +13,10 @@ from megatron_ttrace.trace.errors import TTraceError
 sizes = st.integers(1, 9999)
 
 
-@given(sizes, sizes, sizes)
-def test_round_trip(tp, pp, cp):
+@given(sizes, sizes, sizes, sizes)
+def test_round_trip(tp, pp, cp, ep):
     """What is printed can be given."""
-    layout = Layout(tp, pp, cp)
+    layout = Layout(tp, pp, cp, ep)
     if layout.ranks > 1:
         assert parse(str(layout)) == layout
 
@@ -42,8 +42,7 @@ def test_any_text(text):
         ("tp=-2", "'tp=-2' is not a size"),
         ("tp=2,pp=2", "is not a size"),
         ("tp", "is not a size"),
-        ("ep=2", "divided along tp, pp, cp, not ep"),
-        ("dp=2 tp=2", "divided along tp, pp, cp, not dp"),
+        ("dp=2 tp=2", "divided along tp, pp, cp, ep, not dp"),
         ("TP=2", "is not a size"),
         ("tp=99999", "is not a size"),
     ],
@@ -66,6 +65,10 @@ def job(**more):
         "num_layers": 4,
         "seq_length": 16,
         "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "num_experts": None,
+        "micro_batch_size": 2,
+        "global_batch_size": 8,
     }
     return argparse.Namespace(**{**plain, **more})
 
@@ -77,7 +80,7 @@ def job(**more):
         ({}, 16, 4, ""),
         ({}, 16, 2, "needs 4 devices that rank 0 can use, there are 2"),
         ({}, 4, None, "give a layout with fewer ranks than the run"),
-        ({"num_experts": 8}, 16, None, "--num-experts cannot be traced"),
+        ({"num_experts": 8}, 16, None, ""),
         ({"fp8": "hybrid", "sft": True}, 16, None, "--fp8-format, --sft cannot be traced"),
         ({"optimizer": "muon"}, 16, None, "--optimizer muon updates whole matrices"),
         ({"num_attention_heads": 7}, 16, None, "--num-attention-heads 7 cannot be divided by 2"),
@@ -107,15 +110,61 @@ def test_refusals(more, ranks, devices, says):
 def test_arguments_of_the_reference():
     """Its vocabulary is padded to the same size as the candidate's."""
     layout = Layout(2, 4)
-    assert layout.overrides(512) == {
+    assert layout.overrides(512, experts=False) == {
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 4,
         "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
         "make_vocab_size_divisible_by": 256,
     }
-    assert " ".join(layout.words()) == (
-        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --context-parallel-size 1"
+    assert " ".join(layout.words(experts=False)) == (
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4 --context-parallel-size 1 "
+        "--expert-model-parallel-size 1"
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "dp"),
+    [
+        (Layout(ep=4, pp=2), 8, 4),
+        (Layout(tp=2, ep=2), 2, 1),
+        (Layout(tp=2, ep=4), 4, 2),
+        (Layout(tp=4, ep=2), 4, 1),
+        (Layout(cp=2, ep=3), 6, 3),
+    ],
+)
+def test_experts_are_divided_among_the_other_ranks(layout, ranks, dp):
+    """Data-parallel ranks are added where there are too few of them."""
+    assert (layout.ranks, layout.dp) == (ranks, dp)
+    arguments = layout.arguments(experts=True)
+    assert arguments["expert_tensor_parallel_size"] == 1
+    assert arguments["sequence_parallel"] == (layout.tp > 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more", "says"),
+    [
+        (Layout(ep=4), {"num_experts": 8}, ""),
+        (Layout(ep=4), {}, "--num-experts 1 cannot be divided by 4"),
+        (Layout(ep=4), {"num_experts": 6}, "--num-experts 6 cannot be divided by 4"),
+        (Layout(ep=8), {"num_experts": 8}, "--global-batch-size 8 cannot be divided by 16"),
+        (Layout(ep=4), {"num_experts": 8, "moe_expert_capacity_factor": 1.0}, ""),
+        (
+            Layout(tp=2),
+            {"num_experts": 8, "moe_expert_capacity_factor": 1.0},
+            "--moe-expert-capacity-factor with tp or cp differs from one device by design",
+        ),
+        (
+            Layout(cp=2),
+            {"num_experts": 8, "moe_router_load_balancing_type": "sinkhorn"},
+            "sinkhorn with tp or cp differs from one device by design",
+        ),
+    ],
+)
+def test_refusals_of_experts(layout, more, says):
+    """Where the layout does not fit the experts, or they are computed otherwise by design."""
+    found = refusal(layout, job(**more), world_size=16, devices=None)
+    assert says in found if says else not found
 
 
 def test_notice():

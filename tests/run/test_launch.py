@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference runs: their orders, their ranks, their errors."""
 
+import argparse
 import json
 import re
 from contextlib import nullcontext
@@ -95,11 +96,11 @@ def test_a_reference_on_two_ranks(
     monkeypatch.setattr(trial, "checked", lambda layout, settings: divided)
     overrides = {"make_vocab_size_divisible_by": 512}
     monkeypatch.setattr(launch, "overrides_of", lambda args: overrides)
-    layout = Layout(tp=2)
+    layout, args = Layout(tp=2), argparse.Namespace(num_experts=None)
     settings = Settings(directory=tmp_path, reference_layout=layout)
     home = tmp_path / "building"
     fails = pytest.raises(TTraceError, match=says) if says else nullcontext()
     with fails:
-        launch._make(home, NAME, {}, cast(Any, None), settings, None)
+        launch._make(home, NAME, {}, cast(Any, args), settings, None)
     assert (orders[0].layout, orders[0].divided) == (layout, divided)
-    assert orders[0].overrides == layout.overrides(512)
+    assert orders[0].overrides == layout.overrides(512, experts=False)

@@ -12,10 +12,12 @@ import torch
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.jobs.processes.progress import OF_REFERENCE
 from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run import low_precision, reference_run
+from megatron_ttrace.run.agreement import Cause, EndError
 from megatron_ttrace.run.perturb import UNPERTURBED
 from megatron_ttrace.run.reference_run import ReferenceSession
-from megatron_ttrace.run.rehearsal import Block
+from megatron_ttrace.run.rehearsal import Block, Rehearsal
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
@@ -30,7 +32,7 @@ class Replays(ReferenceSession):
         # Not the base class's: it needs Megatron's arguments.
         self.settings = Settings(directory=directory, seeds=seeds)
         self.args: Any = SimpleNamespace(seq_length=4, bf16=True)
-        model = SimpleNamespace(gated=False, names=[], optimizer=None)
+        model = SimpleNamespace(gated=False, names=[], optimizer=None, mesh=SINGLE)
         self._rehearsal: Any = SimpleNamespace(model=model, trace=lambda *_: None)
         self._directory = directory
         self._distances = distances
@@ -81,3 +83,23 @@ def test_replays(
     said = capsys.readouterr().out.splitlines()
     assert len(said) == replays - 1
     assert all(line.startswith(f"ttrace: {OF_REFERENCE}replay ") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("role", "size", "ends"),
+    [("reference", 2, True), ("reference", 1, False), ("candidate", 2, False)],
+)
+def test_a_rank_whose_tracing_failed(tmp_path, role, size, ends):
+    """Other ranks of a reference would wait for its rows; those of a candidate train on."""
+    rehearsal: Any = object.__new__(Rehearsal)
+    rehearsal._settings = Settings(directory=tmp_path, role=role)
+    cause = Cause(1, "host", "tracing", "no room")
+    rehearsal._ranks = SimpleNamespace(size=size, end=lambda error, what: EndError(cause))
+    rehearsal._errors = []
+
+    def run() -> None:
+        rehearsal._tracing_failed(ValueError("no room"))
+
+    with pytest.raises(EndError) if ends else contextlib.nullcontext():
+        rehearsal.step(run)
+    assert bool(rehearsal._errors) != ends

@@ -74,6 +74,18 @@ def test_the_job(tmp_path, started):
         assert name not in started["environment"]
 
 
+def test_the_job_of_a_model_with_experts(tmp_path, started, monkeypatch):
+    """Experts are divided along one axis, and dispatched in a way that a CPU can follow."""
+    experts = "--num-experts 8 --moe-token-dispatcher-type flex --expert-tensor-parallel-size 8"
+    monkeypatch.setattr(sys, "argv", [*LARGE, *experts.split()])
+    trial.checked(Layout(tp=2, ep=2), Settings(directory=tmp_path, timeout=60.0))
+    given = Given.parse(started["command"][started["command"].index("--") + 2 :])
+    assert given.text("moe_token_dispatcher_type") == "alltoall"
+    assert given.has("sequence_parallel")
+    sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    assert [given.integer(size) for size in sizes] == [2, 1]
+
+
 @pytest.mark.parametrize(
     ("code", "says", "message"),
     [
