@@ -27,7 +27,6 @@ _PART = re.compile(r"([a-z]+)=([0-9]{1,4})")
 _EXAMPLE = 'give the sizes as in "tp=2 pp=4"'
 
 _UNSUPPORTED = {
-    "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "experimental_attention_variant": "--experimental-attention-variant",
     "enable_mhc_connections": "--enable-mhc-connections",

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron_ttrace.compare import sharding, tolerance
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.sharding import ShardSink
-from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
@@ -141,7 +140,7 @@ class ShardedReferenceSession(ReferenceSession):
         measured: list[Measured] = []
         with perturbed(self.model.names, seed, self.model.optimizer, spread_over(self.model)):
             for iteration in block.iterations:
-                sink = CompareSink(reader, iteration, self._layout)
+                sink = self._replay(reader, iteration, self._layout, seed)
                 self.rehearsal.trace(block.run, sink, self._numbers(block.microbatches), iteration)
                 measured += sink.measured
         found = self.ranks.reduce(

@@ -118,6 +118,18 @@ def test_a_reference_that_is_wrong_itself(tmp_path, mistake, says):
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize(("bug", "code"), [((), 0), (("--ttrace-bug", "07"), 1)])
+def test_fp8(tmp_path, bug, code):
+    """Modules are isolated, and the reference's own replays are, too."""
+    fp8 = "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --hidden-size 64 --sequence-parallel"
+    arguments = (*TP, "--transformer-impl", "transformer_engine", *fp8.split())
+    flags = ("--ttrace-reference-layout", "tp=2", *bug)
+    checked = check(tmp_path, *flags, arguments=arguments, code=code)
+    culprits = [culprit.name for culprit in checked.summary.culprits]
+    assert culprits[:1] == ["decoder.layers.0.self_attention.linear_qkv"][:code]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layout", "more"),
     [

@@ -81,7 +81,7 @@ def job(**more):
         ({}, 16, 2, "needs 4 devices that rank 0 can use, there are 2"),
         ({}, 4, None, "give a layout with fewer ranks than the run"),
         ({"num_experts": 8}, 16, None, ""),
-        ({"fp8": "hybrid", "sft": True}, 16, None, "--fp8-format, --sft cannot be traced"),
+        ({"fp4": "e2m1", "sft": True}, 16, None, "--fp4-format, --sft cannot be traced"),
         ({"optimizer": "muon"}, 16, None, "--optimizer muon updates whole matrices"),
         ({"num_attention_heads": 7}, 16, None, "--num-attention-heads 7 cannot be divided by 2"),
         ({"num_layers": 5}, 16, None, "--num-layers 5 cannot be divided by 2"),
