@@ -19,6 +19,7 @@ from megatron_ttrace.saved import api
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Result
+from megatron_ttrace.trace.sanitise import in_one_line
 
 _EPILOG = """\
 examples:
@@ -98,8 +99,15 @@ def run(args: argparse.Namespace) -> int:
             return diff.against(args, command_, say)
     elif args.known is not None:
         raise TTraceError("--known: only with --against")
+    refused: TTraceError | None = None
     if args.against is not None:
-        reports = diff.with_model(args, command_, say)
+        reports: list[api.Report] = []
+        try:
+            reports.extend(diff.with_model(args, command_, say))
+        except TTraceError as error:
+            if not reports:
+                raise
+            refused = error
     elif args.shrink:
         reports = _shrunk(args, command_, say)
     else:
@@ -130,8 +138,14 @@ def run(args: argparse.Namespace) -> int:
             )
             if line := wandb.left_offline(report.directory, began):
                 terminal.say(console, line)
-    code = max((int(report.verdict.exit_code) for report in reports), key=_SEVERITY.index)
-    for reason in filter(None, (report.summary.reason for report in reports)):
+    codes = [int(report.verdict.exit_code) for report in reports]
+    reasons = [report.summary.reason for report in reports]
+    if refused is not None:
+        print(f"ttrace: {in_one_line(str(refused))}", file=sys.stderr)
+        codes.append(ExitCode.COULD_NOT_CHECK)
+        reasons.append(str(refused))
+    code = max(codes, key=_SEVERITY.index)
+    for reason in filter(None, reasons):
         ends.write(ends.EndRecord(code=code, at=0, message=reason))
     return code
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ttrace.cli import command, record, training
@@ -13,7 +14,7 @@ from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.script import imports_bridge
 from megatron_ttrace.jobs.settings import Settings, settings_of, split
-from megatron_ttrace.mcore.options.decisions import AUXILIARY, NARROW, PREDICTION
+from megatron_ttrace.mcore.options.decisions import APART, NARROW
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import TTraceError
@@ -118,32 +119,23 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
     return _shown(args, first, report.directory, settings)
 
 
-def with_model(args: argparse.Namespace, found: Command, say: command.Say) -> list[api.Report]:
-    """Run ``ttrace check --against hf:config.json``: a check, and its reference against a model.
+def with_model(args: argparse.Namespace, found: Command, say: command.Say) -> Iterator[api.Report]:
+    """Run ``ttrace check --against hf:config.json``: a check, then its reference against a model.
 
-    A job in bf16, with auxiliary losses or multi-token prediction runs once more without them:
-    differences between two models are smaller than rounding to bf16, these losses are defined
-    differently, and transformers does not train such layers.
+    A job in bf16, or with what transformers lacks or defines differently, runs once more without.
     """
-    from megatron_ttrace.jobs.shrink.given import Given
-
     if args.shrink:
         raise TTraceError("--against and --shrink: give one of them; ttrace shrink prints the jobs")
-    settings, theirs = split(found.arguments, settings_of(args))
+    settings = split(found.arguments, settings_of(args))[0]
     how = {"fork": not args.no_fork, "nproc": args.nproc_per_node}
     checked = training.check(found, settings_of(args), say, **how, settle=not args.once)
-    reports, notice = [checked], ""
-    flags = () if imports_bridge(found.script) else Given.parse(theirs).flags
-    left_out = [flag for flag in flags if flag.option in NARROW | AUXILIARY | PREDICTION]
-    if left_out:
-        words = [w for flag in flags if flag not in left_out for w in flag.words()]
-        shown = " ".join(map(str, left_out))
-        say(f"the same job without {shown}, whose reference is compared with the model")
-        notice = f"the reference is that of the same job without {shown}"
-        plain = dataclasses.replace(found, arguments=tuple(words))
-        folder = settings.directory / "float32"
-        alike = dataclasses.replace(settings, directory=folder, wandb=False, wandb_online=False)
-        checked = training.check(plain, alike, say, **how, settle=False)
+    yield checked
+    notice = ""
+    if (plain := _plain(args.against, found, settings, checked)) is not None:
+        job, alike, without = plain
+        say(f"the same job without {without}, whose reference is compared with the model")
+        notice = f"the reference is that of the same job without {without}"
+        checked = training.check(job, alike, say, **how, settle=False)
     say(f"{args.against} with the weights and inputs of {checked.directory}")
     report = api.diff(
         args.against,
@@ -157,7 +149,32 @@ def with_model(args: argparse.Namespace, found: Command, say: command.Say) -> li
     if notice:
         notices = (notice, *report.summary.notices)
         report = api.rewritten(report, dataclasses.replace(report.summary, notices=notices))
-    return [*reports, report]
+    yield report
+
+
+def _plain(
+    model: str, job: Command, settings: Settings, checked: api.Report
+) -> tuple[Command, Settings, str] | None:
+    """A job without what no model of transformers is compared with, and what it is without.
+
+    Differences between two models are smaller than rounding to bf16, for instance.
+    """
+    from megatron_ttrace.jobs.shrink.given import Given
+    from megatron_ttrace.saved.huggingface import comparison
+
+    alike = dataclasses.replace(
+        settings, directory=settings.directory / "float32", wandb=False, wandb_online=False
+    )
+    if imports_bridge(job.script):
+        config = comparison.config_of(model)
+        assert config is not None, "it is a model"
+        without = ", ".join(comparison.avoided(config, checked.directory))
+        return (job, dataclasses.replace(alike, plain=True), without) if without else None
+    flags = Given.parse(split(job.arguments)[1]).flags
+    left_out = [flag for flag in flags if flag.option in APART | NARROW]
+    words = [w for flag in flags if flag not in left_out for w in flag.words()]
+    without = " ".join(map(str, left_out))
+    return (dataclasses.replace(job, arguments=tuple(words)), alike, without) if without else None
 
 
 def _require_apart(trace: str, folder: Path, flag: str) -> None:

@@ -293,6 +293,8 @@ class Settings:
     role: str = _flag("--ttrace-role", "candidate", choices=_ROLES)
     """``candidate`` for what the user starts; we start a ``reference``, a run that records its
     ``state`` (``run/states.py``), or a ``plan``, which ends when its configuration is known."""
+    plain: bool = _flag("--ttrace-plain", False)
+    """A configuration of Megatron-Bridge in float32, without what ``transformers`` does not do."""
     overrides: Path | None = _flag("--ttrace-overrides", None, metavar="FILE", value=_path_or_none)
     """JSON file with the values that a reference run takes over, or what to record; a ``plan``
     writes its flags there."""

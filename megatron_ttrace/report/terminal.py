@@ -205,7 +205,7 @@ def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> Non
 
 def _culprit(page: _Page, culprit: Culprit) -> None:
     page.line()
-    page.field("culprit", clean(culprit.name), "bold red")
+    page.field("culprit", wording.culprit_name(culprit), "bold red")
     what = f"{culprit.kind.value}.{culprit.index}, {wording.when_text(culprit)}"
     where = wording.on_ranks(culprit.ranks)
     page.field("direction", f"{culprit.direction.value} ({what}) on {where}")

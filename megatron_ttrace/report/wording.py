@@ -26,10 +26,12 @@ from megatron_ttrace.trace.judged import Judged, TooFew
 from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import (
+    ROOT,
     STEP_LEVEL,
     Code,
     Culprit,
     Exactness,
+    Kind,
     Outcome,
     Result,
     Run,
@@ -254,6 +256,12 @@ def _number(value: float | None) -> str:
     if value is not None and math.isfinite(value) and value == int(value):
         return f"{int(value):,}"
     return factor(value)
+
+
+def culprit_name(culprit: Culprit) -> str:
+    """The name of a module; what the whole model computes is the loss."""
+    is_loss = culprit.name == ROOT and culprit.kind in (Kind.OUTPUT, Kind.GRAD_OUTPUT)
+    return clean(culprit.name, 240) + (" (the loss of each token)" if is_loss else "")
 
 
 def isolated_texts(culprits: Sequence[Culprit]) -> list[str]:

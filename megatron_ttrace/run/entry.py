@@ -24,6 +24,7 @@ from megatron_ttrace.jobs.settings import Early, Settings, add_arguments, settin
 from megatron_ttrace.jobs.shrink import bridge as small
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.fronts import bridge_small
 from megatron_ttrace.mcore.fronts.bridge import Bridge
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.trace import ends, owned
@@ -168,13 +169,15 @@ def require_unshrunk(settings: Settings) -> None:
 
 
 def _shrink(cfg: Any, settings: Settings) -> None:
-    """Write what flags a configuration stands for, and end; or shrink it to others."""
+    """Write what flags a configuration stands for, and end; or change it as we were asked to."""
     if settings.role == "plan" and settings.overrides is not None:
         owned.write(settings.overrides, [json.dumps(small.shrinkable(cfg))])
         raise SystemExit(0)
     if settings.small is not None:
         words = shlex.split(settings.small.read_text(encoding="utf-8"))
         small.make_small(cfg, words, max(2, *settings.iterations))
+    if settings.plain:
+        bridge_small.make_plain(cfg)
 
 
 def _watch(settings: Settings) -> None:

@@ -9,6 +9,7 @@ import pytest
 from megatron_ttrace.cli import diff, record, training
 from megatron_ttrace.cli.main import main
 from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.report import wandb
 from megatron_ttrace.saved import api
@@ -90,6 +91,38 @@ def test_against_a_command(place, monkeypatch, capsys):
     assert asked == [Settings(directory=Path("ttrace-out/against"), iterations=(1, 2))]
     assert capsys.readouterr().out.startswith("ttrace  diverged")
     assert (place / "ttrace-out" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(("verdict", "code"), [(Result.EQUIVALENT, 2), (Result.DIVERGED, 1)])
+def test_a_model_that_cannot_be_compared(verdict, code, place, monkeypatch, capsys):
+    """The check's own report is shown, and why there is no other; the worst answer counts."""
+    summary = Summary(verdict, {}, (), {}, {}, {}, ())
+    own = api.Report(summary=summary, verdicts=(), directory=Path("ttrace-out"))
+    monkeypatch.setattr(training, "check", lambda *_, **__: own)
+    monkeypatch.setattr(api, "is_model", lambda text: True)
+    Path("x.py").touch()
+    words = ["check", "--quiet", "--against", "hf:config.json", "--", "x.py", "--num-layers", "2"]
+    assert main(words) == code
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"ttrace  {verdict}")
+    (line,) = shown.err.splitlines()
+    assert line.startswith("ttrace: ttrace-out holds no reference: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ("--bf16 --cross-entropy-loss-fusion", ""),
+        ("--lr 1", "--lr 1"),
+        ("--num-experts 4 --moe-aux-loss-coeff 0.1 --fp8-format hybrid", "--num-experts 4"),
+        ("--moe-expert-capacity-factor 1.0 --reset-position-ids --lr 1", "--lr 1"),
+    ],
+)
+def test_what_a_model_is_not_compared_with(words, left, place):
+    """The job runs once more without it."""
+    job = Command("x.py", tuple(words.split()))
+    plain = diff._plain("hf:config.json", job, Settings(), None)
+    assert " ".join(job.arguments if plain is None else plain[0].arguments) == left
 
 
 @pytest.mark.parametrize(

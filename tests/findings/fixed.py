@@ -22,7 +22,6 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     get_cuda_rng_tracker,
     param_is_not_tensor_parallel_duplicate,
 )
-from megatron.core.tensor_parallel.cross_entropy import VocabParallelCrossEntropy  # noqa: E402
 from megatron.core.tensor_parallel.mappings import (  # noqa: E402
     copy_to_tensor_model_parallel_region,
 )
@@ -321,17 +320,6 @@ def constant_load(loss, probs, tokens_per_expert, total_num_tokens, topk, num_ex
 def rope_scaling_factor(init, self, *args, **keywords):
     """Give the model the factor of the command line."""
     init(self, *args, **{**keywords, "rope_scaling_factor": get_args().rope_scaling_factor})
-
-
-@fix("fusions.fused_cross_entropy", "calculate_gradients")
-def fused_cross_entropy(calculate, softmax, grad_output, target_mask, masked_target_1d):
-    """Leave the gradient in the dtype of the logits."""
-    sizes = softmax, target_mask
-    whole = VocabParallelCrossEntropy.prepare_gradient_calculation_operands(*sizes)
-    grad_2d, arange_1d, update, grad_input = whole
-    return VocabParallelCrossEntropy.calculate_gradients(
-        grad_2d, arange_1d, masked_target_1d, update, grad_input, grad_output
-    )
 
 
 @fix("transformer.mla_qk_norm_config:QKNormConfigResolver", "_resolve_mla_qk_layernorm")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each fault of Megatron's diverges, and with that one thing fixed it is equivalent."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from megatron_ttrace.evaluation.matrix import configurations as matrix
 from megatron_ttrace.evaluation.suites import Data, data_arguments
 from tests.integration.jobs import TINY, environment, ttrace
+from tests.saved.huggingface.jobs import BESIDE, TWINS, arguments, needs_transformers
 
 SCRIPT = Path(__file__).with_name("fixed.py")
 TE = "--transformer-impl transformer_engine"
@@ -125,6 +128,39 @@ def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
         )
         found.append(done.returncode)
     assert found == [1, 0]
+
+
+@pytest.mark.nightly
+@needs_transformers
+def test_a_factor_of_rope_scaling(tmp_path):
+    """Only a model of transformers shows that it has no effect."""
+    twin = TWINS["llama3"]
+    twin.write(tmp_path, rope_scaling={**twin.config["rope_scaling"], "factor": 32.0})
+    found = []
+    for fixes in ("", "rope-scaling-factor"):
+        done = ttrace(
+            *("check", "--json", "--ttrace-no-wandb", "--ttrace-dir", f"out{fixes}"),
+            *("--against", "hf:config.json", "--", SCRIPT),
+            *arguments(twin, ("--rope-scaling-factor", "32")),
+            cwd=tmp_path,
+            cold=True,
+            FIX=fixes,
+            PYTHONPATH=os.pathsep.join([str(Path(__file__).parents[2]), BESIDE]),
+        )
+        names = [culprit["name"] for culprit in json.loads(done.stdout)[1]["culprits"]]
+        found.append((done.returncode, *names[:1]))
+    assert found == [(1, "rotary_pos_emb"), (0,)]
+
+
+@pytest.mark.nightly
+def test_a_loss_that_rounds():
+    """The gradient of float32 logits."""
+    page = Path(__file__).parents[2] / "docs" / "findings.md"
+    code = page.read_text().partition("# torch.bfloat16\n")[2].partition("END\n")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "torch.bfloat16"
 
 
 @pytest.mark.nightly

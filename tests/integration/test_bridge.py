@@ -23,6 +23,13 @@ SMALL = {
     "vocab_size": 128,
     "max_position_embeddings": 32,
 }
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 GEMMA = {
     "model_type": "gemma3_text",
     "head_dim": 16,
@@ -76,9 +83,11 @@ def test_wrong_input(words, reason, tmp_path):
 @pytest.mark.parametrize(
     ("words", "fields", "culprit"),
     [
-        (["llama", "model.tensor_model_parallel_size=2"], {"model_type": "llama"}, ""),
-        (["gemma", "epsilon", PATTERN], GEMMA, ""),
-        (["gemma", PATTERN], GEMMA, "decoder.layers.0.self_attention.linear_proj"),  # finding 49
+        (["llama", "model.tensor_model_parallel_size=2", "fp32"], {"model_type": "llama"}, ""),
+        (["experts", "model.moe_aux_loss_coeff=0.01"], QWEN3_MOE, ""),  # in bf16
+        (["gemma", "epsilon", PATTERN, "fp32"], GEMMA, ""),
+        # Finding 49.
+        (["gemma", PATTERN, "fp32"], GEMMA, "decoder.layers.0.self_attention.linear_proj"),
     ],
 )
 def test_a_model_of_transformers(words, fields, culprit, tmp_path):
@@ -86,11 +95,13 @@ def test_a_model_of_transformers(words, fields, culprit, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, **fields}))
     done = ttrace(
         *("check", "--json", "--nproc-per-node", 2, "--ttrace-seeds", 2, "--against"),
-        *("hf:config.json", "--", SCRIPTS / "job.py", *words, "fp32"),
+        *("hf:config.json", "--", SCRIPTS / "job.py", *words),
         cwd=tmp_path,
     )
     own, other = json.loads(done.stdout)
     assert own["verdict"] == "equivalent"
+    without = "the reference is that of the same job without --moe-aux-loss-coeff 0.01, bf16"
+    assert (without in other["notices"]) is (fields is QWEN3_MOE)
     assert [each["name"] for each in other["culprits"]][:1] == ([culprit] if culprit else [])
     assert done.returncode == bool(culprit)
 

@@ -20,7 +20,7 @@ _NEEDED = {
         *("_build_distributed_model", "checkpoint_exists", "_load_checkpoint_from_path"),
     ),
     "training/config.py": ("GPTDatasetConfig", "GPTSFTDatasetConfig"),
-    "training/mixed_precision.py": ("get_mixed_precision_config",),
+    "training/mixed_precision.py": ("get_mixed_precision_config", "MixedPrecisionConfig"),
     "training/train.py": ("train_step", "force_param_sync"),
     "training/utils/train_utils.py": ("training_log", "calc_params_l2_norm"),
     "data/batch_utils.py": ("split_batch_into_microbatches",),

@@ -7,8 +7,14 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from megatron_ttrace.mcore.fronts.bridge_options import Options
 from megatron_ttrace.trace.errors import TTraceError
 
+_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_SWITCHES = (
+    *("use_precision_aware_optimizer", "cross_entropy_loss_fusion"),
+    "moe_pad_expert_input_to_capacity",
+)
 VOCABULARY = 128
 START = "start"
 """In the data's folder: what stands for the checkpoint that adapters are trained on."""
@@ -79,6 +85,20 @@ def detach(cfg: Any, data: Path, iterations: int) -> None:
         setup: Any = importlib.import_module("megatron.bridge.training.setup")
         setup.checkpoint_exists = lambda *_, **__: True
         setup._load_checkpoint_from_path = lambda *_, **__: None
+
+
+def make_plain(cfg: Any) -> None:
+    """Compute in float32, without what no model of ``transformers`` is compared with."""
+    torch: Any = importlib.import_module("torch")
+    precision: Any = importlib.import_module("megatron.bridge.training.mixed_precision")
+    options = Options(cfg)
+    dtypes = dict.fromkeys(("params_dtype", "pipeline_dtype", "autocast_dtype"), torch.float32)
+    cfg.mixed_precision = precision.MixedPrecisionConfig(fp32=True, **dtypes)
+    off: dict[str, Any] = dict.fromkeys(_DTYPES, torch.float32) | {"moe_aux_loss_coeff": 0.0}
+    off |= dict.fromkeys(("moe_z_loss_coeff", "moe_expert_capacity_factor", "mtp_num_layers"))
+    off |= dict.fromkeys(_SWITCHES, False)
+    for option, value in off.items():
+        setattr(options, option, value)
 
 
 def _tune(cfg: Any, data: Path) -> None:

@@ -232,6 +232,8 @@ NARROW = frozenset(
     bf16 fp16 fp16_lm_cross_entropy apply_query_key_layer_scaling grad_reduce_in_bf16
     use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype
     loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis
+    fp8 fp8_recipe fp8_param_gather fp4 fp4_recipe fp4_param_gather first_last_layers_bf16
+    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 moe_router_padding_for_fp8
     cross_entropy_loss_fusion cross_entropy_fusion_impl
     """.split()
 )
@@ -240,8 +242,14 @@ NARROW = frozenset(
 AUXILIARY = frozenset({"moe_aux_loss_coeff", "moe_z_loss_coeff"})
 """Options of losses that are added to that of the tokens; without the option they are 0."""
 
-PREDICTION = frozenset({"mtp_num_layers", "mtp_loss_scaling_factor"})
-"""Options of layers that predict further tokens; the others do not depend on them."""
+APART = AUXILIARY | frozenset(
+    """
+    mtp_num_layers mtp_loss_scaling_factor
+    moe_expert_capacity_factor moe_pad_expert_input_to_capacity
+    reset_position_ids reset_attention_mask
+    """.split()
+)
+"""Options that no model of ``transformers`` is compared with; nothing else depends on them."""
 
 ALIASES = MappingProxyType(
     {

@@ -70,6 +70,15 @@ def open_reference(folder: Path) -> TraceReader:
     return TraceReader(home)
 
 
+def avoided(config: Path, folder: Path) -> list[str]:
+    """What a reference has that it should not have been made with.
+
+    Raises:
+        TTraceError: when it cannot be compared.
+    """
+    return differences.avoided(Given.read(config, open_reference(folder)))
+
+
 class Compared:
     """A model of ``transformers``, run on a reference's trace, and what becomes of the verdicts."""
 

@@ -231,14 +231,14 @@ class _Conversion:
 
     def _rest(self) -> Iterator[Tensor]:
         """What has no counterpart."""
-        for parts in self._table.missing:
-            names = _names(parts)
+        for pair in self._table.missing:
+            names = _names(pair.parts)
             if any(name in self._hf.tensors for name in names):
                 yield Tensor(", ".join(names), self._only_hf)
             else:
                 self._notices.append(f"config.json asks for {', '.join(names)}, which neither has")
-        compared = {part.name for pair in self._table.pairs for part in pair.parts}
-        compared |= {part.name for parts in self._table.missing for part in parts}
+        pairs = (*self._table.pairs, *self._table.missing)
+        compared = {part.name for pair in pairs for part in pair.parts}
         later = 0
         for name in sorted(self._hf.tensors.keys() - compared):
             layer = _LAYER.match(name)

@@ -45,6 +45,7 @@ class Difference:
         instead: what the user can do.
         seen: where a trace has it, in words; nothing where it does not.
         covers: whether it is the reason why a tensor has no counterpart.
+        avoided: whether ``ttrace check`` runs a job of Megatron-Bridge once more without it.
     """
 
     what: str
@@ -53,6 +54,7 @@ class Difference:
     instead: str = ""
     seen: Callable[[Given], Iterable[str]] = lambda given: ()
     covers: Callable[[Given, TraceKey], bool] = lambda given, key: False
+    avoided: bool = False
 
 
 def _auxiliary(given: Given) -> Iterator[str]:
@@ -86,12 +88,13 @@ def _packed(given: Given) -> Iterator[str]:
 
 def _rounded(given: Given) -> Iterator[str]:
     if given.trace.reference.epsilon > _FLOAT32:
-        yield "the trace is not in float32"
+        yield "fp16" if given.arguments.get("fp16") else "bf16"
 
 
 def _fused_loss(given: Given) -> Iterator[str]:
-    is_native = given.arguments.get("cross_entropy_fusion_impl", "native") == "native"
-    if given.arguments.get("cross_entropy_loss_fusion") and is_native:
+    arguments, is_rounded = given.arguments, any(_rounded(given))
+    is_native = arguments.get("cross_entropy_fusion_impl", "native") == "native"
+    if arguments.get("cross_entropy_loss_fusion") and is_native and not is_rounded:
         yield "--cross-entropy-loss-fusion"
 
 
@@ -116,6 +119,7 @@ DIFFERENCES = (
         Effect.REFUSED,
         "record the job with 0",
         seen=_auxiliary,
+        avoided=True,
     ),
     Difference(
         "FP8",
@@ -123,6 +127,7 @@ DIFFERENCES = (
         Effect.REFUSED,
         "record without it",
         seen=lambda given: ["FP8"] if given.trace.reference.fp8 else [],
+        avoided=True,
     ),
     Difference(
         "a capacity of experts",
@@ -130,6 +135,7 @@ DIFFERENCES = (
         Effect.REFUSED,
         "record without it",
         seen=_capacity,
+        avoided=True,
     ),
     Difference(
         "multi-token prediction",
@@ -137,6 +143,7 @@ DIFFERENCES = (
         Effect.REFUSED,
         "record without it",
         seen=_predicted,
+        avoided=True,
     ),
     Difference(
         "packed samples, `--reset-attention-mask`",
@@ -146,18 +153,20 @@ DIFFERENCES = (
         seen=_packed,
     ),
     Difference(
+        "`--cross-entropy-loss-fusion` in float32",
+        "it rounds the gradient of the logits to bf16",
+        Effect.REFUSED,
+        "record the job without it",
+        seen=_fused_loss,
+        avoided=True,
+    ),
+    Difference(
         "bf16 and fp16",
         "rounding hides a wrong epsilon",
         Effect.NOTICE,
         "record the job without --bf16 or --fp16",
         seen=_rounded,
-    ),
-    Difference(
-        "`--cross-entropy-loss-fusion`",
-        "it rounds the gradient of the logits to bf16",
-        Effect.NOTICE,
-        "small differences of gradients are within tolerances: record the job without it",
-        seen=_fused_loss,
+        avoided=True,
     ),
     Difference(
         "an epsilon other than 1e-6 in multi-latent attention",
@@ -220,6 +229,11 @@ def require_comparable(given: Given) -> None:
     for each in DIFFERENCES:
         if each.effect is Effect.REFUSED and (seen := next(iter(each.seen(given)), None)):
             raise TTraceError(f"{given.trace.directory}: {seen}: {each.why}: {each.instead}")
+
+
+def avoided(given: Given) -> list[str]:
+    """What a trace has that a job of Megatron-Bridge is run without once more."""
+    return [seen for each in DIFFERENCES if each.avoided for seen in each.seen(given)]
 
 
 def notices(given: Given) -> list[str]:

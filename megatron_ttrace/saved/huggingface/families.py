@@ -75,6 +75,7 @@ class Rule:
         order: of the rows of these parts.
         needs, unless: a field of the config that must be true, or must not.
         padded: whether Megatron may append rows to the vocabulary.
+        option: of Megatron, without which its model has no such tensor.
     """
 
     where: Where
@@ -84,6 +85,7 @@ class Rule:
     needs: str = ""
     unless: str = ""
     padded: bool = False
+    option: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,11 +136,11 @@ def _same(where: Where, names: Mapping[str, str], **others: Any) -> tuple[Rule, 
 _QKV = "self_attention.linear_qkv"
 _GATED, _PLAIN = ("gate", "up"), ("up",)
 EMBEDDING, HEAD = (
-    _rule(Where.MODEL, f"{ours}.weight", f"{theirs}.weight", padded=True)
-    for ours, theirs in {
-        "embedding.word_embeddings": "model.embed_tokens",
-        "output_layer": "lm_head",
-    }.items()
+    _rule(Where.MODEL, f"{ours}.weight", f"{theirs}.weight", padded=True, option=option)
+    for ours, theirs, option in (
+        ("embedding.word_embeddings", "model.embed_tokens", ""),
+        ("output_layer", "lm_head", "--untie-embeddings-and-output-weights"),
+    )
 )
 _ENDS = (
     EMBEDDING,
@@ -159,7 +161,10 @@ _NORMS = (
 
 def _qkv(leaf: str, needs: str = "") -> Rule:
     parts = tuple(f"self_attn.{part}_proj.{leaf}" for part in "qkv")
-    return _rule(Where.ATTENTION, f"{_QKV}.{leaf}", parts, order=Order.GROUPS, needs=needs)
+    how: dict[str, Any] = {"order": Order.GROUPS, "needs": needs}
+    if leaf == "bias":
+        how["option"] = "--add-qkv-bias"
+    return _rule(Where.ATTENTION, f"{_QKV}.{leaf}", parts, **how)
 
 
 def _out(leaf: str, needs: str = "") -> Rule:
@@ -228,9 +233,15 @@ _ATTENTION = (_qkv("weight"), _out("weight"))
 _QK_NORMS = _same(
     Where.LAYER,
     {f"self_attention.{x}_layernorm.weight": f"self_attn.{x}_norm.weight" for x in "qk"},
+    option="--qk-layernorm",
 )
 _MLP = _mlp(Where.DENSE, "mlp", "mlp")
-_EXPERT_BIAS = _rule(Where.SPARSE, "mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
+_EXPERT_BIAS = _rule(
+    Where.SPARSE,
+    "mlp.router.expert_bias",
+    "mlp.gate.e_score_correction_bias",
+    option="--moe-router-enable-expert-bias",
+)
 _MIXER = (
     *(
         _rule(Where.MAMBA, f"mixer.{x}", f"mixer.{x}")
@@ -365,7 +376,12 @@ FAMILIES: Mapping[str, Family] = {
             *_ATTENTION,
             _qkv("bias"),
             _out("bias"),
-            _rule(Where.LAYER, "self_attention.core_attention.softmax_offset", "self_attn.sinks"),
+            _rule(
+                Where.LAYER,
+                "self_attention.core_attention.softmax_offset",
+                "self_attn.sinks",
+                option="--softmax-type learnable",
+            ),
             *_same(
                 Where.SPARSE, {f"mlp.router.{x}": f"mlp.router.{x}" for x in ("weight", "bias")}
             ),

@@ -146,12 +146,12 @@ class Table:
     Attributes:
         sizes: of the model.
         pairs: in the order of the family's rules.
-        missing: tensors of transformers (the parts of one of Megatron's) without a counterpart.
+        missing: likewise, but Megatron's model lacks them; their names are only one of several.
     """
 
     sizes: Sizes
     pairs: tuple[Pair, ...]
-    missing: tuple[tuple[Part, ...], ...]
+    missing: tuple[Pair, ...]
 
     @classmethod
     def of(
@@ -174,7 +174,8 @@ class Table:
         """
         sizes = Sizes.of(config, family.defaults)
         values = {**family.defaults, **config}
-        pairs, missing = [], []
+        pairs: list[Pair] = []
+        missing: list[Pair] = []
         for rule in family.rules:
             if (rule.needs and not values.get(rule.needs)) or values.get(rule.unless):
                 continue
@@ -184,10 +185,10 @@ class Table:
                     names = [_named(name, "decoder", layer, expert) for name in rule.megatron]
                     tied = rule is HEAD and sizes.tied
                     parts = _parts(family, EMBEDDING if tied else rule, layer, expert, hf)
-                    if name := next(filter(megatron, names), None):
-                        pairs.append(Pair(name, parts, rule, layer, expert))
-                    elif not tied:
-                        missing.append(parts)
+                    name = next(filter(megatron, names), None)
+                    pair = Pair(name or names[0], parts, rule, layer, expert)
+                    if name or not tied:
+                        (pairs if name else missing).append(pair)
         return cls(sizes, tuple(pairs), tuple(missing))
 
     def join(self, pair: Pair, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -352,10 +353,11 @@ def require_complete(family: Family, config: Config, megatron: Collection[str]) 
     """
     table = Table.of(family, config, megatron.__contains__)
     if table.missing:
-        name = table.missing[0][0].name
+        first = table.missing[0]
+        instead = f": train it with {first.rule.option}" if first.rule.option else ""
         raise TTraceError(
-            f"Megatron's model has no counterpart of {name} ({family.architecture}; "
-            f"{len(table.missing)} such tensors)"
+            f"Megatron's model has no counterpart of {first.parts[0].name} ({family.architecture}; "
+            f"{len(table.missing)} such tensors){instead}"
         )
     if extra := set(megatron) - {pair.megatron for pair in table.pairs}:
         raise TTraceError(

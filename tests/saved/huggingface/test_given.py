@@ -83,6 +83,7 @@ def test_hybrid_models(tmp_path: Path) -> None:
         ((TraceKey(1, STEP_LEVEL, Kind.PARAM, "mtp.layers.0.x"),), {}, "multi-token"),
         ((TraceKey(1, 0, Kind.INPUT, ROOT, POSITIONS),), {}, "packed samples"),
         ((), {"identity": {"arguments": {"reset_attention_mask": True}}}, "--reset-attention"),
+        ((), {"identity": {"arguments": {"cross_entropy_loss_fusion": True}}}, "--cross-entropy"),
     ],
 )
 def test_refused_traces(tmp_path: Path, more: Any, meta: Any, reason: str) -> None:

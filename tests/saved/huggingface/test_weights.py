@@ -136,3 +136,18 @@ def test_what_is_refused():
         with pytest.raises(TTraceError, match=match):  # noqa: PT012
             weights.require_complete(family, {**config, **changed}, ours)
             weights.load_weights(family, {**config, **changed}, ours)
+
+
+def test_options_of_megatron():
+    """What Megatron's model lacks is named with the option that adds it, if there is one."""
+    for name, lacking, option in (
+        ("qwen2", "linear_qkv.bias", ": train it with --add-qkv-bias"),
+        ("qwen3", "q_layernorm.weight", ": train it with --qk-layernorm"),
+        ("llama", "output_layer.weight", ": train it with --untie-embeddings-and-output-weights"),
+        ("llama", "linear_proj.weight", "such tensors)"),
+    ):
+        config = made.CONFIGS[name]
+        ours = [x for x in made.converted(config, made.files(config)) if not x.endswith(lacking)]
+        with pytest.raises(TTraceError) as error:
+            weights.require_complete(families.FAMILIES[name], config, ours)
+        assert str(error.value).endswith(option)
