@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     """Check the command, and then what is around it."""
     from megatron_ttrace.evaluation.hunt import combinations, page
     from megatron_ttrace.evaluation.hunt.hunting import Hunt
-    from megatron_ttrace.evaluation.recipes.run import Answer, Checker, text
-    from megatron_ttrace.jobs import fingerprint, validity
+    from megatron_ttrace.evaluation.recipes.run import Answer, Checker, Results, text
+    from megatron_ttrace.jobs import validity
     from megatron_ttrace.jobs.shrink import plan
 
     say = command.silent if args.quiet or args.json else command.progress()
@@ -104,9 +104,7 @@ def run(args: argparse.Namespace) -> int:
     small = dataclasses.replace(base, arguments=first.arguments, ranks=first.axes.ranks)
     space = combinations.Space(small if given else base, table.dimension)
     validity.prepare(Path(base.script))
-    # Results are those of this code: of another Megatron, or a repaired one, nothing is known.
-    state = fingerprint.digest({"code": fingerprint.code(Path(base.script)), "flags": ours})
-    hunt = Hunt(space, checker, directory / f"jobs-{state}.jsonl", args.max_ranks, args.seed)
+    hunt = Hunt(space, checker, Results(directory, ours), args.max_ranks, args.seed)
     row = hunt.given(base, shrunk.jobs)
     say(f"the shrunk command: {row.answer} {row.why[:120]}")
     if row.answer not in (Answer.EQUIVALENT, Answer.DIVERGED):
@@ -116,7 +114,10 @@ def run(args: argparse.Namespace) -> int:
         for each in hunt.run(60 * args.minutes):
             tried.append(each)
             row = each.row
-            say(f"[{len(tried)}] {row.key} {row.answer} {row.seconds:.0f} s {row.why[:100]}")
+            say(
+                f"[{len(tried)}] {row.key} {row.answer} {row.seconds:.0f} s {row.why[:100]}"
+                f"{' together: ' * bool(row.together)}{', '.join(v for _, v in row.together)}"
+            )
     answer = _answer(hunt, tried)
     owned.write(directory / "hunt.json", [json.dumps(answer, indent=1)])
     owned.write(directory / "hunt.html", [page.render(space, tried, hunt.failures)])
@@ -175,7 +176,7 @@ def _show(hunt: Hunt, tried: list[Tried]) -> None:
         print(f"ttrace: {len(tried)} combinations: {counts}")
         print(
             f"pairs      {len(hunt.covering.covered)} checked, {len(hunt.covering.excluded)} "
-            "refused by Megatron or known to diverge"
+            "refused by Megatron, or known to fail or diverge"
         )
     for why, number in Counter(_unknown(tried)).most_common():
         print(f"unknown    {number}: {why}")

@@ -34,9 +34,9 @@ examples:
 
 The functional tests' model_config.yaml and the example scripts that train GPT, or in any other
 folder the scripts that start a pretrain_*.py, are shrunk; equal jobs are checked once. Finished
-jobs are kept under --directory: repeat the command to continue. The table is also written there, as
-recipes.json. With --bridge the recipes are those of the installed megatron-bridge, whose models get
-the sizes that transformers' classes have by themselves.
+jobs are kept under --directory: repeat the command to continue, as long as the code is the same.
+The table is also written there, as recipes.json. With --bridge the recipes are those of the
+installed megatron-bridge, whose models get the sizes that transformers' classes have by themselves.
 
 exit code: 0 all that ran are equivalent or refused by Megatron; 1 a job diverged, even if a known
 finding explains it, because it may have a second fault; 2 a job could not be checked
@@ -84,15 +84,14 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Check the configurations and print the table."""
     from megatron_ttrace.evaluation.recipes.run import (
-        RESULTS,
         Checker,
+        Results,
         coverage,
         jobs_of,
         of_bridge,
-        read_results,
         text,
     )
-    from megatron_ttrace.evaluation.recipes.run import run as run_jobs
+    from megatron_ttrace.jobs import validity
 
     say = command.silent if args.json else command.progress()
     found = _collect(args)
@@ -100,16 +99,22 @@ def run(args: argparse.Namespace) -> int:
         raise TTraceError(f"no configuration matches {' '.join(args.only)}: see --dry-run")
     jobs = jobs_of(found)
     directory = args.directory.absolute()
-    finished = read_results(directory / RESULTS)
-    left = [job for key, job in jobs.items() if key not in finished]
-    say(f"{len(found)} configurations, {len(jobs)} different jobs, {len(left)} to run")
-    if left and not args.dry_run:
+    say(f"{len(found)} configurations, {len(jobs)} different jobs")
+    finished: dict[str, JobRow] = {}
+    if jobs and not args.dry_run:
+        first = Path(next(iter(jobs.values())).script)
         data = of_bridge if args.bridge else text
-        checker = Checker(directory, Path(left[0].script), args.seconds, data)
-        last = min(len(left), args.limit or len(left))
-        for number, row in enumerate(run_jobs(left, checker, directory, args.limit), 1):
-            finished[row.key] = row
-            say(f"[{number}/{last}] {row.key} {row.answer} {row.seconds:.0f} s {row.why[:120]}")
+        checker = Checker(directory, first, args.seconds, data)
+        validity.prepare(first)
+        results = Results(directory)
+        rows_of = {key: results.of(job) for key, job in jobs.items()}
+        finished = {key: row for key, row in rows_of.items() if row}
+        left = [job for key, job in jobs.items() if key not in finished][: args.limit]
+        for number, job in enumerate(left, 1):
+            row = finished[job.key] = results.keep(job, checker(job))
+            say(
+                f"[{number}/{len(left)}] {row.key} {row.answer} {row.seconds:.0f} s {row.why[:120]}"
+            )
     rows = coverage(found, finished)
     table = {
         "checkout": "megatron-bridge" if args.bridge else str(args.checkout),

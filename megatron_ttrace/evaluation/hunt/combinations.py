@@ -39,8 +39,8 @@ class Dimension:
 
     Attributes:
         name: in words.
-        values: flags of Megatron-LM that belong together; after a bar those that they need, which
-            are added where nothing else sets their options.
+        values: flags of Megatron-LM that belong together; after a bar between spaces those that
+            they need, which are added where nothing else sets their options.
         within: the dimension without which this has no effect.
         copies: whether the values are sizes of data parallelism, which has no flag.
     """
@@ -72,7 +72,7 @@ def table() -> Table:
 
 def _flags(value: str) -> tuple[Sequence[Flag], Sequence[Flag]]:
     """Those of a value, and those that it needs."""
-    parts = (Given.parse(words.split()).flags for words in value.partition("|")[::2])
+    parts = (Given.parse(words.split()).flags for words in value.partition(" | ")[::2])
     return next(parts), next(parts)
 
 

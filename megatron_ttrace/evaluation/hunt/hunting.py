@@ -4,27 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from megatron_ttrace.evaluation.hunt import reduction
 from megatron_ttrace.evaluation.hunt.combinations import Combination, Covering, Space
 from megatron_ttrace.evaluation.hunt.reduction import Reduced
 from megatron_ttrace.evaluation.recipes.collect import SmallJob
-from megatron_ttrace.evaluation.recipes.run import (
-    Answer,
-    Checker,
-    JobRow,
-    read_results,
-)
+from megatron_ttrace.evaluation.recipes.run import Answer, Checker, JobRow, Results
 from megatron_ttrace.jobs import known_faults, validity
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.jobs.shrink.given import Given
 from megatron_ttrace.mcore.versions import megatron_core_version
-from megatron_ttrace.trace import owned
+from megatron_ttrace.saved.bisection import smallest
 from megatron_ttrace.trace.errors import TTraceError
 
 
@@ -58,14 +51,15 @@ class Hunt:
     """Combinations around a command.
 
     Combinations that are known to diverge, by docs/findings.md or by an earlier one of this hunt,
-    are not checked: they would hide what else diverges.
+    are not checked: they would hide what else diverges. Nor are those that have values with which
+    an earlier one failed.
     """
 
     def __init__(
         self,
         space: Space,
         check: Checker,
-        results: Path,
+        results: Results,
         most: int,
         seed: int,
     ) -> None:
@@ -74,17 +68,17 @@ class Hunt:
         Args:
             space: the combinations.
             check: checks a job.
-            results: the file in which rows of the same code are kept.
+            results: where rows are kept.
             most: ranks of a job.
             seed: of the order of combinations.
         """
         self._space, self._check, self._most = space, check, most
-        self._file = results
-        self._finished = read_results(self._file)
+        self._results = results
         self._version = megatron_core_version()
         self._jobs: dict[tuple[tuple[str, str], ...], plan.Job | None] = {}
         self.covering = Covering(space, self._is_new, seed)
         self.failures: list[Failure] = []
+        self._failing: list[frozenset[tuple[str, str]]] = []
 
     def run(self, seconds: float) -> Iterator[Tried]:
         """Check combinations until the time is over; what was checked before is read.
@@ -105,9 +99,12 @@ class Hunt:
                     "nothing can be tried around it"
                 )
             command = self._space.command(combination)
-            row = self._row(_small(command, job))
+            small = _small(command, job)
+            row = self._row(small)
             if row.answer in (Answer.EQUIVALENT, Answer.DIVERGED):
                 self.covering.ran(combination)
+            if row.answer in (Answer.REFUSED, Answer.FAILS):
+                row = self._learn(combination, small, row)
             if row.answer is Answer.DIVERGED and not row.finding:
                 self._reduce(command, job, row)
             yield Tried(combination=combination, row=row)
@@ -126,16 +123,31 @@ class Hunt:
         reduced = reduction.reduce(command, job, row, self._row, self._most)
         self.failures.append(Failure(first=row.key, reduced=reduced))
 
-    def _row(self, small: SmallJob) -> JobRow:
-        row = self._finished.get(small.key)
-        if row is None:
-            row = self._finished[small.key] = self._check(small)
-            with open(owned.append(self._file), "a", encoding="utf-8") as out:
-                print(json.dumps(dataclasses.asdict(row)), file=out, flush=True)
+    def _learn(self, combination: Combination, small: SmallJob, row: JobRow) -> JobRow:
+        """Remember which values of a job that fails it fails by."""
+        if not row.together:
+            building = self._check.fails(small, building=True)
+
+            def fails(some: Sequence[tuple[str, str]]) -> bool:
+                values = dict(some)
+                job = self._job(values) if self._space.has_effect(values) else None
+                return job is not None and self._check.fails(
+                    _small(self._space.command(values), job), building=building
+                )
+
+            together = tuple(smallest(tuple(combination.items()), fails))
+            row = self._results.keep(small, dataclasses.replace(row, together=together))
+        if row.together:
+            self._failing.append(frozenset(row.together))
         return row
+
+    def _row(self, small: SmallJob) -> JobRow:
+        return self._results.of(small) or self._results.keep(small, self._check(small))
 
     def _is_new(self, combination: Combination) -> bool:
         """Whether Megatron accepts it, and nothing is known of it."""
+        if any(each <= combination.items() for each in self._failing):
+            return False
         job = self._job(combination)
         if job is None or known_faults.finding_of(job.arguments, self._version):
             return False

@@ -12,17 +12,17 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.recipes.bridge import discover
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
+from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.jobs.commands import disclosure
-from megatron_ttrace.jobs.job import Job
 from megatron_ttrace.jobs.known_faults import finding_of
 from megatron_ttrace.jobs.processes import ranks
-from megatron_ttrace.jobs.processes.logs import record_of, usage_error
+from megatron_ttrace.jobs.processes.logs import died_of, record_of, usage_error
 from megatron_ttrace.jobs.processes.waiting import Patience
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.shrink import documents
@@ -33,6 +33,9 @@ from megatron_ttrace.trace.records import Outcome, Result
 
 RESULTS = "jobs.jsonl"
 """One line per finished job, below the working directory."""
+
+_ALONE = "alone"
+"""A job's logs without a check."""
 
 _NUMBER = re.compile(r"\.\d+")
 _VALIDATING = frozenset({"validate", "validate_args", "__post_init__", "finalize", "validate_yaml"})
@@ -65,6 +68,8 @@ class JobRow:
         finding: the heading in docs/findings.md of a fault that the job combines what it takes for.
         command: that repeats the check.
         modules: the culprits' names without the numbers of layers.
+        code: what it is the result of (:meth:`Results.code`).
+        together: values of a combination (``ttrace hunt``) that fail together, by dimension.
     """
 
     key: str
@@ -77,17 +82,49 @@ class JobRow:
     finding: str = ""
     command: str = ""
     modules: tuple[str, ...] = ()
+    code: str = ""
+    together: tuple[tuple[str, str], ...] = ()
 
 
-def read_results(file: Path) -> dict[str, JobRow]:
-    """The finished jobs of an earlier run, by key. A line that was cut off is ignored."""
-    rows = {}
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    for line in lines:
-        with contextlib.suppress(codec.CodecError):
-            row = codec.decode(JobRow, codec.parse(line))
-            rows[row.key] = row
-    return rows
+class Results:
+    """The finished jobs below a directory. Of other code, or a repaired one, nothing is known."""
+
+    def __init__(self, directory: Path, flags: Sequence[str] = ()) -> None:
+        """Read what an earlier run left; a line that was cut off is ignored.
+
+        Args:
+            directory: where ``jobs.jsonl`` is.
+            flags: ``--ttrace-*`` flags of all jobs.
+        """
+        owned.make(directory, ignored=True)
+        self._file, self._flags = directory / RESULTS, list(flags)
+        self._codes: dict[str, str] = {}
+        self._rows: dict[str, JobRow] = {}
+        file = self._file
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        for line in lines:
+            with contextlib.suppress(codec.CodecError):
+                row = codec.decode(JobRow, codec.parse(line))
+                self._rows[row.key] = row
+
+    def code(self, script: str) -> str:
+        """A digest of all that runs with a script, and of our flags; Megatron is imported."""
+        if script not in self._codes:
+            identity = {"code": fingerprint.code(Path(script)), "flags": self._flags}
+            self._codes[script] = fingerprint.digest(identity)
+        return self._codes[script]
+
+    def of(self, job: SmallJob) -> JobRow | None:
+        """A job's, if it has run with this code."""
+        row = self._rows.get(job.key)
+        return row if row and row.code == self.code(job.script) else None
+
+    def keep(self, job: SmallJob, row: JobRow) -> JobRow:
+        """Write a job's result."""
+        row = self._rows[job.key] = dataclasses.replace(row, code=self.code(job.script))
+        with open(owned.append(self._file), "a", encoding="utf-8") as out:
+            print(json.dumps(dataclasses.asdict(row)), file=out, flush=True)
+        return row
 
 
 def jobs_of(recipes: Iterable[Recipe]) -> dict[str, SmallJob]:
@@ -113,34 +150,6 @@ def refused(folder: Path) -> bool:
         ):
             return True
     return False
-
-
-def run(
-    jobs: Iterable[SmallJob],
-    check: Callable[[SmallJob], JobRow],
-    directory: Path,
-    limit: int | None = None,
-) -> Iterator[JobRow]:
-    """Check what is not finished yet.
-
-    Args:
-        jobs: all jobs.
-        check: checks one.
-        directory: where results are kept.
-        limit: how many to check at most.
-
-    Yields:
-        Each result, as soon as it is written.
-    """
-    owned.make(directory, ignored=True)
-    file = directory / RESULTS
-    finished = read_results(file)
-    waiting = [job for job in jobs if job.key not in finished]
-    for job in waiting[:limit]:
-        row = check(job)
-        with open(owned.append(file), "a", encoding="utf-8") as out:
-            print(json.dumps(dataclasses.asdict(row)), file=out, flush=True)
-        yield row
 
 
 class Checker:
@@ -192,6 +201,10 @@ class Checker:
             ranks=job.ranks,
             command=shlex.join([*assigned, *started.checking()]),
         )
+        if self.fails(job, building=True) and self.fails(job):
+            why = died_of(ranks.log_of(started.directory / _ALONE, 0))
+            seconds = time.monotonic() - began
+            return dataclasses.replace(row, answer=Answer.FAILS, seconds=seconds, why=why)
         try:
             checked = self._runner.run(case)
             verdicts = checked.verdicts()
@@ -201,7 +214,7 @@ class Checker:
             answer = row.answer
             if refused(started.directory):
                 answer = Answer.REFUSED
-            elif self._fails(started):
+            elif self.fails(job):
                 answer = Answer.FAILS
             seconds = time.monotonic() - began
             return dataclasses.replace(row, answer=answer, seconds=seconds, why=why)
@@ -220,22 +233,30 @@ class Checker:
             modules=tuple(sorted({_NUMBER.sub("", each.name) for each in summary.culprits})),
         )
 
-    def _fails(self, job: Job) -> bool:
+    def fails(self, job: SmallJob, *, building: bool = False) -> bool:
         """Whether a job fails without a check, too.
 
         Only our own scripts run without one: another may go on after the steps that a check ends
         it after.
+
+        Args:
+            job: to run.
+            building: only builds the first rank's model, which takes a tenth of a second.
         """
-        if job.script.parent != launch_dir():
+        if Path(job.script).parent != launch_dir() or (building and not self._runner.forks):
             return False
+        arguments = self.arguments(job)
+        if building:
+            arguments = (*arguments, "--fake-process-group", "--skip-train")
         try:
             codes = ranks.run_ranks(
-                job.nproc,
-                (sys.executable, str(job.script), *job.arguments),
-                job.directory / "alone",
+                1 if building else job.ranks,
+                (sys.executable, job.script, *arguments),
+                self._runner.directory / job.key / _ALONE,
                 fork=self._runner.forks,
-                environment=job.environment,
+                environment=dict(job.environment),
                 patience=Patience(self._seconds),
+                world=job.ranks,
             )
         except TTraceError:
             return False  # nothing is known of it
@@ -290,7 +311,7 @@ _WITHOUT_JOBS = {
 }
 
 
-def coverage(recipes: Iterable[Recipe], finished: dict[str, JobRow]) -> list[RecipeRow]:
+def coverage(recipes: Iterable[Recipe], finished: Mapping[str, JobRow]) -> list[RecipeRow]:
     """One row per configuration."""
     rows = []
     for recipe in recipes:

@@ -65,6 +65,7 @@ def run_ranks(
     progress: Callable[[], None] = lambda: None,
     patience: Patience | None = None,
     observed: Observed | None = None,
+    world: int | None = None,
 ) -> list[int | None]:
     """Run ``[python, script, *args]`` as ``nproc`` ranks; returns their exit codes.
 
@@ -81,6 +82,7 @@ def run_ranks(
         progress: called several times per second.
         patience: limits the waiting.
         observed: is filled in.
+        world: ranks of the job, where only the first ``nproc`` of them are started.
 
     Raises:
         OutOfTimeError: when ``patience`` has run out.
@@ -89,7 +91,9 @@ def run_ranks(
     owned.make(logs, owned.PRIVATE_FOLDER)
     job = _Job(fork, observed or Observed())
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    base = child.environment_of(nproc, {**threads, **(environment or {}), **job.environment})
+    base = child.environment_of(
+        world or nproc, {**threads, **(environment or {}), **job.environment}
+    )
     with signals.orderly():
         try:
             for rank in range(nproc):

@@ -92,5 +92,5 @@ def test_the_table():
     assert {each.within for each in found.dimension} <= {"", *names}
     for dimension in found.dimension:
         for value in () if dimension.copies else dimension.values:
-            for flag in Given.parse(value.replace("|", "").split()).flags:
+            for flag in Given.parse(value.replace(" | ", " ").split()).flags:
                 assert flag.option, flag
