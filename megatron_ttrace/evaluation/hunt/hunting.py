@@ -126,13 +126,13 @@ class Hunt:
     def _learn(self, combination: Combination, small: SmallJob, row: JobRow) -> JobRow:
         """Remember which values of a job that fails it fails by."""
         if not row.together:
-            building = self._check.fails(small, building=True)
+            early = self._check.fails(small, early=True)
 
             def fails(some: Sequence[tuple[str, str]]) -> bool:
                 values = dict(some)
                 job = self._job(values) if self._space.has_effect(values) else None
                 return job is not None and self._check.fails(
-                    _small(self._space.command(values), job), building=building
+                    _small(self._space.command(values), job), early=early
                 )
 
             together = tuple(smallest(tuple(combination.items()), fails))

@@ -36,6 +36,8 @@ RESULTS = "jobs.jsonl"
 
 _ALONE = "alone"
 """A job's logs without a check."""
+_BUILDING = ("--fake-process-group", "--split", "0,1,0")
+"""Nothing is sent to other ranks, and there is nothing to train on."""
 
 _NUMBER = re.compile(r"\.\d+")
 _VALIDATING = frozenset({"validate", "validate_args", "__post_init__", "finalize", "validate_yaml"})
@@ -201,7 +203,7 @@ class Checker:
             ranks=job.ranks,
             command=shlex.join([*assigned, *started.checking()]),
         )
-        if self.fails(job, building=True) and self.fails(job):
+        if self.fails(job, early=True):
             why = died_of(ranks.log_of(started.directory / _ALONE, 0))
             seconds = time.monotonic() - began
             return dataclasses.replace(row, answer=Answer.FAILS, seconds=seconds, why=why)
@@ -233,25 +235,28 @@ class Checker:
             modules=tuple(sorted({_NUMBER.sub("", each.name) for each in summary.culprits})),
         )
 
-    def fails(self, job: SmallJob, *, building: bool = False) -> bool:
-        """Whether a job fails without a check, too.
+    def fails(self, job: SmallJob, *, early: bool = False) -> bool:
+        """Whether a job fails without a check, too; false where nothing is known of it.
 
         Only our own scripts run without one: another may go on after the steps that a check ends
         it after.
 
         Args:
             job: to run.
-            building: only builds the first rank's model, which takes a tenth of a second.
+            early: only if the first rank's model and optimizer cannot even be built, which takes a
+                tenth of a second to find out.
         """
-        if Path(job.script).parent != launch_dir() or (building and not self._runner.forks):
+        if Path(job.script).parent != launch_dir():
             return False
-        arguments = self.arguments(job)
-        if building:
-            arguments = (*arguments, "--fake-process-group", "--skip-train")
+        if early and not (self._runner.forks and self._ends_badly(job, 1, _BUILDING)):
+            return False
+        return self._ends_badly(job, job.ranks)
+
+    def _ends_badly(self, job: SmallJob, started: int, more: Sequence[str] = ()) -> bool:
         try:
             codes = ranks.run_ranks(
-                1 if building else job.ranks,
-                (sys.executable, job.script, *arguments),
+                started,
+                (sys.executable, job.script, *self.arguments(job), *more),
                 self._runner.directory / job.key / _ALONE,
                 fork=self._runner.forks,
                 environment=dict(job.environment),
@@ -259,7 +264,7 @@ class Checker:
                 world=job.ranks,
             )
         except TTraceError:
-            return False  # nothing is known of it
+            return False
         return any(codes)
 
 

@@ -104,32 +104,31 @@ def test_a_folder_of_scripts(checkout):
         collect.collect(folder)
 
 
-def test_resuming(checkout, tmp_path):
-    """What is finished is not run again, and half a line is none."""
+def test_results_are_those_of_their_code(checkout, tmp_path, monkeypatch):
+    """Half a line is none; of other code, or with other flags, nothing is known."""
+    digests = {"code": "a"}
+    monkeypatch.setattr(running.fingerprint, "code", lambda script: digests.copy())
     recipes = collect.collect(checkout)
-    jobs = running.jobs_of(recipes).values()
-    ran = []
-
-    def check(job):
-        ran.append(job.key)
+    jobs = running.jobs_of(recipes)
+    results = running.Results(tmp_path)
+    for job in jobs.values():
         answer = Answer.DIVERGED if "pipeline" in " ".join(job.arguments) else Answer.EQUIVALENT
-        return JobRow(key=job.key, answer=answer, ranks=job.ranks, tensors=10, why="because")
-
-    assert len(list(running.run(jobs, check, tmp_path, 1))) == 1
-    file = tmp_path / running.RESULTS
-    with file.open("a") as out:
+        results.keep(job, JobRow(key=job.key, answer=answer, ranks=job.ranks, why="because"))
+    with (tmp_path / running.RESULTS).open("a") as out:
         out.write('{"key": "cut of')
-    first = ran.copy()
-    file.write_text(file.read_text() + "\n")
-    assert len(list(running.run(jobs, check, tmp_path))) == 2
-    assert len(set(ran)) == 3
-    assert ran[0] == first[0]
-    rows = running.coverage(recipes, running.read_results(file))
-    answers = {row.name: row.answer for row in rows}
+
+    def finished(*flags):
+        again = running.Results(tmp_path, flags)
+        return {key: row for key, job in jobs.items() if (row := again.of(job))}
+
+    answers = {row.name: row.answer for row in running.coverage(recipes, finished())}
     assert answers["gpt/tp2"] is answers["gpt/tp4"] is Answer.EQUIVALENT
     assert answers["gpt/pp4"] is Answer.DIVERGED
     assert answers["gpt/inference"] is None
     assert answers["t5/tp1"] is Answer.COULD_NOT_CHECK
+    assert finished("--ttrace-isolate") == {}
+    digests["code"] = "b"
+    assert finished() == {}
 
 
 def test_refusals_are_megatrons_own(tmp_path):
@@ -219,6 +218,29 @@ def test_a_job_that_cannot_be_checked(tmp_path, monkeypatch, codes, answer):
     row = checker(SmallJob(str(tmp_path / "x.py"), ("--num-layers", "2"), 2, ()))
     assert row.answer is Answer.COULD_NOT_CHECK
     assert len(commands) == 1
+
+
+def test_a_model_that_cannot_be_built(tmp_path, monkeypatch):
+    """A job fails before anything is checked, if all of its ranks fail without a check, too."""
+    started = []
+
+    def alone(nproc, command, logs, **others):
+        started.append((nproc, others["world"], command[2:]))
+        return [1] * nproc
+
+    def check(self, case):
+        raise AssertionError("checked")
+
+    monkeypatch.setattr(running.Runner, "run", check)
+    monkeypatch.setattr(running.Runner, "__init__", runner_without_megatron)
+    monkeypatch.setattr(running.ranks, "run_ranks", alone)
+    monkeypatch.setattr(running, "launch_dir", lambda: tmp_path)
+    checker = running.Checker(tmp_path, tmp_path / "x.py", 60.0, lambda place: lambda job: ())
+    checker._runner.forks = True
+    row = checker(SmallJob(str(tmp_path / "x.py"), ("--bf16",), 4, ()))
+    assert row.answer is Answer.FAILS
+    building = ("--bf16", "--fake-process-group", "--split", "0,1,0")
+    assert started == [(1, 4, building), (4, 4, ("--bf16",))]
 
 
 def runner_without_megatron(self, directory, *, flags, script):
