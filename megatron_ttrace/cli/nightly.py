@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command
+from megatron_ttrace.jobs import flags
 from megatron_ttrace.trace.errors import TTraceError
 
 if TYPE_CHECKING:
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 examples:
-  ttrace eval nightly --recipes Megatron-LM    known bugs, healthy matrix, the checkout's recipes
+  ttrace eval nightly --recipes Megatron-LM    known bugs, healthy matrix, recipes, combinations
   ttrace eval nightly --quick                  about a minute, to see that it works
   ttrace eval nightly --minutes 60 --matrix '*/bf16'
 
 Files under DIR: nights.jsonl (all nights: one line for each bug, healthy job and recipe), logs of
 the parts, wandb/ (the run of the night, if it is offline).
 
-exit code: 0 all good, 1 a healthy job diverged, 2 no healthy job diverged, but a bug was missed or
+exit code: 0 all good, 1 a job diverged that should not, 2 none did, but a bug was missed or
 something could not be run
 """
 
@@ -69,6 +70,13 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         help="check the training configurations of this Megatron-LM checkout",
     )
     what.add_argument(
+        "--hunt",
+        type=flags.number,
+        default=30.0,
+        metavar="MINUTES",
+        help="check combinations of options for this time (default 30; 0 to omit them)",
+    )
+    what.add_argument(
         "--minutes",
         type=float,
         metavar="N",
@@ -111,6 +119,7 @@ def _options(args: argparse.Namespace) -> Options:
         NightPart.BUGS: not args.no_bugs,
         NightPart.MATRIX: not args.no_matrix,
         NightPart.RECIPES: args.recipes is not None and not args.quick,
+        NightPart.HUNT: args.hunt > 0 and not args.quick,
     }
     parts = tuple(part for part, is_chosen in chosen.items() if is_chosen)
     if not parts:
@@ -125,5 +134,6 @@ def _options(args: argparse.Namespace) -> Options:
         bugs_flags=tuple(shlex.split(args.bugs_flags)),
         matrix=tuple(args.matrix) or (QUICK_MATRIX if args.quick else ()),
         recipes=args.recipes,
+        hunt=args.hunt,
         seconds=None if args.minutes is None else 60 * args.minutes,
     )

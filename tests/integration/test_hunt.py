@@ -25,7 +25,7 @@ def test_combinations(tmp_path: Path) -> None:
     assert first["combinations"][0]["values"] == {}
     assert first["combinations"][0]["answer"] == "equivalent"
     assert first["failures"] == []
-    (file,) = (tmp_path / "ttrace-out-hunt").glob("jobs-*.jsonl")
+    (file,) = (tmp_path / "ttrace-out-hunt").glob("jobs.jsonl")
     rows = file.read_text().splitlines()
     again = hunt(tmp_path, *words)
     assert file.read_text().splitlines()[: len(rows)] == rows

@@ -100,11 +100,11 @@ class Hunt:
                 )
             command = self._space.command(combination)
             small = _small(command, job)
-            row = self._row(small)
+            row = self._row(small, combination)
             if row.answer in (Answer.EQUIVALENT, Answer.DIVERGED):
                 self.covering.ran(combination)
-            if row.answer in (Answer.REFUSED, Answer.FAILS):
-                row = self._learn(combination, small, row)
+            if row.together:
+                self._failing.append(frozenset(row.together))
             if row.answer is Answer.DIVERGED and not row.finding:
                 self._reduce(command, job, row)
             yield Tried(combination=combination, row=row)
@@ -123,26 +123,27 @@ class Hunt:
         reduced = reduction.reduce(command, job, row, self._row, self._most)
         self.failures.append(Failure(first=row.key, reduced=reduced))
 
-    def _learn(self, combination: Combination, small: SmallJob, row: JobRow) -> JobRow:
-        """Remember which values of a job that fails it fails by."""
-        if not row.together:
-            early = self._check.fails(small, early=True)
+    def _row(self, small: SmallJob, combination: Combination | None = None) -> JobRow:
+        row = self._results.of(small)
+        if row is not None:
+            return row
+        row = self._check(small)
+        if combination and row.answer in (Answer.REFUSED, Answer.FAILS):
+            row = dataclasses.replace(row, together=self._together(small, combination))
+        return self._results.keep(small, row)
 
-            def fails(some: Sequence[tuple[str, str]]) -> bool:
-                values = dict(some)
-                job = self._job(values) if self._space.has_effect(values) else None
-                return job is not None and self._check.fails(
-                    _small(self._space.command(values), job), early=early
-                )
+    def _together(self, small: SmallJob, combination: Combination) -> tuple[tuple[str, str], ...]:
+        """The values of a combination that it fails by."""
+        early = self._check.fails(small, early=True)
 
-            together = tuple(smallest(tuple(combination.items()), fails))
-            row = self._results.keep(small, dataclasses.replace(row, together=together))
-        if row.together:
-            self._failing.append(frozenset(row.together))
-        return row
+        def fails(some: Sequence[tuple[str, str]]) -> bool:
+            values = dict(some)
+            job = self._job(values) if self._space.has_effect(values) else None
+            return job is not None and self._check.fails(
+                _small(self._space.command(values), job), early=early
+            )
 
-    def _row(self, small: SmallJob) -> JobRow:
-        return self._results.of(small) or self._results.keep(small, self._check(small))
+        return tuple(smallest(tuple(combination.items()), fails))
 
     def _is_new(self, combination: Combination) -> bool:
         """Whether Megatron accepts it, and nothing is known of it."""

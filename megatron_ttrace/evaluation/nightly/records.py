@@ -20,6 +20,7 @@ class NightPart(StrEnum):
     BUGS = "bugs"
     MATRIX = "matrix"
     RECIPES = "recipes"
+    HUNT = "hunt"
 
 
 class State(StrEnum):
@@ -37,7 +38,7 @@ class State(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NightCase:
-    """One bug, healthy job, or recipe's small job.
+    """One bug, healthy job, recipe's small job, or combination of options.
 
     Attributes:
         part: that it belongs to.
@@ -160,18 +161,20 @@ def configuration(row: Json) -> NightCase:
     )
 
 
-def recipe(row: Json) -> NightCase:
-    """A line of the ``jobs.jsonl`` of ``ttrace recipes``: the small job of some recipes.
+def small_job(part: NightPart, row: Json) -> NightCase:
+    """A line of the ``jobs.jsonl`` of ``ttrace recipes`` or ``ttrace hunt``.
 
-    A job that Megatron refuses has no numbers to compare, and is as it should be.
+    A job that Megatron refuses has no numbers to compare, and is as it should be; so is a
+    combination of options that does not train.
     """
     states = {
         "equivalent": State.GOOD,
         "refused by Megatron": State.GOOD,
         "diverged": State.GOOD if row["finding"] else State.ALARM,
+        "fails without ttrace too": State.GOOD if part is NightPart.HUNT else State.BROKEN,
     }
     return NightCase(
-        part=NightPart.RECIPES,
+        part=part,
         name=row["key"],
         state=states.get(row["answer"], State.BROKEN),
         seconds=row["seconds"],

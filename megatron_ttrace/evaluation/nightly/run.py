@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import platform
@@ -43,6 +44,7 @@ class Options:
         bugs_flags: further arguments of ``ttrace eval bugs run``, e.g. ``--bf16``.
         matrix: name patterns; empty for all.
         recipes: a Megatron-LM checkout with training configurations, or ``None``.
+        hunt: minutes for combinations of options, other ones every day.
         seconds: time limit of the night, or ``None``.
     """
 
@@ -51,6 +53,7 @@ class Options:
     bugs_flags: tuple[str, ...] = ()
     matrix: tuple[str, ...] = ()
     recipes: Path | None = None
+    hunt: float = 0.0
     seconds: float | None = None
 
     def described(self) -> dict[str, str]:
@@ -61,6 +64,7 @@ class Options:
             "bugs flags": " ".join(self.bugs_flags),
             "matrix": " ".join(self.matrix) or "all",
             "recipes": str(self.recipes or "none"),
+            "hunt": f"{self.hunt:g} minutes",
         }
 
 
@@ -122,7 +126,11 @@ def _step(part: NightPart, options: Options, directory: Path) -> _Step:
     if part is NightPart.MATRIX:
         # Its results are its output.
         return _Step(("matrix", *(options.matrix or ("--all",)), "--json", *work), log, log)
-    return _Step(("recipes", str(options.recipes), *work), log, directory / part / RESULTS)
+    words: tuple[str, ...] = ("recipes", str(options.recipes))
+    if part is NightPart.HUNT:
+        seed = datetime.datetime.now().astimezone().date().toordinal()
+        words = ("hunt", "--minutes", f"{options.hunt:g}", "--seed", str(seed))
+    return _Step((*words, *work), log, directory / part / RESULTS)
 
 
 def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
@@ -162,10 +170,11 @@ def _read(part: NightPart, output: Path) -> list[NightCase]:
     return cases
 
 
-_ROWS = {
+_ROWS: dict[NightPart, Callable[[records.Json], NightCase]] = {
     NightPart.BUGS: records.known_bug,
     NightPart.MATRIX: records.configuration,
-    NightPart.RECIPES: records.recipe,
+    NightPart.RECIPES: functools.partial(records.small_job, NightPart.RECIPES),
+    NightPart.HUNT: functools.partial(records.small_job, NightPart.HUNT),
 }
 
 

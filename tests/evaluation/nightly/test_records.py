@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ttrace.evaluation.bugs import catalogue, suite
 from megatron_ttrace.evaluation.nightly import records
-from megatron_ttrace.evaluation.nightly.records import State
+from megatron_ttrace.evaluation.nightly.records import NightPart, State
 from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
 from tests.evaluation.nightly.synthetic import bug_row, matrix_row
 
@@ -89,6 +89,7 @@ def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
         ({"answer": "diverged"}, State.ALARM),
         ({"answer": "diverged", "finding": "MLA"}, State.GOOD),
         ({"answer": "cannot be checked"}, State.BROKEN),
+        ({"answer": "fails without ttrace too"}, State.BROKEN),
     ],
 )
 def test_recipe(changes: dict, state: State) -> None:
@@ -96,6 +97,10 @@ def test_recipe(changes: dict, state: State) -> None:
     row = dataclasses.asdict(
         JobRow(key="1a2b", answer=Answer.EQUIVALENT, ranks=2, tensors=9, why="why")
     )
-    found = records.recipe(json.loads(json.dumps(row)) | changes)
+    row = json.loads(json.dumps(row)) | changes
+    found = records.small_job(NightPart.RECIPES, row)
     assert (found.name, found.state) == ("1a2b", state)
     assert "why" in found.note
+    # A combination of options need not train.
+    fails = row["answer"] == "fails without ttrace too"
+    assert records.small_job(NightPart.HUNT, row).state is (State.GOOD if fails else state)

@@ -56,12 +56,10 @@ RECIPES = (
 
 def test_a_whole_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts and their cases."""
-    play(monkeypatch, bugs=rows_program([bug_row()]), matrix=MATRIX, recipes=RECIPES)
-    night = runner.run(Options(recipes=tmp_path), tmp_path, lambda line: None)
+    play(monkeypatch, bugs=rows_program([bug_row()]), matrix=MATRIX, recipes=RECIPES, hunt=RECIPES)
+    night = runner.run(Options(recipes=tmp_path, hunt=1.0), tmp_path, lambda line: None)
     assert [(case.part, case.state) for case in night.cases] == [
-        (NightPart.BUGS, State.GOOD),
-        (NightPart.MATRIX, State.GOOD),
-        (NightPart.RECIPES, State.GOOD),
+        (part, State.GOOD) for part in NightPart
     ]
     assert night.exit_code == ExitCode.EQUIVALENT
     assert night.gaps == ()
@@ -95,10 +93,10 @@ def test_a_part_that_fails(
 ) -> None:
     """The others run; the night says why one is missing, and is not good; old results go first."""
     owned.write(tmp_path / "bugs.jsonl", [json.dumps(bug_row())])
-    play(monkeypatch, bugs=program, matrix=MATRIX, recipes=RECIPES)
+    play(monkeypatch, bugs=program, matrix=MATRIX, recipes=RECIPES, hunt=RECIPES)
     night = runner.run(Options(recipes=tmp_path), tmp_path, lambda line: None)
     assert [case.state for case in night.cases if case.part is NightPart.BUGS] == states
-    assert len(night.cases) == len(states) + 2
+    assert len(night.cases) == len(states) + 3
     assert [gap.part for gap in night.gaps] == [NightPart.BUGS] * (reason is not None)
     assert reason is None or reason in night.gaps[0].reason
     assert night.exit_code == ExitCode.COULD_NOT_CHECK

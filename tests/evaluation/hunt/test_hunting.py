@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A hunt remembers by which values a job failed."""
+
+import pytest
+
+from megatron_ttrace.evaluation.hunt import hunting
+from megatron_ttrace.evaluation.hunt.combinations import Dimension, Space
+from megatron_ttrace.evaluation.recipes import run as running
+from megatron_ttrace.evaluation.recipes.run import Answer, JobRow, Results
+from megatron_ttrace.jobs.commands.command_line import Command
+
+BASE = Command(
+    "x.py", tuple("--num-layers 2 --hidden-size 64 --num-attention-heads 4".split()), ranks=1
+)
+DIMENSIONS = tuple(
+    Dimension(name, (value, ""))
+    for name, value in {
+        "precision": "--bf16",
+        "clipping": "--clip-grad 0",
+        "activation": "--swiglu",
+        "biases": "--disable-bias-linear",
+    }.items()
+)
+
+
+class Checks:
+    """Gated activations fail without biases; the rest is equivalent."""
+
+    def __init__(self):
+        self.checked, self.built = [], 0
+
+    def arguments(self, job):
+        """No data."""
+        return job.arguments
+
+    def fails(self, job, *, early=False):
+        """Whether it fails alone."""
+        self.built += 1
+        return set(job.arguments) >= {"--swiglu", "--disable-bias-linear"}
+
+    def __call__(self, job):
+        self.checked.append(job)
+        answer = Answer.FAILS if self.fails(job) else Answer.EQUIVALENT
+        return JobRow(key=job.key, answer=answer, ranks=job.ranks)
+
+
+@pytest.fixture
+def everything_valid(monkeypatch):
+    """Nothing of Megatron is imported."""
+    monkeypatch.setattr(hunting.validity, "accepted", lambda words, ranks: True)
+    monkeypatch.setattr(running.fingerprint, "code", lambda script: {})
+
+
+def hunt(tmp_path):
+    """All combinations, the rows, and the checks that were needed."""
+    checks = Checks()
+    hunted = hunting.Hunt(Space(BASE, DIMENSIONS), checks, Results(tmp_path), 8, 0)
+    return list(hunted.run(60.0)), checks
+
+
+def test_what_fails_together_is_not_tried_again(tmp_path, everything_valid):
+    """One job fails; no other has the two values, and a repeated hunt knows that without a job."""
+    tried, checks = hunt(tmp_path)
+    (failed,) = (each.row for each in tried if each.row.answer is Answer.FAILS)
+    assert {value for _, value in failed.together} == {
+        "--swiglu",
+        "--disable-bias-linear",
+    }
+    assert len(checks.checked) == len(tried) > 2
+    again, idle = hunt(tmp_path)
+    assert [each.row for each in again] == [each.row for each in tried]
+    assert (idle.checked, idle.built) == ([], 0)
