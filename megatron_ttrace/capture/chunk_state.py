@@ -2,6 +2,7 @@
 """What the hooks on one model chunk remember during a traced step."""
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,8 @@ class ChunkState:
         seen, seen_again: tensors of the forward pass, and of its recomputation.
         emitted: everything that was handed over.
         again: what the microbatch's recomputation, if it makes a graph, has seen.
+        runs: when a module ran without a graph in the forward pass (how many nodes were made until
+            then), and under which name.
         followed: what requires a gradient.
         views: tensors that an identity made of another one, which stands for them.
         entering: leaves whose gradient a schedule plan completes
@@ -52,6 +55,7 @@ class ChunkState:
         self.seen_again = WeakTensorKeyDictionary()
         self.emitted: set[Place] = set()
         self.again: set[Place] = set()
+        self.runs: defaultdict[Place, list[tuple[int, Place]]] = defaultdict(list)
         self.followed: set[Place] = set()
         self.views = WeakTensorKeyDictionary()
         self.entering = WeakTensorKeyDictionary()
@@ -73,6 +77,25 @@ class ChunkState:
             self.backward = local
             self.seen_again = WeakTensorKeyDictionary()
             self.again = set()
+
+    def ran(self, place: Place, numbered: Place) -> None:
+        """A module ran in the forward pass, under this name; without a graph it runs again."""
+        if not torch.is_grad_enabled():
+            self.runs[place].append((torch._C._autograd._get_sequence_nr(), numbered))
+
+    def recomputed(self, place: Place) -> list[Place]:
+        """The names of the runs of a module that may be recomputed now, the likeliest first.
+
+        A backward pass recomputes the last checkpoint first. The node of a checkpoint was made
+        before what runs in it, the node whose hook starts a recomputation
+        (``CheckpointWithoutOutput`` of megatron/core/tensor_parallel/random.py) after it, when all
+        later runs are done.
+        """
+        node: Any = torch._C._current_autograd_node()
+        made = 0 if node is None else node._sequence_nr()
+        runs = self.runs[place]
+        later = [name for nodes, name in runs if nodes > made]
+        return later + [name for nodes, name in reversed(runs) if nodes <= made]
 
 
 def is_recomputing() -> bool:

@@ -223,8 +223,12 @@ class ModuleTap:
             # A module that runs twice in one microbatch: later runs get names of their own, also
             # where they are recomputed. A pass without gradients may be before the one with them.
             taken = state.again if recomputing else state.emitted
-            place = _numbered(place, taken, state.repeated)
-            taken.add(place)
+            runs = state.recomputed(place) if recomputing else []
+            names = itertools.chain(runs, _numbered(place, state.repeated))
+            named = next(name for name in names if name not in taken)
+            if not recomputing:
+                state.ran(place, named)
+            taken.add(place := named)
         known: Seen | None = seen.get(tensor)
         if known is not None and known.version != tensor._version:
             known = None
@@ -295,12 +299,11 @@ def on_gradient(tensor: torch.Tensor, hook: OnGradient) -> Any:
     return tensor.grad_fn.register_prehook(before_node)
 
 
-def _numbered(place: Place, taken: Container[Place], repeated: Container[str]) -> Place:
-    """The first name of a run that is not taken; those of repeated modules all have a number."""
+def _numbered(place: Place, repeated: Container[str]) -> Iterator[Place]:
+    """The names of a module's runs; those of repeated modules all have a number."""
     microbatch, kind, name, index = place
-    names = (f"{name}#{call}" if call else name for call in itertools.count(name in repeated))
-    places = ((microbatch, kind, name, index) for name in names)
-    return next(place for place in places if place not in taken)
+    for call in itertools.count(name in repeated):
+        yield microbatch, kind, f"{name}#{call}" if call else name, index
 
 
 def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:

@@ -114,6 +114,16 @@ def _install_uneven() -> None:
     _patch("reduce_scatter", scatter)
 
 
+def _is_in_place(operation: Any) -> bool:
+    """Whether a collective's result is where its input is.
+
+    NCCL leaves the buffer of a single rank alone. Gloo writes it once more at the end, over what
+    was added meanwhile (a deferred gradient of the output layer).
+    """
+    result = operation.dst_tensor
+    return result is None or result.data_ptr() == operation.tensor.data_ptr()
+
+
 def _install_coalescing() -> None:
     manager = dist.distributed_c10d._coalescing_manager
 
@@ -125,6 +135,8 @@ def _install_coalescing() -> None:
             world = dist.distributed_c10d._world
             group = group if group is not None else dist.distributed_c10d._get_default_group()
             waiting = world.pg_coalesce_state.get(group, [])
+            if dist.get_world_size(group) == 1:
+                waiting[:] = [one for one in waiting if not _is_in_place(one)]
             in_place = (one.tensor for one in waiting if one.dst_tensor is None)
             # Empty tensors have no address of their own.
             buffers = [tensor.data_ptr() for tensor in in_place if tensor.numel()]

@@ -101,9 +101,10 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "in a microbatch: Megatron arranges the tokens differently than on a single device: "
             "check the job with --micro-batch-size 1"
         )
-    if getattr(args, "use_precision_aware_optimizer", False) and starts_from_checkpoint(args):
+    if getattr(args, "use_precision_aware_optimizer", False) and loading.loads_optimizer(args):
         raise TTraceError(
-            "--use-precision-aware-optimizer with --load: the reference cannot get the loaded state"
+            "--use-precision-aware-optimizer with --load: the reference cannot get the loaded "
+            "state of the optimizer: check the job with --no-load-optim"
         )
     if getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16:
         raise TTraceError(

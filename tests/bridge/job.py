@@ -4,13 +4,15 @@
 MODEL is ``gpt``, ``llama``, ``qwen3``, ``gemma``, ``experts``, or a recipe. PARTs: ``sft``,
 ``packed``, ``direct``, ``in-batch`` (fine-tuning on ``data.py``'s files in the directory ``data``),
 ``lora``, ``counted-once`` (with it), ``fp32``, ``plain`` (no distributed optimizer), ``epsilon``
-(of all norms the configuration's), ``one`` (a recipe's layout becomes one rank). Fields are set
-last, as command-line overrides of recipes are.
+(of all norms the configuration's), ``bounds`` (of packed samples, where the releases lose them),
+``one`` (a recipe's layout becomes one rank). Fields are set last, as command-line overrides of
+recipes are.
 """
 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import functools
 import importlib
 import sys
@@ -27,11 +29,14 @@ from megatron.bridge.data.sources.hf import HFDatasetSourceConfig
 from megatron.bridge.models.common import te_layers
 from megatron.bridge.models.gpt_provider import GPTModelProvider
 from megatron.bridge.peft.lora import LoRA
+from megatron.bridge.training import gpt_step
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
 from megatron.bridge.training.finetune import finetune
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
+from megatron.core.models.gpt import GPTModel
 from megatron.core.parallel_state import get_expert_model_parallel_rank
+from megatron.core.transformer import multi_token_prediction
 from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
@@ -134,6 +139,27 @@ class CountedOnce(LoRA):
         return found
 
 
+def keep_bounds() -> None:
+    """Give schedule plans the bounds of packed samples (finding 50), MTP the padded ones (51)."""
+    params, plan = gpt_step.get_packed_seq_params, GPTModel.build_schedule_plan
+    roll = multi_token_prediction._roll_tensor_packed_seq
+    latest: list[Any] = []
+
+    def remembered(batch: Any) -> Any:
+        latest[:] = [params(batch)]
+        return latest[0]
+
+    def planned(self: GPTModel, *args: Any, **kwargs: Any) -> Any:
+        return plan(self, *args, **kwargs, packed_seq_params=latest[0])
+
+    def rolled(tensor: Any, shifts: int, dims: int, packed: Any, group: Any = None) -> Any:
+        padded = dataclasses.replace(packed, cu_seqlens_q=packed.cu_seqlens_q_padded)
+        return roll(tensor, shifts, dims, padded, group)
+
+    gpt_step.get_packed_seq_params, GPTModel.build_schedule_plan = remembered, planned
+    multi_token_prediction._roll_tensor_packed_seq = rolled
+
+
 def assign(cfg: Any, word: str) -> None:
     """Set ``SECTION.FIELD=VALUE``."""
     path, _, text = word.partition("=")
@@ -162,6 +188,8 @@ def main(name: str, *words: str) -> None:
         cfg.peft = (CountedOnce if "counted-once" in parts else LoRA)(dim=4, alpha=8)
     if "epsilon" in parts:  # finding 49
         te_layers.TENorm = functools.partial(te_layers.TENorm, eps=cfg.model.layernorm_epsilon)
+    if "bounds" in parts:
+        keep_bounds()
     if "fp32" in parts:
         cfg.mixed_precision = None
     if "plain" in parts:

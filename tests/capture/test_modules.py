@@ -15,6 +15,7 @@ from megatron_ttrace.trace.records import Kind
 from tests.capture.recorder import Block, Model, Recorder, batch, tapped
 
 GRADIENTS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
+again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
 
 
 def run(model, sink=None, seed=0, errors=None):
@@ -253,7 +254,6 @@ def test_gradients_of_a_shared_input_are_summed_over_its_consumers():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_recomputed_block_is_not_the_only_consumer(recompute):
     """What enters it and a residual branch has one gradient, as without recomputation."""
-    again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
     block = Function(lambda self, x: self.b(x), b=linear())
     _, sink, _ = recorded(lambda m, x: x + (again(m.a, x) if recompute else m.a(x)), a=block)
     expected = ONES + ONES @ block.b.weight.detach()
@@ -262,21 +262,53 @@ def test_a_recomputed_block_is_not_the_only_consumer(recompute):
     assert torch.equal(sink.values[0, Kind.GRAD_OUTPUT, "a.b", 0], ONES)
 
 
-def test_a_recomputed_module_that_runs_twice():
-    """Both runs keep their names."""
-    again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+class Later(torch.autograd.Function):
+    """As ``CheckpointWithoutOutput``: recomputed by a hook of what uses the output."""
+
+    @staticmethod
+    def forward(ctx, recompute, run, x):
+        def again(grad):
+            ctx.x = x.detach().requires_grad_()
+            with torch.enable_grad():
+                ctx.output = run(ctx.x)
+
+        recompute.append(again)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.autograd.backward(ctx.output, grad)
+        return None, None, ctx.x.grad
+
+
+def _twice_later(self, x):
+    for _ in range(2):
+        recompute = []
+        (x := Later.apply(recompute, self.b, x) * 1.0).register_hook(recompute[0])
+    return x
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: again(lambda x: self.b(self.b(x)), x),
+        lambda self, x: again(self.b, again(self.b, x)),
+        lambda self, x: again(self.b, self.b(x)),
+        _twice_later,
+    ],
+)
+def test_a_recomputed_module_that_runs_twice(forward):
+    """Both runs keep their names, however they are recomputed."""
     block = Function(lambda self, x: self.b(self.b(x)), b=linear())
     _, plain, _ = recorded(lambda m, x: m.a(x), a=block)
-    _, sink, _ = recorded(lambda m, x: again(m.a, x), a=block)
-    for kind in (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT):
-        assert sorted(sink.names(kind)) == sorted(plain.names(kind))
-        for name in ("a.b", "a.b#1"):
-            assert torch.allclose(sink.values[0, kind, name, 0], plain.values[0, kind, name, 0])
+    _, sink, _ = recorded(lambda m, x: m.a(x), a=Function(forward, b=block.b))
+    assert sorted(sink.values) == sorted(plain.values)
+    for place in itertools.product([0], GRADIENTS, ("a.b", "a.b#1"), [0]):
+        assert torch.allclose(sink.values[place], plain.values[place])
 
 
 def test_a_module_that_is_recomputed_twice():
     """A block is recomputed, and a part of it once more: that is still the first run."""
-    again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
     block = Function(lambda self, x: again(self.b, x), b=linear())
     _, sink, _ = recorded(lambda m, x: again(m.a, x), a=block)
     assert "a.b" in sink.names(Kind.GRAD_OUTPUT)

@@ -173,8 +173,15 @@ def collectives(rank: int, where: str) -> dict[str, Any]:
         refused = ""
     except RuntimeError as error:
         refused = str(error)
+    alone = [dist.new_group([rank], backend="nccl") for rank in (0, 1)][rank]
+    changed = torch.ones(2)
+    with dist._coalescing_manager(alone, async_ops=True) as waiting:
+        dist.reduce_scatter_tensor(changed, changed, group=alone, async_op=True)
+    changed += 1
+    waiting.wait()
     found = {
         "backend": dist.get_backend(group),
+        "changed meanwhile": changed.tolist(),
         "coalesced": [one.tolist() for one in summed],
         "coalesced twice": refused,
         "all_gather": [part.flatten().tolist() for part in gathered],

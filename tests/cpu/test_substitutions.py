@@ -94,6 +94,7 @@ def test_collectives_of_forked_ranks(facts, rank):
     assert seen["bf16"] == [3.0]
     assert seen["coalesced"] == [[3.0, 3.0], [3.0]]
     assert "undefined with NCCL" in seen["coalesced twice"]
+    assert seen["changed meanwhile"] == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

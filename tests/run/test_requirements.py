@@ -87,7 +87,7 @@ REFUSED = [
 @pytest.mark.parametrize(("given", "asked", "words"), REFUSED)
 def test_refused(given, asked, words, monkeypatch):
     """The reason is one line."""
-    monkeypatch.setattr(requirements, "starts_from_checkpoint", lambda args: bool(args.load))
+    monkeypatch.setattr(requirements.loading, "directory_of", lambda args: args.load)
     with pytest.raises(TTraceError, match=words) as refused:
         requirements.require(arguments(**given), settings(**asked))
     assert "\n" not in str(refused.value)
@@ -101,6 +101,7 @@ ACCEPTED = [
     ({"overlap_moe_expert_parallel_comm": True}, {}),
     ({"use_torch_fsdp2": True}, {}),
     ({"load": "there"}, {}),
+    ({"load": "there", "use_precision_aware_optimizer": True, "finetune": True}, {}),
     ({"cuda_graph_impl": "none"}, {}),
 ]
 
@@ -108,7 +109,7 @@ ACCEPTED = [
 @pytest.mark.parametrize(("given", "asked"), ACCEPTED)
 def test_accepted(given, asked, monkeypatch):
     """Similar runs are not refused."""
-    monkeypatch.setattr(requirements, "starts_from_checkpoint", lambda args: bool(args.load))
+    monkeypatch.setattr(requirements.loading, "directory_of", lambda args: args.load)
     requirements.require(arguments(**given), settings(**asked))
 
 

@@ -22,10 +22,11 @@ def hadamard_transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return (values[..., :size] * scale).to(x.dtype)
 
 
+@torch.no_grad()
 def wgrad_gemm_accum_fp32(
     inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """``main_grad += grad_output^T inputs``, not rounded before it is added.
+    """``main_grad += grad_output^T inputs``, not rounded before it is added; no graph, as a kernel.
 
     Args:
         inputs: [..., in].

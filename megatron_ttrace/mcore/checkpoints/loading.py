@@ -75,6 +75,13 @@ def directory_of(args: MegatronArguments) -> str | None:
     return None
 
 
+def loads_optimizer(args: MegatronArguments) -> bool:
+    """Whether this job loads its optimizer's state, if the checkpoint has it."""
+    # A pretrained checkpoint is loaded as with --finetune.
+    is_load = args.load is not None and directory_of(args) == str(args.load)
+    return is_load and all(part is not Part.OPTIMIZER for part, _ in _left(args, is_release=False))
+
+
 def missing(args: MegatronArguments) -> str:
     """Why nothing is loaded although the job names a checkpoint; empty if that is not so.
 

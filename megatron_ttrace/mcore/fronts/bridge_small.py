@@ -111,5 +111,9 @@ def _tune(cfg: Any, data: Path) -> None:
     is_chat = type(dataset.preprocessing).__name__.startswith("Chat")
     dataset.dataset_root = data / ("chat" if is_chat else "prompt")
     dataset.do_validation = dataset.do_test = False
-    if dataset.offline_packing_specs is not None:
-        dataset.offline_packing_specs.packed_sequence_size = dataset.seq_length
+    if (rows := dataset.offline_packing_specs) is not None:
+        if rows.max_single_sequence_length is not None:
+            # The rest of a row is room for what its last sample is padded by.
+            most = rows.max_single_sequence_length * dataset.seq_length
+            rows.max_single_sequence_length = most // rows.packed_sequence_size
+        rows.packed_sequence_size = dataset.seq_length

@@ -108,10 +108,11 @@ def test_last_inputs():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradient(dtype):
-    """The product is added to what is there."""
-    inputs, grad = torch.randn(3, 2, 4), torch.randn(3, 2, 5)
+    """The product is added to what is there, and a buffer of gradients needs none of its own."""
+    inputs, grad = torch.randn(3, 2, 4, requires_grad=True), torch.randn(3, 2, 5)
     main_grad = torch.ones(5, 4, dtype=dtype)
     wgrad_gemm_accum_fp32(inputs, grad, main_grad)
+    assert not main_grad.requires_grad
     expected = 1 + torch.einsum("sbo,sbi->oi", grad, inputs)
     torch.testing.assert_close(main_grad.float(), expected, rtol=2e-2, atol=2e-2)
 

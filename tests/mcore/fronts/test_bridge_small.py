@@ -65,15 +65,12 @@ def test_pretraining() -> None:
 
 def test_adapters_on_conversations() -> None:
     """Text of our own, and no weights of a checkpoint, though there must be one."""
-    dataset = Tuning(
-        preprocessing=ChatPreprocessing(),
-        seq_length=64,
-        offline_packing_specs=SimpleNamespace(packed_sequence_size=8192),
-    )
+    rows = SimpleNamespace(packed_sequence_size=8192, max_single_sequence_length=8184)
+    dataset = Tuning(preprocessing=ChatPreprocessing(), seq_length=64, offline_packing_specs=rows)
     cfg = configuration(dataset, peft="LoRA")
     bridge_small.detach(cfg, Path("data"), 2)
     assert dataset.dataset_root == Path("data/chat")
-    assert dataset.offline_packing_specs.packed_sequence_size == 64
+    assert (rows.packed_sequence_size, rows.max_single_sequence_length) == (64, 63)
     assert cfg.checkpoint.pretrained_checkpoint == "data/start"
     assert SETUP.checkpoint_exists("data/start") is True
 
