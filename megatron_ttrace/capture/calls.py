@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 from megatron_ttrace.capture.starts import Starts
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
@@ -62,6 +64,7 @@ class CallTap:
         self._calls: dict[tuple[int, int, str, int], tuple[Phase, int]] = {}
         self._seen: dict[int, _Seen | None] = {}
         self._values: dict[str, set[float]] = defaultdict(set)
+        self._tensors: list[tuple[str, torch.Tensor]] = []
         self._others: list[CodeType] = []
         self._context: Context | None = None
         self._reports = Starts(_NAME)
@@ -99,6 +102,9 @@ class CallTap:
         }
         codes = (seen.code for known in numbers if (seen := self._seen[known]) is not None)
         functions = tuple(map(sources.function_of, codes))
+        for where, tensor in self._tensors:
+            self._values[where].update(filter(math.isfinite, [tensor.item()]))
+        self._tensors.clear()
         values = {where: tuple(sorted(given)) for where, given in self._values.items()}
         return Calls(functions, calls, marks, values)
 
@@ -138,8 +144,13 @@ class CallTap:
             self._calls[key] = phase, 0 if by is None or caller is None else caller.f_lineno
             seen.starts = 0
             for name in seen.factors:
-                if isinstance(value := frame.f_locals.get(name), float) and math.isfinite(value):
+                value = frame.f_locals.get(name)
+                if isinstance(value, float) and math.isfinite(value):
                     self._values[sources.shown(seen.code)].add(value)
+                elif type(value) is torch.Tensor and value.numel() == 1 and not value.is_meta:
+                    # It is read after the step: nothing waits for the device.
+                    copy = value.detach().clone()
+                    self._tensors.append((sources.shown(seen.code), copy))
             return None
         seen.starts += 1
         return sys.monitoring.DISABLE if seen.starts >= _ENOUGH else None

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
 
 from megatron_ttrace.trace.collectives import Ledger, Phase, pattern
 from megatron_ttrace.trace.judged import Judged
@@ -103,13 +103,41 @@ class Outcomes:
     def __init__(self, verdicts: Iterable[Judged]) -> None:
         self._failed: set[tuple[str, Kind]] = set()
         self._passed: set[tuple[str, Kind]] = set()
-        for verdict in verdicts:
+        for verdict in (known := list(verdicts)):
             key = pattern(verdict.name.partition("#")[0]), verdict.kind
             if verdict.verdict.is_failure:
                 self._failed.add(key)
             elif verdict.verdict is Outcome.PASS:
                 self._passed.add(key)
         self._passed -= self._failed
+        self._counted: Counter[str] = Counter(
+            v.name for v in known if v.kind is Kind.COUNTED and v.verdict.is_failure
+        )
+
+    def names(self, kind: Kind) -> set[str]:
+        """Tensors of a kind that fail."""
+        return {name for name, each in self._failed if each is kind}
+
+    def separating(self, kind: Kind, marked: Mapping[str, Collection[str]]) -> set[str]:
+        """Marks of the failing parameters, by a kind of tensor, that no other parameter has.
+
+        Args:
+            kind: of the tensors.
+            marked: marks by the parameter's name, without numbers.
+        """
+        failed = [{*marked[name]} for name in self.names(kind) if name in marked]
+        others = (marks for name, marks in marked.items() if (name, kind) not in self._failed)
+        return set.intersection(*failed).difference(*others) if failed else set()
+
+    def counts(self, parameter: str) -> int:
+        """How many statistics, as the norm and the step, a parameter is wrong in."""
+        return self._counted[parameter]
+
+    def logged(self, words: Collection[str]) -> dict[str, bool]:
+        """By name, whether what is logged is right: all numbers that have such a word in theirs."""
+        known = {name: False for name, kind in self._failed if kind is Kind.METRIC}
+        known |= {name: True for name, kind in self._passed if kind is Kind.METRIC}
+        return {name: right for name, right in known.items() if {*name.split("_")} & {*words}}
 
     def is_right(self, context: Context) -> bool:
         """Whether all that a module made in a pass of the step is right."""

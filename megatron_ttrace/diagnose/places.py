@@ -9,14 +9,22 @@ modules, above all in ones whose results are right: as in fault localisation by 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 from megatron_ttrace.diagnose.code import BUILDING, Code, Context, Outcomes
 from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
+from megatron_ttrace.diagnose.words import (
+    EVERYWHERE,
+    NAMED,
+    PARAMETERS,
+    UNFILLED,
+    WORDS,
+    communicates,
+    loss_of,
+    tokens,
+)
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
@@ -30,7 +38,7 @@ from megatron_ttrace.trace.findings import (
     Loss,
     LossShare,
     LossTerm,
-    Term,
+    UnequalShares,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.places import Clue, Place
@@ -44,54 +52,26 @@ _SETS, _FARTHER = 1.5, 0.7
 """Points for what sets a factor; of what leads to a collective, by the number of calls."""
 _VALUE, _EQUAL = 2.0, 1e-3
 """Points for a factor of the size of the error, and how near it must be."""
+_MEAN = 1.5
+"""Points for a mean over ranks, where something is too small by their number."""
+_INSTEAD = 0.4
+"""Weight of what is named for another loss."""
+_CALLED = 1.0
+_LOOPS = 0.7
+"""Points for going through items, where some tensors lack what others have."""
+_SEPARATES = 2.0
+"""Points for a mark that the failing parameters have, and no others."""
 _WORDY = 3
 """Words of a function's name; a longer name has a word more easily by chance."""
 _SCALED = {*FACTORS, Cause.WEIGHTS, Cause.ADDEND, Cause.SOFTMAX_SCALE, Cause.HYPERPARAMETERS}
+_LACKING = {Cause.PARTIAL, Cause.COPY, Cause.NEVER_COUNTED}
 _REDUCED = {Cause.PARTIAL, Cause.COPY, Cause.WEIGHTS, *FACTORS}
 _MOVED = {
     *(Cause.ZERO, Cause.OTHER_TIME, Cause.OTHER_MODULE, Cause.OFFSET, Cause.ORDER, Cause.HALVES),
     *(Cause.ROWS, Cause.TOKEN_IDS, Cause.NEVER_COUNTED, Cause.COUNTED_TWICE),
 }
-_COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync", "alltoall"}
-_EVERYWHERE = {"decoder", "layers", "model", "weight", "bias"}
 _DIVISORS = {"step_tokens": "tokens"}
 """Names of factors, and of what is divided by in code."""
-
-_WORDS: dict[object, str] = {
-    Kind.MAIN_GRAD: "grad grads",
-    Kind.GRAD_NORM: "norm grad",
-    Kind.GRAD_OUTPUT: "grad gradient gradients",
-    Kind.GRAD_INPUT: "grad gradient gradients",
-    Kind.LOSS: "loss",
-    Kind.PARAM: "param params sync",
-    Kind.PARAM_DELTA: "step param params",
-    Kind.HYPERPARAMETERS: "group groups",
-    Kind.INITIAL: "initialize reset",
-    Kind.ROUTING: "routing topk",
-    Statistic.CLIPPED: "clip norm grad",
-    Statistic.STEPPED: "step group groups",
-    Loss.AUXILIARY: "aux loss",
-    Loss.SEQUENCE: "aux seq loss",
-    Loss.GLOBAL: "aux global loss",
-    Loss.Z: "z loss",
-    Loss.MTP: "mtp loss",
-    Loss.INDEXER: "indexer loss",
-    Cause.LAYERS: "layers num build",
-    Cause.LAYER_NUMBERS: "layer offset",
-    Term.LOGARITHM: "loss log",
-    Term.LABEL: "predicted target label",
-    Term.SOFTMAX: "softmax exp loss",
-    "clipping": "clip",
-    "loss_scale": "loss scale",
-    "auxiliary": "aux loss",
-}
-"""Words in the names of functions that make something, or apply a factor."""
-_NAMED: dict[object, set[str]] = {
-    key: {*_WORDS[key].split()}
-    for key in ("clipping", "loss_scale", "auxiliary", *Loss)
-    if key in _WORDS
-}
-"""Words in the names of factors: of those that a finding names, and of losses."""
 
 
 class Places:
@@ -152,17 +132,40 @@ class _Judge:
             # The weights of means over tokens.
             self._axes.add("tokens")
         self._few = outcomes.share(verdict.kind) < _FEW
+        shares = [w for f in findings if isinstance(f, UnequalShares) for _, w in f.by_ranks]
+        is_missing = bool(shares) and all(each.missing for some in shares for each in some)
+        # Nothing was done to these tensors that was done to others.
+        self._passed_over = (
+            self._few
+            and verdict.kind in (Kind.MAIN_GRAD, Kind.COUNTED, Kind.PARAM_DELTA)
+            and (is_missing or not self._causes.isdisjoint(_LACKING))
+        )
         # One factor is for all parameters.
         self._of_few = self._few and verdict.kind is Kind.MAIN_GRAD
         counted = verdict.kind is Kind.COUNTED
+        # What is neither counted nor stepped has no gradient in the optimizer.
+        self._unfilled = (
+            counted and Cause.NEVER_COUNTED in self._causes and outcomes.counts(verdict.name) > 1
+        )
         self._is_reduced = counted and verdict.index == Statistic.REDUCED.number
         whole = outcomes.failed(Kind.MAIN_GRAD, verdict.name)
-        self._suspects = Suspects(code, ledger, verdict, finding, few=self._few, whole=whole)
+        self._suspects = Suspects(
+            code,
+            ledger,
+            verdict,
+            finding,
+            few=self._few,
+            whole=whole,
+            logged=outcomes.logged(("loss",)),
+        )
         self._words = self._words_of(findings)
         losses = {loss for each in findings if isinstance(each, LossShare) for loss in each.losses}
-        self._factors = dict.fromkeys(losses, 1.0) | dict.fromkeys(_NAMED.keys() & self._axes, 2.0)
+        self._factors = dict.fromkeys(losses, 1.0) | dict.fromkeys(NAMED.keys() & self._axes, 2.0)
+        # Of these parameters, each rank has the right values of its own part.
+        self._unsent = verdict.kind is Kind.PARAM and any(map(_complementary, findings))
         # The share of a loss is computed beside the module's output.
         self._of_loss = isinstance(finding, LossShare)
+        self._losses = losses if losses and Loss.MAIN not in losses else set()
         self._lines: dict[int, int] = {}
         self._reducing: set[int] = set()
 
@@ -191,13 +194,18 @@ class _Judge:
         # There is more to be wrong in a long function.
         prior = 0.15 * math.log2(max(2.0, self._code.functions[number].size / 32))
         points = prior + sum(self._suspects.clues[number].values())
-        return self._suspects.weights[number] * points / math.sqrt(1.0 + passed)
+        weight = self._suspects.weights[number]
+        if self._losses and loss_of(self._code.functions[number]) not in {None, *self._losses}:
+            weight *= _INSTEAD
+        return weight * points / math.sqrt(1.0 + passed)
 
     def _words_of(self, findings: Iterable[Finding]) -> dict[str, float]:
         """Words in names of functions that have to do with the failure, with their points."""
         verdict, module = self._verdict, self._suspects.module
         known: list[tuple[object, float]] = [(verdict.kind, 0.5)]
-        if verdict.kind is Kind.COUNTED:
+        if self._unfilled:
+            known = [(UNFILLED, 1.0)]
+        elif verdict.kind is Kind.COUNTED:
             known.append(([*Statistic][verdict.index], 0.5))
         for finding in findings:
             if isinstance(finding, LossShare):
@@ -205,18 +213,29 @@ class _Judge:
                 known += [(loss, 0.35) for loss in finding.losses]
             known += [(axis, 1.0) for axis in (*finding.axes, finding.cause)]
             known += [(finding.term, 1.0)] if isinstance(finding, LossTerm) else []
-        words = dict.fromkeys(set(_tokens(module)) - _EVERYWHERE, 0.35)
+        words = dict.fromkeys(set(tokens(module)) - EVERYWHERE, 0.35)
+        if verdict.kind is Kind.PARAM:
+            words |= dict.fromkeys(("grad", "grads"), -1.0)
         if verdict.kind is Kind.BUFFER:
-            words |= dict.fromkeys(_tokens(module.rpartition(".")[2]), 0.7)
+            words |= dict.fromkeys(tokens(module.rpartition(".")[2]), 0.7)
         if verdict.kind is Kind.METRIC:
-            words |= dict.fromkeys(_tokens(verdict.name), 0.5)
+            words |= dict.fromkeys(tokens(verdict.name), 0.5)
             if verdict.index == MetricIndex.LEFT:
                 words |= dict.fromkeys(("clear", "reset", "zero"), 1.0)
         elif verdict.kind is Kind.GRAD_OUTPUT and module == ROOT:
             words["loss"] = 1.0
+        elif verdict.kind is Kind.GRAD_INPUT and not self._causes:
+            # A loss of its own that is wrong as well.
+            for name in self._outcomes.names(Kind.METRIC):
+                words |= dict.fromkeys(tokens(name), 0.5)
         for key, points in sorted(known, key=lambda each: each[1]):
-            words |= dict.fromkeys(_WORDS.get(key, "").split(), points)
+            words |= dict.fromkeys(WORDS.get(key, "").split(), points)
         return words
+
+    def _concerns(self, number: int) -> bool:
+        """Whether a function names an axis of the finding, or none."""
+        axes = {*self._code.functions[number].axes} & {*AXES}
+        return not self._mesh or not axes or not axes.isdisjoint(self._mesh)
 
     # Clues
 
@@ -225,20 +244,28 @@ class _Judge:
         if {_DIVISORS.get(axis, axis) for axis in self._axes} & {*function.axes}:
             # A function that mentions all axes says little about one.
             add(number, Clue.AXIS, len(function.axes) ** -0.5)
-        if self._causes & _SCALED:
+        if self._passed_over and function.loops and number in (self._reducing or {number}):
+            add(number, Clue.SELECTS, _LOOPS)
+        if self._causes & _SCALED and not self._passed_over:
             named = max((self._named(name) for name in function.factors), default=0.0)
-            add(number, Clue.SCALES, 0.7 * function.scales + named)
+            # One factor is for all parameters.
+            scales = 0.3 if self._of_few and function.part is Phase.GRADIENTS else 0.7
+            add(number, Clue.SCALES, scales * function.scales + named)
             add(number, Clue.VALUE, _VALUE * (not self._of_few and self._is_off_by(function)))
             # What sets a scale for each layout is wrong by the size of an axis.
             add(number, Clue.SETS, _SETS * bool(self._axes and Clue.SETS in clues))
-        if self._causes & _MOVED and self._verdict.kind is not Kind.PARAM_DELTA:
+        kind = self._verdict.kind
+        is_moved = bool(self._causes & _MOVED) and kind is not Kind.PARAM_DELTA
+        if kind is Kind.INITIAL or (is_moved and not self._unsent):
             add(number, Clue.MOVES, 0.7 * function.moves)
         head, _, name = function.name.rpartition(".")
-        points = sum(self._words.get(word, 0.0) for word in {*_tokens(name)})
-        points *= math.sqrt(min(1.0, _WORDY / max(1, len(_tokens(name)))))
-        points += 0.5 * sum(self._words.get(word, 0.0) for word in {*_tokens(head)})
+        points = sum(self._words.get(word, 0.0) for word in {*tokens(name)})
+        points *= math.sqrt(min(1.0, _WORDY / max(1, len(tokens(name)))))
+        points += 0.5 * sum(self._words.get(word, 0.0) for word in {*tokens(head)})
         if self._mesh and self._causes & _REDUCED and Clue.REDUCES not in clues:
-            points += 0.7 * _communicates(function)
+            points += 0.7 * communicates(function)
+        # A function that is called after the factor, and after nothing else.
+        points += _CALLED * any({*tokens(name)} == NAMED.get(axis) for axis in self._axes)
         if points:
             add(number, Clue.NAMES, points + clues.get(Clue.NAMES, 0.0))
 
@@ -264,8 +291,13 @@ class _Judge:
                 self._lines.setdefault(chain[0], place.line)
             if self._fits(call):
                 self._reducing |= {*chain}
+            selects = any(self._code.functions[number].marks for number in chain[:1])
             for distance, number in enumerate(chain):
-                self._suspects.add(number, Clue.REDUCES, max(0.0, points) * _FARTHER**distance)
+                share = _FARTHER**distance
+                if self._passed_over and self._fits(call) and not selects:
+                    # It reduced others: what goes through all of them may have left these out.
+                    share = 1.0 if distance and self._code.functions[number].loops else share / 2
+                self._suspects.add(number, Clue.REDUCES, max(0.0, points) * share)
         if kind is Kind.MAIN_GRAD:
             for number in (gathers - reduces) & weights.keys():
                 weights[number] *= 0.5
@@ -283,11 +315,15 @@ class _Judge:
 
     def _worth(self, call: Collective) -> float:
         kind = self._verdict.kind
+        if self._unfilled:
+            return 0.0
         if self._fits(call) and self._causes & _REDUCED:
             if kind is Kind.BUFFER:
                 return 1.25
+            if not self._causes.isdisjoint((Cause.PARTIAL, Cause.COPY)):
+                return 2.5
             # What is summed, but by a wrong share, may as well be scaled elsewhere.
-            return 1.8 if self._causes.isdisjoint((Cause.PARTIAL, Cause.COPY)) else 2.5
+            return 1.8 + _MEAN * (call.reduction == "avg" and Cause.TOO_SMALL in self._causes)
         is_sum = call.operation.reduces and call.dtype.startswith("float")
         phase = Phase.GRADIENTS if self._is_reduced else Phase.OPTIMIZER
         of_norm = kind in (Kind.GRAD_NORM, Kind.COUNTED) and call.direction is phase
@@ -330,42 +366,68 @@ class _Judge:
         return found
 
     def _is_off_by(self, function: Function) -> bool:
-        """Whether a factor that a function was given is what the values are off by."""
-        given = self._ledger.sources.calls.values.get(function.where, ())
+        """Whether a factor that a function was given is what the values are off by.
+
+        The backward pass of an autograd function uses what other methods of it were given.
+        """
+        values, (head, _, name) = self._ledger.sources.calls.values, function.name.rpartition(".")
+        places = [function.where]
+        if head and name == "backward":
+            places = [where for where in values if f" ({head}." in where]
         off = [value for ratio in self._ratios for value in (ratio, 1 / ratio)]
         return any(
             abs(abs(value) / ratio - 1) < _EQUAL < abs(ratio - 1)
-            for value in given
+            for where in places
+            for value in values.get(where, ())
             for ratio in off
         )
 
     def _named(self, factor: str) -> float:
         """Points for a factor whose name is that of the finding's, or of its loss."""
-        words = {*_tokens(factor)}
-        fits = {key: len(wanted) for key, wanted in _NAMED.items() if wanted <= words}
+        words = {*tokens(factor)}
+        fits = {key: len(wanted) for key, wanted in NAMED.items() if wanted <= words}
         most = max(fits.values(), default=0)
         return max((self._factors.get(key, 0.0) for key in fits if fits[key] == most), default=0.0)
 
     def _silence(self) -> None:
-        """For functions of modules that communicate by their names, but did not."""
+        """For functions of modules that communicate by their names, but did not.
+
+        Also for those that send parameters after a step, if each rank has only updated its own.
+        """
+        if Cause.TOO_LARGE in self._causes:
+            # What is too large lacks nothing.
+            return
         spanned = {axis for call in self._ledger.collectives for axis in _spans(call.group)}
         ran: dict[int, set[str]] = defaultdict(set)
         for call in self._ledger.collectives:
             for number in self._chain(call):
                 ran[number].add(pattern(call.module))
         passes = Phase.FORWARD, Phase.BACKWARD
+        silent: dict[int, None] = {}
         for number in self._suspects.weights:
             function = self._code.functions[number]
-            modules = {name for name, phase in self._code.contexts[number] if phase in passes}
-            could = _communicates(function) and spanned & {*function.axes}
-            if could and modules and not modules & ran[number]:
-                self._suspects.add(number, Clue.SILENT, 1.5)
+            contexts = [each for each in self._code.contexts[number] if each[1] in passes]
+            modules = {name for name, _ in contexts}
+            named = communicates(function) and spanned & {*function.axes}
+            if named and modules and not modules & ran[number]:
+                # The axis may be known to the caller alone.
+                below = (known for each in contexts for known in self._code.below(number, each))
+                quiet = (known for known in below if communicates(self._code.functions[known]))
+                silent |= dict.fromkeys(known for known in quiet if not modules & ran[known])
+        for number in self._suspects.weights if self._unsent else ():
+            function = self._code.functions[number]
+            could = communicates(function) and not PARAMETERS.isdisjoint(tokens(function.name))
+            if could and function.part is Phase.GRADIENTS and not ran[number]:
+                silent[number] = None
+        for number in silent:
+            self._suspects.add(number, Clue.SILENT, 1.5)
 
     def _marks(self) -> None:
         """For what marks a parameter whose gradient is wrong, or selects parameters by marks."""
         suspects, kind = self._suspects, self._verdict.kind
         if kind not in (Kind.MAIN_GRAD, Kind.COUNTED):
             return
+        separating = self._outcomes.separating(kind, self._ledger.sources.calls.marks)
         missing = kind is Kind.MAIN_GRAD and Cause.PARTIAL in self._causes
         set_here = {*self._ledger.sources.calls.marks.get(pattern(self._verdict.name), ())}
         selecting = {mark for n in self._reducing for mark in self._code.functions[n].marks}
@@ -379,18 +441,16 @@ class _Judge:
                 suspects.add(number, Clue.MARKS, 9.0)
             elif is_built and marks and self._few and not missing:
                 suspects.add(number, Clue.MARKS, 0.7)
-            elif marks and missing and not lost and not is_built:
+            elif marks and missing and not lost and not is_built and self._concerns(number):
                 suspects.add(number, Clue.SELECTS, 1.5)
+            if marks & separating:
+                suspects.add(number, Clue.SELECTS, _SEPARATES)
 
 
-@functools.cache
-def _tokens(name: str) -> tuple[str, ...]:
-    """The words of a name, in lower case."""
-    return tuple(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))
-
-
-def _communicates(function: Function) -> bool:
-    return not _COMMUNICATE.isdisjoint(_tokens(function.name))
+def _complementary(finding: Finding) -> bool:
+    """Whether no element is wrong on all ranks that are wrong in a part."""
+    spans = [span for _, span, _ in finding.spans] if isinstance(finding, InPart) else []
+    return len(spans) > 1 and max(a for a, _ in spans) > min(b for _, b in spans)
 
 
 def _each(finding: Finding | None) -> Iterator[Finding]:

@@ -10,7 +10,8 @@ its module's constructor called; for a logged number, what names it and what log
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from megatron_ttrace.diagnose.code import BUILDING, Code
 from megatron_ttrace.diagnose.start import WEIGHTS
@@ -50,6 +51,7 @@ class Suspects:
         *,
         few: bool,
         whole: bool,
+        logged: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         """Find them.
 
@@ -60,12 +62,13 @@ class Suspects:
             finding: what was found out about its cause.
             few: whether most tensors of this kind pass.
             whole: whether the gradients of the module's parameters fail, too.
+            logged: whether the losses that are logged are right, by name.
         """
         self.weights: dict[int, float] = {}
         self.clues: dict[int, dict[Clue, float]] = defaultdict(dict)
         self._code, self._sources = code, ledger.sources
         self._verdict, self._finding = verdict, finding
-        self._few, self._whole = few, whole
+        self._few, self._whole, self._right = few, whole, logged
         self.module = verdict.name.partition("#")[0]
         self._owner = self.module
         if verdict.kind in _OF_PARAMETERS:
@@ -106,12 +109,15 @@ class Suspects:
             functions = self._code.functions
             self._take((n for n in self._code.at[BUILDING] if "seed" in functions[n].name), 1.0)
             return
-        self._built(self._owner, 1.0)
-        self._built(self.module, 1.0)
+        # If most are wrong, it is less likely the constructors of all these modules.
+        few = self._few
+        self._built(self._owner, 1.0 if few else 0.5)
+        self._built(self.module, 1.0 if few else 0.5)
         is_misplaced = cause in _MISPLACED
         for distance, outer in enumerate(around(self._owner), 1):
-            self._built(outer, 1.0 if is_misplaced else _FARTHER**distance, whole=is_misplaced)
-        self._part(_G, 0.0, 0.4)
+            farther = (1.0 if few else 0.5) * _FARTHER**distance
+            self._built(outer, 1.0 if is_misplaced else farther, whole=is_misplaced)
+        self._part(_G, 0.0, 0.4 if few else 1.0)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)
 
     def _input(self) -> None:
@@ -145,11 +151,29 @@ class Suspects:
         of_loss = isinstance(self._finding, LossShare)
         # What is wrong for the parameters as well was wrong before it came to the module's input.
         forward = of_loss or (self._whole and self._finding is None)
+        if isinstance(self._finding, LossShare) and self._right:
+            self._share(self._finding)
+            return
         self._ran(self.module, _B, 0.6 if forward else 0.8)
         self._differentiated(self.module, 0.6 if forward else 1.0)
         self._ran(self.module, _F, 1.0 if forward else 0.6)
         # A wrong scale makes a wrong share, which would have been found.
         self._set_for(self.module, 0.9 if self._finding else 0.3)
+
+    def _share(self, finding: LossShare) -> None:
+        """What computes a loss beside the module's output, and what scales its gradient."""
+        # A loss that is logged rightly was computed rightly.
+        right = all(self._right.values())
+        # All losses have one scale: if others have the right share, it is right.
+        of_scale = right and len(self._right) <= len(finding.losses)
+        self._ran(self.module, _B, 0.9 if of_scale else 0.3)
+        self._ran(self.module, _F, 0.6 if of_scale else 1.0)
+        self._set_for(self.module, 1.0 if of_scale else 0.3)
+        # What attaches a loss to the graph was given what is logged.
+        where = pattern(self.module), _F
+        for _, twin in self._autograd(where[0], "forward"):
+            for caller in self._code.callers(twin, where):
+                self.weights[caller] *= 1.0 if right else 0.6
 
     def _parameter_gradient(self) -> None:
         # If most are right, it is less likely what reduces all of them.
@@ -283,7 +307,8 @@ class Suspects:
         }
         for number, function in enumerate(code.functions):
             if (function.file, function.name[: function.name.rfind(".") + 1]) in heads:
-                elsewhere = (one for one in code.contexts[number] if one[0] != name)
+                elsewhere = [one for one in code.contexts[number] if one[0] != name]
+                self._take([number] if elsewhere else (), weight * _DEEPER)
                 for caller in (c for context in elsewhere for c in code.callers(number, context)):
                     self._take([caller], weight)
                     self.add(caller, Clue.SETS, 0.3)
