@@ -109,8 +109,8 @@ class Suspects:
             functions = self._code.functions
             self._take((n for n in self._code.at[BUILDING] if "seed" in functions[n].name), 1.0)
             return
-        # If most are wrong, it is less likely the constructors of all these modules.
-        few = self._few
+        # If most initial values are wrong, it is less likely the constructors of all these modules.
+        few = self._few or self._verdict.kind is not Kind.INITIAL
         self._built(self._owner, 1.0 if few else 0.5)
         self._built(self.module, 1.0 if few else 0.5)
         is_misplaced = cause in _MISPLACED

@@ -95,6 +95,19 @@ def test_calls(tap: CallTap) -> None:
     assert Calls.from_json(calls.to_json()) == calls
 
 
+def test_factors_in_tensors(tap: CallTap) -> None:
+    """Of one element, with the value at the call; read after the step, and none without a value."""
+    model = made(MODEL, "core/m.py")
+    tap.in_steps(lambda: ("mlp", Phase.FORWARD))
+    factor = torch.full((1,), 4.0)
+    model["primitive"](torch.ones(1), factor, coeff=torch.ones(2))
+    factor.zero_()
+    tap.in_steps(lambda: ("other", Phase.FORWARD))
+    model["primitive"](torch.ones(1, device="meta"), torch.ones(1, device="meta"))
+    tap.stop()
+    assert list(tap.calls([]).values.values()) == [(4.0,)]
+
+
 def functions_name(calls: Calls, number: int) -> str:
     """The name of a function."""
     return calls.functions[number].name

@@ -43,7 +43,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "offset": {"axes": ("pp",), "scales": True, "size": 100},
     "Linear.reset_parameters": {"moves": True, "size": 100},
     "set_seed": {},
-    "finalize": {"part": G, "size": 400},
+    "finalize": {"part": G, "size": 400, "loops": True},
     "reduce_norms": {"part": G, "marks": ("sequence_parallel",), "axes": ("tp",), "size": 400},
     "sync_grads": {
         "part": G,
@@ -64,7 +64,12 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "Layer.__call__": {"size": 100},
     "scale_loss": {"part": U, "factors": ("get_loss_scale",), "scales": True},
     "build_groups": {"part": U, "size": 400},
-    "Buffer.__init__": {"part": G, "factors": ("scaling_factor",)},
+    "Buffer.__init__": {
+        "part": G,
+        "factors": ("scaling_factor",),
+        "moves": True,
+        "size": 6400,
+    },
     "wrap": {
         "part": G,
         "axes": ("dp",),
@@ -72,6 +77,9 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
         "sets": ("scaling_factor",),
     },
     "router_loss": {"strings": ("z_loss",), "size": 200},
+    "all_to_all_heads": {},
+    "copy_grads": {"part": U, "size": 100},
+    "sync_params": {"part": G, "size": 100},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
 _CALLS = [
@@ -97,6 +105,8 @@ _CALLS = [
     *[("Layer.forward", "", LAYER, F), ("Layer.__call__", "Layer.forward", LAYER, F)],
     ("Linear.forward", "Layer.__call__", LINEAR, F),
     ("scale_loss", "run", "", U),
+    *[("all_to_all_heads", "gather", LINEAR, B), ("copy_grads", "step", "", U)],
+    ("sync_params", "finalize", "", G),
     *[("build_groups", "", "", C), ("wrap", "", "", C), ("Buffer.__init__", "wrap", "", C)],
 ]
 CODES = (
@@ -114,9 +124,9 @@ CODES = (
 def collective(name: str, group: str = "tp", **more: Any) -> Collective:
     """A reduction that a function calls in its seventh line."""
     known = {"module": "", "direction": G, "bytes": 64, "operation": Operation.ALL_REDUCE}
+    known["reduction"] = "sum"
     return Collective(
         iteration=1,
-        reduction="sum",
         group=group,
         size=2,
         dtype="float32",

@@ -51,3 +51,23 @@ def test_outcomes() -> None:
     assert not outcomes.is_right(("c", Phase.FORWARD))
     assert not outcomes.is_right(("layers.*.b", Phase.BACKWARD))
     assert (outcomes.share(Kind.OUTPUT), outcomes.share(Kind.MAIN_GRAD)) == (0.5, 0.0)
+
+
+def test_marks_that_only_what_fails_has() -> None:
+    """All failing parameters have them, and no other."""
+    marked = {"a": ("x", "y"), "b": ("x", "z"), "c": ("z",)}
+    outcomes = Outcomes([judged(Kind.MAIN_GRAD, name, Outcome.DIVERGED) for name in "ab"])
+    assert outcomes.separating(Kind.MAIN_GRAD, marked) == {"x"}
+    assert outcomes.separating(Kind.PARAM_DELTA, marked) == set()
+    assert outcomes.separating(Kind.MAIN_GRAD, {**marked, "c": ("x",)}) == set()
+
+
+def test_what_is_logged() -> None:
+    """By a word in its name; a parameter counts once for each statistic that it is wrong in."""
+    diverged = Outcome.DIVERGED
+    verdicts = [judged(Kind.METRIC, "z_loss", diverged), judged(Kind.METRIC, "aux_loss")]
+    verdicts += [judged(Kind.METRIC, "lossless"), judged(Kind.COUNTED, "a", diverged)]
+    outcomes = Outcomes([*verdicts, judged(Kind.COUNTED, "a", diverged, index=4)])
+    assert outcomes.logged(("loss",)) == {"z_loss": False, "aux_loss": True}
+    assert (outcomes.counts("a"), outcomes.counts("b")) == (2, 0)
+    assert outcomes.names(Kind.COUNTED) == {"a"}

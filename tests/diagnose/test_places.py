@@ -13,19 +13,33 @@ from megatron_ttrace.trace.findings import (
     ConstantFactor,
     Explanation,
     Finding,
+    InPart,
     Loss,
     LossShare,
+    OtherTime,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import ROOT, Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
-from tests.diagnose.ran_by_hand import LINEAR, NORM, B, F, U, collective, record, where
+from tests.diagnose.ran_by_hand import (
+    LINEAR,
+    MODEL,
+    NORM,
+    B,
+    F,
+    U,
+    collective,
+    record,
+    where,
+)
 
 PARTIAL = Finding(Cause.PARTIAL, ("tp",))
 WEIGHT = f"{LINEAR}.weight"
 FORWARD = collective("reduce", module=LINEAR, direction=F)
+SMALL = ConstantFactor(Cause.TOO_SMALL, ("tp", "dp"), ratio=0.5)
+MEANS = collective("reduce_norms", reduction="avg", bytes=640)
 NORMS, GRADIENTS = collective("reduce_norms"), collective("sync_grads", "dp", bytes=640)
 
 
@@ -66,6 +80,11 @@ def places(
         (Kind.MAIN_GRAD, WEIGHT, PARTIAL, (NORMS,), "Linear.__init__", Clue.MARKS),
         # The scale is set by the schedule.
         (Kind.GRAD_OUTPUT, ROOT, large("microbatches"), (), "run", Clue.AXIS),
+        # It is called after the factor.
+        (Kind.GRAD_OUTPUT, ROOT, large("loss_scale"), (), "scale_loss", Clue.SCALES),
+        # A mean where a sum is too small.
+        (Kind.MAIN_GRAD, WEIGHT, SMALL, (MEANS, GRADIENTS), "reduce_norms", Clue.REDUCES),
+        (Kind.MAIN_GRAD, WEIGHT, SMALL, (NORMS, GRADIENTS), "sync_grads", Clue.REDUCES),
         (Kind.PARAM, WEIGHT, Finding(Cause.LAYER_NUMBERS, ("pp",)), (), "offset", Clue.AXIS),
         (Kind.EXP_AVG, WEIGHT, large("clipping"), (), "clip_by_norm", Clue.NAMES),
         (Kind.METRIC, "z_loss", large("layers"), (), "aggregate", Clue.NAMES),
@@ -98,6 +117,90 @@ def test_a_marked_parameter() -> None:
     ledger = record(NORMS, marks=marks)
     found = places(Kind.MAIN_GRAD, WEIGHT, PARTIAL, ledger=ledger)
     assert found[0].function == "reduce_norms"
+
+
+@pytest.mark.parametrize("others", [(), ("sequence_parallel",)])
+def test_a_mark_that_only_what_fails_has(others: tuple[str, ...]) -> None:
+    """What selects parameters by it, before what reduces all."""
+    marks = {
+        "decoder.layers.*.linear.weight": ("sequence_parallel",),
+        "decoder.layers.*.norm.weight": others,
+    }
+    ledger = record(NORMS, GRADIENTS, marks=marks)
+    first = places(Kind.MAIN_GRAD, WEIGHT, None, ledger=ledger)[0]
+    assert (first.clue is Clue.SELECTS) is not bool(others)
+    assert first.function == ("sync_grads" if others else "reduce_norms")
+
+
+def test_what_selects_by_marks_for_another_axis() -> None:
+    """What it selects is not what is missing."""
+    finding = Finding(Cause.PARTIAL, ("dp",))
+    marks = {
+        f"decoder.layers.*.{name}.weight": ("sequence_parallel",) for name in ("linear", "norm")
+    }
+    found = places(Kind.MAIN_GRAD, WEIGHT, finding, ledger=record(GRADIENTS, marks=marks))
+    assert "reduce_norms" not in {place.function for place in found if place.clue is Clue.SELECTS}
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_what_passes_over_some(few: bool) -> None:
+    """The reduction reduced the others: what goes through all of them comes first."""
+    others = tuple(judged(Kind.MAIN_GRAD, name) for name in "abc" if few)
+    copies = Finding(Cause.COPY, ("dp",))
+    found = places(Kind.MAIN_GRAD, WEIGHT, copies, GRADIENTS, others=others)
+    assert found[0].function == ("finalize" if few else "sync_grads")
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_what_has_no_gradient_in_the_optimizer(stepped: bool) -> None:
+    """It is in neither the norm nor the step: what copies gradients, not the norm."""
+    failure = judged(Kind.COUNTED, WEIGHT, Outcome.DIVERGED)
+    index = Statistic.STEPPED.number
+    others = [judged(Kind.COUNTED, WEIGHT, Outcome.DIVERGED, index=index)] * stepped
+    norm = collective("clip_by_norm", direction=U)
+    made = Places(record(norm), [failure, *others])
+    ranked = made.ranked(failure, Finding(Cause.NEVER_COUNTED))
+    assert ranked[0][1].function == ("copy_grads" if stepped else "clip_by_norm")
+
+
+@pytest.mark.parametrize("last", [4, 6])
+def test_parameters_that_were_not_sent(last: int) -> None:
+    """Each rank has the right values of its own part, and nothing sent parameters."""
+    spans = (0, (5, 9), 10), (1, (0, last), 10)
+    stale = OtherTime(Cause.OTHER_TIME)
+    failure = judged(Kind.PARAM, WEIGHT, Outcome.DIVERGED, index=1)
+    finding = InPart(Cause.OTHER_TIME, fault=stale, spans=spans)
+    first = Places(record(), [failure]).ranked(failure, finding)[0][1]
+    assert ((first.function, first.clue) == ("sync_params", Clue.SILENT)) is (last < 5)
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_initial_values_of_most_parameters(few: bool) -> None:
+    """What holds all parameters, not the constructor of one module."""
+    others = tuple(judged(Kind.INITIAL, name) for name in "abc" if few)
+    found = places(Kind.INITIAL, WEIGHT, Finding(Cause.INITIAL_VALUES), others=others)
+    built = {"Linear.__init__", "Linear.reset_parameters"}
+    assert (found[0].function in built) is few
+    if not few:
+        assert found[0].function == "Buffer.__init__"
+
+
+def test_a_factor_that_a_setter_was_given() -> None:
+    """The backward pass of its class did not apply it, or twice."""
+    finding = ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
+    ledger = record(values={where("Product.set_scale"): (0.5,)})
+    first = places(Kind.GRAD_INPUT, LINEAR, finding, ledger=ledger)[0]
+    assert (first.function, first.clue) == ("Product.backward", Clue.VALUE)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_logged_loss_that_is_wrong_as_well(fails: bool) -> None:
+    """What is named for it, where the cause is not known."""
+    metric = judged(Kind.METRIC, "z_loss", Outcome.DIVERGED if fails else Outcome.PASS)
+    failure = judged(Kind.GRAD_INPUT, MODEL, Outcome.DIVERGED)
+    ranked = Places(record(), [failure, metric]).ranked(failure, None)
+    clues = {place.function: place.clue for _, place in ranked}
+    assert (clues["router_loss"] is Clue.NAMES) is fails
 
 
 @pytest.mark.parametrize("given", [2.0, 0.5, -2.0])
@@ -165,6 +268,16 @@ def test_silence(ran: bool) -> None:
     ranked = Places(record(*calls), [failure]).ranked(failure, None)
     clues = {place.function: place.clue for _, place in ranked}
     assert (clues["gather"] is Clue.SILENT) is not ran
+    # It is known by its caller that this would be over the axis.
+    assert (clues["all_to_all_heads"] is Clue.SILENT) is not ran
+
+
+def test_what_is_too_large_lacks_nothing() -> None:
+    """What did not communicate is not to blame."""
+    failure = judged(Kind.GRAD_INPUT, LINEAR, Outcome.DIVERGED)
+    calls = record(collective("reduce", module=NORM, direction=F))
+    ranked = Places(calls, [failure]).ranked(failure, large("tp"))
+    assert Clue.SILENT not in {place.clue for _, place in ranked}
 
 
 def test_the_share_of_a_loss() -> None:

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import pytest
 
 from megatron_ttrace.diagnose.code import Code
 from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
-from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding
+from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, Loss, LossShare
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import ROOT, Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
@@ -23,11 +26,12 @@ def suspects(
     *,
     few: bool = False,
     whole: bool = False,
+    logged: Mapping[str, bool] = MappingProxyType({}),
 ) -> Suspects:
     """Of a failure in the step made by hand."""
     ledger = record()
     verdict = judged(kind, name, Outcome.DIVERGED)
-    return Suspects(Code(ledger), ledger, verdict, finding, few=few, whole=whole)
+    return Suspects(Code(ledger), ledger, verdict, finding, few=few, whole=whole, logged=logged)
 
 
 def large(*axes: str) -> Finding:
@@ -119,3 +123,22 @@ def test_random_states() -> None:
 def test_anchor(kind: Kind, name: str, expected: str) -> None:
     """The function that surely ran."""
     assert anchor_of(record().sources, judged(kind, name, Outcome.DIVERGED)) == expected
+
+
+@pytest.mark.parametrize(
+    ("logged", "of_scale"),
+    [
+        ({"z_loss": True}, True),
+        ({"z_loss": False}, False),
+        # The scale that all losses have is right if the share of another one is.
+        ({"z_loss": True, "load_balancing_loss": True}, False),
+    ],
+)
+def test_the_share_of_a_logged_loss(logged: dict[str, bool], of_scale: bool) -> None:
+    """Right in the log: what scales its gradient; wrong there too: what computes it."""
+    share = LossShare(Cause.TOO_LARGE, losses=(Loss.Z,), fault=large("microbatches"))
+    weights = suspects(Kind.GRAD_INPUT, LINEAR, share, logged=logged).weights
+    backward, forward, setter = (
+        weights[NAMES.index(name)] for name in ("Product.backward", "Linear.forward", "run")
+    )
+    assert (setter > forward) is (backward > forward) is of_scale
