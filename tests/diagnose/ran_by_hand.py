@@ -80,6 +80,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "all_to_all_heads": {},
     "copy_grads": {"part": U, "size": 100},
     "sync_params": {"part": G, "size": 100},
+    "apply_aux_loss": {"scales": True},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
 _CALLS = [
@@ -106,7 +107,7 @@ _CALLS = [
     ("Linear.forward", "Layer.__call__", LINEAR, F),
     ("scale_loss", "run", "", U),
     *[("all_to_all_heads", "gather", LINEAR, B), ("copy_grads", "step", "", U)],
-    ("sync_params", "finalize", "", G),
+    *[("sync_params", "finalize", "", G), ("apply_aux_loss", "", MODEL, F)],
     *[("build_groups", "", "", C), ("wrap", "", "", C), ("Buffer.__init__", "wrap", "", C)],
 ]
 CODES = (

@@ -81,7 +81,7 @@ def places(
         # The scale is set by the schedule.
         (Kind.GRAD_OUTPUT, ROOT, large("microbatches"), (), "run", Clue.AXIS),
         # It is called after the factor.
-        (Kind.GRAD_OUTPUT, ROOT, large("loss_scale"), (), "scale_loss", Clue.SCALES),
+        (Kind.GRAD_OUTPUT, ROOT, large("loss_scale"), (), "scale_loss", Clue.NAMES),
         # A mean where a sum is too small.
         (Kind.MAIN_GRAD, WEIGHT, SMALL, (MEANS, GRADIENTS), "reduce_norms", Clue.REDUCES),
         (Kind.MAIN_GRAD, WEIGHT, SMALL, (NORMS, GRADIENTS), "sync_grads", Clue.REDUCES),
@@ -285,6 +285,22 @@ def test_the_share_of_a_loss() -> None:
     share = LossShare(Cause.TOO_LARGE, losses=(Loss.Z,), fault=large("microbatches"))
     found = places(Kind.GRAD_INPUT, LINEAR, share)
     assert found[0].function == "run"
+
+
+def test_what_is_named_for_another_loss() -> None:
+    """It counts less than where it is named for the loss."""
+    failure = judged(Kind.GRAD_INPUT, MODEL, Outcome.DIVERGED)
+    of_loss, of_other = (
+        next(
+            score
+            for score, place in Places(record(), [failure]).ranked(
+                failure, LossShare(Cause.TOO_LARGE, losses=(loss,), fault=large("auxiliary"))
+            )
+            if place.function == "apply_aux_loss"
+        )
+        for loss in (Loss.AUXILIARY, Loss.GLOBAL)
+    )
+    assert of_other < 0.5 * of_loss
 
 
 def test_code_that_is_not_megatrons() -> None:
