@@ -75,11 +75,12 @@ def run(args: argparse.Namespace) -> int:
 def _healthy(seeds: list[int]) -> Iterator[_Job]:
     for seed in seeds:
         for name, twin in TWINS.items():
-            third = EP if "--num-experts" in twin.flags else CP
-            tensor = TP
+            layouts = [TP, PP, CP]
             if "local" in twin.flags:  # no context parallelism; RMSNorm not with sequences'
-                tensor, third = ((), EP) if third is EP else (TP[:2], ())
-            for layout in (tensor, PP, third):
+                layouts = [TP[:2], PP, ()]
+            if "--num-experts" in twin.flags:  # there TP needs sequence parallelism
+                layouts = [EP, *(layout for layout in layouts if layout != TP[:2])]
+            for layout in layouts:
                 length = _LENGTHS[seed % len(_LENGTHS)]
                 words = arguments(twin, (*layout, "--seed", str(seed)), length=length)
                 short = layout[0].removeprefix("--").split("-")[0] if layout else "single"
