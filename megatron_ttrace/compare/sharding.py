@@ -126,9 +126,14 @@ class ShardSink(Storing):
         return (len(rows.microbatch), *self._whole(key, local)[1:])
 
     def placed(
-        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
+        self,
+        place: Place,
+        data: torch.Tensor,
+        logical_shape: Sequence[int],
+        placement: Placements,
+        first: Place | None = None,
     ) -> None:
-        """Store a tensor whose placement is known."""
+        """Store a tensor whose placement is known; with ``first``, another name of that one."""
         key, whole = TraceKey(self._iteration, *place), tuple(logical_shape)
         entry = Entry.of(
             key,
@@ -137,8 +142,9 @@ class ShardSink(Storing):
             placement=describe(placement),
             boxes=plan(whole, placement, self._layout.mesh),
             factor=self._placer.factor(key),
+            same_as=-1 if first is None else self._lines[first],
         )
-        self._lines[place] = self._writer.add(entry, data)
+        self._lines[place] = self._writer.add(entry, data if first is None else None)
 
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""

@@ -2,6 +2,7 @@
 """What is done with the reference's captured tensors: they are written."""
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
 
-class Storing:
+class Storing(ABC):
     """Stores what a rank of the reference has, each tensor once, and other names as references.
 
     ``forecast`` is called once, when the first microbatch's forward pass has ended, with the number
@@ -57,6 +58,17 @@ class Storing:
             line = self._writer.add(dataclasses.replace(entry, same_as=same_as), data)
             data, same_as = None, line if same_as < 0 else same_as
         self._lines[place] = same_as
+
+    @abstractmethod
+    def placed(
+        self,
+        place: Place,
+        data: torch.Tensor,
+        logical_shape: Sequence[int],
+        placement: Placements,
+        first: Place | None = None,
+    ) -> None:
+        """Store a tensor whose placement is known; with ``first``, another name of that one."""
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         """A reference is never isolated."""
@@ -111,10 +123,19 @@ class WriteSink(Storing):
         self._rows: dict[tuple[int, str], TokenIndex] = {}
 
     def placed(
-        self, place: Place, data: torch.Tensor, logical_shape: Sequence[int], placement: Placements
+        self,
+        place: Place,
+        data: torch.Tensor,
+        logical_shape: Sequence[int],
+        placement: Placements,
+        first: Place | None = None,
     ) -> None:
         """A tensor of the step; the reference holds it whole."""
-        self.tensor((place,), data.detach().reshape(tuple(logical_shape)))
+        whole = data.detach().reshape(tuple(logical_shape))
+        if first is None:
+            self.tensor((place,), whole)
+        else:
+            self.repeat(first, place, whole)
 
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """The reference has whole microbatches."""

@@ -133,7 +133,7 @@ class ReferenceSession:
             writer.add(Entry(key, one.logical_shape, one.dtype, sums=sums), None)
         if self._loaded is not None and self.rehearsal.start is not None:
             handoff.restore(self.model, *self.rehearsal.start)
-            self._loaded.write(writer, self.settings.iterations[0])
+            self._loaded.write(WriteSink(writer, self.settings.iterations[0]))
         moved: dict[TraceKey, Moved] = {}
         for block in self._blocks(iterator, count, run):
             moved |= self._block(block, writer)

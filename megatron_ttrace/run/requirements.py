@@ -127,10 +127,6 @@ def _require_layout(args: MegatronArguments, settings: Settings) -> None:
         return
     import torch
 
-    if starts_from_checkpoint(args):
-        raise TTraceError(
-            "--ttrace-reference-layout with --load: several ranks cannot get the loaded state"
-        )
     if own := reference_arguments.explicit(settings.reference_args) & {*decisions.SINGLE_DEVICE}:
         raise TTraceError(
             "--ttrace-reference-layout: --ttrace-reference-args also changes "

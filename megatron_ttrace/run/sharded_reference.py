@@ -26,8 +26,10 @@ from megatron_ttrace.run.comparison import layout_of
 from megatron_ttrace.run.perturb import perturbed, spread_over
 from megatron_ttrace.run.reference_run import ReferenceSession
 from megatron_ttrace.run.rehearsal import Block, DataIterator
-from megatron_ttrace.trace import counted, owned
+from megatron_ttrace.run.start import loaded
+from megatron_ttrace.trace import codec, counted, owned
 from megatron_ttrace.trace.errors import ExitCode
+from megatron_ttrace.trace.meta import Unverified
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
@@ -54,6 +56,15 @@ class ShardedReferenceSession(ReferenceSession):
             lambda: counted.encode(self._counted),
             self.rehearsal.device,
         )
+        if (of_checkpoint := self._loaded) is not None:
+            unverified = self.ranks.exchange(
+                "collecting what was loaded",
+                lambda: codec.encode(of_checkpoint.unverified),
+                self.rehearsal.device,
+            )
+            of_checkpoint.unverified = loaded.of_ranks(
+                codec.decode(Unverified, each) for each in unverified
+            )
 
         def finish() -> None:
             tolerance.write(self._directory, moved)
@@ -79,12 +90,13 @@ class ShardedReferenceSession(ReferenceSession):
             )
             writer.add(entry, None)
         room = functools.partial(self._require_space, block.microbatches)
-        self._capture(
-            block,
-            lambda iteration: ShardSink(
-                writer, iteration, self._layout, self._by, self._all_rows, room
-            ),
-        )
+
+        def sink(iteration: int) -> ShardSink:
+            return ShardSink(writer, iteration, self._layout, self._by, self._all_rows, room)
+
+        if self._loaded is not None and block.first == self.settings.iterations[0]:
+            self._loaded.write(sink(block.first))
+        self._capture(block, sink)
         self.ranks.together("writing the shards", writer.close)
 
         def merge() -> None:

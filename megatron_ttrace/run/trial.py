@@ -19,7 +19,7 @@ from megatron_ttrace.jobs.reference_layout import Layout
 from megatron_ttrace.jobs.settings import Settings, checking
 from megatron_ttrace.jobs.shrink import documents, plan
 from megatron_ttrace.jobs.shrink.given import Given
-from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE, SINGLE_DEVICE_VALUES
+from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE, SINGLE_DEVICE_VALUES
 from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.store import TraceReader
@@ -87,7 +87,7 @@ def _command(layout: Layout, settings: Settings) -> Command:
     words = []
     given = Given.parse([*argv.theirs(), *shlex.split(settings.reference_args)])
     for flag in given.flags:
-        if flag.option not in SINGLE_DEVICE:
+        if flag.option not in SINGLE_DEVICE and flag.option not in QUIET:
             instead = SINGLE_DEVICE_VALUES.get((flag.option or "", " ".join(flag.values)))
             words += [flag.name, instead] if instead else flag.words()
     words += layout.words(experts=given.has("num_experts"))

@@ -60,6 +60,24 @@ def test_weights_of_other_ranks(tmp_path: Path) -> None:
     assert {one.name for one in culprits} == {name.rpartition(".")[0] for name in wrong}
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("mistake", "wrong"),
+    [("", set()), ("descriptions_of_a_checkpoint", {"word_embeddings", "linear_fc1"})],
+)
+def test_a_reference_on_several_ranks(tmp_path: Path, mistake: str, wrong: set[str]) -> None:
+    """Each of its ranks has the stored values of its own part."""
+    save(tmp_path, 2, *MOE, *EP)
+    several = ("--ttrace-reference-layout", "ep=2")
+    job = (*MOE, *TP, "--sequence-parallel", *EP)
+    checked, loaded = check(
+        tmp_path, *job, flags=several, nproc=4, mistake=mistake, code=int(bool(mistake))
+    )
+    failed = {one.name.split(".")[-2] for one in checked.failed if one.kind is Kind.LOADED}
+    assert failed == wrong
+    assert {one.index for one in loaded} >= {*ALL, L.BUFFER} - {L.NUMBER}
+
+
 def test_states_that_are_not_loaded(tmp_path: Path) -> None:
     """Main weights, a moment, a router's bias, the schedule: each at its module, and why."""
     save(tmp_path, 2, *MOE, *EP, *RESHARDABLE)

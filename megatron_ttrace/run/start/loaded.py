@@ -5,7 +5,8 @@ The reference's process reads the stored tensors and numbers, by names that no l
 (``mcore/checkpoints/``), and lets Megatron load the weights into its own model, of one device.
 Every rank's weights, main weights, moments, buffers and numbers must equal what is stored, to the
 last bit; weights also what one device loads, where that is something else. What can be read in
-neither way must agree with the state that the candidate handed over (``handoff.py``).
+neither way must agree with the state that the candidate handed over (``handoff.py``). A reference
+on several ranks does the same, each rank with its part of every tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from megatron_ttrace.capture.state import MOMENTS, held_state
 from megatron_ttrace.capture.step import StepSink, TracedModel
+from megatron_ttrace.compare.writing import Storing
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.checkpoints.buckets import by_parameter
 from megatron_ttrace.mcore.checkpoints.loading import Part, Source, load_weights
@@ -28,11 +30,13 @@ from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from megatron_ttrace.mcore.optimizer import owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.errors import TTraceError, one_line
 from megatron_ttrace.trace.meta import Unverified
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
 from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER, Bucketed, Item, State
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+from megatron_ttrace.trace.store import TraceReader
+from megatron_ttrace.trace.views import box_views
 
 _NAMED = 3
 _DIGITS = 12
@@ -111,11 +115,11 @@ class InCheckpoint:
         name = self._names.get(tensor)
         return place.name if name is None else stored_name(name, place.name)
 
-    def write(self, writer: TraceWriter, iteration: int) -> None:
+    def write(self, sink: Storing) -> None:
         """Write what every rank must have. The model has the state that was handed over by now."""
         stepped = owned_by(self._model.optimizer) if self._loads_optimizer else {}
         held = {(part.index, part.place.name): part.data for part in held_state(self._model)}
-        lines = _Lines(writer, iteration)
+        lines = _Lines(sink)
         weights, states = [], []
         for parameter, place in self._model.places():
             if self._write_weight(lines, parameter, place) is LoadedIndex.AGREED:
@@ -123,7 +127,7 @@ class InCheckpoint:
             for index in _STEPPED if parameter in stepped else ():
                 data = held.get((index, place.name))
                 if (stored := self._stored(parameter, place, index, data)) is not None:
-                    lines.add(place.name, index, stored)
+                    lines.add(place, index, stored)
                 elif (
                     self._checkpoint
                     and data is not None
@@ -134,12 +138,13 @@ class InCheckpoint:
         for place, buffer in self._model.buffers():
             stored = self._stored(buffer, place, LoadedIndex.BUFFER, buffer)
             if stored is not None:
-                lines.add(place.name, LoadedIndex.BUFFER, stored)
+                lines.add(place, LoadedIndex.BUFFER, stored)
             elif self._is_stored(buffer, place, LoadedIndex.BUFFER):
                 states.append(place.name)
         if self._checkpoint is not None and self._source is not None:
             for name, value in _comparable(self._checkpoint.numbers, self._source):
-                lines.add(name, LoadedIndex.NUMBER, torch.tensor(value, dtype=torch.float64))
+                number = torch.tensor(value, dtype=torch.float64)
+                lines.add(ParameterPlace(name, (), ()), LoadedIndex.NUMBER, number)
         self.unverified = Unverified(
             self._why, self._unread, tuple(weights), tuple(dict.fromkeys(states))
         )
@@ -152,11 +157,13 @@ class InCheckpoint:
         stored = self._stored(parameter, place, LoadedIndex.WEIGHT, data)
         index = LoadedIndex.AGREED if stored is None else LoadedIndex.WEIGHT
         if loaded is not None:
-            lines.add(place.name, LoadedIndex.ONE_DEVICE, loaded)
-            if stored is None or torch.equal(stored, loaded.cpu()):
+            lines.add(place, LoadedIndex.ONE_DEVICE, loaded)
+            # Of several ranks, each may answer differently.
+            alone = self._model.mesh.world_size == 1
+            if stored is None or (alone and torch.equal(stored, loaded.cpu())):
                 lines.rounded(parameter, place)
                 return LoadedIndex.ONE_DEVICE
-        lines.add(place.name, index, data if stored is None else stored)
+        lines.add(place, index, data if stored is None else stored)
         lines.rounded(parameter, place)
         return index
 
@@ -167,7 +174,7 @@ class InCheckpoint:
         index: LoadedIndex,
         held: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """What is stored, as this layout has it, on the CPU; ``None`` if nothing is.
+        """This rank's part of what is stored, on the CPU; ``None`` if nothing is.
 
         ``tensor`` is the parameter or buffer, ``held`` the candidate's.
         """
@@ -176,10 +183,36 @@ class InCheckpoint:
         try:
             item = Item(_STATES[index], self._stored_name(tensor, place))
             found = self._checkpoint.find(item)
-            return None if found is None else _fitted(found[1], place, held)
+            return None if found is None else self._part(found[1], place, held, tensor.shape)
         except TTraceError as error:
             self._unread = self._unread or str(error)
             return None
+
+    def _part(
+        self, stored: Stored, place: ParameterPlace, held: torch.Tensor | None, shape: torch.Size
+    ) -> torch.Tensor | None:
+        """This rank's part of a stored tensor; ``None`` if that has another shape.
+
+        The rows that pad a vocabulary depend on the layout that saved it. Those that are not stored
+        are the candidate's own.
+        """
+        dtype = torch.float32 if held is None else held.dtype
+        boxes = place.boxes(self._model.mesh)
+        if stored.shape == place.logical_shape:
+            whole = stored.read().to(dtype)
+        elif place.name not in _VOCABULARY or stored.shape[1:] != place.logical_shape[1:]:
+            return None
+        else:
+            whole = torch.zeros(place.logical_shape, dtype=dtype)
+            if held is not None:
+                for ours, theirs in box_views(held.detach().reshape(shape), whole, boxes):
+                    theirs.copy_(ours)
+            common = min(len(whole), stored.shape[0])
+            whole[:common] = stored.read()[:common]
+        part = torch.zeros(shape, dtype=dtype)
+        for ours, theirs in box_views(part, whole, boxes):
+            ours.copy_(theirs)
+        return part
 
     def _is_stored(self, tensor: torch.Tensor, place: ParameterPlace, index: LoadedIndex) -> bool:
         """Whether something is stored, in whatever shape."""
@@ -191,49 +224,38 @@ class InCheckpoint:
         return self._source is not None and self._source.loads(Part.OPTIMIZER)
 
 
+def of_ranks(each: Iterable[Unverified]) -> Unverified:
+    """What any rank of a reference could not compare with the checkpoint."""
+    found = list(each)
+    return Unverified(
+        next((rank.why for rank in found if rank.why), ""),
+        next((rank.unread for rank in found if rank.unread), ""),
+        tuple(dict.fromkeys(name for rank in found for name in rank.weights)),
+        tuple(dict.fromkeys(name for rank in found for name in rank.states)),
+    )
+
+
 class _Lines:
     """Writes the reference's ``loaded`` entries."""
 
-    def __init__(self, writer: TraceWriter, iteration: int) -> None:
-        self._writer = writer
-        self._iteration = iteration
-        self._last: tuple[int, torch.Tensor] | None = None
+    def __init__(self, sink: Storing) -> None:
+        self._sink = sink
+        self._last: tuple[Place, torch.Tensor] | None = None
 
-    def add(self, name: str, index: LoadedIndex, data: torch.Tensor) -> None:
+    def add(self, place: ParameterPlace, index: LoadedIndex, data: torch.Tensor) -> None:
         """Write a tensor."""
-        key = TraceKey(self._iteration, STEP_LEVEL, Kind.LOADED, name, index)
-        self._last = self._writer.add(Entry.of(key, data), data), data
+        where = STEP_LEVEL, Kind.LOADED, place.name, index
+        self._sink.placed(where, data, place.logical_shape, place.placement)
+        self._last = where, data
 
     def rounded(self, parameter: torch.nn.Parameter, place: ParameterPlace) -> None:
         """Also write the last one as what main weights are; a frozen parameter has none."""
         if not parameter.requires_grad:
             return
         assert self._last is not None, "add() comes first"
-        line, data = self._last
-        index = LoadedIndex.ROUNDED
-        key = TraceKey(self._iteration, STEP_LEVEL, Kind.LOADED, place.name, index)
-        self._writer.add(Entry.of(key, data, same_as=line), None)
-
-
-def _fitted(
-    stored: Stored, place: ParameterPlace, held: torch.Tensor | None
-) -> torch.Tensor | None:
-    """A stored tensor as this layout has it; ``None`` if it has another shape.
-
-    The rows that pad a vocabulary depend on the layout that saved it. Those that are not stored are
-    the candidate's own.
-    """
-    dtype = torch.float32 if held is None else held.dtype
-    if stored.shape == place.logical_shape:
-        return stored.read().to(dtype)
-    if place.name not in _VOCABULARY or stored.shape[1:] != place.logical_shape[1:]:
-        return None
-    whole = torch.zeros(place.logical_shape, dtype=dtype)
-    if held is not None:
-        whole.copy_(held.detach().reshape(place.logical_shape))
-    common = min(len(whole), stored.shape[0])
-    whole[:common] = stored.read()[:common]
-    return whole
+        first, data = self._last
+        where = STEP_LEVEL, Kind.LOADED, place.name, LoadedIndex.ROUNDED
+        self._sink.placed(where, data, place.logical_shape, place.placement, first)
 
 
 def _comparable(numbers: Mapping[str, Number], source: Source) -> Iterator[tuple[str, float]]:

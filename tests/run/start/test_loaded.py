@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_ttrace.capture import state
+from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore.checkpoints.loading import Part, Source
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
 from megatron_ttrace.mcore.optimizer import Owned
@@ -133,7 +134,7 @@ class Start:
         for one, weight in weights.items():
             one.data.copy_(weight)
         writer = TraceWriter(self.directory, 0)
-        device.write(writer, 1)
+        device.write(WriteSink(writer, 1))
         writer.close()
         identity = {"start": {"source": dataclasses.asdict(self.source)}}
         meta = ReferenceMeta(loaded=device.unverified, identity=identity)
