@@ -22,7 +22,7 @@ Modules that are isolated do not show what becomes of their results: there, noth
 An output is *unused* on a rank if the reference's modules take it as an input and none of them runs
 on that rank: a pipeline stage with nothing but the loss computes rotary embeddings. The other ranks
 must have all of it, and the inputs that it is must pass, as must all else that the rank has of the
-microbatch.
+microbatch. With virtual stages the rank itself may have it as well, where modules read it.
 
 An input gradient is that of a *copy* if the tensor is the input or output of other modules too in
 the reference, and ranks hold more or less of it than of theirs: a module that gathers its input for
@@ -288,9 +288,19 @@ class _Unused:
         place = key.iteration, key.microbatch
         if any(v.key != key and self._have(v, wrong) for v in self._failed[place]):
             return None
+        # What has another shape may be that of one chunk, and another of the rank's has it right.
+        misfits = {
+            r for held in self._run.holders[key] if held.measured.problem for r in held.ranks
+        }
+        others = [
+            held
+            for held in self._run.holders[key]
+            if not held.measured.problem and (wrong - misfits).isdisjoint(held.ranks)
+        ]
+        nowhere = wrong.difference(*(held.ranks for held in others))
         readers = self._readers[self._reference.primary(key)]
         if not readers or any(
-            v.verdict is not Outcome.PASS or self._have(v, wrong) for v in readers
+            v.verdict is not Outcome.PASS or self._have(v, nowhere) for v in readers
         ):
             return None
         computed = {
@@ -306,8 +316,7 @@ class _Unused:
         note = Note(Remark.UNUSED, ranks=tuple(sorted(wrong)))
         others = [
             dataclasses.replace(held, measured=dataclasses.replace(held.measured, note=note))
-            for held in self._run.holders[key]
-            if wrong.isdisjoint(held.ranks)
+            for held in others
         ]
         [verdict] = judge([(key, failure.shape)], others, self._run.tolerances, self._run.eps)
         return verdict if verdict.verdict is Outcome.PASS else None

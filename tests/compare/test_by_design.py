@@ -88,7 +88,9 @@ class World:
                 if place[0] < 0:
                     sink.placed(place, data, data.shape, ())
                 else:
-                    sink.tensor((place,), data)
+                    # Those of several chunks are a list.
+                    for each in data if isinstance(data, list) else [data]:
+                        sink.tensor((place,), each)
             measured[rank] = sink.measured
         held = merge(of_ranks(measured), tolerances, [])
         order = [(key, reference.entry(key).shape) for key in reference]
@@ -290,6 +292,16 @@ def test_an_unused_output(stages, length):
     assert set(outcomes.values()) == {Outcome.PASS}
     assert noted[ROTARY].ranks == (0,)
     assert "rank 1" in notes_text(noted[ROTARY].notes)
+
+
+@pytest.mark.parametrize("reader", [0, 7])
+def test_an_unused_output_of_a_virtual_stage(stages, reader):
+    """Another stage of the rank has it right, and reads that one."""
+    stages.ranks[1][ROTARY] = [values(0), torch.ones(2 * S, 1, H)]
+    stages.ranks[1][READER] = values(reader)
+    outcomes, noted = stages.outcomes()
+    assert outcomes[ROTARY].is_failure == bool(reader)
+    assert reader or noted[ROTARY].ranks == (0, 1)
 
 
 def reads(world):

@@ -329,6 +329,18 @@ def whole_queries(resolve, self):
     return classes if self.has_q_lora else {**classes, "linear_q_proj": self.linear_impl}
 
 
+@fix(
+    "transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout",
+    "validate_layer_layout",
+)
+def mtp_off_first_rank(validate, self, *args, **keywords):
+    """Refuse what Megatron means to refuse, also in the last virtual stage."""
+    standalone = validate(self, *args, **keywords)
+    first = [layer.name for layer in self.layout[0][-1]]
+    assert "mtp" not in first, f"MTP is in the first pp rank: {first}"
+    return standalone
+
+
 FIXES.default_factory = None  # an unknown name is an error
 for name in os.environ.get("FIX", "").split():
     for put_in in FIXES[name]:

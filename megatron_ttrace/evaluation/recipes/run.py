@@ -23,7 +23,7 @@ from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.known_faults import finding_of
 from megatron_ttrace.jobs.processes import ranks
 from megatron_ttrace.jobs.processes.logs import died_of, record_of, usage_error
-from megatron_ttrace.jobs.processes.waiting import Patience
+from megatron_ttrace.jobs.processes.waiting import OutOfTimeError, Patience
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.shrink import documents
 from megatron_ttrace.saved.runner import NO_WANDB, Case, Runner
@@ -216,7 +216,7 @@ class Checker:
             answer = row.answer
             if refused(started.directory):
                 answer = Answer.REFUSED
-            elif self.fails(job):
+            elif not isinstance(error, OutOfTimeError) and self.fails(job):
                 answer = Answer.FAILS
             seconds = time.monotonic() - began
             return dataclasses.replace(row, answer=answer, seconds=seconds, why=why)
