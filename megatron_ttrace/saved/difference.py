@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from megatron_ttrace.trace.outcomes import Reason, Unexercised
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, ParamIndex, Summary, TraceKey
 from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, read_meta, seal
 
-_ASIDE = ".against-"
+_ASIDE, _DAY = ".against-", 86400.0
 _NAMED = 4
 """Names of modules that a notice lists."""
 
@@ -117,13 +118,14 @@ def _own_summary(home: Path, candidate: TraceReader) -> Summary | None:
 def aside(folder: Path) -> Iterator[Path]:
     """A directory in ``folder`` for as long as it is needed. Raises ``TTraceError``.
 
-    Those of comparisons that were killed are removed.
+    Those of comparisons that were killed are removed after a day: another one may be running.
     """
     home = folder / f"{_ASIDE}{secrets.token_hex(8)}"
     try:
         owned.make(folder, ignored=True)
         for left in folder.glob(f"{_ASIDE}*"):
-            owned.discard(left)
+            if time.time() - left.stat().st_mtime > _DAY:
+                owned.discard(left)
         owned.make(home, owned.PRIVATE_FOLDER, whole=True)
     except OSError as error:
         raise TTraceError(

@@ -83,7 +83,7 @@ def test_a_mistyped_flag_of_ours_is_not_left_to_megatron():
         (("--ttrace-iterations", "0"), "--ttrace-iterations '0'"),
         (("--ttrace-seeds", "0"), "--ttrace-seeds 0: give 1 to 1000 replays"),
         (("--ttrace-seeds", "-3"), "--ttrace-seeds -3: give"),
-        (("--ttrace-reference-layout", "tp=2 ep=2"), "divided along tp, pp, cp, not ep"),
+        (("--ttrace-reference-layout", "tp=2 dp=2"), "divided along tp, pp, cp, ep, not dp"),
         (("--ttrace-reference-layout=--",), "--ttrace-reference-layout: give a value"),
         (("--ttrace-reference", "no/such/place"), "no such directory; omit the flag"),
         (("--ttrace-reference", __file__), "no such directory; omit the flag"),

@@ -3,6 +3,7 @@
 
 import dataclasses
 import importlib.metadata
+import os
 from pathlib import Path
 
 import pytest
@@ -80,13 +81,17 @@ def test_a_different_model(run, tmp_path) -> None:
 
 
 def test_what_a_killed_comparison_leaves(run, tmp_path) -> None:
-    """It is removed by the next one; a directory of somebody else's stays."""
-    left, foreign = (tmp_path / "out" / f".against-{name}" for name in ("left", "foreign"))
-    owned.make(left, whole=True)
-    (left / "rank-00000.jsonl").write_text("cut off")
+    """It is removed a day later; one that may be running stays, and somebody else's directory."""
+    names = ("left", "running", "foreign")
+    left, running, foreign = (tmp_path / "out" / f".against-{name}" for name in names)
+    for home in (left, running):
+        owned.make(home, whole=True)
+        (home / "rank-00000.jsonl").write_text("cut off")
     foreign.mkdir()
+    for home in (left, foreign):
+        os.utime(home, (0, 0))
     assert run().verdict is Result.EQUIVALENT
-    assert [*left.parent.glob(".against-*")] == [foreign]
+    assert {*left.parent.glob(".against-*")} == {running, foreign}
 
 
 def test_what_a_model_does_not_exercise(run) -> None:
