@@ -133,11 +133,11 @@ class Outcomes:
         """How many statistics, as the norm and the step, a parameter is wrong in."""
         return self._counted[parameter]
 
-    def logged(self, words: Collection[str]) -> dict[str, bool]:
-        """By name, whether what is logged is right: all numbers that have such a word in theirs."""
-        known = {name: False for name, kind in self._failed if kind is Kind.METRIC}
+    def losses(self) -> dict[str, bool]:
+        """By name, whether all numbers that are logged of a loss are right."""
+        known = dict.fromkeys(self.names(Kind.METRIC), False)
         known |= {name: True for name, kind in self._passed if kind is Kind.METRIC}
-        return {name: right for name, right in known.items() if {*name.split("_")} & {*words}}
+        return {name: right for name, right in known.items() if "loss" in name.split("_")}
 
     def is_right(self, context: Context) -> bool:
         """Whether all that a module made in a pass of the step is right."""
@@ -147,7 +147,7 @@ class Outcomes:
     def failed(self, kind: Kind, module: str) -> bool:
         """Whether a tensor of a kind of a module's own parameters fails."""
         name = pattern(module.partition("#")[0])
-        return any(one.rpartition(".")[0] == name for one, other in self._failed if other is kind)
+        return any(one.rpartition(".")[0] == name for one in self.names(kind))
 
     def share(self, kind: Kind) -> float:
         """How many of the tensors of a kind fail, of those that were judged."""

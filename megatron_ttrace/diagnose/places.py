@@ -156,7 +156,7 @@ class _Judge:
             finding,
             few=self._few,
             whole=whole,
-            logged=outcomes.logged(("loss",)),
+            logged=outcomes.losses(),
         )
         self._words = self._words_of(findings)
         losses = {loss for each in findings if isinstance(each, LossShare) for loss in each.losses}

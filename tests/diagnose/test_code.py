@@ -68,6 +68,6 @@ def test_what_is_logged() -> None:
     verdicts = [judged(Kind.METRIC, "z_loss", diverged), judged(Kind.METRIC, "aux_loss")]
     verdicts += [judged(Kind.METRIC, "lossless"), judged(Kind.COUNTED, "a", diverged)]
     outcomes = Outcomes([*verdicts, judged(Kind.COUNTED, "a", diverged, index=4)])
-    assert outcomes.logged(("loss",)) == {"z_loss": False, "aux_loss": True}
+    assert outcomes.losses() == {"z_loss": False, "aux_loss": True}
     assert (outcomes.counts("a"), outcomes.counts("b")) == (2, 0)
     assert outcomes.names(Kind.COUNTED) == {"a"}
