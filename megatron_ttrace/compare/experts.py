@@ -76,8 +76,9 @@ def encode_rows(index: TokenIndex) -> torch.Tensor:
 class ExpertRows:
     """The token indexes of one iteration on one rank.
 
-    ``all_rows`` returns those of all ranks by the key of :meth:`rows_key`, and ``whole`` the shape
-    of a tensor that here has a given one; both return ``None`` for what is unknown.
+    ``all_rows`` returns those of all ranks by the key of :meth:`rows_key`. ``whole`` returns the
+    logical shape of a tensor, from its key, its shape here, and the rows' key and expert that are
+    its own. Both return ``None`` for what is unknown.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ExpertRows:
         iteration: int,
         mesh: Mesh,
         all_rows: Callable[[TraceKey], TokenIndex | None],
-        whole: Callable[[TraceKey, tuple[int, ...]], tuple[int, ...] | None],
+        whole: Callable[[TraceKey, tuple[int, ...], TraceKey, int | None], tuple[int, ...] | None],
     ) -> None:
         self._iteration = iteration
         self._mesh = mesh
@@ -165,7 +166,7 @@ class ExpertRows:
         parts: list[Match | Measured] = []
         for number in self._numbers[key.microbatch, layer]:
             there = dataclasses.replace(key, microbatch=number)
-            shape = self._whole(there, local)
+            shape = self._whole(there, local, self.rows_key(number, layer), expert)
             if shape is None:
                 # Where the dispatch is wrong, the number may be any: it names no tensor.
                 parts.append(Measured.stranger(key, local))

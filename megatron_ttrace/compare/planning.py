@@ -165,7 +165,10 @@ class Planner(Placer):
     def __init__(self, reference: TraceReader, iteration: int, layout: RankLayout) -> None:
         super().__init__(layout)
         self.experts = ExpertRows(
-            iteration, layout.mesh, functools.cache(self._rows), lambda key, _: reference.shape(key)
+            iteration,
+            layout.mesh,
+            functools.cache(self._rows),
+            lambda key, *_: reference.shape(key),
         )
         self._reference = reference
         self._iteration = iteration

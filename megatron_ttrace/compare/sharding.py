@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from megatron_ttrace.compare.experts import ExpertRows, Match, within
+from megatron_ttrace.compare.experts import ExpertRows, Match
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import GATED, Placer, RankLayout
 from megatron_ttrace.compare.writing import Storing
 from megatron_ttrace.mcore.roles import any_layer, is_within_experts
@@ -113,16 +114,12 @@ class ShardSink(Storing):
             )
         return tuple(size * parts for size, parts in zip(local, by, strict=True))
 
-    def _of_experts(self, key: TraceKey, local: tuple[int, ...]) -> tuple[int, ...]:
+    def _of_experts(
+        self, key: TraceKey, local: tuple[int, ...], rows_key: TraceKey, expert: int | None
+    ) -> tuple[int, ...]:
         """The logical shape of a tensor within experts."""
-        name = key.name.partition("#")[0]
-        at = next(
-            at
-            for at in self._rows
-            if at.microbatch == key.microbatch and f"{name}.".startswith(f"{at.name}.")
-        )
-        expert, _ = within(name, at.name)
-        rows = self._rows[at] if expert is None else self._rows[at].of_expert(expert)
+        rows = self._rows[rows_key]
+        rows = rows if expert is None else rows.of_expert(expert)
         return (len(rows.microbatch), *self._whole(key, local)[1:])
 
     def placed(
@@ -142,9 +139,11 @@ class ShardSink(Storing):
             placement=describe(placement),
             boxes=plan(whole, placement, self._layout.mesh),
             factor=self._placer.factor(key),
-            same_as=-1 if first is None else self._lines[first],
         )
-        self._lines[place] = self._writer.add(entry, data if first is None else None)
+        if first is None:
+            self._lines[place] = self._write([entry], data)
+        else:
+            self._lines[place] = self._write([entry], None, self._lines[first])
 
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""
@@ -166,23 +165,13 @@ class ShardSink(Storing):
                 rows.microbatch[mine], rows.position[mine], rows.expert[mine]
             )
         data = torch.from_numpy(np.stack([index.position, index.expert], axis=1))
-        line = -1
-        for part in self._experts.announce(microbatch, experts, index, rows.microbatches):
-            if part.sums is None or part.sums.diff:
-                raise TTraceError(f"{experts} of the reference: an expert gets a token twice")
-            entry = Entry.of(
-                part.key,
-                data,
-                logical_shape=part.logical_shape,
-                placement=part.placement,
-                boxes=part.boxes,
-                same_as=line,
-            )
-            added = self._writer.add(entry, data if line < 0 else None)
-            line = added if line < 0 else line
+        parts = self._experts.announce(microbatch, experts, index, rows.microbatches)
+        if any(part.sums is None or part.sums.diff for part in parts):
+            raise TTraceError(f"{experts} of the reference: an expert gets a token twice")
+        self._write([_entry(part, data) for part in parts], data)
 
 
-def _entry(part: Match, data: torch.Tensor) -> Entry:
+def _entry(part: Match | Measured, data: torch.Tensor) -> Entry:
     """The line of a part of a tensor."""
     return Entry.of(
         part.key,
@@ -190,7 +179,7 @@ def _entry(part: Match, data: torch.Tensor) -> Entry:
         logical_shape=part.logical_shape,
         placement=part.placement,
         boxes=part.boxes,
-        factor=part.factor,
+        factor=part.factor if isinstance(part, Match) else 1.0,
         partial_over=part.partial_over,
     )
 

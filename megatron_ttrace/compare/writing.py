@@ -3,7 +3,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -53,11 +53,15 @@ class Storing(ABC):
     def _add(
         self, place: Place, like: torch.Tensor, data: torch.Tensor | None, same_as: int = -1
     ) -> None:
-        """Write the lines of a tensor ``like`` this, the first with its data if given."""
-        for entry in self._entries(place, like):
+        """Write the lines of a tensor ``like`` this."""
+        self._lines[place] = self._write(self._entries(place, like), data, same_as)
+
+    def _write(self, entries: Iterable[Entry], data: torch.Tensor | None, same_as: int = -1) -> int:
+        """Write lines of one tensor, the first with its data if given; returns the data's line."""
+        for entry in entries:
             line = self._writer.add(dataclasses.replace(entry, same_as=same_as), data)
             data, same_as = None, line if same_as < 0 else same_as
-        self._lines[place] = same_as
+        return same_as
 
     @abstractmethod
     def placed(
