@@ -256,7 +256,8 @@ class _Judge:
             add(number, Clue.SETS, _SETS * bool(self._axes and Clue.SETS in clues))
         kind = self._verdict.kind
         is_moved = bool(self._causes & _MOVED) and kind is not Kind.PARAM_DELTA
-        if kind is Kind.INITIAL or (is_moved and not self._unsent):
+        is_most = kind is Kind.INITIAL and not self._few
+        if is_most or (is_moved and not self._unsent):
             add(number, Clue.MOVES, 0.7 * function.moves)
         head, _, name = function.name.rpartition(".")
         points = sum(self._words.get(word, 0.0) for word in {*tokens(name)})
