@@ -27,8 +27,13 @@ _AGREED = {
     **dict.fromkeys(("scatter", "send", "recv"), "tensor"),
     **dict.fromkeys(("all_gather_into_tensor", "_all_gather_base"), "input_tensor"),
     **dict.fromkeys(("reduce_scatter_tensor", "_reduce_scatter_base", "reduce_scatter"), "output"),
-    **dict.fromkeys(("all_to_all", "all_to_all_single", "barrier"), ""),
+    # What those of objects call since torch 2.15.
+    "all_gather_single": "input_tensor",
+    "gather_single": "tensor",
+    "reduce_scatter_single": "output",
+    **dict.fromkeys(("all_to_all", "all_to_all_single", "barrier", "_coalescing_manager"), ""),
     "all_reduce_coalesced": "tensors",
+    "all_gather_coalesced": "input_tensor_list",
 }
 """Functions of torch/distributed/distributed_c10d.py that wait, and their argument whose tensors
 have the same size on all ranks."""
