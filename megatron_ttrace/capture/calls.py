@@ -3,7 +3,8 @@
 
 ``sys.monitoring`` reports each start of a function; code that is not Megatron's is reported once.
 A function that showed nothing new in :data:`_ENOUGH` starts is not reported again, so a traced step
-costs a few milliseconds, and the next ones nothing.
+costs a few milliseconds, and the next ones nothing. Arguments and results are looked at for numbers
+and process groups; a function that returned neither is no more asked what it returns.
 """
 
 import dataclasses
@@ -16,19 +17,30 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_ttrace.capture.starts import Starts
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
-from megatron_ttrace.trace.collectives import Calls, FunctionCall, Phase, pattern
+from megatron_ttrace.trace.collectives import (
+    Calls,
+    FunctionCall,
+    Lookup,
+    Numbers,
+    Phase,
+    pattern,
+)
 from megatron_ttrace.trace.errors import one_line
 
 _ENOUGH = 64
+_VALUES = 16
+"""Of each number, and results of each function, that are kept."""
 _FRAMES = 8
 """Frames of PyTorch's between two of Megatron's: a module's call has three."""
 _NAME = "ttrace calls"
 _NOBODY = 0
 """Stands for a caller that is not Megatron's."""
+_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 
 type Context = Callable[[], tuple[str, Phase | None]]
 """The module that runs, and whether forward or backward; ``None`` outside of modules."""
@@ -44,15 +56,17 @@ class _Seen:
     Attributes:
         code: of the function.
         part: of the step that its file belongs to.
+        arguments: their names.
         starts: since it showed something new.
+        results: that were looked at.
         phase: of its last start.
-        factors: those of its arguments that are factors by their names.
     """
 
     code: CodeType
     part: Phase | None
-    factors: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     starts: int = 0
+    results: int = 0
     phase: Phase | None = None
 
 
@@ -63,29 +77,45 @@ class CallTap:
         self.error = ""
         self._calls: dict[tuple[int, int, str, int], tuple[Phase, int]] = {}
         self._seen: dict[int, _Seen | None] = {}
-        self._values: dict[str, set[float]] = defaultdict(set)
-        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._values: dict[tuple[int, str], set[float]] = defaultdict(set)
+        self._tensors: list[tuple[tuple[int, str], torch.Tensor]] = []
+        self._lookups: dict[tuple[int, int, Any], tuple[str, Phase]] = {}
         self._others: list[CodeType] = []
         self._context: Context | None = None
         self._reports = Starts(_NAME)
 
     def start(self) -> None:
         """Record from now on what builds the model. Never raises."""
-        self.error = self._reports.report(self._started)
+        self.error = self._reports.report(self._started, self._returned)
 
     def in_steps(self, context: Context) -> None:
         """The model is built: from now on ``context`` says where functions run."""
         self._context = context
         for seen in filter(None, self._seen.values()):
-            seen.starts, seen.phase = 0, None
+            seen.starts, seen.results, seen.phase = 0, 0, None
         self._reports.again()
 
     def stop(self) -> None:
         """Record no longer."""
         self._reports.stop()
 
-    def calls(self, chunks: Iterable[Names]) -> Calls:
-        """What ran."""
+    def numbers(self) -> Numbers:
+        """What functions were given and returned."""
+        for key, tensor in self._tensors:
+            self._values[key].add(float(tensor.item()))
+        self._tensors.clear()
+        found: Numbers = defaultdict(dict)
+        for (known, name), given in self._values.items():
+            if (seen := self._seen[known]) and (finite := sorted(filter(math.isfinite, given))):
+                found[sources.shown(seen.code)][name] = tuple(finite[:_VALUES])
+        return dict(found)
+
+    def calls(
+        self,
+        chunks: Iterable[Names],
+        group_of: Callable[[Any], str] = lambda group: str(group.group_desc),
+    ) -> Calls:
+        """What ran; ``group_of`` names a process group."""
         numbers: dict[int, int] = {}
 
         def number(known: int) -> int:
@@ -100,13 +130,13 @@ class CallTap:
             for names in chunks
             for name, parameter in names.parameters.items()
         }
+        lookups = tuple(
+            Lookup(number(code), line, group_of(group), group.size(), *place)
+            for (code, line, group), place in self._lookups.items()
+        )
         codes = (seen.code for known in numbers if (seen := self._seen[known]) is not None)
         functions = tuple(map(sources.function_of, codes))
-        for where, tensor in self._tensors:
-            self._values[where].update(filter(math.isfinite, [tensor.item()]))
-        self._tensors.clear()
-        values = {where: tuple(sorted(given)) for where, given in self._values.items()}
-        return Calls(functions, calls, marks, values)
+        return Calls(functions, calls, marks, lookups)
 
     def _started(self, code: CodeType, _: int) -> Any:
         try:
@@ -118,13 +148,31 @@ class CallTap:
             self.error = one_line(error)
             return sys.monitoring.DISABLE
 
+    def _returned(self, code: CodeType, _: int, result: Any) -> Any:
+        try:
+            seen = self._of(code)
+            items = result if type(result) is tuple else (result,)
+            if seen is None or self.error or seen.results >= _VALUES or not any(map(_tells, items)):
+                return sys.monitoring.DISABLE
+            seen.results += 1
+            frame = sys._getframe(1)
+            for item in filter(_tells, items):
+                if not isinstance(item, dist.ProcessGroup):
+                    self._keep(seen, "", item)
+                elif not self._is_given(seen, frame, item):
+                    self._look_up(item, frame.f_back)
+        except Exception as error:  # noqa: BLE001 - recording never harms training
+            self.error = one_line(error)
+            return sys.monitoring.DISABLE
+        return None
+
     def _of(self, code: CodeType) -> _Seen | None:
         """What is known of a function; ``None`` if it is not Megatron's."""
         seen = self._seen.get(id(code))
         if seen is None and id(code) not in self._seen:
             if code.co_name != "<module>" and sources.in_megatron(code.co_filename):
-                part, factors = sources.part_of(code.co_filename), sources.factors_among(code)
-                seen = _Seen(code, part, factors)
+                arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+                seen = _Seen(code, sources.part_of(code.co_filename), arguments)
             else:
                 # It is kept, so that no other code gets its identity.
                 self._others.append(code)
@@ -132,28 +180,57 @@ class CallTap:
         return seen
 
     def _note(self, seen: _Seen, frame: FrameType) -> Any:
-        caller, by = frame.f_back, None
-        for _ in range(_FRAMES):
-            if caller is None or (by := self._of(caller.f_code)) is not None:
-                break
-            caller = caller.f_back
+        caller, by = self._megatrons(frame.f_back)
         module, phase = self._place(seen, by)
         # Python hashes members of enumerations slowly.
         key = id(seen.code), _NOBODY if by is None else id(by.code), module, id(phase)
         if key not in self._calls:
             self._calls[key] = phase, 0 if by is None or caller is None else caller.f_lineno
             seen.starts = 0
-            for name in seen.factors:
-                value = frame.f_locals.get(name)
-                if isinstance(value, float) and math.isfinite(value):
-                    self._values[sources.shown(seen.code)].add(value)
-                elif type(value) is torch.Tensor and value.numel() == 1 and not value.is_meta:
-                    # It is read after the step: nothing waits for the device.
-                    copy = value.detach().clone()
-                    self._tensors.append((sources.shown(seen.code), copy))
+            values = frame.f_locals if seen.arguments else {}
+            for name in seen.arguments:
+                if not _tells(value := values.get(name)):
+                    continue
+                if isinstance(value, dist.ProcessGroup):
+                    self._look_up(value, caller)
+                else:
+                    self._keep(seen, name, value)
             return None
         seen.starts += 1
         return sys.monitoring.DISABLE if seen.starts >= _ENOUGH else None
+
+    def _megatrons(self, frame: FrameType | None) -> tuple[FrameType | None, _Seen | None]:
+        """A frame or the next one around it that is Megatron's, and its function."""
+        for _ in range(_FRAMES):
+            if frame is None or (seen := self._of(frame.f_code)) is not None:
+                return frame, None if frame is None else seen
+            frame = frame.f_back
+        return frame, None
+
+    def _keep(self, seen: _Seen, name: str, value: Any) -> None:
+        key = id(seen.code), name
+        if isinstance(value, float):
+            if len(self._values[key]) < _VALUES:
+                self._values[key].add(value)
+        else:
+            # It is read after the step: nothing waits for the device.
+            self._tensors.append((key, value.detach().clone()))
+
+    def _is_given(self, seen: _Seen, frame: FrameType, group: Any) -> bool:
+        return any(frame.f_locals.get(name) is group for name in seen.arguments)
+
+    def _look_up(self, group: Any, frame: FrameType | None) -> None:
+        """Find, from a frame outwards, the first function that was not given the group."""
+        for _ in range(_FRAMES):
+            frame, seen = self._megatrons(frame)
+            if frame is None or seen is None:
+                return
+            if not self._is_given(seen, frame, group):
+                key = id(seen.code), frame.f_lineno, group
+                if key not in self._lookups:
+                    self._lookups[key] = self._place(seen, None)
+                return
+            frame = frame.f_back
 
     def _place(self, seen: _Seen, by: _Seen | None) -> tuple[str, Phase]:
         """The part of the step is that of the code, of the module, or of what called it."""
@@ -166,3 +243,11 @@ class CallTap:
                 return _folded(module), phase
         seen.phase = seen.part or (by.phase if by else None) or Phase.OTHER
         return "", seen.phase
+
+
+def _tells(value: Any) -> bool:
+    """Whether it is a number that may not be whole, a tensor of one number, or a process group."""
+    if type(value) is torch.Tensor:
+        is_number = value.is_floating_point() or value.dtype in _INTEGERS
+        return is_number and not value.is_meta and value.numel() == 1
+    return isinstance(value, (float, dist.ProcessGroup))

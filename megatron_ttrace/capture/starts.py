@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts of Python functions, as ``sys.monitoring`` reports them."""
+"""Starts and returns of Python functions, as ``sys.monitoring`` reports them."""
 
 import atexit
 import sys
@@ -11,6 +11,8 @@ from megatron_ttrace.trace.errors import one_line
 
 type OnStart = Callable[[CodeType, int], Any]
 """Is given the code and an offset; returns ``sys.monitoring.DISABLE`` to hear no more of it."""
+type OnReturn = Callable[[CodeType, int, Any], Any]
+"""The same, with what the function returns."""
 
 _TOOLS = range(6)
 
@@ -23,8 +25,8 @@ class Starts:
         self._name = name
         self._tool: int | None = None
 
-    def report(self, to: OnStart) -> str:
-        """Report to this function from now on; returns why that is impossible. Never raises."""
+    def report(self, to: OnStart, returned: OnReturn | None = None) -> str:
+        """Report to these functions from now on; returns why that is impossible. Never raises."""
         monitoring = sys.monitoring
         try:
             if self._tool is None:
@@ -33,8 +35,12 @@ class Starts:
                 self._tool = tool
                 # While the interpreter ends, modules lose their contents before code stops.
                 atexit.register(self.stop)
-            monitoring.register_callback(self._tool, monitoring.events.PY_START, to)
-            monitoring.set_events(self._tool, monitoring.events.PY_START)
+            events = monitoring.events.PY_START
+            monitoring.register_callback(self._tool, events, to)
+            if returned is not None:
+                monitoring.register_callback(self._tool, monitoring.events.PY_RETURN, returned)
+                events |= monitoring.events.PY_RETURN
+            monitoring.set_events(self._tool, events)
         except StopIteration:
             return "all tools of sys.monitoring are in use"
         except ValueError as error:
@@ -50,6 +56,7 @@ class Starts:
         """Report no longer."""
         if self._tool is not None:
             sys.monitoring.set_events(self._tool, 0)
-            sys.monitoring.register_callback(self._tool, sys.monitoring.events.PY_START, None)
+            for event in (sys.monitoring.events.PY_START, sys.monitoring.events.PY_RETURN):
+                sys.monitoring.register_callback(self._tool, event, None)
             sys.monitoring.free_tool_id(self._tool)
             self._tool = None

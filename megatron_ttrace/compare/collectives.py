@@ -27,10 +27,13 @@ from megatron_ttrace.trace.collectives import (
     Ledger,
     LedgerFault,
     LedgerFinding,
+    Lookup,
+    Numbers,
     Operation,
     Phase,
     RanHere,
     RankLedger,
+    Shard,
     Size,
     Sources,
     pattern,
@@ -127,7 +130,14 @@ def merge(
     recorded = not any(rank.error for rank in ranks)
     findings = [*_disagreements(known), *_messages(known)] if recorded else []
     findings += _imprecise(known, compute, gradients)
-    return Ledger(_folded(known), tuple(_once(findings)), code, recorded)
+    return Ledger(
+        _folded(known),
+        tuple(_once(findings)),
+        code,
+        recorded,
+        numbers=_numbers(ranks),
+        torn=torn(ranks) if recorded else (),
+    )
 
 
 def _placed(call: Call, code: Sources) -> Call:
@@ -235,18 +245,57 @@ def _calls(ranks: Iterable[Calls]) -> Calls:
     """The calls of all ranks, each once; ranks that ran the same have one object."""
     functions: dict[Function, int] = {}
     calls: dict[FunctionCall, None] = {}
+    lookups: dict[Lookup, None] = {}
     marks: dict[str, tuple[str, ...]] = {}
-    values: dict[str, set[float]] = defaultdict(set)
+    buckets: dict[str, str] = {}
     for each in {id(calls): calls for calls in ranks}.values():
         numbers = [functions.setdefault(one, len(functions)) for one in each.functions]
         for call in each.calls:
             caller = numbers[call.caller] if call.caller >= 0 else -1
             calls[call._replace(function=numbers[call.function], caller=caller)] = None
+        for lookup in each.lookups:
+            lookups[lookup._replace(function=numbers[lookup.function])] = None
         marks = {**each.marks, **marks}
-        for where, given in each.values.items():
-            values[where].update(given)
-    in_order = {where: tuple(sorted(given)) for where, given in values.items()}
-    return Calls(tuple(functions), tuple(calls), marks, in_order)
+        buckets = {**each.buckets, **buckets}
+    return Calls(tuple(functions), tuple(calls), marks, tuple(lookups), buckets)
+
+
+def _numbers(ranks: Iterable[RankLedger]) -> Numbers:
+    """The numbers of all ranks."""
+    found: dict[tuple[str, str], set[float]] = defaultdict(set)
+    for numbers in {id(rank.numbers): rank.numbers for rank in ranks}.values():
+        for where, named in numbers.items():
+            for name, values in named.items():
+                found[where, name].update(values)
+    merged: Numbers = defaultdict(dict)
+    for (where, name), given in found.items():
+        merged[where][name] = tuple(sorted(given))
+    return dict(merged)
+
+
+def torn(ranks: Sequence[RankLedger]) -> tuple[str, ...]:
+    """Parameters whose shards lack elements, or have some on more ranks than others.
+
+    Each replica of the division, for instance of another tensor-parallel rank, has all elements
+    once. So over all ranks all elements are had equally often.
+    """
+    shards: dict[str, Counter[Shard]] = defaultdict(Counter)
+    for rank in ranks:
+        for name in rank.sources.calls.buckets:
+            shards[name].update()
+        for name, shard in rank.shards.items():
+            shards[name][shard] += 1
+    return tuple(name for name, counts in shards.items() if not _is_whole(counts))
+
+
+def _is_whole(shards: Counter[Shard]) -> bool:
+    changes: Counter[int] = Counter()
+    for (start, end, _), times in shards.items():
+        changes[start] += times
+        changes[end] -= times
+    at = sorted(position for position, change in changes.items() if change)
+    sizes = {shard.size for shard in shards}
+    return len(sizes) == 1 and at == [0, *sizes]
 
 
 def _disagreements(ranks: Sequence[_Rank]) -> Iterable[LedgerFinding]:

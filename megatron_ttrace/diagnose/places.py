@@ -371,15 +371,16 @@ class _Judge:
 
         The backward pass of an autograd function uses what other methods of it were given.
         """
-        values, (head, _, name) = self._ledger.sources.calls.values, function.name.rpartition(".")
-        places = [function.where]
+        numbers, (head, _, name) = self._ledger.numbers, function.name.rpartition(".")
+        users = [function]
         if head and name == "backward":
-            places = [where for where in values if f" ({head}." in where]
+            users = [each for each in self._code.functions if each.name.startswith(f"{head}.")]
         off = [value for ratio in self._ratios for value in (ratio, 1 / ratio)]
         return any(
             abs(abs(value) / ratio - 1) < _EQUAL < abs(ratio - 1)
-            for where in places
-            for value in values.get(where, ())
+            for user in users
+            for factor in user.factors
+            for value in numbers.get(user.where, {}).get(factor, ())
             for ratio in off
         )
 

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -48,6 +49,14 @@ def group_name(description: str, members: Sequence[int], mesh: Mesh) -> str:
     if len(members) != math.prod(mesh.size(axis) for axis in axes):
         return ""
     return "-".join(axis for axis in axes if mesh.size(axis) > 1)
+
+
+def described(group: Any, mesh: Mesh) -> str:
+    """The axes of more than one rank that a process group spans, or its description."""
+    import torch.distributed as dist
+
+    description = group.group_desc or ""
+    return group_name(description, dist.get_process_group_ranks(group), mesh) or description
 
 
 def axes_of(members: Sequence[int], meshes: Sequence[Mesh]) -> str:

@@ -104,6 +104,8 @@ _PRODUCTS = frozenset(
     for number, (_, sign) in enumerate(getattr(opcode, "_nb_ops", ()))
     if sign in ("*", "/", "//", "*=", "/=", "//=")
 )
+_SHARDING = "_build_gbuf_range_map"
+"""The method of ``DistributedOptimizer`` that divides a buffer's buckets among ranks."""
 _UNMARKED = {"allreduce": True}
 """What Megatron takes a mark for where it is not set, if not for false."""
 
@@ -143,12 +145,6 @@ def function_of(code: CodeType) -> Function:
         sets=tuple(name for name in sorted(local) if _FACTOR.search(name)),
         factors=tuple(dict.fromkeys(name for name in names if _FACTOR.search(name))),
     )
-
-
-def factors_among(code: CodeType) -> tuple[str, ...]:
-    """Those of a function's arguments that are factors by their names."""
-    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return tuple(filter(_FACTOR.search, arguments))
 
 
 def is_schedule(file: str) -> bool:
@@ -265,6 +261,14 @@ def sources_of(
         inputs=tuple(inputs),
         optimizer_state=class_place(leaf, "sharded_state_dict"),
         loaders=_loaders(leaf),
+        sharding=next(
+            (
+                place
+                for each in leaves_of(optimizer)
+                if (place := class_place(type(each), _SHARDING))
+            ),
+            "",
+        ),
     )
 
 

@@ -16,7 +16,8 @@ from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare import collectives
 from megatron_ttrace.mcore import logged
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.groups import axes_of, reduced_in, unseen_axes
+from megatron_ttrace.mcore.checkpoints.buckets import shards_of
+from megatron_ttrace.mcore.groups import axes_of, described, reduced_in, unseen_axes
 from megatron_ttrace.mcore.sources import sources_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, folded
@@ -25,8 +26,10 @@ from megatron_ttrace.trace.collectives import (
     Call,
     Group,
     Ledger,
+    Numbers,
     Phase,
     RankLedger,
+    Shard,
     Size,
     Sources,
 )
@@ -41,6 +44,7 @@ from megatron_ttrace.trace.executed import (
 
 _CALLS, _SIZES = codec.decoder(tuple[Call, ...]), codec.decoder(tuple[Size, ...])
 _GROUP, _SOURCES = codec.decoder(Group), codec.decoder(Sources)
+_NUMBERS, _SHARDS = codec.decoder(Numbers), codec.decoder(dict[str, Shard])
 _EXECUTED = codec.decoder(tuple[Executed, ...])
 
 
@@ -98,9 +102,14 @@ class Recording:
                 finalize=config.finalize_model_grads_func,
                 step=self._forward_step,
             )
-            calls = self._calls.calls(self._model.names)
+            mesh, names = self._model.mesh, self._model.names
+            calls = self._calls.calls(names, lambda group: described(group, mesh))
+            buckets, shards = shards_of(self._model.optimizer, names)
+            calls = dataclasses.replace(calls, buckets=buckets)
             sources = dataclasses.replace(sources, metrics=dict(logged.PLACES), calls=calls)
-            return dataclasses.replace(self._tap.ledger(), sources=sources).to_json()
+            return dataclasses.replace(
+                self._tap.ledger(), sources=sources, numbers=self._calls.numbers(), shards=shards
+            ).to_json()
         except Exception as error:  # noqa: BLE001 - it is an addition to the report
             return RankLedger(error=one_line(error)).to_json()
 
@@ -186,6 +195,8 @@ def decoded(message: dict[str, Any], once: folded.Once) -> RankLedger:
         once.each(_GROUP, message["groups"]),
         once(_SOURCES, message["sources"]),
         str(message["error"]),
+        once(_NUMBERS, message["numbers"]),
+        once(_SHARDS, message["shards"]),
     )
     if why := ledger.contradiction():
         raise codec.CodecError(why)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.calls import CallTap
+from megatron_ttrace.capture.collectives import CollectiveTap
 from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.compare import tolerance
@@ -40,6 +42,7 @@ from megatron_ttrace.run.start import handoff
 from megatron_ttrace.run.start.loaded import InCheckpoint
 from megatron_ttrace.trace import counted
 from megatron_ttrace.trace.budget import Budget, require_space
+from megatron_ttrace.trace.collectives import Numbers
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.findings import Loss
@@ -78,6 +81,7 @@ class ReferenceSession:
             # Megatron-Bridge makes its data loaders before it has told that the model is built.
             order.started.skip(args)
         self._loss_scales: dict[str, float] = {}
+        self._calls = CallTap()
         self._counted: list[Counted] = []
         self._seconds = 0.0
         self._loaded: InCheckpoint | None = None
@@ -151,12 +155,17 @@ class ReferenceSession:
             counted=tuple(counted.encode(counts)),
             logs=fronts.current().logs(),
             seconds=self._seconds,
+            numbers=self._passed(),
             layout=None if layout is None else dataclasses.asdict(layout),
             **self._arithmetic(),
         )
         if self._loaded is not None:
             meta = dataclasses.replace(meta, loaded=self._loaded.unverified)
         seal(self._directory, meta.to_json())
+
+    def _passed(self) -> Numbers:
+        """What functions were given and returned, unless that of a rank of several is its share."""
+        return self._calls.numbers() if self.ranks.size == 1 and not self._calls.error else {}
 
     def _arithmetic(self) -> dict[str, Any]:
         """What tolerances depend on, apart from the replays."""
@@ -257,7 +266,14 @@ class ReferenceSession:
     def _trace(self, block: Block, to: TraceWriter) -> None:
         """Write the steps of a block."""
         room = functools.partial(self._require_space, block.microbatches)
-        self._capture(block, lambda iteration: WriteSink(to, iteration, room))
+        modules = CollectiveTap(self.model.names, self.model.mesh)
+        self._calls.start()
+        self._calls.in_steps(modules.around)
+        try:
+            with modules.active(block.first):
+                self._capture(block, lambda iteration: WriteSink(to, iteration, room))
+        finally:
+            self._calls.stop()
         to.close()
         if len(to) == 0:
             raise TTraceError("the reference run traced nothing")

@@ -234,6 +234,21 @@ class FunctionCall(NamedTuple):
     line: Count
 
 
+class Lookup(NamedTuple):
+    """A function chose a process group: it was not given it, but passed it on or got it returned.
+
+    ``function`` is a number in :class:`Calls`, ``group`` the axes that it spans, joined by ``-``,
+    or its description; ``size`` is its number of ranks.
+    """
+
+    function: Count
+    line: Count
+    group: str
+    size: Count
+    module: str
+    phase: Phase
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Calls(Record):
     """Which functions of Megatron ran, each call once, in the order of the first ones.
@@ -242,19 +257,35 @@ class Calls(Record):
         functions: that ran.
         calls: of these.
         marks: those of parameters that are set, by the parameter's name.
-        values: that functions were given as factors, by :attr:`Function.where`.
+        lookups: of process groups by these functions.
+        buckets: by parameter, the gradient bucket in which ranks divide it.
     """
 
     functions: tuple[Function, ...] = ()
     calls: tuple[FunctionCall, ...] = ()
     marks: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    values: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
+    lookups: tuple[Lookup, ...] = ()
+    buckets: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def contradiction(self) -> str:
         """Why the fields contradict each other."""
         numbers = range(-1, len(self.functions))
         fit = all(c.function in numbers and c.caller in numbers for c in self.calls)
+        fit = fit and all(lookup.function in numbers for lookup in self.lookups)
         return "" if fit else "a call of a function that is not listed"
+
+
+Numbers = dict[str, dict[str, tuple[float, ...]]]
+"""Numbers that functions were given or returned, by :attr:`Function.where` and argument, which is
+empty for what was returned."""
+
+
+class Shard(NamedTuple):
+    """The elements ``start`` to ``end`` of the ``size`` of a flat parameter that a rank steps."""
+
+    start: Count
+    end: Count
+    size: Count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -271,6 +302,7 @@ class Sources(Record):
         inputs: names of what the model is given, by position.
         optimizer_state: the optimizer's description of its state for checkpoints.
         loaders: what loads a number of a checkpoint, by beginnings of their names.
+        sharding: what divided the parameters among data-parallel ranks.
         calls: the functions that ran.
     """
 
@@ -283,6 +315,7 @@ class Sources(Record):
     inputs: tuple[str, ...] = ()
     optimizer_state: str = ""
     loaders: dict[str, str] = dataclasses.field(default_factory=dict)
+    sharding: str = ""
     calls: Calls = Calls()
 
     def of(self, module: str) -> ModuleCode | None:
@@ -300,6 +333,7 @@ class RankLedger(Record):
     """What one rank recorded.
 
     ``sizes`` are those of each of ``calls``. ``error`` says why the record is not complete.
+    ``shards`` are those that a distributed optimizer gave to this rank, by parameter.
     """
 
     calls: tuple[Call, ...] = ()
@@ -307,6 +341,8 @@ class RankLedger(Record):
     groups: tuple[Group, ...] = ()
     sources: Sources = Sources()
     error: str = ""
+    numbers: Numbers = dataclasses.field(default_factory=dict)
+    shards: dict[str, Shard] = dataclasses.field(default_factory=dict)
 
     def contradiction(self) -> str:
         """Why the fields contradict each other."""
@@ -367,7 +403,8 @@ class Ledger(Record):
     """The collectives of all ranks, what is wrong with them, and the code that ran.
 
     ``recorded`` is false if the collectives of some rank are not known. Over the axes ``unseen``
-    the run may communicate outside of PyTorch's process groups.
+    the run may communicate outside of PyTorch's process groups. ``torn`` are parameters of which
+    the shards of all ranks lack elements, or have some more often than others.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -375,6 +412,8 @@ class Ledger(Record):
     sources: Sources = Sources()
     recorded: bool = True
     unseen: tuple[str, ...] = ()
+    numbers: Numbers = dataclasses.field(default_factory=dict)
+    torn: tuple[str, ...] = ()
 
 
 UNRECORDED = Ledger(recorded=False)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Bounds, Count, Record, Size
-from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
+from megatron_ttrace.trace.collectives import UNRECORDED, Ledger, Numbers
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class ReferenceMeta(Record):
         fp8: whether it computes in FP8.
         by_module: whether replays gave each module its own inputs.
         epsilon: of the compute dtype; 0 if it is not known.
+        numbers: that functions were given and returned, of a reference on one rank.
     """
 
     role: str = "reference"
@@ -58,6 +59,7 @@ class ReferenceMeta(Record):
     fp8: bool = False
     by_module: bool = False
     epsilon: Annotated[float, Bounds(0.0, 0.5)] = 0.0
+    numbers: Numbers = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,6 +187,8 @@ def _trace_in_turns(turns: _Turns) -> None:
     def around_step(watch: Any, run: Any, iterator: Any) -> Any:
         traced = turns.is_dear or turns.plan.tool == "calls"
         watch._step = 0 if traced else _NEVER
+        if turns.plan.tool == "calls":
+            _record_anew(watch._calls, on=turns.is_dear)
         session = watch._session
         result = around(watch, turns.timed(run), iterator)
         if traced:

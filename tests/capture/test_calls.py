@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of Megatron that run, with their callers; others are not reported."""
 
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.mcore import sources
@@ -29,6 +31,30 @@ def step(grads):
         scale(grad)
 def scale(grad):
     grad.mul_(2)
+"""
+
+
+RESULTS = """
+def norm(grad):
+    return grad / 2
+def loss(tokens):
+    return 0.25, tokens, "lm loss"
+"""
+LOOKUPS = """
+def get_group(make):
+    known = make()
+    return known
+def forward(make):
+    return primitive(1, get_group(make))
+def primitive(x, group):
+    return reduce(x, group=group)
+def reduce(x, *, group):
+    return x
+class Layer:
+    def __init__(self, group):
+        self.group = group
+    def forward(self):
+        return primitive(1, self.group)
 """
 
 
@@ -65,11 +91,11 @@ def test_calls(tap: CallTap) -> None:
     model["build"]()
     tap.in_steps(lambda: place[0])
     place[0] = "layers.3.mlp", Phase.FORWARD
-    model["forward"](torch.ones(1))
+    model["forward"](torch.ones(2))
     place[0] = "layers.4.mlp", Phase.FORWARD
-    model["forward"](torch.ones(1))
+    model["forward"](torch.ones(2))
     place[0] = "", None
-    optimizer["step"]([torch.ones(1)] * 200)
+    optimizer["step"]([torch.ones(2)] * 200)
     tap.stop()
     model["build"]()
     weight = torch.nn.Parameter(torch.ones(1))
@@ -85,7 +111,7 @@ def test_calls(tap: CallTap) -> None:
     }
     assert calls.marks == {"layers.*.mlp.weight": ("allreduce", "sequence_parallel")}
     functions = {one.name: one for one in calls.functions}
-    assert calls.values == {functions["primitive"].where: (2.5,)}
+    assert tap.numbers() == {functions["primitive"].where: {"scaling_factor": (2.5,)}}
     assert functions["primitive"].scales
     assert functions["scale"].scales
     assert functions["scale"].part is Phase.OPTIMIZER
@@ -95,17 +121,58 @@ def test_calls(tap: CallTap) -> None:
     assert Calls.from_json(calls.to_json()) == calls
 
 
-def test_factors_in_tensors(tap: CallTap) -> None:
+def test_numbers_in_tensors(tap: CallTap) -> None:
     """Of one element, with the value at the call; read after the step, and none without a value."""
     model = made(MODEL, "core/m.py")
     tap.in_steps(lambda: ("mlp", Phase.FORWARD))
     factor = torch.full((1,), 4.0)
-    model["primitive"](torch.ones(1), factor, coeff=torch.ones(2))
+    model["primitive"](torch.ones(2), factor, coeff=torch.ones(3))
     factor.zero_()
     tap.in_steps(lambda: ("other", Phase.FORWARD))
-    model["primitive"](torch.ones(1, device="meta"), torch.ones(1, device="meta"))
+    model["primitive"](torch.ones(2, device="meta"), torch.ones(1, device="meta"))
+    tap.in_steps(lambda: ("odd", Phase.FORWARD))
+    for odd in (torch.full((1,), 1j), torch.ones(1, dtype=torch.bool), torch.full((1,), math.nan)):
+        model["primitive"](torch.ones(2), odd)
     tap.stop()
-    assert list(tap.calls([]).values.values()) == [(4.0,)]
+    assert list(tap.numbers().values()) == [{"scaling_factor": (4.0,)}]
+
+
+def test_results_that_are_numbers(tap: CallTap) -> None:
+    """Also in a tuple; of other results nothing is kept."""
+    functions = made(RESULTS, "core/m.py")
+    tap.in_steps(lambda: ("", None))
+    functions["norm"](torch.tensor(3.0))
+    functions["loss"](torch.tensor(6, dtype=torch.int32))
+    tap.stop()
+    assert {where.split()[1]: known for where, known in tap.numbers().items()} == {
+        "(norm)": {"grad": (3.0,), "": (1.5,)},
+        "(loss)": {"tokens": (6.0,), "": (0.25, 6.0)},
+    }
+
+
+def test_lookups_of_groups(tap: CallTap, group: dist.ProcessGroup) -> None:
+    """By what got a group returned, or passed on one that it was not given itself."""
+    functions = made(LOOKUPS, "core/m.py")
+    tap.in_steps(lambda: ("mlp", Phase.FORWARD))
+    functions["forward"](lambda: group)
+    functions["Layer"](group).forward()
+    tap.stop()
+    calls = tap.calls([], lambda known: {group: "tp"}[known])
+    found = {
+        (calls.functions[lookup.function].name, lookup.line, *lookup[2:])
+        for lookup in calls.lookups
+    }
+    assert found == {
+        ("forward", 6, "tp", 1, "mlp", Phase.FORWARD),
+        ("Layer.forward", 15, "tp", 1, "mlp", Phase.FORWARD),
+    }
+    assert Calls.from_json(calls.to_json()) == calls
+
+
+@pytest.fixture
+def group() -> dist.ProcessGroup:
+    """Of one rank."""
+    return dist.ProcessGroup(0, 1)
 
 
 def functions_name(calls: Calls, number: int) -> str:

@@ -14,6 +14,7 @@ from megatron_ttrace.run import recording
 from megatron_ttrace.trace import folded
 from megatron_ttrace.trace.collectives import (
     Call,
+    Calls,
     Group,
     Ledger,
     LedgerFault,
@@ -21,6 +22,7 @@ from megatron_ttrace.trace.collectives import (
     Operation,
     Phase,
     RankLedger,
+    Shard,
     Size,
     Sources,
 )
@@ -225,6 +227,35 @@ def test_one_rank_logs() -> None:
     """The others do not know what reports a number."""
     last = dataclasses.replace(rank(SUM), sources=Sources(metrics={"z_loss": "log.py:1 (log)"}))
     assert ledger(rank(SUM), last).sources.metrics == last.sources.metrics
+
+
+@pytest.mark.parametrize(
+    ("shards", "torn"),
+    [
+        ([(0, 4), (4, 6)], False),
+        # Of two tensor-parallel ranks.
+        ([(0, 4), (4, 6), (4, 6), (0, 4)], False),
+        ([(0, 3), (4, 6)], True),
+        ([(0, 4), (3, 6)], True),
+        ([(0, 4), (4, 7)], True),
+        ([], True),
+    ],
+)
+def test_shards_of_a_parameter(shards: list[tuple[int, int]], torn: bool) -> None:
+    """They have all elements equally often; what no record has is not known."""
+    sources = Sources(calls=Calls(buckets={"w": "0"}))
+    own = [{"w": Shard(*shard, 6)} for shard in shards]
+    ranks = [RankLedger(sources=sources, shards=each) for each in (*own, {})]
+    assert ledger(*ranks).torn == ("w",) * torn
+    assert ledger(*ranks, RankLedger(error="broken")).torn == ()
+
+
+def test_numbers_of_all_ranks() -> None:
+    """Each once, by function and argument."""
+    ranks = [
+        RankLedger(numbers={"f": {"tokens": (value, 2.0), "": (1.0,)}}) for value in (4.0, 3.0)
+    ]
+    assert ledger(*ranks).numbers == {"f": {"tokens": (2.0, 3.0, 4.0), "": (1.0,)}}
 
 
 def test_json() -> None:

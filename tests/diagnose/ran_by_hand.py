@@ -32,12 +32,12 @@ def where(name: str, line: int = 1) -> str:
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "Linear.forward": {"axes": ("tp",), "size": 400},
-    "reduce": {"size": 100},
+    "reduce": {"size": 100, "factors": ("scaling_factor",)},
     "gather": {"axes": ("tp",)},
     "Norm.forward": {"size": 100},
-    "Product.forward": {"size": 300},
+    "Product.forward": {"size": 300, "factors": ("scaling_factor",)},
     "Product.backward": {"size": 300, "scales": True},
-    "Product.set_scale": {},
+    "Product.set_scale": {"factors": ("scaling_factor",)},
     "run": {"part": S, "scales": True, "axes": ("microbatches",), "size": 800},
     "Linear.__init__": {"marks": ("sequence_parallel",), "size": 400},
     "offset": {"axes": ("pp",), "scales": True, "size": 100},
@@ -141,9 +141,9 @@ def collective(name: str, group: str = "tp", **more: Any) -> Collective:
 def record(
     *collectives: Collective,
     marks: dict[str, tuple[str, ...]] | None = None,
-    values: dict[str, tuple[float, ...]] | None = None,
+    factors: dict[str, float] | None = None,
 ) -> Ledger:
-    """With all functions; each is the first of its file's lines."""
+    """With all functions, each the first of its file's lines; some are given factors."""
     return Ledger(
         collectives,
         sources=Sources(
@@ -166,7 +166,7 @@ def record(
                     for name, caller, module, phase in _CALLS
                 ),
                 marks or {},
-                values or {},
             ),
         ),
+        numbers={where(name): {"scaling_factor": (f,)} for name, f in (factors or {}).items()},
     )

@@ -32,7 +32,6 @@ from tests.diagnose.ran_by_hand import (
     U,
     collective,
     record,
-    where,
 )
 
 PARTIAL = Finding(Cause.PARTIAL, ("tp",))
@@ -188,7 +187,7 @@ def test_initial_values_of_most_parameters(few: bool) -> None:
 def test_a_factor_that_a_setter_was_given() -> None:
     """The backward pass of its class did not apply it, or twice."""
     finding = ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
-    ledger = record(values={where("Product.set_scale"): (0.5,)})
+    ledger = record(factors={"Product.set_scale": 0.5})
     first = places(Kind.GRAD_INPUT, LINEAR, finding, ledger=ledger)[0]
     assert (first.function, first.clue) == ("Product.backward", Clue.VALUE)
 
@@ -207,7 +206,7 @@ def test_a_logged_loss_that_is_wrong_as_well(fails: bool) -> None:
 def test_a_factor_of_the_size_of_the_error(given: float) -> None:
     """What applies it comes first, whether it was applied twice or not at all."""
     finding = ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
-    ledger = record(values={where("Product.forward"): (given,), where("reduce"): (3.0,)})
+    ledger = record(factors={"Product.forward": given, "reduce": 3.0})
     found = places(Kind.OUTPUT, LINEAR, finding, ledger=ledger)
     assert (found[0].function, found[0].clue) == ("Product.forward", Clue.VALUE)
     without = places(Kind.OUTPUT, LINEAR, finding, ledger=record())
@@ -217,7 +216,7 @@ def test_a_factor_of_the_size_of_the_error(given: float) -> None:
 def test_a_factor_that_all_parameters_have() -> None:
     """It is not what is wrong if most gradients are right."""
     finding = ConstantFactor(Cause.TOO_LARGE, ("dp",), ratio=2.0)
-    ledger = record(GRADIENTS, values={where("sync_grads"): (2.0,)})
+    ledger = record(GRADIENTS, factors={"sync_grads": 2.0})
     others = tuple(judged(Kind.MAIN_GRAD, name, Outcome.PASS) for name in "abc")
     few = places(Kind.MAIN_GRAD, WEIGHT, finding, ledger=ledger, others=others)
     assert Clue.VALUE not in {place.clue for place in few}

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ttrace.mcore.checkpoints.buckets import by_parameter, in_buckets
+from megatron_ttrace.mcore.checkpoints.buckets import by_parameter, in_buckets, shards_of
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
+from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.collectives import Shard
 from megatron_ttrace.trace.states import Bucketed, Item, State
 
 WHOLE = torch.randn(4, 6)
@@ -100,3 +102,20 @@ def test_parts_of_an_optimizer() -> None:
     assert list(in_buckets(SimpleNamespace(chained_optimizers=[leaf]))) == wanted
     chain = SimpleNamespace(chained_optimizers=[SimpleNamespace(), leaf])
     assert [key for _, key, _ in in_buckets(chain)] == [f"chained_1.{key}" for _, key, _ in wanted]
+
+
+def test_shards_of_a_rank() -> None:
+    """Only those of named parameters; other optimizers have none."""
+    weight, norm, other = (torch.nn.Parameter(torch.ones(6)) for _ in range(3))
+    ranges = {each: {"param": SimpleNamespace(start=2, end=6)} for each in (weight, other)}
+    indices = {weight: (0, 6), norm: (6, 12), other: (12, 18)}
+    leaf = SimpleNamespace(
+        data_parallel_group_idx=0,
+        buffers=[SimpleNamespace(buckets=[SimpleNamespace(param_to_index=indices)])],
+        gbuf_ranges=[{"float32": [{"param_map": ranges}]}],
+    )
+    names = [Names({}, {"w": weight, "norm": norm}, {}, frozenset())]
+    buckets, shards = shards_of(SimpleNamespace(chained_optimizers=[leaf]), names)
+    assert set(buckets) == {"w", "norm"}
+    assert shards == {"w": Shard(2, 6, 6)}
+    assert shards_of(SimpleNamespace(), names) == ({}, {})

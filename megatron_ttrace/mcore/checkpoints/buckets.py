@@ -16,7 +16,10 @@ from typing import Any
 import torch
 
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Index, Stored, state_of
+from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.optimizer import leaves_of
 from megatron_ttrace.placement.coverage import coverage
+from megatron_ttrace.trace.collectives import Shard
 from megatron_ttrace.trace.states import Bucketed, Item
 from megatron_ttrace.trace.views import local_view, logical_view
 
@@ -36,6 +39,21 @@ def in_buckets(optimizer: Any, prefix: str = "") -> Iterator[tuple[torch.nn.Para
             key = f"{group}.gbuf_idx_{number}.dtype_{dtype}.bucket_idx_{order}"
             for parameter, (start, _) in getattr(bucket, "param_to_index", {}).items():
                 yield parameter, key, start
+
+
+def shards_of(optimizer: Any, chunks: Iterable[Names]) -> tuple[dict[str, str], dict[str, Shard]]:
+    """The buckets of a rank's parameters, and its shards of them, by canonical names."""
+    of = {parameter: name for names in chunks for name, parameter in names.parameters.items()}
+    shards = {
+        of[parameter]: Shard(ranges["param"].start, ranges["param"].end, parameter.numel())
+        for leaf in leaves_of(optimizer)
+        for by_dtype in getattr(leaf, "gbuf_ranges", ())
+        for maps in by_dtype.values()
+        for bucket in maps
+        for parameter, ranges in bucket["param_map"].items()
+        if parameter in of
+    }
+    return {of[p]: key for p, key, _ in in_buckets(optimizer) if p in of}, shards
 
 
 def by_parameter(checkpoint: Checkpoint, pieces: Iterable[Bucketed]) -> Checkpoint:
