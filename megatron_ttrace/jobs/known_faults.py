@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
+import math
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_ttrace.jobs.shrink.given import Flag, Given
 from megatron_ttrace.trace import codec
+
+type Options = Mapping[str, object]
+"""A job's options: as they are when it runs, or as a command sets them (:meth:`Given.options`)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,33 +27,43 @@ class Finding:
 
     Attributes:
         heading: the beginning of its heading in docs/findings.md, without the number.
-        given: flags of the job; their values are patterns (fnmatch), or as ``2+``, at least 2.
-        absent: flags of which the job has none, with such values.
+        given: what options of the job are: a pattern (fnmatch); as ``2+``, at least 2; ``*``, set;
+            empty, not set. Fields of Megatron-Bridge are called ``section.field``.
+            ``expert_data_parallel_size`` is how many ranks have the same experts.
+        absent: what they are not.
         larger: two sizes (1 if not given), of which the first is larger.
         fixed: the series of Megatron that does not have the fault any more.
     """
 
     heading: str
-    given: str
-    absent: str = ""
+    given: dict[str, str]
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)
     larger: tuple[str, str] | None = None
     fixed: tuple[int, ...] = ()
 
-    def fits(self, job: Given) -> bool:
+    def fits(self, options: Options) -> bool:
         """Whether the job has what it takes."""
-        given, absent = (Given.parse(words.split()).flags for words in (self.given, self.absent))
         if self.larger is not None:
-            large, small = (job.integer(option, 1) for option in self.larger)
+            large, small = (_integer(options.get(option)) or 1 for option in self.larger)
             if large <= small:
                 return False
-        return all(_has(job, f) for f in given) and not any(_has(job, f) for f in absent)
+        return all(_is(options.get(o), wanted) for o, wanted in self.given.items()) and not any(
+            _is(options.get(o), wanted) for o, wanted in self.absent.items()
+        )
 
 
-def _has(job: Given, flag: Flag) -> bool:
-    option, wanted = str(flag.option), " ".join(flag.values)
+def _is(value: object, wanted: str) -> bool:
+    if wanted in ("", "*"):
+        return bool(value) is bool(wanted)
     if wanted.endswith("+"):
-        return job.integer(option) >= int(wanted[:-1])
-    return job.has(option) and fnmatch.fnmatchcase(job.text(option), wanted or "*")
+        return _integer(value) >= int(wanted[:-1])
+    return value is not None and fnmatch.fnmatchcase(str(value), wanted)
+
+
+def _integer(value: object) -> int:
+    """0 for what is no number."""
+    text = str(value)
+    return int(text) if text.isdecimal() and text.isascii() else 0
 
 
 @functools.cache
@@ -60,16 +73,20 @@ def findings() -> tuple[Finding, ...]:
     return codec.decode(tuple[Finding, ...], tomllib.loads(text)["finding"])
 
 
-def finding_of(arguments: Sequence[str], megatron: str) -> str:
+def finding_of(options: Options, megatron: str) -> str:
     """The heading of the finding that a diverging job may show; empty if it is a new one.
 
     Args:
-        arguments: of the job.
+        options: of the job, validated.
         megatron: the version of its Megatron.
     """
-    job = Given.parse(arguments)
+    axes = ("data_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
+    ranks = math.prod(_integer(options.get(axis)) or 1 for axis in axes)
+    experts = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    whole = math.prod(_integer(options.get(axis)) or 1 for axis in experts)
+    options = {**options, "expert_data_parallel_size": ranks // whole}
     series = tuple(int(part) for part in re.findall(r"\d+", megatron)[:2])
     for finding in findings():
-        if finding.fits(job) and not (finding.fixed and series >= finding.fixed):
+        if finding.fits(options) and not (finding.fixed and series >= finding.fixed):
             return finding.heading
     return ""

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ttrace import cpu
 from megatron_ttrace.jobs import script as scripts
@@ -30,8 +31,8 @@ def prepare(script: Path) -> None:
             raise TTraceError(f"Megatron cannot be imported ({one_line(error)})") from error
 
 
-def accepted(arguments: Sequence[str], ranks: int) -> bool:
-    """Whether Megatron's parser, ``validate_args`` and ``TransformerConfig`` accept a job.
+def options(arguments: Sequence[str], ranks: int) -> dict[str, Any] | None:
+    """A job's options; ``None`` if Megatron's validation or ``TransformerConfig`` refuses them.
 
     Flags that a script adds to the parser are not looked at.
     """
@@ -45,8 +46,8 @@ def accepted(arguments: Sequence[str], ranks: int) -> bool:
             megatron.validate_args(parsed)
             megatron.core_transformer_config_from_args(parsed)
         except (Exception, SystemExit):  # noqa: BLE001 - whatever Megatron refuses with
-            return False
-    return True
+            return None
+    return dict(vars(parsed))
 
 
 @contextlib.contextmanager

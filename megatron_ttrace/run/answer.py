@@ -2,7 +2,6 @@
 """The answer of a running job, concluded from all ranks' findings."""
 
 import dataclasses
-import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron_ttrace.compare import gathered, wire
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
-from megatron_ttrace.jobs import argv, known_faults, provenance
+from megatron_ttrace.jobs import known_faults, provenance
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, fronts, own_shards, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments
@@ -27,7 +26,6 @@ from megatron_ttrace.saved.answer import Answer
 from megatron_ttrace.saved.conclusion import conclude
 from megatron_ttrace.trace import codec, counted, folded
 from megatron_ttrace.trace.captured import Separate
-from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.executed import Edits
 from megatron_ttrace.trace.meta import CandidateMeta
 from megatron_ttrace.trace.records import Result
@@ -124,18 +122,12 @@ def answer(
         separate=separate,
     )
     if summary.verdict is Result.DIVERGED:
-        summary = dataclasses.replace(summary, notices=(*summary.notices, *_known_fault()))
+        heading = known_faults.finding_of(vars(args), megatron_core_version())
+        notice = [f"{_KNOWN}: {heading} (docs/findings.md)"] if heading else []
+        summary = dataclasses.replace(
+            summary, notices=(*summary.notices, *notice), known_fault=heading
+        )
     return Answer(dataclasses.replace(summary, run=provenance.collect(args)), verdicts, ledger)
-
-
-def _known_fault() -> list[str]:
-    """What docs/findings.md knows of jobs with this one's flags."""
-    try:
-        words = argv.separated(sys.argv[1:])[1]
-        heading = known_faults.finding_of(words, megatron_core_version())
-    except TTraceError:
-        return []  # no flags of Megatron-LM's
-    return [f"{_KNOWN}: {heading} (docs/findings.md)"] if heading else []
 
 
 def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -> RunConfig:

@@ -440,8 +440,8 @@ class Run(Record):
 class Summary(Record):
     """The content of ``summary.json``.
 
-    ``config`` holds the layout and the settings of the check. ``exactness``, ``changed_code`` and
-    ``blame`` may be unknown. The verdict does not depend on what follows ``run``.
+    ``config`` holds layout and settings of the check. ``exactness``, ``changed_code`` and ``blame``
+    may be unknown. The verdict does not depend on what follows ``run``.
     """
 
     verdict: Result
@@ -460,6 +460,7 @@ class Summary(Record):
     collective_findings: tuple[LedgerFinding, ...] = ()
     changed_code: ChangedCode | None = None
     blame: Blame | None = None
+    known_fault: str = ""
 
     @property
     def reason(self) -> str:

@@ -1,36 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs that combine what shows a known fault of Megatron's are recognised."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from megatron_ttrace.jobs import known_faults as known
-from megatron_ttrace.jobs.shrink.given import Given
-from tests.integration.jobs import SCRIPT, TINY, ttrace
+from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE
+from megatron_ttrace.mcore.options.roles import ROLES
+from tests import warm
+from tests.integration.jobs import SCRIPT, TINY, environment, ttrace
 
 ROOT = Path(__file__).parents[2]
+TE = "--transformer-impl transformer_engine"
+MLA = (
+    f"{TE} --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 "
+    "--v-head-dim 8 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--tensor-model-parallel-size 2"
+)
+FSDP = (
+    f"{TE} --tensor-model-parallel-size 2 --sequence-parallel --bf16 --use-megatron-fsdp "
+    "--ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
+)
+EXPERTS = (
+    f"{TE} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear "
+    "--expert-model-parallel-size 2"
+)
+IN_PIECES = (
+    f"{EXPERTS} --moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --bf16"
+)
+JOBS = [
+    (MLA, 2, "MLA without sequence"),
+    (f"{MLA} --sequence-parallel", 2, ""),
+    (f"{FSDP} --calculate-per-token-loss", 2, "Megatron-FSDP and per-token losses"),
+    (FSDP, 2, ""),
+    (f"{FSDP} --calculate-per-token-loss --megatron-fsdp-main-grads-dtype fp32", 2, ""),
+    (f"{FSDP} --clip-grad 0", 2, "Megatron-FSDP and `--clip-grad 0`"),
+    (f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor", 2, "Megatron-FSDP and experts"),
+    (f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor --global-batch-size 8", 4, ""),
+    (
+        f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor "
+        "--data-parallel-sharding-strategy optim",
+        2,
+        "",
+    ),
+    (
+        f"{EXPERTS} --moe-router-load-balancing-type aux_loss global_aux_loss "
+        "--moe-aux-loss-coeff 0.1 0.1",
+        2,
+        "Global auxiliary loss",
+    ),
+    (f"{IN_PIECES} --moe-layer-freq [1,0]", 2, "Overlapped expert communication: a dense"),
+    (f"{IN_PIECES} --moe-layer-freq 2", 2, "Overlapped expert communication: a dense"),
+    (IN_PIECES, 2, ""),
+    (
+        "--optimizer muon --bf16 --tensor-model-parallel-size 4 --group-query-attention "
+        "--num-query-groups 2 --transformer-impl local",
+        4,
+        "Muon, and fewer query groups",
+    ),
+    (
+        "--reset-attention-mask --transformer-impl local --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1 --num-layers 4",
+        2,
+        "`--reset-attention-mask` and pipelines",
+    ),
+]
+ADAPTERS = {"peft.share_expert_adapters": True, "peft.target_modules": ["linear_fc1"]}
+PACKED = {"dataset.enable_offline_packing": True}
 
 
 def test_known_findings_are_those_of_the_page():
-    """Headings are spelled as they stand there, and name what is combined."""
+    """Headings are spelled as they are there, and options are Megatron's, or Bridge's fields."""
     text = (ROOT / "docs" / "findings.md").read_text()
     for finding in known.findings():
-        for flag in Given.parse(f"{finding.given} {finding.absent}".split()).flags:
-            assert flag.option, flag
+        for option in (*finding.given, *finding.absent, *(finding.larger or ())):
+            assert (
+                option in {*ROLES, *SINGLE_DEVICE, "expert_data_parallel_size"} or "." in option
+            ), option
         assert re.search(rf"^## [0-9]+\. {re.escape(finding.heading)}", text, re.MULTILINE)
-    words = "--multi-latent-attention --tensor-model-parallel-size 2"
-    assert known.finding_of(words.split(), "0.19.2") == "MLA without sequence parallelism"
-    assert known.finding_of([*words.split(), "--sequence-parallel"], "0.19.2") == ""
-    words = "--use-megatron-fsdp --tensor-model-parallel-size 2 --sequence-parallel --bf16"
-    per_token = [*words.split(), "--calculate-per-token-loss"]
-    assert known.finding_of(per_token, "0.19.2") == "Megatron-FSDP and per-token losses"
-    assert known.finding_of(words.split(), "0.19.2") == ""
-    assert (
-        known.finding_of([*per_token, "--megatron-fsdp-main-grads-dtype", "fp32"], "0.19.2") == ""
-    )
-    grouped = "--moe-grouped-gemm --tensor-model-parallel-size 2".split()
+
+
+def test_a_job_is_recognised_by_its_final_options(tmp_path):
+    """What a command leaves to defaults counts, and how a flag is written does not."""
+    jobs = [[[*TINY, *words.split()], ranks] for words, ranks, _ in JOBS]
+    words = ["-m", "tests.jobs.recognised", json.dumps(jobs)]
+    done = warm.run(words, cwd=tmp_path, env=environment(), timeout=120)
+    assert done.returncode == 0, done.stderr
+    for (words, _, heading), finding in zip(JOBS, json.loads(done.stdout), strict=True):
+        assert finding is not None, words
+        assert (bool(finding), finding.startswith(heading)) == (bool(heading), True), words
+
+
+@pytest.mark.parametrize(
+    ("fields", "heading"),
+    [
+        ({"expert_model_parallel_size": 2, **ADAPTERS}, "Megatron-Bridge: with EP, adapters"),
+        ({"expert_model_parallel_size": 1, **ADAPTERS}, ""),
+        ({"expert_tensor_parallel_size": 2, **ADAPTERS}, "Megatron-Bridge: adapters of experts"),
+        ({**PACKED, "overlap_moe_expert_parallel_comm": True}, "Megatron-Bridge: with overlapped"),
+        (PACKED, ""),
+        (
+            {**PACKED, "mtp_num_layers": 1, "context_parallel_size": 2},
+            "Multi-token prediction shifts packed samples",
+        ),
+    ],
+)
+def test_fields_of_bridge(fields, heading):
+    """They are options by another name, or ``section.field``."""
+    finding = known.finding_of(fields, "0.19.2")
+    assert finding.startswith(heading)
+    assert bool(finding) == bool(heading)
+
+
+def test_a_release_without_the_fault():
+    """Its finding is not for it."""
+    grouped = {"moe_grouped_gemm": True, "tensor_model_parallel_size": 2}
     assert known.finding_of(grouped, "0.18.2") == "Grouped experts with TP"
     assert known.finding_of(grouped, "0.19.2") == ""
 

@@ -76,6 +76,7 @@ class Hunt:
         self._results = results
         self._version = megatron_core_version()
         self._jobs: dict[tuple[tuple[str, str], ...], plan.Job | None] = {}
+        self._known: set[plan.Job] = set()
         self.covering = Covering(space, self._is_new, seed)
         self.failures: list[Failure] = []
         self._failing: list[frozenset[tuple[str, str]]] = []
@@ -150,10 +151,10 @@ class Hunt:
         if any(each <= combination.items() for each in self._failing):
             return False
         job = self._job(combination)
-        if job is None or known_faults.finding_of(job.arguments, self._version):
+        if job is None or job in self._known:
             return False
-        given = Given.parse(job.arguments)
-        return not any(each.reduced.pattern().fits(given) for each in self.failures)
+        options = Given.parse(job.arguments).options()
+        return not any(each.reduced.pattern().fits(options) for each in self.failures)
 
     def _job(self, combination: Combination) -> plan.Job | None:
         """The small job of a combination; ``None`` where there is none, or Megatron refuses it."""
@@ -172,7 +173,12 @@ class Hunt:
         if ranks > self._most:
             return None
         words = self._check.arguments(_small(command, job))
-        return job if validity.accepted(words, ranks) else None
+        options = validity.options(words, ranks)
+        if options is None:
+            return None
+        if known_faults.finding_of(options, self._version):
+            self._known.add(job)
+        return job
 
 
 def _small(command: Command, job: plan.Job) -> SmallJob:

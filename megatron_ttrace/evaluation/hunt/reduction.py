@@ -46,8 +46,12 @@ class Reduced:
 
     def pattern(self) -> Finding:
         """What other jobs combine that show the same."""
+        return Finding(self.row.why, Given.parse(self.needs().split()).options())
+
+    def needs(self) -> str:
+        """Axes and flags in words."""
         sizes = (f"{axes.FLAGS[name]} {size}+" for name, size in self.axes.items() if name != "dp")
-        return Finding(self.row.why, " ".join((*sizes, *self.flags)))
+        return " ".join((*sizes, *self.flags))
 
 
 def reduce(command: Command, job: Job, row: JobRow, check: Check, most: int) -> Reduced:

@@ -20,7 +20,6 @@ from megatron_ttrace.evaluation.recipes.bridge import discover
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.jobs.commands import disclosure
-from megatron_ttrace.jobs.known_faults import finding_of
 from megatron_ttrace.jobs.processes import ranks
 from megatron_ttrace.jobs.processes.logs import died_of, record_of, usage_error
 from megatron_ttrace.jobs.processes.waiting import OutOfTimeError, Patience
@@ -29,7 +28,7 @@ from megatron_ttrace.jobs.shrink import documents
 from megatron_ttrace.saved.runner import NO_WANDB, Case, Runner
 from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import Outcome, Result
+from megatron_ttrace.trace.records import Outcome
 
 RESULTS = "jobs.jsonl"
 """One line per finished job, below the working directory."""
@@ -67,7 +66,7 @@ class JobRow:
         unchecked: how many of them say nothing.
         seconds: of the whole check.
         why: culprits, or the reason that there is no answer.
-        finding: the heading in docs/findings.md of a fault that the job combines what it takes for.
+        finding: the heading in docs/findings.md of a fault that jobs with its options show.
         command: that repeats the check.
         modules: the culprits' names without the numbers of layers.
         code: what it is the result of (:meth:`Results.code`).
@@ -221,9 +220,6 @@ class Checker:
             seconds = time.monotonic() - began
             return dataclasses.replace(row, answer=answer, seconds=seconds, why=why)
         summary = checked.summary
-        finding = ""
-        if summary.verdict is Result.DIVERGED:
-            finding = finding_of(job.arguments, summary.versions["megatron-core"])
         return dataclasses.replace(
             row,
             answer=Answer[summary.verdict.name],
@@ -231,7 +227,7 @@ class Checker:
             unchecked=sum(verdict.verdict is Outcome.UNCHECKED for verdict in verdicts),
             seconds=time.monotonic() - began,
             why=suites.culprits_of(summary, 3),
-            finding=finding,
+            finding=summary.known_fault,
             modules=tuple(sorted({_NUMBER.sub("", each.name) for each in summary.culprits})),
         )
 

@@ -63,6 +63,10 @@ class Given:
                 )
         return cls([Flag(name, tuple(values)) for name, values in flags])
 
+    def options(self) -> dict[str, str]:
+        """What the flags set; ``*`` where there is no value."""
+        return {flag.option or flag.name: " ".join(flag.values) or "*" for flag in self.flags}
+
     def has(self, option: str) -> bool:
         """Whether the option is set."""
         return option in self._by_option

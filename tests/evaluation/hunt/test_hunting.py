@@ -47,7 +47,7 @@ class Checks:
 @pytest.fixture
 def everything_valid(monkeypatch):
     """Nothing of Megatron is imported."""
-    monkeypatch.setattr(hunting.validity, "accepted", lambda words, ranks: True)
+    monkeypatch.setattr(hunting.validity, "options", lambda words, ranks: {})
     monkeypatch.setattr(running.fingerprint, "code", lambda script: {})
 
 

@@ -66,8 +66,9 @@ def test_the_pattern():
     (first, *_) = plan.shrink(COMMAND).jobs
     row = checks(SmallJob("x.py", first.arguments, first.axes.ranks, ()))
     pattern = reduce(COMMAND, first, row, checks, 8).pattern()
-    assert pattern.fits(Given.parse(WORDS))
-    assert not pattern.fits(Given.parse([word for word in WORDS if word != "--sequence-parallel"]))
+    assert pattern.fits(Given.parse(WORDS).options())
+    others = [word for word in WORDS if word != "--sequence-parallel"]
+    assert not pattern.fits(Given.parse(others).options())
 
 
 def test_the_nearest_healthy_job():
