@@ -20,7 +20,7 @@ JOBS ?= 2
 export VENV
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test unit test-versions bridge verl lint format docs nightly bench gpu gpu-wheels clean
+.PHONY: help venv demo test tests unit test-versions bridge verl lint format docs nightly bench gpu gpu-wheels clean
 
 help: ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -31,7 +31,10 @@ venv: ## create or update .venv with the pinned versions
 demo: venv ## check a healthy run and one with a known bug; needs nothing installed
 	$(VENV)/bin/ttrace demo
 
-test: lint ## lint, then all tests except the nightly ones
+test: venv ## lint, and at the same time all tests except the nightly ones
+	@$(MAKE) --no-print-directory -j 2 lint tests
+
+tests: venv ## what `make test` runs, without lint
 	@path=$$(launch/bootstrap.sh hf) && \
 	  TTRACE_TEST_HF=$$path $(PYTEST) -n $(JOBS) --dist worksteal -m "not nightly and not releases"
 

@@ -73,9 +73,15 @@ def address() -> Path:
             stdin=subprocess.DEVNULL,
         )
         listening.close()
-        atexit.register(server.kill)
+        atexit.register(_end, server)
         _address = path
     return _address
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """End it and wait for it: only then what its programs used counts as used by this process."""
+    server.kill()
+    server.wait()
 
 
 def _order(

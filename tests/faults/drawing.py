@@ -351,8 +351,14 @@ _NAMED = (
 
 
 def _is_dear(fault: Fault) -> bool:
-    """Whether a fault waits for a time-out, a cold start, a reference, or a checkpoint."""
+    """Whether a fault waits for a time-out, a cold start, a reference, or a checkpoint.
+
+    Ranks that are not yet connected wait for one that has ended; others notice at once. After
+    the end there is nothing to disturb.
+    """
     action = fault.action
+    if fault.family is Family.RANKS and isinstance(action, Signal):
+        return action.cold or action.fresh or not 0.5 < action.moment < 0.9
     if isinstance(action, Stop):
         return action.seconds is None
     if isinstance(action, Disturbed):

@@ -88,7 +88,7 @@ def test_a_known_bug_of_experts(tmp_path):
     """Two ranks with half of the experts each, and their own microbatches, are a reference."""
     flags = ("--ttrace-reference-layout", "ep=2", "--ttrace-bug", "08")
     parallel = ("--expert-model-parallel-size", 4, "--use-distributed-optimizer")
-    arguments = (*EXPERTS, *parallel, "--global-batch-size", 8)
+    arguments = (*EXPERTS, *parallel, "--num-layers", 2, "--global-batch-size", 8)
     checked = check(tmp_path, *flags, arguments=arguments, code=1)
     assert {culprit.kind for culprit in checked.summary.culprits} == {Kind.PARAM_DELTA}
     assert all(".experts." in culprit.name for culprit in checked.summary.culprits)

@@ -146,6 +146,8 @@ def _found(args: argparse.Namespace) -> tuple[int, list[Mutant]]:
         if not (args.checkout / "megatron" / "core" / "__init__.py").is_file():
             raise TTraceError(f"--checkout {args.checkout}: has no megatron/core")
         _use(args.checkout.resolve())
+    if args.json != _STANDARD_OUTPUT:
+        command.require_writable("--json", args.json)
     found = scan()
     chosen = [
         mutant
@@ -154,8 +156,6 @@ def _found(args: argparse.Namespace) -> tuple[int, list[Mutant]]:
     ]
     if not chosen:
         raise TTraceError(f"no mutant matches {' '.join(args.only)}: see the command 'list'")
-    if args.json != _STANDARD_OUTPUT:
-        command.require_writable("--json", args.json)
     return len(found), chosen
 
 
@@ -186,8 +186,8 @@ def _run(args: argparse.Namespace) -> int:
     from tests.assay.mutants.scan import sample
 
     _require_count(args)
-    scanned, mutants = _found(args)
     named = named_layouts(args.layout)
+    scanned, mutants = _found(args)
     file = args.directory / "rows.jsonl"
     rows = store.start(file, store.identity(named)) if args.all else []
     seeds = args.seed or ([] if args.all else [_today()])
