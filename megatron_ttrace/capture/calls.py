@@ -60,6 +60,7 @@ class _Seen:
         starts: since it showed something new.
         results: that were looked at.
         phase: of its last start.
+        near: callers and modules of its starts.
     """
 
     code: CodeType
@@ -68,6 +69,7 @@ class _Seen:
     starts: int = 0
     results: int = 0
     phase: Phase | None = None
+    near: set[tuple[int, str, int]] = dataclasses.field(default_factory=set)
 
 
 class CallTap:
@@ -140,7 +142,8 @@ class CallTap:
 
     def _started(self, code: CodeType, _: int) -> Any:
         try:
-            seen = self._of(code)
+            # Most have been seen: a call of :meth:`_of` would take as long as all of this.
+            seen = self._seen.get(id(code)) or self._of(code)
             if seen is None or self.error:
                 return sys.monitoring.DISABLE
             return self._note(seen, sys._getframe(1))
@@ -150,9 +153,10 @@ class CallTap:
 
     def _returned(self, code: CodeType, _: int, result: Any) -> Any:
         try:
-            seen = self._of(code)
+            if result is None or (seen := self._seen.get(id(code))) is None:
+                return sys.monitoring.DISABLE
             items = result if type(result) is tuple else (result,)
-            if seen is None or self.error or seen.results >= _VALUES or not any(map(_tells, items)):
+            if self.error or seen.results >= _VALUES or not any(map(_tells, items)):
                 return sys.monitoring.DISABLE
             seen.results += 1
             frame = sys._getframe(1)
@@ -180,9 +184,21 @@ class CallTap:
         return seen
 
     def _note(self, seen: _Seen, frame: FrameType) -> Any:
-        caller, by = self._megatrons(frame.f_back)
-        module, phase = self._place(seen, by)
+        back = frame.f_back
+        module, phase = self._inside(seen)
+        # What is not in a module, nor in a file of one part, has its caller's.
+        code = _NOBODY if back is None else id(back.f_code)
+        phase = phase or seen.part or (direct.phase if (direct := self._seen.get(code)) else None)
         # Python hashes members of enumerations slowly.
+        near = code, module, id(phase)
+        if near in seen.near:
+            seen.phase = phase
+            seen.starts += 1
+            return sys.monitoring.DISABLE if seen.starts >= _ENOUGH else None
+        if phase:
+            seen.near.add(near)
+        caller, by = self._megatrons(back)
+        phase = seen.phase = phase or (by.phase if by else None) or Phase.OTHER
         key = id(seen.code), _NOBODY if by is None else id(by.code), module, id(phase)
         if key not in self._calls:
             self._calls[key] = phase, 0 if by is None or caller is None else caller.f_lineno
@@ -228,21 +244,19 @@ class CallTap:
             if not self._is_given(seen, frame, group):
                 key = id(seen.code), frame.f_lineno, group
                 if key not in self._lookups:
-                    self._lookups[key] = self._place(seen, None)
+                    module, phase = self._inside(seen)
+                    self._lookups[key] = module, phase or seen.part or seen.phase or Phase.OTHER
                 return
             frame = frame.f_back
 
-    def _place(self, seen: _Seen, by: _Seen | None) -> tuple[str, Phase]:
-        """The part of the step is that of the code, of the module, or of what called it."""
+    def _inside(self, seen: _Seen) -> tuple[str, Phase | None]:
+        """The module that a function may be a part of, and the part of the step there."""
         if self._context is None:
             return "", Phase.CONSTRUCTION
         if seen.part is None or seen.part is Phase.SCHEDULE:
             module, phase = self._context()
-            if phase is not None:
-                seen.phase = phase
-                return _folded(module), phase
-        seen.phase = seen.part or (by.phase if by else None) or Phase.OTHER
-        return "", seen.phase
+            return (_folded(module), phase) if module else ("", phase)
+        return "", None
 
 
 def _tells(value: Any) -> bool:

@@ -180,10 +180,11 @@ class CollectiveTap:
 
     def around(self) -> tuple[str, Phase | None]:
         """The module that runs now on this thread, cheaply; ``None`` outside of modules."""
-        run = self._run
+        run = self._runs.get(threading.get_ident()) or self._run
+        recomputes = is_recomputing()
         if run.stack:
-            return run.stack[-1], _PASSES[is_recomputing()]
-        if not is_recomputing() or (node := torch._C._current_autograd_node()) is None:
+            return run.stack[-1], _PASSES[recomputes]
+        if not recomputes or (node := torch._C._current_autograd_node()) is None:
             return "", None
         module = (run if run is self._main else self._main).made(node._sequence_nr())
         return (module, Phase.BACKWARD) if module else ("", None)

@@ -13,6 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
+from megatron_ttrace.diagnose import passed
 from megatron_ttrace.diagnose.code import BUILDING, Code, Context, Outcomes
 from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
 from megatron_ttrace.diagnose.words import (
@@ -26,7 +27,14 @@ from megatron_ttrace.diagnose.words import (
     tokens,
 )
 from megatron_ttrace.placement.mesh import AXES
-from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Phase, pattern
+from megatron_ttrace.trace.collectives import (
+    Collective,
+    Function,
+    Ledger,
+    Numbers,
+    Phase,
+    pattern,
+)
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     FACTORS,
@@ -50,8 +58,10 @@ _FEW = 0.5
 """Share of the tensors of a kind."""
 _SETS, _FARTHER = 1.5, 0.7
 """Points for what sets a factor; of what leads to a collective, by the number of calls."""
-_VALUE, _EQUAL = 2.0, 1e-3
-"""Points for a factor of the size of the error, and how near it must be."""
+_VALUE, _ORIGIN = 2.0, 2.5
+"""Points for a factor of the size of the error, and for what makes a number that is off by it."""
+_GROUP, _DIVIDES = 1.5, 4.0
+"""Points for process groups that lack the axis, and for what divides the parameter wrongly."""
 _MEAN = 1.5
 """Points for a mean over ranks, where something is too small by their number."""
 _INSTEAD = 0.4
@@ -77,14 +87,18 @@ _DIVISORS = {"step_tokens": "tokens"}
 class Places:
     """Finds the places to look at."""
 
-    def __init__(self, ledger: Ledger, verdicts: Iterable[Judged]) -> None:
+    def __init__(
+        self, ledger: Ledger, verdicts: Iterable[Judged], expected: Numbers | None = None
+    ) -> None:
         """Prepare.
 
         Args:
             ledger: of the traced steps.
             verdicts: all of them.
+            expected: the numbers that functions of the reference were given and returned.
         """
         self._ledger, self._code = ledger, Code(ledger)
+        self._expected = expected or {}
         self._outcomes = Outcomes(verdicts)
 
     def of(self, diagnosis: Diagnosis) -> Diagnosis:
@@ -105,6 +119,7 @@ class Places:
     def ranked(self, verdict: Judged, finding: Finding | None) -> list[tuple[float, Place]]:
         """All suspects of a failure with their points, the best first."""
         judge = _Judge(self._code, self._ledger, self._outcomes, verdict, finding)
+        judge.facts(self._expected)
         scores = judge.scores()
         found = [(scores[number], judge.place(number)) for number in scores if scores[number] > 0]
         return sorted(found, key=lambda each: -each[0])
@@ -167,6 +182,7 @@ class _Judge:
         self._of_loss = isinstance(finding, LossShare)
         self._losses = losses if losses and Loss.MAIN not in losses else set()
         self._lines: dict[int, int] = {}
+        self._expected: Numbers = {}
         self._reducing: set[int] = set()
 
     def scores(self) -> dict[int, float]:
@@ -178,6 +194,23 @@ class _Judge:
             self._own_code(number, self._code.functions[number])
         self._marks()
         return {number: self._score(number) for number in self._suspects.weights}
+
+    def facts(self, expected: Numbers) -> None:
+        """For what makes a wrong number, chooses other groups, or divides the parameter."""
+        suspects, code, ledger = self._suspects, self._code, self._ledger
+        self._expected = expected
+        if not self._of_few:
+            for number in passed.origins(ledger, expected, self._ratios):
+                suspects.weights.setdefault(number, 0.6)
+                suspects.add(number, Clue.ORIGIN, _ORIGIN)
+        if self._causes & _REDUCED and Cause.TOO_LARGE not in self._causes:
+            for number in passed.without(ledger, self._mesh) & suspects.weights.keys():
+                suspects.add(number, Clue.GROUP, _GROUP)
+        divides = code.number(ledger.sources.sharding)
+        if self._verdict.name.partition("#")[0] in ledger.torn and divides is not None:
+            for number in code.below(divides, BUILDING):
+                suspects.weights[number] = 1.0
+                suspects.add(number, Clue.DIVIDES, _DIVIDES)
 
     def place(self, number: int) -> Place:
         """A suspect with the clue that is worth most."""
@@ -251,7 +284,8 @@ class _Judge:
             # One factor is for all parameters.
             scales = 0.3 if self._of_few and function.part is Phase.GRADIENTS else 0.7
             add(number, Clue.SCALES, scales * function.scales + named)
-            add(number, Clue.VALUE, _VALUE * (not self._of_few and self._is_off_by(function)))
+            is_given = passed.is_given(self._ledger, self._expected, function, self._ratios)
+            add(number, Clue.VALUE, _VALUE * (is_given and not self._of_few))
             # What sets a scale for each layout is wrong by the size of an axis.
             add(number, Clue.SETS, _SETS * bool(self._axes and Clue.SETS in clues))
         kind = self._verdict.kind
@@ -365,24 +399,6 @@ class _Judge:
                 if factor in code.functions[caller].factors and caller not in found
             ]
         return found
-
-    def _is_off_by(self, function: Function) -> bool:
-        """Whether a factor that a function was given is what the values are off by.
-
-        The backward pass of an autograd function uses what other methods of it were given.
-        """
-        numbers, (head, _, name) = self._ledger.numbers, function.name.rpartition(".")
-        users = [function]
-        if head and name == "backward":
-            users = [each for each in self._code.functions if each.name.startswith(f"{head}.")]
-        off = [value for ratio in self._ratios for value in (ratio, 1 / ratio)]
-        return any(
-            abs(abs(value) / ratio - 1) < _EQUAL < abs(ratio - 1)
-            for user in users
-            for factor in user.factors
-            for value in numbers.get(user.where, {}).get(factor, ())
-            for ratio in off
-        )
 
     def _named(self, factor: str) -> float:
         """Points for a factor whose name is that of the finding's, or of its loss."""

@@ -155,7 +155,7 @@ def conclude(
     if separate is not None and explainer.unexplained:
         explainer.separate(separate)
         diagnoses = localise(verdicts, explain, isolated=config.isolate)
-    places = Places(ledger, verdicts)
+    places = Places(ledger, verdicts, reference.reference.numbers)
     culprits = tuple(texts.culprit_of(places.of(diagnosis)) for diagnosis in diagnoses)
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT

@@ -75,12 +75,16 @@ def traced_step(options: Options) -> Iterator[Row]:
 
 
 def recorder(options: Options) -> Iterator[Row]:
-    """A traced step in which the functions that run are recorded, against one without that."""
-    with scratch() as home:
-        turns = jobs.in_turns(TP2, "calls", options.pairs, home)
-    ours, without = (statistics.median(steps) for steps in (turns.steps, turns.plain_steps))
-    note = f"processor time, medians of {len(turns.steps)} steps: {ours:.3f} s and {without:.3f} s"
-    yield Row("recorder", "TP 2: functions are recorded", ours / without, "× not recorded", note)
+    """A traced step in which functions and collectives are recorded, against one without that."""
+    for job in (BASE, TP2):
+        if options.only not in job.name:
+            continue
+        with scratch() as home:
+            turns = jobs.in_turns(job, "calls", options.pairs, home)
+        ratio = jobs.median_ratio(turns.steps, turns.plain_steps)
+        ours, without = (statistics.median(steps) for steps in (turns.steps, turns.plain_steps))
+        note = f"processor time of {len(turns.steps)} pairs: {ours:.3f} s and {without:.3f} s"
+        yield Row("recorder", f"{job.name}: what runs is recorded", ratio, "× not recorded", note)
 
 
 def other_tools(options: Options) -> Iterator[Row]:

@@ -44,7 +44,7 @@ class Plan:
         pairs: of a plain and a dear iteration.
         tool: what makes an iteration dear: ``ttrace``, ``savers``, ``statistics`` or ``tensor``
             (levels of msprobe), ``none``. With ``calls`` all iterations are traced, and in the dear
-            ones what runs is recorded.
+            ones what runs is recorded, collectives too.
     """
 
     out: str
@@ -188,7 +188,7 @@ def _trace_in_turns(turns: _Turns) -> None:
         traced = turns.is_dear or turns.plan.tool == "calls"
         watch._step = 0 if traced else _NEVER
         if turns.plan.tool == "calls":
-            _record_anew(watch._calls, on=turns.is_dear)
+            _record_anew(watch, on=turns.is_dear)
         session = watch._session
         result = around(watch, turns.timed(run), iterator)
         if traced:
@@ -210,14 +210,22 @@ def _trace_in_turns(turns: _Turns) -> None:
     CandidateSession._conclude = conclude_last
 
 
-def _record_anew(tap: CallTap, *, on: bool) -> None:
-    """Record as in the first traced step, when every function is new; or not at all."""
+def _record_anew(watch: Any, *, on: bool) -> None:
+    """Record as in the first traced step, when every function is new; or nothing at all."""
+    tap: CallTap = watch._calls
     tap.stop()
-    tap._calls.clear()
+    for known in (tap._calls, tap._values, tap._tensors, tap._lookups):
+        known.clear()
+    for seen in filter(None, tap._seen.values()):
+        seen.near.clear()
+    recording = watch._session._recording
+    vars(recording).pop("step", None)
     if on:
         assert tap._context is not None
         tap.start()
         tap.in_steps(tap._context)
+    else:
+        recording.step = lambda _, run: run()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from megatron_ttrace.trace.collectives import (
     Function,
     FunctionCall,
     Ledger,
+    Lookup,
     ModuleCode,
     Operation,
     Phase,
@@ -122,6 +123,11 @@ CODES = (
 )
 
 
+def lookup(name: str, group: str, size: int = 2, phase: Phase = G) -> Lookup:
+    """A function chooses a group."""
+    return Lookup(_NUMBERS[name], 7, group, size, "", phase)
+
+
 def collective(name: str, group: str = "tp", **more: Any) -> Collective:
     """A reduction that a function calls in its seventh line."""
     known = {"module": "", "direction": G, "bytes": 64, "operation": Operation.ALL_REDUCE}
@@ -142,6 +148,7 @@ def record(
     *collectives: Collective,
     marks: dict[str, tuple[str, ...]] | None = None,
     factors: dict[str, float] | None = None,
+    lookups: tuple[Lookup, ...] = (),
 ) -> Ledger:
     """With all functions, each the first of its file's lines; some are given factors."""
     return Ledger(
@@ -166,6 +173,7 @@ def record(
                     for name, caller, module, phase in _CALLS
                 ),
                 marks or {},
+                lookups,
             ),
         ),
         numbers={where(name): {"scaling_factor": (f,)} for name, f in (factors or {}).items()},

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron_ttrace.diagnose.places import Places
@@ -31,7 +33,9 @@ from tests.diagnose.ran_by_hand import (
     F,
     U,
     collective,
+    lookup,
     record,
+    where,
 )
 
 PARTIAL = Finding(Cause.PARTIAL, ("tp",))
@@ -222,6 +226,38 @@ def test_a_factor_that_all_parameters_have() -> None:
     assert Clue.VALUE not in {place.clue for place in few}
     all_wrong = places(Kind.MAIN_GRAD, WEIGHT, finding, ledger=ledger)
     assert Clue.VALUE in {place.clue for place in all_wrong}
+
+
+@pytest.mark.parametrize("given", [0.5, 1.0])
+def test_a_number_that_the_reference_does_not_have(given: float) -> None:
+    """What passed it on comes first, if it is off by the size of the error."""
+    finding = ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
+    failure = judged(Kind.MAIN_GRAD, WEIGHT, Outcome.DIVERGED)
+    ledger = record(GRADIENTS, factors={"sync_grads": given})
+    expected = {where("sync_grads"): {"scaling_factor": (1.0,)}}
+    first = Places(ledger, [failure], expected).ranked(failure, finding)[0][1]
+    assert ((first.function, first.clue) == ("finalize", Clue.ORIGIN)) is (given == 0.5)
+
+
+def test_groups_over_other_axes() -> None:
+    """A function that names the axis of a missing reduction chose no group over it."""
+    finding = Finding(Cause.PARTIAL, ("dp",))
+    failure = judged(Kind.MAIN_GRAD, WEIGHT, Outcome.DIVERGED)
+    for group, clue in (("tp", Clue.GROUP), ("dp", None)):
+        ranked = Places(record(lookups=(lookup("sync_grads", group),)), [failure])
+        clues = {p.function: p.clue for _, p in ranked.ranked(failure, finding)}
+        assert (clues["sync_grads"] is Clue.GROUP) is (clue is Clue.GROUP)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_a_parameter_with_torn_shards(torn: bool) -> None:
+    """What divided it among the ranks comes first."""
+    ledger = record()
+    sources = dataclasses.replace(ledger.sources, sharding=where("build_groups"))
+    ledger = dataclasses.replace(ledger, sources=sources, torn=(WEIGHT,) * torn)
+    failure = judged(Kind.PARAM_DELTA, WEIGHT, Outcome.DIVERGED)
+    first = Places(ledger, [failure]).ranked(failure, None)[0][1]
+    assert ((first.function, first.clue) == ("build_groups", Clue.DIVIDES)) is torn
 
 
 def test_what_the_reduction_never_counts() -> None:
