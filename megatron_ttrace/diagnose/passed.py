@@ -2,11 +2,12 @@
 """Numbers that functions pass on, process groups that they choose, and shards of parameters."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Function, Ledger, Numbers, Phase
 
+_DATA = {"dp", "edp", "cp"}
 EQUAL = 1e-3
 """How near a number must be to a factor."""
 
@@ -15,16 +16,20 @@ def origins(ledger: Ledger, expected: Numbers, ratios: Sequence[float]) -> set[i
     """Functions that make a number which is off by one of these ratios, or by its inverse.
 
     Such a function returns the number or passes it to others; it was not given it, and nothing that
-    it calls has returned it. What the reference's functions are given and return is ``expected``.
+    it calls has returned it. What the reference's functions are given and return is ``expected``. A
+    data-parallel rank's share of that may yet be summed, and is not off.
     """
     calls = ledger.sources.calls
     off = [value for ratio in ratios for value in (ratio, 1 / ratio) if not _near(ratio, 1.0)]
+    shares = {1} | {
+        lookup.size for lookup in calls.lookups if not _DATA.isdisjoint(lookup.group.split("-"))
+    }
     given: set[int] = set()
     returning: set[int] = set()
     for number, function in enumerate(calls.functions):
         right = expected.get(function.where, {})
         for name, values in ledger.numbers.get(function.where, {}).items():
-            if _is_off(values, right.get(name, ()), off):
+            if _is_off(values, right.get(name, ()), off, shares):
                 (given if name else returning).add(number)
     callees: dict[int, set[int]] = defaultdict(set)
     for call in calls.calls:
@@ -37,12 +42,14 @@ def origins(ledger: Ledger, expected: Numbers, ratios: Sequence[float]) -> set[i
     }
 
 
-def _is_off(values: Iterable[float], right: Sequence[float], off: Sequence[float]) -> bool:
+def _is_off(
+    values: Iterable[float], right: Sequence[float], off: Sequence[float], shares: Collection[int]
+) -> bool:
     """Whether a number that the reference lacks is one of the reference's times a factor."""
     return any(
         _near(value, expected * factor)
         for value in values
-        if not any(_near(value, expected) for expected in right)
+        if not any(_near(value * size, expected) for size in shares for expected in right)
         for expected in right
         for factor in off
     )

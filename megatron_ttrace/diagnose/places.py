@@ -200,8 +200,9 @@ class _Judge:
         suspects, code, ledger = self._suspects, self._code, self._ledger
         self._expected = expected
         if not self._of_few:
-            for number in passed.origins(ledger, expected, self._ratios):
-                suspects.weights.setdefault(number, 0.6)
+            # What is computed from something wrong is no cause: only among what ran before.
+            origins = passed.origins(ledger, expected, self._ratios)
+            for number in origins & suspects.weights.keys():
                 suspects.add(number, Clue.ORIGIN, _ORIGIN)
         if self._causes & _REDUCED and Cause.TOO_LARGE not in self._causes:
             for number in passed.without(ledger, self._mesh) & suspects.weights.keys():

@@ -6,7 +6,15 @@ import dataclasses
 import pytest
 
 from megatron_ttrace.diagnose.passed import origins, without
-from megatron_ttrace.trace.collectives import Calls, Function, FunctionCall, Ledger, Phase, Sources
+from megatron_ttrace.trace.collectives import (
+    Calls,
+    Function,
+    FunctionCall,
+    Ledger,
+    Lookup,
+    Phase,
+    Sources,
+)
 from tests.diagnose.ran_by_hand import FUNCTIONS, C, lookup, record
 
 STEP, COUNT, FINALIZE, SCALE = range(4)
@@ -50,6 +58,19 @@ def test_where_a_number_is_first_off(
     assert origins(ledger(RIGHT | wrong), numbered(RIGHT), [2.0]) == expected
     assert origins(ledger(RIGHT | wrong), numbered(RIGHT), [1.0]) == set()
     assert origins(ledger(RIGHT | wrong), {}, [2.0]) == set()
+
+
+def test_a_share_that_is_summed_later() -> None:
+    """Half of the reference's number on each of two data-parallel ranks."""
+    share = {"finalize": {"tokens": (4.0,)}, "scale": {"factor": (0.25,)}}
+    known = ledger(RIGHT | share)
+    assert origins(known, numbered(RIGHT), [2.0]) == {STEP}
+    calls = known.sources.calls
+    for group, first in (("dp-cp", FINALIZE), ("tp", STEP)):
+        chosen = Lookup(FINALIZE, 1, group, 2, "", Phase.GRADIENTS)
+        sources = Sources(calls=dataclasses.replace(calls, lookups=(chosen,)))
+        known = dataclasses.replace(known, sources=sources)
+        assert origins(known, numbered(RIGHT), [2.0]) == {first}
 
 
 @pytest.mark.parametrize(
