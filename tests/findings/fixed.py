@@ -341,6 +341,17 @@ def mtp_off_first_rank(validate, self, *args, **keywords):
     return standalone
 
 
+@fix(
+    "distributed.fsdp.src.megatron_fsdp.megatron_fsdp:MegatronFSDP",
+    "_init_fsdp_param_and_grad_buffer",
+)
+def fsdp_outer_sum(init, self):
+    """Sum over the instances, as within them: a token's share is divided later."""
+    if self.calculate_per_token_loss:
+        self.ddp_config.average_in_collective = False
+    return init(self)
+
+
 FIXES.default_factory = None  # an unknown name is an error
 for name in os.environ.get("FIX", "").split():
     for put_in in FIXES[name]:
