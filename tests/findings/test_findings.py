@@ -97,6 +97,12 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "fsdp-outer-norm",
             f"{INSTANCES} {matrix.FLAGS['overlap']} --outer-dp-sharding-strategy optim",
         ),
+        (
+            "",
+            "fsdp-outer-sum",
+            f"{INSTANCES} {matrix.FLAGS['overlap']} --calculate-per-token-loss "
+            "--ddp-average-in-collective",
+        ),
         ("", "unclipped-norm", f"{matrix.MODELS['llama-te']} {ZERO3} --clip-grad 0"),
         ("constant-load", "global-loss", GLOBAL),
         ("adaptive-muon-runs", "adaptive-muon-scale", ADAPTIVE),
