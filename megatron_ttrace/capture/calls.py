@@ -2,9 +2,9 @@
 """Which functions of Megatron run, who calls them, and in which module and part of a step.
 
 ``sys.monitoring`` reports each start of a function; code that is not Megatron's is reported once.
-A function that showed nothing new in :data:`_ENOUGH` starts is not reported again, so a traced step
-costs a few milliseconds, and the next ones nothing. Arguments and results are looked at for numbers
-and process groups; a function that returned neither is no more asked what it returns.
+A function that showed nothing new in :data:`_ENOUGH` starts is not reported again until something
+new begins, so a traced step costs little, and the next ones nothing. Arguments and results are
+looked at for numbers and process groups; what returned neither is not asked again.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from megatron_ttrace.trace.collectives import (
 )
 from megatron_ttrace.trace.errors import one_line
 
-_ENOUGH = 64
+_ENOUGH = 16
 _VALUES = 16
 """Of each number, and results of each function, that are kept."""
 _FRAMES = 8
@@ -85,6 +85,8 @@ class CallTap:
         self._others: list[CodeType] = []
         self._context: Context | None = None
         self._reports = Starts(_NAME)
+        self._phases: set[int] = set()
+        self._is_quiet = False
 
     def start(self) -> None:
         """Record from now on what builds the model. Never raises."""
@@ -96,6 +98,14 @@ class CallTap:
         for seen in filter(None, self._seen.values()):
             seen.starts, seen.results, seen.phase = 0, 0, None
         self._reports.again()
+
+    def entered(self) -> None:
+        """A sort of module, or a part of a step, is entered for the first time."""
+        if self._is_quiet:
+            self._is_quiet = False
+            for seen in filter(None, self._seen.values()):
+                seen.starts = 0
+            self._reports.again()
 
     def stop(self) -> None:
         """Record no longer."""
@@ -193,14 +203,16 @@ class CallTap:
         near = code, module, id(phase)
         if near in seen.near:
             seen.phase = phase
-            seen.starts += 1
-            return sys.monitoring.DISABLE if seen.starts >= _ENOUGH else None
+            return self._known(seen)
         if phase:
             seen.near.add(near)
         caller, by = self._megatrons(back)
         phase = seen.phase = phase or (by.phase if by else None) or Phase.OTHER
         key = id(seen.code), _NOBODY if by is None else id(by.code), module, id(phase)
         if key not in self._calls:
+            if id(phase) not in self._phases:
+                self._phases.add(id(phase))
+                self.entered()
             self._calls[key] = phase, 0 if by is None or caller is None else caller.f_lineno
             seen.starts = 0
             values = frame.f_locals if seen.arguments else {}
@@ -212,8 +224,15 @@ class CallTap:
                 else:
                     self._keep(seen, name, value)
             return None
+        return self._known(seen)
+
+    def _known(self, seen: _Seen) -> Any:
+        """A start showed nothing new."""
         seen.starts += 1
-        return sys.monitoring.DISABLE if seen.starts >= _ENOUGH else None
+        if seen.starts < _ENOUGH:
+            return None
+        self._is_quiet = True
+        return sys.monitoring.DISABLE
 
     def _megatrons(self, frame: FrameType | None) -> tuple[FrameType | None, _Seen | None]:
         """A frame or the next one around it that is Megatron's, and its function."""

@@ -46,6 +46,7 @@ from megatron_ttrace.trace.collectives import (
     Phase,
     RankLedger,
     Size,
+    pattern,
 )
 from megatron_ttrace.trace.counted import runs_of
 from megatron_ttrace.trace.errors import one_line
@@ -154,14 +155,20 @@ class _Run:
 class CollectiveTap:
     """Records the collectives of the steps that run in :meth:`active`, on one rank."""
 
-    def __init__(self, chunks: Sequence[Names], mesh: Mesh) -> None:
+    def __init__(
+        self, chunks: Sequence[Names], mesh: Mesh, entered: Callable[[], None] = lambda: None
+    ) -> None:
         """Prepare.
 
         Args:
             chunks: canonical names of this rank's model chunks.
             mesh: the layout.
+            entered: called when the forward pass of a sort of module begins for the first time.
         """
         self._mesh = mesh
+        self._new = {module: pattern(name) for n in chunks for name, module in n.modules.items()}
+        self._sorts: set[str] = set()
+        self._entered = entered
         self._modules = {module: name for names in chunks for name, module in names.modules.items()}
         self._groups: dict[Any, Group | None] = {}
         self._calls: dict[_Call, collections.Counter[int]] = {}
@@ -266,6 +273,9 @@ class CollectiveTap:
         name = self._modules.get(module)
         if name is not None:
             run = self._run
+            if (sort := self._new.pop(module, None)) not in self._sorts and sort is not None:
+                self._sorts.add(sort)
+                self._guard(self._entered)
             if name not in self._users and not run.stack:
                 self._guard(self._find_caller, name)
             run.stack.append(name)

@@ -62,7 +62,7 @@ class Recording:
         self._model = model
         self._executed, self._calls = executed, calls
         executed.in_steps(_outside)
-        self._tap = CollectiveTap(model.names, model.mesh)
+        self._tap = CollectiveTap(model.names, model.mesh, calls.entered)
         calls.in_steps(self._tap.around)
         self._forward_step: Any = None
 

@@ -266,7 +266,7 @@ class ReferenceSession:
     def _trace(self, block: Block, to: TraceWriter) -> None:
         """Write the steps of a block."""
         room = functools.partial(self._require_space, block.microbatches)
-        modules = CollectiveTap(self.model.names, self.model.mesh)
+        modules = CollectiveTap(self.model.names, self.model.mesh, self._calls.entered)
         self._calls.start()
         self._calls.in_steps(modules.around)
         try:

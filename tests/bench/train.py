@@ -27,6 +27,7 @@ from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.jobs import argv
 from megatron_ttrace.run import loop
 from megatron_ttrace.run.candidate import CandidateSession
+from megatron_ttrace.trace.collectives import pattern
 from tests.bench.memory import Peak, Turn
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
@@ -218,7 +219,11 @@ def _record_anew(watch: Any, *, on: bool) -> None:
         known.clear()
     for seen in filter(None, tap._seen.values()):
         seen.near.clear()
+    tap._phases.clear()
     recording = watch._session._recording
+    tapped = recording._tap
+    tapped._sorts.clear()
+    tapped._new = {module: pattern(name) for module, name in tapped._modules.items()}
     vars(recording).pop("step", None)
     if on:
         assert tap._context is not None

@@ -195,8 +195,14 @@ def test_a_function_that_runs_often_is_reported_no_more(tap: CallTap) -> None:
     tap.in_steps(lambda: ("", None))
     functions["step"]([torch.ones(1)] * 1000)
     assert counted < 100
+    before = counted
+    functions["step"]([torch.ones(2)] * 9)
+    assert counted - before <= 1
+    tap.entered()
+    functions["step"]([torch.ones(2)] * 9)
+    assert counted - before >= 10
     tap.in_steps(lambda: ("", None))
-    functions["step"]([torch.ones(1)])
+    functions["step"]([torch.ones(2)])
     assert counted < 110
 
 
