@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import warm
+from tests import programs, warm
 from tests.integration.jobs import ROOT, environment
 
 _BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```bash\n(.*?)```", re.DOTALL)
@@ -63,15 +63,9 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
         (tools / name).write_text(f'#!/bin/bash\n{cold}exec {through} {words} "$@"\n')
         (tools / name).chmod(0o755)
     env = environment(WANDB_MODE="offline")
-    return subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text],
-        cwd=folder,
-        env={**env, "PATH": f"{tools}:{env['PATH']}"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    words = ("bash", "-euo", "pipefail", "-c", block.text)
+    env["PATH"] = f"{tools}:{env['PATH']}"
+    return programs.run(*words, cwd=folder, timeout=280, **env)
 
 
 def check(block: Block, folder: Path) -> str:

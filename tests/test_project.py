@@ -2,7 +2,6 @@
 """Rules that hold for every committed file, each with a sample that breaks it."""
 
 import ast
-import os
 import re
 import runpy
 import shutil
@@ -16,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from tests import programs
 
 ROOT = Path(__file__).parents[1]
 Rule = Callable[[str, str], Iterator[str]]
@@ -346,14 +347,7 @@ def test_wheel(tmp_path: Path) -> None:
     program = (
         "from megatron_ttrace.jobs import resources as r; print(r.patches_dir(), r.launch_dir())"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(unpacked)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
+    done = programs.python("-c", program, cwd=tmp_path, PYTHONPATH=str(unpacked))
     patches, launch = map(Path, done.stdout.split())
     assert patches.is_relative_to(unpacked)
     assert (patches / "megatron-lm" / "core_v0.19.2.patch").is_file()

@@ -5,30 +5,13 @@ A registered device and Triton's interpreter stay for the life of a process, and
 tests that fork ranks.
 """
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import programs
 
 
 @pytest.mark.parametrize("cases", ["sums_on_a_device", "capture_on_a_device"])
 def test_cases(cases: str) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"tests/compare/{cases}.py",
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/compare/{cases}.py")
+    done = programs.python(*words, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

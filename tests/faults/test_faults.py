@@ -6,12 +6,11 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.faults import baseline, campaign, failures
 from tests.faults.actions import Signal
 from tests.faults.baseline import Baseline
@@ -195,15 +194,7 @@ print(len(bury(0.3)), len(bury(0)))
 
 def test_an_orphan(tmp_path: Path) -> None:
     """A process that outlives its launcher is found, in whatever session, and ended."""
-    done = subprocess.run(
-        [sys.executable, "-c", ORPHAN, tmp_path],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = programs.python("-c", ORPHAN, tmp_path, timeout=60)
     assert done.stdout.split() == ["1", "0"], done.stderr
 
 

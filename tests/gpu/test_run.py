@@ -4,12 +4,12 @@
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import zipfile
 
 import pytest
 
+from tests import programs
 from tests.gpu import run
 from tests.gpu.tests_of_make import TESTS, Context, DryError
 from tests.integration.jobs import ROOT
@@ -53,19 +53,13 @@ def gpu_sh(tmp_path):
     """The script, with wheels and results of the test's own."""
 
     def call(*words):
-        return subprocess.run(
-            [ROOT / "launch" / "gpu.sh", "run", *words],
-            env={
-                **os.environ,
-                "PYTHON": sys.executable,
-                "WHEELS": str(tmp_path / "wheels"),
-                "RESULTS": str(tmp_path / "results"),
-                "TMPDIR": str(tmp_path),
-            },
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        variables = {
+            "PYTHON": sys.executable,
+            "WHEELS": str(tmp_path / "wheels"),
+            "RESULTS": str(tmp_path / "results"),
+            "TMPDIR": str(tmp_path),
+        }
+        return programs.run(ROOT / "launch" / "gpu.sh", "run", *words, timeout=200, **variables)
 
     return call
 

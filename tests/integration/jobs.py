@@ -6,14 +6,13 @@ import functools
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Summary, Verdict
-from tests import warm
+from tests import programs, warm
 from tests.planted.mistakes import PLANTED
 from tests.planted.train import ORDER, SCRIPT
 
@@ -64,15 +63,7 @@ def python(
     """Run ``python WORDS``."""
     if not cold:
         return warm.run(words, cwd=cwd, env=environment(**more), timeout=timeout)
-    return subprocess.run(
-        [sys.executable, *map(str, words)],
-        cwd=cwd,
-        env=environment(**more),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    return programs.python(*words, cwd=cwd, timeout=timeout, **environment(**more))
 
 
 @dataclasses.dataclass(frozen=True)

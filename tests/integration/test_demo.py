@@ -4,12 +4,12 @@
 import json
 import os
 import resource
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.integration.jobs import environment, ttrace
 
 NEXT = "As it stands, this runs:\n"
@@ -52,12 +52,7 @@ def test_what_it_says_to_do_next(tmp_path: Path) -> None:
     """It works in the same shell."""
     done = ttrace("demo", "--directory", "demo", cwd=tmp_path, WANDB_MODE="offline")
     command = done.stdout.partition(NEXT)[2]
-    again = subprocess.run(
-        ["bash", "-c", command],
-        cwd=tmp_path,
-        env=environment(WANDB_MODE="offline"),
-        capture_output=True,
-        text=True,
-    )
+    variables = environment(WANDB_MODE="offline")
+    again = programs.run("bash", "-c", command, cwd=tmp_path, timeout=280, **variables)
     assert again.returncode == 0, command + again.stderr[-3000:]
     assert again.stdout.startswith("ttrace  equivalent")

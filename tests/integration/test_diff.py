@@ -3,11 +3,11 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.integration.jobs import ROOT, SCRIPT, TINY, ttrace
 
 TP = ("--tensor-model-parallel-size", 2)
@@ -101,12 +101,7 @@ SelfAttention.forward = scaled
 @pytest.fixture(scope="module")
 def release() -> str:
     """The folder of megatron-core 0.18.2."""
-    done = subprocess.run(
-        [ROOT / "launch" / "bootstrap.sh", "release", "0.18.2"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = programs.run(ROOT / "launch" / "bootstrap.sh", "release", "0.18.2", timeout=600)
     if done.returncode:
         pytest.skip(f"megatron-core 0.18.2 cannot be had: {done.stderr[-200:]}")
     return done.stdout.splitlines()[-1]

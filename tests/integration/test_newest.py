@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch releases of megatron-core that are newer than those that are tested."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from megatron_ttrace.jobs import index
 from megatron_ttrace.mcore.versions import SUPPORTED
 from megatron_ttrace.trace.errors import TTraceError
-from tests.integration.jobs import ROOT
+from tests import programs
 
 
 @pytest.mark.nightly
@@ -26,13 +25,8 @@ def test_newer_patch_releases(tmp_path: Path) -> None:
         folder = tmp_path / version
         install = ["-m", "pip", "install", "-q", "--no-deps", "--target", folder]
         subprocess.run([sys.executable, *install, f"megatron-core=={version}"], check=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "tests/integration/test_releases.py"],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(folder), "TTRACE_TEST_RELEASE": version},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        words = ("-m", "pytest", "-q", "tests/integration/test_releases.py")
+        variables = {"PYTHONPATH": str(folder), "TTRACE_TEST_RELEASE": version}
+        done = programs.python(*words, timeout=3600, **variables)
         assert done.returncode == 0, f"megatron-core {version}:\n{done.stdout[-5000:]}"
     assert not newer, f"works, and is to replace what is tested ({SUPPORTED}): {newer}"

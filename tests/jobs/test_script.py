@@ -2,7 +2,6 @@
 """A script finds on ``sys.path`` what ``python SCRIPT`` finds there, and nothing else."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.trace.errors import TTraceError
+from tests import programs
 
 PRINT = "import json, sys\nprint(json.dumps([sys.path, sys.argv, __file__, __name__]))\n"
 
@@ -105,13 +105,8 @@ def test_our_flags_without_enable(tmp_path: Path) -> None:
     )
     (training / "arguments.py").write_text(PARSER)
     (tmp_path / "train.py").write_text(TRAIN)
-    done = subprocess.run(
-        [*scripts.command("train.py"), "--ttrace", "--help"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-    )
+    words = (*scripts.command("train.py"), "--ttrace", "--help")
+    done = programs.run(*words, cwd=tmp_path, PYTHONPATH="")
     assert "--ttrace-allow-other-megatron" in done.stdout, done.stderr
     assert "OURS" in done.stdout
 

@@ -13,7 +13,6 @@ import re
 import shutil
 import stat
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from megatron_ttrace.jobs import resources, script_patch
 from megatron_ttrace.jobs import text_data as text
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace.errors import TTraceError
+from tests import programs
 
 RELEASES = list(versions.KNOWN)
 CLONE = os.environ.get("TTRACE_MEGATRON_LM")
@@ -295,18 +295,9 @@ def test_real_script_checks_itself(release: str, tmp_path: Path) -> None:
     data = text.training_flags(prefix).split()
     options = [*TRAINING.split(), *data, "--ttrace-dir", str(tmp_path / "out")]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [sys.executable, *launch, "pretrain_gpt.py", *options],
-        cwd=checkout,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-            "WANDB_MODE": "disabled",
-        },
-        capture_output=True,
-        text=True,
-    )
+    variables = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    words = (*launch, "pretrain_gpt.py", *options)
+    done = programs.python(*words, cwd=checkout, timeout=600, **variables)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["verdict"] == "equivalent"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of standard output and error never changes an exit code; our errors are one line."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -9,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.trace.test_small_files import BOMB
 
-ROOT = Path(__file__).parents[1]
 TTRACE = f"{sys.executable} -m megatron_ttrace"
 # A command that prints a lot and answers "diverged"; or does worse.
 TALKS = """
@@ -31,16 +30,7 @@ PRINTS = "print('x' * 99 + '\\n' * 9999); print('told', file=sys.stderr)"
 
 def shell(line: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a shell command under ``pipefail``."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **more}
-    return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return programs.run("bash", "-o", "pipefail", "-c", line, cwd=cwd, timeout=60, **more)
 
 
 def talks(tmp_path: Path, body: str) -> str:
@@ -96,9 +86,7 @@ main()
 @pytest.mark.parametrize("moment", [*range(2, 20), *range(20, 200, 20)])
 def test_an_early_interrupt(moment: int) -> None:
     """While our modules are imported, after the first line of the package: no traceback."""
-    done = subprocess.run(
-        [sys.executable, "-c", EARLY, str(moment)], capture_output=True, text=True, check=False
-    )
+    done = programs.python("-c", EARLY, moment)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode in (-signal.SIGINT, 130)
 

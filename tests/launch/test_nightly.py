@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "nightly.sh"
+SLURM = SCRIPT.with_suffix(".slurm")
 
 
 def program(path: Path, body: str) -> Path:
@@ -20,15 +23,8 @@ def program(path: Path, body: str) -> Path:
 
 
 def night(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(SCRIPT), *words],
-        cwd=tmp_path,
-        env={**os.environ, "TTRACE_NIGHTLY_DIR": str(tmp_path / "out"), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    variables = {"TTRACE_NIGHTLY_DIR": str(tmp_path / "out"), **environment}
+    return programs.run(SCRIPT, *words, cwd=tmp_path, timeout=60, **variables)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
@@ -69,21 +65,13 @@ def test_slurm(tmp_path: Path) -> None:
     said = tmp_path / "said"
     sbatch = program(tmp_path / "bin" / "sbatch", f'echo "sbatch $*" >> {said}')
     fake = program(tmp_path / "ttrace", f'echo "$*" >> {said}')
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch" / "nightly.slurm")],
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PATH": f"{sbatch.parent}:{os.environ['PATH']}",
-            "SLURM_SUBMIT_DIR": str(ROOT),
-            "TTRACE_NIGHTLY_DIR": str(tmp_path / "out"),
-            "TTRACE": str(fake),
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    variables = {
+        "PATH": f"{sbatch.parent}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "TTRACE_NIGHTLY_DIR": str(tmp_path / "out"),
+        "TTRACE": str(fake),
+    }
+    done = programs.run("bash", SLURM, cwd=tmp_path, timeout=60, **variables)
     assert done.returncode == 0, done.stderr
     assert said.read_text().splitlines() == [
         "sbatch --begin=tomorrow launch/nightly.slurm",
@@ -92,14 +80,7 @@ def test_slurm(tmp_path: Path) -> None:
 
 
 def test_slurm_outside_a_checkout(tmp_path: Path) -> None:
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch" / "nightly.slurm")],
-        env={**os.environ, "SLURM_SUBMIT_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = programs.run("bash", SLURM, timeout=60, SLURM_SUBMIT_DIR=str(tmp_path))
     assert done.returncode == 2
     assert "is not a checkout" in done.stderr
 

@@ -2,10 +2,11 @@
 """check.slurm starts one torchrun per node and ends with the check's own exit code."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests import programs
 
 SCRIPT = Path(__file__).parents[2] / "launch" / "check.slurm"
 
@@ -24,20 +25,15 @@ def test_check(tmp_path: Path, answer: int) -> None:
     for name, text in stands.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run(
-        ["bash", SCRIPT, "--num-layers", "2", "--data-path", "a b"],
-        cwd=tmp_path,
-        env={
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "42",
-            "SLURM_JOB_NODELIST": "node-[7-8]",
-            "SLURM_NNODES": "2",
-            "SLURM_GPUS_ON_NODE": "4",
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    words = ("bash", SCRIPT, "--num-layers", "2", "--data-path", "a b")
+    variables = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NODELIST": "node-[7-8]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
+    done = programs.run(*words, cwd=tmp_path, timeout=60, **variables)
     assert done.returncode == answer, done.stderr
     started = (tmp_path / "started").read_text()
     for part in (

@@ -4,7 +4,6 @@
 import dataclasses
 import http.server
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -19,13 +18,13 @@ import pytest
 from megatron_ttrace.report import html
 from megatron_ttrace.report import wandb as sink
 from megatron_ttrace.trace.records import Summary, Verdict
+from tests import programs
 from tests.report.synthetic_report import make_summary
 from tests.report.wandb_file import OfflineRun, forget_account
 from tests.trace.test_sanitise import HOSTILE, check_with
 
 wandb = pytest.importorskip("wandb")
 Check = tuple[Summary, list[Verdict]]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -239,22 +238,14 @@ def test_nothing_is_sent_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Counts) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        environment = os.environ | {
-            "WANDB_API_KEY": "0" * 40,
-            "WANDB_BASE_URL": address,
-            **dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), address),
-        }
-        environment.pop("WANDB_ERROR_REPORTING", None)
-        environment.pop("WANDB_SERVICE", None)
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)],
-            env=environment,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        proxies = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+        variables = {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address}
+        for name in ("WANDB_ERROR_REPORTING", "WANDB_SERVICE"):
+            monkeypatch.delenv(name, raising=False)
+        variables |= dict.fromkeys(proxies, address)
+        done = programs.python("-c", code, tmp_path, **variables)
         server.shutdown()
+    assert done.returncode == 0, done.stderr
     assert str(OfflineRun(tmp_path).folder) in done.stdout
     assert "nothing was sent: --ttrace-wandb allows it" in done.stdout
     assert Counts.calls == 0

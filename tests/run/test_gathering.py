@@ -2,26 +2,17 @@
 """Findings of many ranks reach the last one, through a tree of real processes."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests import programs
 
 
 def gathered(ranks: int, *flags: str) -> dict[str, Any]:
     """What the program printed."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.run.gathering"]
-    done = subprocess.run(
-        [*command, "--ranks", str(ranks), *flags],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    command = ("-W", "ignore", "-m", "tests.run.gathering", "--ranks", ranks, *flags)
+    done = programs.python(*command, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -104,22 +104,18 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         help="run all mutants whose line some job runs; rows are kept in DIR/rows.jsonl, and "
         "those that it already has are not run again",
     )
-    running.add_argument(
-        "--seed",
-        type=int,
-        action="append",
-        default=[],
-        metavar="N",
-        help="seed of a sample (default: today's date, UTC); can be repeated",
-    )
-    scoring.add_argument(
-        "--seed",
-        type=int,
-        action="append",
-        default=[],
-        metavar="N",
-        help="score the sample of this seed; can be repeated",
-    )
+    for action, what in (
+        (running, "seed of a sample (default: today's date, UTC)"),
+        (scoring, "score the sample of this seed"),
+    ):
+        action.add_argument(
+            "--seed",
+            type=int,
+            action="append",
+            default=[],
+            metavar="N",
+            help=f"{what}; can be repeated",
+        )
     for action in (listing, running):
         action.add_argument(
             "--checkout",

@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,9 +16,8 @@ from megatron_ttrace.evaluation.nightly.run import Options
 from megatron_ttrace.evaluation.recipes.run import RESULTS, Answer, JobRow
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import ExitCode
+from tests import programs
 from tests.evaluation.nightly.synthetic import bug_row, matrix_row
-
-ROOT = Path(__file__).parents[3]
 
 
 def play(monkeypatch: pytest.MonkeyPatch, **programs: str) -> None:
@@ -123,15 +121,8 @@ def test_time_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ttrace(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", "nightly", *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    command = ("-W", "ignore", "-m", "megatron_ttrace", "nightly", *words)
+    return programs.python(*command, timeout=280, **environment)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.jobs.processes import forkserver
+from tests import programs
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,13 +22,7 @@ def in_fresh_process(tmp_path, code, *arguments):
     """Run ``code`` in a small process: it forks, and pytest must not be forked."""
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(code))
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = programs.python(script, tmp_path, *arguments, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
