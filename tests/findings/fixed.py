@@ -299,6 +299,17 @@ def unclipped_norm(step, self):
     return success, norm, zeros
 
 
+@FIXES["layer-wise-norm"].append
+def layer_wise_norm():
+    """Add each main weight's norm on the rank that has it, and no other rank's bf16 copy."""
+    from megatron.training.utils import common_utils
+
+    def main_weight(param, *_):
+        return getattr(param, "main_param", None), True
+
+    common_utils._get_param_data = main_weight
+
+
 @fix("transformer.moe.router:TopKRouter", "get_aux_loss_coeff")
 def global_loss(coefficient, self, kind):
     """Data parallelism averages gradients: each rank's share of a sum has to be that much more."""

@@ -107,6 +107,11 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
         ("constant-load", "global-loss", GLOBAL),
         ("adaptive-muon-runs", "adaptive-muon-scale", ADAPTIVE),
         ("", "muon-whole-qkv", FEW_GROUPS),
+        (
+            "",
+            "layer-wise-norm",
+            "--bf16 --use-distributed-optimizer --optimizer muon --log-params-norm",
+        ),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
@@ -161,10 +166,9 @@ def test_a_factor_of_rope_scaling(tmp_path):
 @pytest.mark.nightly
 def test_a_loss_that_rounds():
     """The gradient of float32 logits."""
-    page = Path(__file__).parents[2] / "docs" / "findings.md"
-    code = page.read_text().partition("# torch.bfloat16\n")[2].partition("END\n")[0]
+    script = Path(__file__).with_name("loss_dtype.py")
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+        [sys.executable, str(script)], env=environment(), capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "torch.bfloat16"
 
