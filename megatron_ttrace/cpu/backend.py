@@ -38,13 +38,16 @@ def _compile_nothing() -> None:
 
     # With dynamo disabled it returns functions as they are too, but first imports the whole
     # compiler: more than half a second for a decorator of Megatron's that does nothing.
-    torch.compile = _as_it_is
+    torch.compile = torch._disable_dynamo = _as_it_is
+    for method in vars(torch.optim.Optimizer).values():
+        if plain := getattr(method, "__wrapped__", None):
+            plain.__dynamo_disable = plain  # where it looks for what that returned
 
 
-def _as_it_is(model: Any = None, **options: Any) -> Any:
-    """Stands for ``torch.compile``, which is also called as a decorator with options."""
-    del options
-    return (lambda function: function) if model is None else model
+def _as_it_is(function: Any = None, *recursive: bool, **options: Any) -> Any:
+    """Stands for ``torch.compile`` and its opposite, which are decorators with options too."""
+    del recursive, options
+    return (lambda decorated: decorated) if function is None else function
 
 
 def activate() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ttrace import cpu
 
@@ -216,6 +217,21 @@ def forked() -> list[dict[str, Any]]:
         return [json.loads((Path(where) / str(rank)).read_text()) for rank in range(2)]
 
 
+def compiles() -> bool:
+    """Whether an optimizer's methods and a dispatch mode import torch's compiler."""
+    parameters = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    parameters.zero_grad()
+    parameters.load_state_dict(parameters.state_dict())
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(1)
+    return "torch._dynamo" in sys.modules
+
+
 def optimizer() -> bool:
     """A step, before which torch imports its compiler."""
     parameter = torch.nn.Parameter(torch.ones(1))
@@ -234,7 +250,7 @@ def main() -> None:
             torch.compile(main) is main,
             torch.compile(main, mode="max-autotune") is main,
             torch.compile(dynamic=True)(main) is main,
-            "torch._dynamo" in sys.modules,
+            compiles(),
         ],
         "devices": devices(),
         "default device": default_device(),

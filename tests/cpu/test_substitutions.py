@@ -50,7 +50,7 @@ EXPECTED = {
     # Activating twice wraps once.
     "wrapped once": True,
     "dynamo": "1",
-    # torch.compile returns functions as they are, and the compiler is not imported for it.
+    # torch.compile returns functions as they are, and nothing imports the compiler.
     "compiled": [True, True, True, False],
     # Optimizers import the compiler, which wants every function of torch.cuda to be another one.
     "optimizer": True,

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_ttrace.jobs import script as scripts
-from megatron_ttrace.jobs.processes import signals
+from megatron_ttrace.jobs.processes import forkserver, signals
 from megatron_ttrace.jobs.processes.tether import die_with, tethered
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import log_line
 
-_SLOW = ("wandb", "emerging_optimizers")
+_SLOW = "emerging_optimizers"
 """What Megatron imports where it is installed, except for torch."""
 _INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
 
@@ -107,7 +107,8 @@ def import_torch(script: Path, device: str) -> None:
 
     With a GPU nothing is imported: ranks are new processes there.
     """
-    with signals.abrupt(), scripts.as_search_path(scripts.search_path(script)):
+    path = scripts.as_search_path(scripts.search_path(script))
+    with signals.abrupt(), path, forkserver.without_collecting():
         from megatron_ttrace import cpu
 
         if not cpu.needed(device):
@@ -117,10 +118,8 @@ def import_torch(script: Path, device: str) -> None:
         import torch
 
         torch.set_num_threads(1)
-        importlib.import_module("torch._dynamo")
-        for name in _SLOW:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
+        with contextlib.suppress(Exception):
+            importlib.import_module(_SLOW)
 
 
 class _Fork:

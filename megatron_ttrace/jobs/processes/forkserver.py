@@ -11,6 +11,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import importlib.util
 import io
 import json
 import os
@@ -19,7 +20,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,9 +47,10 @@ _OURS = (
     "megatron_ttrace.run.injection",
     "megatron_ttrace.run.loop",
     "megatron_ttrace.run.reference_run",
-    "torch._dynamo",  # optimizers import it, for a decorator
 )
 """What a rank imports for a check; this room imports none of it itself."""
+_DEFERRED = "wandb"
+"""What Megatron's timers import, to compare a writer with it."""
 
 
 def preload(script: Path, *, arguments: Sequence[str] = ()) -> None:
@@ -58,20 +61,55 @@ def preload(script: Path, *, arguments: Sequence[str] = ()) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_ttrace import cpu
 
-    with scripts.as_search_path(scripts.search_path(script)), quiet_imports():
+    with scripts.as_search_path(scripts.search_path(script)), quiet_imports(), without_collecting():
         cpu.activate()
         import torch
 
         torch.set_num_threads(1)
-        # There is next to no garbage, and all that is imported stays.
-        gc.disable()
+        _defer(_DEFERRED)
+        is_bridge = scripts.imports_bridge(script)
+        _import_megatron([*_MODULES, scripts.BRIDGE] if is_bridge else _MODULES)
+        for name in _OURS if is_bridge or accepts(arguments) else ():
+            importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """For imports: there is next to no garbage, and all that is imported stays."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class _Deferred(types.ModuleType):
+    """An installed package that its first use imports.
+
+    ``importlib.util.LazyLoader`` would import it when ``inspect.getmodule`` asks for its file.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is not there before the import, and that includes ``__path__``."""
+        self.__class__ = types.ModuleType  # type: ignore[assignment]
+        assert self.__spec__ is not None
+        assert self.__spec__.loader is not None
+        self.__path__ = self.__spec__.submodule_search_locations
         try:
-            is_bridge = scripts.imports_bridge(script)
-            _import_megatron([*_MODULES, scripts.BRIDGE] if is_bridge else _MODULES)
-            for name in _OURS if is_bridge or accepts(arguments) else ():
-                importlib.import_module(name)
-        finally:
-            gc.enable()
+            self.__spec__.loader.exec_module(self)
+        except BaseException:
+            del sys.modules[self.__name__]
+            raise
+        return getattr(self, name)
+
+
+def _defer(name: str) -> None:
+    """Let the first use of a package import it, if it is installed."""
+    spec = None if name in sys.modules else importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        del module.__path__
+        module.__class__ = _Deferred
 
 
 def _import_megatron(modules: Sequence[str]) -> None:

@@ -174,3 +174,38 @@ def test_accepted_arguments(words, accepted, capsys):
     """Megatron's parser decides, and nothing is printed."""
     assert forkserver.accepts(words) is accepted
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_package_is_imported_when_it_is_first_used(tmp_path, monkeypatch):
+    """Neither its file nor a comparison is a use; a module in it is, and comes after it."""
+    package = tmp_path / "deferred_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("loaded = True\n")
+    (package / "inner.py").write_text("from deferred_package import loaded\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    forkserver._defer("deferred_package")
+    forkserver._defer("deferred_package_that_is_not_installed")
+    assert "deferred_package_that_is_not_installed" not in sys.modules
+    module = sys.modules["deferred_package"]
+    inspect.getmodule(test_a_package_is_imported_when_it_is_first_used, "unknown")
+    assert module.__file__ == str(package / "__init__.py")
+    assert module != package
+    assert "loaded" not in vars(module)
+    import deferred_package.inner
+
+    assert deferred_package is module
+    assert deferred_package.inner.loaded
+    for name in ("deferred_package", "deferred_package.inner"):
+        del sys.modules[name]
+
+
+def test_a_broken_package_is_no_module(tmp_path, monkeypatch):
+    """Its first use fails as its import does, each time."""
+    package = tmp_path / "deferred_broken"
+    package.mkdir()
+    (package / "__init__.py").write_text("import no_such_module_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    forkserver._defer("deferred_broken")
+    with pytest.raises(ImportError, match="no_such_module_at_all"):
+        _ = sys.modules["deferred_broken"].anything
+    assert "deferred_broken" not in sys.modules
