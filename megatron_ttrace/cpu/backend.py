@@ -38,7 +38,8 @@ def _compile_nothing() -> None:
 
     # With dynamo disabled it returns functions as they are too, but first imports the whole
     # compiler: more than half a second for a decorator of Megatron's that does nothing.
-    torch.compile = torch._disable_dynamo = _as_it_is
+    torch.compile = _as_it_is  # type: ignore[assignment]
+    torch._disable_dynamo = _as_it_is  # type: ignore[assignment,attr-defined]
     for method in vars(torch.optim.Optimizer).values():
         if plain := getattr(method, "__wrapped__", None):
             plain.__dynamo_disable = plain  # where it looks for what that returned

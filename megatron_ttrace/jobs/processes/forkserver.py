@@ -94,7 +94,7 @@ class _Deferred(types.ModuleType):
         self.__class__ = types.ModuleType  # type: ignore[assignment]
         assert self.__spec__ is not None
         assert self.__spec__.loader is not None
-        self.__path__ = self.__spec__.submodule_search_locations
+        self.__path__ = self.__spec__.submodule_search_locations or []
         try:
             self.__spec__.loader.exec_module(self)
         except BaseException:
