@@ -363,6 +363,23 @@ def fsdp_outer_sum(init, self):
     return init(self)
 
 
+@fix(f"{MUON}:TensorParallelMuon", "orthogonalize")
+def muon_replicas(orthogonalize, self, parameter, gradient, **keywords):
+    """A replicated weight is not gathered."""
+    if not getattr(parameter, "tensor_model_parallel", False):
+        parameter.partition_dim = -1
+    return orthogonalize(self, parameter, gradient, **keywords)
+
+
+@fix("transformer.moe.moe_logging:MoEMetricsTracker", "_sync_metrics")
+def stages_without_experts(sync, self, *args, **keywords):
+    """A stage without experts reduces over the same groups as those with experts."""
+    for name, entry in self._metrics.items():
+        if name == "load_balancing_loss" and entry.reduce_group is None:
+            entry.reduce_group = parallel_state.get_tensor_and_context_parallel_group()
+    return sync(self, *args, **keywords)
+
+
 FIXES.default_factory = None  # an unknown name is an error
 for name in os.environ.get("FIX", "").split():
     for put_in in FIXES[name]:

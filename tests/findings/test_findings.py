@@ -109,6 +109,17 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
         ("", "muon-whole-qkv", FEW_GROUPS),
         (
             "",
+            "muon-replicas",
+            f"{MLA} --sequence-parallel --bf16 --optimizer muon --muon-tp-mode duplicated",
+        ),
+        (
+            "",
+            "stages-without-experts",
+            f"{TE} {EXPERTS} --moe-aux-loss-coeff 0.01 --moe-layer-freq 2 --sequence-parallel "
+            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        ),
+        (
+            "",
             "layer-wise-norm",
             "--bf16 --use-distributed-optimizer --optimizer muon --log-params-norm",
         ),
