@@ -7,7 +7,7 @@ from tests.bench import baseline, table
 from tests.bench.sections import SECTIONS, Options, Row
 
 RATIO = Row("traced-step", "TP 2: traced iteration", 2.0, "× plain", "a note")
-SIZE = Row("disk", "TP 2: reference", 700.0, "MB")
+SIZE = Row("memory", "TP 2: reference", 700.0, "MB")
 FAILED = Row("other-tools", "msprobe", None, "× plain", "could not run: no such package")
 
 
