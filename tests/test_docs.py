@@ -36,6 +36,17 @@ def test_length() -> None:
     assert sum(words.values()) <= MOST_WORDS, f"a page that grows needs one that shrinks: {words}"
 
 
+def test_lines() -> None:
+    """Outside of tables and headings, lines have at most 120 characters."""
+    long = [
+        f"{path}: {line}"
+        for path in DOCUMENTS
+        for line in (ROOT / path).read_text(encoding="utf-8").splitlines()
+        if len(line) > 120 and not line.startswith(("|", "#"))
+    ]
+    assert not long
+
+
 def test_every_document_is_in_the_index() -> None:
     """Every document is listed in the index."""
     index = (ROOT / "docs" / "README.md").read_text()

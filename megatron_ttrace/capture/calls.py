@@ -40,7 +40,12 @@ _FRAMES = 8
 _NAME = "ttrace calls"
 _NOBODY = 0
 """Stands for a caller that is not Megatron's."""
-_INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
+_NUMBERS = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    )
+)
 
 type Context = Callable[[], tuple[str, Phase | None]]
 """The module that runs, and whether forward or backward; ``None`` outside of modules."""
@@ -281,6 +286,5 @@ class CallTap:
 def _tells(value: Any) -> bool:
     """Whether it is a number that may not be whole, a tensor of one number, or a process group."""
     if type(value) is torch.Tensor:
-        is_number = value.is_floating_point() or value.dtype in _INTEGERS
-        return is_number and not value.is_meta and value.numel() == 1
+        return value.dtype in _NUMBERS and not value.is_meta and value.numel() == 1
     return isinstance(value, (float, dist.ProcessGroup))

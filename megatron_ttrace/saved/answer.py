@@ -44,9 +44,9 @@ def publish(found: Answer, settings: Settings) -> None:
     from megatron_ttrace.report import later
 
     tensorboard, wandb = fronts.current().writers()
-    # The loop's own run, or one that the script has opened. A package that nothing has used yet
-    # (``forkserver.preload``) has no such attribute, and ``getattr`` would import it.
-    run = vars(wandb or sys.modules.get("wandb", sys)).get("run")
+    # The loop's own run, or one that the script has opened. ``getattr`` would import a package that
+    # nothing has used yet (``forkserver.preload``).
+    run = getattr(wandb, "run", None) or vars(sys.modules.get("wandb", sys)).get("run")
     report.publish(
         found.summary,
         found.verdicts,

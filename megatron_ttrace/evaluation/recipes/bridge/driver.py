@@ -95,13 +95,6 @@ def build(name: str) -> Any:
     return cfg
 
 
-def kind_of(cfg: Any) -> str:
-    """Pretraining, ``sft`` or ``peft``, by what it trains and on what."""
-    if cfg.peft is not None:
-        return "peft"
-    return "sft" if hasattr(cfg.dataset, "preprocessing") else "pretrain"
-
-
 def make_small(cfg: Any, arguments: Sequence[str]) -> None:
     """As :func:`sizes.make_small`.
 
