@@ -299,6 +299,28 @@ def unclipped_norm(step, self):
     return success, norm, zeros
 
 
+@FIXES["fsdp2-norm"].append
+def fsdp2_norm():
+    """Add up the shards' main weights over the data-parallel ranks."""
+    from megatron.training.utils import common_utils
+
+    to_local, of_weight = common_utils.to_local_if_dtensor, common_utils._get_param_data
+
+    def shard_of(weight):
+        shard = to_local(weight)
+        if shard is not weight:
+            shard.is_shard = True
+            if hasattr(weight, "main_param"):
+                shard.main_param = to_local(weight.main_param)
+        return shard
+
+    def data_of(weight, *others):
+        data, is_sharded = of_weight(weight, *others)
+        return data, is_sharded or hasattr(weight, "is_shard")
+
+    common_utils.to_local_if_dtensor, common_utils._get_param_data = shard_of, data_of
+
+
 @FIXES["layer-wise-norm"].append
 def layer_wise_norm():
     """Add each main weight's norm on the rank that has it, and no other rank's bf16 copy."""

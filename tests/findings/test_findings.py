@@ -123,6 +123,11 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "layer-wise-norm",
             "--bf16 --use-distributed-optimizer --optimizer muon --log-params-norm",
         ),
+        (
+            "",
+            "fsdp2-norm",
+            f"{TE} {matrix.FLAGS['fsdp2']} --log-params-norm",
+        ),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):

@@ -24,6 +24,10 @@ FSDP = (
     f"{TE} --tensor-model-parallel-size 2 --sequence-parallel --bf16 --use-megatron-fsdp "
     "--ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
 )
+TORCH_FSDP = (
+    "--use-torch-fsdp2 --ckpt-format torch_dist --no-gradient-accumulation-fusion "
+    "--untie-embeddings-and-output-weights"
+)
 EXPERTS = (
     f"{TE} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear "
     "--expert-model-parallel-size 2"
@@ -37,6 +41,8 @@ JOBS = [
     (f"{FSDP} --calculate-per-token-loss", 2, "Megatron-FSDP and per-token losses"),
     (FSDP, 2, ""),
     (f"{FSDP} --calculate-per-token-loss --megatron-fsdp-main-grads-dtype fp32", 2, ""),
+    (f"{TE} {TORCH_FSDP} --log-params-norm", 2, "torch FSDP2: the logged norm"),
+    (f"{TE} {TORCH_FSDP}", 2, ""),
     (f"{FSDP} --clip-grad 0", 2, "Megatron-FSDP and `--clip-grad 0`"),
     (f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor", 2, "Megatron-FSDP and experts"),
     (f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor --global-batch-size 8", 4, ""),
