@@ -44,9 +44,8 @@ import torch
 
 from megatron_ttrace.compare.gathered import Holding
 from megatron_ttrace.compare.judge import judge, summed, verdict_of
-from megatron_ttrace.compare.measure import relative_error
 from megatron_ttrace.compare.planning import REDUCED_OVER
-from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.compare.tolerance import PartError, Tolerances
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.trace.collectives import Ledger, Phase
@@ -162,12 +161,12 @@ class _Partial:
             self._run.ranks(failure.key),
             note,
             placement=describe_partial(failure.placement, REDUCED_OVER),
-            error=error,
-            tolerance=self._tolerances.of(failure.key).value,
+            error=error.error,
+            tolerance=error.tolerance,
             eps=self._run.eps,
         )
 
-    def _sum(self, failure: Judged) -> float | None:
+    def _sum(self, failure: Judged) -> PartError | None:
         """The relative error of the ranks' sum, if it is one that passes."""
         holders = self._run.holders[failure.key]
         tolerance = self._tolerances.of(failure.key)
@@ -177,8 +176,8 @@ class _Partial:
             sums = held.measured.sums
             if not held.measured.sketch or sums is None or sums.nonfinite or sums.undefined:
                 return None
-        error = max(relative_error(sums, tolerance.rms) for _, sums in summed(holders))
-        return error if error <= tolerance.value else None
+        worst = max(tolerance.error_of(sums) for _, sums in summed(holders))
+        return worst if worst.margin <= 1.0 else None
 
     def _is_harmless(self, failure: Judged) -> bool:
         around = self._container(failure)

@@ -18,7 +18,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from megatron_ttrace.compare.measure import Sums, relative_error
+from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
@@ -125,10 +125,8 @@ def _joined(
         return None
     if covered(shape, regions) != Coverage(1, 1):
         return None
-    rms = tolerances.of(key).rms
-    worst = max(
-        (part.measured.sums or Sums() for part in parts), key=lambda s: relative_error(s, rms)
-    )
+    tolerance = tolerances.of(key)
+    worst = max((part.measured.sums or Sums() for part in parts), key=tolerance.error_of)
     start = (0,) * len(shape)
     return Holding(
         tuple(sorted(rank for part in parts for rank in part.ranks)),

@@ -3,14 +3,13 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megatron_ttrace.compare.gathered import Covered, Holding, coverage_of
-from megatron_ttrace.compare.measure import Sums, relative_error
+from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.sketch import squared_norm
-from megatron_ttrace.compare.tolerance import Tolerance, Tolerances
+from megatron_ttrace.compare.tolerance import PartError, Tolerance, Tolerances, margin_of
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason
@@ -81,15 +80,16 @@ def _judge(
     )
     if not cover.complete:
         return verdict(Outcome.UNCOVERED, ranks, Note(Remark.UNCOVERED), placement=placement)
-    errors: dict[int, float] = {}
+    errors: dict[int, PartError] = {}
     for held, sums in _wholes(holders):
-        error = relative_error(sums, tolerance.rms)
+        error = tolerance.error_of(sums)
         for rank in held.ranks:
-            errors[rank] = max(error, errors.get(rank, 0.0))
+            errors[rank] = max(error, errors.get(rank, error))
     failed = sorted(
-        (rank for rank, error in errors.items() if error > tolerance.value),
-        key=lambda rank: (-errors[rank], rank),
+        (rank for rank, error in errors.items() if error.margin > 1.0),
+        key=lambda rank: (-errors[rank].margin, -errors[rank].error, rank),
     )
+    worst = max(errors.values())
     conflicts = conflicting(
         (rank, held.measured.region, held.measured.sums.checksum)
         for held in holders
@@ -127,8 +127,8 @@ def _judge(
         *notes,
         placement=placement,
         reason=reason,
-        error=max(errors.values()),
-        tolerance=tolerance.value,
+        error=worst.error,
+        tolerance=worst.tolerance,
         eps=tolerance.unit or eps,
     )
 
@@ -180,11 +180,7 @@ def verdict_of(
     eps: float = 1.0,
 ) -> Judged:
     """A verdict; its margin follows from the rest."""
-    margin = None
-    if error is not None:
-        margin = error / tolerance if tolerance else (math.inf if error else 0.0)
-        if tolerance == math.inf:
-            margin = 0.0  # also of an infinite error: another number than 0
+    margin = None if error is None else margin_of(error, tolerance or 0.0)
     return Judged(
         iteration=key.iteration,
         microbatch=key.microbatch,

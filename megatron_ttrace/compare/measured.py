@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from megatron_ttrace.compare.measure import Sums, relative_error
+from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.findings import Note, Remark
@@ -85,5 +85,4 @@ def fails(sums: Sums | None, tolerances: Tolerances, key: TraceKey) -> bool:
     """Whether one rank's part alone is beyond the tolerance."""
     if sums is None or not (sums.diff or sums.nonfinite):
         return False
-    tolerance = tolerances.of(key)
-    return sums.nonfinite > 0 or relative_error(sums, tolerance.rms) > tolerance.value
+    return sums.nonfinite > 0 or tolerances.of(key).error_of(sums).margin > 1.0

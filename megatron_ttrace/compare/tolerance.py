@@ -7,8 +7,12 @@ about one machine epsilon of the compute dtype (paper: arXiv 2506.09280, section
 
     tolerance = SAFETY * max(moved over seeds and microbatches * few_samples, floor)
 
+A part of a tensor may have all of the one element that moved most: :meth:`Tolerance.part`.
+
 docs/tolerance.md derives the rule, its floors, and when the replays are enough.
 """
+
+from __future__ import annotations
 
 import bisect
 import dataclasses
@@ -20,10 +24,11 @@ import operator
 from collections import Counter
 from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple, Self
 
 import torch
 
+from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, Bounds, Count
 from megatron_ttrace.trace.errors import TTraceError
@@ -84,13 +89,33 @@ class Moved:
 
     ``n`` elements, ``norm`` of the reference, ``moved`` the relative distance for each seed
     (``inf`` where the reference is zero and the replay is not). ``repeated`` is the distance of a
-    replay that was not perturbed: zero unless the model is not deterministic.
+    replay that was not perturbed: zero unless the model is not deterministic. ``peak`` is the
+    largest distance of one element, relative to the norm.
     """
 
     n: Count
     norm: _Written
     moved: tuple[_Written, ...]
     repeated: _Written = 0.0
+    peak: _Written = 0.0
+
+    @classmethod
+    def after(cls, before: Self | None, sums: Sums | None) -> Self:
+        """With one more replay.
+
+        Args:
+            before: what the replays until this one did; ``None`` if this is the first.
+            sums: of this one's tensor; ``None`` if its shape is another, because the replay routes
+                another number of tokens to an expert: the tensor is then blind.
+        """
+        sums = sums or Sums(diff=math.inf)
+        distance = math.inf if math.isinf(sums.diff) else relative_error(sums, rms=0.0)
+        norm = math.sqrt(sums.reference)
+        peak = sums.worst / norm if norm else 0.0
+        if before is None:
+            return cls(sums.n, norm, (distance,), peak=peak)
+        moved = (*before.moved, distance)
+        return dataclasses.replace(before, moved=moved, peak=max(before.peak, peak))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,6 +131,8 @@ class Tolerance:
             computed from: theirs is the job's.
         repeated: how far the step itself moves the tensor, without perturbation.
         is_noise: whether that, and not rounding, decides ``value``.
+        n: number of elements of the logical tensor.
+        peak: the part of ``value`` that rounding may move one element by.
     """
 
     value: float
@@ -114,11 +141,43 @@ class Tolerance:
     unit: float = 0.0
     repeated: float = 0.0
     is_noise: bool = False
+    n: int = 0
+    peak: float = 0.0
+
+    def part(self, n: int) -> float:
+        """Tolerated relative error of ``n`` of the tensor's elements.
+
+        The squared error of a part is its share of the whole one's, except for the element that
+        rounding moves most: another layout may move one that lies in this part. With bf16
+        gradients, one rounding of the largest is most of the error of the second moments.
+        """
+        if not 0 < n < self.n:
+            return self.value
+        return math.hypot(self.value, self.peak * math.sqrt(self.n / n - 1))
+
+    def error_of(self, sums: Sums) -> PartError:
+        """What a rank's part has."""
+        error, limit = relative_error(sums, self.rms), self.part(sums.n)
+        return PartError(margin_of(error, limit), error, limit)
 
     @property
     def blind(self) -> bool:
         """Whether rounding alone moves this tensor so far that a bug would not show."""
         return self.value > self.bound
+
+
+class PartError(NamedTuple):
+    """The relative error of one rank's part of a tensor; the largest is the worst.
+
+    Attributes:
+        margin: error ÷ tolerance.
+        error: see :func:`relative_error`.
+        tolerance: of the part.
+    """
+
+    margin: float
+    error: float
+    tolerance: float
 
 
 @functools.cache
@@ -174,6 +233,7 @@ class Tolerances:
         self._pooled: dict[_Group, list[float]] = {}
         self._samples: Counter[_Group] = Counter()
         self._repeated: dict[_Group, float] = {}
+        self._peaks: dict[_Group, float] = {}
         self._terms: Counter[tuple[int, Kind]] = Counter()
         self._iterations = {key.iteration for key in moved}
         for key, value in moved.items():
@@ -186,6 +246,7 @@ class Tolerances:
             pooled = itertools.zip_longest(self._pooled.get(group, ()), moves, fillvalue=0.0)
             self._pooled[group] = [max(pair) for pair in pooled]
             self._samples[group] += value.n * len(value.moved)
+            self._peaks[group] = max(value.peak, self._peaks.get(group, 0.0))
             if value.repeated:
                 repeated = math.inf if math.isnan(value.repeated) else value.repeated
                 self._repeated[group] = max(repeated, self._repeated.get(group, 0.0))
@@ -207,6 +268,8 @@ class Tolerances:
         repeated = self._repeated.get(group, 0.0)
         return Tolerance(
             value=max(self._estimated(group, seeds, len(seeds)), floor),
+            peak=self._estimated(group, (self._peaks.get(group, 0.0),), len(seeds)),
+            n=n,
             rms=rms,
             bound=self._bound,
             unit=eps if key.kind in FLOW else 0.0,  # a module's dtype may differ from the job's
@@ -291,6 +354,13 @@ def few_samples(samples: int) -> float:
     return _STUDENT[number - 1][1] / _STUDENT[-1][1]
 
 
+def margin_of(error: float, tolerance: float) -> float:
+    """Error ÷ tolerance: above 1 it fails."""
+    if tolerance == math.inf:
+        return 0.0  # also of an infinite error: another number than 0
+    return error / tolerance if tolerance else (math.inf if error else 0.0)
+
+
 def is_exact(key: TraceKey) -> bool:
     """Whether the tensor is given, not computed: equal to the last bit or wrong."""
     return key.kind in (Kind.TOKENS, Kind.LOADED) or key.is_before
@@ -318,6 +388,7 @@ def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
             "norm": repr(value.norm),
             "moved": [repr(m) for m in value.moved],
             **({"repeated": repr(value.repeated)} if value.repeated else {}),
+            **({"peak": repr(value.peak)} if value.peak else {}),
         }
         for key, value in moved.items()
     )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.compare.measure import Sums, relative_error
+from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved
 from megatron_ttrace.saved.whole import Shards
@@ -21,7 +21,7 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import MOMENTS, STEP_LEVEL, Direction, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
-Movement = list[tuple[tuple[Any, ...], str, int, str, str]]
+Movement = list[tuple[tuple[Any, ...], str, int, str, str, str]]
 """Of each part of a tensor: key, region, elements, and sums of squares of the difference and of the
 reference, as Python writes numbers."""
 
@@ -163,7 +163,7 @@ def movement(measured: Iterable[Measured]) -> Movement:
     found: Movement = []
     for one in measured:
         sums = one.sums or Sums(diff=math.inf)
-        numbers = sums.n, repr(sums.diff), repr(sums.reference)
+        numbers = sums.n, repr(sums.diff), repr(sums.reference), repr(sums.worst)
         found.append((dataclasses.astuple(one.key), repr(one.region), *numbers))
     return found
 
@@ -188,16 +188,9 @@ def moved(found: Movement, before: Mapping[TraceKey, Moved]) -> dict[TraceKey, M
         before: of the replays until now.
     """
     total: dict[TraceKey, Sums] = {}
-    for key, _, n, diff, reference in found:
-        part = Sums(n, diff=float(diff), reference=float(reference))
+    for key, _, n, diff, reference, worst in found:
+        part = Sums(n, diff=float(diff), reference=float(reference), worst=float(worst))
         iteration, microbatch, kind, name, index = key
         named = TraceKey(iteration, microbatch, Kind(kind), name, index)
         total[named] = total.get(named, Sums()) + part
-    return {key: _with(before.get(key), sums) for key, sums in total.items()}
-
-
-def _with(before: Moved | None, sums: Sums) -> Moved:
-    distance = math.inf if math.isinf(sums.diff) else relative_error(sums, rms=0.0)
-    if before is not None:
-        return dataclasses.replace(before, moved=(*before.moved, distance))
-    return Moved(sums.n, math.sqrt(sums.reference), (distance,))
+    return {key: Moved.after(before.get(key), sums) for key, sums in total.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,8 +19,6 @@ from megatron_ttrace.capture.collectives import CollectiveTap
 from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.compare import tolerance
-from megatron_ttrace.compare.measure import Sums, relative_error
-from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
@@ -337,7 +334,7 @@ class ReferenceSession:
                 numbers = range(block.microbatches)
                 self.rehearsal.trace(block.run, replay, numbers, iteration)
                 for one in replay.measured:
-                    moved[one.key] = _moved(one, before.get(one.key))
+                    moved[one.key] = Moved.after(before.get(one.key), one.sums)
         return moved
 
     def _require_space(self, microbatches: int, forward: int) -> None:
@@ -388,23 +385,6 @@ class ReferenceSession:
             return CompareSink(reader, iteration, layout)
         perturbation = low_precision.input_perturbation(self.model.names, seed) if seed else None
         return CompareSink(reader, iteration, layout, isolate=True, perturb=perturbation)
-
-
-def _distance(one: Measured) -> float:
-    """``||replay - reference|| / ||reference||``.
-
-    Infinite if the replay routes another number of tokens to an expert, so that shapes differ: the
-    tensor is then blind.
-    """
-    return math.inf if one.sums is None else relative_error(one.sums, rms=0.0)
-
-
-def _moved(one: Measured, before: Moved | None) -> Moved:
-    """What the replays until this one did to a tensor."""
-    if before is not None:
-        return dataclasses.replace(before, moved=(*before.moved, _distance(one)))
-    sums = one.sums or Sums()
-    return Moved(sums.n, math.sqrt(sums.reference), (_distance(one),))
 
 
 def _tell(line: str) -> None:

@@ -158,6 +158,25 @@ def test_given_tensors_are_equal_or_wrong(key, error, outcome, margin):
     assert margin is None or verdict.margin == margin
 
 
+@pytest.mark.parametrize(
+    ("peak", "error", "outcome"),
+    [
+        (0.0, 0.011, Outcome.DIVERGED),
+        (0.005, 0.011, Outcome.PASS),
+        (0.005, 0.0112, Outcome.DIVERGED),
+        (0.01, 0.014, Outcome.PASS),
+        (0.01, 0.0142, Outcome.DIVERGED),
+    ],
+)
+def test_one_element_in_half_of_a_tensor(peak, error, outcome):
+    """A half may have all of the error that the whole one's largest element may have."""
+    limits = Known(more={"n": 8, "peak": peak})
+    verdict = verdict_of(found(error, TOP), found(0.0, BOTTOM), limits=limits)
+    assert verdict.verdict is outcome
+    assert verdict.tolerance == pytest.approx(math.hypot(0.01, peak))
+    assert verdict.margin == pytest.approx(error / verdict.tolerance)
+
+
 def test_one_verdict_per_tensor_in_execution_order():
     keys = [dataclasses.replace(KEY, name=name) for name in ("b", "a", "c")]
     measured = {0: [found(key=keys[1]), found(key=keys[0])]}

@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.tolerance import (
     BLIND,
     SAFETY,
@@ -61,6 +64,27 @@ def test_what_is_not_rounding(repeated, expected, tmp_path):
     found = Tolerances(read(tmp_path, moved), dict.fromkeys(moved, "bfloat16"))
     assert found.of(KEY) == of(KEY, moved)
     assert found.repeated == ([KEY] if repeated else [])
+
+
+@given(share=st.floats(0.0, 1.0), parts=st.sampled_from([1, 2, 4, 100]))
+def test_a_part_may_have_the_element_that_moved_most(share, parts):
+    """Its squared error is its share of the rest, and all of that element's."""
+    total, peak = 0.01**2, share * 0.01**2
+    moved = {KEY: Moved(400, 40.0, (0.01, 0.0), peak=math.sqrt(peak))}
+    tolerance = of(KEY, moved)
+    expected = SAFETY * math.sqrt((total - peak) + peak * parts)
+    assert tolerance.part(400 // parts) == pytest.approx(expected)
+    assert tolerance.part(400) == tolerance.part(0) == tolerance.value == SAFETY * 0.01
+
+
+def test_replays_of_a_tensor():
+    """Distances of all of them, and the largest of one element."""
+    first = Moved.after(None, Sums(4, diff=0.09, reference=4.0, worst=0.3))
+    assert first == Moved(4, 2.0, (0.15,), peak=0.15)
+    second = Moved.after(first, Sums(4, diff=0.16, reference=4.0, worst=0.2))
+    assert second == Moved(4, 2.0, (0.15, 0.2), peak=0.15)
+    assert Moved.after(second, None) == Moved(4, 2.0, (0.15, 0.2, math.inf), peak=0.15)
+    assert Moved.after(None, None) == Moved(0, 0.0, (math.inf,))
 
 
 def other(key):
@@ -176,7 +200,10 @@ def test_metrics_of_a_step_in_bf16(index, least):
 def test_the_file_keeps_every_number(tmp_path):
     """Infinities and the last bit survive."""
     other = dataclasses.replace(KEY, microbatch=1, index=2)
-    moved = {KEY: Moved(16, 0.1 + 0.2, (1 / 3, math.inf)), other: Moved(0, 0.0, (0.0, 5e-324))}
+    moved = {
+        KEY: Moved(16, 0.1 + 0.2, (1 / 3, math.inf), peak=1 / 7),
+        other: Moved(0, 0.0, (0.0, 5e-324)),
+    }
     write(tmp_path, moved)
     assert read(tmp_path, moved) == moved
     assert of(KEY, moved, "float32").blind

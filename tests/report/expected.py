@@ -4,9 +4,11 @@
 ``python -m tests.report.expected`` writes the files anew: look at what changed.
 """
 
+import contextlib
 import dataclasses
 import io
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,8 +218,9 @@ FILES = [
 
 
 def rendered(name: str, ending: str) -> str:
-    """A check in a format, with one newline at its end."""
-    return FORMATS[ending](CHECKS[name]()).rstrip("\n") + "\n"
+    """A check in a format, with one newline at its end; from a folder without earlier results."""
+    with tempfile.TemporaryDirectory() as empty, contextlib.chdir(empty):
+        return FORMATS[ending](CHECKS[name]()).rstrip("\n") + "\n"
 
 
 if __name__ == "__main__":
