@@ -6,7 +6,7 @@ Apex is missing, its plain PyTorch stand-in takes its place. In the environment:
 
 - ``TTRACE_TEST_TRANSPORT=host``: all ranks share the first GPU, and their collectives go over gloo,
   staged through the host (tests/gpu/transport.py). Without a GPU, tensors of the CPU are staged.
-- ``TTRACE_TEST_BITS=1``: the bits of every loss are printed (tests/planted/train.py).
+- ``TTRACE_TEST_BITS=1``: the bits of every loss are printed (tests/assay/planted/train.py).
 - ``TTRACE_TEST_MEMORY=1``: the peak of memory is printed.
 """
 

@@ -13,11 +13,11 @@ from typing import Any
 from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Summary, Verdict
 from tests import programs, warm
-from tests.planted.mistakes import PLANTED
-from tests.planted.train import ORDER, SCRIPT
+from tests.assay.planted.mistakes import PLANTED
+from tests.assay.planted.train import ORDER, SCRIPT
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAIN = ROOT / "tests" / "planted" / "train.py"
+TRAIN = ROOT / "tests" / "assay" / "planted" / "train.py"
 TP, PP, CP = (
     (f"--{axis}-parallel-size", "2") for axis in ("tensor-model", "pipeline-model", "context")
 )
@@ -117,7 +117,7 @@ def check(
 ) -> Checked:
     """``ttrace check FLAGS -- SCRIPT MODEL WORDS`` in ``cwd``, which must end with ``code``.
 
-    With a ``mistake``, one of ``tests/planted`` by name, its training script makes that.
+    With a ``mistake``, one of ``tests/assay/planted`` by name, its training script makes that.
     """
     if mistake:
         more[PLANTED] = mistake
@@ -137,7 +137,7 @@ def check(
 def train(
     cwd: Path, *words: object, nproc: int = 2, mode: str = "", cold: bool = False, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Train a tiny job on ranks, and have it print its bits; see ``tests/planted/train.py``."""
+    """Train a tiny job on ranks that prints its bits; see ``tests/assay/planted/train.py``."""
     more[ORDER] = json.dumps({"bits": True, "mode": mode})
     done = torchrun(nproc, TRAIN, *TINY, *words, cwd=cwd, cold=cold, **more)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -19,7 +19,7 @@ from megatron.training import arguments as training_arguments
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import average_losses_across_data_parallel_group
 
-from tests.planted.mistakes import PLANTED, plant
+from tests.assay.planted.mistakes import PLANTED, plant
 
 TOKENS = 64
 MASK = 3

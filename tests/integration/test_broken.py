@@ -7,8 +7,8 @@ from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import BufferIndex, Direction, Kind, MetricIndex, Outcome
 from megatron_ttrace.trace.store import TraceReader
+from tests.assay.planted.mistakes import load
 from tests.integration.jobs import PP, TP, check
-from tests.planted.mistakes import load
 
 LOGGED = ("--log-num-zeros-in-grad", "--log-params-norm", "--untie-embeddings-and-output-weights")
 EMULATED = ("--transformer-impl", "transformer_engine")

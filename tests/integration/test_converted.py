@@ -18,8 +18,8 @@ from megatron_ttrace.mcore.checkpoints.stored import (
 )
 from megatron_ttrace.saved.huggingface.families import read_config
 from megatron_ttrace.trace.states import Item, State
+from tests.assay.planted.train import SCRIPT
 from tests.integration.jobs import PP, TP, torchrun, ttrace
-from tests.planted.train import SCRIPT
 from tests.saved.huggingface import made
 from tests.saved.huggingface.jobs import TWINS, arguments
 

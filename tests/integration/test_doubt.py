@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.assay.planted.mistakes import PLANTED
+from tests.assay.planted.train import ORDER
 from tests.integration.jobs import TINY, TRAIN, bits_of, torchrun, train
-from tests.planted.mistakes import PLANTED
-from tests.planted.train import ORDER
 
 NOISE = {PLANTED: "noise_of_a_seed"}
 TRACED = ("--ttrace", "--ttrace-no-wandb")

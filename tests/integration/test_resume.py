@@ -9,10 +9,10 @@ import pytest
 
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.resumed import Blame, Restart, Resumed, What
+from tests.assay.planted.checkpoint_faults import Side
+from tests.assay.planted.checkpoints import Fault
+from tests.assay.planted.mistakes import PLANTED
 from tests.integration.jobs import PP, SCRIPT, TINY, TP, TRAIN, check, torchrun, ttrace
-from tests.planted.checkpoint_faults import Side
-from tests.planted.checkpoints import Fault
-from tests.planted.mistakes import PLANTED
 from tests.trace.test_owned import state_of
 
 MODEL = ("--bf16", "--ckpt-format", "torch_dist")

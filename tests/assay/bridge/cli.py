@@ -25,7 +25,7 @@ examples:
 healthy: all jobs of tests/assay/bridge/jobs.toml must be equivalent; where it says so they are
 refused, or diverge because of a fault in Megatron-Bridge (docs/findings.md).
 faults: known bugs of Megatron, and mistakes in Megatron-Bridge's own code
-(tests/planted/bridge.py), must be found in the right module.
+(tests/assay/planted/bridge.py), must be found in the right module.
 
 exit code: 0 as promised; 1 a healthy job diverges; 2 else
 """

@@ -20,7 +20,7 @@ class Fault:
         module: pattern of the name of its first culprit.
         kind: of that culprit's tensor.
         bug: a known bug of ``ttrace eval bugs``, or
-        planted: a mistake of ``tests/planted/bridge.py``; without either, Bridge's own.
+        planted: a mistake of ``tests/assay/planted/bridge.py``; without either, Bridge's own.
     """
 
     job: str

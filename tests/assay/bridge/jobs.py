@@ -15,9 +15,9 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Outcome
 from tests import warm
+from tests.assay.planted.mistakes import PLANTED
 from tests.bridge import data
 from tests.integration.jobs import ROOT, environment
-from tests.planted.mistakes import PLANTED
 
 SCRIPTS = ROOT / "tests" / "bridge"
 FILE = Path(__file__).with_name("jobs.toml")
@@ -103,7 +103,7 @@ def check(directory: Path, job: Job, *, flags: Sequence[str] = (), planted: str 
         directory: for its data, checkpoint and report.
         job: the job.
         flags: of ``ttrace check``.
-        planted: a mistake of ``tests/planted``.
+        planted: a mistake of ``tests/assay/planted``.
 
     Raises:
         TTraceError: when the job that saves a checkpoint fails.

@@ -15,8 +15,8 @@ from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Kind, LoadedIndex
 from tests import warm
 from tests.assay.checkpoints.jobs import Job, Layout
+from tests.assay.planted.mistakes import PLANTED
 from tests.integration.jobs import TRAIN, environment
-from tests.planted.mistakes import PLANTED
 
 _SECONDS = 900.0
 _STATES = {

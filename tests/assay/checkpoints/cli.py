@@ -29,7 +29,7 @@ examples:
   python -m tests.assay checkpoints run --count 20 --seed 7
   python -m tests.assay checkpoints healthy --only 'zero*'
 
-run: a seed draws faults of saving and loading (tests/planted/checkpoints.py), jobs and layouts.
+run: a seed draws faults of saving and loading (tests/assay/planted), jobs and layouts.
 Runs without the checker prove that each fault is real; the others are counted and left out. Then
 'ttrace resume' must find it, name the state that was changed, and say whether saving or loading
 did it. Faults of loading are also given to 'ttrace check --load'.

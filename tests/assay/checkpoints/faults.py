@@ -6,8 +6,8 @@ import random
 from collections.abc import Iterator
 
 from tests.assay.checkpoints.jobs import Job, Layout, jobs
-from tests.planted.checkpoint_faults import MECHANISMS, Mechanism, Side
-from tests.planted.checkpoints import Fault
+from tests.assay.planted.checkpoint_faults import MECHANISMS, Mechanism, Side
+from tests.assay.planted.checkpoints import Fault
 
 _SEED_BITS = 32
 _BY_LAYOUT = {"tp", "ep", "deep", "dropout"}

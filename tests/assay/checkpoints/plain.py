@@ -15,11 +15,11 @@ from megatron_ttrace.trace.errors import TTraceError
 from tests import warm
 from tests.assay.checkpoints.faults import Planted
 from tests.assay.checkpoints.jobs import LAST, SAVED, Job, Layout
+from tests.assay.planted.checkpoint_faults import MECHANISMS, Side
+from tests.assay.planted.checkpoints import TRUTH
+from tests.assay.planted.mistakes import PLANTED
+from tests.assay.planted.train import ORDER
 from tests.integration.jobs import TRAIN, bits_of, environment
-from tests.planted.checkpoint_faults import MECHANISMS, Side
-from tests.planted.checkpoints import TRUTH
-from tests.planted.mistakes import PLANTED
-from tests.planted.train import ORDER
 
 _SECONDS = 400.0
 

@@ -4,8 +4,8 @@
 from itertools import islice
 
 from tests.assay.checkpoints.faults import sample
-from tests.planted.checkpoint_faults import MECHANISMS, Side
-from tests.planted.checkpoints import Fault
+from tests.assay.planted.checkpoint_faults import MECHANISMS, Side
+from tests.assay.planted.checkpoints import Fault
 
 _ROUND = len(MECHANISMS)
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.planted import checkpoint_faults as faults
-from tests.planted.live import NUMBER, Live
+from tests.assay.planted import checkpoint_faults as faults
+from tests.assay.planted.live import NUMBER, Live
 
 
 def test_everything_is_made_good():

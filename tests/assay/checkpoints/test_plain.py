@@ -8,8 +8,8 @@ import pytest
 from tests.assay.checkpoints.faults import Planted
 from tests.assay.checkpoints.jobs import Layout, jobs
 from tests.assay.checkpoints.plain import Proof, Workshop
-from tests.planted.checkpoint_faults import Side
-from tests.planted.checkpoints import Fault
+from tests.assay.planted.checkpoint_faults import Side
+from tests.assay.planted.checkpoints import Fault
 
 
 def test_what_is_real():

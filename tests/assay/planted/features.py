@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from megatron_ttrace.mcore.optimizer import owned_by
-from tests.planted.mistakes import global_rank, mistake, wrap
+from tests.assay.planted.mistakes import global_rank, mistake, wrap
 
 ATTEND = "extensions.transformer_engine:TEDotProductAttention.forward"
 MAMBA = "ssm.mamba_context_parallel:MambaContextParallel."

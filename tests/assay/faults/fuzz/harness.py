@@ -14,8 +14,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.experiment import Experiment
-from tests.faults.fault import Family, Fault, Problem, printed
+from tests.assay.faults.experiment import Experiment
+from tests.assay.faults.fault import Family, Fault, Problem, printed
 
 SECONDS = 30
 BYTES = 2 << 30

@@ -3,8 +3,8 @@
 
 Run::
 
-    python -m tests.faults.campaign --seed 1 --jobs 2 --out DIR
-    python -m tests.faults.campaign --seed 1 --out DIR --only disk-003 signals-010
+    python -m tests.assay.faults.campaign --seed 1 --jobs 2 --out DIR
+    python -m tests.assay.faults.campaign --seed 1 --out DIR --only disk-003 signals-010
 
 Under ``DIR``: ``results.jsonl`` (a line per fault), ``table.md``, ``table.json``, and the working
 directory of every fault that broke a promise. The exit code is 0 when all promises were kept.
@@ -20,11 +20,11 @@ import traceback
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.faults import baseline
-from tests.faults.drawing import choose, representative
-from tests.faults.experiment import Experiment, own_mounts
-from tests.faults.fault import Family, Fault, Problem, Row
-from tests.faults.processes import ROOT, adopt_orphans, die_with_parent, warm
+from tests.assay.faults import baseline
+from tests.assay.faults.drawing import choose, representative
+from tests.assay.faults.experiment import Experiment, own_mounts
+from tests.assay.faults.fault import Family, Fault, Problem, Row
+from tests.assay.faults.processes import ROOT, adopt_orphans, die_with_parent, warm
 
 COLUMNS = {
     "wrong equivalent": (Problem.WRONG_EQUIVALENT,),

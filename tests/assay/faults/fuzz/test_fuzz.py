@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import campaign
-from tests.faults.baseline import Baseline
-from tests.faults.experiment import Experiment
-from tests.faults.fault import Problem, Row
-from tests.faults.fuzz import harness
-from tests.faults.fuzz.targets import build, targets
+from tests.assay.faults import campaign
+from tests.assay.faults.baseline import Baseline
+from tests.assay.faults.experiment import Experiment
+from tests.assay.faults.fault import Problem, Row
+from tests.assay.faults.fuzz import harness
+from tests.assay.faults.fuzz.targets import build, targets
 
 PARSERS = (
     *("verdicts", "summary", "tolerances", "wire", "patch", "data", "flags", "plant"),

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes of ``tests/planted`` in real jobs, each of which must diverge."""
+"""Mistakes of ``tests/assay/planted`` in real jobs, each of which must diverge."""
 
 import dataclasses
 
-from tests.faults import baseline
-from tests.faults.experiment import LIMIT, Experiment
-from tests.faults.fault import Family, Fault, Problem, Promise, of_command
-from tests.faults.processes import Started, bury
+from tests.assay.faults import baseline
+from tests.assay.faults.experiment import LIMIT, Experiment
+from tests.assay.faults.fault import Family, Fault, Problem, Promise, of_command
+from tests.assay.faults.processes import Started, bury
+from tests.assay.planted import train
+from tests.assay.planted.mistakes import MARK, PLANTED, load
 from tests.integration.jobs import bits_of
-from tests.planted import train
-from tests.planted.mistakes import MARK, PLANTED, load
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

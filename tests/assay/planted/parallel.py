@@ -3,7 +3,7 @@
 
 import torch
 
-from tests.planted.mistakes import global_rank, mistake, wrap
+from tests.assay.planted.mistakes import global_rank, mistake, wrap
 
 ATTENTION = "transformer.dot_product_attention:DotProductAttention.forward"
 FINAL = "distributed.finalize_model_grads:"

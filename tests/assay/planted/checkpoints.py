@@ -24,9 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.planted.checkpoint_faults import MECHANISMS, Side
-from tests.planted.live import Live
-from tests.planted.mistakes import global_rank, wrap
+from tests.assay.planted.checkpoint_faults import MECHANISMS, Side
+from tests.assay.planted.live import Live
+from tests.assay.planted.mistakes import global_rank, wrap
 
 TRUTH = "TTRACE_TEST_TRUTH"
 """Environment variable; set only where a fault is proved, never where it is looked for."""

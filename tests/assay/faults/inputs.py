@@ -5,9 +5,9 @@ import dataclasses
 import os
 from pathlib import Path
 
-from tests.faults.experiment import Experiment
-from tests.faults.fault import Family, Fault, Promise, changed, state_of
-from tests.faults.processes import Command, Started
+from tests.assay.faults.experiment import Experiment
+from tests.assay.faults.fault import Family, Fault, Promise, changed, state_of
+from tests.assay.faults.processes import Command, Started
 from tests.integration.jobs import SCRIPT, TINY
 
 _ALIASES = "a: &a [x, x]\n" + "".join(f"b{n}: &b{n} [*a, *a]\n" for n in range(9)).replace(

@@ -29,9 +29,9 @@ from megatron_ttrace.trace.moments import moments_of
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.sealing import checksum_of, seal_json
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from tests.assay.faults.fuzz import mutations
+from tests.assay.faults.fuzz.harness import Attempt, WrongError, command
 from tests.compare.traces import step_level
-from tests.faults.fuzz import mutations
-from tests.faults.fuzz.harness import Attempt, WrongError, command
 from tests.placement.meshes import mesh_of
 
 EQUIVALENT = 0

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.faults import baseline, campaign, failures
-from tests.faults.actions import Signal
-from tests.faults.baseline import Baseline
-from tests.faults.drawing import choose, representative
-from tests.faults.experiment import Experiment
-from tests.faults.fault import Family, Fault, Outcome, Problem, Promise, Row, of_training
-from tests.faults.processes import ROOT, Command, Started, Stream, Target
+from tests.assay.faults import baseline, campaign, failures
+from tests.assay.faults.actions import Signal
+from tests.assay.faults.baseline import Baseline
+from tests.assay.faults.drawing import choose, representative
+from tests.assay.faults.experiment import Experiment
+from tests.assay.faults.fault import Family, Fault, Outcome, Problem, Promise, Row, of_training
+from tests.assay.faults.processes import ROOT, Command, Started, Stream, Target
 from tests.integration.jobs import python
 
 SEED = 1
@@ -30,7 +30,7 @@ def inject(
 
     Faults of commands that start cold need to know how long such a start takes.
     """
-    command = ["-m", "tests.faults.campaign", "--seed", str(seed), "--out", str(out), *words]
+    command = ["-m", "tests.assay.faults.campaign", "--seed", str(seed), "--out", str(out), *words]
     done = python(*command, cwd=ROOT, timeout=timeout, cold=cold)
     print(done.stdout[-20000:])
     file = out / "results.jsonl"
@@ -182,7 +182,7 @@ def test_streams(tmp_path: Path) -> None:
 ORPHAN = """
 import subprocess, sys
 from pathlib import Path
-from tests.faults.processes import Command, Started, adopt_orphans, bury
+from tests.assay.faults.processes import Command, Started, adopt_orphans, bury
 adopt_orphans()
 folder = Path(sys.argv[1])
 script = folder / "script.py"

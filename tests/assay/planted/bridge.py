@@ -3,7 +3,7 @@
 
 import torch
 
-from tests.planted.mistakes import global_rank, mistake
+from tests.assay.planted.mistakes import global_rank, mistake
 
 STEP = "megatron.bridge.training.gpt_step:"
 

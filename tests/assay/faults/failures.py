@@ -2,8 +2,8 @@
 """Functions that all ranks run, each of which fails on one rank of a training."""
 
 from megatron_ttrace.trace import mapped
-from tests.faults.fault import Family, Fault, Outcome
-from tests.faults.training import Failure
+from tests.assay.faults.fault import Family, Fault, Outcome
+from tests.assay.faults.training import Failure
 
 CANDIDATE, REHEARSAL = "run/candidate.py:CandidateSession.", "run/rehearsal.py:Rehearsal."
 COMPARISON, OPTIMIZER = "run/comparison.py:Comparison.", "mcore/optimizer.py:Snapshot."

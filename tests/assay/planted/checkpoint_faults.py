@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tests.planted.live import NUMBER, Key, Live, gathered, random_state, set_random_state
-from tests.planted.mistakes import global_rank
+from tests.assay.planted.live import NUMBER, Key, Live, gathered, random_state, set_random_state
+from tests.assay.planted.mistakes import global_rank
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 

@@ -3,7 +3,7 @@
 
 from types import FunctionType
 
-from tests.planted.mistakes import global_rank, mistake, wrap
+from tests.assay.planted.mistakes import global_rank, mistake, wrap
 
 SMALL = 64
 """Elements of the largest layer norm and bias of these jobs."""

@@ -104,14 +104,14 @@ def wrap(target: str, new: Callable[..., Any]) -> None:
 def load() -> dict[str, Mistake]:
     """All mistakes by name."""
     for name in LISTS:
-        importlib.import_module(f"tests.planted.{name}")
+        importlib.import_module(f"tests.assay.planted.{name}")
     return MISTAKES
 
 
 def plant(name: str) -> None:
     """Make a mistake, if this process belongs to a run that does; all make a fault (JSON)."""
     if name.startswith("{"):
-        importlib.import_module("tests.planted.checkpoints").plant(name)
+        importlib.import_module("tests.assay.planted.checkpoints").plant(name)
         return
     found = load()[name]
     if found.everywhere or int(os.environ.get("WORLD_SIZE", "1")) > 1:

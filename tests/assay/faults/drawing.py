@@ -4,8 +4,8 @@
 import random
 import signal
 
-from tests.faults import failures, inputs, planted, pulls, secrets
-from tests.faults.actions import (
+from tests.assay.faults import failures, inputs, planted, pulls, secrets
+from tests.assay.faults.actions import (
     Damage,
     Full,
     Harm,
@@ -20,9 +20,9 @@ from tests.faults.actions import (
     Vanishing,
     Where,
 )
-from tests.faults.fault import Action, Family, Fault, Promise
-from tests.faults.processes import Stream, Target
-from tests.faults.training import Disturbed, Event, Failure
+from tests.assay.faults.fault import Action, Family, Fault, Promise
+from tests.assay.faults.processes import Stream, Target
+from tests.assay.faults.training import Disturbed, Event, Failure
 
 LISTS = (failures, planted, secrets, inputs, pulls)
 """Faults that are the same for every seed."""

@@ -8,9 +8,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.faults.baseline import Baseline, check
-from tests.faults.fault import Fault, Problem, Row, of_command, text
-from tests.faults.processes import Command, Started, Target, bury
+from tests.assay.faults.baseline import Baseline, check
+from tests.assay.faults.fault import Fault, Problem, Row, of_command, text
+from tests.assay.faults.processes import Command, Started, Target, bury
 
 LIMIT = 60.0
 COLD_LIMIT = 150.0

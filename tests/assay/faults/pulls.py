@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 from megatron_ttrace.evaluation.bugs import catalogue
+from tests.assay.faults.experiment import Experiment
+from tests.assay.faults.fault import Family, Fault, Problem, Promise, text
+from tests.assay.faults.processes import Command, Started
 from tests.evaluation.recipes.test_recipes import MODEL
-from tests.faults.experiment import Experiment
-from tests.faults.fault import Family, Fault, Problem, Promise, text
-from tests.faults.processes import Command, Started
 from tests.integration.test_checkout import make_checkout
 from tests.jobs.processes.test_worktrees import git
 

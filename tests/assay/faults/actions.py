@@ -14,10 +14,10 @@ import time
 from enum import StrEnum
 from pathlib import Path
 
-from tests.faults.experiment import LIMIT, Experiment
-from tests.faults.fault import changed, state_of
-from tests.faults.processes import Command, Started, Stream, Target
-from tests.planted.train import SCRIPT
+from tests.assay.faults.experiment import LIMIT, Experiment
+from tests.assay.faults.fault import changed, state_of
+from tests.assay.faults.processes import Command, Started, Stream, Target
+from tests.assay.planted.train import SCRIPT
 
 _ROOM_KIB = 16 << 10
 

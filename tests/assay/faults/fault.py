@@ -13,11 +13,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from tests.faults.processes import Command, Started, Stream
+from tests.assay.faults.processes import Command, Started, Stream
 from tests.integration.jobs import bits_of
 
 if TYPE_CHECKING:
-    from tests.faults.experiment import Experiment
+    from tests.assay.faults.experiment import Experiment
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _LINE = re.compile(r"^ttrace: .", re.MULTILINE)

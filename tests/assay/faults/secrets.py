@@ -6,9 +6,9 @@ import stat
 from pathlib import Path
 
 from megatron_ttrace.trace import owned
-from tests.faults.experiment import Experiment
-from tests.faults.fault import Family, Fault, Problem, Promise, text
-from tests.faults.processes import Command, Started
+from tests.assay.faults.experiment import Experiment
+from tests.assay.faults.fault import Family, Fault, Problem, Promise, text
+from tests.assay.faults.processes import Command, Started
 from tests.integration.jobs import SCRIPT, TINY
 
 CANARY = "kanarie9Qx7"

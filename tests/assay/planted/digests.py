@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.planted.mistakes import global_rank, wrap
+from tests.assay.planted.mistakes import global_rank, wrap
 
 
 def watch(directory: Path) -> None:

@@ -12,11 +12,11 @@ import time
 from enum import StrEnum
 from pathlib import Path
 
-from tests.faults import baseline
-from tests.faults.actions import Damage, Full, Harm, Where, fill
-from tests.faults.experiment import LIMIT, Experiment
-from tests.faults.fault import Outcome, Problem, of_training, text
-from tests.faults.processes import Started, Target, bury
+from tests.assay.faults import baseline
+from tests.assay.faults.actions import Damage, Full, Harm, Where, fill
+from tests.assay.faults.experiment import LIMIT, Experiment
+from tests.assay.faults.fault import Outcome, Problem, of_training, text
+from tests.assay.faults.processes import Started, Target, bury
 
 _GAVE_UP = re.compile(r"(?im)^ttrace.*(unchecked|could not|not check|fail)")
 TRACED = ("--ttrace", "--ttrace-no-wandb", "--ttrace-dir", "out")
@@ -175,7 +175,7 @@ class Failure:
         x.said = f"{name} call {call}"
         cache = x.cache("local")
         if self.checks:
-            from tests.planted import train
+            from tests.assay.planted import train
 
             variables = {train.ORDER: json.dumps(order)}
             script = Path(train.__file__)

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from tests import ranks
-from tests.faults.fault import Family, text
-from tests.faults.processes import Command, Started, bury
+from tests.assay.faults.fault import Family, text
+from tests.assay.faults.processes import Command, Started, bury
+from tests.assay.planted import train
 from tests.integration import jobs
-from tests.planted import train
 
 NPROC = 2
 # Long sequences: Megatron's mock data set gets more samples, and slower, with short ones.
@@ -174,7 +174,7 @@ def prepare(
     if families & {Family.CACHE, Family.DISK}:
         _run(folder / "another", 0, cache=folder / "other", job=("--seed", "4321"))
     if Family.PULLS in families:
-        from tests.faults.pulls import prepare
+        from tests.assay.faults.pulls import prepare
 
         prepare(folder / "fork")
     return _trained(base, layouts) if layouts else base

@@ -27,11 +27,11 @@ from types import CodeType
 from typing import Any
 
 import megatron_ttrace
-from tests.planted import digests
-from tests.planted.mistakes import PLANTED, plant
+from tests.assay.planted import digests
+from tests.assay.planted.mistakes import PLANTED, plant
 
 ORDER = "TTRACE_TEST_ORDER"
-SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "pretrain_gpt.py"
 
 # Not under test here: the stand-in for a GPU, what is not part of a rank, and the net that catches
 # exceptions itself.
