@@ -65,7 +65,7 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     env = environment(WANDB_MODE="offline")
     words = ("bash", "-euo", "pipefail", "-c", block.text)
     env["PATH"] = f"{tools}:{env['PATH']}"
-    return programs.run(*words, cwd=folder, timeout=280, **env)
+    return programs.run(*words, cwd=folder, timeout=840, **env)
 
 
 def check(block: Block, folder: Path) -> str:

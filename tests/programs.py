@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(
-    *words: object, cwd: Path = ROOT, timeout: float = 120, **variables: str
+    *words: object, cwd: Path = ROOT, timeout: float = 600, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a program that can import the checkout; ``variables`` are added to the environment."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -26,7 +26,7 @@ def run(
 
 
 def python(
-    *words: object, cwd: Path = ROOT, timeout: float = 120, **variables: str
+    *words: object, cwd: Path = ROOT, timeout: float = 600, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """The same with ``python WORDS``."""
     return run(sys.executable, *words, cwd=cwd, timeout=timeout, **variables)

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-_END_OF_START = 120.0
+_END_OF_START = 600.0
 _POLL = 0.02
 
 _address: Path | None = None

@@ -13,5 +13,5 @@ from tests import programs
 @pytest.mark.parametrize("cases", ["sums_on_a_device", "capture_on_a_device"])
 def test_cases(cases: str) -> None:
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/compare/{cases}.py")
-    done = programs.python(*words, timeout=280)
+    done = programs.python(*words, timeout=840)
     assert done.returncode == 0, done.stdout + done.stderr

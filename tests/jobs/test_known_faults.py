@@ -97,7 +97,7 @@ def test_a_job_is_recognised_by_its_final_options(tmp_path):
     """What a command leaves to defaults counts, and how a flag is written does not."""
     jobs = [[[*TINY, *words.split()], ranks] for words, ranks, _ in JOBS]
     words = ["-m", "tests.jobs.recognised", json.dumps(jobs)]
-    done = warm.run(words, cwd=tmp_path, env=environment(), timeout=120)
+    done = warm.run(words, cwd=tmp_path, env=environment(), timeout=600)
     assert done.returncode == 0, done.stderr
     for (words, _, heading), finding in zip(JOBS, json.loads(done.stdout), strict=True):
         assert finding is not None, words

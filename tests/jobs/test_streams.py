@@ -30,7 +30,7 @@ PRINTS = "print('x' * 99 + '\\n' * 9999); print('told', file=sys.stderr)"
 
 def shell(line: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a shell command under ``pipefail``."""
-    return programs.run("bash", "-o", "pipefail", "-c", line, cwd=cwd, timeout=60, **more)
+    return programs.run("bash", "-o", "pipefail", "-c", line, cwd=cwd, timeout=600, **more)
 
 
 def talks(tmp_path: Path, body: str) -> str:

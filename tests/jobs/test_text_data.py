@@ -197,7 +197,6 @@ def test_file_that_vanishes(folder: Path) -> None:
         list(text_data.read_documents(files))
 
 
-@pytest.mark.timeout(20)
 def test_what_the_kernel_writes_is_not_waited_for():
     """A file of ``/proc`` claims to be a regular, empty one; reading it may take forever."""
     log = Path("/proc/kmsg")

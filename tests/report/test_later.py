@@ -47,7 +47,7 @@ def test_the_page_is_made_however_the_job_ends(
         [sys.executable, "-c", JOB, str(tmp_path / "there"), ending],
         stdout=subprocess.PIPE,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     if ending == "ends":

@@ -22,7 +22,7 @@ def check(tmp_path: Path, *words: str, script: str = "train.py") -> Any:
         *("-m", "megatron_ttrace", "check", "--quiet", "--nproc-per-node", 2),
         *("--ttrace-dir", tmp_path / "out", "--", HOME / script, *words),
         cwd=tmp_path,
-        timeout=280,
+        timeout=840,
         cold=False,
     )
     assert done.returncode in (0, 1), done.stderr

@@ -43,6 +43,6 @@ ctypes.CDLL(None).abort()  # without
 def test_a_last_word(case: str, said: str) -> None:
     """Of this process alone, if nobody else handles SIGABRT; it ends even if it has no time."""
     words = [sys.executable, "-c", CHILD, case]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     code = 0 if case == "child" else -signal.SIGABRT
     assert (done.returncode, done.stdout.strip()) == (code, said), done.stderr

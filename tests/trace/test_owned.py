@@ -75,7 +75,6 @@ def foreign(path: Path, kind: str) -> None:
 KINDS = ("file", "folder", "link", "link to a file", "hard link", "fifo")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", OUR_NAMES)
 def test_a_name_that_is_taken(tmp_path: Path, name: str, kind: str) -> None:

@@ -39,7 +39,6 @@ def values(reader, path):
         return error
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=list(HOSTILE))
 def test_hostile_text(tmp_path, text):
     """No bomb goes off."""
@@ -51,7 +50,6 @@ def test_hostile_text(tmp_path, text):
     assert time.process_time() - began < 20
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_small_file(tmp_path, reader):
     """A pipe, a device without an end, a folder, a large file, and nothing."""

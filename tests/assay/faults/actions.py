@@ -14,7 +14,7 @@ import time
 from enum import StrEnum
 from pathlib import Path
 
-from tests.assay.faults.experiment import LIMIT, Experiment
+from tests.assay.faults.experiment import Experiment
 from tests.assay.faults.fault import changed, state_of
 from tests.assay.faults.processes import Command, Started, Stream, Target
 from tests.assay.planted.train import SCRIPT
@@ -264,7 +264,7 @@ class Damage:
             x.injected = x.until(started, self.moment, x.base.cached)
             for file in sorted((x.home / "cache").rglob("*.safetensors")):
                 self.spoil(file, x)
-            x.watch(started, limit=2 * LIMIT)
+            x.watch(started, limit=2 * x.limit)
             return
         if not self.offline:
             command = x.check()
@@ -353,7 +353,7 @@ class Two:
                 if self.killed:
                     x.send(started[0], started[0].pid, signal.SIGKILL)
         x.injected = True
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + x.limit
         for run in started:
             run.wait(deadline - time.monotonic())
         for run, faulty in list(zip(started, self.faulty, strict=True))[int(self.killed) :]:

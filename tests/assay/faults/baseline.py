@@ -50,7 +50,9 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 """Layouts of trainings on two ranks."""
 BUG = "01"
 """The known bug of faulty candidates; every layout with tensor parallelism has it."""
-PATIENCE = 150.0
+PATIENCE = 600.0
+IDLE_SECONDS = 5.0
+"""No run without a fault takes longer on two idle cores."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,12 @@ class Baseline:
     trained: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     bits: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     functions: tuple[tuple[tuple[str, int], ...], ...] = ()
+
+    @property
+    def slowness(self) -> float:
+        """How many times as long as on an idle machine a run takes, at least 1."""
+        longest = max(self.fresh, *(fresh for fresh, _ in self.trained.values()), IDLE_SECONDS)
+        return longest / IDLE_SECONDS
 
     def scaled(self, factor: float) -> Baseline:
         """The same on a machine that takes so many times as long."""

@@ -12,10 +12,10 @@ from tests.assay.faults.baseline import Baseline, check
 from tests.assay.faults.fault import Fault, Problem, Row, of_command, text
 from tests.assay.faults.processes import Command, Started, Target, bury
 
-LIMIT = 60.0
-COLD_LIMIT = 150.0
+_LIMIT = 60.0
+_COLD_LIMIT = 150.0
 """Seconds after which a run counts as hanging; a cold start reads a thousand modules first."""
-ORPHAN_SECONDS = 5.0
+_ORPHAN_SECONDS = 5.0
 ATTEMPTS = 3
 """How often a moment is tried that came after the end: the machine has become faster."""
 
@@ -89,6 +89,11 @@ class Experiment:
 
     # --- for actions ----------------------------------------------------------------------------
 
+    @property
+    def limit(self) -> float:
+        """Seconds after which a run counts as hanging, on a machine as busy as this one."""
+        return _LIMIT * self.base.slowness
+
     def problem(self, kind: Problem, details: str) -> None:
         """A promise was broken."""
         self.problems.append((kind, details))
@@ -127,7 +132,7 @@ class Experiment:
             processes.extend([] if pid is None else [pid])
             return pid is not None
 
-        started.wait(LIMIT, there)
+        started.wait(self.limit, there)
         return processes[0] if processes and started.code is None else None
 
     @staticmethod
@@ -151,7 +156,7 @@ class Experiment:
     ) -> None:
         """Wait for the end of a command, and judge it."""
         if limit is None:
-            limit = COLD_LIMIT if started.command.cold else LIMIT
+            limit = _COLD_LIMIT * self.base.slowness if started.command.cold else self.limit
         started.wait(limit - (time.monotonic() - started.began))
         self.judge(started, faulty=self.fault.faulty, report=report, is_check=is_check)
         self.orphans()
@@ -159,9 +164,13 @@ class Experiment:
     def orphans(self) -> None:
         """Nothing may be left of what was started."""
         hung = any(kind is Problem.HANG for kind, _ in self.problems)
-        left = bury(0 if hung else ORPHAN_SECONDS)
+        left = self.bury(hung=hung)
         if left and not hung:
             self.problem(Problem.ORPHAN, "; ".join(left))
+
+    def bury(self, *, hung: bool) -> list[str]:
+        """End what is left of a command, and say what it was; if it hung, at once."""
+        return bury(0 if hung else _ORPHAN_SECONDS * self.base.slowness)
 
     def took(self, started: Started) -> None:
         """Remember how long a command took that has to be disturbed at a moment."""
@@ -192,8 +201,8 @@ class Experiment:
         """A healthy check in the same directory, after whatever happened."""
         has_cache = (self.home / "cache").is_dir()
         started = Started(self.check(faulty=False, name="rerun", fresh=not has_cache))
-        started.wait(LIMIT)
-        bury(ORPHAN_SECONDS)
+        started.wait(self.limit)
+        self.bury(hung=False)
         if started.code != 0:
             said = text(started.command.output("stderr"))
             self.problem(Problem.RERUN, f"exit code {started.code}: {said[-300:]}")

@@ -4,7 +4,7 @@
 import dataclasses
 
 from tests.assay.faults import baseline
-from tests.assay.faults.experiment import LIMIT, Experiment
+from tests.assay.faults.experiment import Experiment
 from tests.assay.faults.fault import Family, Fault, Problem, Promise, of_command
 from tests.assay.faults.processes import Started, bury
 from tests.assay.planted import train
@@ -31,7 +31,7 @@ class Planted:
             variables={PLANTED: self.name, MARK: str(mark)},
         )
         started = Started(command)
-        started.wait(4 * LIMIT)
+        started.wait(4 * x.limit)
         x.codes.append(started.code)
         x.injected = mark.exists()
         problems = of_command(started, x.fault.promise, faulty=True, report=True)
@@ -50,7 +50,7 @@ class Planted:
             command = baseline.training(
                 None, home, words, cache=x.home / "cache", nproc=nproc, **variables
             )
-            if not Started(command).wait(2 * LIMIT):
+            if not Started(command).wait(2 * x.limit):
                 x.problem(Problem.HANG, f"training {name} it")
             bury(0)
             logged.append(bits_of("".join(baseline.ended(home)[1])))

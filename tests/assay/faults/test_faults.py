@@ -42,9 +42,10 @@ def inject(
 def sample(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     """The representative faults, injected."""
     out = tmp_path_factory.mktemp("faults")
-    return inject(out, "--representative", timeout=290, cold=False)
+    return inject(out, "--representative", timeout=1700, cold=False)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", representative(SEED), ids=lambda fault: fault.id)
 def test_a_fault(fault: Fault, sample: dict[str, Row]) -> None:
     """The promise holds; what could not be injected here (no mounts) says nothing."""
@@ -194,7 +195,7 @@ print(len(bury(0.3)), len(bury(0)))
 
 def test_an_orphan(tmp_path: Path) -> None:
     """A process that outlives its launcher is found, in whatever session, and ended."""
-    done = programs.python("-c", ORPHAN, tmp_path, timeout=60)
+    done = programs.python("-c", ORPHAN, tmp_path, timeout=600)
     assert done.stdout.split() == ["1", "0"], done.stderr
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.assay.faults import baseline
 from tests.assay.faults.actions import Damage, Full, Harm, Where, fill
-from tests.assay.faults.experiment import LIMIT, Experiment
+from tests.assay.faults.experiment import Experiment
 from tests.assay.faults.fault import Outcome, Problem, of_training, text
 from tests.assay.faults.processes import Started, Target, bury
 
@@ -69,9 +69,9 @@ class Disturbed:
         cache = x.cache("local") if self.cached else x.home / "cache"
         started = Started(baseline.training(x.base, x.home, self.layout, *flags, cache=cache))
         x.injected = self.happen(x, started, seconds)
-        hung = not started.wait(2 * LIMIT + 2 * patience)
+        hung = not started.wait(2 * x.limit + 2 * patience)
         x.took(started)
-        left = bury(0 if hung else 5)
+        left = x.bury(hung=hung)
         if hung:
             x.problem(Problem.HANG, f"still running after {time.monotonic() - started.began:.0f} s")
         elif left:
@@ -104,7 +104,7 @@ class Disturbed:
                     resume(pid)
                 elif self.event is Event.STOP and self.target is Target.HELPER:
                     # Nobody but its parent's parent can know of it, once it is the last one.
-                    started.wait(2 * LIMIT)
+                    started.wait(2 * x.limit)
                     resume(pid)
                 return True
         if not x.until(started, self.moment, seconds):
@@ -126,7 +126,7 @@ class Disturbed:
                     files.update(path.resolve() for path in found)
                 return bool(files)
 
-            started.wait(LIMIT, there)
+            started.wait(x.limit, there)
             for file in files:
                 with contextlib.suppress(OSError):
                     damage.spoil(file, x)
@@ -186,7 +186,7 @@ class Failure:
         started = Started(
             baseline.training(x.base, x.home, self.layout, *flags, cache=cache, order=order)
         )
-        hung = not started.wait(2 * LIMIT)
+        hung = not started.wait(2 * x.limit)
         bury(0)
         codes, logs = baseline.ended(x.home)
         x.codes += codes or [started.code]

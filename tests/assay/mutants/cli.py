@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import fnmatch
 import json
 import os
 import sys
@@ -134,8 +133,8 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     return parser
 
 
-def _found(args: argparse.Namespace) -> tuple[int, list[Mutant]]:
-    """The number of mutants that scanning found, and those that ``--only`` selects."""
+def _found(args: argparse.Namespace) -> list[Mutant]:
+    """The mutants that ``--only`` selects."""
     from tests.assay.mutants.scan import scan
 
     if args.checkout is not None:
@@ -144,15 +143,10 @@ def _found(args: argparse.Namespace) -> tuple[int, list[Mutant]]:
         _use(args.checkout.resolve())
     if args.json != _STANDARD_OUTPUT:
         command.require_writable("--json", args.json)
-    found = scan()
-    chosen = [
-        mutant
-        for mutant in found
-        if not args.only or any(fnmatch.fnmatchcase(mutant.id, one) for one in args.only)
-    ]
-    if not chosen:
+    mutants = scan(args.only)
+    if not mutants:
         raise TTraceError(f"no mutant matches {' '.join(args.only)}: see the command 'list'")
-    return len(found), chosen
+    return mutants
 
 
 def _use(checkout: Path) -> None:
@@ -163,7 +157,7 @@ def _use(checkout: Path) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    _, mutants = _found(args)
+    mutants = _found(args)
     if args.json is not None:
         _write(args.json, [mutant.to_json() for mutant in mutants])
         return ExitCode.EQUIVALENT
@@ -183,7 +177,7 @@ def _run(args: argparse.Namespace) -> int:
 
     _require_count(args)
     named = named_layouts(args.layout)
-    scanned, mutants = _found(args)
+    mutants = _found(args)
     file = args.directory / "rows.jsonl"
     rows = store.start(file, store.identity(named)) if args.all else []
     seeds = args.seed or ([] if args.all else [_today()])
@@ -196,7 +190,7 @@ def _run(args: argparse.Namespace) -> int:
     chosen = reached if args.all else list(dict.fromkeys(samples))
     if not chosen:
         raise TTraceError("no layout runs the line of any of these mutants")
-    say(f"{scanned} found, {len(reached)} of {len(mutants)} are reached, {len(chosen)} to run")
+    say(f"{len(reached)} of {len(mutants)} are reached, {len(chosen)} to run")
     say(f"seeds: {' '.join(map(str, seeds)) or 'none'}")
     ids = {mutant.id for mutant in chosen}
     rows = [row for row in rows if row.mutant.id in ids]
@@ -212,7 +206,6 @@ def _run(args: argparse.Namespace) -> int:
         say(f"{len(rows)}/{len(chosen)} {row.fate} {last.layout} {row.mutant.id} {last.told[:120]}")
     report = {
         "megatron_core": megatron_core_version(),
-        "scanned": scanned,
         "chosen": len(mutants),
         "reached": len(reached),
         **_scored(rows, seeds, args.count),
@@ -310,10 +303,10 @@ def _show(rows: Sequence[MutantRow], report: dict[str, Any]) -> None:
             console.print(f"survived: {escape(f'{told}: {row.why or "NOT EXPLAINED"}')}")
         elif score.right_cause(row) is False:
             console.print(f"wrong cause: {escape(f'{told}: {row.trials[-1].explained}')}")
-    if "scanned" in report:
+    if "chosen" in report:
         console.print(
-            f"{report['scanned']} found by scanning, {report['reached']} of {report['chosen']} "
-            f"reached by some job, {report['run']} run in {report['seconds']:.0f} s"
+            f"{report['reached']} of {report['chosen']} reached by some job, "
+            f"{report['run']} run in {report['seconds']:.0f} s"
         )
     for seed, one in report["seeds"].items():
         console.print(f"seed {seed}: {_words(one)}")

@@ -5,11 +5,12 @@ Source is read; nothing is imported or run.
 """
 
 import ast
+import fnmatch
 import hashlib
 import importlib.util
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ttrace.evaluation.bugs.patching import functions
@@ -19,6 +20,7 @@ from tests.assay.mutants.records import Mutant
 from tests.assay.mutants.source import Source, span_of
 
 _CLASS = re.compile(r"\b[A-Z]\w*(?=\.)")
+_WILDCARD = re.compile(r"[*?\[]")
 PACKAGES = (
     "megatron.core.tensor_parallel",
     "megatron.core.distributed",
@@ -31,16 +33,23 @@ PACKAGES = (
 """Packages, or single modules."""
 
 
-def scan() -> list[Mutant]:
-    """All mutants of the installed Megatron, in the order of its source.
+def scan(patterns: Sequence[str] = ()) -> list[Mutant]:
+    """The mutants of the installed Megatron whose ids match a pattern, in the order of its source.
+
+    Without patterns these are all of them.
 
     Raises:
         TTraceError: when there is no Megatron.
     """
+    # Reading a module takes a while: where each pattern names one, the others are left out.
+    wanted = {f"megatron.core.{pattern.partition(':')[0]}" for pattern in patterns}
+    is_named = not any(_WILDCARD.search(name) for name in wanted)
     return [
         mutant
         for module, path in modules()
+        if not patterns or not is_named or module in wanted
         for mutant in scan_source(module, path.read_text(encoding="utf-8"))
+        if not patterns or any(fnmatch.fnmatchcase(mutant.id, pattern) for pattern in patterns)
     ]
 
 

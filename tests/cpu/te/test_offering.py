@@ -20,7 +20,7 @@ def python(code, *paths, **more):
         env={"PYTHONPATH": ":".join(path), "PATH": "", **more},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.split()

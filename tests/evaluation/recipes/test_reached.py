@@ -63,7 +63,7 @@ for _ in range(2):
 def ran(tmp_path: Path) -> reached.Files:
     """A parent imports a module, and two forks run a method of it."""
     (tmp_path / "layer.py").write_text(SOURCE.replace("@os.fspath\n", ""))
-    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=600)
     assert reached.read_log(tmp_path / "log", tmp_path, ranks=3) is None
     found = reached.read_log(tmp_path / "log", tmp_path, ranks=2)
     assert found is not None

@@ -43,12 +43,12 @@ class Command:
         """Signal the whole foreground group, as a terminal does."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def end(self, timeout: float = 60) -> tuple[int, str, str]:
+    def end(self, timeout: float = 600) -> tuple[int, str, str]:
         """Exit code and both outputs."""
         out, errors = self.process.communicate(timeout=timeout)
         return self.process.returncode, out or "", errors or ""
 
-    def left(self, seconds: float = 5.0) -> list[str]:
+    def left(self, seconds: float = 60.0) -> list[str]:
         """Descendants that still run after this time, with their command lines."""
         deadline = time.monotonic() + seconds
         while (found := self.running()) and time.monotonic() < deadline:

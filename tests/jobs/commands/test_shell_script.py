@@ -292,7 +292,7 @@ def read(place, text):
         return shell_script.resolve(ShellScript((str(script),)), place)
     finally:
         assert tree(place.parent) == before
-        deadline = time.monotonic() + 10  # what was killed may take a moment to go
+        deadline = time.monotonic() + 100  # what was killed may take a moment to go
         while running(str(script)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not running(str(script))

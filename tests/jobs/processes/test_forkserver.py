@@ -22,7 +22,7 @@ def in_fresh_process(tmp_path, code, *arguments):
     """Run ``code`` in a small process: it forks, and pytest must not be forked."""
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(code))
-    done = programs.python(script, tmp_path, *arguments, timeout=60)
+    done = programs.python(script, tmp_path, *arguments, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -109,7 +109,7 @@ def test_a_rank_asks_and_is_answered(tmp_path):
         assert each == [({"A": "b"}, tmp_path / "reference.log"), ({"A": "c"}, Path("other"))]
         assert not list(tmp_path.glob("*.request.json"))
         requests.answer(2, 1)
-        assert asked.communicate(timeout=30)[0] == "(2, 1)\n"
+        assert asked.communicate(timeout=300)[0] == "(2, 1)\n"
         os.close(child)
     finally:
         requests.close()

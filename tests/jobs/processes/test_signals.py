@@ -38,9 +38,9 @@ if os.environ["RANK"] == "0":
     print("asks", flush=True)
     runner([sys.executable, str(here / "reference.py")], dict(os.environ), here / "log", 60.0)
 print("waits", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
-REFERENCE = "import time\nprint('runs', flush=True)\ntime.sleep(60)\n"
+REFERENCE = "import time\nprint('runs', flush=True)\ntime.sleep(3600)\n"
 
 
 def start(tmp_path: Path, how: str) -> Command:
@@ -50,7 +50,7 @@ def start(tmp_path: Path, how: str) -> Command:
     return Command(sys.executable, tmp_path / "launcher.py", tmp_path, how, cwd=tmp_path)
 
 
-def until(command: Command, condition, seconds: float = 40.0) -> None:
+def until(command: Command, condition, seconds: float = 400.0) -> None:
     """Wait for it while a command runs."""
     deadline = time.monotonic() + seconds
     while not condition():

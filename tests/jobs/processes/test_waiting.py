@@ -4,7 +4,6 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from megatron_ttrace.jobs.processes.waiting import OutOfTimeError, Patience, Wai
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.trace.errors import TTraceError
 
-SLEEPS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n"
+SLEEPS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(3600)\n"
 
 
 class Clock:
@@ -110,7 +109,7 @@ def job(tmp_path: Path, code: str, timeout: int = 60, **others: object) -> Job:
 def test_ranks_that_hang(tmp_path: Path) -> None:
     """Silent ranks are ended."""
     with pytest.raises(OutOfTimeError, match=r"rank 0 .*, rank 1 .* produced no output for"):
-        jobs.run(job(tmp_path, SLEEPS, timeout=1, nproc=2), fork=True)
+        jobs.run(job(tmp_path, SLEEPS, timeout=3, nproc=2), fork=True)
     pids = [int(ranks.log_of(tmp_path / "out/logs", number).read_text()) for number in (0, 1)]
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
@@ -119,9 +118,16 @@ def test_a_stopped_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """A stopped rank is reported at once, and is the cause when the others give up."""
     monkeypatch.setattr(ranks, "_GRACE_SECONDS", 0.2)
     said: list[str] = []
+    pid = tmp_path / "pid"
     code = (
-        "import os, signal, sys, time\n"
-        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "import os, pathlib, signal, sys, time\n"
+        f"pid = pathlib.Path({str(pid)!r})\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    pid.write_text(str(os.getpid()))\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "while not pid.exists() or not pid.read_text(): time.sleep(0.01)\n"
+        "state = pathlib.Path('/proc', pid.read_text(), 'stat')\n"
+        "while ') T ' not in state.read_text(): time.sleep(0.01)\n"
         "time.sleep(0.9)\nsys.exit('RuntimeError: Connection closed by peer')"
     )
     with pytest.raises(TTraceError, match=r"^rank 1 \(pid \d+\) is stopped; the others gave up"):
@@ -135,10 +141,8 @@ def test_a_reference_that_hangs_without_a_fork_server(tmp_path: Path, stopped: b
     stop = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)\n" if stopped else ""
     command = [sys.executable, "-c", f"{stop}{SLEEPS}"]
     how = "is stopped, and nothing happened for" if stopped else "did not end within"
-    began = time.monotonic()
     with pytest.raises(OutOfTimeError, match=rf"the reference run \(pid \d+\) {how}"):
         child.run_subprocess(command, dict(os.environ), tmp_path / "log", 1.0)
-    assert time.monotonic() - began < 30
 
 
 def test_a_rank_that_was_killed_is_the_cause(tmp_path: Path) -> None:

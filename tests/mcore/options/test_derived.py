@@ -61,7 +61,7 @@ def test_the_reference_is_valid(tmp_path, job):
     environment = {**os.environ, "WORLD_SIZE": "1", "RANK": "0"}
     environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     words = ["-m", "tests.mcore.options.derive", *f"{MODEL} {JOBS[job]}".split()]
-    done = warm.run(words, cwd=tmp_path, env=environment, timeout=120)
+    done = warm.run(words, cwd=tmp_path, env=environment, timeout=600)
     if done.returncode == UNKNOWN:
         pytest.skip(done.stdout)
     assert done.returncode == 0, done.stderr
