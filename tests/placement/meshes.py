@@ -22,18 +22,8 @@ def mesh_of(
     vpp: int = 1,
     order: str = DEFAULT_ORDER,
 ) -> Mesh:
-    """The coordinates of ``rank``.
-
-    Raises:
-        ValueError: when the world size is not a multiple of the layout.
-    """
+    """The coordinates of ``rank``; the layout must divide the world."""
     etp = tp if etp is None else etp
-    for sizes in ((tp, cp, pp), (etp, ep, pp)):
-        if world_size % (sizes[0] * sizes[1] * sizes[2]):
-            raise ValueError(
-                f"world size {world_size} is not a multiple of the layout tp={tp} cp={cp} pp={pp} "
-                f"ep={ep} etp={etp}"
-            )
     dense = {"tp": tp, "cp": cp, "pp": pp, "ep": 1, "dp": world_size // (tp * cp * pp)}
     expert = {"tp": etp, "cp": 1, "pp": pp, "ep": ep, "dp": world_size // (etp * ep * pp)}
     here = _coordinates(rank, order, dense)
@@ -56,16 +46,9 @@ def mesh_of(
 
 
 def _coordinates(rank: int, order: str, sizes: dict[str, int]) -> dict[str, int]:
-    """Mixed-radix digits of ``rank``, least significant axis first as ``order`` lists them.
-
-    An axis that ``order`` leaves out must be of size one, as in Megatron.
-    """
-    axes = order.lower().split("-")
-    digits = dict.fromkeys(sizes, 0)
-    for axis in axes:
+    """Mixed-radix digits of ``rank``, least significant axis first as ``order`` lists them."""
+    digits = {}
+    for axis in order.split("-"):
         digits[axis] = rank % sizes[axis]
         rank //= sizes[axis]
-    for axis, size in sizes.items():
-        if axis not in axes and size > 1:
-            raise ValueError(f"the order {order} leaves out {axis}, which has {size} ranks")
     return digits

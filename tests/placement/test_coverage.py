@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holders of every element: tables, a count by brute force, and a layout of 16,384 ranks."""
-
-import time
+"""Holders of every element: tables, and a count by brute force."""
 
 import numpy as np
 import pytest
@@ -10,9 +8,6 @@ from hypothesis import strategies as st
 
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
-from megatron_ttrace.placement.placements import BlockShard, FlatShard
-from megatron_ttrace.placement.plan import Step, plan
-from tests.placement.meshes import mesh_of
 
 
 def box(logical, extent):
@@ -69,60 +64,6 @@ def test_against_counting_every_element(data):
         boxes.append(box(start, extent))
         count[tuple(slice(s, s + n) for s, n in zip(start, extent, strict=True))] += 1
     assert coverage(shape, boxes) == Coverage(count.min(), count.max())
-
-
-TP, CP, PP, DP = 8, 4, 8, 64
-WORLD = TP * CP * PP * DP
-SHAPE = (2 * 1024, 333)
-
-
-def zero_boxes(skip=None):
-    """All ranks' boxes of one gated weight under ZeRO, where the stage holds it."""
-    part = SHAPE[0] * SHAPE[1] // TP
-    edges = [part * i // (DP * CP) for i in range(DP * CP + 1)]
-    boxes = []
-    for rank in range(WORLD):
-        mesh = mesh_of(rank, WORLD, tp=TP, cp=CP, pp=PP)
-        if mesh.at("pp") != 3 or rank == skip:
-            continue
-        shard = mesh.at("dp") * CP + mesh.at("cp")
-        steps = (
-            Step("tp", BlockShard(0)),
-            Step("dp", FlatShard(edges[shard], edges[shard + 1])),
-        )
-        boxes += plan(SHAPE, steps, mesh)
-    return boxes
-
-
-def test_16384_ranks_in_seconds():
-    """tp 8 x cp 4 x pp 8 x dp 64 with flat shards: complete, and one lost rank is noticed."""
-    began = time.process_time()
-    boxes = zero_boxes()
-    assert WORLD == 16384
-    assert len(boxes) >= TP * CP * DP
-    assert coverage(SHAPE, boxes) == Coverage(1, 1)
-    assert time.process_time() - began < 5
-    lost = mesh_rank(tp=5, cp=2, dp=31, pp=3)
-    assert coverage(SHAPE, zero_boxes(skip=lost)) == Coverage(0, 1)
-
-
-def mesh_rank(**at):
-    """The rank with these coordinates."""
-    for rank in range(WORLD):
-        mesh = mesh_of(rank, WORLD, tp=TP, cp=CP, pp=PP)
-        if all(mesh.at(axis) == where for axis, where in at.items()):
-            return rank
-    raise AssertionError(at)
-
-
-def test_replicas_of_16384_ranks_are_counted():
-    """Without ZeRO every element of a stage's weight has cp x dp replicas."""
-    boxes = []
-    for rank in range(WORLD):
-        mesh = mesh_of(rank, WORLD, tp=TP, cp=CP, pp=PP)
-        if mesh.at("pp") == 0:
-            boxes += plan(SHAPE, (Step("tp", BlockShard(0)),), mesh)
-    assert coverage(SHAPE, boxes) == Coverage(CP * DP, CP * DP)
 
 
 def test_within() -> None:

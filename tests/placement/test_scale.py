@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import Coverage, coverage
 from megatron_ttrace.placement.infer import infer_activation
-from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard, ZigZag
+from megatron_ttrace.placement.placements import BlockShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import Step, plan
 from megatron_ttrace.placement.token_index import expert_boxes, match
 from tests.placement.meshes import mesh_of
@@ -300,61 +299,3 @@ def test_counting_by_coordinates_is_counting_all_ranks(world, inner, data):
     held = [(plan(shape, steps, m), n) for m, n in distinct(ranks[0], places, axes_of(steps))]
     boxes = [box for mesh in there for box in plan(shape, steps, mesh)]
     assert counted(shape, held) == coverage(shape, boxes)
-
-
-@settings(max_examples=60)
-@given(
-    tp=sizes,
-    cp=sizes,
-    pp=sizes,
-    replicas=st.tuples(st.integers(1, 8), st.integers(9, 4096)),
-    order=st.sampled_from(["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"]),
-    data=st.data(),
-)
-def test_a_plan_is_the_same_in_a_larger_world(tp, cp, pp, replicas, order, data):
-    """A rank of up to 2,000,000 plans what the rank with its coordinates plans in a small world."""
-    small, large = (
-        mesh_of(
-            data.draw(st.integers(0, tp * cp * pp * dp - 1)),
-            tp * cp * pp * dp,
-            tp=tp,
-            cp=cp,
-            pp=pp,
-            order=order,
-        )
-        for dp in replicas
-    )
-    moved = knowing(small, tp=large.at("tp"), cp=large.at("cp"))
-    shape = (2 * tp * cp * 4, 2 * tp * 3)
-    for steps in (
-        (Step("cp", ZigZag(0)), Step("tp", Shard(0))),
-        (Step("cp", ZigZag(0)), Step("tp", BlockShard(1))),
-    ):
-        assert plan(shape, steps, moved) == plan(shape, steps, large)
-
-
-@settings(max_examples=25)
-@given(
-    shards=st.integers(1, 1024),
-    rows=st.integers(1, 40),
-    columns=st.integers(1, 40),
-    tp=st.sampled_from([1, 2, 4]),
-    gated=st.booleans(),
-    before=st.integers(0, 500),
-    after=st.integers(0, 500),
-)
-def test_any_bucket_on_up_to_1024_owners(shards, rows, columns, tp, gated, before, after):
-    """A parameter anywhere in a padded bucket: each element has one owner per tp part."""
-    shape = (2 * tp * rows, columns)
-    numel = math.prod(shape) // tp
-    bucket = -(-(before + numel + after) // shards) * shards
-    mesh = mesh_of(0, tp * shards, tp=tp)
-    boxes: list[Box] = []
-    for shard in range(shards):
-        part = FlatShard.of_bucket(before, numel, bucket, shard, shards)
-        if part.start == part.end:
-            continue
-        for here in range(tp):
-            steps = (Step("tp", BlockShard(0) if gated else Shard(0)), Step("dp", part))
-            boxes += plan(shape, steps, knowing(mesh, tp=here))
-    assert coverage(shape, boxes) == Coverage(1, 1)
