@@ -81,7 +81,7 @@ def test_a_report() -> None:
 def test_load_report(tmp_path: Path) -> None:
     """A written report is read back; a damaged one is refused."""
     summary, verdicts = embedding_bug()
-    files.write_verdicts(tmp_path / files.VERDICTS, verdicts)
+    files.write_records(tmp_path / files.VERDICTS, verdicts)
     files.write_summary(tmp_path / files.SUMMARY, summary)
     report = megatron_ttrace.load_report(str(tmp_path))
     assert (report.verdict, report.verdicts) == (Result.DIVERGED, tuple(verdicts))
@@ -131,7 +131,7 @@ wrong = next(one for one in embedding_bug()[1] if one.verdict.is_failure)
 
 def conclude(culprits, **config):
     if os.environ["RANK"] == "0":
-        files.write_verdicts(directory / files.VERDICTS, [], None)
+        files.write_records(directory / files.VERDICTS, [], None)
         summary = Summary(Result.DIVERGED, {}, culprits, config, {}, {})
         files.write_summary(directory / files.SUMMARY, summary, None)
     sys.exit(1)

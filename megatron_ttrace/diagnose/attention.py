@@ -59,26 +59,26 @@ class _Attention:
         ]
 
     def _block(self, rank: int, step: int, mask: int | None) -> torch.Tensor:
-        here, there = self.at[rank], self.at[(rank - step) % len(self.at)]
-        q, k, v = self.q[:, :, here], self.k[:, :, there], self.v[:, :, there]
-        grad = self.grad[:, :, here]
+        queries, keys = self.at[rank], self.at[(rank - step) % len(self.at)]
+        q, k, v = self.q[:, :, queries], self.k[:, :, keys], self.v[:, :, keys]
+        grad = self.grad[:, :, queries]
         scale = 1 / math.sqrt(q.shape[-1])
         score = q @ k.transpose(-1, -2) * scale
         if mask is not None:
-            allowed = self.at[(rank - mask) % len(self.at)][None, :] <= here[:, None]
+            allowed = self.at[(rank - mask) % len(self.at)][None, :] <= queries[:, None]
             score = score.masked_fill(~allowed, -math.inf)
-        p = torch.exp(score - self.lse[:, :, here])
-        off = p * (grad @ v.transpose(-1, -2) - self.delta[:, :, here])
+        p = torch.exp(score - self.lse[:, :, queries])
+        off = p * (grad @ v.transpose(-1, -2) - self.delta[:, :, queries])
         if self.index == 0:
-            values, at = off @ k * scale, here
+            values, at = off @ k * scale, queries
         elif self.index == 1:
-            values, at = off.transpose(-1, -2) @ q * scale, there
+            values, at = off.transpose(-1, -2) @ q * scale, keys
         else:
-            values, at = p.transpose(-1, -2) @ grad, there
+            values, at = p.transpose(-1, -2) @ grad, keys
         b, h, _, d = values.shape
-        whole = values.new_zeros((b, h, self.q.shape[2], d))
-        whole[:, :, at] = values
-        return whole.view(b, self.groups, h // self.groups, -1, d).sum(2).permute(2, 0, 1, 3)
+        gradient = values.new_zeros((b, h, self.q.shape[2], d))
+        gradient[:, :, at] = values
+        return gradient.view(b, self.groups, h // self.groups, -1, d).sum(2).permute(2, 0, 1, 3)
 
 
 def blocks(evidence: Evidence) -> Finding | None:
@@ -180,4 +180,4 @@ def _positions(evidence: Evidence, length: int) -> tuple[torch.Tensor, ...] | No
     at = tuple(positions[rank] for rank in range(size) if rank in positions)
     if len(at) != size or sorted(torch.cat(at).tolist()) != list(range(length)):
         return None
-    return at if len({len(each) for each in at}) == 1 else None
+    return at if len(set(map(len, at))) == 1 else None

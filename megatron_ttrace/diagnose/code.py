@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions that ran in the traced steps by where they ran, and what of it is right."""
+"""The functions that ran in the traced steps: where, which results are right, what names say.
+
+Also the numbers that functions pass on, and the process groups that they choose.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from megatron_ttrace.trace.collectives import Ledger, Phase, pattern
+from megatron_ttrace.placement.mesh import AXES
+from megatron_ttrace.trace.collectives import Function, Ledger, Numbers, Phase, pattern
+from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.findings import Cause, Loss, Term
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Kind, Outcome
@@ -43,7 +51,7 @@ class Code:
                 self.contexts[function].add(context)
             self._callers[function, context].append(caller)
             self._callees[caller, context].append(function)
-        self._numbers = {(one.file, one.name): n for n, one in enumerate(self.functions)}
+        self._numbers = {(f.file, f.name): number for number, f in enumerate(self.functions)}
 
     def number(self, where: str) -> int | None:
         """The function that ``file:line (function)`` names."""
@@ -56,19 +64,19 @@ class Code:
 
     def callers(self, function: int, context: Context) -> list[int]:
         """Functions that call a function in the same context."""
-        known = self._callers.get((function, context), ())
-        return [caller for caller in known if caller in self.at[context]]
+        callers = self._callers.get((function, context), ())
+        return [caller for caller in callers if caller in self.at[context]]
 
     def entered_by(self, function: int, inside: Context, outside: Context) -> list[int]:
         """What calls a module's function from the context around it, past any ``__call__``."""
-        found: dict[int, None] = {}
-        for known in (waiting := [(function, inside)]):
-            for caller in self._callers.get(known, ()):
+        entering: dict[int, None] = {}
+        for call in (waiting := [(function, inside)]):
+            for caller in self._callers.get(call, ()):
                 if caller >= 0 and self.functions[caller].name.endswith(".__call__"):
                     waiting += [(caller, outside)] * ((caller, outside) not in waiting)
                 elif caller >= 0:
-                    found[caller] = None
-        return list(found)
+                    entering[caller] = None
+        return list(entering)
 
     def helpers(self, function: int) -> list[int]:
         """What a schedule's function calls for the loss, outside of modules."""
@@ -79,22 +87,21 @@ class Code:
 
     def chain(self, function: int, context: Context) -> list[int]:
         """A function and all that leads to it in the same context, the nearest first."""
-        found = dict.fromkeys([function])
-        for known in (waiting := [function]):
-            fresh = [caller for caller in self.callers(known, context) if caller not in found]
-            found |= dict.fromkeys(fresh)
-            waiting += fresh
-        return list(found)
+        chain = [function]
+        for number in chain:
+            callers = dict.fromkeys(self.callers(number, context))
+            chain += [caller for caller in callers if caller not in chain]
+        return chain
 
     def below(self, function: int, context: Context, but: Collection[int] = ()) -> dict[int, int]:
         """A function and what it called, ``but`` some, and these in turn; each with its depth."""
-        found = {function: 0}
-        for known in (waiting := [function]):
-            for called in self._callees.get((known, context), ()):
-                if called not in found and called not in but and found[known] < _DEPTH:
-                    found[called] = found[known] + 1
+        depths = {function: 0}
+        for number in (waiting := [function]):
+            for called in self._callees.get((number, context), ()):
+                if called not in depths and called not in but and depths[number] < _DEPTH:
+                    depths[called] = depths[number] + 1
                     waiting.append(called)
-        return found
+        return depths
 
 
 class Outcomes:
@@ -103,27 +110,24 @@ class Outcomes:
     def __init__(self, verdicts: Iterable[Judged]) -> None:
         self._failed: set[tuple[str, Kind]] = set()
         self._passed: set[tuple[str, Kind]] = set()
-        for verdict in (known := list(verdicts)):
+        self._counted: Counter[str] = Counter()
+        for verdict in verdicts:
             key = pattern(verdict.name.partition("#")[0]), verdict.kind
             if verdict.verdict.is_failure:
                 self._failed.add(key)
+                self._counted[verdict.name] += verdict.kind is Kind.COUNTED
             elif verdict.verdict is Outcome.PASS:
                 self._passed.add(key)
         self._passed -= self._failed
-        self._counted: Counter[str] = Counter(
-            v.name for v in known if v.kind is Kind.COUNTED and v.verdict.is_failure
-        )
 
     def names(self, kind: Kind) -> set[str]:
         """Tensors of a kind that fail."""
-        return {name for name, each in self._failed if each is kind}
+        return {name for name, other in self._failed if other is kind}
 
     def separating(self, kind: Kind, marked: Mapping[str, Collection[str]]) -> set[str]:
-        """Marks of the failing parameters, by a kind of tensor, that no other parameter has.
+        """Marks of the parameters that fail in this kind of tensor, and of no other parameter.
 
-        Args:
-            kind: of the tensors.
-            marked: marks by the parameter's name, without numbers.
+        ``marked``: marks by the parameter's name, without numbers.
         """
         failed = [{*marked[name]} for name in self.names(kind) if name in marked]
         others = (marks for name, marks in marked.items() if (name, kind) not in self._failed)
@@ -135,9 +139,9 @@ class Outcomes:
 
     def losses(self) -> dict[str, bool]:
         """By name, whether all numbers that are logged of a loss are right."""
-        known = dict.fromkeys(self.names(Kind.METRIC), False)
-        known |= {name: True for name, kind in self._passed if kind is Kind.METRIC}
-        return {name: right for name, right in known.items() if "loss" in name.split("_")}
+        metrics = dict.fromkeys(self.names(Kind.METRIC), False)
+        metrics |= {name: True for name, kind in self._passed if kind is Kind.METRIC}
+        return {name: right for name, right in metrics.items() if "loss" in name.split("_")}
 
     def is_right(self, context: Context) -> bool:
         """Whether all that a module made in a pass of the step is right."""
@@ -146,12 +150,172 @@ class Outcomes:
 
     def failed(self, kind: Kind, module: str) -> bool:
         """Whether a tensor of a kind of a module's own parameters fails."""
-        name = pattern(module.partition("#")[0])
-        return any(one.rpartition(".")[0] == name for one in self.names(kind))
+        owner = pattern(module.partition("#")[0])
+        return any(name.rpartition(".")[0] == owner for name in self.names(kind))
 
     def share(self, kind: Kind) -> float:
         """How many of the tensors of a kind fail, of those that were judged."""
         failed, passed = (
-            sum(each is kind for _, each in names) for names in (self._failed, self._passed)
+            sum(other is kind for _, other in tensors) for tensors in (self._failed, self._passed)
         )
         return failed / max(1, failed + passed)
+
+
+_COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync"}
+PARAMETERS = {"param", "params"}
+EVERYWHERE = {"decoder", "layers", "model", "weight", "bias"}
+
+UNFILLED = "unfilled"
+WORDS: dict[object, str] = {
+    UNFILLED: "copy grads",
+    Kind.MAIN_GRAD: "grad grads",
+    Kind.GRAD_NORM: "norm grad",
+    Kind.GRAD_OUTPUT: "grad gradient gradients",
+    Kind.GRAD_INPUT: "grad gradient gradients",
+    Kind.LOSS: "loss",
+    Kind.PARAM: "param params sync gather",
+    Kind.PARAM_DELTA: "step param params",
+    Kind.HYPERPARAMETERS: "group groups",
+    Kind.INITIAL: "initialize reset",
+    Kind.ROUTING: "routing topk",
+    Statistic.CLIPPED: "clip norm grad",
+    Statistic.STEPPED: "step group groups",
+    Loss.AUXILIARY: "aux loss",
+    Loss.SEQUENCE: "aux seq loss",
+    Loss.GLOBAL: "aux global loss",
+    Loss.Z: "z loss",
+    Loss.MTP: "mtp loss",
+    Loss.INDEXER: "indexer loss",
+    Cause.LAYERS: "layers num build",
+    Cause.LAYER_NUMBERS: "layer offset",
+    Term.LOGARITHM: "loss log",
+    Term.LABEL: "predicted target label",
+    Term.SOFTMAX: "softmax exp loss",
+    "clipping": "clip",
+    "loss_scale": "loss scale",
+    "auxiliary": "aux loss",
+}
+"""Words in the names of functions that make something, or apply a factor."""
+NAMED: dict[object, set[str]] = {
+    key: {*WORDS[key].split()}
+    for key in ("clipping", "loss_scale", "auxiliary", *Loss)
+    if key in WORDS
+}
+"""Words in the names of factors: of those that a finding names, and of losses."""
+
+
+@functools.cache
+def tokens(name: str) -> tuple[str, ...]:
+    """The words of a name, in lower case."""
+    return tuple(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))
+
+
+def communicates(function: Function) -> bool:
+    """Whether a function sends something, by its name."""
+    words = tokens(function.name)
+    return not _COMMUNICATE.isdisjoint(words) or "alltoall" in "".join(words)
+
+
+def loss_of(function: Function) -> Loss | None:
+    """The loss that a function is named for."""
+    words = {*tokens(function.name)}
+    fits = {loss: len(NAMED[loss]) for loss in Loss if NAMED.get(loss, {""}) <= words}
+    return max(fits, key=lambda loss: fits[loss], default=None)
+
+
+_DATA = {"dp", "edp", "cp"}
+_EQUAL = 1e-3
+"""How near a number must be to a factor."""
+
+
+def origins(ledger: Ledger, expected: Numbers, ratios: Sequence[float]) -> set[int]:
+    """Functions that make a number which is off by one of these ratios, or by its inverse.
+
+    Such a function returns the number or passes it to others; it was not given it, and nothing that
+    it calls has returned it. What the reference's functions are given and return is ``expected``. A
+    data-parallel rank's share of that may yet be summed, and is not off.
+    """
+    calls = ledger.sources.calls
+    off = [value for ratio in ratios for value in (ratio, 1 / ratio) if not _near(ratio, 1.0)]
+    shares = {1} | {
+        lookup.size for lookup in calls.lookups if not _DATA.isdisjoint(lookup.group.split("-"))
+    }
+    given: set[int] = set()
+    returning: set[int] = set()
+    for number, function in enumerate(calls.functions):
+        right = expected.get(function.where, {})
+        for name, values in ledger.numbers.get(function.where, {}).items():
+            if _is_off(values, right.get(name, ()), off, shares):
+                (given if name else returning).add(number)
+    callees: dict[int, set[int]] = defaultdict(set)
+    for call in calls.calls:
+        callees[call.caller].add(call.function)
+    return {
+        number
+        for number in {*callees, *returning} - given - {-1}
+        if (number in returning or not given.isdisjoint(callees[number]))
+        and returning.isdisjoint(callees[number] - {number})
+    }
+
+
+def _is_off(
+    values: Iterable[float], right: Sequence[float], off: Sequence[float], shares: Collection[int]
+) -> bool:
+    """Whether a number that the reference lacks is one of the reference's times a factor."""
+    return any(
+        _near(value, expected * factor)
+        for value in values
+        if not any(_near(value * size, expected) for size in shares for expected in right)
+        for expected in right
+        for factor in off
+    )
+
+
+def _near(value: float, other: float) -> bool:
+    return abs(value - other) <= _EQUAL * abs(other)
+
+
+def is_given(
+    ledger: Ledger, expected: Numbers, function: Function, ratios: Sequence[float]
+) -> bool:
+    """Whether a factor that a function was given is one of these ratios, or its inverse.
+
+    The backward pass of an autograd function uses what other methods of it were given. A factor
+    that the reference's function was not given is to be blamed on what gave it.
+    """
+    head, _, name = function.name.rpartition(".")
+    users: Sequence[Function] = [function]
+    if head and name == "backward":
+        functions = ledger.sources.calls.functions
+        users = [other for other in functions if other.name.startswith(f"{head}.")]
+    return any(
+        abs(abs(value) / ratio - 1) < _EQUAL < abs(ratio - 1)
+        for user in users
+        for factor in user.factors
+        for value in _shared(user.where, factor, ledger.numbers, expected)
+        for error in ratios
+        for ratio in (error, 1 / error)
+    )
+
+
+def _shared(where: str, name: str, numbers: Numbers, expected: Numbers) -> list[float]:
+    """The values of a number that the reference also has, or all if it has none."""
+    values, right = (known.get(where, {}).get(name, ()) for known in (numbers, expected))
+    return [v for v in values if not right or any(_near(v, other) for other in right)]
+
+
+def choosing_without(ledger: Ledger, axes: set[str]) -> set[int]:
+    """Functions of the step that name one of these axes, and choose only groups over others."""
+    calls = ledger.sources.calls
+    chosen: dict[int, list[bool]] = defaultdict(list)
+    for lookup in calls.lookups:
+        if lookup.phase is not Phase.CONSTRUCTION:
+            spanned = {*lookup.group.split("-")}
+            # Which axes a group without such a name spans is not known.
+            may_fit = lookup.size > 1 and (not spanned <= {*AXES} or not spanned.isdisjoint(axes))
+            chosen[lookup.function].append(may_fit)
+    return {
+        number
+        for number, fits in chosen.items()
+        if not any(fits) and not axes.isdisjoint(calls.functions[number].axes)
+    }

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Controls a cause: what it says must also show elsewhere, or it is not reported.
+"""Controls a cause: its consequences must also show elsewhere, or it is not reported.
 
-A repair is tested on one tensor. If the cause that it stands for were true, other tensors would
-differ as well: those computed from it, the norm that has an element twice, the update made with
-another learning rate. Where all of these pass, something else made the tensor look as it does.
+A repair is tested on one tensor. If its cause were the true one, other tensors would differ too:
+those computed from it, the norm that has an element twice, the update made with another learning
+rate. Where all of these pass, something else made the tensor look as it does.
 """
 
 from __future__ import annotations
@@ -51,10 +51,7 @@ class Prediction:
 def controlled(explain: Explain, verdicts: Sequence[Judged], tolerances: Tolerances) -> Explain:
     """``explain`` without findings that measured verdicts contradict.
 
-    Args:
-        explain: finds out about the cause of a failure.
-        verdicts: of all tensors, in the reference's execution order.
-        tolerances: of the reference, with the sizes of its tensors.
+    ``verdicts`` are those of all tensors, in the reference's execution order.
     """
     places = {verdict.key: number for number, verdict in enumerate(verdicts)}
 
@@ -110,13 +107,12 @@ def _of_finding(
     if isinstance(finding, Miscounted) and finding.statistic is Statistic.GRAD_NORM:
         # Of a part of a parameter it is not known how large it is.
         again = finding.most - 1 if finding.least == finding.most else 0
-        sizes = {v.name: _size(v, tolerances) for v in now if v.kind is Kind.MAIN_GRAD}
-        total = sum(sizes.values())
-        more = again * sum(sizes.get(name, 0.0) for name in finding.names)
+        squares = {
+            v.name: tolerances.of(v.key).rms ** 2 * math.prod(v.shape)
+            for v in now
+            if v.kind is Kind.MAIN_GRAD
+        }
+        total = sum(squares.values())
+        more = again * sum(squares.get(name, 0.0) for name in finding.names)
         change = abs(math.sqrt(max(0.0, 1 + more / total)) - 1) if total else 0.0
         yield Prediction(tuple(v for v in now if v.kind is Kind.GRAD_NORM), change)
-
-
-def _size(verdict: Judged, tolerances: Tolerances) -> float:
-    """The sum of squares of a tensor of the reference."""
-    return float(tolerances.of(verdict.key).rms ** 2 * math.prod(verdict.shape))

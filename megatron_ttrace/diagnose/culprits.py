@@ -65,11 +65,8 @@ def localise(
 ) -> list[Diagnosis]:
     """Find the culprits of a run.
 
-    Args:
-        verdicts: of all tensors, in the reference's execution order.
-        explain: finds out about the cause of a failed verdict.
-        isolated: whether every tensor was computed from the reference's. Then no failure is the
-            consequence of another one, and each is listed.
+    Where it was ``isolated``, every tensor was computed from the reference's: no failure is the
+    consequence of another one, and each is listed.
 
     Returns:
         Culprits of the earliest failing stage (of all stages, when isolated) of the earliest
@@ -88,7 +85,7 @@ def localise(
     now = [verdict for verdict in steps if verdict.iteration == first]
     stages = [(Direction.START, initial)]
     if isolated:
-        stages += [(direction, _each(now, direction)) for direction in Direction]
+        stages += [(direction, _isolated(now, direction)) for direction in Direction]
     elif failed:
         unexplained = failed[0].kind.direction, _of_modules(failed[:1], Grounds.FIRST_FAILURE)
         failing = ((direction, origins(now)) for direction, origins in _STAGES)
@@ -128,8 +125,8 @@ def _one_per_module(
 ) -> list[Diagnosis]:
     chosen: dict[str, _Origin] = {}
     for origin in origins:
-        known = chosen.setdefault(origin.module, origin)
-        if _severity(origin.verdict) > _severity(known.verdict):
+        worst = chosen.setdefault(origin.module, origin)
+        if _severity(origin.verdict) > _severity(worst.verdict):
             chosen[origin.module] = origin
     culprits = []
     for verdict, module, grounds in chosen.values():
@@ -174,7 +171,7 @@ def _severity(verdict: Judged) -> float:
     return math.inf if verdict.margin is None else verdict.margin
 
 
-def _each(verdicts: Sequence[Judged], direction: Direction) -> list[_Origin]:
+def _isolated(verdicts: Sequence[Judged], direction: Direction) -> list[_Origin]:
     """Every failure of a direction; with isolation none is the consequence of another.
 
     Absence does propagate: only the first gradient that was not computed is listed, and the norm of
@@ -182,8 +179,7 @@ def _each(verdicts: Sequence[Judged], direction: Direction) -> list[_Origin]:
     """
     absent = _absent(verdicts)
     if not absent:
-        gone = [v for v in verdicts if v.verdict in _ABSENT]
-        absent = _of_modules(gone[:1], Grounds.ABSENT)
+        absent = _of_modules([v for v in verdicts if v.verdict in _ABSENT][:1], Grounds.ABSENT)
     # A parameter that no rank has means a module that no rank has: its forward pass is missing.
     started = {Direction.START: Direction.FORWARD}
     return (
@@ -201,11 +197,11 @@ def _each(verdicts: Sequence[Judged], direction: Direction) -> list[_Origin]:
 
 
 def _start(verdicts: Sequence[Judged]) -> list[_Origin]:
-    held = [v for v in _failures(verdicts) if v.verdict not in _ABSENT]
-    started = [v for v in held if v.kind is Kind.TOKENS or v.key.is_before]
+    present = [v for v in _failures(verdicts) if v.verdict not in _ABSENT]
+    started = [v for v in present if v.kind is Kind.TOKENS or v.key.is_before]
     return _of_modules(started, Grounds.START) or [
         _Origin(v, f"{ROOT}.{v.index}", Grounds.MODEL_INPUT)
-        for v in held
+        for v in present
         if v.kind is Kind.INPUT and v.name == ROOT
     ]
 
@@ -222,17 +218,18 @@ def _absent(verdicts: Sequence[Judged]) -> list[_Origin]:
     for v in verdicts:
         if v.kind is Kind.PARAM and v.direction is Direction.START:
             parameters[v.verdict].update(_containers(v.name))
-    every = sum(parameters.values(), Counter())
+    totals = sum(parameters.values(), Counter())
     origins = []
     for v in absent:
         if v.kind is not Kind.PARAM:
             continue
         alike = parameters[v.verdict]
-        whole = [name for name in _containers(v.name) if alike[name] == every[name]]
+        absent_names = [name for name in _containers(v.name) if alike[name] == totals[name]]
         module, grounds = owner(v.name), Grounds.ABSENT
-        if v.verdict is not Outcome.UNCOVERED and whole and every[whole[0]] > every[module]:
+        is_whole = absent_names and totals[absent_names[0]] > totals[module]
+        if v.verdict is not Outcome.UNCOVERED and is_whole:
             # The innermost of those that have all these parameters.
-            module = max(whole, key=lambda name: (every[name], len(name)))
+            module = max(absent_names, key=lambda name: (totals[name], len(name)))
             grounds = Grounds.ABSENT_MODULE
         origins.append(_Origin(v, module, grounds))
     return origins or _of_modules(absent, Grounds.ABSENT)
@@ -342,14 +339,15 @@ def _gradient(verdicts: Sequence[Judged]) -> list[_Origin]:
     read = {v.name for v in wrong if v.verdict not in _ABSENT}
     counted = _failures(verdicts, Kind.COUNTED)
     stepped = [v for v in counted if v.index == _STEPPED and v.name in read]
-    known = {v.name for v in (*stepped, *(v for v in counted if v.index == _REDUCED))}
+    reduced = (v for v in counted if v.index == _REDUCED)
+    explained = {v.name for v in (*stepped, *reduced)}
     origins = (
         [origin for origin in _counted(verdicts) if origin.verdict.index == _REDUCED]
         + _of_owners(stepped, Grounds.STEPPED)
-        + _of_owners((v for v in wrong if v.name not in known), Grounds.MAIN_GRAD)
+        + _of_owners((v for v in wrong if v.name not in explained), Grounds.MAIN_GRAD)
     )
     if origins and all(origin.verdict.verdict in _ABSENT for origin in origins):
-        # No optimizer has these: what each one steps says which elements, and why.
+        # No optimizer has these: what each one steps shows which elements, and why.
         return _counted(verdicts) or origins
     if origins or any(v.verdict in _ABSENT for v in _failures(verdicts, *MOMENTS)):
         # The norm is taken over what the optimizer knows: what it does not know is the finding.

@@ -67,18 +67,18 @@ class ExhaustedError(Exception):
 class Work:
     """How much may be computed, in elements, so that all machines stop at the same place."""
 
-    def __init__(self, elements: float = math.inf, whole: Work | None = None) -> None:
-        """``whole`` is the budget that this one is a part of."""
+    def __init__(self, elements: float = math.inf, parent: Work | None = None) -> None:
+        """``parent`` is the budget that this one is a part of."""
         self.left = elements
-        self._whole = whole
+        self._parent = parent
 
     def spend(self, elements: int) -> None:
         """Count one operation. Raises ``ExhaustedError``."""
         self.left -= elements + _OVERHEAD
         if self.left < 0:
             raise ExhaustedError
-        if self._whole is not None:
-            self._whole.spend(elements)
+        if self._parent is not None:
+            self._parent.spend(elements)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +121,8 @@ class FailedPart:
         total = sum(box.numel for box in boxes)
         cropped = boxes if total <= limit else tuple(_crop(box, limit, total) for box in boxes)
         pieces = tuple(
-            _first(local_view(local, whole), box).float() / factor
-            for whole, box in zip(boxes, cropped, strict=True)
+            _first(local_view(local, box), crop).float() / factor
+            for box, crop in zip(boxes, cropped, strict=True)
         )
         keep = cropped == boxes and not any(box.is_flat for box in boxes)
         return cls(mesh, cropped, pieces, tuple(local.shape) if keep else None)
@@ -133,11 +133,8 @@ class Evidence:
     """A failed tensor.
 
     Attributes:
-        key: of the tensor.
         reference: its whole value.
         parts: the shards; those within the tolerance are dropped.
-        tolerance: of the tensor.
-        meshes: of all ranks.
         held: boxes of the ranks known to hold the tensor, failing or not.
         microbatches: number of microbatches per data-parallel rank.
         seq_length: to recognise the sequence dim; 0 if unknown.
@@ -182,11 +179,11 @@ class Evidence:
             limit = self.tolerance.value
             self.parts = [part for part in self.parts if not self.errors[part.rank] <= limit]
         if not self.distinct:
-            known: dict[object, int] = {}
+            by_boxes: dict[object, int] = {}
             for part in self.parts:
-                if part.boxes not in known:
-                    known[part.boxes] = self._distinct(self.expected(part))
-            self.distinct = {part.rank: known[part.boxes] for part in self.parts}
+                if part.boxes not in by_boxes:
+                    by_boxes[part.boxes] = self._distinct(self.expected(part))
+            self.distinct = {part.rank: by_boxes[part.boxes] for part in self.parts}
 
     def _distinct(self, pieces: Pieces) -> int:
         """How many different sizes some values have; those alike within the tolerance are one.
@@ -196,10 +193,10 @@ class Evidence:
         distinct = 0
         step = max(self.tolerance.value * self.tolerance.rms, 1e-30)
         sizes = flat(pieces).abs() / step
-        for some in (sizes[:: 1 + len(sizes) // _SAMPLED], sizes):
-            some = some[some > 0.5]
-            levels = len(some.round().unique())
-            distinct = max(distinct, levels if levels < _LEVELS else len(some.unique()))
+        for sample in (sizes[:: 1 + len(sizes) // _SAMPLED], sizes):
+            sample = sample[sample > 0.5]
+            levels = len(sample.round().unique())
+            distinct = max(distinct, levels if levels < _LEVELS else len(sample.unique()))
             if distinct >= _DISTINCT:
                 break
         return distinct
@@ -218,8 +215,8 @@ class Evidence:
         self, part: FailedPart, reference: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
         """The slices for a part, of the reference or of another tensor of its shape."""
-        whole = self.reference if reference is None else reference
-        return [logical_view(whole, box).float() for box in part.boxes]
+        reference = self.reference if reference is None else reference
+        return [logical_view(reference, box).float() for box in part.boxes]
 
     def error(
         self, part: FailedPart, pieces: Pieces, reference: torch.Tensor | None = None
@@ -227,13 +224,13 @@ class Evidence:
         """The relative error of a part if it held ``pieces``, by the judge's measure."""
         diff = size = 0.0
         count = 0
-        there = self.expected(part, reference)
-        wholes = there if self.share_of is None else self.expected(part, self.share_of)
-        for piece, right, whole in zip(pieces, there, wholes, strict=True):
+        expected = self.expected(part, reference)
+        totals = expected if self.share_of is None else self.expected(part, self.share_of)
+        for piece, right, total in zip(pieces, expected, totals, strict=True):
             if piece.shape != right.shape:
                 return math.inf
             diff += _squares(piece - right)
-            size += _squares(whole)
+            size += _squares(total)
             count += right.numel()
         self.work.spend(count)
         return relative_error(Sums(n=count, diff=diff, reference=size), self.tolerance.rms)
@@ -324,8 +321,9 @@ class Evidence:
         self, part: FailedPart, values: torch.Tensor | None = None, times: float = 1.0
     ) -> list[torch.Tensor]:
         """A part less ``times`` its slices of ``values``, by default of the reference."""
-        there = self.expected(part, values)
-        return [piece - times * value for piece, value in zip(part.pieces, there, strict=True)]
+        values_of_part = self.expected(part, values)
+        pairs = zip(part.pieces, values_of_part, strict=True)
+        return [piece - times * value for piece, value in pairs]
 
     def ratio(self, pairs: Iterable[tuple[Pieces, Pieces]]) -> float:
         """The factor that fits ``ours = factor * theirs`` best; 0 where there is none."""
@@ -396,8 +394,8 @@ class Evidence:
         shared = None
         for axis in ("tp", "cp", "pp", "dp", "ep", "etp", "edp"):
             at = {self.meshes[rank].at(axis) for rank in failing}
-            with_it = tuple(rank for rank in holders if self.meshes[rank].at(axis) in at)
-            if self.size(axis) > 1 and len(at) == 1 and with_it == failing:
+            holding = tuple(rank for rank in holders if self.meshes[rank].at(axis) in at)
+            if self.size(axis) > 1 and len(at) == 1 and holding == failing:
                 shared = axis, at.pop()
                 break
         return FailingRanks(failing, len(holders), len(self.meshes), shared)

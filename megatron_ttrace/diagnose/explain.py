@@ -62,13 +62,7 @@ class Explainer:
         ledger: Ledger = UNRECORDED,
         counted: Mapping[TraceKey, Finding] = MappingProxyType({}),
     ) -> None:
-        """Prepare.
-
-        Args:
-            traces: what both runs left.
-            ledger: the collectives of the traced steps, and the code that ran in them.
-            counted: what was found out about elements that are counted, and about updates.
-        """
+        """``counted``: what was found out about elements that are counted, and about updates."""
         self._traces = traces
         self._ledger = ledger
         self._counted = counted
@@ -107,11 +101,7 @@ class Explainer:
         return self._traces.evidence(key, self._work)
 
     def separate(self, shares: Separate) -> None:
-        """Find the losses' shares of the unexplained gradients; these can be explained again.
-
-        Args:
-            shares: finds them, by replays of the reference.
-        """
+        """Find the losses' shares of the unexplained gradients, so that these can be explained."""
         try:
             self._shares = shares(self.unexplained)
         except Exception as error:  # noqa: BLE001 - explanations are optional
@@ -152,8 +142,7 @@ class Explainer:
         if finding is None:
             if verdict.kind in losses.KINDS:
                 self.unexplained.append(key)
-            seen = region.extent(evidence) or replicas.some_copies(evidence)
-            return Explanation(observed=seen)
+            return Explanation(observed=region.extent(evidence) or replicas.some_copies(evidence))
         ranks, alike = evidence.failing_ranks(), self._alike_in(key, finding)
         if key.kind is Kind.PARAM_DELTA and finding.cause is Cause.ZERO:
             # Why it did not change, if no optimizer steps any of it: the earlier fault.
@@ -170,8 +159,8 @@ class Explainer:
         sort = sort_of(key)
         if sort in self._repairs:
             with contextlib.suppress(ExhaustedError):
-                if (again := repeated(evidence, self._repairs[sort])) is not None:
-                    return again, None
+                if (finding := repeated(evidence, self._repairs[sort])) is not None:
+                    return finding, None
         if self._unknown[sort] >= UNKNOWN_LAYERS:
             return None, None
         repairs = search(evidence, self._failed)
@@ -181,10 +170,10 @@ class Explainer:
         self._repairs.setdefault(sort, repairs[0])
         return repairs[0].finding, alternative(repairs)
 
-    def _failed(self, what: str, error: Exception) -> None:
+    def _failed(self, test: str, error: Exception) -> None:
         if os.environ.get(STRICT):
             raise error
-        _log.warning("%s could not be tested: %s: %s", what, type(error).__name__, error)
+        _log.warning("%s could not be tested: %s: %s", test, type(error).__name__, error)
 
     def _argument(self, verdict: Judged) -> str:
         """The name of an input of the model."""
@@ -194,11 +183,8 @@ class Explainer:
 
     def _divided(self, key: TraceKey) -> Finding | None:
         traces = self._traces
-        taken = [
-            measured.logical_shape
-            for _, measured in traces.of(key)
-            if measured.problem is Problem.SHAPE
-        ]
+        measured = [m for _, m in traces.of(key) if m.problem is Problem.SHAPE]
+        taken = [m.logical_shape for m in measured]
         axes = [axis for axis in axes_of(key.name) if axis in start.DIVIDING]
         return start.other_division(traces.reference.entry(key).shape, taken, traces.meshes, axes)
 
@@ -211,5 +197,5 @@ class Explainer:
         if key not in ratios:
             return None
         near, ratio = max(1e-2, 2 * self._traces.tolerances.of(key).value), ratios[key][0]
-        alike = sum(all(abs(r / ratio - 1) < near for r in each) for each in ratios.values())
+        alike = sum(all(abs(r / ratio - 1) < near for r in ranks) for ranks in ratios.values())
         return (alike, len(ratios)) if alike > 1 else None

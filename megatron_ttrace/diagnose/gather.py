@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,8 +35,6 @@ class Traces:
     """What two runs left.
 
     Attributes:
-        reference: the trusted trace.
-        tolerances: of the reference.
         measured: what each rank measured; it shows which ranks hold which tensors.
         kept: the shards that were kept of the candidate, if there are any.
         meshes: of the candidate's ranks.
@@ -70,14 +69,14 @@ class Traces:
     def started(self) -> dict[int, list[str]]:
         """The parameters that each rank holds before the step."""
         return {
-            rank: [measured.key.name for measured in each if is_start(measured.key)]
-            for rank, each in self.measured.items()
+            rank: [measured.key.name for measured in tensors if is_start(measured.key)]
+            for rank, tensors in self.measured.items()
         }
 
     def of(self, key: TraceKey) -> Iterator[tuple[int, Measured]]:
         """Each rank that measured a tensor, with its measurements."""
-        for rank, each in self.measured.items():
-            yield from ((rank, measured) for measured in each if measured.key == key)
+        for rank, tensors in self.measured.items():
+            yield from ((rank, measured) for measured in tensors if measured.key == key)
 
     def evidence(self, key: TraceKey, work: Work) -> Evidence | None:
         """What is known of a failed tensor; ``None`` if its shards were not kept.
@@ -112,7 +111,7 @@ class Traces:
     def ratios(self, iteration: int) -> dict[TraceKey, list[float]]:
         """The factor of each rank's part of each main gradient that fails."""
         ratios: dict[TraceKey, list[float]] = {}
-        for measured in (measured for each in self.measured.values() for measured in each):
+        for measured in itertools.chain(*self.measured.values()):
             key, sums = measured.key, measured.sums
             if key.kind is not Kind.MAIN_GRAD or key.iteration != iteration or sums is None:
                 continue
@@ -148,15 +147,15 @@ class Traces:
         near: dict[TraceKey, list[TraceKey]] = {}
         primary = self.reference.primary
         for other in self.reference:
-            now, here = other.iteration == key.iteration, other.microbatch == key.microbatch
+            same_step = other.iteration == key.iteration
+            same_batch = other.microbatch == key.microbatch
             if (other.kind, other.name, other.index) == (key.kind, key.name, key.index):
-                if now and not here:
-                    microbatch = other.microbatch
-                    yield OtherTime(Cause.OTHER_TIME, microbatch=microbatch), other
-                elif here and not now:
+                if same_step and not same_batch:
+                    yield OtherTime(Cause.OTHER_TIME, microbatch=other.microbatch), other
+                elif same_batch and not same_step:
                     yield OtherTime(Cause.OTHER_TIME, iteration=other.iteration), other
             elif (
-                (now and here)
+                (same_step and same_batch)
                 and other.kind in _SAME_SORT.get(key.kind, (key.kind,))
                 and self.reference.entry(other).shape == shape
                 and primary(other) != primary(key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which culprits have one cause: it is told once, however many layers show it."""
+"""Which culprits share a cause: they are reported once, however many layers show it."""
 
 from __future__ import annotations
 

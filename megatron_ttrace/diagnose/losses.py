@@ -27,22 +27,20 @@ KINDS = (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT, Kind.MAIN_GRAD)
 """Tensors that are sums over losses."""
 
 _NEAR = 4.0
-"""A repair that leaves more than so many times the error that another one leaves is not told."""
+"""A repair that leaves more than so many times the error of the best one is not reported."""
 
 
 def miscounted(evidence: Evidence, shares: Sequence[Share]) -> LossShare | None:
     """The simplest fault of one loss's share, or of several losses' alike, that explains a failure.
 
-    Args:
-        evidence: the failed gradient.
-        shares: of the losses beside the main loss.
+    ``shares`` are those of the losses beside the main loss.
     """
     faults: list[tuple[LossShare, float, tuple[int, int]]] = []
     for losses, share in _together(evidence, shares):
         of_share = _of_share(evidence, share)
         for free, left, fault in _faults(of_share) if of_share else ():
-            whole = LossShare(fault.cause, fault.axes, losses=losses, fault=fault)
-            faults.append((whole, left, (len(losses) + free, free)))
+            of_losses = LossShare(fault.cause, fault.axes, losses=losses, fault=fault)
+            faults.append((of_losses, left, (len(losses) + free, free)))
     # Of losses that are all off by the same, one may bring a wide tolerance about.
     least = min((left for _, left, _ in faults), default=0.0)
     near = [(order, fault) for fault, left, order in faults if left <= _NEAR * least]
@@ -54,30 +52,29 @@ def _together(
 ) -> Iterator[tuple[tuple[Loss, ...], torch.Tensor]]:
     """Every set of losses, with its share. The share of all of them is the whole gradient."""
     for own in (False, True):
-        known = {
+        values = {
             share.loss: share.value
             for share in shares
             if share.own is own
             and share.value.shape == evidence.reference.shape
             and share.value.any()
         }
-        most = len(known)
-        if known and not own:
-            known[Loss.MAIN] = evidence.reference.float() - sum(known.values())
+        most = len(values)
+        if values and not own:
+            values[Loss.MAIN] = evidence.reference.float() - sum(values.values())
         for number in range(1, most + 1):
-            for losses in itertools.combinations(known, number):
-                yield losses, torch.stack([known[loss] for loss in losses]).sum(0)
+            for losses in itertools.combinations(values, number):
+                yield losses, torch.stack([values[loss] for loss in losses]).sum(0)
 
 
 def _of_share(evidence: Evidence, share: torch.Tensor) -> Evidence | None:
     """What the ranks hold of the share, if they hold the rest as they should."""
-    rest = evidence.reference.float() - share
-
-    held = evidence.repaired(functools.partial(evidence.less, values=rest))
-    if held is None:
+    others = evidence.reference.float() - share
+    after = evidence.repaired(functools.partial(evidence.less, values=others))
+    if after is None:
         return None
     # What is left of the parts are other values, of which there may be fewer.
-    return dataclasses.replace(held, reference=share, share_of=evidence.reference, distinct={})
+    return dataclasses.replace(after, reference=share, share_of=evidence.reference, distinct={})
 
 
 def _faults(share: Evidence) -> Iterator[tuple[int, float, Finding]]:

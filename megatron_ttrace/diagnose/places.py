@@ -13,28 +13,26 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from megatron_ttrace.diagnose import passed
-from megatron_ttrace.diagnose.code import BUILDING, Code, Context, Outcomes
-from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
-from megatron_ttrace.diagnose.words import (
+from megatron_ttrace.diagnose.code import (
+    BUILDING,
     EVERYWHERE,
     NAMED,
     PARAMETERS,
     UNFILLED,
     WORDS,
+    Code,
+    Context,
+    Outcomes,
+    choosing_without,
     communicates,
+    is_given,
     loss_of,
+    origins,
     tokens,
 )
+from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
 from megatron_ttrace.placement.mesh import AXES
-from megatron_ttrace.trace.collectives import (
-    Collective,
-    Function,
-    Ledger,
-    Numbers,
-    Phase,
-    pattern,
-)
+from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Numbers, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     FACTORS,
@@ -90,13 +88,7 @@ class Places:
     def __init__(
         self, ledger: Ledger, verdicts: Iterable[Judged], expected: Numbers | None = None
     ) -> None:
-        """Prepare.
-
-        Args:
-            ledger: of the traced steps.
-            verdicts: all of them.
-            expected: the numbers that functions of the reference were given and returned.
-        """
+        """``expected``: the numbers that functions of the reference were given and returned."""
         self._ledger, self._code = ledger, Code(ledger)
         self._expected = expected or {}
         self._outcomes = Outcomes(verdicts)
@@ -106,23 +98,23 @@ class Places:
         verdict, finding = diagnosis.verdict, diagnosis.why.finding
         # No function that was recorded has loaded anything.
         is_loaded = verdict.kind is Kind.LOADED
-        found = [] if is_loaded else [place for _, place in self.ranked(verdict, finding)[:MOST]]
+        places = [] if is_loaded else [place for _, place in self.ranked(verdict, finding)[:MOST]]
         anchor = anchor_of(self._ledger.sources, verdict)
         # What is not Megatron's code is not among the functions that were recorded.
         if (place := Place.of(anchor, Clue.RAN)) and (
             is_loaded or self._code.number(anchor) is None
         ):
-            found.insert(0, place)
-        why = dataclasses.replace(diagnosis.why, places=tuple(found[:MOST]))
+            places.insert(0, place)
+        why = dataclasses.replace(diagnosis.why, places=tuple(places[:MOST]))
         return dataclasses.replace(diagnosis, why=why)
 
     def ranked(self, verdict: Judged, finding: Finding | None) -> list[tuple[float, Place]]:
         """All suspects of a failure with their points, the best first."""
         judge = _Judge(self._code, self._ledger, self._outcomes, verdict, finding)
         judge.facts(self._expected)
-        scores = judge.scores()
-        found = [(scores[number], judge.place(number)) for number in scores if scores[number] > 0]
-        return sorted(found, key=lambda each: -each[0])
+        scores = judge.scores().items()
+        places = [(score, judge.place(number)) for number, score in scores if score > 0]
+        return sorted(places, key=lambda ranked: -ranked[0])
 
 
 class _Judge:
@@ -138,17 +130,17 @@ class _Judge:
     ) -> None:
         self._code, self._ledger, self._outcomes = code, ledger, outcomes
         self._verdict = verdict
-        findings = list(_each(finding))
-        self._causes = {each.cause for each in findings}
+        findings = list(_parts(finding))
+        self._causes = {f.cause for f in findings}
         self._ratios = [abs(f.ratio) for f in findings if isinstance(f, ConstantFactor) and f.ratio]
-        self._axes = {axis for each in findings for axis in each.axes}
+        self._axes = {axis for f in findings for axis in f.axes}
         self._mesh = self._axes & {*AXES}
         if Cause.WEIGHTS in self._causes:
             # The weights of means over tokens.
             self._axes.add("tokens")
         self._few = outcomes.share(verdict.kind) < _FEW
-        shares = [w for f in findings if isinstance(f, UnequalShares) for _, w in f.by_ranks]
-        is_missing = bool(shares) and all(each.missing for some in shares for each in some)
+        by_ranks = [ranks for f in findings if isinstance(f, UnequalShares) for ranks in f.by_ranks]
+        is_missing = bool(by_ranks) and all(w.missing for _, weights in by_ranks for w in weights)
         # Nothing was done to these tensors that was done to others.
         self._passed_over = (
             self._few
@@ -174,7 +166,7 @@ class _Judge:
             logged=outcomes.losses(),
         )
         self._words = self._words_of(findings)
-        losses = {loss for each in findings if isinstance(each, LossShare) for loss in each.losses}
+        losses = {loss for f in findings if isinstance(f, LossShare) for loss in f.losses}
         self._factors = dict.fromkeys(losses, 1.0) | dict.fromkeys(NAMED.keys() & self._axes, 2.0)
         # Of these parameters, each rank has the right values of its own part.
         self._unsent = verdict.kind is Kind.PARAM and any(map(_complementary, findings))
@@ -200,12 +192,11 @@ class _Judge:
         suspects, code, ledger = self._suspects, self._code, self._ledger
         self._expected = expected
         if not self._of_few:
-            # What is computed from something wrong is no cause: only among what ran before.
-            origins = passed.origins(ledger, expected, self._ratios)
-            for number in origins & suspects.weights.keys():
+            # What is computed from wrong values is not a cause: only among what ran before.
+            for number in origins(ledger, expected, self._ratios) & suspects.weights.keys():
                 suspects.add(number, Clue.ORIGIN, _ORIGIN)
         if self._causes & _REDUCED and Cause.TOO_LARGE not in self._causes:
-            for number in passed.without(ledger, self._mesh) & suspects.weights.keys():
+            for number in choosing_without(ledger, self._mesh) & suspects.weights.keys():
                 suspects.add(number, Clue.GROUP, _GROUP)
         divides = code.number(ledger.sources.sharding)
         if self._verdict.name.partition("#")[0] in ledger.torn and divides is not None:
@@ -216,7 +207,7 @@ class _Judge:
     def place(self, number: int) -> Place:
         """A suspect with the clue that is worth most."""
         function, points = self._code.functions[number], self._suspects.clues[number]
-        clue = max(points, key=lambda each: points[each], default=Clue.RAN)
+        clue = max(points, key=lambda clue: points[clue], default=Clue.RAN)
         line = self._lines.get(number, 0) if clue is Clue.REDUCES else 0
         return Place(function.file, line or function.line, function.name, clue)
 
@@ -236,17 +227,17 @@ class _Judge:
     def _words_of(self, findings: Iterable[Finding]) -> dict[str, float]:
         """Words in names of functions that have to do with the failure, with their points."""
         verdict, module = self._verdict, self._suspects.module
-        known: list[tuple[object, float]] = [(verdict.kind, 0.5)]
+        keys: list[tuple[object, float]] = [(verdict.kind, 0.5)]
         if self._unfilled:
-            known = [(UNFILLED, 1.0)]
+            keys = [(UNFILLED, 1.0)]
         elif verdict.kind is Kind.COUNTED:
-            known.append(([*Statistic][verdict.index], 0.5))
+            keys.append(([*Statistic][verdict.index], 0.5))
         for finding in findings:
             if isinstance(finding, LossShare):
-                known += [(loss, -0.35) for loss in Loss if loss not in finding.losses]
-                known += [(loss, 0.35) for loss in finding.losses]
-            known += [(axis, 1.0) for axis in (*finding.axes, finding.cause)]
-            known += [(finding.term, 1.0)] if isinstance(finding, LossTerm) else []
+                keys += [(loss, -0.35) for loss in Loss if loss not in finding.losses]
+                keys += [(loss, 0.35) for loss in finding.losses]
+            keys += [(key, 1.0) for key in (*finding.axes, finding.cause)]
+            keys += [(finding.term, 1.0)] if isinstance(finding, LossTerm) else []
         words = dict.fromkeys(set(tokens(module)) - EVERYWHERE, 0.35)
         if verdict.kind is Kind.PARAM:
             words |= dict.fromkeys(("grad", "grads"), -1.0)
@@ -259,10 +250,10 @@ class _Judge:
         elif verdict.kind is Kind.GRAD_OUTPUT and module == ROOT:
             words["loss"] = 1.0
         elif verdict.kind is Kind.GRAD_INPUT and not self._causes:
-            # A loss of its own that is wrong as well.
+            # A loss of its own that is wrong too.
             for name in self._outcomes.names(Kind.METRIC):
                 words |= dict.fromkeys(tokens(name), 0.5)
-        for key, points in sorted(known, key=lambda each: each[1]):
+        for key, points in sorted(keys, key=lambda pair: pair[1]):
             words |= dict.fromkeys(WORDS.get(key, "").split(), points)
         return words
 
@@ -276,7 +267,7 @@ class _Judge:
     def _own_code(self, number: int, function: Function) -> None:
         add, clues = self._suspects.add, self._suspects.clues[number]
         if {_DIVISORS.get(axis, axis) for axis in self._axes} & {*function.axes}:
-            # A function that mentions all axes says little about one.
+            # A function that mentions all axes is weak evidence for one.
             add(number, Clue.AXIS, len(function.axes) ** -0.5)
         if self._passed_over and function.loops and number in (self._reducing or {number}):
             add(number, Clue.SELECTS, _LOOPS)
@@ -285,8 +276,8 @@ class _Judge:
             # One factor is for all parameters.
             scales = 0.3 if self._of_few and function.part is Phase.GRADIENTS else 0.7
             add(number, Clue.SCALES, scales * function.scales + named)
-            is_given = passed.is_given(self._ledger, self._expected, function, self._ratios)
-            add(number, Clue.VALUE, _VALUE * (is_given and not self._of_few))
+            has_factor = is_given(self._ledger, self._expected, function, self._ratios)
+            add(number, Clue.VALUE, _VALUE * (has_factor and not self._of_few))
             # What sets a scale for each layout is wrong by the size of an axis.
             add(number, Clue.SETS, _SETS * bool(self._axes and Clue.SETS in clues))
         kind = self._verdict.kind
@@ -347,7 +338,7 @@ class _Judge:
 
     def _fits(self, call: Collective) -> bool:
         """Whether it reduces over axes of the finding."""
-        return call.operation.reduces and not self._mesh.isdisjoint(_spans(call.group))
+        return call.operation.reduces and not self._mesh.isdisjoint(call.axes)
 
     def _worth(self, call: Collective) -> float:
         kind = self._verdict.kind
@@ -381,10 +372,10 @@ class _Judge:
             if user.scales and code.contexts[number]:
                 for name in user.factors:
                     used[user.file, name] = max(weight, used.get((user.file, name), 0.0))
-        for known in code.at[BUILDING]:
-            for name in code.functions[known].factors:
-                weight = used.get((code.functions[known].file, name), 0.0)
-                for setter in self._naming(known, name) if weight else ():
+        for number in code.at[BUILDING]:
+            for name in code.functions[number].factors:
+                weight = used.get((code.functions[number].file, name), 0.0)
+                for setter in self._naming(number, name) if weight else ():
                     function = code.functions[setter]
                     if name in function.sets and not self._axes.isdisjoint(function.axes):
                         weights[setter] = max(weights.get(setter, 0.0), weight)
@@ -392,14 +383,14 @@ class _Judge:
 
     def _naming(self, number: int, factor: str) -> list[int]:
         """A function and its callers before the step, as far as they name a factor."""
-        code, found = self._code, [number]
-        for known in found:
-            found += [
+        code, chain = self._code, [number]
+        for function in chain:
+            chain += [
                 caller
-                for caller in code.callers(known, BUILDING)
-                if factor in code.functions[caller].factors and caller not in found
+                for caller in code.callers(function, BUILDING)
+                if factor in code.functions[caller].factors and caller not in chain
             ]
-        return found
+        return chain
 
     def _named(self, factor: str) -> float:
         """Points for a factor whose name is that of the finding's, or of its loss."""
@@ -416,7 +407,7 @@ class _Judge:
         if Cause.TOO_LARGE in self._causes:
             # What is too large lacks nothing.
             return
-        spanned = {axis for call in self._ledger.collectives for axis in _spans(call.group)}
+        spanned = {axis for call in self._ledger.collectives for axis in call.axes}
         ran: dict[int, set[str]] = defaultdict(set)
         for call in self._ledger.collectives:
             for number in self._chain(call):
@@ -425,14 +416,14 @@ class _Judge:
         silent: dict[int, None] = {}
         for number in self._suspects.weights:
             function = self._code.functions[number]
-            contexts = [each for each in self._code.contexts[number] if each[1] in passes]
+            contexts = [context for context in self._code.contexts[number] if context[1] in passes]
             modules = {name for name, _ in contexts}
             named = communicates(function) and spanned & {*function.axes}
             if named and modules and not modules & ran[number]:
                 # The axis may be known to the caller alone.
-                below = (known for each in contexts for known in self._code.below(number, each))
-                quiet = (known for known in below if communicates(self._code.functions[known]))
-                silent |= dict.fromkeys(known for known in quiet if not modules & ran[known])
+                below = (n for context in contexts for n in self._code.below(number, context))
+                quiet = (n for n in below if communicates(self._code.functions[n]))
+                silent |= dict.fromkeys(n for n in quiet if not modules & ran[n])
         for number in self._suspects.weights if self._unsent else ():
             function = self._code.functions[number]
             could = communicates(function) and not PARAMETERS.isdisjoint(tokens(function.name))
@@ -455,7 +446,7 @@ class _Judge:
             marks = {*self._code.functions[number].marks}
             is_built = Clue.BUILT in suspects.clues[number]
             if is_built and lost and marks & selecting:
-                # By the marks that the reduction selects by, this parameter is none of its own.
+                # The reduction selects parameters by marks that this one lacks.
                 suspects.weights[number] = 1.0
                 suspects.add(number, Clue.MARKS, 9.0)
             elif is_built and marks and self._few and not missing:
@@ -472,19 +463,13 @@ def _complementary(finding: Finding) -> bool:
     return len(spans) > 1 and max(a for a, _ in spans) > min(b for _, b in spans)
 
 
-def _each(finding: Finding | None) -> Iterator[Finding]:
+def _parts(finding: Finding | None) -> Iterator[Finding]:
     """A finding and those that it consists of."""
     if finding is not None:
         yield finding
     match finding:
         case Composed(steps=steps):
             for step in steps:
-                yield from _each(step)
+                yield from _parts(step)
         case LossShare(fault=fault) | LossTerm(fault=fault) | InPart(fault=fault):
-            yield from _each(fault)
-
-
-def _spans(group: str) -> set[str]:
-    """The axes of a group; the copies of the embeddings are on pipeline stages."""
-    axes = {*group.split("-")}
-    return axes | {"pp"} if "embedding" in axes else axes
+            yield from _parts(fault)

@@ -93,23 +93,23 @@ def _shards(evidence: Evidence) -> list[_Indexed]:
         return []
     if len(shards) == len(evidence.parts):
         return shards
-    whole = evidence.reference.float().clone()
+    values = evidence.reference.float().clone()
     for part in evidence.parts:
         for box, piece in zip(part.boxes, part.pieces, strict=True):
-            target = logical_view(whole, box)
+            target = logical_view(values, box)
             if target.shape != piece.shape:
                 return []
             target.copy_(piece)
-    return [_Indexed(evidence.parts[0].rank, whole, tuple(map(torch.arange, whole.shape)))]
+    return [_Indexed(evidence.parts[0].rank, values, tuple(map(torch.arange, values.shape)))]
 
 
 def _moves(evidence: Evidence, shard: _Indexed, dim: int) -> _Move | None:
     """Which rows of the reference the shard's rows are, if they are any."""
-    there = evidence.reference.float()
+    reference = evidence.reference.float()
     for other, at in enumerate(shard.at):
-        if other != dim and len(at) != there.shape[other]:
-            there = there.index_select(other, at)
-    values, rows = shard.values.movedim(dim, 0), there.movedim(dim, 0)
+        if other != dim and len(at) != reference.shape[other]:
+            reference = reference.index_select(other, at)
+    values, rows = shard.values.movedim(dim, 0), reference.movedim(dim, 0)
     if not (len(values) and len(rows)):
         return None
     ours, theirs = values.reshape(len(values), -1), rows.reshape(len(rows), -1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ledger of a traced step says about a culprit: its collectives, and changed code.
+"""What the ledger of a traced step shows about a culprit: its collectives, and changed code.
 
-Both are observed, not tested: they are hints, and no cause.
+Both are observed, not tested: they are hints, not causes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cite(verdict: Judged, finding: Finding | None, ledger: Ledger) -> Citation |
         return None
     axes, step = _axes(finding), (ledger, verdict, phase)
     if phase not in (Phase.FORWARD, Phase.BACKWARD):
-        ran = tuple(call for call in _of(*step) if set(axes) & _spans(call.group))
+        ran = tuple(call for call in _of(*step) if call.axes.intersection(axes))
         return Citation(phase, ran, _without(axes, ran, ledger.unseen)) if axes else None
     module = verdict.name.partition("#")[0]
     ran = tuple(_inside(_of(*step), module))
@@ -122,15 +122,9 @@ def _axes(finding: Finding | None) -> tuple[str, ...]:
     return tuple(axis for axis in finding.axes if axis in AXES)
 
 
-def _spans(group: str) -> set[str]:
-    """The axes of a group; the copies of the embeddings are on pipeline stages."""
-    axes = set(group.split("-"))
-    return axes | {"pp"} if "embedding" in axes else axes
-
-
 def _without(
     axes: Iterable[str], ran: Iterable[Collective], unseen: Iterable[str]
 ) -> tuple[str, ...]:
     """Axes over which nothing is reduced: none of these does, and all would have been seen."""
-    spanned = {axis for call in ran if call.operation.reduces for axis in _spans(call.group)}
+    spanned = {axis for call in ran if call.operation.reduces for axis in call.axes}
     return tuple(axis for axis in axes if axis not in spanned.union(unseen))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a tensor is wrong: at some token ids, in some rows; what stands there instead."""
+"""Where a tensor is wrong (token ids, rows, parts), and the values that are there instead."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def _looked_up(
     table: torch.Tensor,
 ) -> Iterator[tuple[WrongTokens, torch.Tensor]]:
     """The nearest rows of the table in the place of the wrong ones, or added to the right ones."""
-    held, right = values[wrong], evidence.reference.float()[wrong]
+    ours, right = values[wrong], evidence.reference.float()[wrong]
     for added in (False, True):
-        rest = held - right if added else held
-        zero = not rest.any()
-        evidence.work.spend(len(rest) * table.numel())
-        rows = torch.cdist(rest, table).argmin(1)
-        whole = evidence.reference.float().clone()
-        whole[wrong] = added * right + (not zero) * table[rows]
+        looked_up = ours - right if added else ours
+        zero = not looked_up.any()
+        evidence.work.spend(len(looked_up) * table.numel())
+        rows = torch.cdist(looked_up, table).argmin(1)
+        other = evidence.reference.float().clone()
+        other[wrong] = added * right + (not zero) * table[rows]
         span = None if zero else (int(rows.min()), int(rows.max()))
-        yield dataclasses.replace(tokens, zero=zero, rows=span, added=added), whole
+        yield dataclasses.replace(tokens, zero=zero, rows=span, added=added), other
 
 
 def dropped_rows(evidence: Evidence) -> WrongRows | None:
@@ -59,9 +59,9 @@ def dropped_rows(evidence: Evidence) -> WrongRows | None:
     rows = _rows(evidence)
     if rows is None or not rows.zero:
         return None
-    whole = evidence.reference.float().clone()
-    whole.index_fill_(rows.at, torch.tensor(rows.indices), 0.0)
-    return rows if evidence.holds(whole) else None
+    zeroed = evidence.reference.float().clone()
+    zeroed.index_fill_(rows.at, torch.tensor(rows.indices), 0.0)
+    return rows if evidence.holds(zeroed) else None
 
 
 def in_part(evidence: Evidence) -> InPart | None:
@@ -86,7 +86,7 @@ def in_part(evidence: Evidence) -> InPart | None:
             ours[first : last + 1] -= off[first : last + 1]
             pieces = ours.float().split([piece.numel() for piece in part.pieces])
             repaired[part.rank] = [
-                piece.view(there.shape) for piece, there in zip(pieces, part.pieces, strict=True)
+                piece.view(former.shape) for piece, former in zip(pieces, part.pieces, strict=True)
             ]
         if len(repaired) < len(parts):
             continue
@@ -95,8 +95,8 @@ def in_part(evidence: Evidence) -> InPart | None:
             <= _left(evidence, part, spans[part.rank], total[part.rank])
             for part in parts
         ):
-            held = tuple((rank, span, total[rank]) for rank, span in sorted(spans.items()))
-            return InPart(fault.cause, fault.axes, fault=fault, spans=held)
+            by_rank = tuple((rank, span, total[rank]) for rank, span in sorted(spans.items()))
+            return InPart(fault.cause, fault.axes, fault=fault, spans=by_rank)
     return None
 
 
@@ -184,7 +184,7 @@ def _rows(evidence: Evidence) -> WrongRows | None:
                     slice_of=slice_of,
                 )
             )
-    return min(rows, key=lambda each: len(each.indices) / each.total, default=None)
+    return min(rows, key=lambda wrong: len(wrong.indices) / wrong.total, default=None)
 
 
 def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -197,11 +197,11 @@ def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | No
     values = reference.clone()
     diff = torch.zeros_like(reference)
     for part in evidence.parts:
-        for box, piece, there in zip(part.boxes, part.pieces, evidence.expected(part), strict=True):
+        for box, piece, right in zip(part.boxes, part.pieces, evidence.expected(part), strict=True):
             error, kept = logical_view(diff, box), logical_view(values, box)
-            if piece.shape != there.shape:
+            if piece.shape != right.shape:
                 return None, values
-            off = torch.nan_to_num((piece - there).abs(), nan=torch.inf)
+            off = torch.nan_to_num((piece - right).abs(), nan=torch.inf)
             kept.copy_(torch.where(off > error, piece, kept))
             torch.maximum(error, off, out=error)
     squares = diff.double().square()

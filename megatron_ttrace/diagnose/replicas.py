@@ -58,7 +58,7 @@ def _sum(
     total = [torch.zeros_like(piece, dtype=torch.float64) for piece in part.pieces]
     for rank in group:
         other = failing.get(rank)
-        if other is None or _region(other) != _region(part):
+        if other is None or [b.region for b in other.boxes] != [b.region for b in part.boxes]:
             return None
         for into, piece in zip(total, other.pieces, strict=True):
             into += piece
@@ -72,17 +72,13 @@ def _mean(groups: Mapping[int, Sequence[int]], part: FailedPart) -> list[torch.T
 
 def _agree(evidence: Evidence, total: Evidence, groups: Mapping[int, Sequence[int]]) -> bool:
     """Whether every rank holds the mean of its group."""
-    for own, summed in zip(evidence.parts, total.parts, strict=True):
-        count = len(groups[own.rank])
-        for piece, whole in zip(own.pieces, summed.pieces, strict=True):
-            off = torch.linalg.vector_norm(piece - whole / count)
+    for part, summed in zip(evidence.parts, total.parts, strict=True):
+        count = len(groups[part.rank])
+        for piece, whole_sum in zip(part.pieces, summed.pieces, strict=True):
+            off = torch.linalg.vector_norm(piece - whole_sum / count)
             if not off <= evidence.tolerance.value * torch.linalg.vector_norm(piece):
                 return False
     return True
-
-
-def _region(part: FailedPart) -> list[object]:
-    return [box.region for box in part.boxes]
 
 
 def some_copies(evidence: Evidence) -> WrongCopies | None:
@@ -90,13 +86,13 @@ def some_copies(evidence: Evidence) -> WrongCopies | None:
     wrong = {part.rank for part in evidence.parts}
     right: set[int] = set()
     for part in evidence.parts:
-        own = evidence.held.get(part.rank)
+        boxes = evidence.held.get(part.rank)
         copies = {
             mesh.rank
             for mesh in evidence.meshes
-            if own is not None
+            if boxes is not None
             and mesh.rank not in wrong
-            and evidence.held.get(mesh.rank) == own
+            and evidence.held.get(mesh.rank) == boxes
             and mesh.at("pp") == part.mesh.at("pp")
         }
         if not copies:

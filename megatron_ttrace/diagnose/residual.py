@@ -31,28 +31,20 @@ def residuals(
     culprits: Sequence[Culprit],
     evidence: Callable[[TraceKey], Evidence | None],
 ) -> tuple[Residual, ...]:
-    """The residuals of failed tensors whose shards were kept. Never raises.
-
-    Args:
-        verdicts: all of them.
-        culprits: their tensors come first.
-        evidence: reads what was kept of a tensor.
-    """
+    """The residuals of failed tensors whose shards were kept, culprits' first. Never raises."""
     shown: list[Residual] = []
     for key in _chosen(verdicts, culprits):
-        if sum(known.total for known in shown) >= ELEMENTS:
+        if sum(other.total for other in shown) >= ELEMENTS:
             break
         # Details are optional, the verdicts are complete.
         with contextlib.suppress(Exception):
-            if (known := evidence(key)) is not None:
-                shown.append(residual(known))
+            if (failed := evidence(key)) is not None:
+                shown.append(residual(failed))
     return tuple(shown)
 
 
 def _chosen(verdicts: Iterable[Judged], culprits: Sequence[Culprit]) -> list[TraceKey]:
-    failed = [
-        verdict for verdict in verdicts if verdict.verdict.is_failure and verdict.margin is not None
-    ]
+    failed = [v for v in verdicts if v.verdict.is_failure and v.margin is not None]
     worst: dict[object, Judged] = {}
     for verdict in failed:
         sort = (verdict.name, verdict.kind)
@@ -71,8 +63,8 @@ def residual(evidence: Evidence) -> Residual:
     exact = total = 0
     worst: dict[tuple[int, ...], float] = {}
     for part in evidence.parts:
-        for piece, there, box in zip(part.pieces, evidence.expected(part), part.boxes, strict=True):
-            error = ((piece - there).abs() / scale).reshape(-1)
+        for piece, right, box in zip(part.pieces, evidence.expected(part), part.boxes, strict=True):
+            error = ((piece - right).abs() / scale).reshape(-1)
             # NaN counts as the largest error.
             error = torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf)
             total += error.numel()
@@ -98,13 +90,12 @@ def _side_by_side(evidence: Evidence, indices: Iterable[tuple[int, ...]]) -> tup
     """Elements with the values of all failing ranks that hold them, in the order of ``indices``."""
     elements: dict[tuple[int, ...], list[Element]] = {index: [] for index in indices}
     for part in evidence.parts[:_RANKS]:
-        for piece, there, box in zip(part.pieces, evidence.expected(part), part.boxes, strict=True):
-            for index, held in elements.items():
+        for piece, right, box in zip(part.pieces, evidence.expected(part), part.boxes, strict=True):
+            for index, by_rank in elements.items():
                 inside = tuple(i - s for i, s in zip(index, box.logical, strict=True))
                 if all(0 <= i < size for i, size in zip(inside, box.extent, strict=True)):
-                    held.append(
-                        Element(index, float(there[inside]), float(piece[inside]), part.rank)
-                    )
+                    element = Element(index, float(right[inside]), float(piece[inside]), part.rank)
+                    by_rank.append(element)
     return tuple(itertools.chain(*elements.values()))
 
 
@@ -127,4 +118,4 @@ def _spans(boxes: tuple[Box, ...], limit: int = 4) -> str:
         for box in boxes[:limit]
     )
     more = f" and {len(boxes) - limit} more" if len(boxes) > limit else ""
-    return " ".join(f"[{each}]" for each in slices) + more
+    return " ".join(f"[{box}]" for box in slices) + more

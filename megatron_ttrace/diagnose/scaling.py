@@ -62,9 +62,8 @@ _COARSE = {
 
 def zero(evidence: Evidence) -> Finding | None:
     """Every failing part is all zero, the reference is not. The repair: any value at all."""
-    if any(piece.any() for part in evidence.parts for piece in part.pieces):
-        return None
-    return Finding(Cause.ZERO)
+    is_zero = not any(piece.any() for part in evidence.parts for piece in part.pieces)
+    return Finding(Cause.ZERO) if is_zero else None
 
 
 def factor(evidence: Evidence) -> ConstantFactor | None:
@@ -81,25 +80,22 @@ def factor(evidence: Evidence) -> ConstantFactor | None:
 def tested(
     evidence: Evidence, named: ConstantFactor, repairs: Callable[[float, int], bool]
 ) -> ConstantFactor | None:
-    """A factor with those of its sizes that are a repair; it is one itself if it is no size.
+    """The best fitting factor with those of its sizes that are a repair, or as it is, without one.
 
-    Args:
-        evidence: the failed tensor.
-        named: the factor that fits best.
-        repairs: whether a factor is a repair, with how many numbers were fitted for it.
+    ``repairs`` says whether a factor is a repair, with how many numbers were fitted for it.
     """
     if named.cause is Cause.SIGN and repairs(-1.0, 0):
         return named
     layout = sizes_of(evidence)
-    known: dict[float, bool] = {}
+    is_repair: dict[float, bool] = {}
     sizes = []
     for names in named.sizes:
         size = math.prod(layout[name] for name in names)
         size = math.sqrt(size) if named.root else size
         size = size if (size > 1) is (abs(named.ratio) > 1) else 1 / size
-        if size not in known:
-            known[size] = repairs(math.copysign(size, named.ratio), 0)
-        sizes += [names] * known[size]
+        if size not in is_repair:
+            is_repair[size] = repairs(math.copysign(size, named.ratio), 0)
+        sizes += [names] * is_repair[size]
     if sizes:
         axes = tuple(axis for axis in named.axes if any(axis in names for names in sizes))
         return dataclasses.replace(named, axes=axes, sizes=tuple(sizes))
@@ -110,7 +106,7 @@ def tested(
 def rescaled(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
     """Divide by a size of the layout, or by its inverse, that the values are about too large."""
     sides = [part.pieces for part in evidence.parts], map(evidence.expected, evidence.parts)
-    ours, theirs = (math.sqrt(dot((each, each) for each in side)[1]) for side in sides)
+    ours, theirs = (math.sqrt(dot((pieces, pieces) for pieces in side)[1]) for side in sides)
     if not (theirs and 0 < ours < math.inf):
         return
     evidence.work.spend(2 * evidence.elements)
@@ -153,10 +149,8 @@ def shift(evidence: Evidence) -> Shift | None:
 
 def factor_per_rank(evidence: Evidence) -> RankFactors | None:
     """Another constant for each rank. The repair: divide each part by its own."""
-    factors = _per_rank(evidence)
-    if len(factors) < 2:
-        return None
-    return RankFactors(Cause.FACTOR, factors=tuple(sorted(factors.items())))
+    factors = tuple(sorted(_per_rank(evidence).items()))
+    return RankFactors(Cause.FACTOR, factors=factors) if len(factors) > 1 else None
 
 
 def product(evidence: Evidence) -> ProductFactors | None:
@@ -214,8 +208,8 @@ def _cast(
         at = {rank: evidence.meshes[rank].at("tp") for rank in factors}
         operands[CastOperand.OWN_PART] = {rank: chunks[at[rank]] for rank in factors}
     casts: list[tuple[float, CastOperand, str, bool]] = []
-    for (operand, given), (dtype, form) in itertools.product(operands.items(), _FORMATS.items()):
-        tops = {rank: float(tensor.abs().amax()) for rank, tensor in given.items()}
+    for (operand, by_rank), (dtype, form) in itertools.product(operands.items(), _FORMATS.items()):
+        tops = {rank: float(tensor.abs().amax()) for rank, tensor in by_rank.items()}
         if all(tops.values()):
             scales = {rank: torch.finfo(form).max / top for rank, top in tops.items()}
             undone = max(abs(factors[rank] * scale - 1) for rank, scale in scales.items())
@@ -248,7 +242,7 @@ def rounded(evidence: Evidence) -> Rounded | None:
         def unrounded(part: FailedPart, of: Callable[..., torch.Tensor] = round_off) -> Pieces:
             # c is round(r): the error that is left beside what rounding explains.
             pairs = zip(part.pieces, evidence.expected(part), strict=True)
-            return [there + (piece - of(there)) for piece, there in pairs]
+            return [right + (piece - of(right)) for piece, right in pairs]
 
         if evidence.repairs(unrounded):
             return Rounded(Cause.PRECISION, dtype=name, scaled=scaled)

@@ -30,13 +30,7 @@ from megatron_ttrace.diagnose import (
 )
 from megatron_ttrace.diagnose.evidence import Evidence, ExhaustedError, Work
 from megatron_ttrace.trace import findings as f
-from megatron_ttrace.trace.findings import (
-    Composed,
-    ConstantFactor,
-    Finding,
-    ProductFactors,
-    RankFactors,
-)
+from megatron_ttrace.trace.findings import Finding
 
 Closing = Callable[[Evidence], Finding | None]
 Step = Callable[[Evidence], Iterable[tuple[Finding, Evidence]]]
@@ -76,7 +70,7 @@ WORK = 2e8
 _CHOICE = 4.0
 """Bits of the choice of one step among all."""
 
-_FACTORS = (ConstantFactor, RankFactors, ProductFactors)
+_FACTORS = (f.ConstantFactor, f.RankFactors, f.ProductFactors)
 _ALREADY_SCALED = (scaling.factor, scaling.factor_per_rank, scaling.product)
 """Nothing new after a step that divides by a size."""
 
@@ -129,7 +123,7 @@ class Composition:
         if len(findings) == 1:
             return findings[0]
         axes = dict.fromkeys(axis for finding in findings for axis in finding.axes)
-        return Composed(findings[0].cause, tuple(axes), steps=tuple(findings))
+        return f.Composed(findings[0].cause, tuple(axes), steps=tuple(findings))
 
     @property
     def size(self) -> int:
@@ -162,9 +156,7 @@ class _State:
 def search(evidence: Evidence, failed: Failed | None = None) -> list[Composition]:
     """Compositions that make every failing part right, the simplest first.
 
-    Args:
-        evidence: the failed tensor.
-        failed: is called with a repair whose test raised; without it the exception is raised.
+    ``failed`` is called with a repair whose test raised; without it the exception is raised.
     """
     compositions: list[Composition] = []
     states = [_State(evidence)] if evidence.parts else []
@@ -191,7 +183,7 @@ def search(evidence: Evidence, failed: Failed | None = None) -> list[Composition
 
 
 def alternative(compositions: list[Composition]) -> Finding | None:
-    """Another repair than the first that is as simple, and is not the same in other words."""
+    """A second repair that is as simple as the first, and not the same in other words."""
     first = compositions[0].finding
     for other in compositions[1:]:
         alike = type(other.finding) is type(first)

@@ -65,11 +65,11 @@ def _describe(
 ) -> UnequalShares | None:
     by_weights: dict[tuple[ShareWeights, ...], list[int]] = {}
     modules = dict.fromkeys(share.module for share in shares)
-    for rank, fit in fits.items():
+    for rank, rank_fit in fits.items():
         weights: dict[str, dict[int, float]] = {module: {} for module in modules}
-        for share, weight in zip(shares, fit, strict=True):
+        for share, weight in zip(shares, rank_fit, strict=True):
             weights[share.module][share.number] = weight
-        counts = {module: _counts(evidence, axis, each) for module, each in weights.items()}
+        counts = {module: _counts(evidence, axis, fit) for module, fit in weights.items()}
         if len(set(counts.values())) == 1:
             described = tuple(filter(None, [counts[shares[0].module]]))
         else:
@@ -92,8 +92,8 @@ def _counts(evidence: Evidence, axis: str, weights: dict[int, float]) -> ShareWe
         by_rank: dict[int, list[float]] = {}
         for microbatch, weight in weights.items():
             by_rank.setdefault(microbatch % ranks, []).append(weight)
-        if all(max(each) - min(each) <= near for each in by_rank.values()):
-            axis, weights = "dp", {rank: each[0] for rank, each in by_rank.items()}
+        if all(max(fits) - min(fits) <= near for fits in by_rank.values()):
+            axis, weights = "dp", {rank: fits[0] for rank, fits in by_rank.items()}
     odd = {number: weight for number, weight in weights.items() if abs(weight - 1) > near}
     if not odd:
         return None

@@ -33,8 +33,8 @@ def _likely(evidence: Evidence) -> Iterator[tuple[Finding, torch.Tensor]]:
         other = evidence.whole(key)
         if other is None or other.shape != evidence.reference.shape:
             continue
-        there = flat(evidence.expected(first, other)[:1])[:_SAMPLE]
-        if torch.linalg.vector_norm(head - there) <= 0.5 * torch.linalg.vector_norm(there):
+        start = flat(evidence.expected(first, other)[:1])[:_SAMPLE]
+        if torch.linalg.vector_norm(head - start) <= 0.5 * torch.linalg.vector_norm(start):
             yield finding, other
 
 
@@ -48,14 +48,14 @@ def operand(evidence: Evidence) -> WrongOperand | None:
     module = key.name.removesuffix(".weight")
     if key.kind is not Kind.MAIN_GRAD or module == key.name or evidence.reference.ndim != 2:
         return None
-    own = _gradient(evidence, module, module)
-    if own is None or not evidence.near(own):
+    gradient = _gradient(evidence, module, module)
+    if gradient is None or not evidence.near(gradient):
         return None
     modules = itertools.chain(_siblings(module), evidence.alike(module))
     return evidence.instead(
-        (WrongOperand(Cause.OPERAND, module=other), gradient)
+        (WrongOperand(Cause.OPERAND, module=other), value)
         for other in modules
-        if (gradient := _gradient(evidence, module, other)) is not None
+        if (value := _gradient(evidence, module, other)) is not None
     )
 
 
@@ -65,9 +65,9 @@ def _siblings(module: str) -> Iterator[str]:
     position = next((at for at, word in enumerate(words) if word.isdigit()), None)
     if position is None:
         return
-    own = int(words[position])
+    number = int(words[position])
     for distance in range(1, 9):
-        for layer in (own + distance, own - distance):
+        for layer in (number + distance, number - distance):
             if layer >= 0:
                 yield ".".join([*words[:position], str(layer), *words[position + 1 :]])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A start that failed: what the step computes from it says nothing about the step.
+"""A start that failed: what the step computes from it does not show whether the step is right.
 
 The checker's own start values go into parameters by name, place and layer number. Where these are
 wrong (a mark of parallelism is lost, two pipeline stages number their layers alike, no stage has a
@@ -68,9 +68,9 @@ def loaded(verdicts: Iterable[Judged]) -> list[tuple[Judged, Grounds]]:
     Of main weights, those whose weights are right; of learning rates, those that the scheduler's
     own numbers do not make wrong.
     """
-    given = [verdict for verdict in verdicts if verdict.kind is Kind.LOADED]
-    passed = {(v.name, v.index) for v in given if not v.verdict.is_failure}
-    failed = {(v.name, v.index): v for v in given if v.verdict.is_failure}
+    verdicts = [verdict for verdict in verdicts if verdict.kind is Kind.LOADED]
+    passed = {(v.name, v.index) for v in verdicts if not v.verdict.is_failure}
+    failed = {(v.name, v.index): v for v in verdicts if v.verdict.is_failure}
     wrong = {name for name, index in failed if index in WEIGHTS}
     is_scheduled = any(name.startswith(SCHEDULER) for name, _ in failed)
 
@@ -163,29 +163,25 @@ def other_division(
     meshes: Sequence[Mesh],
     axes: Sequence[str],
 ) -> OtherDivision | None:
-    """Every rank's part is taken for the whole parameter, or the whole one for a part.
+    """Every rank's part is taken for the whole parameter, or the whole parameter for a part.
 
-    The repair: divide, or do not divide, one dim over one axis. The shape is then the reference's.
-
-    Args:
-        shape: of the reference's parameter.
-        taken: what each rank takes for the shape of the whole parameter.
-        meshes: of all ranks.
-        axes: over which parameters of its sort can be divided.
+    The repair: divide, or do not divide, one dim over one of ``axes``. What each rank takes for the
+    parameter's shape (``taken``) is then the reference's.
     """
-    shapes = {tuple(each) for each in taken}
-    if len(shapes) != 1 or not meshes or len(held := shapes.pop()) != len(shape):
+    shapes = set(map(tuple, taken))
+    if len(shapes) != 1 or not meshes or len(ranks_shape := shapes.pop()) != len(shape):
         return None
-    odd = [dim for dim, (ours, right) in enumerate(zip(held, shape, strict=True)) if ours != right]
+    pairs = enumerate(zip(ranks_shape, shape, strict=True))
+    odd = [(dim, ours, right) for dim, (ours, right) in pairs if ours != right]
     if len(odd) != 1:
         return None
-    ours, right = held[odd[0]], shape[odd[0]]
+    dim, ours, right = odd[0]
     small, large = sorted((ours, right))
     fits = tuple(axis for axis in axes if small * meshes[0].size(axis) == large)
     if not fits:
         return None
     return OtherDivision(
-        Cause.DIVISION, fits, dim=odd[0], held=ours, total=right, inverse=ours > right
+        Cause.DIVISION, fits, dim=dim, held=ours, total=right, inverse=ours > right
     )
 
 
@@ -194,41 +190,30 @@ def misplaced_layers(
 ) -> MisplacedLayers | None:
     """Whole layers are on no stage, or on several. The repair: hold or number each layer once.
 
-    Args:
-        name: of the parameter that is missing or held too often.
-        expected: parameters of the reference.
-        stages: the candidate's layers.
-        chunks: of the model on each stage.
+    ``name`` is that of the parameter that is missing or held too often, ``expected`` are the
+    reference's; each stage has so many ``chunks`` of the model.
     """
     layer = next(iter(_layers([name])), None)
     if layer is None or not stages:
         return None
-    wanted = {other for other in _layers(expected) if other[0] == layer[0]}
-    there = {stage: {o for o in layers if o[0] == layer[0]} for stage, layers in stages.items()}
-    everywhere = set().union(*there.values())
-    lost, strange = wanted - everywhere, everywhere - wanted
-    twice = {o for o in everywhere if sum(o in layers for layers in there.values()) > 1}
+    reference = {other for other in _layers(expected) if other[0] == layer[0]}
+    by_stage = [{o for o in stages[stage] if o[0] == layer[0]} for stage in sorted(stages)]
+    everywhere = set().union(*by_stage)
+    lost, strange = reference - everywhere, everywhere - reference
+    twice = {o for o in everywhere if sum(o in layers for layers in by_stage) > 1}
     if layer not in lost | strange | twice:
         return None
-    counts = tuple(len(there[stage]) for stage in sorted(there))
-    if twice or strange:
-        return MisplacedLayers(
-            Cause.LAYER_NUMBERS,
-            ("pp",),
-            missing=_numbers(lost),
-            twice=_numbers(twice),
-            strange=_numbers(strange),
-            total=len(wanted),
-            held=counts,
-        )
-    chunks *= len(there)
-    dropped = chunks > 1 and len(lost) == len(wanted) % chunks
+    is_misnumbered = bool(twice or strange)
+    chunks *= len(by_stage)
+    dropped = not is_misnumbered and chunks > 1 and len(lost) == len(reference) % chunks
     return MisplacedLayers(
-        Cause.LAYERS,
+        Cause.LAYER_NUMBERS if is_misnumbered else Cause.LAYERS,
         ("pp",),
         missing=_numbers(lost),
-        total=len(wanted),
-        held=counts,
+        twice=_numbers(twice),
+        strange=_numbers(strange),
+        total=len(reference),
+        held=tuple(map(len, by_stage)),
         divisor=chunks if dropped else 0,
     )
 

@@ -42,10 +42,7 @@ _NONE = 1e-3
 def counted(evidence: Evidence, summand: torch.Tensor, power: int = 1) -> Finding | None:
     """How a summand counts, if counting it once is the repair; the rest of the tensor is right.
 
-    Args:
-        evidence: the failed tensor.
-        summand: what should count once in the reference.
-        power: of the number in the summand whose factor is reported.
+    ``power`` is that of the number in the summand whose factor is reported.
     """
     surplus = evidence.surplus(summand)
     if not surplus:
@@ -71,7 +68,7 @@ def weights_of(
     Each failing part is fitted by itself: ranks may lack different summands. What the summands
     leave of the reference counts as it should. ``scale`` is their factor in the reference.
     """
-    rest = evidence.reference.float() - torch.stack([*summands]).sum(0) * scale
+    remainder = evidence.reference.float() - torch.stack([*summands]).sum(0) * scale
     fits: dict[int, list[float]] = {}
     for part in evidence.parts:
         terms = torch.stack(
@@ -79,13 +76,13 @@ def weights_of(
         ).double()
         evidence.work.spend(terms.shape[0] ** 2 * terms.shape[1])
         # A summand of nothing counts once as well as twice.
-        some = terms.any(1)
-        if not some.any() or _alike(terms[some]) * evidence.tolerance.value > ROUGH:
+        counts = terms.any(1)
+        if not counts.any() or _alike(terms[counts]) * evidence.tolerance.value > ROUGH:
             return None
-        terms, total = terms[some] * scale, flat(evidence.less(part, rest)).double()
+        terms, total = terms[counts] * scale, flat(evidence.less(part, remainder)).double()
         fit = torch.linalg.lstsq(terms @ terms.T, terms @ total, driver="gelsd").solution
         weights = iter(fit.tolist())
-        fits[part.rank] = [next(weights) if counts else 1.0 for counts in some.tolist()]
+        fits[part.rank] = [next(weights) if count else 1.0 for count in counts.tolist()]
 
     def once(part: FailedPart) -> Pieces:
         for weight, summand in zip(fits[part.rank], summands, strict=True):
@@ -112,8 +109,8 @@ def addend(evidence: Evidence) -> Addend | None:
     if evidence.key.kind is not Kind.OUTPUT:
         return None
     bias, shape = evidence.bias(), evidence.reference.shape
-    given = evidence.tensor(Kind.INPUT, evidence.key.name)
-    addends = {True: None if bias is None else bias.expand(shape), False: given}
+    fed = evidence.tensor(Kind.INPUT, evidence.key.name)
+    addends = {True: None if bias is None else bias.expand(shape), False: fed}
     for is_bias, values in addends.items():
         if values is None or values.shape != shape:
             continue
@@ -140,8 +137,8 @@ def gradient(evidence: Evidence) -> GradientFactor | None:
     clipping = 1.0 if norm is None or limit is None else max(1.0, float(norm) / limit)
     power = 1 if kind is Kind.EXP_AVG else 2
     share = (1 - numbers[BETAS[kind]]) * (main_grad.float() / clipping) ** power
-    known = {**numbers, "clipping": clipping} if clipping > 1 else numbers
-    fault = counted(dataclasses.replace(evidence, numbers=known), share, power)
+    numbers = {**numbers, "clipping": clipping} if clipping > 1 else numbers
+    fault = counted(dataclasses.replace(evidence, numbers=numbers), share, power)
     if isinstance(fault, ConstantFactor):
         return GradientFactor(fault.cause, fault.axes, ratio=fault.ratio, sizes=fault.sizes)
     return GradientFactor(fault.cause, ratio=0.0) if fault else None
@@ -182,8 +179,8 @@ def _terms(evidence: Evidence) -> dict[Term, torch.Tensor]:
             ones = torch.zeros_like(logits).scatter_(-1, labels[..., None], 1.0)
             softmax = (logits - total[..., None]).exp()
             terms = {Term.SOFTMAX: softmax * scale, Term.ONE: -ones * scale}
-        whole = sum(terms.values(), torch.zeros(()))
-        if whole.shape == evidence.reference.shape and evidence.near(whole):
+        value = sum(terms.values(), torch.zeros(()))
+        if value.shape == evidence.reference.shape and evidence.near(value):
             return terms
     return {}
 

@@ -55,14 +55,8 @@ class Suspects:
     ) -> None:
         """Find them.
 
-        Args:
-            code: what ran.
-            ledger: its record.
-            verdict: of the tensor.
-            finding: what was found out about its cause.
-            few: whether most tensors of this kind pass.
-            whole: whether the gradients of the module's parameters fail, too.
-            logged: whether the losses that are logged are right, by name.
+        ``few``: most tensors of this kind pass. ``whole``: the gradients of the module's parameters
+        fail, too. ``logged``: whether the losses that are logged are right, by name.
         """
         self.weights: dict[int, float] = {}
         self.clues: dict[int, dict[Clue, float]] = defaultdict(dict)
@@ -80,8 +74,8 @@ class Suspects:
 
     def add(self, function: int, clue: Clue, points: float) -> None:
         """Let a clue speak for a function with at least so many points."""
-        known = self.clues[function]
-        known[clue] = max(points, known.get(clue, 0.0))
+        clues = self.clues[function]
+        clues[clue] = max(points, clues.get(clue, 0.0))
 
     def _find(self) -> None:
         kind, direction = self._verdict.kind, self._verdict.direction
@@ -149,7 +143,7 @@ class Suspects:
     def _input_gradient(self) -> None:
         # The share of a loss is computed in the forward pass.
         of_loss = isinstance(self._finding, LossShare)
-        # What is wrong for the parameters as well was wrong before it came to the module's input.
+        # If parameters have wrong gradients too, the error is older than the module's input.
         forward = of_loss or (self._whole and self._finding is None)
         if isinstance(self._finding, LossShare) and self._right:
             self._share(self._finding)
@@ -253,28 +247,27 @@ class Suspects:
         """What ran in a part of the step, and what of the same files ran before any step."""
         functions = self._code.functions
         for context, ran in self._code.at.items():
-            own = [number for number in ran if functions[number].part is part]
+            of_part = [number for number in ran if functions[number].part is part]
             if context[1] is part is Phase.SCHEDULE:
                 # Schedules run everything: only what they call themselves.
-                self._take(own, weight)
-                for number in own:
+                self._take(of_part, weight)
+                for number in of_part:
                     self._take(self._code.helpers(number), weight * _DEEPER)
             elif context[1] is part:
                 self._take(ran, weight)
             elif context == BUILDING and built:
-                self._take(own, built)
+                self._take(of_part, built)
 
     def _built(self, module: str, weight: float, *, whole: bool = True) -> None:
         """A module's constructor, and all it called (``whole``) but other modules' constructors."""
         sources, code = self._sources, self._code
         like = (name for name in sources.modules if pattern(name) == pattern(module))
-        own = sources.of(next(like, module))
-        start = code.number(own.built) if own else None
+        module_code = sources.of(next(like, module))
+        start = code.number(module_code.built) if module_code else None
         if start is None:
             return
-        others = {code.number(other.built) for other in sources.codes} - {start, None}
-        but = {number for number in others if number is not None}
-        below = code.below(start, BUILDING, but) if whole else {start: 0}
+        others = {number for c in sources.codes if (number := code.number(c.built)) is not None}
+        below = code.below(start, BUILDING, others - {start}) if whole else {start: 0}
         for function, depth in below.items():
             self._take([function], weight * _DEEPER**depth)
             self.add(function, Clue.BUILT, 0.0)
@@ -307,7 +300,7 @@ class Suspects:
         }
         for number, function in enumerate(code.functions):
             if (function.file, function.name[: function.name.rfind(".") + 1]) in heads:
-                elsewhere = [one for one in code.contexts[number] if one[0] != name]
+                elsewhere = [context for context in code.contexts[number] if context[0] != name]
                 self._take([number] if elsewhere else (), weight * _DEEPER)
                 for caller in (c for context in elsewhere for c in code.callers(number, context)):
                     self._take([caller], weight)

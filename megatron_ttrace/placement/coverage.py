@@ -43,15 +43,15 @@ def coverage(
     Raises:
         ValueError: when a box leaves the tensor.
     """
-    held = [box for box in boxes if box.numel]
-    asked = None if within is None else [box for box in within if box.numel]
-    if 0 in logical_shape or asked == []:
+    boxes = [box for box in boxes if box.numel]
+    inside = None if within is None else [box for box in within if box.numel]
+    if 0 in logical_shape or inside == []:
         return Coverage(1, 1)
-    if not held:
+    if not boxes:
         return Coverage(0, 0)
     if not logical_shape:
-        return Coverage(len(held), len(held))
-    cutting = [*held, *(asked or ())]
+        return Coverage(len(boxes), len(boxes))
+    cutting = [*boxes, *(inside or ())]
     for box in cutting:
         for start, size, limit in zip(box.logical, box.extent, logical_shape, strict=True):
             if start < 0 or start + size > limit:
@@ -66,21 +66,21 @@ def coverage(
         )
         for d, size in enumerate(logical_shape)
     ]
-    counts = _counted(borders, held)
-    if asked is not None:
-        counts = counts[_counted(borders, asked) > 0]
+    counts = _counted(borders, boxes)
+    if inside is not None:
+        counts = counts[_counted(borders, inside) > 0]
     return Coverage(int(counts.min()), int(counts.max()))
 
 
-def _counted(borders: Sequence[np.ndarray], held: Sequence[Box]) -> np.ndarray:
+def _counted(borders: Sequence[np.ndarray], boxes: Sequence[Box]) -> np.ndarray:
     """How many of the boxes hold each cell."""
     counts = np.zeros([len(border) for border in borders], dtype=np.int64)
     starts = [
-        np.searchsorted(borders[d], [b.logical[d] for b in held]) for d in range(len(borders))
+        np.searchsorted(border, [b.logical[d] for b in boxes]) for d, border in enumerate(borders)
     ]
     stops = [
-        np.searchsorted(borders[d], [b.logical[d] + b.extent[d] for b in held])
-        for d in range(len(borders))
+        np.searchsorted(border, [b.logical[d] + b.extent[d] for b in boxes])
+        for d, border in enumerate(borders)
     ]
     for corner in itertools.product((0, 1), repeat=len(borders)):
         where = tuple(stops[d] if end else starts[d] for d, end in enumerate(corner))

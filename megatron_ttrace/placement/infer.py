@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Infer the placement of an activation from its shapes.
 
-Megatron divides activations in few ways, and the logical shape (the reference's) tells which:
+Megatron divides activations in few ways, and the logical shape (the reference's) shows which:
 context parallelism divides the sequence and nothing else; tensor parallelism then divides one dim:
 the sequence again (sequence parallelism), or a hidden, head or vocabulary dim. Keys and values of
 fewer groups than tensor-parallel ranks ([..., groups, channels]) are divided into single groups.
@@ -35,7 +35,7 @@ def infer_activation(
         local: shape of this rank's tensor.
         logical: shape of the whole tensor.
         mesh: sizes of the axes.
-        seq_length: logical sequence length, which tells the sequence dim from others.
+        seq_length: logical sequence length, by which the sequence dim is recognised.
         blocks: that are stacked in the last dim, as of :class:`BlockShard`; 1 if none are.
         ends: of packed sequences that context parallelism divides one by one, as of
             :class:`ZigZag`.
@@ -46,10 +46,10 @@ def infer_activation(
     if len(local) != len(logical):
         raise NoPlacementError(f"{tuple(local)} does not have as many dims as {tuple(logical)}")
     ratios = []
-    for here, whole in zip(local, logical, strict=True):
-        if (here == 0) != (whole == 0) or (here and whole % here):
+    for part, size in zip(local, logical, strict=True):
+        if (part == 0) != (size == 0) or (part and size % part):
             raise NoPlacementError(f"{tuple(local)} is not an even part of {tuple(logical)}")
-        ratios.append(whole // here if here else 1)
+        ratios.append(size // part if part else 1)
     steps = []
     cp, tp = mesh.size("cp"), mesh.size("tp")
     dim = _sequence_dim(ratios, logical, cp, seq_length)
@@ -86,16 +86,16 @@ def infer_head_rows(
     if logical[0] % heads:
         raise NoPlacementError(f"{logical[0]} rows are not a multiple of {heads} heads")
     rule = BlockShard(0, logical[0] // heads)
-    found = tuple(Step(axis, rule) for axis in ("tp", "cp") if mesh.size(axis) > 1)
+    placement = tuple(Step(axis, rule) for axis in ("tp", "cp") if mesh.size(axis) > 1)
     try:
-        fits = [length(one) for one in dims_of(logical, found, mesh)] == list(local)
+        fits = [length(dim) for dim in dims_of(logical, placement, mesh)] == list(local)
     except ValueError:
         fits = False
     if not fits:
         raise NoPlacementError(
             f"{tuple(local)} does not match a division of {heads} heads in {tuple(logical)}"
         )
-    return found
+    return placement
 
 
 def _sequence_dim(

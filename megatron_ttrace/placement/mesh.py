@@ -49,9 +49,9 @@ class Mesh:
         """
         plain = self.size("ep") == 1 and self.size("etp") == self.size("tp")
         sizes = {**self.sizes._asdict(), "vpp": self.vpp}
-        shown = (axis for axis in sizes if not (plain and axis in ("etp", "edp")))
-        found = {axis: sizes[axis] for axis in shown if sizes[axis] > 1}
-        return {"world_size": self.world_size, **found}
+        left_out = ("etp", "edp") if plain else ()
+        shown = {axis: n for axis, n in sizes.items() if n > 1 and axis not in left_out}
+        return {"world_size": self.world_size, **shown}
 
 
 SINGLE = Mesh(0, 1, Axes(*[1] * len(AXES)), Axes(*[0] * len(AXES)))

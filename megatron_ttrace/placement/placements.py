@@ -185,12 +185,13 @@ class FlatShard:
         total = math.prod(shape)
         if not 0 <= self.start <= self.end <= total:
             raise ValueError(f"flat range {self.start}..{self.end} exceeds a tensor of {total}")
-        found, offset = [], 0
+        boxes: list[Box] = []
+        offset = 0
         for origin, extent in rows(self.start, self.end, shape):
             for logical, size in _split(origin, extent, dim_maps):
-                found.append(Box(logical, size, (offset,)))
-                offset += found[-1].numel
-        return tuple(found)
+                boxes.append(Box(logical, size, (offset,)))
+                offset += boxes[-1].numel
+        return tuple(boxes)
 
     def __str__(self) -> str:
         return f"FlatShard({self.start}, {self.end})"

@@ -36,8 +36,8 @@ def describe_partial(words: str, axis: str) -> str:
 
 def copies(placement: Placements, axis: str, mesh: Mesh) -> int:
     """How many ranks along ``axis`` have the same elements, where it may also divide them."""
-    steps = [step.placement for step in placement if step.axis == axis]
-    parts = [one.parts if isinstance(one, GroupShard) else mesh.size(axis) for one in steps]
+    rules = [step.placement for step in placement if step.axis == axis]
+    parts = [rule.parts if isinstance(rule, GroupShard) else mesh.size(axis) for rule in rules]
     return mesh.size(axis) // max(parts, default=1)
 
 

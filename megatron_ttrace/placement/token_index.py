@@ -53,8 +53,8 @@ class TokenIndex:
 
     def of_expert(self, expert: int) -> TokenIndex:
         """The rows of one expert, as its own modules see them."""
-        mine = self.expert == expert
-        return TokenIndex(self.microbatch[mine], self.position[mine], self.expert[mine])
+        rows = self.expert == expert
+        return TokenIndex(self.microbatch[rows], self.position[rows], self.expert[rows])
 
     def fitted(self, rows: int) -> TokenIndex:
         """This index, padded expert by expert as a quantised matrix product wants it.
@@ -89,28 +89,28 @@ class TokenIndex:
         )
 
 
-def match(here: TokenIndex, there: TokenIndex, microbatch: int) -> tuple[DimMap, int]:
+def match(arrived: TokenIndex, reference: TokenIndex, microbatch: int) -> tuple[DimMap, int]:
     """Where the rows of ``microbatch`` lie in the reference's tensor.
 
     Returns:
         The rows as a dim map (runs of rows that are consecutive on both sides), and the number of
         rows that the reference does not have, or that came twice.
     """
-    local = np.flatnonzero(here.microbatch == microbatch)
-    known = np.flatnonzero(there.microbatch == microbatch)
-    width = 1 + max(_largest(here.position), _largest(there.position))
-    wanted = here.expert[local] * width + here.position[local]
-    codes = there.expert[known] * width + there.position[known]
+    local = np.flatnonzero(arrived.microbatch == microbatch)
+    logical = np.flatnonzero(reference.microbatch == microbatch)
+    width = 1 + max(_largest(arrived.position), _largest(reference.position))
+    local_codes = arrived.expert[local] * width + arrived.position[local]
+    codes = reference.expert[logical] * width + reference.position[logical]
     order = np.argsort(codes, kind="stable")
-    found = np.searchsorted(codes[order], wanted)
-    inside = found < len(codes)
-    found = np.where(inside, found, 0)
-    hit = inside & (codes[order][found] == wanted) if len(codes) else inside
-    _, first = np.unique(wanted, return_index=True)
-    single = np.zeros(len(wanted), dtype=bool)
+    ordered = np.searchsorted(codes[order], local_codes)
+    inside = ordered < len(codes)
+    ordered = np.where(inside, ordered, 0)
+    hit = inside & (codes[order][ordered] == local_codes) if len(codes) else inside
+    _, first = np.unique(local_codes, return_index=True)
+    single = np.zeros(len(local_codes), dtype=bool)
     single[first] = True
     hit &= single
-    return _runs(local[hit], known[order[found[hit]]]), int((~hit).sum())
+    return _runs(local[hit], logical[order[ordered[hit]]]), int((~hit).sum())
 
 
 def _largest(values: Rows) -> int:
@@ -172,7 +172,7 @@ def token_positions(
         ends: of packed sequences, as for :func:`infer_activation`.
 
     Raises:
-        NoPlacementError: when the local sequence is no part of it.
+        NoPlacementError: when the local sequence is not a part of it.
     """
     logical = (seq_length, local[1])
     placement = infer_activation(local, logical, mesh, seq_length=seq_length, ends=ends)
@@ -193,9 +193,9 @@ def ends_of(bounds: Sequence[Sequence[int]]) -> tuple[int, ...]:
     Returns:
         The ends, the last of them the number of tokens.
     """
-    found: list[int] = []
+    ends: list[int] = []
     for row in bounds:
-        start = found[-1] if found else 0
+        start = ends[-1] if ends else 0
         # What fills up a row repeats its last end.
-        found += [start + end for end in sorted(set(row[1:]))]
-    return tuple(found)
+        ends += [start + end for end in sorted(set(row[1:]))]
+    return tuple(ends)

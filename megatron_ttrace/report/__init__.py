@@ -59,9 +59,9 @@ def publish(
     # is killed between the two writes.
     files.remove(directory / files.SUMMARY)
     run = run_id or (summary.run.id if summary.run else shared.run_id())
-    files.write_verdicts(directory / files.VERDICTS, verdicts, run)
+    files.write_records(directory / files.VERDICTS, verdicts, run)
     if collectives is not None:
-        files.write_collectives(directory / files.COLLECTIVES, collectives, run)
+        files.write_records(directory / files.COLLECTIVES, collectives, run)
     files.write_summary(directory / files.SUMMARY, summary, run)
     page = directory / files.HTML
     if not pages:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A last word of a process that is aborted by code that is not Python's."""
+"""Report the state of a process that code other than Python's aborts, before it ends."""
 
 import contextlib
 import ctypes
@@ -21,17 +21,11 @@ def is_compiled() -> bool:
     return _library() is not None
 
 
-def before(say: Callable[[], None], seconds: float) -> Callable[[], None]:
-    """Call ``say`` on a thread when SIGABRT is about to end this process.
+def before(report: Callable[[], None], seconds: float) -> Callable[[], None]:
+    """Call ``report`` on a thread when SIGABRT is about to end this process.
 
-    Not if there is another handler, or if the aborted thread has Python's lock.
-
-    Args:
-        say: may take ``seconds``.
-        seconds: after which the process ends anyway.
-
-    Returns:
-        What stops that.
+    Not if there is another handler, or if the aborted thread has Python's lock. The process ends
+    after ``seconds`` at the latest. Returns a function that undoes this.
     """
     library = _library()
     if library is None:
@@ -43,7 +37,7 @@ def before(say: Callable[[], None], seconds: float) -> Callable[[], None]:
         os.read(asked, 1)
         os.write(answer, b".")
         with contextlib.suppress(Exception):
-            say()
+            report()
         os.write(answer, b".")
 
     if library.ttrace_guard(ask, answered, int(1000 * seconds)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records of which of the user's changes make a job diverge."""
+"""Records of a search for those of the user's changes that make a job diverge."""
 
 import dataclasses
 from enum import StrEnum
@@ -27,15 +27,10 @@ class Blaming(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlamedHunk(Record):
-    """A hunk of the difference.
+    """A hunk of the difference; ``ran`` says where its function ran.
 
-    Attributes:
-        file: path below the root of the user's tree.
-        line: of the user's file.
-        function: qualified name; empty outside of functions.
-        removed: lines of the good tree.
-        added: lines of the user's.
-        ran: where its function ran.
+    ``file`` is below the root of the user's tree, ``line`` of the user's file, and ``function`` a
+    qualified name, empty outside of functions. ``removed`` are lines of the good tree.
     """
 
     file: str
@@ -50,12 +45,9 @@ class BlamedHunk(Record):
 class BlamedChange(Record):
     """Hunks with which alone the job diverges, though not with any fewer of them.
 
-    Where the good tree cannot be checked (``removed``): without which it is equivalent.
-
-    Attributes:
-        hunks: the hunks.
-        culprits: modules in which it diverges with only these hunks (``removed``: with all
-            changes); layers' numbers are ``*``.
+    It then does so in the modules ``culprits`` (layers' numbers as ``*``). Where the good tree
+    cannot be checked (``removed``), the job is equivalent without the hunks, and these are the
+    culprits of all changes.
     """
 
     hunks: tuple[BlamedHunk, ...]
@@ -64,16 +56,11 @@ class BlamedChange(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blame(Record):
-    """Which of the user's changes make the job diverge.
+    """Which of the user's changes make the job diverge; ``since`` names the good tree.
 
     Attributes:
-        result: how the search ended.
-        since: names the good tree.
         changes: to blame, each by itself.
-        hunks: of the whole difference.
-        idle: of these, hunks that did not run in the job.
-        checks: made for it.
-        seconds: it took.
+        hunks: of the whole difference, of which ``idle`` did not run in the job.
         reason: why the good tree, or the rest of the changes, could not be checked; or the modules
             in which the job diverges without the changes.
     """
@@ -89,5 +76,5 @@ class Blame(Record):
 
     def of(self, culprit: str) -> BlamedChange:
         """The change that a culprit comes from, as far as is known; there must be a change."""
-        own = (change for change in self.changes if culprit in change.culprits)
-        return next(own, self.changes[0])
+        changes = (change for change in self.changes if culprit in change.culprits)
+        return next(changes, self.changes[0])

@@ -64,17 +64,11 @@ def host_room(ranks: int) -> int:
     return free // 2 // ranks
 
 
-def require_space(directory: Path, needed: int, what: str, instead: str = _SMALLER) -> None:
-    """Refuse to write what a file system has no room for.
-
-    Args:
-        directory: where it would be written; exists.
-        needed: bytes.
-        what: is written, for the error.
-        instead: what the user can do.
+def require_space(directory: Path, needed: int, contents: str, instead: str = _SMALLER) -> None:
+    """Refuse to write ``contents`` of so many bytes to a file system without room for them.
 
     Raises:
-        TTraceError: when less is free.
+        TTraceError: when less is free; it says what the user can do ``instead``.
     """
     try:
         free = shutil.disk_usage(directory).free
@@ -82,7 +76,7 @@ def require_space(directory: Path, needed: int, what: str, instead: str = _SMALL
         return  # Writing will say what is wrong.
     if free < needed:
         raise TTraceError(
-            f"{directory} has {shown(free)} free, {what} needs about {shown(needed)}: {instead}"
+            f"{directory} has {shown(free)} free, {contents} needs about {shown(needed)}: {instead}"
         )
 
 

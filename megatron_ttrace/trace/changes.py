@@ -8,7 +8,9 @@ import hashlib
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
+_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _TRANSPARENT = frozenset(
     {
         *("abstractmethod", "classmethod", "contextmanager", "property", "staticmethod"),
@@ -37,13 +39,10 @@ class Function:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """A Python file.
+    """A Python file: its functions by qualified name, and two digests.
 
-    Attributes:
-        functions: by qualified name.
-        imported: digest of what runs, or may run, when it is imported: everything but the bodies of
-            functions that are seen to run.
-        outside: digest of what is outside of functions.
+    ``imported`` is of what runs, or may run, when it is imported: everything but the bodies of
+    functions that are seen to run. ``outside`` is of what is outside of functions.
     """
 
     functions: dict[str, Function]
@@ -55,10 +54,8 @@ class Source:
 class Change:
     """A function that is new or different, or (without a name) lines outside of functions.
 
-    Attributes:
-        name: qualified.
-        line: the first changed line of the new file, from 1.
-        is_seen: as of :class:`Function`; true outside of functions.
+    ``name`` is qualified, ``line`` the first changed line of the new file, from 1, and ``is_seen``
+    as of :class:`Function` (true outside of functions).
     """
 
     name: str
@@ -74,40 +71,35 @@ def read(content: bytes) -> Source:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         digest = _digest(content.decode(errors="replace"))
         return Source({}, digest, digest)
-    found: dict[str, list[tuple[ast.FunctionDef | ast.AsyncFunctionDef, str]]] = defaultdict(list)
+    nodes_by_name: dict[str, list[tuple[_FunctionNode, str]]] = defaultdict(list)
 
     def collect(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
-                found[f"{prefix}{child.name}"].append((child, ast.dump(child)))
+            if isinstance(child, _FunctionNode):
+                nodes_by_name[f"{prefix}{child.name}"].append((child, ast.dump(child)))
             else:
                 inner = f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix
                 collect(child, inner)
 
     collect(tree, "")
     functions = {}
-    for name, nodes in found.items():
+    for name, nodes in nodes_by_name.items():
         functions[name] = Function(
             tuple((_first(node), node.end_lineno or node.lineno) for node, _ in nodes),
-            _digest("\n".join(ast.dump(one) for node, _ in nodes for one in node.body)),
+            _digest("\n".join(ast.dump(line) for node, _ in nodes for line in node.body)),
             _digest("\n".join(text for _, text in nodes)),
             all(_is_transparent(node) for node, _ in nodes),
         )
-    for name, nodes in found.items():
+    for name, nodes in nodes_by_name.items():
         for node, _ in nodes if functions[name].is_seen else ():
             node.body = []
     imported = _digest(ast.dump(tree))
-    return Source(functions, imported, _digest(ast.dump(_Emptied().visit(tree))))
+    return Source(functions, imported, _digest(ast.dump(_WithoutFunctions().visit(tree))))
 
 
-class _Emptied(ast.NodeTransformer):
-    """Removes functions."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        del node
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        del node
+class _WithoutFunctions(ast.NodeTransformer):
+    def visit(self, node: ast.AST) -> Any:
+        return None if isinstance(node, _FunctionNode) else super().visit(node)
 
 
 def changes(before: bytes, after: bytes) -> list[Change]:
@@ -116,18 +108,18 @@ def changes(before: bytes, after: bytes) -> list[Change]:
         return []
     old, new = read(before), read(after)
     lines = list(_changed_lines(before, after))
-    found = []
+    changes = []
     for name, function in new.functions.items():
-        known = old.functions.get(name)
-        if known is None or known.whole != function.whole:
+        former = old.functions.get(name)
+        if former is None or former.whole != function.whole:
             spans = function.spans
             inside = (line for line in lines if any(a <= line <= b for a, b in spans))
-            found.append(Change(name, next(inside, spans[0][0]), function.is_seen))
+            changes.append(Change(name, next(inside, spans[0][0]), function.is_seen))
     if old.outside != new.outside:
-        every = [span for function in new.functions.values() for span in function.spans]
-        outside = (line for line in lines if not any(a <= line <= b for a, b in every))
-        found.append(Change("", next(outside, 1)))
-    return sorted(found, key=lambda change: change.line)
+        all_spans = [span for function in new.functions.values() for span in function.spans]
+        outside = (line for line in lines if not any(a <= line <= b for a, b in all_spans))
+        changes.append(Change("", next(outside, 1)))
+    return sorted(changes, key=lambda change: change.line)
 
 
 def _changed_lines(before: bytes, after: bytes) -> Iterator[int]:
@@ -139,12 +131,12 @@ def _changed_lines(before: bytes, after: bytes) -> Iterator[int]:
             yield from range(first + 1, max(last, min(first + 1, len(new))) + 1)
 
 
-def _first(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    return min([node.lineno, *(one.lineno for one in node.decorator_list)])
+def _first(node: _FunctionNode) -> int:
+    return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def _is_transparent(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return all(ast.unparse(one) in _TRANSPARENT for one in node.decorator_list)
+def _is_transparent(node: _FunctionNode) -> bool:
+    return all(ast.unparse(decorator) in _TRANSPARENT for decorator in node.decorator_list)
 
 
 def _digest(text: str) -> str:

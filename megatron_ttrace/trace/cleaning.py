@@ -50,17 +50,14 @@ def _below(folder: Path) -> Iterator[Left]:
     sort = _sort_of(folder)
     if sort is not None:
         yield _left(folder, sort)
-    # A run may hold others: those that it was compared with.
-    own = set(shared.NAMES) if sort is Sort.RUN else set()
     if sort in (Sort.REFERENCE, Sort.UNFINISHED):
         return
-    try:
-        inside = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in inside:
-        if entry.is_dir(follow_symlinks=False) and entry.name not in own:
-            yield from _below(Path(entry.path))
+    # A run may hold others: those that it was compared with.
+    skipped = shared.NAMES if sort is Sort.RUN else ()
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if entry.is_dir(follow_symlinks=False) and entry.name not in skipped:
+                yield from _below(Path(entry.path))
 
 
 def _sort_of(folder: Path) -> Sort | None:
@@ -85,8 +82,8 @@ def _left(folder: Path, sort: Sort) -> Left:
     for home, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(OSError):
-                found = os.lstat(os.path.join(home, name))
-                size, written = size + found.st_size, max(written, found.st_mtime)
+                status = os.lstat(os.path.join(home, name))
+                size, written = size + status.st_size, max(written, status.st_mtime)
     return Left(folder, sort, size, written)
 
 

@@ -53,14 +53,11 @@ class Collective(Record):
     """Equal collectives of one module: one line of ``collectives.jsonl``.
 
     Attributes:
-        iteration: the traced step.
         operation: what it does; ``reduction`` is ``sum``, ``avg``, ``max`` ... of one that reduces.
         group: the mesh axes that the group spans, joined by ``-``, or the group's own name.
         size: number of ranks of the group.
-        dtype: of the elements.
         bytes: of the input (of the output, for a receiving operation).
         module: the module that ran it, in the forward or backward pass; empty outside of modules.
-        direction: the part of the step.
         where: file, line and function of the call.
         count: how often it ran on each of ``ranks``.
     """
@@ -78,17 +75,20 @@ class Collective(Record):
     count: Count
     ranks: tuple[Rank, ...]
 
+    @property
+    def axes(self) -> set[str]:
+        """The axes of the group; the copies of the embeddings are on pipeline stages."""
+        axes = set(self.group.split("-"))
+        return axes | {"pp"} if "embedding" in axes else axes
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow(Record):
     """Alike collectives of all layers: one row of the table in a report.
 
-    Attributes:
-        module: with ``*`` in the place of numbers; ``modules`` is how many such modules there are.
-        least, most: bytes.
-        count: the largest number that any rank ran.
-
-    The others as in :class:`Collective`.
+    ``module``, the name of ``modules`` of them, has ``*`` in the place of numbers. ``least`` and
+    ``most`` are bytes, and ``count`` is the largest number that any rank ran. The others as in
+    :class:`Collective`.
     """
 
     operation: Operation
@@ -110,8 +110,7 @@ class Group(Record):
     """A process group as one of its ranks knows it.
 
     Attributes:
-        name: the mesh axes that it spans, if its own name says so.
-        members: its global ranks.
+        name: the mesh axes that it spans, if its own name shows them.
         communicator: its name, the same on all of them.
         order: the checksum of the sequence of its collectives; messages between two ranks are not
             in it.
@@ -184,7 +183,7 @@ class ModuleCode:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Function:
-    """A function of Megatron that ran, and what its code says about it.
+    """A function of Megatron that ran, and properties of its code.
 
     Attributes:
         file, line, name: where it is, and its qualified name.
@@ -254,8 +253,6 @@ class Calls(Record):
     """Which functions of Megatron ran, each call once, in the order of the first ones.
 
     Attributes:
-        functions: that ran.
-        calls: of these.
         marks: those of parameters that are set, by the parameter's name.
         lookups: of process groups by these functions.
         buckets: by parameter, the gradient bucket in which ranks divide it.
@@ -294,7 +291,6 @@ class Sources(Record):
 
     Attributes:
         modules: number in ``codes`` by canonical name.
-        codes: of the modules.
         optimizer: the optimizer's ``step``.
         finalize: what reduces the gradients after the last microbatch.
         step: the training script's forward step, which reads the batch and computes the loss.
@@ -303,7 +299,6 @@ class Sources(Record):
         optimizer_state: the optimizer's description of its state for checkpoints.
         loaders: what loads a number of a checkpoint, by beginnings of their names.
         sharding: what divided the parameters among data-parallel ranks.
-        calls: the functions that ran.
     """
 
     modules: dict[str, Count] = dataclasses.field(default_factory=dict)
@@ -332,7 +327,7 @@ class Sources(Record):
 class RankLedger(Record):
     """What one rank recorded.
 
-    ``sizes`` are those of each of ``calls``. ``error`` says why the record is not complete.
+    ``sizes`` are those of each of ``calls``. ``error`` is why the record is not complete.
     ``shards`` are those that a distributed optimizer gave to this rank, by parameter.
     """
 
@@ -359,7 +354,7 @@ class LedgerFault(StrEnum):
     ORDER = "order"
     """Members of a group ran the same operations in different orders."""
     PRECISION = "precision"
-    """A reduction in a lower precision than the run's settings say."""
+    """A reduction in a lower precision than the run's settings ask for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -377,12 +372,10 @@ class LedgerFinding(Record):
     """A fault that the collectives themselves show, whatever the tensors' values are.
 
     Attributes:
-        fault: its sort.
         group: name of the group, as in :class:`Collective`; ``members`` are those of the first such
             group, ``groups`` is the number of such groups.
         operation: the operation concerned, ``None`` for an order.
         reduction: as in :class:`Collective`, as are ``dtype`` and ``bytes`` (-1: any number).
-        ran: by ranks.
         expected: the dtype that the settings ask for.
     """
 
@@ -403,8 +396,8 @@ class Ledger(Record):
     """The collectives of all ranks, what is wrong with them, and the code that ran.
 
     ``recorded`` is false if the collectives of some rank are not known. Over the axes ``unseen``
-    the run may communicate outside of PyTorch's process groups. ``torn`` are parameters of which
-    the shards of all ranks lack elements, or have some more often than others.
+    the run may communicate outside of PyTorch's process groups. ``torn`` are parameters
+    whose shards, over all ranks, lack elements or have some more often than others.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -424,7 +417,6 @@ class Citation:
     """The collectives that ran in a culprit, and those that its siblings ran in addition.
 
     Attributes:
-        direction: the part of the step that they ran in.
         ran: inside the culprit (for gradients: over the axes concerned).
         without: axes of the finding over which no reduction ran there.
         lacking: operation and group of what each sibling ran and the culprit did not.

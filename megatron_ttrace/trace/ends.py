@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a process of ours ended, in its own words: a record that whoever started it reads.
+"""How a process of ours ended: a record that it writes, for the process that started it.
 
 The starting process names a file in the environment (:func:`announced`). The process that ends
 writes it once (:func:`write`): the first reason is the cause, whatever fails after it. A process
@@ -19,7 +19,7 @@ from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 VARIABLE = "TTRACE_END_FILE"
-MOST_FRAMES = 16
+_MOST_FRAMES = 16
 _MOST_LINES = 20
 _MOST_BYTES = 1 << 20
 
@@ -50,12 +50,10 @@ class EndRecord:
     """How a process ended.
 
     Attributes:
-        code: its exit code.
         at: when it failed, in nanoseconds since the epoch.
         message: the exception's, in one line, or what we report (its details in further lines).
         error: the type of the exception; empty for a message of ours.
         frames: where it was raised, innermost first: code of Megatron and of the script.
-        phase: how far the run had come.
         follows: whether it ended because another rank did.
         finding: the number of a known fault of Megatron's in docs/findings.md; 0 for none.
         advice: what helps against that.
@@ -113,11 +111,6 @@ def enter(phase: Phase) -> None:
     _State.phase = phase
 
 
-def is_awaited() -> bool:
-    """Whether another process reads how this one ends."""
-    return _State.file is not None
-
-
 def write(record: EndRecord) -> None:
     """Leave a record, if one is awaited and there is none; never raises."""
     if _State.file is None or _State.file.exists():
@@ -126,7 +119,7 @@ def write(record: EndRecord) -> None:
         record,
         at=record.at or time.time_ns(),
         phase=_State.phase,
-        frames=record.frames[:MOST_FRAMES],
+        frames=record.frames[:_MOST_FRAMES],
     )
     try:
         text = json.dumps(codec.encode(record))
@@ -138,9 +131,9 @@ def write(record: EndRecord) -> None:
 def tell(message: str, code: int = 2, *, follows: bool = False) -> None:
     """Print why this process ends, and leave it as the record.
 
-    A process that reads the record reports it: then the line is no progress to be repeated.
+    The process that reads the record reports it, so it does not repeat the line as progress.
     """
-    start = "ttrace ends" if is_awaited() else "ttrace"
+    start = "ttrace" if _State.file is None else "ttrace ends"
     print(f"{start}: {message}", file=sys.stderr, flush=True)
     write(EndRecord(code=code, at=0, message=message, follows=follows))
 

@@ -56,14 +56,7 @@ class Execution(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChangedFunction(Record):
-    """Changed code, and where it ran on any rank.
-
-    Attributes:
-        file, function, line: as of :class:`Edit`.
-        ran: where.
-        modules: the modules in which it ran, layers' numbers as ``*``.
-        phases: the parts of the job in which it ran.
-    """
+    """Changed code (:class:`Edit`), and where it ran on any rank, layers' numbers as ``*``."""
 
     file: str
     function: str

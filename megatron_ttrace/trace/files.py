@@ -3,7 +3,7 @@
 
 Both carry the id of the run that wrote them: each line of verdicts as its last field, the summary
 as ``run.id``. The summary also holds the checksum of the verdicts, and of its own bytes
-(``trace/sealing.py``). Files of different runs, and damaged ones, are refused.
+(``trace/sealing.py``), so files of different runs, and damaged ones, are refused.
 """
 
 import json
@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 from megatron_ttrace.trace import codec, owned, shared
 from megatron_ttrace.trace.codec import Record
-from megatron_ttrace.trace.collectives import Collective
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.sealing import (
-    CHECKSUM,
     checksum_of,
     checksum_of_file,
     is_sealed,
@@ -81,43 +79,26 @@ def _unwritable(what: str, path: Path, error: OSError) -> TTraceError:
     return TTraceError(f"cannot {what} {path}: {reason}; choose another --ttrace-dir")
 
 
-def write_verdicts(path: Path, verdicts: Iterable[Verdict], run_id: str | None = None) -> None:
-    """One JSON object per line, in the given (execution) order.
+def write_records(path: Path, records: Iterable[Record], run_id: str | None = None) -> None:
+    """Verdicts, or collectives: one JSON object per line, in the given (execution) order.
 
-    Args:
-        path: of the file.
-        verdicts: what to write.
-        run_id: id of the run; this process's by default.
+    Each has the id of the run, by default this process's.
     """
-    _write_records(path, verdicts, run_id)
-
-
-def write_collectives(
-    path: Path, collectives: Iterable[Collective], run_id: str | None = None
-) -> None:
-    """The same for the collectives of the traced steps."""
-    _write_records(path, collectives, run_id)
-
-
-def _write_records(path: Path, records: Iterable[Record], run_id: str | None) -> None:
     run = {"run": run_id or shared.run_id()}
     encoder = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-    write_atomically(path, (encoder.encode(one.to_json() | run) + "\n" for one in records))
+    write_atomically(path, (encoder.encode(record.to_json() | run) + "\n" for record in records))
 
 
 def write_summary(path: Path, summary: Summary, run_id: str | None = None) -> None:
     """``summary.json``, indented for people, with the checksum of the verdicts beside it.
 
-    Args:
-        path: of the file; the verdicts must have been written already.
-        summary: the answer.
-        run_id: id of the run; the summary's own by default, else this process's.
+    ``run_id`` is by default the summary's own, else this process's.
     """
     run = run_id or (summary.run.id if summary.run else shared.run_id())
     content = summary.to_json()
     content["run"] = {**(content["run"] or {}), "id": run}
-    beside = (path.with_name(name) for name in (VERDICTS, COLLECTIVES))
-    sealed = {one.name: checksum_of_file(one)[1] for one in beside if one.is_file()}
+    files = (path.with_name(name) for name in (VERDICTS, COLLECTIVES))
+    sealed = {file.name: checksum_of_file(file)[1] for file in files if file.is_file()}
     # Whatever JSON does not know becomes text.
     plain = json.loads(json.dumps(strict({**content, "files": sealed}), default=str))
     write_atomically(path, [seal_json(plain, indent=2)])
@@ -155,21 +136,21 @@ def load_report(directory: Path | str) -> tuple[Summary, list[Verdict]]:
     path = directory / VERDICTS
     sealed = _summary(directory)
     data = _read(path)
-    verdicts, run = _verdicts(path, data)
-    if reason := sealed.summary.disagreement(verdicts):
-        raise TTraceError(
-            f"{path} and {SUMMARY} disagree ({reason}): "
-            f"one of them is cut off or from another run; {_AGAIN}"
-        )
-    if run not in (None, sealed.run):
-        different = f"are of different runs ({run} and {sealed.run})"
-        raise TTraceError(f"{path} and {SUMMARY} {different}: {_AGAIN}")
     if checksum_of(data) != sealed.verdicts:
         raise _damaged(path)
-    saved = _run_of_candidate(directory)
-    if saved not in (None, sealed.run):
+    verdicts = []
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+        try:
+            verdicts.append(Verdict.from_json(json.loads(line)))
+        except (ValueError, RecursionError) as error:
+            reason = f"line {number} is not a verdict ({_reason(error)})"
+            raise TTraceError(f"{path} {reason}: {_DIRECTORY}, or {_AGAIN}") from error
+    if reason := sealed.summary.disagreement(verdicts):
+        raise TTraceError(f"{path} and {SUMMARY} disagree ({reason}): {_AGAIN}")
+    run = _run_of_candidate(directory)
+    if run not in (None, sealed.run):
         raise TTraceError(
-            f"{directory} holds the report of run {sealed.run} and the candidate of run {saved}: "
+            f"{directory} holds the report of run {sealed.run} and the candidate of run {run}: "
             f"{_AGAIN}"
         )
     return sealed.summary, verdicts
@@ -209,8 +190,6 @@ def _summary(directory: Path) -> _Sealed:
         raise TTraceError(f"{path} is cut off or not JSON ({_reason(error)}): {_AGAIN}") from error
     if not isinstance(document, dict) or "verdict" not in document:
         raise TTraceError(f"{path} is not a ttrace summary (no field 'verdict'): {_DIRECTORY}")
-    if CHECKSUM not in document:
-        raise TTraceError(f"{path} was written by an earlier version: {_AGAIN}")
     if not is_sealed(data):
         raise _damaged(path)
     try:
@@ -223,27 +202,6 @@ def _summary(directory: Path) -> _Sealed:
         reason = _reason(error)
         raise TTraceError(f"{path} is not a ttrace summary ({reason}): {_DIRECTORY}") from error
     return _Sealed(summary, str(identity), str(verdicts))
-
-
-def _verdicts(path: Path, data: bytes) -> tuple[list[Verdict], str | None]:
-    """The verdicts in the content of a file, and the id of their run; ``None`` without any."""
-    if data and not data.endswith(b"\n"):
-        raise TTraceError(f"{path} is cut off (no end of line): {_AGAIN}")
-    verdicts = []
-    run: str | None = None
-    for number, text in enumerate(data.split(b"\n")[:-1], start=1):
-        try:
-            line = json.loads(text)
-            verdicts.append(Verdict.from_json(line))
-        except (ValueError, RecursionError) as error:
-            reason = f"line {number} is not a verdict ({_reason(error)})"
-            raise TTraceError(f"{path} {reason}: {_DIRECTORY}, or {_AGAIN}") from error
-        found = line.get("run")
-        if not isinstance(found, str):
-            raise TTraceError(f"{path} was written by an earlier version: {_AGAIN}")
-        if found != (run := run or found):
-            raise TTraceError(f"{path} holds verdicts of several runs: {_AGAIN}")
-    return verdicts, run
 
 
 def _run_of_candidate(directory: Path) -> str | None:
@@ -268,7 +226,9 @@ def _read(path: Path) -> bytes:
 
 
 def _damaged(path: Path) -> TTraceError:
-    return TTraceError(f"{path} is damaged (its checksum does not match): {_AGAIN}")
+    return TTraceError(
+        f"{path} is damaged, or of a different run (its checksum does not match): {_AGAIN}"
+    )
 
 
 def _reason(error: BaseException) -> str:

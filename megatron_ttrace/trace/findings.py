@@ -95,7 +95,7 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Note:
-    """What is said of a tensor beside its outcome.
+    """A remark on a tensor beside its outcome.
 
     ``value`` is what was counted or measured, ``limit`` what that is to be compared with; ``text``
     is a name, or the message of an error; ``samples`` are the candidate's and the reference's.
@@ -337,7 +337,7 @@ class OffsetRows(Finding):
 
 
 class RowOrder(StrEnum):
-    """In what order right rows stand."""
+    """The order that right rows are in."""
 
     REPEATED = "repeated"
     HALVES = "halves"
@@ -456,7 +456,7 @@ class Explanation:
         places: functions to look at, most likely first.
         ranks: where the tensor fails.
         alike: how many failing main gradients are off by this very factor, and how many fail.
-        collectives: what the ledger says about the module.
+        collectives: what the ledger has of the module.
         other: another repair that passed and is nearly as simple.
         observed: a pattern of the error that no repair was tested for.
         argument: the name of what the model is given, if it is that.

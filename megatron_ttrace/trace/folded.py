@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """JSON values of many ranks in which everything that occurs twice is stored once.
 
-Ranks of the same structure say the same, or nearly so: all tensor-parallel ranks of all replicas
+Ranks of the same structure send the same, or nearly so: all tensor-parallel ranks of all replicas
 run the same collectives, in groups of their own. So lists and objects that are equal, of any ranks
 and at any depth, become one node of a table, and ranks with equal values one entry. What is read
 back is what was folded; nothing is lost.
 
 A message is ``{"nodes": [...], "ranks": [...]}``. A node is a list or an object; ``[7]`` in it
-stands for another one, by its number, and everything else for itself. A node follows those that it
+is a reference to the node with that number; all else is a plain value. A node follows those that it
 contains. An entry is a node's number and the ranks that have it, as runs (``trace/counted.py``).
 """
 
@@ -51,27 +51,27 @@ def _each(node: Any, change: Callable[[Any], Any]) -> Any:
 
 def fold(values: dict[int, Any]) -> dict[str, Any]:
     """A message of the lists or objects that ranks have, by rank."""
-    table, held = _Table(), dict[int, list[int]]()
+    table, ranks_by_node = _Table(), dict[int, list[int]]()
     for rank, value in values.items():
-        held.setdefault(table.add(value), []).append(rank)
-    return _message(table, held)
+        ranks_by_node.setdefault(table.add(value), []).append(rank)
+    return _message(table, ranks_by_node)
 
 
 def merge(messages: Iterable[Any]) -> dict[str, Any]:
     """One message of several, of different ranks. Raises ``CodecError`` on a foreign one."""
-    table, held = _Table(), dict[int, list[int]]()
+    table, ranks_by_node = _Table(), dict[int, list[int]]()
     for message in messages:
         numbers: list[int] = []
 
-        def renumbered(part: Any, known: list[int] = numbers) -> list[int]:
-            return [known[_reference(part, len(known))]]
+        def renumbered(part: Any, numbers: list[int] = numbers) -> list[int]:
+            return [numbers[_reference(part, len(numbers))]]
 
         nodes, entries = _read(message)
         for node in nodes:
             numbers.append(table.node(_each(node, renumbered)))
         for number, runs in entries:
-            held.setdefault(numbers[number], []).extend(ranks_of(runs))
-    return _message(table, held)
+            ranks_by_node.setdefault(numbers[number], []).extend(ranks_of(runs))
+    return _message(table, ranks_by_node)
 
 
 def unfold(message: Any) -> dict[int, Any]:
@@ -84,23 +84,23 @@ def unfold(message: Any) -> dict[int, Any]:
     values: list[Any] = []
     for node in nodes:
         values.append(_each(node, lambda part: values[_reference(part, len(values))]))
-    found = {rank: values[number] for number, runs in entries for rank in ranks_of(runs)}
-    return dict(sorted(found.items()))
+    by_rank = {rank: values[number] for number, runs in entries for rank in ranks_of(runs)}
+    return dict(sorted(by_rank.items()))
 
 
 class Once:
-    """Reads values of a message; what is one object is read once."""
+    """Reads values of a message, each object once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, int], tuple[Any, Any]] = {}
+        self._results: dict[tuple[Any, int], tuple[Any, Any]] = {}
 
     def __call__[T](self, read: Callable[[Any], T], value: Any) -> T:
         """What ``read`` makes of a value."""
         key = read, id(value)
-        if key not in self._known:
-            # The value is kept: another one must not get its place.
-            self._known[key] = value, read(value)
-        result: T = self._known[key][1]
+        if key not in self._results:
+            # The value is kept: another one must not get its place in memory.
+            self._results[key] = value, read(value)
+        result: T = self._results[key][1]
         return result
 
     def each[T](self, read: Callable[[Any], T], values: Any) -> tuple[T, ...]:
@@ -110,11 +110,9 @@ class Once:
         return tuple(self(read, value) for value in values)
 
 
-def _message(table: _Table, held: dict[int, list[int]]) -> dict[str, Any]:
-    return {
-        "nodes": table.nodes,
-        "ranks": [[number, runs_of(ranks)] for number, ranks in held.items()],
-    }
+def _message(table: _Table, ranks_by_node: dict[int, list[int]]) -> dict[str, Any]:
+    ranks = [[number, runs_of(ranks)] for number, ranks in ranks_by_node.items()]
+    return {"nodes": table.nodes, "ranks": ranks}
 
 
 def _read(message: Any) -> tuple[list[Any], tuple[tuple[int, Runs], ...]]:
@@ -129,9 +127,9 @@ def _read(message: Any) -> tuple[list[Any], tuple[tuple[int, Runs], ...]]:
     return nodes, entries
 
 
-def _reference(part: Any, known: int) -> int:
-    """The number in a reference to one of the first ``known`` nodes."""
+def _reference(part: Any, nodes: int) -> int:
+    """The number in a reference to one of the first ``nodes`` nodes."""
     number = part[0] if isinstance(part, list) and len(part) == 1 else None
-    if type(number) is not int or not 0 <= number < known:
+    if type(number) is not int or not 0 <= number < nodes:
         raise CodecError("expected a reference to a node before", ".nodes")
     return number

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index lines: what a trace says of each tensor, and the check that it makes sense."""
+"""Index lines: the description of each tensor of a trace, and its validation."""
 
 import dataclasses
 import json
@@ -14,12 +14,10 @@ import torch
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import LISTED, Bounds, CodecError, Count, regular
+from megatron_ttrace.trace.codec import LISTED, Bounds, CodecError, Count
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import TraceKey
 
-MAX_LINE = 16 << 20
-"""Bytes of an index line. The longest real ones hold some thousand boxes."""
 _MAX_DIMS = 64
 _MAX_SUMS = 256
 
@@ -34,9 +32,7 @@ class Entry:
     """One index line: a tensor of a trace.
 
     Attributes:
-        key: of the tensor.
         shape: of what is stored.
-        dtype: of what is stored.
         file: with the data; empty if there is none.
         tensor: name of the data in the file.
         same_as: number of the line that this one repeats, or -1.
@@ -85,11 +81,8 @@ class Entry:
 
 def encode(entry: Entry) -> str:
     """An entry as a line of JSON, without the end of line."""
-    line: dict[str, Any] = {
-        "key": dataclasses.astuple(entry.key),
-        "shape": entry.shape,
-        "dtype": entry.dtype,
-    }
+    key = dataclasses.astuple(entry.key)
+    line: dict[str, Any] = {"key": key, "shape": entry.shape, "dtype": entry.dtype}
     if entry.same_as >= 0:
         line["same_as"] = entry.same_as
     elif entry.file or entry.tensor:
@@ -114,18 +107,14 @@ def decode(line: Any) -> Entry:
         CodecError: when a field is missing, or of another type or out of its range.
     """
     entry = codec.decode(Entry, line)
-    if "logical_shape" in line:
-        return entry
-    return dataclasses.replace(entry, logical_shape=entry.shape)
+    is_whole = "logical_shape" not in line
+    return dataclasses.replace(entry, logical_shape=entry.shape) if is_whole else entry
 
 
 def validate(entry: Entry, before: list[Entry], files: Collection[str] | None) -> None:
-    """Check an entry against the lines that precede it and the files of the trace.
+    """Check an entry against the lines before it and the files that ``meta.json`` lists.
 
-    Args:
-        entry: the line.
-        before: the entries of the lines that precede it.
-        files: names that ``meta.json`` lists; ``None`` for a trace that is still being written.
+    ``files`` is ``None`` for a trace that is still being written.
 
     Raises:
         CodecError: when it repeats a line without data, names a file that is not part of the
@@ -172,13 +161,10 @@ def read_index(path: Path, files: Collection[str] | None = None) -> list[Entry]:
     """
     entries: list[Entry] = []
     try:
-        with regular(path) as lines:
-            while text := lines.readline(MAX_LINE + 1):
-                if len(text) > MAX_LINE:
-                    raise CodecError(f"longer than {MAX_LINE} bytes")
-                entry = decode(json.loads(text))
-                validate(entry, entries, files)
-                entries.append(entry)
+        for line in codec.lines(path, json.loads):
+            entry = decode(line)
+            validate(entry, entries, files)
+            entries.append(entry)
     except (OSError, ValueError, RecursionError) as error:
         raise TTraceError(
             f"{path}:{len(entries) + 1} is damaged ({brief(error)}): run the traced job again"

@@ -21,11 +21,8 @@ class Diagnosis:
     """A culprit, and everything that is known about it.
 
     Attributes:
-        name: of the module.
         direction: the stage of the step in which it went wrong.
-        grounds: why it is a culprit.
         verdict: of the tensor that represents it.
-        why: its cause.
         before: of the tensor before that in execution order, if it passes.
         alike: of all tensors of the same kind, for one that belongs to the whole step.
         group: number of the culprits that share a cause; 0 if this is not known.

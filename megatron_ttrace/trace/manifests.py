@@ -74,7 +74,7 @@ class Folder:
         self.path = path
         self.handle = handle
         self._records: dict[str, set[str]] | None = None
-        self.made = self.whole = False
+        self._made: set[Made] = set()
         self.manifests: dict[str, dict[str, str]] = {}
 
     def names(self) -> list[str]:
@@ -105,11 +105,20 @@ class Folder:
                 if marks is None:
                     continue
                 self.manifests[name] = marks
-                self.made |= made is not Made.NO
-                self.whole |= made is Made.WHOLE
+                self._made.add(made)
                 for entry, mark in marks.items():
                     self._records.setdefault(entry, set()).add(mark)
         return self._records
+
+    @property
+    def is_made(self) -> bool:
+        """Whether this package made the directory itself."""
+        return self.records is not None and not self._made <= {Made.NO}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it made the directory for another program, whose files in it are ours."""
+        return self.records is not None and Made.WHOLE in self._made
 
     def _content(self, name: str, owners: set[int]) -> bytes:
         """Of a manifest that one of ``owners`` wrote; else empty."""
@@ -139,20 +148,16 @@ class Folder:
             return False
         if stat.S_ISDIR(status.st_mode):
             with _entered(self, name) as inside:
-                return inside is not None and (inside.is_made() or inside._holds_only_ours())
+                return inside is not None and (inside.is_made or inside._holds_only_ours())
         marks = self.records.get(name, set())
         if stat.S_ISREG(status.st_mode) and GROWS in marks:
             return True
         return bool(marks) and self._mark(name) in marks
 
-    def is_made(self) -> bool:
-        """Whether this package made the directory itself."""
-        return bool(self.records is not None and self.made)
-
     def is_file_of_ours(self, name: str) -> bool:
         """Whether an entry is a file or a link of ours, but not a manifest."""
-        other = self._is_folder(name) or MANIFEST.fullmatch(name)
-        return not other and self.is_ours(name)
+        is_file = not self._is_folder(name) and not MANIFEST.fullmatch(name)
+        return is_file and self.is_ours(name)
 
     def _holds_only_ours(self) -> bool:
         records = self.records
@@ -238,15 +243,15 @@ class Folder:
             self._forget(name)
             return
         with _entered(self, name) as inside:
-            made = inside is not None and inside.is_made()
-            whole = inside is not None and inside.whole
-            empty = inside is not None and not whole and inside._clear()
-        if whole:
+            is_made = inside is not None and inside.is_made
+            is_whole = inside is not None and inside.is_whole
+            is_empty = inside is not None and not is_whole and inside._clear()
+        if is_whole:
             shutil.rmtree(name, dir_fd=self.handle)
             return
         # Something that was put into it meanwhile stays, and so does the directory.
         with contextlib.suppress(OSError):
-            if made and empty:
+            if is_made and is_empty:
                 os.rmdir(name, dir_fd=self.handle)
 
     def _clear(self) -> bool:
@@ -267,17 +272,17 @@ class Folder:
     def compact(self) -> bool:
         """Merge the manifests, with what still exists; returns whether the directory is empty."""
         self._records, self.manifests = None, {}
-        there = set(self.names())
-        kept = {name: self._valid(name, m) for name, m in self.records.items() if name in there}
+        names = set(self.names())
+        kept = {name: self._valid(name, m) for name, m in self.records.items() if name in names}
         old = [*self.manifests]
-        if there != set(old) or not self.made:
+        if names != set(old) or not self.is_made:
             if len(old) <= 1 and kept.keys() == self.records.keys():
                 return False
-            if kept or self.made:
+            if kept or self.is_made:
                 status = os.fstat(self.handle)
                 tokens.pop((status.st_dev, status.st_ino), None)
                 try:
-                    self.begin(Made.MADE if self.made else Made.NO)
+                    self.begin(Made.MADE if self.is_made else Made.NO)
                     for name, mark in kept.items():
                         self.record(name, mark)
                 except OSError:  # a full disk: the old ones are as good

@@ -2,9 +2,9 @@
 """The tensors of a safetensors file, backed by the file.
 
 safetensors makes one tensor after the other, each in 20 microseconds or, between others' work, in
-twice that: a traced step asks for a thousand. It also says all that is needed to make them at once
-from one mapping of the file: their names in the order of their data, which has no gaps and ends
-with the file, their shapes and their dtypes.
+twice that: a traced step asks for a thousand. But it also has all that is needed to make them at
+once from one mapping of the file: their names in the order of their data, which has no gaps and
+ends with the file, their shapes and their dtypes.
 """
 
 import ctypes
@@ -43,6 +43,10 @@ class _Place(NamedTuple):
     start: int
 
 
+class _State:
+    survives = False
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     loaded = compiled.load("trace.mapped")
@@ -59,10 +63,8 @@ def is_compiled() -> bool:
 def survive() -> bool:
     """From now on this process survives when a mapped file is truncated while it is read.
 
-    It reads zeros then, so it has to call :func:`require_whole` before it uses a result.
-
-    Returns:
-        Whether it does: not without the compiled file, or when SIGBUS has another handler.
+    It reads zeros then, so it has to call :func:`require_whole` before it uses a result. Returns
+    whether it does: not without the compiled file, or when SIGBUS has another handler.
     """
     library = _library()
     _State.survives = library is not None and bool(library.ttrace_guard())
@@ -76,10 +78,6 @@ def require_whole() -> None:
         raise TTraceError("a file of the reference was truncated while it was read: run it again")
 
 
-class _State:
-    survives = False
-
-
 class _Mapping(mmap.mmap):
     """The bytes of a file; what this process changes of them stays its own."""
 
@@ -88,13 +86,12 @@ class _Mapping(mmap.mmap):
     @classmethod
     def of(cls, path: Path, size: int) -> Self:
         with path.open("rb") as file:
-            made = cls(file.fileno(), size, access=mmap.ACCESS_COPY)
+            mapping = cls(file.fileno(), size, access=mmap.ACCESS_COPY)
         library = _library()
         if library is not None and _State.survives:
-            made._number = library.ttrace_watch(
-                ctypes.addressof(ctypes.c_char.from_buffer(made)), size
-            )
-        return made
+            address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+            mapping._number = library.ttrace_watch(address, size)
+        return mapping
 
     def __del__(self) -> None:
         library = _library()
@@ -107,15 +104,16 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         """Open a file. Raises what safetensors raises at one that is damaged, or ``OSError``."""
-        with safe_open(path, framework="pt") as opened:
-            size, start = path.stat().st_size, _start(path)
+        with safe_open(path, framework="pt") as opened, path.open("rb") as file:
+            # The data begin after the header, whose length is in the first eight bytes.
+            size, start = path.stat().st_size, 8 + int.from_bytes(file.read(8), "little")
             self._places = _places(opened, start, size)
-            rest = () if self._places else opened.offset_keys()
-            self._tensors = {name: opened.get_tensor(name) for name in rest}
-        self._whole: dict[torch.dtype, torch.Tensor] = {}
+            others = () if self._places else opened.offset_keys()
+            self._tensors = {name: opened.get_tensor(name) for name in others}
+        self._by_dtype: dict[torch.dtype, torch.Tensor] = {}
         self._mapping = _Mapping.of(path, size) if self._places else None
         if self._mapping is not None:
-            self._whole[torch.uint8] = torch.frombuffer(self._mapping, dtype=torch.uint8)
+            self._by_dtype[torch.uint8] = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     @property
     def names(self) -> list[str]:
@@ -128,38 +126,32 @@ class MappedFile:
         Raises:
             ValueError: when the file has become shorter: reading its mapping would end the process.
         """
-        if self._mapping is not None and (there := self._mapping.size()) < len(self._mapping):
-            raise ValueError(f"truncated to {there} of {len(self._mapping)} bytes while it is read")
+        if self._mapping is not None and (left := self._mapping.size()) < len(self._mapping):
+            raise ValueError(f"truncated to {left} of {len(self._mapping)} bytes while it is read")
         place = self._places.pop(name, None)
         if place is not None:
-            whole = self._as(place.dtype)
             strides = [math.prod(place.shape[dim:]) for dim in range(1, len(place.shape) + 1)]
             offset = place.start // place.dtype.itemsize
-            self._tensors[name] = whole.as_strided(place.shape, strides, offset)
+            elements = self._elements(place.dtype)
+            self._tensors[name] = elements.as_strided(place.shape, strides, offset)
         return self._tensors.get(name)
 
-    def _as(self, dtype: torch.dtype) -> torch.Tensor:
+    def _elements(self, dtype: torch.dtype) -> torch.Tensor:
         """The file's bytes as elements of a dtype."""
-        if dtype not in self._whole:
-            whole = self._whole[torch.uint8]
-            self._whole[dtype] = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
-        return self._whole[dtype]
-
-
-def _start(path: Path) -> int:
-    """Where the data begin: after the header, whose length is in the file's first eight bytes."""
-    with path.open("rb") as file:
-        return 8 + int.from_bytes(file.read(8), "little")
+        if dtype not in self._by_dtype:
+            data, size = self._by_dtype[torch.uint8], dtype.itemsize
+            self._by_dtype[dtype] = data[: len(data) // size * size].view(dtype)
+        return self._by_dtype[dtype]
 
 
 def _places(opened: Any, at: int, end: int) -> dict[str, _Place]:
     """Where a file's tensors are between two bytes of it; nothing if one has another dtype."""
-    found = {}
+    places = {}
     for name in opened.offset_keys():
         stored = opened.get_slice(name)
         dtype, shape = _DTYPES.get(stored.get_dtype()), stored.get_shape()
         if dtype is None or at % dtype.itemsize:
             return {}
-        found[name] = _Place(dtype, shape, at)
+        places[name] = _Place(dtype, shape, at)
         at += math.prod(shape) * dtype.itemsize
-    return found if at == end else {}
+    return places if at == end else {}

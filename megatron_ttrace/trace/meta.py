@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``meta.json`` says of a reference or a candidate, besides its run and its files."""
+"""The meta data in ``meta.json`` of a reference or a candidate, besides its run and its files."""
 
 import dataclasses
 from typing import Annotated, Any
@@ -33,14 +33,10 @@ class ReferenceMeta(Record):
     Attributes:
         fingerprint: digest of ``identity``.
         identity: the arguments, data and versions that decide which runs it fits.
-        microbatches: of a step.
-        loss_scales: by iteration.
         counted: what went into norms, counts and updates (``trace/counted.py``).
         logs: whether Megatron's log was found, and with it what it prints.
-        seconds: that one step took.
         layout: of a reference on several ranks.
         loaded: what was not compared with the checkpoint, in a run that loads one.
-        fp8: whether it computes in FP8.
         by_module: whether replays gave each module its own inputs.
         epsilon: of the compute dtype; 0 if it is not known.
         numbers: that functions were given and returned, of a reference on one rank.
@@ -71,7 +67,6 @@ class CandidateMeta(Record):
         meshes: of its ranks; empty if these are not known.
         counted: as of :class:`ReferenceMeta`, by rank.
         config: of the run (``compare/configuration.py: RunConfig``).
-        ledger: its collectives.
     """
 
     role: str = "candidate"

@@ -26,17 +26,13 @@ __all__ = ["MANIFEST", "ForeignError"]
 
 IGNORE = ".gitignore"
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
-_CHUNK = 1 << 20
 
 
 def make(path: Path, mode: int = 0o777, *, ignored: bool = False, whole: bool = False) -> None:
     """Make a directory, and those above it, unless it exists.
 
-    Args:
-        path: of the directory.
-        mode: of it, before the process's mask.
-        ignored: by git, with everything in it.
-        whole: whether everything that any program writes into it is ours.
+    ``mode`` is before the process's mask. ``ignored``: by git, with everything in it. ``whole``:
+    everything that any program writes into it is ours.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -61,11 +57,9 @@ def is_ours(path: Path) -> bool:
 
 
 def require(directory: Path, names: Iterable[str] | None = None) -> None:
-    """Refuse a directory in which something else has one of our names.
+    """Refuse a directory in which something else has one of our ``names`` (by default any name).
 
-    Args:
-        directory: which; nothing is wrong with an absent one.
-        names: which, by default all that there are.
+    An absent directory is accepted.
     """
     if not directory.is_dir():
         return
@@ -83,7 +77,7 @@ def create(path: Path, mode: int = 0o666) -> int:
 
 
 def create_new(path: Path) -> int:
-    """A new file, open for reading and writing. One of ours is refused, too."""
+    """A new file, open for reading and writing. Unlike :func:`create`, it replaces nothing."""
     with opened(path.parent) as folder:
         return folder.create(path.name, 0o666)
 
@@ -118,14 +112,11 @@ def shorten(handle: int, size: int) -> None:
 def write(path: Path, pieces: Iterable[str], mode: int = 0o666, *, sealed: bool = True) -> None:
     """Write a whole file: readers see all of it or none. An older one of ours is replaced.
 
-    Args:
-        path: of the file.
-        pieces: of its text.
-        mode: of the file, before the process's mask.
-        sealed: whether it is ours no longer once its content has changed.
+    ``mode`` is before the process's mask. A ``sealed`` file is ours no longer once its content has
+    changed.
     """
     with opened(path.parent) as folder:
-        there = folder.require(path.name)
+        replace = folder.require(path.name)
         temporary = f".{path.name}.{secrets.token_hex(8)}"
         digest = xxhash.xxh3_128()
         try:
@@ -137,7 +128,7 @@ def write(path: Path, pieces: Iterable[str], mode: int = 0o666, *, sealed: bool 
                 file.flush()
                 os.fsync(file.fileno())
             folder.record(path.name, digest.hexdigest() if sealed else GROWS)
-            folder.place(temporary, path.name, replace=there)
+            folder.place(temporary, path.name, replace=replace)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary, dir_fd=folder.handle)
@@ -148,9 +139,9 @@ def write(path: Path, pieces: Iterable[str], mode: int = 0o666, *, sealed: bool 
 def take(source: Path, target: Path) -> None:
     """Move a file that was just made to a name of ours, on the same file system."""
     with opened(target.parent) as folder:
-        there = folder.require(target.name)
+        replace = folder.require(target.name)
         folder.record(target.name, GROWS)
-        folder.place(os.path.abspath(source), target.name, replace=there)
+        folder.place(os.path.abspath(source), target.name, replace=replace)
 
 
 @contextlib.contextmanager
@@ -168,12 +159,12 @@ def written_by_others(path: Path) -> Iterator[Path]:
 def wipe(path: Path) -> None:
     """Remove what another program made in a directory that is wholly ours."""
     with opened(path.parent) as folder:
-        found = folder.stat(path.name)
-        if found is None:
+        status = folder.stat(path.name)
+        if status is None:
             return
-        if not folder.is_made() or not folder.whole:
+        if not folder.is_whole:
             raise ForeignError(path)
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             shutil.rmtree(path.name, dir_fd=folder.handle)
         else:
             os.unlink(path.name, dir_fd=folder.handle)
@@ -182,10 +173,8 @@ def wipe(path: Path) -> None:
 def mirror(source: Path, target: Path, is_copied: Callable[[Path], bool]) -> None:
     """Recreate a directory in one that is wholly ours: some of it copied, the rest as links to it.
 
-    Args:
-        source: the directory, which is only read. Git's own directory in it is left out.
-        target: where; must not exist.
-        is_copied: whether a directory is made anew, with copies of its Python files.
+    ``source`` is only read, and Git's own directory in it is left out; ``target`` must not exist.
+    Directories that ``is_copied`` accepts are made anew, with copies of their Python files.
     """
     _require_whole(target.parent)
     _mirror(source, target, is_copied)
@@ -194,17 +183,17 @@ def mirror(source: Path, target: Path, is_copied: Callable[[Path], bool]) -> Non
 def _mirror(source: Path, target: Path, is_copied: Callable[[Path], bool]) -> None:
     os.mkdir(target)
     for entry in os.scandir(source):
-        own, path = Path(entry.path), target / entry.name
-        if entry.name == ".git" or (target.is_relative_to(own) and not is_copied(own)):
+        original, path = Path(entry.path), target / entry.name
+        if entry.name == ".git" or (target.is_relative_to(original) and not is_copied(original)):
             continue
         # What was compiled earlier fits the copies, whose times are the same.
-        is_anew = entry.name == "__pycache__" or is_copied(own)
+        is_anew = entry.name == "__pycache__" or is_copied(original)
         if entry.is_dir(follow_symlinks=False) and is_anew:
-            _mirror(own, path, is_copied)
+            _mirror(original, path, is_copied)
         elif entry.is_file() and entry.name.endswith((".py", ".pyc")):
-            shutil.copy2(own, path)
+            shutil.copy2(original, path)
         else:
-            os.symlink(os.path.realpath(own), path)
+            os.symlink(os.path.realpath(original), path)
 
 
 def put(path: Path, text: str | None, seconds: int) -> None:
@@ -220,12 +209,11 @@ def put(path: Path, text: str | None, seconds: int) -> None:
 def _require_whole(path: Path) -> None:
     """Refuse a directory that is in none that is wholly ours, wherever links lead."""
     real = path.resolve()
-    for folder in (real, *real.parents):
-        if not folder.is_dir():
-            continue
-        with opened(folder) as there:
-            if there.is_made() and there.whole:
-                return
+    for parent in (real, *real.parents):
+        if parent.is_dir():
+            with opened(parent) as folder:
+                if folder.is_whole:
+                    return
     raise ForeignError(path)
 
 
@@ -262,7 +250,7 @@ def open_named(path: Path, mode: Literal["w", "a"]) -> TextIO:
 def remove(path: Path) -> None:
     """Remove what is ours at a path, and below it, if there is anything.
 
-    In a directory of ours everything else stays, and then the directory, too.
+    If anything else is in a directory of ours, it stays, and so does the directory.
     """
     with contextlib.suppress(FileNotFoundError), opened(path.parent) as folder:
         folder.remove(path.name)
@@ -288,10 +276,10 @@ def leave(directory: Path) -> None:
     Directories in it stay.
     """
     with opened(directory) as folder:
-        made = folder.is_made()
-        empty = folder.clear_files()
+        is_made = folder.is_made
+        is_empty = folder.clear_files()
     with contextlib.suppress(OSError):
-        if made and empty:
+        if is_made and is_empty:
             os.rmdir(directory)
 
 
@@ -333,5 +321,4 @@ def copy(source: Path, target: Path) -> None:
         if not file.is_file() or MANIFEST.fullmatch(file.name):
             continue
         with file.open("rb") as old, open(create(target / file.name), "wb") as new:
-            while piece := old.read(_CHUNK):
-                new.write(piece)
+            shutil.copyfileobj(old, new)

@@ -41,7 +41,7 @@ class Clue(StrEnum):
     AXIS = "axis"
     """Its names contain an axis of the finding."""
     NAMES = "names"
-    """Its name has words that have to do with what is wrong."""
+    """Its name has words that are related to the failure."""
     RAN = "ran"
     """It ran in the culprit."""
     BUILT = "built"

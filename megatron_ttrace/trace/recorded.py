@@ -72,12 +72,9 @@ class Step:
     """One training step.
 
     Attributes:
-        iteration: its number in the training, from 1.
         samples: a digest of each sample, by microbatch; empty on a rank that reads no data.
         numbers: with which it began (``capture/state.py: held_numbers``).
         losses: what is logged; empty on a rank that computes no loss.
-        grad_norm: as it is logged.
-        skipped: whether Megatron skipped the update.
     """
 
     iteration: Count
@@ -101,14 +98,11 @@ class RankRecord(Record):
     """What one rank recorded besides tensors.
 
     Attributes:
-        mesh: the rank's place in the layout.
         omitted: options of the job because of which something is neither saved nor loaded.
         is_exact: whether the same step gives the same bits again.
-        dropout: whether there is dropout.
         samples_by_layout: whether the order of samples depends on the layout by design.
         numbers: of the training state, at each point.
         random: digests of random states at each point, by name.
-        steps: in order.
         described: by parameter, the code that describes its shards.
         stored: by parameter or buffer, its name in a checkpoint, if it is stored as it is.
         buckets: where a checkpoint may have the optimizer's state of this rank's parameters.
@@ -141,7 +135,8 @@ def read_ranks(folder: Path) -> tuple[RankRecord, ...]:
         TTraceError: when one is missing or damaged.
     """
     records = [_read(RankRecord, path) for path in sorted(folder.glob("rank-*.json"))]
-    if not records or [one.mesh.rank for one in records] != list(range(records[0].mesh.world_size)):
+    ranks = [record.mesh.rank for record in records]
+    if not records or ranks != list(range(records[0].mesh.world_size)):
         raise TTraceError(f"{folder} lacks the records of some ranks: run the command again")
     return tuple(records)
 

@@ -219,7 +219,7 @@ class TraceKey:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorResult(Record):
-    """What a verdict says without words; the fields are explained in :class:`Verdict`."""
+    """A verdict without its texts; the fields are explained in :class:`Verdict`."""
 
     iteration: Count
     microbatch: Microbatch
@@ -242,7 +242,7 @@ class TensorResult(Record):
 
     @property
     def direction(self) -> Direction:
-        """Where in the step the tensor stands."""
+        """Where in the step the tensor is."""
         return self.key.direction
 
     @property
@@ -300,22 +300,21 @@ class Culprit(Record):
         inside = f"{self.name}."
         return max(
             (
-                one
-                for one in verdicts
-                if one.verdict.is_failure
-                and (one.kind, one.index) == (self.kind, self.index)
+                result
+                for result in verdicts
+                if result.verdict.is_failure
+                and (result.kind, result.index) == (self.kind, self.index)
                 and (
-                    one.name == self.name
-                    or one.name.startswith(inside)
+                    f"{result.name}.".startswith(inside)
                     # An input of the model has the name of its argument.
-                    or (self.direction is Direction.START and self.name.startswith(f"{one.name}."))
+                    or (self.direction is Direction.START and inside.startswith(f"{result.name}."))
                 )
             ),
-            key=lambda one: (
-                (one.iteration, one.microbatch) == (self.iteration, self.microbatch),
-                one.margin == self.margin,
-                one.name == self.name,
-                one.margin or 0.0,
+            key=lambda result: (
+                (result.iteration, result.microbatch) == (self.iteration, self.microbatch),
+                result.margin == self.margin,
+                result.name == self.name,
+                result.margin or 0.0,
             ),
             default=None,
         )
@@ -368,12 +367,11 @@ class Residual(Record):
     """What the error of a failed tensor looks like.
 
     Attributes:
-        key: of the tensor.
         total: number of elements looked at, over the ranks that fail.
         exact: how many of them are equal.
         lowest: decade of the first count.
-        counts: number of elements whose error, in units of the reference's root mean square, lies
-            in ``[10^d, 10^(d+1))``, by decade ``d``; the outer ones hold what lies beyond.
+        counts: number of elements whose error, in units of the reference's root mean square, is
+            in ``[10^d, 10^(d+1))``, by decade ``d``; the outer ones count larger and smaller ones.
         worst: the elements with the largest errors, the largest first; each as all failing ranks
             that hold it have it.
         boxes: rank, and the logical slices that it holds.
@@ -390,7 +388,7 @@ class Residual(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """A package as it was imported: its version, where it lies, and its commit in a git checkout.
+    """A package as it was imported: its version, its place, and its commit in a git checkout.
 
     ``commit`` is empty outside a checkout; ``dirty`` says that tracked files differ from it.
     """
@@ -408,15 +406,10 @@ class Run(Record):
     Attributes:
         id: 16 hexadecimal digits; every file of the run carries it.
         command: the whole command line, as words.
-        script: path of the training script.
         script_sha256: of the script's content.
-        megatron: the Megatron that ran.
-        ttrace: this package.
         host: name of the host of the rank that wrote the summary.
-        user: who ran it.
         date: UTC, ISO 8601, when the run began.
         environment: those environment variables that can change a number or a path.
-        seed: Megatron's ``--seed``.
     """
 
     id: str
@@ -472,12 +465,14 @@ class Summary(Record):
     def leaves_doubt(self) -> bool:
         """Whether a module is blamed for its result and no cause was found.
 
-        Its inputs may be off as well, though within their tolerance: isolation tells.
+        Its inputs may be off too, though within their tolerance: isolation would show it.
         """
         computed = Direction.FORWARD, Direction.BACKWARD, Direction.GRADIENT
         return not self.config.get("isolate") and any(
-            one.cause is None and one.direction in computed and one.verdict is Outcome.DIVERGED
-            for one in self.culprits
+            culprit.cause is None
+            and culprit.direction in computed
+            and culprit.verdict is Outcome.DIVERGED
+            for culprit in self.culprits
         )
 
     def contradiction(self) -> str:
@@ -493,8 +488,8 @@ class Summary(Record):
 
     def disagreement(self, verdicts: Iterable[Verdict]) -> str:
         """Why these verdicts are not those that were counted; empty if they are."""
-        found = Counter(verdict.verdict.value for verdict in verdicts)
-        for name in sorted(found.keys() | self.counts.keys()):
-            if self.counts and found[name] != (counted := self.counts.get(name, 0)):
-                return f"{found[name]} verdicts are {name!r}, {counted} were counted"
+        outcomes = Counter(verdict.verdict.value for verdict in verdicts)
+        for name in sorted(outcomes.keys() | self.counts.keys()):
+            if self.counts and outcomes[name] != (counted := self.counts.get(name, 0)):
+                return f"{outcomes[name]} verdicts are {name!r}, {counted} were counted"
         return ""

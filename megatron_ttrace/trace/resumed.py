@@ -26,10 +26,8 @@ class What(StrEnum):
     @property
     def is_tensor(self) -> bool:
         """Whether it is the state of a parameter, or a buffer."""
-        return self in TENSORS
-
-
-TENSORS = (What.WEIGHT, What.MAIN, What.EXP_AVG, What.EXP_AVG_SQ, What.BUFFER, What.OTHER)
+        weights, moments = (What.WEIGHT, What.MAIN), (What.EXP_AVG, What.EXP_AVG_SQ)
+        return self in (*weights, *moments, What.BUFFER, What.OTHER)
 
 
 class How(StrEnum):
@@ -58,19 +56,14 @@ class Difference(Record):
     """One tensor or number that is not what it was.
 
     Attributes:
-        what: it is.
         name: of the parameter, buffer or number; of a step its iteration.
-        how: it differs.
-        blame: what went wrong.
         rel_err: ``||restarted - uninterrupted|| / ||uninterrupted||``, where both are there.
         tolerance: tolerated ``rel_err``; 0 where it must be equal.
-        wrong: elements that differ.
-        total: elements.
-        before: the number in the uninterrupted run, where it is one.
-        after: the number in the restarted run.
+        wrong: elements that differ, of ``total``.
+        before: the number in the uninterrupted run, where it is one; ``after``: in the restarted.
         ranks: of the restarted run that have a wrong part; all of the saving run if saving is to
             blame and nothing wrong was loaded.
-        part: what they have of the tensor, of the first of them.
+        part: that the first of these ranks has of the tensor.
         where: the code that describes the state to the checkpoint.
     """
 
@@ -104,13 +97,10 @@ class Restart(Record):
 
     Attributes:
         layout: the flags by which it differs from the job's own; empty for that.
-        verdict: of this restart.
-        reason: why it could not be checked.
         compared: tensors of the loaded state that were compared.
         stored: of them, those that were also read from the checkpoint.
         differences: what is not as it was. If the loaded state differs, the following steps do so
             as a consequence and are not listed.
-        steps: after the restart.
         notices: what was not compared, and why.
     """
 
@@ -131,11 +121,8 @@ class Resumed(Record):
     Attributes:
         verdict: of all restarts: the worst.
         command: the job, without values that may be secret.
-        iteration: that was saved.
-        checkpoint: its directory.
         restarts: the same layout first.
         notices: how the runs differ from the command.
-        seconds: it took.
     """
 
     verdict: Result
@@ -149,7 +136,7 @@ class Resumed(Record):
     @property
     def reason(self) -> str:
         """Why something could not be checked; empty if there is an answer for every layout."""
-        return next((one.reason for one in self.restarts if one.reason), "")
+        return next((restart.reason for restart in self.restarts if restart.reason), "")
 
 
 def worst(verdicts: list[Result]) -> Result:

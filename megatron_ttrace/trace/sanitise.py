@@ -54,16 +54,14 @@ def log_line(text: str) -> str:
 
 def _printable(text: str) -> list[str]:
     """The characters of ``text``, unsafe ones as escapes."""
-    out: list[str] = []
+    shown: list[str] = []
     marks = 0
     for char in text:
         category = unicodedata.category(char)
         marks = marks + 1 if category in ("Mn", "Me") else 0
-        if category in _UNSAFE or marks > _MAX_MARKS:
-            out.append(_escape(char))
-        else:
-            out.append(char)
-    return out
+        is_unsafe = category in _UNSAFE or marks > _MAX_MARKS
+        shown.append(_escape(char) if is_unsafe else char)
+    return shown
 
 
 def _escape(char: str) -> str:
@@ -94,7 +92,7 @@ def for_encoding(text: str, encoding: str) -> str:
 
 
 def script_json(data: Any) -> str:
-    """JSON that may stand inside a ``<script>`` element: no ``</script>``, no ``<!--``, no U+2028.
+    """JSON that may be inside a ``<script>`` element: no ``</script>``, no ``<!--``, no U+2028.
 
     ``ensure_ascii`` already escapes U+2028, U+2029 and lone surrogates.
     """

@@ -91,12 +91,7 @@ def _named() -> str:
 
 
 class Claim:
-    """A directory that is held for one run; a context manager that gives it back.
-
-    Attributes:
-        run: the id of the run.
-        lock: on the directory.
-    """
+    """A directory that is held for one run; a context manager that gives it back."""
 
     def __init__(
         self, directory: Path, run: str, names: Sequence[str], clean: Callable[[Path], None]

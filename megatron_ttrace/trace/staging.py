@@ -32,18 +32,18 @@ class Stage:
         """A copy of a tensor of the host, for the current stream; contiguous."""
         with self._lock, torch.cuda.stream(self._stream):
             # Memory of this stream: that of training's would be free only after its kernels.
-            there = torch.empty(data.shape, dtype=data.dtype, device=self._device)
-            for source, target in _pieces(data.detach(), there):
+            copy = torch.empty(data.shape, dtype=data.dtype, device=self._device)
+            for source, target in _pieces(data.detach(), copy):
                 fetched, buffer = self._fetched[self._next], self._buffers[self._next]
                 self._next = 1 - self._next
                 fetched.synchronize()
                 pinned = buffer[: source.nbytes].view(source.dtype).view(source.shape)
                 target.copy_(pinned.copy_(source), non_blocking=True)
                 fetched.record(self._stream)
-        now = torch.cuda.current_stream(self._device)
-        now.wait_stream(self._stream)
-        there.record_stream(now)
-        return there
+        current = torch.cuda.current_stream(self._device)
+        current.wait_stream(self._stream)
+        copy.record_stream(current)
+        return copy
 
 
 def _pieces(
@@ -56,13 +56,12 @@ def _pieces(
         rows = _BUFFER * source.shape[0] // source.nbytes
         yield from zip(source.split(rows), target.split(rows), strict=True)
     else:
-        for one, other in zip(source, target, strict=True):
-            yield from _pieces(one, other)
+        for row, target_row in zip(source, target, strict=True):
+            yield from _pieces(row, target_row)
 
 
 @functools.cache
-def stage(device: torch.device) -> Stage:
-    """The one of a device."""
+def _stage_to(device: torch.device) -> Stage:
     with torch.cuda.device(device):
         return Stage(device)
 
@@ -72,5 +71,5 @@ def to_device(data: torch.Tensor, device: torch.device) -> torch.Tensor:
     if data.device == device:
         return data
     if device.type == "cuda" and data.device.type == "cpu" and data.numel():
-        return stage(device).copy(data)
+        return _stage_to(device).copy(data)
     return data.to(device, non_blocking=True)

@@ -31,7 +31,7 @@ def _parts(moments: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tens
     part: dict[str, torch.Tensor] = {}
     for name, moment in moments.items():
         part[name] = moment
-        if sum(one.nbytes for one in part.values()) >= _FILE_BYTES:
+        if sum(moment.nbytes for moment in part.values()) >= _FILE_BYTES:
             yield part
             part = {}
     if part:
@@ -56,12 +56,12 @@ class StartValues:
         if key not in self._reference:
             return None
         entry = self._reference.entry(key)
-        same = entry.shape == shape and f"torch.{entry.dtype}" == str(dtype)
-        return self._reference.tensor(entry) if same else None
+        fits = entry.shape == shape and f"torch.{entry.dtype}" == str(dtype)
+        return self._reference.tensor(entry) if fits else None
 
     def moment(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         """A moment in float32 by its name, if the reference has it in this form."""
         file = self._files.get(name)
-        found = None if file is None else self._reference.stored(file, name)
-        same = found is not None and found.shape == shape and found.dtype == torch.float32
-        return found if same else None
+        moment = None if file is None else self._reference.stored(file, name)
+        fits = moment is not None and moment.shape == shape and moment.dtype == torch.float32
+        return moment if fits else None

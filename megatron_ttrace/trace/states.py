@@ -46,10 +46,8 @@ class Bucketed:
     """A rank's part of a parameter in a bucket.
 
     Attributes:
-        name: of the parameter.
         key: of the bucket, without the state's name.
         start: the first element in the bucket.
-        shape: of the part.
         logical_shape: of the parameter in the whole model.
         boxes: of the logical parameter, which the part is.
     """

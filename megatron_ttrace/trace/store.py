@@ -7,7 +7,7 @@ Layout of a trace directory::
     rank-00000.index.jsonl       one line per traced tensor, in execution order
     rank-00000.0000.safetensors  the tensors, in chunks
     tolerances.jsonl             (reference) how far perturbed replays moved each tensor
-    overrides.json               (reference) what the run that made it was told
+    overrides.json               (reference) the order to the run that made it
     start.0000.safetensors       (reference on a CPU) start values of moments (``trace/start.py``)
 
 An index line names the tensor's key and where its data is (``file``, ``tensor``), or, if the same
@@ -20,8 +20,8 @@ always noticed:
 
 - :func:`verify` reads every file once. Rank 0 calls it for a reference that was made earlier,
   ``ttrace compare`` for both traces.
-- The other ranks are told which ``meta.json`` rank 0 verified (``announced``). They check that they
-  read the same one and verify the files that they parse, but do not read all tensors again.
+- The other ranks get the checksum of the ``meta.json`` that rank 0 verified (``announced``). They
+  check that they read the same one and verify the files that they parse, but not all tensors.
 
 A file with the name of a trace file that ``meta.json`` does not list is refused.
 There is no pickle: safetensors and JSON only.
@@ -53,17 +53,7 @@ from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.sealing import CHECKSUM, checksums_of_files, open_sealed, seal_json
 from megatron_ttrace.trace.shared import run_id
 
-__all__ = [
-    "FORMAT",
-    "META",
-    "Entry",
-    "TraceReader",
-    "TraceWriter",
-    "atomic_write",
-    "read_meta",
-    "seal",
-    "verify",
-]
+__all__ = ["Entry", "TraceReader", "TraceWriter"]
 
 FORMAT = 4
 META = "meta.json"
@@ -73,7 +63,7 @@ _DIGEST = re.compile("[0-9a-f]{32}")
 _SEALED_SUFFIXES = (".safetensors", ".jsonl")
 _SEALED_NAMES = ("overrides.json",)
 
-ERRORS_OF_NOISE = (
+_ERRORS_OF_NOISE = (
     *(SafetensorError, OSError, ValueError, TypeError, LookupError),
     *(AttributeError, RuntimeError, OverflowError, MemoryError),
 )
@@ -204,16 +194,15 @@ def read_meta(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise _unusable(path, f"cannot be read ({brief(error)})") from error
     for name, (size, _) in files.items():
-        found = directory / name
-        if not found.is_file():
-            raise _unusable(found, "is missing")
-        if (there := found.stat().st_size) != size:
-            raise _unusable(found, f"is truncated ({there} of {size} bytes)")
-    for found in _trace_files(directory):
-        if found.name not in files:
+        file = directory / name
+        if not file.is_file():
+            raise _unusable(file, "is missing")
+        if (left := file.stat().st_size) != size:
+            raise _unusable(file, f"is truncated ({left} of {size} bytes)")
+    for file in _trace_files(directory):
+        if file.name not in files:
             raise TTraceError(
-                f"{found} is not part of the trace beside it: remove it, "
-                "or run the traced job again"
+                f"{file} is not part of the trace beside it: remove it, or run the traced job again"
             )
     return meta
 
@@ -291,11 +280,11 @@ def _verify(directory: Path, meta: dict[str, Any], names: Iterable[str]) -> None
         if path.name not in files:
             raise _unusable(path, "is missing")
     try:
-        found = checksums_of_files(paths)
+        checksums = checksums_of_files(paths)
     except OSError as error:
         raise _unusable(directory, f"cannot be read ({error.strerror or error})") from error
-    for path, one in zip(paths, found, strict=True):
-        if one != files[path.name]:
+    for path, checksum in zip(paths, checksums, strict=True):
+        if checksum != files[path.name]:
             raise _unusable(path, "is damaged (its checksum does not match)")
 
 
@@ -312,12 +301,9 @@ class TraceReader:
     ) -> None:
         """Open a trace.
 
-        Args:
-            directory: of the trace.
-            sealed: ``False`` reads one that this process is still writing.
-            announced: checksum of the ``meta.json`` of a trace that another rank verified. Then
-                only the files that are parsed are verified, else all.
-            budget: bounds the pages of files that stay mapped.
+        ``sealed`` is false for one that this process is still writing. ``announced`` is the
+        checksum of the ``meta.json`` of a trace that another rank verified: then only the files
+        that are parsed are verified, else all. ``budget`` bounds the pages that stay mapped.
 
         Raises:
             TTraceError: when it is damaged, or not the one that was announced.
@@ -336,11 +322,11 @@ class TraceReader:
                 )
         files = self.meta["files"] if sealed else None
         names = sorted(os.listdir(directory) if files is None else files)
-        indices = {name: found for name in names if (found := INDEX_FILE.fullmatch(name))}
+        indices = {name: match for name in names if (match := INDEX_FILE.fullmatch(name))}
         if announced is not None:
             _verify(directory, self.meta, indices)
-        for name, found in indices.items():
-            self.ranks[int(found[1])] = read_index(directory / name, files)
+        for name, match in indices.items():
+            self.ranks[int(match[1])] = read_index(directory / name, files)
         self._where = {
             entry.key: (rank, number)
             for rank, entries in self.ranks.items()
@@ -382,8 +368,7 @@ class TraceReader:
 
     def entry(self, key: TraceKey) -> Entry:
         """The entry of ``key`` with its data location resolved. Raises ``KeyError``."""
-        rank, number = self._where[key]
-        return self.resolve(rank, number)
+        return self.resolve(*self._where[key])
 
     def primary(self, key: TraceKey) -> TraceKey:
         """The first name under which this tensor was traced."""
@@ -406,9 +391,7 @@ class TraceReader:
 
     def data(self, key: TraceKey) -> torch.Tensor:
         """The tensor of a key. Raises as :meth:`tensor`, and ``KeyError``."""
-        rank, number = self._where[key]
-        entry = self.ranks[rank][number]
-        return self._data(entry, entry if entry.same_as < 0 else self.ranks[rank][entry.same_as])
+        return self.tensor(self.entry(key))
 
     def tensor(self, entry: Entry) -> torch.Tensor:
         """The stored tensor, on the CPU, backed by the file.
@@ -416,23 +399,16 @@ class TraceReader:
         Raises:
             TTraceError: when the file is damaged, or holds another tensor than the index says.
         """
-        return self._data(entry, entry)
-
-    def _data(self, entry: Entry, source: Entry) -> torch.Tensor:
-        """The tensor of an entry, whose data another one may have."""
-        if source.file not in self._views and not DATA_FILE.fullmatch(source.file):
+        if entry.file not in self._views and not DATA_FILE.fullmatch(entry.file):
             raise TTraceError(f"{self.directory} has no data of {entry.key}")
-        tensor = self.stored(source.file, source.tensor)
-        if tensor is None:
-            raise self._contradicts(source)
-        same = (
-            math.prod(entry.shape) == tensor.numel()
-            if entry.same_as >= 0
-            else tuple(tensor.shape) == entry.shape
-        )
-        if not same or tensor.dtype is not getattr(torch, entry.dtype, None):
-            raise self._contradicts(source)
-        return tensor
+        tensor = self.stored(entry.file, entry.tensor)
+        if tensor is not None and tensor.dtype is getattr(torch, entry.dtype, None):
+            # A view of another shape may have been traced under another name.
+            is_view = entry.same_as >= 0 and math.prod(entry.shape) == tensor.numel()
+            if is_view or tuple(tensor.shape) == entry.shape:
+                return tensor
+        path = self.directory / entry.file
+        raise _unusable(path, "is damaged (it holds another tensor than the index says)")
 
     def stored(self, file: str, name: str) -> torch.Tensor | None:
         """A tensor by the names of its file and in it, backed by the file; ``None`` without one.
@@ -460,10 +436,6 @@ class TraceReader:
             path = self.directory / file
             try:
                 self._views[file] = MappedFile(path)
-            except ERRORS_OF_NOISE as error:
+            except _ERRORS_OF_NOISE as error:
                 raise _unusable(path, f"is damaged ({brief(error)})") from error
         return self._views[file]
-
-    def _contradicts(self, entry: Entry) -> TTraceError:
-        path = self.directory / entry.file
-        return _unusable(path, "is damaged (it holds another tensor than the index says)")

@@ -50,14 +50,11 @@ class Wait:
     """Where one rank waits.
 
     Attributes:
-        doing: what it does.
         operation: the function of ``torch.distributed``, for instance ``all_reduce``.
         group: what the group is called; empty if that is not known.
         members: global ranks of the group, or the two ranks of a message.
         communicator: PyTorch's name of the group.
-        dtype: of the tensors.
         elements: of the tensors whose size all members must have in common; -1 if none must.
-        module: the innermost module that runs.
         where: the code that called, innermost of Megatron's.
     """
 
@@ -112,24 +109,19 @@ class Stall:
 
 
 def judge(waits: Mapping[int, Wait], size: int) -> Stall:
-    """What is known of ranks that make no progress.
+    """What is known of ranks that make no progress, of ``size`` ranks in all.
 
     Ranks never go on only if all of them wait in communications, and there is no collective that
     all members of its group have joined alike: that one would end, and release others.
-
-    Args:
-        waits: of the ranks that make no progress.
-        size: number of ranks.
     """
     waiting = {rank: wait for rank, wait in waits.items() if wait.doing is not Doing.OTHER}
     joined = {r: wait for r, wait in waiting.items() if wait.doing is Doing.COLLECTIVE}
     if len(waiting) < size or not joined:
         return Stall(waits, None)
-    found = [_mismatch(wait, waits) for wait in joined.values()]
-    if None in found:
-        return Stall(waits, None)
-    order = list(Mismatch)
-    return Stall(waits, min((one for one in found if one), key=order.index))
+    mismatches = [mismatch for wait in joined.values() if (mismatch := _mismatch(wait, waits))]
+    # A collective that all members have joined will end.
+    ends = len(mismatches) < len(joined)
+    return Stall(waits, None if ends else min(mismatches, key=[*Mismatch].index))
 
 
 def _mismatch(wait: Wait, waits: Mapping[int, Wait]) -> Mismatch | None:

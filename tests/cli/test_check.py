@@ -17,7 +17,7 @@ from megatron_ttrace.trace.records import Result, Summary
 words = argv.words()
 directory = pathlib.Path(words[words.index("--ttrace-dir") + 1])
 print("ttrace: building the model", flush=True)
-files.write_verdicts(directory / files.VERDICTS, [])
+files.write_records(directory / files.VERDICTS, [])
 summary = Summary(Result.COULD_NOT_CHECK, {}, (), {}, {}, {}, notices=("9 of 10 unchecked",))
 files.write_summary(directory / files.SUMMARY, summary)
 sys.exit(2)
@@ -78,7 +78,7 @@ if settings.role == "plan":
     sys.exit(0)
 if os.environ["RANK"] == "0":
     notices = (os.environ["WORLD_SIZE"], *theirs, settings.small.read_text())
-    files.write_verdicts(settings.directory / files.VERDICTS, [])
+    files.write_records(settings.directory / files.VERDICTS, [])
     summary = Summary(Result.COULD_NOT_CHECK, {}, (), {}, {}, {}, notices=notices)
     files.write_summary(settings.directory / files.SUMMARY, summary)
 sys.exit(2)

@@ -145,13 +145,13 @@ def case(number: int) -> Case:
 
 def linear(rng: random.Random, module: str, shape: tuple[int, ...]) -> dict[TraceKey, torch.Tensor]:
     """What a linear layer's gradient is made of."""
-    found = {}
+    tensors = {}
     for microbatch in range(rng.choice((1, 2, 4))):
         seed = rng.randrange(1 << 30)
         for kind, width in ((Kind.GRAD_OUTPUT, shape[0]), (Kind.INPUT, shape[1])):
             seed += 1
-            found[TraceKey(1, microbatch, kind, module, 0)] = values(5, 2, width, seed=seed)
-    return found
+            tensors[TraceKey(1, microbatch, kind, module, 0)] = values(5, 2, width, seed=seed)
+    return tensors
 
 
 def gradient(trace: dict[TraceKey, torch.Tensor]) -> torch.Tensor:

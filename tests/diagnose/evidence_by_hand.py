@@ -73,8 +73,8 @@ def evidence_of(
 
 def explain(evidence: Evidence) -> Finding | None:
     """The simplest repair."""
-    found = search(evidence)
-    return found[0].finding if found else None
+    repairs = search(evidence)
+    return repairs[0].finding if repairs else None
 
 
 def failed(key: TraceKey, outcome: Outcome = Outcome.DIVERGED) -> Judged:

@@ -35,7 +35,10 @@ def judged(kind: Kind, name: str, outcome: Outcome = Outcome.PASS, **more: Any) 
 
 def localise(verdicts: Sequence[Judged], *explain: Any, isolated: bool = False) -> list[Culprit]:
     """The culprits, in words."""
-    return [culprit_of(one) for one in culprits.localise(verdicts, *explain, isolated=isolated)]
+    return [
+        culprit_of(diagnosis)
+        for diagnosis in culprits.localise(verdicts, *explain, isolated=isolated)
+    ]
 
 
 def verdict(

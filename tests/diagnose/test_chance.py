@@ -13,19 +13,21 @@ from tests.diagnose.evidence_by_hand import evidence_of, meshes
 
 def explained(numbers: range) -> tuple[int, list[str]]:
     """How many of these cases fail, and the causes that are told."""
-    failing, told = 0, []
+    failing, causes = 0, []
     for number in numbers:
-        one = case(number)
-        failing += bool(one.evidence.parts)
-        told += [f"{number} {one.fault}: {found.finding}" for found in search(one.evidence)[:1]]
-    return failing, told
+        failure = case(number)
+        failing += bool(failure.evidence.parts)
+        causes += [
+            f"{number} {failure.fault}: {repair.finding}" for repair in search(failure.evidence)[:1]
+        ]
+    return failing, causes
 
 
 def test_few_causes_by_chance() -> None:
     """A sample of the cases below."""
-    failing, told = explained(range(80))
+    failing, causes = explained(range(80))
     assert failing > 50
-    assert len(told) <= 1, told
+    assert len(causes) <= 1, causes
 
 
 @given(st.integers(1, 5000), st.integers(0, 40), st.floats(0, 40))
@@ -53,6 +55,6 @@ def test_how_often_a_random_error_is_so_small(values: int) -> None:
 @pytest.mark.nightly
 def test_causes_by_chance() -> None:
     """Fewer than one in a hundred of all cases."""
-    failing, told = explained(range(3000))
+    failing, causes = explained(range(3000))
     assert failing > 2000
-    assert len(told) < 0.01 * failing, told
+    assert len(causes) < 0.01 * failing, causes

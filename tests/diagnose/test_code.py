@@ -1,11 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions by where they ran; what passed."""
+"""Functions by where they ran, what passed, what names say; numbers and groups passed on."""
 
-from megatron_ttrace.diagnose.code import BUILDING, Code, Outcomes
-from megatron_ttrace.trace.collectives import Phase
+import dataclasses
+
+import pytest
+
+from megatron_ttrace.diagnose.code import (
+    BUILDING,
+    Code,
+    Outcomes,
+    choosing_without,
+    communicates,
+    loss_of,
+    origins,
+    tokens,
+)
+from megatron_ttrace.trace.collectives import (
+    Calls,
+    Function,
+    FunctionCall,
+    Ledger,
+    Lookup,
+    Phase,
+    Sources,
+)
+from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
-from tests.diagnose.ran_by_hand import FUNCTIONS, record, where
+from tests.diagnose.ran_by_hand import FUNCTIONS, C, lookup, record, where
 
 NAMES = list(FUNCTIONS)
 LINEAR = "decoder.layers.*.linear"
@@ -16,12 +38,12 @@ def test_code() -> None:
     code = Code(record())
 
     def number(name: str) -> int:
-        found = code.number(where(name, 99))
-        assert found is not None
-        return found
+        numbered_function = code.number(where(name, 99))
+        assert numbered_function is not None
+        return numbered_function
 
     def names(numbers: list[int]) -> list[str]:
-        return [NAMES[one] for one in numbers]
+        return [NAMES[function] for function in numbers]
 
     forward = LINEAR, Phase.FORWARD
     assert names(code.chain(number("reduce"), forward)) == ["reduce", "Linear.forward"]
@@ -71,3 +93,113 @@ def test_what_is_logged() -> None:
     assert outcomes.losses() == {"z_loss": False, "aux_loss": True}
     assert (outcomes.counts("a"), outcomes.counts("b")) == (2, 0)
     assert outcomes.names(Kind.COUNTED) == {"a"}
+
+
+def test_tokens() -> None:
+    """Words in both spellings; numbers are none."""
+    assert tokens("_AllToAll.forward_2d") == ("all", "to", "all", "forward", "d")
+
+
+@pytest.mark.parametrize(
+    ("name", "sends"),
+    [
+        ("all_to_all_sp2hp", True),
+        ("_AllToAll.forward", True),
+        ("gather_heads", True),
+        ("all", False),
+    ],
+)
+def test_communicates(name: str, sends: bool) -> None:
+    """By any word for it."""
+    assert communicates(Function("m.py", 1, name)) is sends
+
+
+@pytest.mark.parametrize(
+    ("name", "loss"),
+    [
+        ("Router._apply_seq_aux_loss", Loss.SEQUENCE),
+        ("Router._apply_aux_loss", Loss.AUXILIARY),
+        ("z_loss_func", Loss.Z),
+        ("loss_func", None),
+    ],
+)
+def test_loss_of(name: str, loss: Loss | None) -> None:
+    """The loss with most of its words in the name."""
+    assert loss_of(Function("m.py", 1, name)) is loss
+
+
+STEP, COUNT, FINALIZE, SCALE = range(4)
+CALLED = ("step", "count", "finalize", "scale")
+RIGHT = {"count": {"": (8.0,)}, "finalize": {"tokens": (8.0,)}, "scale": {"factor": (0.125,)}}
+
+
+def ledger(numbers: dict[str, dict[str, tuple[float, ...]]]) -> Ledger:
+    """A step counts tokens and finalizes; that scales."""
+    functions = tuple(Function("m.py", 1, name) for name in CALLED)
+    pairs = (STEP, -1), (COUNT, STEP), (FINALIZE, STEP), (SCALE, FINALIZE)
+    calls = tuple(FunctionCall(*pair, "", Phase.OTHER, 1) for pair in pairs)
+    sources = Sources(calls=Calls(functions, calls))
+    return Ledger(sources=sources, numbers=numbered(numbers))
+
+
+def numbered(
+    numbers: dict[str, dict[str, tuple[float, ...]]],
+) -> dict[str, dict[str, tuple[float, ...]]]:
+    """By places."""
+    return {f"m.py:1 ({name})": known for name, known in numbers.items()}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        # The last is off although what it is made of is right.
+        ({"scale": {"factor": (0.0625,)}}, {FINALIZE}),
+        ({"finalize": {"tokens": (16.0,)}, "scale": {"factor": (0.0625,)}}, {STEP}),
+        ({"count": {"": (16.0,)}, "finalize": {"tokens": (16.0,)}}, {COUNT}),
+        # By another ratio; of the reference's as well.
+        ({"scale": {"factor": (0.1,)}}, set()),
+        ({"scale": {"factor": (0.125, 0.125001)}}, set()),
+        ({"scale": {"other": (0.0625,)}}, set()),
+    ],
+)
+def test_where_a_number_is_first_off(
+    wrong: dict[str, dict[str, tuple[float, ...]]], expected: set[int]
+) -> None:
+    """By the ratio or its inverse: what makes it was not given one itself."""
+    assert origins(ledger(RIGHT | wrong), numbered(RIGHT), [2.0]) == expected
+    assert origins(ledger(RIGHT | wrong), numbered(RIGHT), [1.0]) == set()
+    assert origins(ledger(RIGHT | wrong), {}, [2.0]) == set()
+
+
+def test_a_share_that_is_summed_later() -> None:
+    """Half of the reference's number on each of two data-parallel ranks."""
+    share = {"finalize": {"tokens": (4.0,)}, "scale": {"factor": (0.25,)}}
+    known = ledger(RIGHT | share)
+    assert origins(known, numbered(RIGHT), [2.0]) == {STEP}
+    calls = known.sources.calls
+    for group, first in (("dp-cp", FINALIZE), ("tp", STEP)):
+        chosen = Lookup(FINALIZE, 1, group, 2, "", Phase.GRADIENTS)
+        sources = Sources(calls=dataclasses.replace(calls, lookups=(chosen,)))
+        known = dataclasses.replace(known, sources=sources)
+        assert origins(known, numbered(RIGHT), [2.0]) == {first}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "lacks"),
+    [
+        ([("tp", 2)], True),
+        ([("TENSOR_MODEL_PARALLEL_GROUP", 1)], True),
+        ([("tp", 2), ("dp-cp", 4)], False),
+        ([("dp", 2)], False),
+        # Its axes are not known.
+        ([("INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", 2)], False),
+        ([], False),
+    ],
+)
+def test_groups_without_the_axis(chosen: list[tuple[str, int]], lacks: bool) -> None:
+    """Of a function that names it."""
+    built = lookup("sync_grads", "dp", phase=C)
+    known = record(lookups=(built, *(lookup("sync_grads", *group) for group in chosen)))
+    number = list(FUNCTIONS).index("sync_grads")
+    assert choosing_without(known, {"dp"}) == {number} & ({number} if lacks else set())
+    assert choosing_without(known, {"pp"}) == set()

@@ -68,13 +68,13 @@ def parameters(absent, outcome):
 def test_a_module_that_is_absent_as_a_whole(outcome, absent, named):
     """It is told once, and not by each module in it."""
     culprits = localise(parameters(absent, outcome))
-    assert [one.name for one in culprits] == named
+    assert [culprit.name for culprit in culprits] == named
 
 
 def test_parts_that_no_rank_has_are_no_absent_module():
     """Each module lacks elements of its own."""
     culprits = localise(parameters("layers.1.mlp", Outcome.UNCOVERED))
-    assert [one.name for one in culprits] == [f"decoder.layers.1.mlp.fc{n}" for n in (1, 2)]
+    assert [culprit.name for culprit in culprits] == [f"decoder.layers.1.mlp.fc{n}" for n in (1, 2)]
 
 
 def indexed(*, around=0.1, again=300.0):
@@ -98,7 +98,9 @@ def indexed(*, around=0.1, again=300.0):
 def test_a_gradient_is_made_by_what_uses_the_output():
     """By the module around it whose own output gradients pass, in each layer."""
     culprits = localise(indexed())
-    assert [one.name for one in culprits] == [f"decoder.layers.{n}.attention" for n in (1, 0)]
+    assert [culprit.name for culprit in culprits] == [
+        f"decoder.layers.{n}.attention" for n in (1, 0)
+    ]
     assert "indexer.norm" in culprits[0].reason
 
 
@@ -133,7 +135,7 @@ def test_values_do_not_change_what_an_optimizer_has(statistic, name, kinds):
     """It reads a gradient where this rank has none: that is no wrong gradient."""
     wrong = verdict("mlp.weight", Kind.MAIN_GRAD, Outcome.DIVERGED, margin=9.0)
     culprits = localise([wrong, miscounted(name, statistic.number)])
-    assert [one.kind for one in culprits] == kinds
+    assert [culprit.kind for culprit in culprits] == kinds
 
 
 FC1, ROUTER = "mlp.shared_experts.linear_fc1", "mlp.router"

@@ -43,8 +43,8 @@ def verdict(
 def cause(finding: Finding, failed: Judged, *others: Judged) -> Cause | None:
     """The cause that is left of a failure, with the verdicts after it."""
     explain = controlled(lambda _: Explanation(finding), [failed, *others], Sizes())  # type: ignore[arg-type]
-    found = explain(failed).finding
-    return found.cause if found else None
+    left = explain(failed).finding
+    return left.cause if left else None
 
 
 BAD = Outcome.DIVERGED

@@ -371,11 +371,3 @@ def test_the_explanation_is_asked_for_every_culprit() -> None:
     assert (culprit.hint, culprit.where) == ("a missing reduction over tp", "a.py:3 (f)")
     assert (culprit.cause, culprit.axes) == (Cause.PARTIAL, ("tp",))
     assert asked == [culprit.name]
-
-
-@pytest.mark.parametrize(
-    ("parameter", "module"),
-    [("a.b.weight", "a.b"), ("weight", "weight"), ("a.experts.weight3", "a.experts")],
-)
-def test_owner(parameter: str, module: str) -> None:
-    assert owner(parameter) == module

@@ -88,15 +88,15 @@ def explainer_of(
 def test_one_sentence(made: tuple[Explainer, Path]) -> None:
     """What, which axis, how many others, which ranks; a hint and where to look apart from it."""
     verdict = failed(keys()[0])
-    found = made[0].explain(verdict)
-    said = explanation_text(found, verdict)
-    assert said.startswith("2.000 times too large = the size of dp, as are all")
-    assert f"as are all {len(NAMES)} main gradients that fail" in said
-    assert "on all 2 ranks" in said
-    assert hint_text(found, verdict) == "a missing division or a doubled reduction over dp"
-    assert (found.places, found.collectives) == ((), None)
-    assert found.finding is not None
-    assert (found.finding.cause, found.finding.axes) == (Cause.TOO_LARGE, ("dp",))
+    why = made[0].explain(verdict)
+    sentence = explanation_text(why, verdict)
+    assert sentence.startswith("2.000 times too large = the size of dp, as are all")
+    assert f"as are all {len(NAMES)} main gradients that fail" in sentence
+    assert "on all 2 ranks" in sentence
+    assert hint_text(why, verdict) == "a missing division or a doubled reduction over dp"
+    assert (why.places, why.collectives) == ((), None)
+    assert why.finding is not None
+    assert (why.finding.cause, why.finding.axes) == (Cause.TOO_LARGE, ("dp",))
 
 
 def test_every_failing_part_is_tested(made: tuple[Explainer, Path]) -> None:
@@ -107,9 +107,9 @@ def test_every_failing_part_is_tested(made: tuple[Explainer, Path]) -> None:
 
 def test_every_layer_is_explained(made: tuple[Explainer, Path]) -> None:
     """However many there are."""
-    found = {made[0].explain(failed(key)).finding for key in keys()}
-    assert {one.cause for one in found if one} == {Cause.TOO_LARGE}
-    assert None not in found
+    findings = {made[0].explain(failed(key)).finding for key in keys()}
+    assert {finding.cause for finding in findings if finding} == {Cause.TOO_LARGE}
+    assert None not in findings
 
 
 def test_a_budget_of_work(made: tuple[Explainer, Path]) -> None:
@@ -160,9 +160,9 @@ def test_a_loss_of_which_a_share_is_wrong(
     explainer.separate(none)
     assert "the losses' shares of gradients could not be tested: TTraceError" in caplog.text
     explainer.separate(lambda asked: {asked[0]: [Share(Loss.Z, False, own)]})
-    found, other = (explainer.explain(verdict) for verdict in verdicts)
-    assert found.finding is not None
-    assert explanation_text(found, verdicts[0]) == (
+    why, other = (explainer.explain(verdict) for verdict in verdicts)
+    assert why.finding is not None
+    assert explanation_text(why, verdicts[0]) == (
         "the z loss's share of the gradient is 2.000 times too large = the size of dp or the "
         "number of microbatches, on all 2 ranks"
     )
@@ -174,9 +174,9 @@ def test_damage_is_unknown(made: tuple[Explainer, Path]) -> None:
     for shard in made[1].glob("*.safetensors"):
         shard.write_bytes(b"damaged")
     verdict = failed(keys()[0])
-    found = made[0].explain(verdict)
-    assert found.finding is None
-    assert explanation_text(found, verdict) == UNKNOWN
+    why = made[0].explain(verdict)
+    assert why.finding is None
+    assert explanation_text(why, verdict) == UNKNOWN
 
 
 def test_nothing_kept_is_unknown(made: tuple[Explainer, Path], tmp_path: Path) -> None:
@@ -202,12 +202,12 @@ def test_an_update_of_no_optimizer(tmp_path: Path, most: int, cause: Cause) -> N
         tmp_path, torch.zeros_like, kind=Kind.PARAM_DELTA, counted={at: left_out}
     )
     verdict = failed(key)
-    found = explainer.explain(verdict)
-    assert found.finding is not None
-    assert found.finding.cause is cause
-    said = explanation_text(found, verdict)
-    assert said.startswith("never updated")
-    assert ("never updated by any optimizer, as are elements of 1 more" in said) == (most == 0)
+    why = explainer.explain(verdict)
+    assert why.finding is not None
+    assert why.finding.cause is cause
+    sentence = explanation_text(why, verdict)
+    assert sentence.startswith("never updated")
+    assert ("never updated by any optimizer, as are elements of 1 more" in sentence) == (most == 0)
     assert explainer.explain(failed(at)).finding == left_out
 
 
@@ -216,9 +216,9 @@ def test_missing_layers() -> None:
     expected = [f"decoder.layers.{layer}.mlp.weight" for layer in range(7)]
     ranks = meshes(2, pp=2)
     held = {0: expected[:3], 1: expected[3:6]}
-    found = start.misplaced_layers(expected[6], expected, start.stages_of(held, ranks))
-    assert "layer 6 of 7 on no pipeline stage: the stages hold 3 + 3 = 6 layers" in text(found)
-    assert "7 // 2 layers each" in hint(found)
+    finding = start.misplaced_layers(expected[6], expected, start.stages_of(held, ranks))
+    assert "layer 6 of 7 on no pipeline stage: the stages hold 3 + 3 = 6 layers" in text(finding)
+    assert "7 // 2 layers each" in hint(finding)
     all_held = {0: expected[:3], 1: expected[3:]}
     stages = start.stages_of(all_held, ranks)
     assert start.misplaced_layers(expected[6], expected, stages) is None
@@ -237,9 +237,9 @@ def test_misnumbered_layers(second: tuple[int, ...], words: str) -> None:
     names = [f"decoder.layers.{layer}.mlp.weight" for layer in range(6)]
     held = {0: names[:2], 1: [names[layer] for layer in second]}
     stages = start.stages_of(held, meshes(2, pp=2))
-    found = start.misplaced_layers(names[second[0]], names[:4], stages)
-    assert words in text(found)
-    assert found.cause is Cause.LAYER_NUMBERS
+    finding = start.misplaced_layers(names[second[0]], names[:4], stages)
+    assert words in text(finding)
+    assert finding.cause is Cause.LAYER_NUMBERS
 
 
 @pytest.mark.parametrize(

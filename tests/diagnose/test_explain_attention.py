@@ -47,10 +47,10 @@ def gradients(given: Inputs, weight: torch.Tensor) -> list[torch.Tensor]:
     delta = ((right @ v) * grad).sum(-1, keepdim=True)
     p = torch.exp(score - lse) * weight.double()
     off = p * (grad @ v.transpose(-1, -2) - delta) / math.sqrt(D)
-    found = off @ k, off.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+    wrong = off @ k, off.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
     return [
-        found[0].permute(2, 0, 1, 3).float(),
-        *(t.view(B, groups, -1, S, D).sum(2).permute(2, 0, 1, 3).float() for t in found[1:]),
+        wrong[0].permute(2, 0, 1, 3).float(),
+        *(t.view(B, groups, -1, S, D).sum(2).permute(2, 0, 1, 3).float() for t in wrong[1:]),
     ]
 
 
@@ -106,11 +106,11 @@ def test_masks_of_other_blocks(index: int, size: int, order: list[int], words: s
             mask = (other[None, :] <= at[rank][:, None]).float()
             weight[at[rank][:, None], at[(rank - step) % size][None, :]] = mask
     given = inputs()
-    found = explain(evidence(given, gradients(given, weight)[index], index, size))
-    assert found is not None
-    assert (found.cause, found.axes) == (Cause.ATTENTION_MASK, ("cp",))
-    assert words in text(found)
-    assert f"gradient of {'qkv'[index]}" in text(found)
+    finding = explain(evidence(given, gradients(given, weight)[index], index, size))
+    assert finding is not None
+    assert (finding.cause, finding.axes) == (Cause.ATTENTION_MASK, ("cp",))
+    assert words in text(finding)
+    assert f"gradient of {'qkv'[index]}" in text(finding)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -124,20 +124,20 @@ def test_blocks_that_do_not_count_once(index: int, times: float, words: str) -> 
     for rank in range(2):
         weight[at[rank][:, None], at[1 - rank][None, :]] *= times
     given = inputs()
-    found = explain(evidence(given, gradients(given, weight)[index], index, 2))
-    assert found is not None
+    finding = explain(evidence(given, gradients(given, weight)[index], index, 2))
+    assert finding is not None
     assert (
         f"block of step 1 of 0..1 of the ring adds to the gradient of {'qkv'[index]} {words}"
-        in text(found)
+        in text(finding)
     )
 
 
 def test_no_mask() -> None:
     """On one rank, too."""
     given = inputs()
-    found = attention.blocks(evidence(given, gradients(given, torch.ones(S, S))[0], 0, 1))
-    assert found is not None
-    assert "no causal mask" in text(found)
+    finding = attention.blocks(evidence(given, gradients(given, torch.ones(S, S))[0], 0, 1))
+    assert finding is not None
+    assert "no causal mask" in text(finding)
 
 
 def test_other_errors_are_not_explained() -> None:
@@ -151,9 +151,9 @@ def test_an_attention_that_is_not_this_one() -> None:
     """Where the formula does not give the reference's own gradient, nothing is said."""
     given = inputs()
     wrong = gradients(given, torch.ones(S, S))[0]
-    one = evidence(given, wrong, 0, 1)
-    one = dataclasses.replace(one, reference=gradients(given, causal() * 1.7)[0])
-    assert attention.blocks(one) is None
+    failed = evidence(given, wrong, 0, 1)
+    failed = dataclasses.replace(failed, reference=gradients(given, causal() * 1.7)[0])
+    assert attention.blocks(failed) is None
 
 
 @pytest.mark.parametrize(
@@ -161,6 +161,6 @@ def test_an_attention_that_is_not_this_one() -> None:
 )
 def test_other_tensors(change: dict[str, object]) -> None:
     given = inputs()
-    one = evidence(given, gradients(given, torch.ones(S, S))[0], 0, 1)
+    failed = evidence(given, gradients(given, torch.ones(S, S))[0], 0, 1)
     key = dataclasses.replace(KEY, **change)
-    assert attention.blocks(dataclasses.replace(one, key=key)) is None
+    assert attention.blocks(dataclasses.replace(failed, key=key)) is None

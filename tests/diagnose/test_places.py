@@ -109,17 +109,17 @@ def test_first_place(
     clue: Clue,
 ) -> None:
     """The most likely function, with what speaks for it."""
-    found = places(kind, name, finding, *calls)
-    assert (found[0].function, found[0].clue) == (first, clue)
-    assert len(found) <= 3
+    suspects = places(kind, name, finding, *calls)
+    assert (suspects[0].function, suspects[0].clue) == (first, clue)
+    assert len(suspects) <= 3
 
 
 def test_a_marked_parameter() -> None:
     """What selects by the mark is then more likely than what sets it."""
     marks = {"decoder.layers.*.linear.weight": ("sequence_parallel",)}
     ledger = record(NORMS, marks=marks)
-    found = places(Kind.MAIN_GRAD, WEIGHT, PARTIAL, ledger=ledger)
-    assert found[0].function == "reduce_norms"
+    suspects = places(Kind.MAIN_GRAD, WEIGHT, PARTIAL, ledger=ledger)
+    assert suspects[0].function == "reduce_norms"
 
 
 @pytest.mark.parametrize("others", [(), ("sequence_parallel",)])
@@ -141,8 +141,10 @@ def test_what_selects_by_marks_for_another_axis() -> None:
     marks = {
         f"decoder.layers.*.{name}.weight": ("sequence_parallel",) for name in ("linear", "norm")
     }
-    found = places(Kind.MAIN_GRAD, WEIGHT, finding, ledger=record(GRADIENTS, marks=marks))
-    assert "reduce_norms" not in {place.function for place in found if place.clue is Clue.SELECTS}
+    suspects = places(Kind.MAIN_GRAD, WEIGHT, finding, ledger=record(GRADIENTS, marks=marks))
+    assert "reduce_norms" not in {
+        place.function for place in suspects if place.clue is Clue.SELECTS
+    }
 
 
 @pytest.mark.parametrize("few", [False, True])
@@ -150,8 +152,8 @@ def test_what_passes_over_some(few: bool) -> None:
     """The reduction reduced the others: what goes through all of them comes first."""
     others = tuple(judged(Kind.MAIN_GRAD, name) for name in "abc" if few)
     copies = Finding(Cause.COPY, ("dp",))
-    found = places(Kind.MAIN_GRAD, WEIGHT, copies, GRADIENTS, others=others)
-    assert found[0].function == ("finalize" if few else "sync_grads")
+    suspects = places(Kind.MAIN_GRAD, WEIGHT, copies, GRADIENTS, others=others)
+    assert suspects[0].function == ("finalize" if few else "sync_grads")
 
 
 @pytest.mark.parametrize("stepped", [False, True])
@@ -181,11 +183,11 @@ def test_parameters_that_were_not_sent(last: int) -> None:
 def test_initial_values_of_most_parameters(few: bool) -> None:
     """What holds all parameters, not the constructor of one module."""
     others = tuple(judged(Kind.INITIAL, name) for name in "abc" if few)
-    found = places(Kind.INITIAL, WEIGHT, Finding(Cause.INITIAL_VALUES), others=others)
+    suspects = places(Kind.INITIAL, WEIGHT, Finding(Cause.INITIAL_VALUES), others=others)
     built = {"Linear.__init__", "Linear.reset_parameters"}
-    assert (found[0].function in built) is few
+    assert (suspects[0].function in built) is few
     if not few:
-        assert found[0].function == "Buffer.__init__"
+        assert suspects[0].function == "Buffer.__init__"
 
 
 def test_a_factor_that_a_setter_was_given() -> None:
@@ -211,8 +213,8 @@ def test_a_factor_of_the_size_of_the_error(given: float) -> None:
     """What applies it comes first, whether it was applied twice or not at all."""
     finding = ConstantFactor(Cause.TOO_LARGE, ratio=2.0)
     ledger = record(factors={"Product.forward": given, "reduce": 3.0})
-    found = places(Kind.OUTPUT, LINEAR, finding, ledger=ledger)
-    assert (found[0].function, found[0].clue) == ("Product.forward", Clue.VALUE)
+    suspects = places(Kind.OUTPUT, LINEAR, finding, ledger=ledger)
+    assert (suspects[0].function, suspects[0].clue) == ("Product.forward", Clue.VALUE)
     without = places(Kind.OUTPUT, LINEAR, finding, ledger=record())
     assert without[0].function != "Product.forward"
 
@@ -275,8 +277,8 @@ def test_what_the_reduction_never_counts() -> None:
 
 def test_the_line_of_a_call() -> None:
     """A function that calls the collective itself is shown with that line."""
-    found = places(Kind.MAIN_GRAD, WEIGHT, large("dp"), GRADIENTS)
-    assert str(found[0]) == "m.py:7 (sync_grads)"
+    suspects = places(Kind.MAIN_GRAD, WEIGHT, large("dp"), GRADIENTS)
+    assert str(suspects[0]) == "m.py:7 (sync_grads)"
 
 
 def test_what_also_ran_where_all_is_right() -> None:
@@ -318,8 +320,8 @@ def test_what_is_too_large_lacks_nothing() -> None:
 def test_the_share_of_a_loss() -> None:
     """What sets the scale of the loss, or computes it, before what applies it."""
     share = LossShare(Cause.TOO_LARGE, losses=(Loss.Z,), fault=large("microbatches"))
-    found = places(Kind.GRAD_INPUT, LINEAR, share)
-    assert found[0].function == "run"
+    suspects = places(Kind.GRAD_INPUT, LINEAR, share)
+    assert suspects[0].function == "run"
 
 
 def test_what_is_named_for_another_loss() -> None:
@@ -340,8 +342,8 @@ def test_what_is_named_for_another_loss() -> None:
 
 def test_code_that_is_not_megatrons() -> None:
     """A script's own function was not recorded, but it surely ran."""
-    found = places(Kind.TOKENS, "tokens", None)
-    assert found[0] == Place("script.py", 1, "forward_step", Clue.RAN)
+    suspects = places(Kind.TOKENS, "tokens", None)
+    assert suspects[0] == Place("script.py", 1, "forward_step", Clue.RAN)
 
 
 @pytest.mark.parametrize(
@@ -371,5 +373,5 @@ def test_nothing_is_made_up() -> None:
 @pytest.mark.parametrize("kind", Kind)
 def test_every_kind(kind: Kind) -> None:
     """Three places at most, most likely first, each once; B stands for what ran backwards."""
-    found = places(kind, LINEAR, None, collective("reduce", module=LINEAR, direction=B))
-    assert len({place.function for place in found}) == len(found) <= 3
+    suspects = places(kind, LINEAR, None, collective("reduce", module=LINEAR, direction=B))
+    assert len({place.function for place in suspects}) == len(suspects) <= 3

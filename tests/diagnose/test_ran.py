@@ -32,6 +32,7 @@ from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
+from tests.diagnose.ran_by_hand import collective
 
 FC1 = "decoder.layers.{}.mlp.linear_fc1"
 LINEAR = ModuleCode(
@@ -62,30 +63,9 @@ SOURCES = Sources(
 )
 
 
-def ran(
-    module: str,
-    direction: Phase,
-    operation: Operation = Operation.ALL_REDUCE,
-    group: str = "tp",
-    place: str = "call.py:8 (reduce)",
-    size: int = 64,
-) -> Collective:
+def ran(module: str, direction: Phase, group: str = "tp") -> Collective:
     """A collective of the first iteration."""
-    reduction = "sum" if operation.reduces else ""
-    return Collective(
-        iteration=1,
-        operation=operation,
-        reduction=reduction,
-        group=group,
-        size=2,
-        dtype="float32",
-        bytes=size,
-        module=module,
-        direction=direction,
-        where=place,
-        count=1,
-        ranks=(0, 1),
-    )
+    return collective("reduce", group, module=module, direction=direction)
 
 
 def failed(kind: Kind, name: str, outcome: Outcome = Outcome.DIVERGED) -> Judged:
@@ -218,7 +198,7 @@ def test_changed_code_in_a_culprit(
         file="a.py", function="f", line=1, ran=Execution.ELSEWHERE, modules=modules, phases=phases
     )
     idle = ChangedFunction("a.py", "g", 9, Execution.NOT_RUN)
-    found = in_culprits(ChangedCode("v1", (idle, ran)), [blamed(name, direction)])
+    changed = in_culprits(ChangedCode("v1", (idle, ran)), [blamed(name, direction)])
     state = Execution.IN_CULPRIT if expected else Execution.ELSEWHERE
-    assert found.functions == (dataclasses.replace(ran, ran=state), idle)
+    assert changed.functions == (dataclasses.replace(ran, ran=state), idle)
     assert in_culprits(ChangedCode("v1", (idle,)), []).functions == (idle,)

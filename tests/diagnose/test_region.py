@@ -25,12 +25,12 @@ def test_each_rank_lacks_another_part_of_the_update(noise: float) -> None:
 
     others = [(OtherTime(Cause.OTHER_TIME), BEFORE)]
     given = {"trace": {BEFORE: old}, "others": lambda: others}
-    found = explain(evidence_of(new, meshes(2), held, key=AFTER, **given))
-    assert isinstance(found, InPart)
-    assert found.cause is Cause.OTHER_TIME
+    finding = explain(evidence_of(new, meshes(2), held, key=AFTER, **given))
+    assert isinstance(finding, InPart)
+    assert finding.cause is Cause.OTHER_TIME
     if not noise:
-        assert found.spans == ((0, (60, 127), 128), (1, (0, 59), 128))
-    assert "holds the value from before the step; the rest is right" in text(found, AFTER)
+        assert finding.spans == ((0, (60, 127), 128), (1, (0, 59), 128))
+    assert "holds the value from before the step; the rest is right" in text(finding, AFTER)
 
 
 def test_a_part_is_scaled() -> None:
@@ -42,10 +42,10 @@ def test_a_part_is_scaled() -> None:
         wrong[37:101] *= 3
         return wrong.view(16, 8)
 
-    found = explain(evidence_of(right, meshes(3, cp=3), held))
-    assert isinstance(found, InPart)
-    assert (found.cause, found.axes) == (Cause.TOO_LARGE, ("cp",))
-    assert found.spans[0] == (0, (37, 100), 128)
+    finding = explain(evidence_of(right, meshes(3, cp=3), held))
+    assert isinstance(finding, InPart)
+    assert (finding.cause, finding.axes) == (Cause.TOO_LARGE, ("cp",))
+    assert finding.spans[0] == (0, (37, 100), 128)
 
 
 def test_scattered_faults_are_not_a_part() -> None:

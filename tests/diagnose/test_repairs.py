@@ -312,9 +312,9 @@ def test_a_larger_value_has_larger_rounding(noise: float, is_factor: bool) -> No
     """
     tolerance, reference = 5e-2, values(32, 32)
     wrong = reference / 5 + noise * tolerance * values(32, 32, seed=3)
-    found = scaling.factor(of(reference, wrong, tolerance=tolerance))
-    assert (found is not None) is is_factor
-    assert found is None or found.ratio == pytest.approx(0.2, rel=0.02)
+    finding = scaling.factor(of(reference, wrong, tolerance=tolerance))
+    assert (finding is not None) is is_factor
+    assert finding is None or finding.ratio == pytest.approx(0.2, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -343,11 +343,11 @@ def test_sizes_that_are_nearly_equal() -> None:
     key = dataclasses.replace(WEIGHT, kind=Kind.GRAD_OUTPUT)
     numbers = {"tokens": 64.0, "step_tokens": 63.0}
     reference = values(16, 8)
-    found = explain(
+    finding = explain(
         of(reference, reference * 64, on(dp=2), key=key, tolerance=1e-2, numbers=numbers)
     )
-    assert isinstance(found, ConstantFactor)
-    assert found.sizes == (("tokens",),)
+    assert isinstance(finding, ConstantFactor)
+    assert finding.sizes == (("tokens",),)
 
 
 LINEAR = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.self_attention.linear_qkv", 0)
@@ -399,11 +399,11 @@ PRODUCTS = [
 @pytest.mark.parametrize(("evidence", "cause", "words", "advice"), PRODUCTS)
 def test_products(evidence: Evidence, cause: Cause, words: str, advice: str) -> None:
     """A product that is off while its bias is right; scales of casts to FP8."""
-    found = explain(evidence)
-    assert found is not None
-    assert found.cause is cause
-    assert words in text(found)
-    assert advice in hint(found)
+    finding = explain(evidence)
+    assert finding is not None
+    assert finding.cause is cause
+    assert words in text(finding)
+    assert advice in hint(finding)
 
 
 def test_the_norm_that_is_fused_with_a_product() -> None:
@@ -411,16 +411,16 @@ def test_the_norm_that_is_fused_with_a_product() -> None:
     weight = values(D, seed=5)
     normed = fed() * torch.rsqrt(fed().square().mean(-1, keepdim=True) + 1e-5) * weight
     tops = [float(half.abs().amax()) for half in normed.chunk(2)]
-    found = scaling.product(product(*(top / 448 for top in tops), norm=weight))
-    assert found is not None
-    assert OWN in text(found)
+    finding = scaling.product(product(*(top / 448 for top in tops), norm=weight))
+    assert finding is not None
+    assert OWN in text(finding)
 
 
 def test_what_is_no_cast() -> None:
     """A size of the layout; an error that is no factor; another kind of tensor."""
-    found = scaling.product(product(2.0, 2.0))
-    assert found is not None
-    assert (found.cause, found.dtype) == (Cause.FACTOR, "")
+    finding = scaling.product(product(2.0, 2.0))
+    assert finding is not None
+    assert (finding.cause, finding.dtype) == (Cause.FACTOR, "")
     evidence = product(0.5, 0.25)
     noisy = [
         dataclasses.replace(part, pieces=tuple(p + values(*p.shape, seed=8) for p in part.pieces))

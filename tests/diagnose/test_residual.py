@@ -35,28 +35,28 @@ def test_indices_are_those_of_the_whole_tensor() -> None:
     evidence = evidence_of(
         REFERENCE, meshes(2, tp=2), wrong_on_rank_1, placement=(Step("tp", Shard(0)),)
     )
-    found = residual.residual(evidence)
-    first, second = found.worst[:2]
+    details = residual.residual(evidence)
+    first, second = details.worst[:2]
     assert (first.index, first.rank) == ((6, 3), 1)
     assert first.candidate - first.reference == pytest.approx(3.0, rel=1e-5)
     assert second.index == (4, 1)
-    assert found.boxes == ((1, "[4:8, 0:4]"),)
-    assert (found.total, found.exact) == (16, 14)
-    decades = {LOWEST + at: n for at, n in enumerate(found.counts) if n}
+    assert details.boxes == ((1, "[4:8, 0:4]"),)
+    assert (details.total, details.exact) == (16, 14)
+    decades = {LOWEST + at: n for at, n in enumerate(details.counts) if n}
     assert decades == {math.floor(math.log10(e / RMS)): 1 for e in (3.0, 0.05)}
-    assert Residual.from_json(found.to_json()) == found
+    assert Residual.from_json(details.to_json()) == details
 
 
 def test_replicas_stand_side_by_side() -> None:
     """The worst elements of one rank as the other has them, too."""
     held = {0: REFERENCE + 1e-3, 1: REFERENCE + 1e-3}
     held[1][5, 2] += 2.0
-    found = residual.residual(evidence_of(REFERENCE, meshes(2, tp=2), held))
-    first, second = found.worst[:2]
+    details = residual.residual(evidence_of(REFERENCE, meshes(2, tp=2), held))
+    first, second = details.worst[:2]
     assert (first.index, first.rank, second.index, second.rank) == ((5, 2), 0, (5, 2), 1)
     assert first.reference == second.reference
     assert second.candidate - first.candidate == pytest.approx(2.0, rel=1e-5)
-    assert len({one.index for one in found.worst}) <= residual.WORST
+    assert len({element.index for element in details.worst}) <= residual.WORST
 
 
 def test_what_is_no_number_is_worst() -> None:
@@ -65,11 +65,11 @@ def test_what_is_no_number_is_worst() -> None:
     held[3, 2] = math.nan
     held[1, 1] = math.inf
     held[0, 0] += 1e-12
-    found = residual.residual(evidence_of(REFERENCE, meshes(1), {0: held}))
-    assert {one.index for one in found.worst[:2]} == {(3, 2), (1, 1)}
-    assert found.counts[HIGHEST - LOWEST] == 2
-    again = Residual.from_json(found.to_json())
-    assert math.isnan(next(one for one in again.worst if one.index == (3, 2)).candidate)
+    details = residual.residual(evidence_of(REFERENCE, meshes(1), {0: held}))
+    assert {element.index for element in details.worst[:2]} == {(3, 2), (1, 1)}
+    assert details.counts[HIGHEST - LOWEST] == 2
+    again = Residual.from_json(details.to_json())
+    assert math.isnan(next(element for element in again.worst if element.index == (3, 2)).candidate)
 
 
 def verdict(name: str, margin: float, microbatch: int = 0) -> Judged:
@@ -102,8 +102,8 @@ def test_the_budget_counts_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     held = {0: REFERENCE + 1.0}
     monkeypatch.setattr(residual, "ELEMENTS", 2 * REFERENCE.numel())
     verdicts = [verdict(name, 2) for name in ("a", "b", "c")]
-    found = residuals(verdicts, [], lambda key: evidence_of(REFERENCE, meshes(1), held))
-    assert len(found) == 2
+    details = residuals(verdicts, [], lambda key: evidence_of(REFERENCE, meshes(1), held))
+    assert len(details) == 2
 
 
 def test_it_never_raises() -> None:

@@ -106,14 +106,14 @@ def test_a_composed_fault_is_found(case: tuple[Evidence, set, int]) -> None:
     evidence, types, size = case
     if not evidence.parts:
         return
-    found = search.search(evidence)
-    assert found
-    steps = steps_of(found[0].finding)
-    told = {type(one) for one in steps}
-    if told & ROW_TYPES:
-        told = told - ROW_TYPES | {"rows"}
+    compositions = search.search(evidence)
+    assert compositions
+    steps = steps_of(compositions[0].finding)
+    kinds = {type(step) for step in steps}
+    if kinds & ROW_TYPES:
+        kinds = kinds - ROW_TYPES | {"rows"}
     # A sum that is off by the size of its axis is a mean.
-    assert told == types or (len(steps) < size and told < types), found[0]
+    assert kinds == types or (len(steps) < size and kinds < types), compositions[0]
 
 
 @settings(max_examples=40)
@@ -146,19 +146,22 @@ def test_two_repairs_in_words() -> None:
     """Partial sums that were scaled as well."""
     ranks = layout(2, 3, 1)
     held = everywhere(unreduced(right(ranks, False), ranks, "tp"), lambda own: own * 3)
-    found = explain(evidence_of(REFERENCE, ranks, held))
-    assert found is not None
-    assert found.axes == ("tp", "cp")
-    assert text(found) == (
+    finding = explain(evidence_of(REFERENCE, ranks, held))
+    assert finding is not None
+    assert finding.axes == ("tp", "cp")
+    assert text(finding) == (
         "partial sums over tp; with that repaired: 3.000 times too large = the size of cp"
     )
 
 
 def test_the_simpler_is_told_and_the_other_mentioned() -> None:
     """Unless it says the same: equal halves add up to the whole, as each rank's double does."""
-    found = search.search(evidence_of(REFERENCE, layout(2, 1, 1), lambda _, own: own / 2))
-    assert [type(one.finding) for one in found] == [ConstantFactor, RankFactors]
-    assert search.alternative(found) is None
+    compositions = search.search(evidence_of(REFERENCE, layout(2, 1, 1), lambda _, own: own / 2))
+    assert [type(composition.finding) for composition in compositions] == [
+        ConstantFactor,
+        RankFactors,
+    ]
+    assert search.alternative(compositions) is None
     both = [
         search.Composition(
             (), scaling.factor, ConstantFactor("too_large", ratio=2.0, sizes=(("tp",),))

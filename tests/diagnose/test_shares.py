@@ -89,6 +89,6 @@ def test_an_input_that_was_overwritten(is_normed: bool) -> None:
                 size = fed.square().mean(-1, keepdim=True)
                 multiplied[key] = fed * torch.rsqrt(size + 1e-5) * scale
     right, wrong = (torch.stack(products(multiplied, name)).sum(0) for name in (MODULE, AFTER))
-    found = sources.operand(evidence_of(right, meshes(1), lambda *_: wrong, trace=trace))
-    assert found is not None
-    assert f"the input of {AFTER}" in text(found)
+    finding = sources.operand(evidence_of(right, meshes(1), lambda *_: wrong, trace=trace))
+    assert finding is not None
+    assert f"the input of {AFTER}" in text(finding)

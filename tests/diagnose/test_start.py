@@ -19,12 +19,12 @@ def test_consequences_of_another_start(outcome: Outcome) -> None:
     """One failure is left, and it is the culprit; the others are unchecked for this reason."""
     consequences = run(after("embedding.word_embeddings"))
     verdicts = [verdict(WEIGHT, Kind.PARAM, outcome, microbatch=STEP_LEVEL), *consequences]
-    found = start.without_consequences(verdicts)
-    assert [one.name for one in found if one.verdict.is_failure] == [WEIGHT]
-    unchecked = [one for one in found if one.reason is Reason.OTHER_START]
-    assert len(unchecked) == sum(one.verdict.is_failure for one in consequences) > 10
+    left = start.without_consequences(verdicts)
+    assert [judged.name for judged in left if judged.verdict.is_failure] == [WEIGHT]
+    unchecked = [judged for judged in left if judged.reason is Reason.OTHER_START]
+    assert len(unchecked) == sum(judged.verdict.is_failure for judged in consequences) > 10
     assert "began from other parameters" in notes_text(unchecked[0].notes)
-    (culprit,) = localise(found)
+    (culprit,) = localise(left)
     assert WEIGHT.startswith(culprit.name)
 
 
@@ -52,10 +52,10 @@ def test_a_layer_that_two_stages_claim() -> None:
     ]
     verdicts.append(verdict("decoder.layers.1.mlp", Kind.OUTPUT, Outcome.DIVERGED))
     claimed = start.claims(verdicts, start.stages_of(held, meshes(2, pp=2)))
-    assert [one.name for one in claimed if one.verdict is Outcome.EXTRA] == [names[1]]
+    assert [judged.name for judged in claimed if judged.verdict is Outcome.EXTRA] == [names[1]]
     assert notes_text(claimed[1].notes) == "pipeline stages 0 and 1 hold layer 1"
-    found = start.without_consequences(claimed)
-    assert [one.name for one in found if one.verdict.is_failure] == [names[1]]
+    left = start.without_consequences(claimed)
+    assert [judged.name for judged in left if judged.verdict.is_failure] == [names[1]]
     assert start.claims(verdicts, start.stages_of(held, ())) == verdicts
 
 
@@ -143,9 +143,9 @@ def test_what_was_loaded_is_apart_from_the_step() -> None:
         verdict("decoder", Kind.OUTPUT, wrong),
     ]
     culprits = localise(verdicts)
-    assert [(one.name, one.direction, one.index) for one in culprits] == [
+    assert [(culprit.name, culprit.direction, culprit.index) for culprit in culprits] == [
         ("embedding", Direction.START, LoadedIndex.ONE_DEVICE),
         ("output_layer", Direction.START, LoadedIndex.ROUNDED),
         ("decoder", Direction.FORWARD, 0),
     ]
-    assert len({one.reason for one in culprits}) == 3
+    assert len({culprit.reason for culprit in culprits}) == 3

@@ -74,10 +74,10 @@ def gradient(softmax: float = 1.0, one: float = 1.0) -> Evidence:
 )
 def test_a_moment(kind: Kind, times: float, cause: Cause, words: str) -> None:
     """Clipped twice or never, a reduction too many, no gradient at all."""
-    found = explain(moment(kind, times))
-    assert found is not None
-    assert found.cause is cause
-    assert words in text(found)
+    finding = explain(moment(kind, times))
+    assert finding is not None
+    assert finding.cause is cause
+    assert words in text(finding)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_a_moment(kind: Kind, times: float, cause: Cause, words: str) -> None:
 )
 def test_a_term(evidence: Evidence, cause: Cause, words: str) -> None:
     """Doubled, missing, never or twice divided."""
-    found = explain(evidence)
-    assert found is not None
-    assert found.cause is cause
-    assert words in text(found, evidence.key)
+    finding = explain(evidence)
+    assert finding is not None
+    assert finding.cause is cause
+    assert words in text(finding, evidence.key)
 
 
 @pytest.mark.parametrize("evidence", [loss(noise=1.0), moment(Kind.EXP_AVG, 1.0, noise=0.01)])

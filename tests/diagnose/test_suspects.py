@@ -56,9 +56,9 @@ def large(*axes: str) -> Finding:
 )
 def test_suspects(kind: Kind, name: str, suspected: str, others: str) -> None:
     """What ran in that module and direction, or in that part of the step."""
-    found = {NAMES[number] for number, weight in suspects(kind, name).weights.items() if weight}
-    assert found >= set(suspected.split())
-    assert not found & set(others.split())
+    names = {NAMES[number] for number, weight in suspects(kind, name).weights.items() if weight}
+    assert names >= set(suspected.split())
+    assert not names & set(others.split())
 
 
 def test_what_passes_an_input() -> None:
@@ -99,8 +99,8 @@ def test_never_updated() -> None:
 def test_random_states() -> None:
     """They are set by functions with such a name, and not by the constructor."""
     seeds = suspects(Kind.INITIAL, f"{LINEAR}.weight", Finding(Cause.RANDOM_STATE))
-    found = {NAMES[number] for number in seeds.weights}
-    assert found == {"set_seed", "Linear.__init__"}
+    names = {NAMES[number] for number in seeds.weights}
+    assert names == {"set_seed", "Linear.__init__"}
     assert seeds.weights[NAMES.index("set_seed")] > seeds.weights[NAMES.index("Linear.__init__")]
 
 

@@ -215,7 +215,7 @@ from megatron_ttrace.trace import files
 
 def answer(result, run=None):
     if sys.argv and os.environ["RANK"] == "0":
-        files.write_verdicts(directory / files.VERDICTS, [], run)
+        files.write_records(directory / files.VERDICTS, [], run)
         summary = Summary(result, {}, (), {}, {}, {"step": 1.0})
         files.write_summary(directory / files.SUMMARY, summary, run)
 """

@@ -37,10 +37,10 @@ def distinct(mesh: Mesh, places: np.ndarray, axes: Sequence[str]) -> list[tuple[
     if not axes:
         return [(knowing(mesh), len(places))]
     columns = places[:, [AXES.index(axis) for axis in axes]]
-    found, counts = np.unique(columns, axis=0, return_counts=True)
+    coordinates, counts = np.unique(columns, axis=0, return_counts=True)
     return [
         (knowing(mesh, **dict(zip(axes, map(int, where), strict=True))), int(count))
-        for where, count in zip(found, counts, strict=True)
+        for where, count in zip(coordinates, counts, strict=True)
     ]
 
 

@@ -45,7 +45,7 @@ def dispatch(job: Job, *, edp: int, ranks: range | None = None, seed: int = 7) -
     """
     sources = job.at(pp=0, edp=edp)
     axes = {axis: sources[:, AXES.index(axis)] for axis in AXES}
-    microbatches = [int(one) for one in np.unique(axes["dp"])]
+    microbatches = [int(number) for number in np.unique(axes["dp"])]
     assert len(sources) == len(microbatches) * job.tp * job.cp == job.ep * job.etp
     mesh: Mesh = job.mesh(0)
     local = SEQUENCE // (job.cp * job.tp), SAMPLES

@@ -62,7 +62,7 @@ def planners(job: Job, rank: int) -> dict[str, Planner]:
         owned += Zero.of(dense, job, job.dp * job.cp).ranges(shard)
         if experts:
             owned += Zero.of(experts, job, job.edp).ranges(mesh.at("edp"))
-    captured = [one for chunk in job.chunks[0] for one in activations(chunk, job)]
+    captured = [activation for chunk in job.chunks[0] for activation in activations(chunk, job)]
     layers = [layer for chunk in job.chunks[0] for layer in chunk.layers if layer]
     sent = dispatch(job, edp=mesh.at("edp"), ranks=range(mesh.at("ep"), mesh.at("ep") + 1))
     arrived = sent.here[mesh.at("ep")]
@@ -72,14 +72,14 @@ def planners(job: Job, rank: int) -> dict[str, Planner]:
         return Measured(key, describe(at.placement), at.boxes(mesh), at.logical_shape, None)
 
     def parameters() -> list[Measured]:
-        return [parameter(Kind.PARAM, place(one, mesh)) for one in held]
+        return [parameter(Kind.PARAM, place(local, mesh)) for local in held]
 
     def states() -> list[Measured]:
-        parts = [place(one, mesh).flat(start, end) for one, start, end in owned]
+        parts = [place(local, mesh).flat(start, end) for local, start, end in owned]
         return [parameter(kind, at) for at in parts for kind in STATES]
 
     def modules() -> list[Measured]:
-        found = []
+        measured = []
         for name, side, dims, blocks in captured:
             whole = tuple(size for size, _ in dims)
             local = tuple(size // math.prod(map(mesh.size, axes)) for size, axes in dims)
@@ -87,11 +87,11 @@ def planners(job: Job, rank: int) -> dict[str, Planner]:
             boxes = plan(whole, placement, mesh)
             for kind in SIDES[side]:
                 key = TraceKey(0, mesh.at("dp"), kind, name, 0)
-                found.append(Measured(key, describe(placement), boxes, whole, None))
-        return found
+                measured.append(Measured(key, describe(placement), boxes, whole, None))
+        return measured
 
     def experts() -> list[Measured]:
-        found = []
+        measured = []
         for layer, (microbatch, known) in itertools.product(layers, sent.there.items()):
             rows, strangers = match(arrived, known, microbatch)
             assert not strangers
@@ -103,8 +103,8 @@ def planners(job: Job, rank: int) -> dict[str, Planner]:
                 name = f"decoder.layers.{layer}.mlp.experts.{module}".rstrip(".")
                 for kind in SIDES[side]:
                     key = TraceKey(0, microbatch, kind, name, 0)
-                    found.append(Measured(key, words, boxes, whole, None))
-        return found
+                    measured.append(Measured(key, words, boxes, whole, None))
+        return measured
 
     return {
         "parameters": parameters,
@@ -114,14 +114,14 @@ def planners(job: Job, rank: int) -> dict[str, Planner]:
     }
 
 
-def encoded(found: list[Measured]) -> str:
+def encoded(measured: list[Measured]) -> str:
     """As a rank sends them."""
-    return json.dumps(wire.encode(of_rank(0, found)))
+    return json.dumps(wire.encode(of_rank(0, measured)))
 
 
-def boxes_of(found: list[Measured]) -> int:
+def boxes_of(measured: list[Measured]) -> int:
     """Number of all tensors' boxes."""
-    return sum(len(one.boxes) for one in found)
+    return sum(len(tensor.boxes) for tensor in measured)
 
 
 def reference(job: Job) -> int:
@@ -147,10 +147,10 @@ def main() -> None:
                 times[job, kind].append(time.process_time() - began)
     for job, kinds in plans.items():
         for kind, made in kinds.items():
-            found, spent = made(), statistics.median(times[job, kind])
+            measured, spent = made(), statistics.median(times[job, kind])
             print(
-                f"| {job.world:,} | {kind} | {len(found)} | {boxes_of(found):,} | "
-                f"{len(encoded(found)):,} | {spent * 1000:.1f} ms |"
+                f"| {job.world:,} | {kind} | {len(measured)} | {boxes_of(measured):,} | "
+                f"{len(encoded(measured)):,} | {spent * 1000:.1f} ms |"
             )
     for job in JOBS:
         print(f"{job.world:,} ranks: a reference of {shown(reference(job))}")

@@ -13,22 +13,6 @@ from megatron_ttrace.placement.placements import FlatShard
 from megatron_ttrace.placement.plan import Step, plan
 from tests.placement.meshes import mesh_of
 
-TABLE = [
-    # offset, elements, bucket, ranks, what every rank keeps
-    (0, 12, 12, 1, [(0, 12)]),
-    (0, 12, 12, 2, [(0, 6), (6, 12)]),
-    (0, 7, 8, 2, [(0, 4), (4, 7)]),
-    (5, 3, 8, 2, [(0, 0), (0, 3)]),
-    (3, 5, 12, 4, [(0, 0), (0, 3), (3, 5), (5, 5)]),
-]
-
-
-@pytest.mark.parametrize(("offset", "numel", "bucket", "size", "expected"), TABLE)
-def test_what_every_rank_keeps(offset, numel, bucket, size, expected):
-    """A parameter is cut where the bucket is, wherever that is."""
-    found = [FlatShard.of_bucket(offset, numel, bucket, rank, size) for rank in range(size)]
-    assert [(part.start, part.end) for part in found] == expected
-
 
 def test_what_does_not_fit_is_refused():
     """An unpadded bucket; a parameter beyond its end."""

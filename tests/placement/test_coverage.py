@@ -36,10 +36,10 @@ def box(logical, extent):
 )
 def test_table(shape, boxes, least, most):
     """Holes, overlaps, replicas, scalars and empty tensors."""
-    found = coverage(shape, boxes)
-    assert found == Coverage(least, most)
-    assert found.complete == (least > 0)
-    assert found.even == (least == most)
+    holders = coverage(shape, boxes)
+    assert holders == Coverage(least, most)
+    assert holders.complete == (least > 0)
+    assert holders.even == (least == most)
 
 
 @pytest.mark.parametrize("bad", [box([3], [2]), box([-1], [2]), box([5], [1])])

@@ -127,9 +127,9 @@ def test_what_fits_no_reading_is_an_error(local, logical, sizes, says):
 def test_packed_sequences():
     """Context parallelism divides each; lengths that it cannot divide are an error."""
     mesh = mesh_of(1, 2, cp=2)
-    found = infer_activation((6, 1, H), (12, 1, H), mesh, seq_length=12, ends=(4, 12))
-    assert describe(found) == "cp:ZigZag(0, 2 sequences)"
-    assert [box.logical[0] for box in plan((12, 1, H), found, mesh)] == [1, 6]
+    placement = infer_activation((6, 1, H), (12, 1, H), mesh, seq_length=12, ends=(4, 12))
+    assert describe(placement) == "cp:ZigZag(0, 2 sequences)"
+    assert [box.logical[0] for box in plan((12, 1, H), placement, mesh)] == [1, 6]
     for ends, says in (((3, 12), "a sequence of 3"), ((4, 8), "end at 8, the dim at 12")):
         with pytest.raises(ValueError, match=says):
             plan((12, 1, H), (Step("cp", ZigZag(0, ends)),), mesh)

@@ -1,45 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One table for every rule: what each rank keeps of one dim."""
+"""What rules refuse, the boxes of flat ranges, and words; test_merge.py has what ranks keep."""
 
 import pytest
 
 from megatron_ttrace.placement.boxes import Box, Segment, whole
 from megatron_ttrace.placement.placements import BlockShard, FlatShard, GroupShard, Shard, ZigZag
 from megatron_ttrace.placement.plan import describe_partial
-
-
-def kept(rule, total, rank, size):
-    """Logical indices in local order."""
-    found = {}
-    for segment in rule.divide(whole(total), rank, size):
-        for step in range(segment.length):
-            found[segment.local + step] = segment.logical + step
-    assert sorted(found) == list(range(len(found)))
-    return [found[local] for local in sorted(found)]
-
-
-TABLE = [
-    # rule, length of the dim, ranks, what every rank keeps
-    (Shard(0), 6, 1, [[0, 1, 2, 3, 4, 5]]),
-    (Shard(0), 6, 2, [[0, 1, 2], [3, 4, 5]]),
-    (Shard(3), 6, 3, [[0, 1], [2, 3], [4, 5]]),
-    (BlockShard(0), 8, 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
-    (BlockShard(0), 8, 2, [[0, 1, 4, 5], [2, 3, 6, 7]]),
-    (BlockShard(0), 8, 4, [[0, 4], [1, 5], [2, 6], [3, 7]]),
-    (BlockShard(0, 3), 6, 2, [[0, 2, 4], [1, 3, 5]]),
-    (GroupShard(0, 1), 2, 2, [[0, 1], [0, 1]]),
-    (GroupShard(0, 2), 2, 4, [[0], [0], [1], [1]]),
-    (GroupShard(0, 2), 4, 2, [[0, 1], [2, 3]]),
-    (ZigZag(0), 8, 1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
-    (ZigZag(0), 8, 2, [[0, 1, 6, 7], [2, 3, 4, 5]]),
-    (ZigZag(0), 8, 4, [[0, 7], [1, 6], [2, 5], [3, 4]]),
-]
-
-
-@pytest.mark.parametrize(("rule", "total", "size", "expected"), TABLE, ids=str)
-def test_what_every_rank_keeps(rule, total, size, expected):
-    """The rule's own table, local index by local index."""
-    assert [kept(rule, total, rank, size) for rank in range(size)] == expected
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ def _forget():
 def whole_model(job):
     """All names of the model, from one rank that would hold everything."""
     alone = Chunk(tuple(range(4 * job.pp - 3)), first=True, last=True)
-    names = {one.name: one.whole for one in job.dense(alone)}
+    names = {local.name: local.whole for local in job.dense(alone)}
     for ep in range(job.ep):
-        names |= {one.name: one.whole for one in job.of_experts(alone, ep)}
+        names |= {local.name: local.whole for local in job.of_experts(alone, ep)}
     return names
 
 
@@ -147,8 +147,8 @@ def test_gradients_and_states_of_zero(job):
                 for local in parameters:
                     at = place(local, mesh)
                     replicas = 1 if at.placement else mesh.size(axis)
-                    found = counted(local.whole, [(held[local], replicas)])
-                    assert found == Coverage(replicas, replicas), local.name
+                    covered = counted(local.whole, [(held[local], replicas)])
+                    assert covered == Coverage(replicas, replicas), local.name
     assert len(proven) == 4
 
 
@@ -254,14 +254,14 @@ def test_a_rank_plans_as_much_in_any_world(where):
             events = Counter()
             sys.setprofile(lambda frame, event, _, events=events: events.update([event]))
             try:
-                found = made()
+                measured = made()
             finally:
                 sys.setprofile(None)
             calls = events["call"] + events["c_call"]
-            work[kind].append((calls, boxes_of(found), len(encoded(found))))
+            work[kind].append((calls, boxes_of(measured), len(encoded(measured))))
     shrinking = work.pop("states")
-    assert all(one < before for one, before in zip(shrinking[1], shrinking[0], strict=True))
-    assert all(one < before for one, before in zip(shrinking[2], shrinking[1], strict=True))
+    assert all(after < before for after, before in zip(shrinking[1], shrinking[0], strict=True))
+    assert all(after < before for after, before in zip(shrinking[2], shrinking[1], strict=True))
     assert sorted(work) == ["activations", "parameters", "rows of experts"]
     for small, middle, large in work.values():
         assert small == pytest.approx(large, rel=0.1)

@@ -146,13 +146,13 @@ class Job:
     def chunks(self) -> dict[int, list[Chunk]]:
         """The virtual stages of each pipeline rank; layers are counted as Megatron runs them."""
         layout = PipelineParallelLayerLayout(self.pipeline, self.pp).layout
-        found: dict[int, list[Chunk]] = {stage: [] for stage in range(self.pp)}
+        chunks_by_stage: dict[int, list[Chunk]] = {stage: [] for stage in range(self.pp)}
         layer = 0
         for virtual in range(len(layout[0])):
             for stage in range(self.pp):
                 kinds = layout[stage][virtual]
                 count = kinds.count(LayerType.decoder)
-                found[stage].append(
+                chunks_by_stage[stage].append(
                     Chunk(
                         tuple(range(layer, layer + count)),
                         LayerType.embedding in kinds,
@@ -160,7 +160,7 @@ class Job:
                     )
                 )
                 layer += count
-        return found
+        return chunks_by_stage
 
     def dense(self, chunk: Chunk) -> Iterator[Local]:
         """The parameters of a chunk that are not of experts, in the model's order."""
@@ -199,9 +199,9 @@ class Job:
 
 def place(local: Local, mesh: Mesh) -> ParameterPlace:
     """As the package reads it; the logical shape is found again."""
-    found = place_parameter(local.name, local, mesh, gated=True)  # type: ignore[arg-type]
-    assert found.logical_shape == local.whole, local.name
-    return found
+    placed = place_parameter(local.name, local, mesh, gated=True)  # type: ignore[arg-type]
+    assert placed.logical_shape == local.whole, local.name
+    return placed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,10 +228,10 @@ class Zero:
         for number, (start, end) in enumerate(buckets):
             part = (end - start) // self.shards
             mine = Range(start + shard * part, start + (shard + 1) * part)
-            inside = {one: where for one, where in index.items() if where[2] == number}
-            found = DistributedOptimizer._build_model_gbuf_param_range_map(inside, mine, start)
-            for one, ranges in found.items():
-                yield one, ranges["param"].start, ranges["param"].end
+            inside = {local: where for local, where in index.items() if where[2] == number}
+            owned = DistributedOptimizer._build_model_gbuf_param_range_map(inside, mine, start)
+            for local, ranges in owned.items():
+                yield local, ranges["param"].start, ranges["param"].end
 
 
 Dim = tuple[int, tuple[str, ...]]

@@ -34,15 +34,15 @@ ctypes.CDLL(None).abort()  # without
 
 @pytest.mark.skipif(not aborts.is_compiled(), reason="not compiled")
 @pytest.mark.parametrize(
-    ("case", "said"),
+    ("case", "printed"),
     [
         *(("plain", "said"), ("stopped", ""), ("another", ""), ("locked", ""), ("raises", "")),
         ("child", "-6"),
     ],
 )
-def test_a_last_word(case: str, said: str) -> None:
+def test_a_last_word(case: str, printed: str) -> None:
     """Of this process alone, if nobody else handles SIGABRT; it ends even if it has no time."""
     words = [sys.executable, "-c", CHILD, case]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     code = 0 if case == "child" else -signal.SIGABRT
-    assert (done.returncode, done.stdout.strip()) == (code, said), done.stderr
+    assert (done.returncode, done.stdout.strip()) == (code, printed), done.stderr

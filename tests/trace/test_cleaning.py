@@ -41,8 +41,8 @@ def home(tmp_path):
     return home
 
 
-def names(found):
-    return [(one.sort, one.path.name) for one in found]
+def names(listed):
+    return [(entry.sort, entry.path.name) for entry in listed]
 
 
 def test_what_is_found(home):
@@ -52,12 +52,12 @@ def test_what_is_found(home):
         (Sort.REFERENCE, "abc"),
         (Sort.RUN, "run"),
     ]
-    assert all(one.bytes > 0 and one.written > 0 for one in cleaning.find(home))
+    assert all(entry.bytes > 0 and entry.written > 0 for entry in cleaning.find(home))
 
 
 def test_all_of_it_is_removed(home):
     """Nothing of ours is left, everything else is."""
-    assert all(cleaning.remove(one) for one in cleaning.find(home))
+    assert all(cleaning.remove(entry) for entry in cleaning.find(home))
     assert cleaning.find(home) == []
     assert sorted(path.name for path in home.iterdir()) == ["cache", "own"]
     left = {name for name in os.listdir(home / "cache") if not owned.MANIFEST.match(name)}
@@ -90,9 +90,9 @@ def test_links_are_not_followed(home, tmp_path):
     with shared.claim(home / "second"):
         pass
     owned.link(home / "second" / "reference", elsewhere / "abc")
-    found = cleaning.find(home)
-    assert not [one for one in found if one.path.is_relative_to(home / "link")]
-    assert all(cleaning.remove(one) for one in found)
+    listed = cleaning.find(home)
+    assert not [entry for entry in listed if entry.path.is_relative_to(home / "link")]
+    assert all(cleaning.remove(entry) for entry in listed)
     assert not (home / "second").exists()
     assert (elsewhere / "abc" / "rank-00000.0000.safetensors").exists()
 
@@ -102,7 +102,7 @@ def test_what_is_in_use_stays(home):
     locks = [Lock(home / "run" / shared.LOCK), Lock(home / "cache" / ".abc.lock")]
     assert all(lock.acquire() for lock in locks)
     try:
-        kept = [one for one in cleaning.find(home) if not cleaning.remove(one)]
+        kept = [entry for entry in cleaning.find(home) if not cleaning.remove(entry)]
     finally:
         for lock in locks:
             lock.release()

@@ -34,7 +34,7 @@ def unnoticed(path: Path, read: Callable[[], object]) -> list[int]:
     """The bits whose flip leaves a file readable; every error must be one line."""
     original = path.read_bytes()
     read()
-    found = []
+    bits = []
     with path.open("r+b", buffering=0) as file:
         for bit in range(8 * len(original)):
             byte = bit // 8
@@ -46,11 +46,11 @@ def unnoticed(path: Path, read: Callable[[], object]) -> list[int]:
                 assert "\n" not in str(error)  # noqa: PT017 - many thousand times
                 assert "again" in str(error) or "give a" in str(error)  # noqa: PT017
             else:
-                found.append(bit)
+                bits.append(bit)
             file.seek(byte)
             file.write(original[byte : byte + 1])
     read()
-    return found
+    return bits
 
 
 @pytest.mark.parametrize("name", ["meta.json", INDEX, DATA, tolerance.FILE, "overrides.json"])
@@ -89,7 +89,7 @@ def test_a_file_that_is_not_listed(reference: Path, name: str) -> None:
 
 def test_a_report(tmp_path: Path) -> None:
     """The summary seals itself and the verdicts."""
-    files.write_verdicts(tmp_path / files.VERDICTS, [make_verdict("a")])
+    files.write_records(tmp_path / files.VERDICTS, [make_verdict("a")])
     summary = Summary(Result.EQUIVALENT, {"pass": 1}, (), {}, {}, {})
     files.write_summary(tmp_path / files.SUMMARY, summary)
     run = files.run_of(tmp_path)

@@ -31,20 +31,20 @@ def sent(message):
 
 @settings(max_examples=40)
 @given(SAID, st.randoms(use_true_random=False))
-def test_nothing_is_lost(said, random):
+def test_nothing_is_lost(values_by_rank, random):
     """Each rank's value, folded alone or with others and merged in any order and grouping."""
     groups = {}
-    for rank, value in said.items():
+    for rank, value in values_by_rank.items():
         groups.setdefault(random.randrange(4), {})[rank] = value
     messages = [sent(folded.fold(group)) for group in groups.values()]
     while len(messages) > 1:
         random.shuffle(messages)
         some = random.randint(2, len(messages))
         messages = [sent(folded.merge(messages[:some])), *messages[some:]]
-    found = folded.unfold(messages[0]) if messages else {}
-    assert list(found) == sorted(said)
-    assert {rank: exactly(one) for rank, one in found.items()} == {
-        rank: exactly(value) for rank, value in said.items()
+    by_rank = folded.unfold(messages[0]) if messages else {}
+    assert list(by_rank) == sorted(values_by_rank)
+    assert {rank: exactly(one) for rank, one in by_rank.items()} == {
+        rank: exactly(value) for rank, value in values_by_rank.items()
     }
 
 
@@ -55,8 +55,8 @@ def test_what_is_equal_is_there_once():
     merged = sent(folded.merge(messages))
     assert len(json.dumps(merged)) < 1.1 * len(json.dumps(sent(folded.merge(messages[:2]))))
     assert [runs for _, runs in merged["ranks"]] == [[[0, 254, 2]], [[1, 255, 2]]]
-    found = folded.unfold(merged)
-    assert len({id(one["all"]) for one in found.values()}) == 1
+    by_rank = folded.unfold(merged)
+    assert len({id(value["all"]) for value in by_rank.values()}) == 1
 
 
 def test_what_is_one_object_is_read_once():

@@ -45,10 +45,10 @@ def test_every_tensor(tmp_path_factory, shapes):
     mapped, theirs = MappedFile(path), load_file(path)
     assert sorted(mapped.names) == sorted(theirs)
     for name, expected in theirs.items():
-        for found in (mapped.get(name), mapped.get(name)):
-            assert found is not None
-            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-            assert bits(found) == bits(expected) == bits(made[name])
+        for tensor in (mapped.get(name), mapped.get(name)):
+            assert tensor is not None
+            assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
+            assert bits(tensor) == bits(expected) == bits(made[name])
     assert sorted(mapped.names) == sorted(theirs)
     assert mapped.get("no such name") is None
 
@@ -126,7 +126,7 @@ for ask in (lambda: file.get("b"), mapped.require_whole):
 
 @pytest.mark.skipif(not mapped.is_compiled(), reason="not compiled")
 @pytest.mark.parametrize(
-    ("case", "code", "said"),
+    ("case", "code", "printed"),
     [
         ("plain", -signal.SIGBUS, []),
         ("at once", 0, ["True", "0.0", "True", "True"]),
@@ -137,11 +137,11 @@ for ask in (lambda: file.get("b"), mapped.require_whole):
         ("forgotten", -signal.SIGBUS, ["True"]),
     ],
 )
-def test_a_file_that_is_truncated_under_a_tensor(tmp_path, case, code, said):
+def test_a_file_that_is_truncated_under_a_tensor(tmp_path, case, code, printed):
     """A process that survives reads zeros and knows it; nothing else of SIGBUS changes."""
     words = [sys.executable, "-c", CHILD, str(tmp_path / "a.safetensors"), case]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
-    assert (done.returncode, done.stdout.split()) == (code, said), done.stderr
+    assert (done.returncode, done.stdout.split()) == (code, printed), done.stderr
     if case == "handled":
         assert "Fatal Python error: Bus error" in done.stderr
 

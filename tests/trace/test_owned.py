@@ -18,7 +18,7 @@ OUR_NAMES = shared.NAMES
 
 def state_of(folder: Path) -> dict[str, str]:
     """Everything below a folder but what is ours: kind, permissions and content."""
-    found = {}
+    states = {}
     for path in folder.rglob("*"):
         status = path.lstat()
         content = ""
@@ -26,8 +26,8 @@ def state_of(folder: Path) -> dict[str, str]:
             content = os.readlink(path)
         elif stat.S_ISREG(status.st_mode):
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-        found[str(path.relative_to(folder))] = f"{status.st_mode:o} {content}"
-    return found
+        states[str(path.relative_to(folder))] = f"{status.st_mode:o} {content}"
+    return states
 
 
 def test_what_was_written_is_replaced_and_removed(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_locks_of_others_are_not_written(tmp_path: Path, name: str, kind: str) -
     before = state_of(tmp_path)
     with contextlib.suppress(TTraceError):
         shared.claim(tmp_path).release()
-    after = {one: text for one, text in state_of(tmp_path).items() if one in before}
+    after = {path: text for path, text in state_of(tmp_path).items() if path in before}
     assert after == before
 
 
@@ -167,10 +167,10 @@ def test_a_manifest_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     real = os.fstat
 
     def of_another(handle: int) -> os.stat_result:
-        found = real(handle)
-        if not stat.S_ISREG(found.st_mode):
-            return found
-        return os.stat_result([*found[:4], found.st_uid + 1, *found[5:]])
+        status = real(handle)
+        if not stat.S_ISREG(status.st_mode):
+            return status
+        return os.stat_result([*status[:4], status.st_uid + 1, *status[5:]])
 
     monkeypatch.setattr(os, "fstat", of_another)
     assert not owned.is_ours(tmp_path / "a")

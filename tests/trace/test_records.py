@@ -75,33 +75,6 @@ def test_the_contracts_words():
     )
 
 
-def test_what_counts_as_a_failure():
-    """All but a pass and what could not be checked."""
-    fine = {outcome for outcome in Outcome if not outcome.is_failure}
-    assert fine == {Outcome.PASS, Outcome.UNCHECKED}
-
-
-@pytest.mark.parametrize(
-    ("kind", "direction"),
-    [
-        (Kind.INITIAL, Direction.START),
-        (Kind.TOKENS, Direction.START),
-        (Kind.PARAM, Direction.START),
-        (Kind.OUTPUT, Direction.FORWARD),
-        (Kind.LOSS, Direction.FORWARD),
-        (Kind.GRAD_INPUT, Direction.BACKWARD),
-        (Kind.MAIN_GRAD, Direction.GRADIENT),
-        (Kind.GRAD_NORM, Direction.GRADIENT),
-        (Kind.COUNTED, Direction.GRADIENT),
-        (Kind.METRIC, Direction.UPDATE),
-        (Kind.EXP_AVG_SQ, Direction.UPDATE),
-    ],
-)
-def test_directions(kind, direction):
-    """Where in a step a tensor of this kind is made."""
-    assert kind.direction is direction
-
-
 def test_every_kind_has_a_direction():
     """A new kind cannot be forgotten."""
     assert all(isinstance(kind.direction, Direction) for kind in Kind)
@@ -161,12 +134,3 @@ def test_a_summary_that_cannot_be_true_is_refused(change, reason):
     data = Summary(Result.EQUIVALENT, {"pass": 1}, (), {}, {}, {}).to_json()
     with pytest.raises(CodecError, match=reason):
         Summary.from_json({**data, **change})
-
-
-def test_verdicts_are_counted_by_outcome():
-    """A summary of another run's verdicts is noticed although their number is the same."""
-    verdict = make_verdict("a", Kind.LOSS)
-    counted = Summary(Result.EQUIVALENT, {"pass": 1}, (), {}, {}, {})
-    assert counted.disagreement([verdict]) == ""
-    other = dataclasses.replace(verdict, verdict=Outcome.UNCHECKED)
-    assert counted.disagreement([other]) == "0 verdicts are 'pass', 1 were counted"

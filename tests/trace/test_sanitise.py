@@ -114,9 +114,9 @@ def terminal_text(summary, verdicts, *, encoding: str = "utf-8", **options) -> s
 @relaxed
 def test_clean_is_printable_and_short(text: str, limit: int) -> None:
     """No control, format or surrogate character survives."""
-    found = clean(text, limit)
-    assert len(found) <= limit
-    assert not {unicodedata.category(c) for c in found} & {"Cc", "Cf", "Cs", "Zl", "Zp", "Co"}
+    cleaned = clean(text, limit)
+    assert len(cleaned) <= limit
+    assert not {unicodedata.category(c) for c in cleaned} & {"Cc", "Cf", "Cs", "Zl", "Zp", "Co"}
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ documents = st.dictionaries(
 def test_round_trip(document: dict[str, object], indent: int) -> None:
     """Any JSON object, with its checksum as the first key."""
     data = sealing.seal_json(document, indent=indent).encode()
-    found = sealing.open_sealed(data)
-    assert next(iter(found)) == sealing.CHECKSUM
-    assert found.pop(sealing.CHECKSUM) == xxhash.xxh3_128_hexdigest(data.split(b"\n", 1)[1])
-    assert found == document
+    opened = sealing.open_sealed(data)
+    assert next(iter(opened)) == sealing.CHECKSUM
+    assert opened.pop(sealing.CHECKSUM) == xxhash.xxh3_128_hexdigest(data.split(b"\n", 1)[1])
+    assert opened == document
     assert sealing.seal_json(sealing.open_sealed(data), indent=indent).encode() == data
 
 

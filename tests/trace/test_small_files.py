@@ -89,5 +89,5 @@ def test_yaml_comes_back(tmp_path_factory, value):
     """As text."""
     path = tmp_path_factory.getbasetemp() / "yaml"
     path.write_text(yaml.safe_dump(value))
-    found = values(small_files.yaml, path)
-    assert found == value or "deep" in str(found)
+    read = values(small_files.yaml, path)
+    assert read == value or "deep" in str(read)

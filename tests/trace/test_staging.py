@@ -39,9 +39,9 @@ class Event:
 
     def synchronize(self):
         if self.stream:
-            for one in range(self.upto):
-                self.stream.queue[one]()
-                self.stream.queue[one] = lambda: None
+            for number in range(self.upto):
+                self.stream.queue[number]()
+                self.stream.queue[number] = lambda: None
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +86,14 @@ def test_what_arrives(gpu, shapes, dtype, turned):
     made = staging.Stage(CPU)
     sent = [torch.randn(shape).mul(9).to(dtype) for shape in shapes]
     if turned:
-        sent = [one.transpose(0, -1) if one.ndim else one for one in sent]
-    arrived = [made.copy(one) for one in sent]
+        sent = [tensor.transpose(0, -1) if tensor.ndim else tensor for tensor in sent]
+    arrived = [made.copy(tensor) for tensor in sent]
     assert gpu.waited_for[-1] is made._stream
     for event in made._fetched:
         event.synchronize()
-    for one, other in zip(sent, arrived, strict=True):
-        assert torch.equal(one, other)
-        assert other.is_contiguous()
+    for tensor, copy in zip(sent, arrived, strict=True):
+        assert torch.equal(tensor, copy)
+        assert copy.is_contiguous()
 
 
 def test_the_host_runs_at_most_two_buffers_ahead(gpu):

@@ -10,12 +10,10 @@ from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run.start import moments
 from megatron_ttrace.run.start.parameters import fill
 from megatron_ttrace.trace import start
-from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.start import StartValues, write_moments
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
-from tests.bench.memory import Peak
 from tests.mcore.test_parameters import FC1, Config, parameter, sharded
 from tests.placement.meshes import mesh_of
 
@@ -91,19 +89,3 @@ def test_a_damaged_file_is_refused(tmp_path):
     reader = TraceReader(tmp_path, announced=checksum)
     with pytest.raises(TTraceError, match="damaged"):
         StartValues(reader, 2)
-
-
-def test_pages_of_moments_are_given_back(tmp_path):
-    """Reading all of them does not make the process grow by more than the budget has for it."""
-    step = 4 << 20
-    write_moments(tmp_path, {f"m{n}": torch.full((step // 4,), float(n)) for n in range(24)})
-    seal(tmp_path, {})
-    stored = StartValues(TraceReader(tmp_path, budget=Budget(16 * step)), 1)
-    with Peak() as before:
-        pass
-    with Peak() as peak:
-        for number in range(24):
-            moment = stored.moment(f"m{number}", (step // 4,))
-            assert moment is not None
-            assert int(moment.sum()) == number * step // 4
-    assert peak.resident - before.resident < 8 * step

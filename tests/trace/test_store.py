@@ -13,8 +13,8 @@ from hypothesis import given
 from safetensors.torch import save_file
 
 from megatron_ttrace import trace
+from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace import index as index_module
-from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, TraceKey
@@ -32,8 +32,7 @@ def key(name="a", **others):
 
 def entry(data, name="a", **others):
     """An index line for ``data``."""
-    dtype = str(data.dtype).removeprefix("torch.")
-    return Entry(key(name), tuple(data.shape), dtype, **others)
+    return Entry.of(key(name), data, **others)
 
 
 def written(directory, tensors, rank=0, meta=None):
@@ -80,12 +79,12 @@ def test_every_dtype_and_shape_survives_bit_for_bit(tmp_path):
     reader = TraceReader(written(tmp_path, TENSORS))
     assert [k.name for k in reader] == list(TENSORS)
     for name, data in TENSORS.items():
-        found = reader.entry(key(name))
-        stored = reader.tensor(found)
+        stored_entry = reader.entry(key(name))
+        stored = reader.tensor(stored_entry)
         assert (stored.shape, stored.dtype) == (data.shape, data.dtype), name
         assert bits(stored) == bits(data), name
-        assert found.shape == tuple(data.shape)
-        assert found.dtype == str(stored.dtype).removeprefix("torch.")
+        assert stored_entry.shape == tuple(data.shape)
+        assert stored_entry.dtype == str(stored.dtype).removeprefix("torch.")
 
 
 def test_data_is_copied_when_it_is_added(tmp_path):
@@ -189,8 +188,8 @@ def test_a_reference_line_is_short():
 def read_all(directory):
     """Open a trace and read every tensor."""
     reader = TraceReader(directory)
-    for found in reader:
-        reader.tensor(reader.entry(found))
+    for key_of_tensor in reader:
+        reader.tensor(reader.entry(key_of_tensor))
 
 
 def refused(directory, says):
@@ -203,8 +202,8 @@ def refused(directory, says):
 
 def data_file(directory):
     """The safetensors of a trace of one chunk."""
-    [found] = directory.glob("*.safetensors")
-    return found
+    [file] = directory.glob("*.safetensors")
+    return file
 
 
 def reseal(directory):
@@ -308,7 +307,7 @@ def test_a_good_index_line(tmp_path):
 
 def test_an_endless_index_line(tmp_path, monkeypatch):
     """Memory is bounded."""
-    monkeypatch.setattr(index_module, "MAX_LINE", 1000)
+    monkeypatch.setattr(codec, "LINE_LIMIT", 1000)
     index = written(tmp_path, {"a": torch.randn(5)}) / "rank-00000.index.jsonl"
     index.write_text(index.read_text() + " " * 2000)
     reseal(tmp_path)
@@ -365,7 +364,8 @@ def test_damaged_data_of_the_right_size(tmp_path):
     refused(tmp_path, r"safetensors is damaged")
     other = written(tmp_path / "other", {})
     index = other / "rank-00000.index.jsonl"
-    index.write_text(index_module.encode(entry(torch.ones(1), file="none.safetensors", tensor="0")))
+    line = index_module.encode(entry(torch.ones(1), file="none.safetensors", tensor="0"))
+    index.write_text(f"{line}\n")
     reseal(other)
     refused(other, r"index.jsonl:1 is damaged \('file' is not a file of this trace\)")
 

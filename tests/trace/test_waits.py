@@ -28,7 +28,7 @@ BUSY = Wait(doing=Doing.OTHER, where="megatron/core/b.py:4 (g)")
 
 
 @pytest.mark.parametrize(
-    ("found", "mismatch"),
+    ("waiting", "mismatch"),
     [
         ((TP, TP), None),
         ((TP, dataclasses.replace(TP, elements=512)), Mismatch.SIZES),
@@ -44,25 +44,25 @@ BUSY = Wait(doing=Doing.OTHER, where="megatron/core/b.py:4 (g)")
         ((Wait(doing=Doing.HANDLE), Wait(doing=Doing.HANDLE)), None),
     ],
 )
-def test_two_ranks(found: tuple[Wait, ...], mismatch: Mismatch | None) -> None:
+def test_two_ranks(waiting: tuple[Wait, ...], mismatch: Mismatch | None) -> None:
     """A rank that computes may still come; a collective that all have joined is only slow."""
-    assert waits.judge(dict(enumerate(found)), 2).mismatch is mismatch
+    assert waits.judge(dict(enumerate(waiting)), 2).mismatch is mismatch
 
 
 def test_a_slow_collective_releases_others() -> None:
     """Ranks 2 and 3 have all joined: ranks that wait for one of them may go on."""
     slow = dataclasses.replace(TP, members=(2, 3), communicator="5")
     wide = dataclasses.replace(DP, members=(0, 2))
-    found = {0: wide, 1: MEETING, 2: slow, 3: slow}
-    assert waits.judge(found, 4).mismatch is None
-    found = {0: wide, 1: MEETING, 2: slow, 3: MEETING}
-    assert waits.judge(found, 4).mismatch is Mismatch.ABSENT
+    waiting = {0: wide, 1: MEETING, 2: slow, 3: slow}
+    assert waits.judge(waiting, 4).mismatch is None
+    waiting = {0: wide, 1: MEETING, 2: slow, 3: MEETING}
+    assert waits.judge(waiting, 4).mismatch is Mismatch.ABSENT
 
 
 def test_one_line() -> None:
     """Operation, size, group, module and line; ranks at the same place together."""
-    found = {0: TP, 1: TP, 2: BUSY}
-    assert waits.judge(found, 3).text == (
+    waiting = {0: TP, 1: TP, 2: BUSY}
+    assert waits.judge(waiting, 3).text == (
         "ranks 0, 1: each waits in all_reduce of 1,024 float32 elements (tp group, ranks 0, 1), "
         "module decoder.layers.0.mlp, at megatron/core/a.py:3 (f); "
         "rank 2 is busy, at megatron/core/b.py:4 (g)"
