@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     say("importing Megatron")
     runner = Runner(args.directory, flags=(), script=args.script)
     say("making a data set from this Python's standard library")
-    prefix = text_data.standard_library_corpus(args.directory / "data" / "stdlib", _CORPUS_BYTES)
+    prefix = args.directory / "data" / "stdlib"
+    text_data.standard_library_corpus(prefix, _CORPUS_BYTES)
     words = f"{_ARGUMENTS} {text_data.training_flags(prefix)}".split()
     console = Console()
 

@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     elif args.reverse:
         outcome = "the patch was removed" if changed else "was not patched; nothing to do"
     elif changed:
-        outcome = f"patched, {checkout.lines_added} lines added"
+        added = len(checkout.patch.after) - len(checkout.patch.before)
+        outcome = f"patched, {added} lines added"
     else:
         outcome = "was already patched; nothing to do"
     if args.json:

@@ -21,14 +21,14 @@ def separated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our flags with their values, and the other words. No value is checked."""
     ours: list[str] = []
     theirs: list[str] = []
-    rest = iter(words)
-    for word in rest:
+    remaining = iter(words)
+    for word in remaining:
         if not word.startswith(_PREFIX):
             theirs.append(word)
             continue
         ours.append(word)
         if "=" not in word and word not in _SWITCHES:
-            ours += [value for value in (next(rest, None),) if value is not None]
+            ours += [value for value in (next(remaining, None),) if value is not None]
     return ours, theirs
 
 

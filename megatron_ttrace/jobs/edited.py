@@ -39,52 +39,49 @@ def folders() -> dict[str, str]:
     As they are in the code's file names: links are not resolved. The folder of the training script
     is the last one, if it holds these packages.
     """
-    found = {}
     if ROOT in os.environ:
         return {"": os.path.join(os.environ[ROOT], "")}
+    by_prefix = {}
     for name in scripts.MEGATRON:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file:
-            found[f"{name.replace('.', '/')}/"] = os.path.join(os.path.dirname(file), "")
+            by_prefix[f"{name.replace('.', '/')}/"] = os.path.join(os.path.dirname(file), "")
     home = _home_of_script()
-    if home and found.get("megatron/core/") == os.path.join(home, "megatron", "core", ""):
-        found[_BESIDE] = os.path.join(home, "")
-    return found
+    if home and by_prefix.get("megatron/core/") == os.path.join(home, "megatron", "core", ""):
+        by_prefix[_BESIDE] = os.path.join(home, "")
+    return by_prefix
 
 
 def _home_of_script() -> str:
     """The folder of the training script, if its functions know it."""
     content = vars(sys.modules["__main__"]).values()
-    own = (one for one in content if getattr(one, "__module__", "") == "__main__")
-    codes = (getattr(one, "__code__", None) for one in own)
+    local = (value for value in content if getattr(value, "__module__", "") == "__main__")
+    codes = (getattr(value, "__code__", None) for value in local)
     folder = os.path.dirname(next((code.co_filename for code in codes if code), ""))
     return folder if folder == os.path.realpath(folder) else ""
 
 
 def find() -> Edits:
     """What differs from the release or commit; nothing where that is not known. Never raises."""
-    found: list[Edit] = []
+    edits: list[Edit] = []
     since = ""
     try:
         if GIVEN in os.environ:
             return Edits.from_json(codec.parse(codec.read(Path(os.environ[GIVEN]))))
         for prefix, path in folders().items():
             folder = Path(path)
-            base, edits = _in_checkout(folder, prefix) or _in_wheel(folder, prefix)
-            since = since or (base if edits else "")
-            found += edits
+            base, more = _in_checkout(folder, prefix) or _in_wheel(folder, prefix)
+            since = since or (base if more else "")
+            edits += more
     except Exception:  # noqa: BLE001 - an addition to the report
         return Edits()
-    return Edits(since, tuple(found[:_MOST]))
+    return Edits(since, tuple(edits[:_MOST]))
 
 
 def release(folder: Path) -> str:
-    """The last commit that a checkout has in common with a release; empty if there is none.
+    """The tag, or the beginning of the id, of the last commit in common with a release; or empty.
 
     Upstream's releases have branches of their own: a fork of the main branch descends from none.
-
-    Returns:
-        Its tag, or the beginning of its id.
     """
     tags = (provenance.git(folder, "tag", "--list", _RELEASES) or "").split()
     common = provenance.git(folder, "merge-base", "HEAD", *tags) if tags else None
@@ -116,8 +113,8 @@ def _edits(folder: Path, prefix: str, name: str, base: str) -> Iterator[Edit]:
     # As text on both sides, because that is how git's output is read.
     before = (provenance.git(folder, "show", f"{base}:./{name}") or "").encode()
     after = (folder / name).read_bytes().decode(errors="replace").encode()
-    for one in changes(before, after):
-        yield Edit(f"{prefix}{name}", one.name, one.line, one.is_seen)
+    for change in changes(before, after):
+        yield Edit(f"{prefix}{name}", change.name, change.line, change.is_seen)
 
 
 def _in_wheel(folder: Path, prefix: str) -> tuple[str, list[Edit]]:
@@ -127,7 +124,7 @@ def _in_wheel(folder: Path, prefix: str) -> tuple[str, list[Edit]]:
         wheel = importlib.metadata.distribution("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         return "", []
-    found = []
+    edits = []
     for file in wheel.files or ():
         if file.suffix != ".py" or not str(file).startswith(prefix) or file.hash is None:
             continue
@@ -137,5 +134,5 @@ def _in_wheel(folder: Path, prefix: str) -> tuple[str, list[Edit]]:
         content = path.read_bytes() if path.is_file() else b""
         digest = hashlib.new(file.hash.mode, content).digest()
         if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
-            found.append(Edit(str(file), "", 1, is_whole=True))
-    return f"megatron-core {wheel.version}", found
+            edits.append(Edit(str(file), "", 1, is_whole=True))
+    return f"megatron-core {wheel.version}", edits

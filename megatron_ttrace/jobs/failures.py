@@ -48,10 +48,6 @@ class KnownFailure:
     fixed: tuple[str, ...] = ()
 
 
-def _is_full_precision(args: Any) -> bool:
-    return not (args.bf16 or args.fp16)
-
-
 KNOWN = (
     KnownFailure(
         finding=1,
@@ -59,7 +55,7 @@ KNOWN = (
         file="core/optimizer/distrib_optimizer.py",
         function="_set_main_param_and_optimizer_states",
         when=lambda args: bool(
-            args.use_distributed_optimizer and args.load and _is_full_precision(args)
+            args.use_distributed_optimizer and args.load and not (args.bf16 or args.fp16)
         ),
         advice="add --dist-ckpt-optim-fully-reshardable, or train in --bf16",
     ),
@@ -74,9 +70,9 @@ KNOWN = (
 )
 
 
-def record(error: BaseException, code: int, *, follows: bool = False) -> None:
+def record(error: BaseException, code: int) -> None:
     """Leave the record of a process that an exception ends with exit code ``code``."""
-    ends.write(record_of(error, code, follows=follows))
+    ends.write(record_of(error, code))
 
 
 def record_of(error: BaseException, code: int, *, follows: bool = False) -> EndRecord:

@@ -116,31 +116,27 @@ def digest(identity_: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def differences(
-    ours: dict[str, Any], theirs: dict[str, Any], *, any_megatron: bool = False
-) -> list[str]:
+def differences(ours: dict[str, Any], theirs: dict[str, Any], *, any_megatron: bool) -> list[str]:
     """How two identities differ, in words, the most important difference first.
 
-    Args:
-        ours: identity of the reference that is needed.
-        theirs: identity of an existing reference.
-        any_megatron: whether any Megatron may have made it.
+    ``ours`` is of the reference that is needed, ``theirs`` of an existing one, which any Megatron
+    may have made if ``any_megatron``.
     """
-    found = []
+    lines = []
     for part in ("arguments", "ttrace", "data", "start", "environment", "versions", "code"):
-        here, there = ours.get(part) or {}, theirs.get(part) or {}
-        for name in sorted({*here, *there}):
+        needed, existing = ours.get(part) or {}, theirs.get(part) or {}
+        for name in sorted({*needed, *existing}):
             if any_megatron and name in (*scripts.MEGATRON, "megatron-core"):
                 continue
-            if here.get(name) != there.get(name):
-                found.append(f"{name} is {here.get(name)!r} here and {there.get(name)!r} there")
-    return found
+            if (a := needed.get(name)) != (b := existing.get(name)):
+                lines.append(f"{name} is {a!r} here and {b!r} there")
+    return lines
 
 
 def other_megatron(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     """Which other Megatron made a reference, in words; empty if it was the same."""
-    here, there = ours["code"], theirs.get("code") or {}
-    if all(here[name] == there.get(name) for name in scripts.MEGATRON):
+    code = theirs.get("code") or {}
+    if all(ours["code"][name] == code.get(name) for name in scripts.MEGATRON):
         return ""
     return (
         f"made by a different Megatron, {_named(theirs)}; this run has {_named(ours)}. Omit the "
@@ -166,8 +162,8 @@ def _arguments(words: str) -> list[str]:
     """Arguments as far as they may be shown, and a digest of all of them."""
     if not words.strip():
         return []
-    whole = disclosure.identity(words, allowed=False)
-    return [*disclosure.command(shlex.split(words)), str(whole)]
+    digest_of_all = disclosure.identity(words, allowed=False)
+    return [*disclosure.command(shlex.split(words)), str(digest_of_all)]
 
 
 def _device() -> str:
@@ -202,12 +198,12 @@ def _content(paths: Iterable[Path]) -> str:
 
 
 def _folder_of(package: str) -> Path:
-    found = scripts.imported()
-    return Path(found.get(package) or scripts.origins(sys.path)[package]).parent
+    file = scripts.imported().get(package) or scripts.origins(sys.path)[package]
+    return Path(file).parent
 
 
 def _tree(folder: Path) -> str:
-    """A hash of a package's Python files: about 8 MB for Megatron's core."""
+    """A hash of a package's Python files; Megatron's core has about 8 MB of them."""
     total = hashlib.sha256()
     for where, folders, names in os.walk(folder):
         folders.sort()
@@ -225,11 +221,11 @@ def _beside(script: Path) -> list[Path]:
     """Files of the modules that were imported from the script's folder, except Megatron's."""
     folder = script.resolve().parent
     # An environment is often in the script's folder; installed packages have versions.
-    others = [Path(sys.prefix).resolve(), *(_folder_of(name) for name in scripts.MEGATRON)]
-    roots = [os.path.join(root, "") for root in map(str, others)]
+    foreign = [Path(sys.prefix).resolve(), *(_folder_of(name) for name in scripts.MEGATRON)]
+    roots = tuple(os.path.join(root, "") for root in foreign)
     inside = os.path.join(folder, "")
     real = functools.cache(os.path.realpath)
-    found = set()
+    files = set()
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
@@ -238,6 +234,6 @@ def _beside(script: Path) -> list[Path]:
         home, name = os.path.split(file)
         path = os.path.join(real(home), name)
         path = os.path.realpath(path) if os.path.islink(path) else path
-        if path.startswith(inside) and not path.startswith(tuple(roots)):
-            found.add(Path(path))
-    return sorted(found - {script.resolve()})
+        if path.startswith(inside) and not path.startswith(roots):
+            files.add(Path(path))
+    return sorted(files - {script.resolve()})

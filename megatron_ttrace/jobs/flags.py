@@ -37,11 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def path(text: str) -> Path:
-    """A path from the command line, for argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: when no file system accepts it.
-    """
+    """A path, for argparse: ``ArgumentTypeError`` if no file system accepts it."""
     parts = text.split("/")
     printable = ascii(text if len(text) <= 60 else f"{text[:28]}...{text[-28:]}")
     if "\0" in text:
@@ -90,16 +86,12 @@ def word_of(path: os.PathLike[str] | str) -> str:
 
 def similar(word: str, known: Iterable[str]) -> str:
     """What a mistyped word may have meant, as the end of a sentence."""
-    found = difflib.get_close_matches(word, list(known), n=2)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    matches = difflib.get_close_matches(word, list(known), n=2)
+    return f"; did you mean {' or '.join(matches)}?" if matches else ""
 
 
 def parse_iterations(text: str) -> tuple[int, ...]:
-    """``"1-2,5"`` -> ``(1, 2, 5)``.
-
-    Raises:
-        TTraceError: when the text is not a list of positive numbers and ascending ranges.
-    """
+    """``"1-2,5"`` -> ``(1, 2, 5)``; raises ``TTraceError`` for texts that are not like this."""
     chosen: set[int] = set()
     shown = ascii(text if len(text) <= 40 else f"{text[:40]}...")
     for part in text.split(",", _MOST_ITERATIONS):

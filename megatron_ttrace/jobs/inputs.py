@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse pipes and devices as input files: opening one can block forever."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_ttrace.trace.errors import TTraceError
@@ -14,10 +14,9 @@ _FILE_FLAGS = (
 
 
 def require_regular(paths: Iterable[Path]) -> None:
-    """Refuse pipes, sockets and devices. Folders and missing files are reported elsewhere.
+    """Refuse pipes, sockets and devices with a ``TTraceError`` that names the first of them.
 
-    Raises:
-        TTraceError: naming the first of them.
+    Folders and missing files are reported elsewhere.
     """
     for path in paths:
         try:
@@ -31,11 +30,7 @@ def require_regular(paths: Iterable[Path]) -> None:
 
 
 def require_regular_folder(folder: Path) -> None:
-    """The same for the files directly in a folder.
-
-    Raises:
-        TTraceError: naming the first special file.
-    """
+    """The same for the files directly in a folder."""
     require_regular([folder])
     try:
         require_regular(sorted(folder.iterdir()))
@@ -44,20 +39,10 @@ def require_regular_folder(folder: Path) -> None:
 
 
 def require_regular_data(args: object) -> None:
-    """The same for the data that Megatron's arguments name.
-
-    Raises:
-        TTraceError: naming the first special file.
-    """
-    require_regular(_data_files(args))
-
-
-def _data_files(args: object) -> Iterator[Path]:
-    for flag in _DATA_FLAGS:
-        # The weights between the prefixes of a blend do not exist as files.
-        for prefix in map(str, getattr(args, flag, None) or ()):
-            yield from (Path(prefix), Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
-    for flag in _FILE_FLAGS:
-        value = getattr(args, flag, None)
-        if isinstance(value, str):
-            yield Path(value)
+    """The same for the data that Megatron's arguments name."""
+    # The weights between the prefixes of a blend do not exist as files.
+    prefixes = [prefix for flag in _DATA_FLAGS for prefix in getattr(args, flag, None) or ()]
+    names = [f"{prefix}{suffix}" for prefix in prefixes for suffix in ("", ".bin", ".idx")]
+    values = (getattr(args, flag, None) for flag in _FILE_FLAGS)
+    names += [value for value in values if isinstance(value, str)]
+    require_regular(map(Path, names))

@@ -31,8 +31,6 @@ from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Result, Summary
 
-__all__ = ["Job", "OutOfTimeError", "configuration", "prepare", "run"]
-
 _MARGIN_SECONDS = 10.0
 _UNBIDDEN = frozenset(
     {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
@@ -44,14 +42,8 @@ _UNBIDDEN = frozenset(
 class Job:
     """What to check.
 
-    Attributes:
-        script: a Megatron training script.
-        arguments: its arguments, without ours.
-        nproc: number of ranks.
-        settings: of the check.
-        environment: added to each rank's environment.
-        limit: seconds after which the job is ended, or ``None``. (``--ttrace-timeout`` limits how
-            long it may be silent.)
+    ``arguments`` are the script's own, without ours; ``environment`` is added to each rank's. After
+    ``limit`` seconds the job is ended (``--ttrace-timeout`` limits how long it may be silent).
     """
 
     script: Path
@@ -102,10 +94,8 @@ def prepare(
 ) -> bool:
     """Import Megatron into this process if ranks can be forked; returns whether they can.
 
-    Args:
-        device: ``--ttrace-device``.
-        script: imports this Megatron; by default our own ``pretrain_gpt.py``.
-        arguments: of the script. If they are wrong, the ranks say so before they need the modules.
+    The Megatron is that of ``script``, by default our own ``pretrain_gpt.py``. If ``arguments`` are
+    wrong, the ranks say so before they need all modules.
     """
     # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
     with signals.abrupt():
@@ -129,7 +119,16 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
         wrong = "is not a regular file" if job.script.exists() else "no such script"
         raise TTraceError(f"{job.script}: {wrong}")
     with shared.claim(job.directory) as claim:
-        return _run(job, claim.run, fork, say)
+        if fork and (why := forkserver.refuses(job.script)):
+            say(f"{job.script} runs in fresh processes: {why}")
+            fork = False
+        began = time.monotonic()
+        progress = Progress(say)
+        progress(f"starting {job.nproc} rank{'s' if job.nproc > 1 else ''}")
+        codes, observed = _run_ranks(job, claim.run, fork, progress)
+        summary = _believed(job.directory, claim.run, codes, observed)
+        timings = {**summary.timings, "wall": time.monotonic() - began}
+        return dataclasses.replace(summary, timings=timings)
 
 
 def record(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None) -> None:
@@ -139,7 +138,7 @@ def record(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: No
         TTraceError: when a rank failed, with the reason.
     """
     with shared.claim(job.directory) as claim:
-        codes, observed = _ran(job, claim.run, fork, Progress(say))
+        codes, observed = _run_ranks(job, claim.run, fork, Progress(say))
     if set(codes) != {0}:
         raise TTraceError(_why(codes, job.directory / shared.LOGS, observed))
 
@@ -162,25 +161,10 @@ def configuration(job: Job, *, fork: bool, say: Callable[[str], None]) -> list[s
     return words
 
 
-def _run(job: Job, run_id: str, fork: bool, say: Callable[[str], None]) -> Summary:
-    """Run a check in a directory that is locked for it."""
-    if fork and (why := forkserver.refuses(job.script)):
-        say(f"{job.script} runs in fresh processes: {why}")
-        fork = False
-    began = time.monotonic()
-    progress = Progress(say)
-    progress(f"starting {job.nproc} rank{'s' if job.nproc > 1 else ''}")
-    codes, observed = _ran(job, run_id, fork, progress)
-    summary = _believed(job.directory, run_id, codes, job.directory / shared.LOGS, observed)
-    return dataclasses.replace(
-        summary, timings={**summary.timings, "wall": time.monotonic() - began}
-    )
-
-
-def _ran(
+def _run_ranks(
     job: Job, run_id: str, fork: bool, progress: Progress
 ) -> tuple[list[int | None], ranks.Observed]:
-    """Run a job's ranks; their exit codes, and what was observed of them."""
+    """The exit codes of a job's ranks, and what was observed of them."""
     logs = job.directory / shared.LOGS
     assigned = [f"{name}={value}" for name, value in job.environment.items()]
     disclosure.withhold([*assigned, "python", str(job.script), *job.arguments])
@@ -214,23 +198,17 @@ def _ran(
 
 
 def _believed(
-    directory: Path,
-    run_id: str,
-    codes: Sequence[int | None],
-    logs: Path,
-    observed: ranks.Observed,
+    directory: Path, run_id: str, codes: Sequence[int | None], observed: ranks.Observed
 ) -> Summary:
     """The answer of a run whose ranks ended with ``codes``.
 
     All ranks must have ended with the same code, and the summary of this very run must be intact,
-    belong to the verdicts beside it, and say the same. (Ranks that could not check end with 2, with
-    a summary or without one.)
-
-    Raises:
-        TTraceError: otherwise.
+    belong to the verdicts beside it, and say the same. Otherwise this raises ``TTraceError``.
+    (Ranks that could not check end with 2, with a summary or without one.)
     """
     from megatron_ttrace.trace import files
 
+    logs = directory / shared.LOGS
     answers = set(codes)
     if answers == {ExitCode.COULD_NOT_CHECK}:
         with contextlib.suppress(TTraceError):
@@ -250,8 +228,8 @@ def _believed(
 
 
 def _logs_of_references(job: Job) -> list[Path]:
-    several = ranks.log_of(job.directory / shared.REFERENCE_LOGS, 0)
-    return [job.directory / "reference.log", job.directory / "replay.log", several]
+    first_of_several = ranks.log_of(job.directory / shared.REFERENCE_LOGS, 0)
+    return [job.directory / "reference.log", job.directory / "replay.log", first_of_several]
 
 
 class _Watch:
@@ -261,8 +239,10 @@ class _Watch:
         self._log = log
         # Without the fork server rank 0 starts the reference and repeats its lines itself.
         logs = _logs_of_references(job) if fork else []
-        self._echoes = [Echo(self._log, progress.heard)]
-        self._echoes += [Echo(log, progress.heard, OF_REFERENCE) for log in logs]
+        self._echoes = [
+            Echo(self._log, progress.heard),
+            *(Echo(log, progress.heard, OF_REFERENCE) for log in logs),
+        ]
         self._progress = progress
         self._limit = job.limit
         self._deadline = None if job.limit is None else time.monotonic() + job.limit
@@ -278,7 +258,6 @@ class _Watch:
         self._progress.tick()
 
     def flush(self) -> None:
-        """Repeat the lines that are complete."""
         for echo in self._echoes:
             echo.flush()
 
@@ -307,9 +286,9 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
     failed = [rank for rank, code in enumerate(codes) if code not in (0, None)]
     if failed:
         first = min(failed, key=lambda rank: _order(rank, codes, logs, observed))
-        # Where all ranks fail alike, the first number says so best.
-        alike = (rank for rank in failed if _kind(rank, codes, logs) == _kind(first, codes, logs))
-        rank = min(alike)
+        # Where all ranks fail alike, the lowest number says so best.
+        kind = _kind(first, codes, logs)
+        rank = min(rank for rank in failed if _kind(rank, codes, logs) == kind)
         return _failure(rank, codes[rank] or 0, ranks.log_of(logs, rank))
     log = ranks.log_of(logs, 0)
     return f"the job ended without a result; its last lines, from {log}:\n{tail(log)}"
@@ -337,8 +316,7 @@ def _failure(rank: int, code: int, log: Path) -> str:
         if not record.error:
             return record.reason
         return f"rank {rank} failed: {record.reason} (log: {log})"
-    died = died_of(log)
-    if died:
+    if died := died_of(log):
         how = how_it_ended(code) if code < 0 else "failed"
         return f"rank {rank} {how}: {died} (log: {log})"
     if full := unwritable(log):

@@ -76,15 +76,13 @@ def findings() -> tuple[Finding, ...]:
 def finding_of(options: Options, megatron: str) -> str:
     """The heading of the finding that a diverging job may show; empty if it is a new one.
 
-    Args:
-        options: of the job, validated.
-        megatron: the version of its Megatron.
+    ``options`` are the job's, validated; ``megatron`` is the version of its Megatron.
     """
     axes = ("data_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
     ranks = math.prod(_integer(options.get(axis)) or 1 for axis in axes)
     experts = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-    whole = math.prod(_integer(options.get(axis)) or 1 for axis in experts)
-    options = {**options, "expert_data_parallel_size": ranks // whole}
+    parts = math.prod(_integer(options.get(axis)) or 1 for axis in experts)
+    options = {**options, "expert_data_parallel_size": ranks // parts}
     series = tuple(int(part) for part in re.findall(r"\d+", megatron)[:2])
     for finding in findings():
         if finding.fits(options) and not (finding.fixed and series >= finding.fixed):

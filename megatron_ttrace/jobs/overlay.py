@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -33,11 +33,8 @@ a file's time and size with those of what it compiled."""
 class Tree:
     """The Megatron that a script imports.
 
-    Attributes:
-        root: the folder of its git checkout, or else the one that holds ``megatron/``.
-        inside: of ``megatron/``, below the root.
-        script: the training script.
-        is_checkout: whether git tracks it.
+    ``root`` is the folder of its git checkout, or else the one that holds ``megatron/``, which is
+    ``inside`` the root. ``is_checkout``: whether git tracks it.
     """
 
     root: Path
@@ -47,11 +44,7 @@ class Tree:
 
     @classmethod
     def of(cls, script: Path) -> Self:
-        """The one that ``python SCRIPT`` would import in this environment.
-
-        Raises:
-            TTraceError: when there is none.
-        """
+        """What ``python SCRIPT`` would import here; raises ``TTraceError`` if there is none."""
         core = scripts.origins(scripts.search_path(script)).get(_CORE)
         if core is None:
             raise TTraceError(f"{script} would find no {_CORE}: set PYTHONPATH, as for training")
@@ -71,13 +64,7 @@ class Tree:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Difference:
-    """What differs between a good tree and the user's.
-
-    Attributes:
-        since: names the good tree.
-        good: content of the files that differ, if it has them.
-        bad: the same of the user's.
-    """
+    """The content of the files that differ between a good tree, named ``since``, and the user's."""
 
     since: str
     good: Mapping[str, str]
@@ -85,21 +72,19 @@ class Difference:
 
     def edits(self) -> Edits:
         """The functions that differ, by their paths below the root."""
-        found = [
-            Edit(file, one.name, one.line, one.is_seen)
+        edits = [
+            Edit(file, change.name, change.line, change.is_seen)
             for file, text in self.bad.items()
-            for one in changes.changes(self.good.get(file, "").encode(), text.encode())
+            for change in changes.changes(self.good.get(file, "").encode(), text.encode())
         ]
-        return Edits(self.since, tuple(found))
+        return Edits(self.since, tuple(edits))
 
 
 def difference(tree: Tree, good: str | None) -> Difference:
     """What differs from a good tree: all Python files, committed or not.
 
-    Args:
-        tree: the user's.
-        good: a directory, or a commit of the user's checkout. By default the last commit that it
-            has in common with a release, or the installed release of the same version.
+    ``good`` is a directory, or a commit of the user's checkout. By default it is the last commit
+    that it has in common with a release, or the installed release of the same version.
 
     Raises:
         TTraceError: when there is no such tree.
@@ -145,21 +130,21 @@ def _from_folder(tree: Tree, folder: Path, since: str) -> Difference:
         raise TTraceError(f"{folder} has no megatron/core: give the folder that holds megatron/")
     home = folder / inside
     # A release may lack packages (megatron.legacy, tests), which nobody removed.
-    parts = [one.name for one in (home / "megatron").iterdir() if one.is_dir()]
-    old = _python_files(home, [Path("megatron", part) for part in parts])
-    new = _python_files(tree.root / tree.inside, [Path("megatron", part) for part in parts])
+    parts = [path.name for path in (home / "megatron").iterdir() if path.is_dir()]
     # Scripts and what is beside them, as far as both trees have them.
-    beside = {file.name for file in (tree.root / tree.inside).glob("*.py")}
+    beside = {file.name for file in tree.packages.parent.glob("*.py")}
     both = sorted(name for name in beside if (home / name).is_file())
-    prefix = tree.inside
-    return _difference(
-        since,
-        {(prefix / file).as_posix(): text for file, text in _texts(home, [*old, *both]).items()},
-        {
-            (prefix / file).as_posix(): text
-            for file, text in _texts(tree.root / tree.inside, [*new, *both]).items()
-        },
-    )
+
+    def texts(root: Path) -> dict[str, str]:
+        names = [
+            path.relative_to(root).as_posix()
+            for part in parts
+            for path in sorted((root / "megatron" / part).rglob("*.py"))
+        ]
+        contents = _texts(root, [*names, *both])
+        return {(tree.inside / name).as_posix(): text for name, text in contents.items()}
+
+    return _difference(since, texts(home), texts(tree.packages.parent))
 
 
 def _difference(since: str, good: Mapping[str, str], bad: Mapping[str, str]) -> Difference:
@@ -169,14 +154,6 @@ def _difference(since: str, good: Mapping[str, str], bad: Mapping[str, str]) -> 
         {name: good[name] for name in names if name in good},
         {name: bad[name] for name in names if name in bad},
     )
-
-
-def _python_files(root: Path, folders: Sequence[Path]) -> list[str]:
-    return [
-        path.relative_to(root).as_posix()
-        for folder in folders
-        for path in sorted((root / folder).rglob("*.py"))
-    ]
 
 
 def _texts(root: Path, names: Iterable[str]) -> dict[str, str]:
@@ -246,10 +223,9 @@ class Overlay:
                     self._shown[file] = text
 
     def placed(self, environment: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
-        """The script, and the environment in which it imports this tree's Megatron.
+        """The script, and an environment in which it imports this tree's Megatron.
 
-        Args:
-            environment: in which it would import the user's.
+        ``environment`` is one in which it would import the user's.
         """
         tree, script = self._tree, self._tree.script
         path = [
@@ -267,7 +243,7 @@ class Overlay:
         return {edited.GIVEN: str(file.resolve()), edited.ROOT: str(self.root)}
 
     def _moved(self, path: Path) -> Path:
-        there = path.resolve()
-        if there.is_relative_to(self._tree.root):
-            return self.root / there.relative_to(self._tree.root)
+        target = path.resolve()
+        if target.is_relative_to(self._tree.root):
+            return self.root / target.relative_to(self._tree.root)
         return path

@@ -63,11 +63,7 @@ def begin() -> None:
 
 
 def command_line(words: Sequence[str] = ()) -> str:
-    """A command line as a JSON list, without values that may be secret (``disclosure.py``).
-
-    Args:
-        words: of the command; by default this process's.
-    """
+    """A command, by default this process's, as a JSON list, without values that may be secret."""
     if not words:
         as_ttrace = os.path.basename(sys.argv[0] or "") == "ttrace"
         words = sys.argv if as_ttrace else sys.orig_argv
@@ -80,12 +76,12 @@ def require_found() -> None:
     Raises:
         TTraceError: when the script changed ``sys.path`` after Megatron had been imported for it.
     """
-    here, there = scripts.imported(), scripts.origins(sys.path)
-    for name, file in there.items():
-        if here.get(name, file) != file:
+    imported = scripts.imported()
+    for name, file in scripts.origins(sys.path).items():
+        if imported.get(name, file) != file:
             folder = Path(file).parents[2]
             raise TTraceError(
-                f"{name} was imported from {here[name]}, but the script then put {file} on "
+                f"{name} was imported from {imported[name]}, but the script then put {file} on "
                 f"sys.path: run with PYTHONPATH={folder}"
             )
 
@@ -106,10 +102,9 @@ def collect(args: MegatronArguments) -> Run:
     """The record of this run, on the rank that writes the summary."""
     begin()
     script = Path(sys.argv[0])
-    told = os.environ.get(COMMAND)
     return Run(
         id=shared.run_id(),
-        command=tuple(json.loads(told or command_line())),
+        command=tuple(json.loads(os.environ.get(COMMAND) or command_line())),
         script=os.path.abspath(script),
         script_sha256=_sha256(script),
         megatron=megatron(),
@@ -196,14 +191,12 @@ def installed() -> dict[str, str]:
     """Versions of everything that can change a number, for fingerprints and reports."""
     from megatron_ttrace.cpu.te import releases  # imports torch
 
-    found = {"megatron-ttrace": __version__, "python": platform.python_version()}
+    by_package = {"megatron-ttrace": __version__, "python": platform.python_version()}
     for name in _DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            by_package[name] = importlib.metadata.version(name)
     if emulates_transformer_engine():
-        found["transformer-engine"] = f"{releases.current()} (emulated)"
+        by_package["transformer-engine"] = f"{releases.current()} (emulated)"
     with contextlib.suppress(ImportError):
-        found["megatron-core"] = versions.megatron_core_version()
-    return found
+        by_package["megatron-core"] = versions.megatron_core_version()
+    return by_package

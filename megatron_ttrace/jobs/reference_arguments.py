@@ -31,14 +31,11 @@ def overrides_of(args: MegatronArguments) -> dict[str, Any]:
 def apply(args: Any, settings: Settings) -> None:
     """Turn a parsed command line into the reference's, before Megatron validates it.
 
-    Raises:
-        TTraceError: when the overrides file is unreadable.
+    Raises ``TTraceError`` when the overrides file is unreadable.
     """
-    own: dict[str, Any] = {}
-    if settings.overrides is not None:
-        own = read_overrides(settings.overrides)
+    overrides = {} if settings.overrides is None else read_overrides(settings.overrides)
     chosen = explicit(settings.reference_args)
-    for name, value in {**decisions.derive(args), **own}.items():
+    for name, value in {**decisions.derive(args), **overrides}.items():
         if hasattr(args, name) and name not in chosen:
             setattr(args, name, value)
     pattern = getattr(args, "hybrid_layer_pattern", None)
@@ -50,8 +47,8 @@ def apply(args: Any, settings: Settings) -> None:
 def explicit(reference_args: str) -> set[str]:
     """Names of the arguments that ``--ttrace-reference-args`` sets; they win over the derived."""
     flags = [word.split("=")[0] for word in reference_args.split() if word.startswith("--")]
-    own = {flag.removeprefix("--").replace("-", "_") for flag in flags}
-    return own | {option for flag in flags if (option := decisions.option_of(flag))}
+    names = {flag.removeprefix("--").replace("-", "_") for flag in flags}
+    return names | {option for flag in flags if (option := decisions.option_of(flag))}
 
 
 def read_overrides(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ SHARED = "TTRACE_CACHE_SHARED"
 """Environment variable: when set, everybody who can write to the cache is trusted."""
 
 type Make = Callable[[Path], None]
-"""Makes a reference in a directory that it is given."""
+"""Makes a reference in a directory."""
 
 
 def mode() -> int:
@@ -39,11 +39,8 @@ def mode() -> int:
 def obtain(directory: Path, name: str, make: Make, patience: float) -> str:
     """Find the reference with fingerprint ``name``, in the cache if there is one, or make it.
 
-    Args:
-        directory: where a run looks for it; a link, if it is in the cache.
-        name: its fingerprint.
-        make: called if there is none.
-        patience: seconds to wait for another run that is making the same one.
+    A run looks for it in ``directory``, a link if it is in the cache. Another run that is making
+    the same one is waited for, ``patience`` seconds.
 
     Returns:
         The checksum of its ``meta.json``, which was verified with all its files.
@@ -67,33 +64,27 @@ def obtain(directory: Path, name: str, make: Make, patience: float) -> str:
 
 
 def distrusted(cache: Path, name: str) -> str:
-    """Why others could change what a run is compared with, and what to do; empty if they cannot.
+    """Why others could change entry ``name`` of a cache, and what to do; empty if they cannot.
 
-    Args:
-        cache: directory of all entries; an absent one is made for this user alone.
-        name: of the entry.
+    An absent cache will be made for this user alone.
     """
     if os.environ.get(SHARED):
         return ""
     for path in (cache, cache / name, cache / name / META):
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError:
             continue
-        if found.st_uid not in (os.geteuid(), 0):
+        if status.st_uid not in (os.geteuid(), 0):
             return f"{path} belongs to another user; choose a cache of your own"
-        is_shared = path == cache and found.st_mode & stat.S_ISVTX
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
+        is_shared = path == cache and status.st_mode & stat.S_ISVTX
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
             return f"others can write to {path}; chmod go-w it"
     return ""
 
 
 def _obtain(
-    home: Path,
-    name: str,
-    make: Make,
-    patience: float,
-    mode: int = owned.PRIVATE_FOLDER,
+    home: Path, name: str, make: Make, patience: float, mode: int = owned.PRIVATE_FOLDER
 ) -> str | None:
     """As :func:`obtain`, at ``home``; ``None`` when another run kept it locked too long.
 
@@ -153,12 +144,11 @@ def _look(home: Path, name: str) -> tuple[str, str]:
 def _wait(lock: Lock, name: str, patience: float) -> bool:
     """Take a lock, after another run has released it; false when that takes too long."""
     until = time.monotonic() + patience
-    is_told = False
+    is_announced = False
     while not lock.acquire():
-        if not is_told:
-            maker = lock.holder()
-            say(f"waiting for the reference {name}, which {maker} is making")
-            is_told = True
+        if not is_announced:
+            say(f"waiting for the reference {name}, which {lock.holder()} is making")
+            is_announced = True
         if time.monotonic() > until:
             say(f"waited {patience:.0f} s for it: making a separate copy")
             return False
@@ -166,12 +156,12 @@ def _wait(lock: Lock, name: str, patience: float) -> bool:
     return True
 
 
-def _sweep(parent: Path, own: str) -> None:
-    """Remove what killed builds left behind, unless locked; ``own`` is locked by this process."""
+def _sweep(parent: Path, locked: str) -> None:
+    """Remove what killed builds left behind; not if locked, but for ``locked``, by this process."""
     for path in filter(cleaning.is_unfinished, parent.iterdir()):
         name = path.name[1:].partition(_BUILDING)[0].partition(_OLD)[0]
         lock = Lock(parent / f".{name}.lock")
-        if name == own or lock.acquire():
+        if name == locked or lock.acquire():
             owned.discard(path)
             lock.release()
 

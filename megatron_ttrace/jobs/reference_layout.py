@@ -93,10 +93,8 @@ class Layout:
     def overrides(self, divisible_by: int, *, experts: bool) -> dict[str, int | bool]:
         """What the reference run has instead of the candidate's arguments.
 
-        Args:
-            divisible_by: of what the padded vocabulary is a multiple. Megatron's own argument is
-                multiplied by the tensor-parallel size (megatron/training/vocab_utils.py).
-            experts: whether the model has experts.
+        The padded vocabulary is to be a multiple of ``divisible_by``; Megatron's own argument is
+        multiplied by the tensor-parallel size (megatron/training/vocab_utils.py).
         """
         return {
             **self.arguments(experts=experts),
@@ -105,56 +103,52 @@ class Layout:
 
 
 def parse(text: str) -> Layout:
-    """``"tp=2 pp=4"``.
-
-    Raises:
-        TTraceError: for anything else, and for fewer than two ranks.
-    """
-    said = f"--ttrace-reference-layout {text[:60]!a}"
+    """``"tp=2 pp=4"``; raises ``TTraceError`` for anything else, and for fewer than two ranks."""
+    flag = f"--ttrace-reference-layout {text[:60]!a}"
     sizes: dict[str, int] = {}
     for part in text.split():
-        found = _PART.fullmatch(part)
-        if not found or not int(found[2]):
-            raise TTraceError(f"{said}: {part[:40]!a} is not a size: {_EXAMPLE}")
-        if found[1] not in _OPTIONS:
+        match = _PART.fullmatch(part)
+        if not match or not int(match[2]):
+            raise TTraceError(f"{flag}: {part[:40]!a} is not a size: {_EXAMPLE}")
+        axis = match[1]
+        if axis not in _OPTIONS:
             known = ", ".join(_OPTIONS)
-            raise TTraceError(f"{said}: a reference can be divided along {known}, not {found[1]}")
-        if found[1] in sizes:
-            raise TTraceError(f"{said}: {found[1]} is given twice")
-        sizes[found[1]] = int(found[2])
+            raise TTraceError(f"{flag}: a reference can be divided along {known}, not {axis}")
+        if axis in sizes:
+            raise TTraceError(f"{flag}: {axis} is given twice")
+        sizes[axis] = int(match[2])
     layout = Layout(**sizes)
     if layout.ranks < 2:
-        raise TTraceError(f"{said}: is one rank: {_EXAMPLE}, or omit the flag")
+        raise TTraceError(f"{flag}: is one rank: {_EXAMPLE}, or omit the flag")
     return layout
 
 
 def refusal(layout: Layout, args: Any, *, world_size: int, devices: int | None) -> str:
     """Why a job cannot have a reference in this layout; empty if it can.
 
-    Args:
-        layout: of the reference.
-        args: the candidate's validated arguments.
-        world_size: ranks of the candidate.
-        devices: that this rank can use on its machine; ``None`` on a CPU.
+    ``args`` are the candidate's, validated, and ``world_size`` its ranks. ``devices`` are those
+    that this rank can use on its machine; ``None`` on a CPU.
     """
     from megatron_ttrace.mcore import balancing  # it imports torch, which parsing does not need
 
-    said = f'--ttrace-reference-layout "{layout}"'
-    if found := [flag for name, flag in _UNSUPPORTED.items() if getattr(args, name, None)]:
-        return f"{said}: {', '.join(found[:3])} cannot be traced on several ranks yet"
+    flag = f'--ttrace-reference-layout "{layout}"'
+    if unsupported := [
+        name for option, name in _UNSUPPORTED.items() if getattr(args, option, None)
+    ]:
+        return f"{flag}: {', '.join(unsupported[:3])} cannot be traced on several ranks yet"
     if args.optimizer not in _OPTIMIZERS:
-        return f"{said}: --optimizer {args.optimizer} updates whole matrices, not elements"
+        return f"{flag}: --optimizer {args.optimizer} updates whole matrices, not elements"
     if layout.ranks >= world_size:
         return (
-            f"{said} has {layout.ranks} ranks and this run {world_size}: "
+            f"{flag} has {layout.ranks} ranks and this run {world_size}: "
             "give a layout with fewer ranks than the run"
         )
     if devices is not None and devices < layout.ranks:
-        return f"{said} needs {layout.ranks} devices that rank 0 can use, there are {devices}"
+        return f"{flag} needs {layout.ranks} devices that rank 0 can use, there are {devices}"
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    whole = layout.tp == layout.cp == 1
-    if not whole and (why := balancing.by_all_tokens(args)):
-        return f"{said}: {', '.join(why.values())} with tp or cp differs from one device by design"
+    divides_tokens = layout.tp > 1 or layout.cp > 1
+    if divides_tokens and (why := balancing.by_all_tokens(args)):
+        return f"{flag}: {', '.join(why.values())} with tp or cp differs from one device by design"
     divided = {
         "--num-experts": (args.num_experts or 1, layout.ep),
         "--global-batch-size": (args.global_batch_size, args.micro_batch_size * layout.dp),
@@ -166,9 +160,9 @@ def refusal(layout: Layout, args: Any, *, world_size: int, devices: int | None) 
     }
     if getattr(args, "group_query_attention", False):
         divided["--num-query-groups"] = (args.num_query_groups, layout.tp)
-    for what, (size, parts) in divided.items():
+    for name, (size, parts) in divided.items():
         if size % parts:
-            return f"{said}: {what} {size} cannot be divided by {parts}"
+            return f"{flag}: {name} {size} cannot be divided by {parts}"
     return ""
 
 
@@ -196,9 +190,5 @@ def notice(layout: Layout, args: Any) -> str:
 
 
 def decoded(value: Any) -> Layout | None:
-    """The layout in the ``meta.json`` of a reference; ``None`` for one device.
-
-    Raises:
-        CodecError: when it is damaged.
-    """
+    """The layout in a reference's ``meta.json``; ``None``: one device. May raise ``CodecError``."""
     return None if value is None else codec.decode(Layout, value)

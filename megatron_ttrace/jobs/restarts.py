@@ -43,14 +43,9 @@ _DIVISIBLE_BY = 128
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """One training run.
+    """One training run of ``nproc`` ranks in the directory ``name``; ``order`` is what it does.
 
-    Attributes:
-        name: of its directory.
-        arguments: of the script.
-        nproc: number of ranks.
-        order: what it does.
-        layout: the flags by which its layout is another one; empty for the job's own.
+    ``layout``: the flags by which its layout is another one; empty for the job's own.
     """
 
     name: str
@@ -62,14 +57,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """The runs of a command, in the order in which they are made.
+    """The runs of a command, in the order in which they are made, and how they differ from it.
 
-    Attributes:
-        uninterrupted: trains on.
-        restarted: in the same layout.
-        perturbed: the same once more, for tolerances.
-        into: in other layouts.
-        notices: how they differ from the command.
+    ``uninterrupted`` trains on; ``restarted`` is in the same layout, ``perturbed`` the same once
+    more, for tolerances; ``into`` is in other layouts.
     """
 
     uninterrupted: Run
@@ -109,11 +100,11 @@ def plan(
         notices.append(why)
     elif first:
         notices.append(f"the uninterrupted run starts from --load {given.text('load')}")
-    common, told = _long_enough(_without(given, left_out), given, first + steps + AFTER)
-    notices += told
+    common, lengthened = _long_enough(_without(given, left_out), given, first + steps + AFTER)
+    notices += lengthened
     checkpoint = str(folder / CHECKPOINT)
     saving = [*common, "--save", checkpoint, "--save-interval", str(steps)]
-    if told and first and not given.has(_FROM_CHECKPOINT):
+    if lengthened and first and not given.has(_FROM_CHECKPOINT):
         # Megatron refuses a checkpoint with the schedules of a shorter job.
         saving.append(_FROM_JOB)
     again = [*_without(Given.parse(common), _STARTING), "--load", checkpoint]
@@ -156,8 +147,10 @@ def _long_enough(words: list[str], given: Given, steps: int) -> tuple[list[str],
     for option, needed in (("train_iters", steps), ("train_samples", samples)):
         if given.has(option) and given.integer(option) < needed:
             flag = f"--{option.replace('_', '-')}"
-            told = f"{flag} {needed} instead of {given.text(option)}: this command needs the steps"
-            return [*words, flag, str(needed)], [told]
+            notice = (
+                f"{flag} {needed} instead of {given.text(option)}: this command needs the steps"
+            )
+            return [*words, flag, str(needed)], [notice]
     return words, []
 
 

@@ -59,15 +59,15 @@ def origins(path: Sequence[str]) -> dict[str, str]:
 
     Nothing is imported. A package that is not found is left out.
     """
-    found = {}
+    files = {}
     with as_search_path(path):
-        whole = _find("megatron", None)
-        inside = list(whole.submodule_search_locations or ()) if whole else []
-        for name in PACKAGES:
-            spec = _find(name, inside) if inside else None
+        megatron = _find("megatron", None)
+        folders = list(megatron.submodule_search_locations or ()) if megatron else []
+        for name in PACKAGES if folders else ():
+            spec = _find(name, folders)
             if spec is not None and spec.origin is not None:
-                found[name] = _located(spec.origin)
-    return found
+                files[name] = _located(spec.origin)
+    return files
 
 
 def imported() -> dict[str, str]:
@@ -88,17 +88,16 @@ def imports_bridge(script: str | Path) -> bool:
     return any(f"{name}.".startswith(f"{_BRIDGE}.") for name in names)
 
 
-def require_flags(script: str | Path, what: str) -> None:
-    """Refuse a script of Megatron-Bridge, whose configuration is code, for ``what`` changes flags.
+def require_flags(script: str | Path, action: str) -> None:
+    """Refuse a script of Megatron-Bridge, whose configuration is code: ``action`` changes flags.
 
-    Raises:
-        TTraceError: naming the alternative.
+    Raises ``TTraceError``, naming the alternative.
     """
     from megatron_ttrace.trace.errors import TTraceError
 
     if imports_bridge(script):
         raise TTraceError(
-            f"{what} changes flags of Megatron-LM, and {script} is a script of Megatron-Bridge, "
+            f"{action} changes flags of Megatron-LM, and {script} is a script of Megatron-Bridge, "
             "configured in its code: make its configuration small there, and use ttrace check"
         )
 

@@ -45,15 +45,14 @@ class ScriptPatch:
     def places(self, texts: list[str], size: int) -> list[int]:
         """Where the first ``size`` lines of ``before`` are; the nearest to ``start`` first."""
         wanted = [*self.before[:size]]
-        found = [n for n in range(len(texts)) if texts[n : n + size] == wanted]
-        return sorted(found, key=lambda n: abs(n - self.start))
+        places = [n for n in range(len(texts)) if texts[n : n + size] == wanted]
+        return sorted(places, key=lambda n: abs(n - self.start))
 
 
 def parse(text: str) -> ScriptPatch:
     """Read a patch of one place in one file; text before its header is commentary.
 
-    Raises:
-        ValueError: when it is something else.
+    Raises ``ValueError`` when it is something else.
     """
     match = _DIFF.search(text)
     if match is None:
@@ -71,12 +70,8 @@ def parse(text: str) -> ScriptPatch:
 class Checkout:
     """A checkout, and the patch for it.
 
-    Attributes:
-        version: what the checkout says it is; its tag may differ.
-        patch_file: the patch.
-        patch: its content.
-        script: the file to patch.
-        content: of the script, when it was read.
+    ``version`` is what the checkout says it is; its tag may differ. ``content`` is that of the
+    script when it was read.
     """
 
     version: str
@@ -91,20 +86,18 @@ class Checkout:
         texts = _texts(self.content.splitlines())
         return bool(self.patch.reversed().places(texts, len(self.patch.after)))
 
-    @property
-    def lines_added(self) -> int:
-        """By how many lines the patch makes the script longer."""
-        return len(self.patch.after) - len(self.patch.before)
-
 
 def find(checkout: Path) -> Checkout:
     """Recognise the checkout and read what is needed to patch it.
 
-    Raises:
-        TTraceError: when it is not a checkout of a release that there is a patch for.
+    Raises ``TTraceError`` when there is no patch for it.
     """
     version = _version(checkout)
-    path = _patch_for(version, checkout)
+    # The patch of the same release series: its branch continues after the tag.
+    series = versions.known_as(version)
+    if series is None:
+        raise TTraceError(f"{checkout}: {versions.refusal(version)}")
+    path = resources.patches_dir() / "megatron-lm" / f"core_v{series}.patch"
     patch = parse(path.read_text(encoding="utf-8"))
     script = checkout / patch.path
     try:
@@ -119,8 +112,7 @@ def find(checkout: Path) -> Checkout:
 def patched(checkout: Checkout) -> bytes:
     """The script with our lines in it, whether it had them before or not.
 
-    Raises:
-        TTraceError: when a line of the script is in the way.
+    Raises ``TTraceError`` when a line of the script is in the way.
     """
     if checkout.applied:
         return checkout.content
@@ -136,8 +128,7 @@ def patched(checkout: Checkout) -> bytes:
 def unpatched(checkout: Checkout) -> bytes:
     """The script without our lines, whether it had them before or not.
 
-    Raises:
-        TTraceError: when the lines that the patch added were edited since.
+    Raises ``TTraceError`` when the lines that the patch added were edited since.
     """
     if not checkout.applied and b"megatron_ttrace" not in checkout.content:
         return checkout.content
@@ -147,10 +138,8 @@ def unpatched(checkout: Checkout) -> bytes:
 def write(checkout: Checkout, content: bytes) -> bool:
     """Replace the script in one step; returns whether its content changed.
 
-    Permissions are kept, and a symbolic link to the script remains one.
-
-    Raises:
-        TTraceError: when the script cannot be replaced.
+    Permissions are kept, and a symbolic link to the script remains one. Raises ``TTraceError`` when
+    the script cannot be replaced.
     """
     if content == checkout.content:
         return False
@@ -179,14 +168,6 @@ def _version(checkout: Path) -> str:
     return version
 
 
-def _patch_for(version: str, checkout: Path) -> Path:
-    """The patch of the same release series: its branch continues after the tag."""
-    known = versions.known_as(version)
-    if known is None:
-        raise TTraceError(f"{checkout}: {versions.refusal(version)}")
-    return resources.patches_dir() / "megatron-lm" / f"core_v{known}.patch"
-
-
 def _texts(lines: list[bytes]) -> list[str]:
     return [line.rstrip(b"\r\n").decode("utf-8", "surrogateescape") for line in lines]
 
@@ -199,10 +180,10 @@ def _apply(patch: ScriptPatch, checkout: Checkout) -> bytes:
     if not places:
         # The first line that differs where the lines begin, or would.
         at = next(iter(patch.places(texts, 1)), patch.start)
-        there = [*texts[at : at + len(before)], None]
-        pairs = enumerate(zip(there, before, strict=False), start=at + 1)
-        line, (found, expected) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-        problem = "the file ends" if found is None else f"{found!r} is in the way"
+        present = [*texts[at : at + len(before)], None]
+        pairs = enumerate(zip(present, before, strict=False), start=at + 1)
+        line, (actual, expected) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+        problem = "the file ends" if actual is None else f"{actual!r} is in the way"
         raise TTraceError(
             f"{checkout.script}:{line}: {problem}, expected {expected!r}; nothing was changed"
         )

@@ -109,7 +109,6 @@ CHECK = Flag(
 
 
 def _flag(name: str, default: Any, **about: Any) -> Any:
-    """A field of :class:`Settings`."""
     return dataclasses.field(default=default, metadata={"flag": Flag(name=name, **about)})
 
 
@@ -118,7 +117,6 @@ def _path_or_none(text: str) -> Path | None:
 
 
 def _blocks(iterations: Sequence[int]) -> list[list[int]]:
-    """Runs of consecutive iterations."""
     blocks: list[list[int]] = []
     for iteration in iterations:
         if blocks and blocks[-1][-1] == iteration - 1:
@@ -319,11 +317,7 @@ class Settings:
         return words
 
     def require_valid(self) -> None:
-        """Refuse values that a field cannot have.
-
-        Raises:
-            TTraceError: naming the flag.
-        """
+        """Raise ``TTraceError``, naming the flag, for values that a field cannot have."""
         for name, flag in FLAGS.items():
             value = getattr(self, name)
             if value is not None and not flag.valid(value):
@@ -356,8 +350,7 @@ def add_arguments(
 def check_single(args: object, *names: str) -> None:
     """Refuse ``--flag=--``, which argparse turns into an empty list before it checks types.
 
-    Raises:
-        TTraceError: when one of these flags has no value.
+    Raises ``TTraceError`` when one of these flags has no value.
     """
     for name in names:
         if isinstance(getattr(args, name), list):
@@ -365,36 +358,25 @@ def check_single(args: object, *names: str) -> None:
 
 
 def settings_of(args: object, base: Settings = Settings()) -> Settings:
-    """The settings of a parsed command line, ours or Megatron's.
+    """The settings of a parsed command line, ours or Megatron's; they override those of ``base``.
 
     They need not be valid: what follows may override them.
-
-    Args:
-        args: as argparse returns them.
-        base: settings that they override.
 
     Raises:
         TTraceError: for texts that mean nothing.
     """
-    given = {name: flag for name, flag in FLAGS.items() if hasattr(args, flag.dest)}
-    check_single(args, *(flag.dest for flag in given.values()))
+    flags = {name: flag for name, flag in FLAGS.items() if hasattr(args, flag.dest)}
+    check_single(args, *(flag.dest for flag in flags.values()))
     defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
     values: dict[str, Any] = {
         name: not defaults[name] if flag.is_switch else flag.value(getattr(args, flag.dest))
-        for name, flag in given.items()
+        for name, flag in flags.items()
     }
     return dataclasses.replace(base, **values)
 
 
-def split(
-    arguments: Sequence[str],
-    base: Settings = Settings(),
-) -> tuple[Settings, list[str]]:
-    """Our flags, and the other arguments of a training script.
-
-    Args:
-        arguments: both, mixed.
-        base: settings that flags among ``arguments`` override.
+def split(arguments: Sequence[str], base: Settings = Settings()) -> tuple[Settings, list[str]]:
+    """Our flags, which override ``base``, and the other arguments of a training script.
 
     Raises:
         TTraceError: when one of our flags cannot have its value, or does not exist.
@@ -415,11 +397,7 @@ def split(
 class Early:
     """What of this process's command line is needed before Megatron's parser exists.
 
-    Attributes:
-        is_checked: whether the run is under check.
-        device: ``auto`` or ``cpu``.
-        bug: known bug to re-create, also in training without a check.
-        yaml_cfg: Megatron's ``--yaml-cfg``.
+    ``device`` is ``auto`` or ``cpu``; ``bug`` is re-created also in training without a check.
     """
 
     is_checked: bool
@@ -447,15 +425,9 @@ def checking(
     *options: str,
     command: str = "check",
 ) -> list[str]:
-    """The words of ``ttrace check``, or of a command with the same options, after ``ttrace``.
+    """The words of ``ttrace check``, or of a ``command`` with the same options, after ``ttrace``.
 
-    Args:
-        script: a training script.
-        arguments: its own.
-        nproc: number of ranks.
-        settings: of the check; ``None`` for the defaults.
-        options: further options of the command.
-        command: its name.
+    ``settings`` are of the check (``None``: the defaults), ``options`` further ones of the command.
     """
     ours = settings.words() if settings else []
     words = [command, "--nproc-per-node", str(nproc), *ours, *options]

@@ -74,11 +74,9 @@ class SteadyFile(io.FileIO):
 
 def harmless(text: str) -> str:
     """A text with its control characters as escapes, but for line ends, tabs and colours."""
-    return text if text.isprintable() else _CONTROL.sub(_shown, text)
-
-
-def _shown(match: re.Match[str]) -> str:
-    return match["colour"] or ascii(match[0])[1:-1]
+    if text.isprintable():
+        return text
+    return _CONTROL.sub(lambda match: match["colour"] or ascii(match[0])[1:-1], text)
 
 
 class _Harmless(io.TextIOWrapper):

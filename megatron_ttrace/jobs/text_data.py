@@ -47,13 +47,11 @@ def training_flags(prefix: Path) -> str:
     return f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE}"
 
 
-def find_files(sources: Sequence[Path], pattern: str = "*") -> list[Path]:
+def find_files(sources: Sequence[Path], pattern: str) -> list[Path]:
     """All files of ``sources``; in folders those whose name matches ``pattern``, sorted.
 
-    Hidden files and Python's caches in folders are left out.
-
-    Raises:
-        TTraceError: when a source does not exist or a folder holds no match.
+    Hidden files and Python's caches in folders are left out. Raises ``TTraceError`` when a source
+    does not exist or a folder holds no match.
     """
     files: list[Path] = []
     for source in sources:
@@ -73,15 +71,15 @@ def _matches(folder: Path, pattern: str) -> list[Path]:
     """The regular files below a folder whose name matches; sorted."""
     if not pattern or "/" in pattern or "\0" in pattern or pattern == "..":
         raise TTraceError(f"--glob {pattern[:60]!a}: give a pattern of names, e.g. '*.py'")
-    found = []
+    files = []
     # Unlike pathlib's, this walk follows no links and skips unreadable folders.
     for home, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not _is_hidden(name)]
         for name in fnmatch.filter(names, "*" if pattern == "**" else pattern):
             path = Path(home, name)
             if not _is_hidden(name) and os.path.isfile(path):
-                found.append(path)
-    return sorted(found)
+                files.append(path)
+    return sorted(files)
 
 
 def _is_hidden(name: str) -> bool:
@@ -91,37 +89,34 @@ def _is_hidden(name: str) -> bool:
 def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Iterator[bytes]:
     """The contents of ``files``, one document per file; empty files are left out.
 
-    Args:
-        files: in the order of the documents.
-        max_bytes: stop after this many; the last document is cut to fit.
-
-    Raises:
-        TTraceError: when a file cannot be read.
+    After ``max_bytes`` this stops; the last document is cut to fit. Raises ``TTraceError`` when a
+    file cannot be read.
     """
-    left = max_bytes
+    remaining = max_bytes
     for path in files:
-        if left is not None and left <= 0:
+        if remaining is not None and remaining <= 0:
             return
         try:
             # Reading a pipe or a device may never end.
-            found = path.stat()
-            if not stat.S_ISREG(found.st_mode):
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
                 raise TTraceError(f"{path}: not a regular file")
-            if (found.st_size if left is None else min(left, found.st_size)) > MOST_BYTES:
+            size = status.st_size if remaining is None else min(remaining, status.st_size)
+            if size > MOST_BYTES:
                 raise TTraceError(
                     f"{path}: more than {MOST_BYTES:,} bytes, too many for one document; "
                     "split it, or give --max-bytes"
                 )
-            if not found.st_size:
+            if not status.st_size:
                 # Empty, or one of the kernel's, some of which block (/proc/kmsg).
                 continue
             with path.open("rb") as file:
-                content = file.read(MOST_BYTES if left is None else min(left, MOST_BYTES))
+                content = file.read(MOST_BYTES if remaining is None else min(remaining, MOST_BYTES))
         except OSError as error:
             raise TTraceError(f"{path}: cannot be read: {error.strerror or error}") from error
         if content:
             yield content
-            left = None if left is None else left - len(content)
+            remaining = None if remaining is None else remaining - len(content)
 
 
 def tokenise(content: bytes, *, append_eod: bool = True) -> NDArray[numpy.uint16]:
@@ -131,15 +126,11 @@ def tokenise(content: bytes, *, append_eod: bool = True) -> NDArray[numpy.uint16
 
 
 def write_corpus(documents: Iterable[bytes], prefix: Path, *, append_eod: bool = True) -> Corpus:
-    """Write ``documents`` to ``prefix.bin`` and ``prefix.idx`` with Megatron's own builder.
+    """Write ``documents``, none of them empty, to ``prefix.bin`` and ``prefix.idx``.
 
-    Both files appear complete or not at all, the index last: Megatron does not notice that a data
-    set is incomplete.
-
-    Args:
-        documents: their bytes; empty ones must have been left out.
-        prefix: the path without an extension; its folder is created.
-        append_eod: end each document with the :data:`EOD` token.
+    Megatron's own builder writes them. Both files appear complete or not at all, the index last:
+    Megatron does not notice that a data set is incomplete. With ``append_eod`` each document ends
+    with the :data:`EOD` token.
 
     Raises:
         TTraceError: when there is no document, or the files cannot be written.
@@ -169,19 +160,15 @@ def write_corpus(documents: Iterable[bytes], prefix: Path, *, append_eod: bool =
     return Corpus(prefix=prefix, documents=count, tokens=tokens)
 
 
-def standard_library_corpus(output_prefix: Path, max_bytes: int) -> Path:
+def standard_library_corpus(prefix: Path, max_bytes: int) -> None:
     """Write the source of Python's standard library, which every machine has, as a data set.
 
     The same Python writes the same data set, byte for byte. If it exists, nothing is written, and
     Megatron (seconds) is not imported.
-
-    Returns:
-        ``output_prefix``, for ``--data-path``.
     """
     documents = _standard_library(max_bytes)
-    if not _holds(output_prefix, documents):
-        write_corpus(documents, output_prefix)
-    return output_prefix
+    if not _holds(prefix, documents):
+        write_corpus(documents, prefix)
 
 
 def standard_library_text(max_bytes: int) -> bytes:

@@ -224,7 +224,8 @@ def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
         if order.layout is not None:
             code, log = _run_ranks(order.layout.ranks, command, settings, timeout)
         elif forkserver.available():
-            code = forkserver.request(command, environment_of(1, own), log, timeout)
+            ranks_ = [(environment_of(1, own), log)]
+            code, _ = forkserver.request_ranks(command, ranks_, timeout)
         else:
             code = run_subprocess(command, environment_of(1, own), log, timeout)
         if code == 0 or not port_was_taken(log):

@@ -16,6 +16,7 @@ from megatron_ttrace.cli.main import build_parser
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs.job import Job
 from megatron_ttrace.jobs.processes import ranks
+from megatron_ttrace.jobs.processes.waiting import OutOfTimeError
 from megatron_ttrace.jobs.settings import Settings, settings_of, split
 from megatron_ttrace.trace import codec, ends, files, owned
 from megatron_ttrace.trace.ends import EndRecord, Frame
@@ -315,7 +316,7 @@ def test_out_of_time(tmp_path):
     script = tmp_path / "sleeps.py"
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     job = Job(script, (), 2, Settings(directory=tmp_path / "out"), limit=2.0)
-    with pytest.raises(jobs.OutOfTimeError, match="still running after 2 s"):
+    with pytest.raises(OutOfTimeError, match="still running after 2 s"):
         jobs.run(job, fork=False)
     for rank in range(2):
         pid = int(ranks.log_of(tmp_path / "out" / "logs", rank).read_text())

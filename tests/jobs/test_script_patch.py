@@ -291,7 +291,8 @@ def test_real_script_checks_itself(release: str, tmp_path: Path) -> None:
     assert compiled is not None
     assert compiled.origin is not None
     shutil.copy(compiled.origin, checkout / "megatron" / "core" / "datasets")
-    prefix = text.standard_library_corpus(tmp_path / "data" / "std", 200_000)
+    prefix = tmp_path / "data" / "std"
+    text.standard_library_corpus(prefix, 200_000)
     data = text.training_flags(prefix).split()
     options = [*TRAINING.split(), *data, "--ttrace-dir", str(tmp_path / "out")]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

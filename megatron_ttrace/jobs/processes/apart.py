@@ -30,9 +30,9 @@ _INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
 
 
 def interpreter_of(words: Sequence[str]) -> str:
-    """The Python of the environment in which a command runs, which may be another than this one's.
+    """The Python that a command names with its folder, or the one beside such a ``torchrun``.
 
-    It is the one that the command names with its folder, or the one beside such a ``torchrun``.
+    Without either it is this process's.
 
     Raises:
         TTraceError: when there is none.
@@ -40,10 +40,10 @@ def interpreter_of(words: Sequence[str]) -> str:
     for word in words:
         path = Path(word)
         if path.parent != Path() and _INTERPRETER.fullmatch(path.name):
-            beside = path if path.name.startswith("python") else path.with_name("python")
-            if not beside.is_file():
-                raise TTraceError(f"{beside}: no such interpreter")
-            return str(beside.absolute())
+            python = path if path.name.startswith("python") else path.with_name("python")
+            if not python.is_file():
+                raise TTraceError(f"{python}: no such interpreter")
+            return str(python.absolute())
     return sys.executable
 
 
@@ -61,10 +61,10 @@ def ttrace(
     Args:
         interpreter: the Python that runs it.
         words: the arguments.
-        environment: of the process, and nothing else.
+        environment: all of the process's variables.
         quiet: do not print its progress.
-        module: what is run.
-        warm: as a fork of this process, after :func:`import_torch`, where ``interpreter`` allows.
+        module: is run as ``python -m``.
+        warm: fork this process, after :func:`import_torch`, where ``interpreter`` allows that.
 
     Returns:
         Its exit code, and why it failed: its own record, or the last it printed.
@@ -123,7 +123,7 @@ def import_torch(script: Path, device: str) -> None:
 
 
 class _Fork:
-    """A fork of this process that runs a module of ours as ``python -m`` would."""
+    """A fork of this process that runs a module of ours, as ``subprocess.Popen`` runs a program."""
 
     def __init__(self, module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
         sys.stdout.flush()
@@ -139,14 +139,12 @@ class _Fork:
         self.stderr = os.fdopen(reading, encoding="utf-8", errors="replace")
 
     def wait(self) -> int:
-        """Its exit code, as of ``subprocess``."""
         if self._code is None:
             self._code = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
             self.stderr.close()
         return self._code
 
     def kill(self) -> None:
-        """End it, if it has not ended."""
         if self._code is None:
             os.kill(self._child, signal.SIGKILL)
 

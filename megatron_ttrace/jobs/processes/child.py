@@ -46,7 +46,7 @@ def run_subprocess(
 def start(
     command: Sequence[str], environment: dict[str, str], log: Path, group: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a process that dies with this one; ``group`` 0 gives it a process group of its own."""
+    """Start a process that dies with this one, in the process group ``group``; 0: in a new one."""
     with open(owned.create(log, owned.PRIVATE_FILE), "wb") as output:
         return subprocess.Popen(
             tethered(command),

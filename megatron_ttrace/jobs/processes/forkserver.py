@@ -68,7 +68,11 @@ def preload(script: Path, *, arguments: Sequence[str] = ()) -> None:
         torch.set_num_threads(1)
         _defer(_DEFERRED)
         is_bridge = scripts.imports_bridge(script)
-        _import_megatron([*_MODULES, scripts.BRIDGE] if is_bridge else _MODULES)
+        for name in (*_MODULES, scripts.BRIDGE) if is_bridge else _MODULES:
+            # A release may lack it, or have it behind a dependency that is not installed.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        _remember_help_texts()
         for name in _OURS if is_bridge or accepts(arguments) else ():
             importlib.import_module(name)
 
@@ -112,14 +116,6 @@ def _defer(name: str) -> None:
         module.__class__ = _Deferred
 
 
-def _import_megatron(modules: Sequence[str]) -> None:
-    """Import these; a release that lacks one, or has it behind a dependency, does without."""
-    for name in modules:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
-    _remember_help_texts()
-
-
 def further(package: str) -> None:
     """Import a package on Megatron that ranks need, after :func:`preload`."""
     with quiet_imports():
@@ -127,9 +123,9 @@ def further(package: str) -> None:
 
 
 def accepts(arguments: Sequence[str]) -> bool:
-    """Whether Megatron's parser accepts arguments; some that it does not may be the script's own.
+    """Whether Megatron's parser accepts arguments: whether to import more before the ranks start.
 
-    It decides nothing but whether it is worth the time to import more before the ranks start.
+    Arguments that it does not accept may be the script's own.
     """
     parser = _remember_help_texts()
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
@@ -160,10 +156,10 @@ def refuses(script: Path) -> str:
     The modules imported here must be the ones that the script would import.
     """
     path = scripts.search_path(script)
-    here, there = scripts.imported(), scripts.origins(path)
-    for name in dict.fromkeys((*scripts.MEGATRON, *here)):
-        if here.get(name) != there.get(name):
-            return f"it has {name} from {there.get(name, 'nowhere')}"
+    imported, origins = scripts.imported(), scripts.origins(path)
+    for name in dict.fromkeys((*scripts.MEGATRON, *imported)):
+        if imported.get(name) != origins.get(name):
+            return f"it has {name} from {origins.get(name, 'nowhere')}"
     module = scripts.shadowed(script, path)
     return f"it has its own module {module}" if module else ""
 
@@ -255,14 +251,13 @@ class Requests:
                 request: dict[str, Any] = json.loads(file.read())
         except (OSError, ValueError, LookupError) as error:
             raise TTraceError(f"the request for a reference run was lost: {error}") from error
-        return request["command"], [(own, Path(log)) for own, log in request["ranks"]]
+        ranks = [(environment, Path(log)) for environment, log in request["ranks"]]
+        return request["command"], ranks
 
     def answer(self, code: int, rank: int = 0) -> None:
-        """Tell the rank that its reference run ended, unless the rank is dead.
+        """Tell the asking rank that its reference run ended, unless it is dead.
 
-        Args:
-            code: of the reference's rank that failed first; 0 if none did.
-            rank: its number.
+        ``code`` is of the reference's rank that failed first, 0 if none did; ``rank`` its number.
         """
         with contextlib.suppress(OSError):
             self._ours.send(f"{code} {rank}".encode())
@@ -282,26 +277,16 @@ def available() -> bool:
     return _VARIABLE in os.environ
 
 
-def request(
-    command: Sequence[str], environment: dict[str, str], log: Path, timeout: float | None = None
-) -> int:
-    """Ask the parent to run ``[python, script, *args]`` to its end; returns the exit code.
-
-    Raises as :func:`request_ranks`.
-    """
-    return request_ranks(command, [(environment, log)], timeout)[0]
-
-
 def request_ranks(
     command: Sequence[str],
-    each: Sequence[tuple[Mapping[str, str], Path]],
+    ranks: Sequence[tuple[Mapping[str, str], Path]],
     timeout: float | None = None,
 ) -> tuple[int, int]:
     """Ask the parent to run ``[python, script, *args]`` on several ranks.
 
     Args:
         command: of each rank.
-        each: environment and log of each rank.
+        ranks: environment and log of each rank.
         timeout: seconds for all of them.
 
     Returns:
@@ -314,16 +299,18 @@ def request_ranks(
     """
     # Command lines can be larger than a packet, and environments hold secrets: the packet carries
     # a file in memory, which no other user can open and which no kill leaves behind.
-    log = each[0][1]
-    asked = [(dict(environment), str(own)) for environment, own in each]
+    request = {
+        "command": list(command),
+        "ranks": [(dict(environment), str(log)) for environment, log in ranks],
+    }
     with socket.socket(fileno=os.dup(int(os.environ[_VARIABLE]))) as line:
         with open(os.memfd_create("ttrace-request"), "wb") as file:
-            file.write(json.dumps({"command": list(command), "ranks": asked}).encode())
+            file.write(json.dumps(request).encode())
             file.flush()
             socket.send_fds(line, [b"reference"], [file.fileno()])
         # Not ``settimeout``: that would make the socket, which ranks share, non-blocking for all.
         wait = None if timeout is None else timeout + _MARGIN_SECONDS
         if not select.select([line], [], [], wait)[0]:
-            raise TTraceError(f"no reference after {timeout:.0f} s (log: {log})")
+            raise TTraceError(f"no reference after {timeout:.0f} s (log: {ranks[0][1]})")
         code, rank = line.recv(64).decode().split()
         return int(code), int(rank)

@@ -16,8 +16,7 @@ from megatron_ttrace.trace import ends, owned
 from megatron_ttrace.trace.ends import EndRecord
 from megatron_ttrace.trace.errors import TTraceError, without_secrets
 
-_TAIL = 12
-
+_TAIL_LINES = 12
 _ERROR = re.compile(r"^(\w+\.)*\w*(Error|Exception|Exit): ?(.*)$")
 _TRACEBACK = "Traceback (most recent call last):"
 _RANK = re.compile(r"^\[rank\d+\]: ?")
@@ -109,16 +108,16 @@ def _lines(log: Path) -> list[str]:
 
 def _raised(lines: list[str]) -> str:
     """The line that ends the last traceback."""
-    said = [_RANK.sub("", line) for line in lines]
-    starts = [number for number, line in enumerate(said) if line == _TRACEBACK]
+    lines = [_RANK.sub("", line) for line in lines]
+    starts = [number for number, line in enumerate(lines) if line == _TRACEBACK]
     if not starts:
         return ""
     frames: list[str] = []
-    for line in said[starts[-1] + 1 :]:
+    for line in lines[starts[-1] + 1 :]:
         if not line.startswith(" "):
             # A bare "AssertionError" says nothing; the line that raised it does.
-            told = ":" in line or not frames
-            return line if told else f"{line}: {frames[-1].strip()}"
+            has_text = ":" in line or not frames
+            return line if has_text else f"{line}: {frames[-1].strip()}"
         if line.strip(" ^~"):
             frames.append(line)
     return ""
@@ -126,20 +125,17 @@ def _raised(lines: list[str]) -> str:
 
 def _looks_raised(lines: list[str]) -> str:
     """The last line that names an exception, for a traceback that is cut off."""
-    for line in reversed(lines):
-        said = _RANK.sub("", line)
-        if _ERROR.match(said):
-            return said
-    return ""
+    stripped = (_RANK.sub("", line) for line in reversed(lines))
+    return next(filter(_ERROR.match, stripped), "")
 
 
-def tail(log: Path, lines: int = _TAIL) -> str:
+def tail(log: Path) -> str:
     """The last non-empty lines of a log, indented."""
     try:
-        kept = _lines(log)[-lines:]
+        lines = _lines(log)[-_TAIL_LINES:]
     except OSError as error:
         return f"  ({log} cannot be read: {error})"
-    return "\n".join(f"  {line[:300]}" for line in kept) or f"  ({log} is empty)"
+    return "\n".join(f"  {line[:300]}" for line in lines) or f"  ({log} is empty)"
 
 
 def port_was_taken(log: Path) -> bool:

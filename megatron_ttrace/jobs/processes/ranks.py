@@ -25,10 +25,7 @@ _REAPING_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class End:
-    """How a rank ended: its exit code (negative: a signal), and when that was seen.
-
-    ``seen`` is in nanoseconds since the epoch, as a file's time of modification.
-    """
+    """How a rank ended: its exit code (negative: a signal), and when, in ns since the epoch."""
 
     rank: int
     code: int
@@ -76,7 +73,7 @@ def run_ranks(
     Args:
         nproc: number of ranks.
         command: of every rank.
-        logs: directory for one log per rank.
+        logs: directory for their logs.
         fork: fork this process (``forkserver.preload`` first) instead of starting new ones.
         environment: added to each rank's environment.
         progress: called several times per second.
@@ -97,8 +94,8 @@ def run_ranks(
     with signals.orderly():
         try:
             for rank in range(nproc):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                job.start(rank, command, {**base, **own}, log_of(logs, rank))
+                variables = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                job.start(rank, command, variables, log_of(logs, rank))
             return job.watch(progress, patience or Patience(None))
         except OSError as error:
             raise TTraceError(f"a rank cannot be started ({error.strerror or error})") from error
@@ -116,7 +113,7 @@ class _Job:
         self._ranks: dict[int, int] = {}
         self._references: dict[int, int] = {}  # the number of each rank by its process id
         self._failed: tuple[int, int] | None = None  # the first code that is not 0, and whose
-        self._ending = math.inf  # when the others are ended
+        self._ending = math.inf  # when the other ranks of a failed reference are ended
         self._groups: list[int] = []
         self._waited: dict[int, Waited] = {}
         self._watched: dict[int, int] = {}
@@ -133,23 +130,20 @@ class _Job:
     ) -> None:
         # A signal must not arrive between the start of a process and its registration.
         with signals.deferred():
-            pid = self._start(command, environment, log)
+            if self._requests:
+                pid = forkserver.fork(command, environment, log)
+            else:
+                process = child.start(command, environment, log, group=0)
+                self._processes[pid := process.pid] = process
             self._ranks[pid] = rank
             self._watch_over(Waited(f"rank {rank}", pid, log))
 
-    def _start(self, command: Sequence[str], environment: dict[str, str], log: Path) -> int:
-        if self._requests:
-            return forkserver.fork(command, environment, log)
-        process = child.start(command, environment, log, group=0)
-        self._processes[process.pid] = process
-        return process.pid
-
-    def _watch_over(self, one: Waited) -> None:
-        self._waited[one.pid] = one
-        self._groups.append(one.pid)
+    def _watch_over(self, process: Waited) -> None:
+        self._waited[process.pid] = process
+        self._groups.append(process.pid)
         # An old kernel has no pidfd: processes are then only polled.
         with contextlib.suppress(OSError, AttributeError):
-            self._watched[one.pid] = os.pidfd_open(one.pid)
+            self._watched[process.pid] = os.pidfd_open(process.pid)
 
     def watch(self, progress: Callable[[], None], patience: Patience) -> list[int | None]:
         count = len(self._ranks)
@@ -159,7 +153,9 @@ class _Job:
             if len(self._codes) >= count:
                 break
             self._serve()
-            self._end_references()
+            if time.monotonic() > self._ending:
+                for pid in self._references:
+                    _kill(pid)
             if deadline is None and any(code not in (0, 1) for code in self._codes.values()):
                 deadline = time.monotonic() + _GRACE_SECONDS
             if deadline is None and 0 < len(self._codes) < count:
@@ -173,10 +169,10 @@ class _Job:
             patience.look(list(self._waited.values()))
             progress()
             self._pause()
-        for one in self._waited.values():
-            if one.is_stopped:
-                self._observed.stopped.append(str(one))
-                self._observed.stopped_log = self._observed.stopped_log or one.log
+        for process in self._waited.values():
+            if process.is_stopped:
+                self._observed.stopped.append(str(process))
+                self._observed.stopped_log = self._observed.stopped_log or process.log
         return [self._codes[rank] for rank in range(count)]
 
     def _pause(self) -> None:
@@ -207,10 +203,10 @@ class _Job:
         """Process ids and exit codes of processes that have ended since the last call."""
         for pid in list(self._waited):
             try:
-                found, status = os.waitpid(pid, os.WNOHANG)
+                ended, status = os.waitpid(pid, os.WNOHANG)
             except ChildProcessError:
-                found, status = pid, 1 << 8
-            if not found:
+                ended, status = pid, 1 << 8
+            if not ended:
                 continue
             code = os.waitstatus_to_exitcode(status)
             del self._waited[pid]
@@ -224,21 +220,15 @@ class _Job:
     def _serve(self) -> None:
         if self._requests is None or self._references:
             return
-        order = self._requests.poll()
-        if order is None:
+        request = self._requests.poll()
+        if request is None:
             return
-        command, each = order
-        for number, (environment, log) in enumerate(each):
+        command, ranks = request
+        for number, (environment, log) in enumerate(ranks):
             with signals.deferred():
                 pid = forkserver.fork(command, environment, log)
                 self._references[pid] = number
                 self._watch_over(Waited("the reference run", pid, log, is_reference=True))
-
-    def _end_references(self) -> None:
-        """End the ranks of a reference whose first one failed some seconds ago."""
-        if time.monotonic() > self._ending:
-            for pid in self._references:
-                _kill(pid)
 
     def end(self) -> None:
         """Kill what is left: the processes that we started, then those that they started."""
@@ -250,9 +240,9 @@ class _Job:
                 time.sleep(0.005)
         # Workers of a data loader end by themselves when their rank is gone.
         deadline = time.monotonic() + _LEAVING_SECONDS
-        while (left := [*filter(_has_members, self._groups)]) and time.monotonic() < deadline:
+        while (groups := [*filter(_has_members, self._groups)]) and time.monotonic() < deadline:
             time.sleep(0.02)
-        for group in left:
+        for group in groups:
             # Not the leader: it is gone, and its process id may be reused.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)

@@ -62,7 +62,7 @@ class Patience:
         self._word = _FIRST_WORD_SECONDS
         self._last = time.monotonic()
         self._stopped: frozenset[int] = frozenset()
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def look(self, waited: Sequence[Waited]) -> None:
         """To be called repeatedly with the processes that are waited for now.
@@ -75,8 +75,8 @@ class Patience:
             return
         self._idle += min(now - self._last, _LONGEST_LOOK_SECONDS)
         self._last = now
-        references = [one for one in waited if one.is_reference]
-        self._tell_stopped(waited)
+        references = [process for process in waited if process.is_reference]
+        self._report_stopped(waited)
         seen = self._signs(waited, bool(references))
         if seen != self._seen:
             self._seen, self._idle, self._word = seen, 0.0, _FIRST_WORD_SECONDS
@@ -93,36 +93,37 @@ class Patience:
 
     def _signs(self, waited: Sequence[Waited], reference: bool) -> object:
         """A value that changes when something happens."""
-        pids = tuple(one.pid for one in waited)
+        pids = tuple(process.pid for process in waited)
         if reference:
             return pids
-        return pids, tuple(_size(log) for log in (*(one.log for one in waited), *self._logs))
+        return pids, [_size(log) for log in (*(process.log for process in waited), *self._logs)]
 
-    def _tell_stopped(self, waited: Sequence[Waited]) -> None:
-        """Report a stopped process when two checks in a row found it stopped."""
-        stopped = {one.pid: one for one in waited if one.is_stopped}
-        for pid, one in stopped.items():
-            if pid in self._stopped and pid not in self._told:
-                self._told.add(pid)
-                self._say(f"{one} is stopped; 'kill -CONT {pid}' continues it")
+    def _report_stopped(self, waited: Sequence[Waited]) -> None:
+        """Report a process that two looks in a row found stopped."""
+        stopped = {process.pid: process for process in waited if process.is_stopped}
+        for pid, process in stopped.items():
+            if pid in self._stopped and pid not in self._reported:
+                self._reported.add(pid)
+                self._say(f"{process} is stopped; 'kill -CONT {pid}' continues it")
         self._stopped = frozenset(stopped)
-        self._told &= stopped.keys()
+        self._reported &= stopped.keys()
 
     def _too_long(self, named: Sequence[Waited], waited: Sequence[Waited]) -> str:
-        stopped = [one for one in waited if one.is_stopped]
+        stopped = [process for process in waited if process.is_stopped]
         if stopped:
             are = "is" if len(stopped) == 1 else "are"
-            said = f"{_names(stopped)} {are} stopped, and nothing happened for {self._idle:.0f} s"
+            reason = f"{_names(stopped)} {are} stopped, and nothing happened for"
         elif named[0].is_reference:
-            said = f"{_names(named)} did not end within {self._idle:.0f} s"
+            reason = f"{_names(named)} did not end within"
         else:
-            said = f"{_names(named)} produced no output for {self._idle:.0f} s"
-        return f"{said}; --timeout SECONDS waits longer (log: {(stopped or named)[0].log})"
+            reason = f"{_names(named)} produced no output for"
+        log = (stopped or named)[0].log
+        return f"{reason} {self._idle:.0f} s; --timeout SECONDS waits longer (log: {log})"
 
 
-def _names(several: Sequence[Waited]) -> str:
-    few = ", ".join(map(str, several[:4]))
-    return f"{few} and {len(several) - 4} more" if len(several) > 4 else few
+def _names(processes: Sequence[Waited]) -> str:
+    names = ", ".join(map(str, processes[:4]))
+    return f"{names} and {len(processes) - 4} more" if len(processes) > 4 else names
 
 
 def _size(log: Path) -> int:

@@ -100,28 +100,28 @@ class Checkout:
 
     def described(self, commit: str) -> str:
         """Author, date and subject of a commit."""
-        said = self._git("show", "--no-patch", "--format=%an, %ad: %s", "--date=short", commit)
-        return clean(said.strip(), NOTE_LIMIT)
+        line = self._git("show", "--no-patch", "--format=%an, %ad: %s", "--date=short", commit)
+        return clean(line.strip(), NOTE_LIMIT)
 
     def hunks(self, commit: str, base: str = "", context: int = _CONTEXT) -> list[Hunk]:
         """What a commit changed, compared with another one, or else with its first parent."""
         # Attributes of the repository decide neither which files are text nor how they are shown.
         words = ["diff", "--no-color", "--no-ext-diff", "--no-textconv", "--text"]
         words += ["--src-prefix=a/", "--dst-prefix=b/", f"--unified={context}"]
-        found: list[Hunk] = []
+        hunks: list[Hunk] = []
         file = ""
         old = new = 0  # lines of the hunk that are to come
         for line in self._git(*words, base or f"{commit}^1", commit).split("\n"):
             if old > 0 or new > 0:
                 old -= line[:1] in ("-", " ")
                 new -= line[:1] in ("+", " ")
-                found[-1] = dataclasses.replace(found[-1], text=f"{found[-1].text}\n{line}")
+                hunks[-1] = dataclasses.replace(hunks[-1], text=f"{hunks[-1].text}\n{line}")
             elif line.startswith("+++ "):
                 file = line[4:].removeprefix("b/")
             elif match := _HUNK.match(line):
                 old, new = int(match[1] or 1), int(match[3] or 1)
-                found.append(Hunk(file, int(match[2]), new, line))
-        return found
+                hunks.append(Hunk(file, int(match[2]), new, line))
+        return hunks
 
     @contextmanager
     def at(self, commit: str, folder: Path) -> Iterator[Path]:
@@ -160,13 +160,9 @@ def git(folder: Path, *words: str, seconds: float | None = None) -> str:
     return _git(folder, words, seconds, (*_NO_PROGRAMS, *_no_filters(folder, seconds)))
 
 
-_NO_PROGRAMS = tuple(
-    word
-    for setting in (
-        *("core.fsmonitor=false", f"core.hooksPath={os.devnull}"),
-        *("diff.ignoreSubmodules=dirty", "log.showSignature=false"),
-    )
-    for word in ("-c", setting)
+_NO_PROGRAMS = (
+    *("-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}"),
+    *("-c", "diff.ignoreSubmodules=dirty", "-c", "log.showSignature=false"),
 )
 _FILTERS = r"^filter\..*\.(clean|smudge|process|required)$"
 
@@ -176,10 +172,9 @@ def _no_filters(folder: Path, seconds: float | None) -> tuple[str, ...]:
     """Options that switch off every filter of content: git runs them to see what is modified."""
     try:
         words = ("config", "-z", "--name-only", "--get-regexp", _FILTERS)
-        listed = _git(folder, words, seconds)
+        keys = sorted({*_git(folder, words, seconds).split("\0")} - {""})
     except TTraceError:
         return ()
-    keys = sorted({*listed.split("\0")} - {""})
     pairs = ((key, "false" if key.endswith(".required") else "") for key in keys)
     return tuple(word for key, value in pairs for word in ("-c", f"{key}={value}"))
 

@@ -34,9 +34,12 @@ if os.environ["RANK"] == "0":
     from pathlib import Path
     from megatron_ttrace.jobs.processes import child, forkserver
     here = Path(__file__).parent
-    runner = forkserver.request if forkserver.available() else child.run_subprocess
     print("asks", flush=True)
-    runner([sys.executable, str(here / "reference.py")], dict(os.environ), here / "log", 60.0)
+    command, log = [sys.executable, str(here / "reference.py")], here / "log"
+    if forkserver.available():
+        forkserver.request_ranks(command, [(dict(os.environ), log)], 60.0)
+    else:
+        child.run_subprocess(command, dict(os.environ), log, 60.0)
 print("waits", flush=True)
 time.sleep(3600)
 """
