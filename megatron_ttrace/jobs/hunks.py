@@ -75,7 +75,7 @@ def applied(good: Texts, splices: Iterable[Splice]) -> dict[str, str | None]:
     by_file: dict[str, list[Splice]] = defaultdict(list)
     for splice in splices:
         by_file[splice.file].append(splice)
-    return {file: _text(good.get(file), own) for file, own in by_file.items()}
+    return {file: _text(good.get(file), hunks) for file, hunks in by_file.items()}
 
 
 def _text(good: str | None, splices: Sequence[Splice]) -> str | None:
@@ -128,12 +128,8 @@ def broken(changed: Mapping[str, str | None], good: Texts, bad: Texts) -> str:
     """Why a combination of hunks is no program; empty if it may be one. This costs no check.
 
     It does not compile; or it uses a name, or imports one from another file that differs, which is
-    bound in neither, though it is in the good or the bad version.
-
-    Args:
-        changed: the files of the combination that are not as in the good version (``applied``).
-        good: the good version.
-        bad: the bad version.
+    bound in neither, though it is in the good or the bad version. ``changed`` are the files of the
+    combination that are not as in the good version (``applied``).
     """
     texts = {file: changed.get(file, good.get(file)) for file in {*good, *bad}}
     for file, text in changed.items():
@@ -146,11 +142,11 @@ def broken(changed: Mapping[str, str | None], good: Texts, bad: Texts) -> str:
             return f"{file} would use {name}, which is not defined"
         for module, name in sorted(names.imported):
             ends = (f"{module}.py", f"{module}/__init__.py")
-            for other in sorted(one for one in texts if f"/{one}".endswith(ends)):
-                there = _names(texts[other] or "") or _Names()
+            for other in sorted(path for path in texts if f"/{path}".endswith(ends)):
+                names_there = _names(texts[other] or "") or _Names()
                 versions = (_names(version.get(other, "")) or _Names() for version in (good, bad))
-                is_there = texts[other] is not None and name in there.bound
-                if not is_there and any(name in version.bound for version in versions):
+                is_bound = texts[other] is not None and name in names_there.bound
+                if not is_bound and any(name in version.bound for version in versions):
                     return f"{file} would import {name} from {other}, which lacks it"
     return ""
 
@@ -159,10 +155,9 @@ def broken(changed: Mapping[str, str | None], good: Texts, bad: Texts) -> str:
 class _Names:
     """Names of a file.
 
-    Attributes:
-        bound: at its top.
-        missing: those that it uses and does not bind; none if it imports all of another file.
-        imported: those that it imports, each after the path of its module, which begins with ``/``.
+    ``bound`` are those at its top; ``missing`` those that it uses and does not bind (none if it
+    imports all of another file); ``imported`` come after the path of their module, which begins
+    with ``/``.
     """
 
     bound: frozenset[str] = frozenset()
@@ -192,14 +187,14 @@ def _names(text: str) -> _Names | None:
                 bound.add(symbol.get_name())
             elif is_outer and symbol.is_referenced():
                 used.add(symbol.get_name())
-    has_star = any(one.name == "*" for node in imports for one in node.names)
+    has_star = any(alias.name == "*" for node in imports for alias in node.names)
     return _Names(
         frozenset(bound),
         frozenset() if has_star else frozenset(used - bound),
         frozenset(
-            (f"/{(node.module or '').replace('.', '/')}", one.name)
+            (f"/{(node.module or '').replace('.', '/')}", alias.name)
             for node in imports
-            for one in node.names
+            for alias in node.names
             if node.module
         ),
     )
@@ -217,10 +212,10 @@ def groups(splices: Sequence[Splice], good: Texts, bad: Texts) -> list[tuple[int
     for number, splice in enumerate(splices):
         by_file[splice.file].append(number)
     for file, numbers in by_file.items():
-        own = [(number, splices[number]) for number in numbers]
-        _join_statements(sets, own, good.get(file, ""), bad.get(file, ""))
-        _join_moved(sets, own)
-        _join_local_names(sets, own, good.get(file, ""), bad.get(file, ""))
+        numbered = [(number, splices[number]) for number in numbers]
+        _join_statements(sets, numbered, good.get(file, ""), bad.get(file, ""))
+        _join_moved(sets, numbered)
+        _join_local_names(sets, numbered, good.get(file, ""), bad.get(file, ""))
     _join_names(
         sets,
         list(enumerate(splices)),
@@ -243,10 +238,10 @@ class _Sets:
 
     def listed(self) -> list[tuple[int, ...]]:
         """All sets, by their smallest numbers."""
-        found: dict[int, list[int]] = defaultdict(list)
+        by_root: dict[int, list[int]] = defaultdict(list)
         for number in range(len(self._parent)):
-            found[self._root(number)].append(number)
-        return [tuple(numbers) for numbers in found.values()]
+            by_root[self._root(number)].append(number)
+        return [tuple(numbers) for numbers in by_root.values()]
 
     def _root(self, number: int) -> int:
         while self._parent[number] != number:
@@ -257,12 +252,12 @@ class _Sets:
 type _Numbered = Sequence[tuple[int, Splice]]
 
 
-def _join_statements(sets: _Sets, own: _Numbered, good: str, bad: str) -> None:
+def _join_statements(sets: _Sets, numbered: _Numbered, good: str, bad: str) -> None:
     """Hunks in one simple statement, or in one header of a compound one, of either version."""
     for text, is_old in ((good, True), (bad, False)):
         spans = list(_statements(text))
         by_span: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, splice in own:
+        for number, splice in numbered:
             first = splice.start + 1 if is_old else splice.line
             count = len(splice.removed if is_old else splice.added)
             for span in spans:
@@ -284,11 +279,11 @@ def _statements(text: str) -> Iterator[tuple[int, int]]:
             yield node.lineno, last
 
 
-def _join_moved(sets: _Sets, own: _Numbered) -> None:
+def _join_moved(sets: _Sets, numbered: _Numbered) -> None:
     """Hunks of a line that is removed in one and added in another."""
     removed: dict[str, list[int]] = defaultdict(list)
     added: dict[str, list[int]] = defaultdict(list)
-    for number, splice in own:
+    for number, splice in numbered:
         for lines, by_line in ((splice.removed, removed), (splice.added, added)):
             for line in lines:
                 if len(line.strip()) >= _LEAST_MOVED and not line.lstrip().startswith("#"):
@@ -298,17 +293,17 @@ def _join_moved(sets: _Sets, own: _Numbered) -> None:
             sets.join([*numbers, *added[line]])
 
 
-def _join_local_names(sets: _Sets, own: _Numbered, good: str, bad: str) -> None:
+def _join_local_names(sets: _Sets, numbered: _Numbered, good: str, bad: str) -> None:
     """Hunks in one function that mention a name that it binds in one version alone."""
     old, new = _Functions(good), _Functions(bad)
-    for function in {splice.function for _, splice in own} - {""}:
+    for function in {splice.function for _, splice in numbered} - {""}:
         names = old.bound(function) ^ new.bound(function)
-        _join_names(sets, [pair for pair in own if pair[1].function == function], names)
+        _join_names(sets, [pair for pair in numbered if pair[1].function == function], names)
 
 
-def _join_names(sets: _Sets, own: _Numbered, names: Collection[str]) -> None:
+def _join_names(sets: _Sets, numbered: _Numbered, names: Collection[str]) -> None:
     by_name: dict[str, list[int]] = defaultdict(list)
-    for number, splice in own:
+    for number, splice in numbered:
         text = "".join((*splice.removed, *splice.added))
         for name in {*_NAME.findall(text)}.intersection(names):
             by_name[name].append(number)
@@ -318,21 +313,21 @@ def _join_names(sets: _Sets, own: _Numbered, names: Collection[str]) -> None:
 
 def _global_names(texts: Texts, files: Iterable[str]) -> set[str]:
     """What files define for others: modules, functions, classes, parameters, attributes."""
-    found: set[str] = set()
+    names: set[str] = set()
     for file in files:
         tree = _parsed(texts[file]) if file in texts else None
         if tree is None:
             continue
         stem = file.rpartition("/")[2].removesuffix(".py")
-        found |= {stem, *_outer_names(tree.body)}
+        names |= {stem, *_outer_names(tree.body)}
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found |= {node.name, *(argument.arg for argument in _arguments(node))}
+                names |= {node.name, *(argument.arg for argument in _arguments(node))}
             elif isinstance(node, ast.ClassDef):
-                found |= {node.name, *_outer_names(node.body)}
+                names |= {node.name, *_outer_names(node.body)}
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
-    return found
+                names.add(node.attr)
+    return names
 
 
 def _outer_names(body: Iterable[ast.stmt]) -> Iterator[str]:
@@ -365,7 +360,9 @@ class _Functions:
 
     def __init__(self, text: str) -> None:
         functions = changes.read(text.encode(errors="surrogatepass")).functions
-        self._spans = [(a, b, name) for name, one in functions.items() for a, b in one.spans]
+        self._spans = [
+            (*span, name) for name, function in functions.items() for span in function.spans
+        ]
         self._text = text
 
     def at(self, line: int) -> str:
@@ -375,13 +372,13 @@ class _Functions:
     def bound(self, function: str) -> set[str]:
         """Names that are bound in it."""
         lines = _lines(self._text)
-        found: set[str] = set()
+        names: set[str] = set()
         for a, b, name in self._spans:
             if name == function:
                 # Indented, it is a body: of a class, perhaps.
                 tree = _parsed("if 1:\n " + " ".join(lines[a - 1 : b]))
-                found.update(_bound(tree) if tree else ())
-        return found
+                names.update(_bound(tree) if tree else ())
+        return names
 
 
 def _comments(text: str) -> set[int]:

@@ -85,12 +85,9 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class ShellScript:
-    """A shell script that starts the training somewhere.
+    """The words of a shell script that starts the training somewhere, and what is assigned before.
 
-    Attributes:
-        words: the script and its arguments.
-        environment: what is assigned before it.
-        tasks: how many processes run it, as :func:`parse` takes it.
+    ``tasks``: how many processes run it, as :func:`parse` takes it.
     """
 
     words: tuple[str, ...]
@@ -112,7 +109,6 @@ class _Context:
         return _processes(self.tasks)
 
     def script(self, words: Sequence[str]) -> ShellScript:
-        """A shell script that these processes run."""
         if self.uncounted:
             raise TTraceError(f"{self.uncounted} leaves the number of ranks open: give the number")
         return ShellScript(tuple(words), dict(self.environment), dict(self.tasks))
@@ -136,16 +132,15 @@ def parse(
         TTraceError: when a part of it is not understood.
     """
     context = _Context(tasks=dict(tasks or {}))
-    found = (
-        _text(words[0], context, environment or {})
-        if len(words) == 1 and re.search(r"\s", words[0].strip())
-        else _words(list(words), context)
-    )
-    if found is None:
+    if len(words) == 1 and re.search(r"\s", words[0].strip()):
+        command = _text(words[0], context, environment or {})
+    else:
+        command = _words(list(words), context)
+    if command is None:
         raise NoScriptError(
             f"no training script in this command: give one, e.g. ttrace check -- {EXAMPLE}"
         )
-    return found
+    return command
 
 
 def is_launcher(word: str) -> bool:
@@ -160,37 +155,35 @@ def _text(
 ) -> Command | ShellScript | None:
     """The one command of a text, after assignments.
 
-    Raises:
-        TTraceError: when there are other commands, or parts that only a shell could evaluate.
+    Other commands are refused, and parts that only a shell could evaluate.
     """
-    found = None
+    command = None
     for statement in shell_text.statements(text):
         words = shell_text.words(statement, {**environment, **context.environment})
         before = words
         while before and (before[0] == "export" or _ASSIGNMENT.fullmatch(before[0])):
             before = before[1:]
-        if before and (found is not None or before[0][0] in "({"):
+        if before and (command is not None or before[0][0] in "({"):
             raise TTraceError(
                 f"the quoted text has several commands, at {_quoted(words)}: give the training "
                 "command alone, with its arguments on lines that begin with -"
             )
-        found = _words(words, context) or found
-        if before and found is None:
+        command = _words(words, context) or command
+        if before and command is None:
             raise NoScriptError(
                 f"no training script in this command: {_quoted(words)}; give the "
                 f"training command alone, e.g. ttrace check -- {EXAMPLE}"
             )
-    return found
+    return command
 
 
 def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
     """The text after ``bash -c``: the one of its statements that has a training script.
 
-    Raises:
-        TTraceError: when a line begins with ``-``, which is a different command for a shell, when
-            several statements have one, or when only a shell could evaluate its arguments.
+    Refused are a line that begins with ``-``, which is a different command for a shell, several
+    statements that have one, and arguments that only a shell could evaluate.
     """
-    found: Command | ShellScript | None = None
+    training: Command | ShellScript | None = None
     for statement in shell_text.statements(text, lines=True):
         words = shell_text.words(statement, context.environment, strict=False)
         if words[0].startswith("-"):
@@ -201,14 +194,14 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
         command = _words(words, context)
         if command is None:
             continue
-        given = (command.script, *command.arguments) if isinstance(command, Command) else ()
-        if found or words[0] in _KEYWORDS or any(UNKNOWN in word for word in given):
+        needed = (command.script, *command.arguments) if isinstance(command, Command) else ()
+        if training or words[0] in _KEYWORDS or any(UNKNOWN in word for word in needed):
             raise TTraceError(
                 f"only a shell can evaluate {_quoted(words)} in the text after -c: "
                 f"give the training command itself, e.g. {EXAMPLE}"
             )
-        found = _known(command)
-    return found
+        training = _without_marks(command)
+    return training
 
 
 def _quoted(words: Sequence[str]) -> str:
@@ -217,8 +210,7 @@ def _quoted(words: Sequence[str]) -> str:
     return ascii(" ".join(shown)[:60])
 
 
-def _known(command: Command | ShellScript) -> Command | ShellScript:
-    """The same without marks."""
+def _without_marks(command: Command | ShellScript) -> Command | ShellScript:
     variables = {k: v.replace(UNKNOWN, "") for k, v in command.environment.items()}
     if isinstance(command, ShellScript):
         words = tuple(word.replace(UNKNOWN, "") for word in command.words)
@@ -241,25 +233,25 @@ def _words(words: list[str], context: _Context) -> Command | ShellScript | None:
         raise TTraceError(
             f"{words[0].partition('=')[0][:40]!a} appends to a variable: write its whole value"
         )
-    name, rest = os.path.basename(words[0]), words[1:]
-    if name == "env" and rest[:1] and rest[0].startswith("-"):
+    name, arguments = os.path.basename(words[0]), words[1:]
+    if name == "env" and arguments[:1] and arguments[0].startswith("-"):
         raise TTraceError(
-            f"env {_quoted(rest[:1])} removes variables: unset them in this shell, and give the "
-            "command without it"
+            f"env {_quoted(arguments[:1])} removes variables: unset them in this shell, and give "
+            "the command without it"
         )
     if name in _PREFIXES:
-        return _words(rest, context)
+        return _words(arguments, context)
     if name in _TORCHRUN:
-        return _torchrun(rest, context)
+        return _torchrun(arguments, context)
     if _PYTHON.fullmatch(name):
-        return _python(rest, context)
+        return _python(arguments, context)
     if name in _SHELLS:
-        return _shell(rest, context)
+        return _shell(arguments, context)
     if name.endswith(".sh"):
         return context.script(words)
     if name.endswith(".py"):
         return _command(words, context)
-    return _launched(name, rest, context)
+    return _launched(name, arguments, context)
 
 
 def _launched(launcher: str, words: list[str], context: _Context) -> Command | ShellScript | None:
@@ -283,8 +275,7 @@ def _launched(launcher: str, words: list[str], context: _Context) -> Command | S
 def _read_tasks(launcher: str, options: list[str], context: _Context) -> None:
     """How many processes a launcher starts.
 
-    Raises:
-        TTraceError: when another launcher has said something else, or an option is shortened.
+    Refused are a number that contradicts another launcher's, and a shortened option.
     """
     known = _TASKS[launcher]
     before, context.tasks = context.tasks, {}
@@ -357,21 +348,15 @@ def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | No
     ranks = per_node and per_node * nodes
     uncounted = "" if per_node else f"--nproc-per-node {count}"
     context.tasks, context.uncounted = {}, ""
-    if "no-python" not in options:
-        found: Command | ShellScript | None = _command(words[at:], context)
-    else:
-        found = _words(words[at:], context)
-    if isinstance(found, Command):
-        return dataclasses.replace(found, ranks=ranks, nodes=nodes, uncounted=uncounted)
-    return found
+    read = _words if "no-python" in options else _command
+    command = read(words[at:], context)
+    if isinstance(command, Command):
+        return dataclasses.replace(command, ranks=ranks, nodes=nodes, uncounted=uncounted)
+    return command
 
 
 def _nodes(text: str, context: _Context) -> int:
-    """How many torchruns there are, each for what it calls a node.
-
-    Raises:
-        TTraceError: when a launcher starts a different number of them.
-    """
+    """How many torchruns there are, each for what it calls a node; a contradiction is refused."""
     least, most = (_number(part) for part in (text.split(":")[0], text.split(":")[-1]))
     started = context.processes
     if started is None:

@@ -122,9 +122,9 @@ def text(value: str) -> str:
     """A value that may be shown, without credentials and queries in its addresses."""
 
     def hide(match: re.Match[str]) -> str:
-        scheme, rest, query = match[1], match[2], match[3]
+        scheme, place, query = match[1], match[2], match[3]
         user = f"{HIDDEN}@" if "@" in match[0] else ""
-        return f"{scheme}{user}{rest}{f'{query[0]}{HIDDEN}' if query else ''}"
+        return f"{scheme}{user}{place}{f'{query[0]}{HIDDEN}' if query else ''}"
 
     return _ADDRESS.sub(hide, value)
 
@@ -169,39 +169,41 @@ def _shown(
     """See :func:`command`; ``positional`` decides on words before the script."""
     shown: list[str] = []
     flag = ""
-    left: int | None = 0  # values of the flag that may follow; None: any word may be one
+    remaining: int | None = 0  # values of the flag that may follow; None: any word may be one
     in_script = is_over = False
     for word in words:
         if is_over:
             shown.append(HIDDEN)
         elif _is_separator(word):
             shown.append(word)
-            left = 0
+            remaining = 0
         elif _is_flag(word):
             is_over = in_script and word == "--"
             flag, equals, value = word.partition("=")
-            left = known.get(flag, _values_of(flag, in_script=in_script))
-            if left is None and not flag.startswith("--") and flag[2:]:
+            remaining = known.get(flag, _values_of(flag, in_script=in_script))
+            if remaining is None and not flag.startswith("--") and flag[2:]:
                 # "-n4", "-pSECRET"
                 is_known = not in_script and flag[:2] in _LAUNCHER_VALUES - _OF_COMMANDS
                 glued = _value(flag[:2], flag[2:]) if is_known else HIDDEN
-                flag, left = f"{flag[:2]}{glued}", 0 if is_known else None
-            shown.append(f"{flag}={_value(flag, value) if left else HIDDEN}" if equals else flag)
-            left = 0 if equals and left else left
-        elif left:
+                flag, remaining = f"{flag[:2]}{glued}", 0 if is_known else None
+            shown.append(
+                f"{flag}={_value(flag, value) if remaining else HIDDEN}" if equals else flag
+            )
+            remaining = 0 if equals and remaining else remaining
+        elif remaining:
             shown.append(_value(flag, word))
-            left -= 1
+            remaining -= 1
         elif not in_script and (match := _ASSIGNMENT.fullmatch(word)):
-            allowed = left == 0 and match[1] in _VARIABLES
+            allowed = remaining == 0 and match[1] in _VARIABLES
             shown.append(f"{match[1]}={text(match[2]) if allowed else HIDDEN}")
-        elif (left == 0 and _PROGRAM.fullmatch(word)) or (not in_script and _is_place(word)):
+        elif (remaining == 0 and _PROGRAM.fullmatch(word)) or (not in_script and _is_place(word)):
             shown.append(word)
             in_script = _SCRIPT.fullmatch(word) is not None
-            left = 0
+            remaining = 0
         elif in_script:
-            shown.append(_override(word) if left == 0 else HIDDEN)
+            shown.append(_override(word) if remaining == 0 else HIDDEN)
         else:
-            shown.append(HIDDEN if left is None else positional(word))
+            shown.append(HIDDEN if remaining is None else positional(word))
     return shown
 
 

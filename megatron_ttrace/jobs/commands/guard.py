@@ -241,8 +241,8 @@ class Guarded:
         poll = select.poll()
         poll.register(self.listener, select.POLLIN)
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            for _, event in poll.poll(left * 1000):
+        while (remaining := end - time.monotonic()) > 0:
+            for _, event in poll.poll(remaining * 1000):
                 if not event & select.POLLIN:
                     return
                 request = self._receive()
@@ -293,23 +293,23 @@ class Guarded:
 
 def _text(memory: IO[bytes], at: int) -> str:
     """A text that ends with a zero byte."""
-    found = b""
-    while b"\0" not in found:
-        memory.seek(at + len(found))
-        found += memory.read(4096 - (at + len(found)) % 4096)
-    return os.fsdecode(found.partition(b"\0")[0])
+    content = b""
+    while b"\0" not in content:
+        memory.seek(at + len(content))
+        content += memory.read(4096 - (at + len(content)) % 4096)
+    return os.fsdecode(content.partition(b"\0")[0])
 
 
 def _texts(memory: IO[bytes], at: int) -> tuple[str, ...]:
     """The texts to which an array of addresses points that ends with a zero."""
-    found: list[str] = []
+    texts: list[str] = []
     while at:
-        memory.seek(at + 8 * len(found))
+        memory.seek(at + 8 * len(texts))
         address = array.array("Q", memory.read(8))[0]
         if not address:
             break
-        found.append(_text(memory, address))
-    return tuple(found)
+        texts.append(_text(memory, address))
+    return tuple(texts)
 
 
 def _main() -> None:

@@ -45,19 +45,19 @@ def read(path: Path) -> Command:
         TTraceError: when it cannot be read, or the checkout lacks its script.
     """
     try:
-        found = small_files.yaml(path)
+        content = small_files.yaml(path)
     except (OSError, ValueError) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise TTraceError(f"{path} cannot be read: {reason}") from error
-    if not isinstance(found, Mapping) or "MODEL_ARGS" not in found:
+    if not isinstance(content, Mapping) or "MODEL_ARGS" not in content:
         raise TTraceError(f"{path} has no MODEL_ARGS: give a model_config.yaml of Megatron-LM")
-    mode = str(found.get("MODE") or "pretraining")
+    mode = str(content.get("MODE") or "pretraining")
     if mode != "pretraining":
         raise NoTrainingError(f"{path} is for {mode}, not for training")
-    values = found["MODEL_ARGS"]
+    values = content["MODEL_ARGS"]
     if not isinstance(values, Mapping) or not all(str(key).startswith("--") for key in values):
         raise NoTrainingError(f"{path} has no arguments of a training script of Megatron's")
-    variables = found.get("ENV_VARS")
+    variables = content.get("ENV_VARS")
     environment = {
         str(name): str(value)
         for name, value in (variables.items() if isinstance(variables, Mapping) else ())

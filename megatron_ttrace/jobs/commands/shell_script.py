@@ -62,11 +62,7 @@ _LARGEST = 16 << 20
 
 
 def resolve(script: ShellScript, directory: Path | None = None) -> Command:
-    """Read what a script would start, without starting it.
-
-    Args:
-        script: what to read.
-        directory: where; by default here.
+    """Read what a script would start in ``directory`` (by default here), without starting it.
 
     Raises:
         TTraceError: when it does not exist, fails, starts no training script, or when its training
@@ -108,18 +104,18 @@ def resolve(script: ShellScript, directory: Path | None = None) -> Command:
     return command
 
 
-def _differing(one: Command, other: Command) -> tuple[int, ...]:
+def _differing(first: Command, second: Command) -> tuple[int, ...]:
     """The places of arguments that differ."""
-    pairs = zip(one.arguments, other.arguments, strict=False)
-    return tuple(place for place, (left, right) in enumerate(pairs) if left != right)
+    pairs = zip(first.arguments, second.arguments, strict=False)
+    return tuple(place for place, (a, b) in enumerate(pairs) if a != b)
 
 
-def _same(one: Command, other: Command, noise: tuple[int, ...]) -> bool:
+def _same(first: Command, second: Command, noise: tuple[int, ...]) -> bool:
     """Whether two commands do the same, but for the arguments at the places of ``noise``."""
     return (
-        len(one.arguments) == len(other.arguments)
-        and set(_differing(one, other)) <= set(noise)
-        and dataclasses.replace(one, arguments=()) == dataclasses.replace(other, arguments=())
+        len(first.arguments) == len(second.arguments)
+        and set(_differing(first, second)) <= set(noise)
+        and dataclasses.replace(first, arguments=()) == dataclasses.replace(second, arguments=())
     )
 
 
@@ -325,13 +321,13 @@ class _Reading:
         if path.parent.name != "shims" and _interpreter(path) in ("bash", *_SHELLS):
             return f'exec bash {shlex.quote(request.path)} "$@"'
         try:
-            found = command_line.parse(words, tasks=_tasks(request.environment))
+            command = command_line.parse(words, tasks=_tasks(request.environment))
         except TTraceError:
-            found = None
-        if isinstance(found, ShellScript):
-            variables = {**found.environment, _TASKS: json.dumps(dict(found.tasks))}
+            command = None
+        if isinstance(command, ShellScript):
+            variables = {**command.environment, _TASKS: json.dumps(dict(command.tasks))}
             assigned = [f"{key}={value}" for key, value in variables.items()]
-            return shlex.join(["exec", "env", *assigned, "bash", *found.words])
+            return shlex.join(["exec", "env", *assigned, "bash", *command.words])
         return "exec bash" if name == "sbatch" else None  # the script is on its standard input
 
     def _is_training(self, words: list[str], variables: Mapping[str, str]) -> bool:
@@ -341,22 +337,22 @@ class _Reading:
         if nothing better comes.
         """
         try:
-            found = command_line.parse(words, tasks=_tasks(variables))
+            command = command_line.parse(words, tasks=_tasks(variables))
         except command_line.NoScriptError:
             return False
         except TTraceError as error:
             self._refused = str(error)
             return False
-        if not isinstance(found, Command) or not found.arguments:
+        if not isinstance(command, Command) or not command.arguments:
             return False
-        launched = found.ranks is not None or "train" in os.path.basename(found.script)
+        launched = command.ranks is not None or "train" in os.path.basename(command.script)
         if self.command is None or launched:
-            self.command = self._with_variables(found, variables)
+            self.command = self._with_variables(command, variables)
         return launched
 
     def _with_variables(self, command: Command, variables: Mapping[str, str]) -> Command:
         """With variables as they are where the training starts: a script may change them."""
-        own = {
+        assigned = {
             name: value
             for name, value in variables.items()
             if (name in self._script.environment or name.startswith(_VARIABLES))
@@ -365,7 +361,9 @@ class _Reading:
         unset = tuple(
             name for name in os.environ if name.startswith(_VARIABLES) and name not in variables
         )
-        return dataclasses.replace(command, environment={**own, **command.environment}, unset=unset)
+        return dataclasses.replace(
+            command, environment={**assigned, **command.environment}, unset=unset
+        )
 
     def _recorded(self, request: Request, words: list[str], name: str) -> str:
         """What bash is to run instead of a program that is not run; what that would change."""

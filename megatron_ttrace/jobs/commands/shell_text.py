@@ -51,7 +51,7 @@ def statements(text: str, *, lines: bool = False) -> Iterator[list[Word]]:
 
 def _tokens(text: str, *, lines: bool) -> list[Word | None]:
     """The words of a text; ``None`` where a statement ends."""
-    found: list[Word | None] = []
+    tokens: list[Word | None] = []
     word: Word | None = None
     at = 0
     while at < len(text):
@@ -64,10 +64,10 @@ def _tokens(text: str, *, lines: bool) -> list[Word | None]:
         kind = match.lastgroup or ""
         if kind in ("skip", "comment", "redirection", "more", "end"):
             if word is not None:
-                found.append(word)
+                tokens.append(word)
             word = None
             if kind == "end" or (kind == "more" and lines):
-                found.append(None)
+                tokens.append(None)
             continue
         if kind == "strange" and not lines:
             raise TTraceError(
@@ -87,7 +87,7 @@ def _tokens(text: str, *, lines: bool) -> list[Word | None]:
                 for number, part in enumerate(parts)
             ]
         word = [*(word or []), *pieces]
-    return found if word is None else [*found, word]
+    return tokens if word is None else [*tokens, word]
 
 
 def words(statement: list[Word], known: Mapping[str, str], *, strict: bool = True) -> list[str]:

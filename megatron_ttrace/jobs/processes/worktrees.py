@@ -20,13 +20,9 @@ _CONTEXT = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hunk:
-    """Changed lines of a file.
+    """Changed lines of a file: where they begin in the new one, how many it has, and git's text.
 
-    Attributes:
-        file: path in the repository.
-        line: of the new file, where they begin.
-        count: lines of the new file.
-        text: as git prints them.
+    ``file`` is a path in the repository.
     """
 
     file: str
@@ -59,8 +55,7 @@ class Checkout:
     def between(self, good: str, bad: str) -> tuple[str, ...]:
         """The commits after ``good`` up to ``bad``, the oldest first; of merges the first parents.
 
-        Raises:
-            TTraceError: when ``bad`` does not descend from ``good``.
+        Raises ``TTraceError`` when ``bad`` does not descend from ``good``.
         """
         listed = self._git("rev-list", "--first-parent", "--reverse", f"{good}..{bad}").split()
         parent = self._git("rev-parse", f"{listed[0]}^1").strip() if listed else ""
@@ -74,8 +69,7 @@ class Checkout:
     def fork_point(self, base: str, head: str) -> str:
         """The last commit that two have in common.
 
-        Raises:
-            TTraceError: when there is none, as in a shallow clone.
+        Raises ``TTraceError`` when there is none, as in a shallow clone.
         """
         try:
             return self._git("merge-base", base, head).strip()
@@ -127,8 +121,7 @@ class Checkout:
     def at(self, commit: str, folder: Path) -> Iterator[Path]:
         """A worktree of a commit in ``folder``, which is removed afterwards.
 
-        Raises:
-            ForeignError: when the directory that holds it was not made for worktrees.
+        Raises ``ForeignError`` when the directory that holds it was not made for worktrees.
         """
         owned.make(folder.parent, whole=True)
         self._remove(folder)
@@ -152,10 +145,8 @@ class Checkout:
 def git(folder: Path, *words: str, seconds: float | None = None) -> str:
     """What git prints in a folder. Its index is left alone, and no configured program runs.
 
-    Such programs are hooks, monitors, filters of content, and what shows a difference.
-
-    Raises:
-        TTraceError: when git is absent, fails, or takes longer than ``seconds``.
+    Such programs are hooks, monitors, filters of content, and what shows a difference. Raises
+    ``TTraceError`` when git is absent, fails, or takes longer than ``seconds``.
     """
     return _git(folder, words, seconds, (*_NO_PROGRAMS, *_no_filters(folder, seconds)))
 

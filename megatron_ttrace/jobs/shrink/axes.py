@@ -21,16 +21,9 @@ FLAGS = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """Sizes of all axes.
+    """Sizes of all axes: ``etp`` divides the tensors of experts, ``dp`` is data parallelism.
 
-    Attributes:
-        tp: tensor parallel.
-        cp: context parallel.
-        pp: pipeline parallel.
-        ep: expert parallel.
-        etp: tensor parallel of experts.
-        dp: data parallel.
-        chunks: model chunks per pipeline stage (virtual pipeline).
+    ``chunks`` are the model chunks per pipeline stage (virtual pipeline).
     """
 
     tp: int = 1
@@ -49,8 +42,8 @@ class Axes:
     @property
     def edp(self) -> int:
         """Copies of an expert's shard; 0 if the axes do not divide."""
-        whole = self.tp * self.cp * self.dp
-        return 0 if whole % (self.ep * self.etp) else whole // (self.ep * self.etp)
+        copies, remainder = divmod(self.tp * self.cp * self.dp, self.ep * self.etp)
+        return 0 if remainder else copies
 
     def spread(self) -> tuple[str, ...]:
         """The axes along which something is divided."""
@@ -58,15 +51,10 @@ class Axes:
 
 
 def of_large(given: Given, ranks: int | None) -> Axes:
-    """The axes of a job.
+    """The axes of a job that starts ``ranks`` ranks.
 
-    Args:
-        given: its arguments.
-        ranks: how many it starts; ``None`` stands for enough for every axis, and data parallelism,
-            too few for as many as the axes need.
-
-    Raises:
-        TTraceError: when the ranks cannot be divided into the axes.
+    ``None`` stands for enough for every axis, and data parallelism; too few ranks for as many as
+    the axes need. Raises ``TTraceError`` when they cannot be divided into the axes.
     """
     tp = max(1, given.integer("tensor_model_parallel_size", 1))
     cp = max(1, given.integer("context_parallel_size", 1))
@@ -76,8 +64,7 @@ def of_large(given: Given, ranks: int | None) -> Axes:
     # Groups of experts are made even where there are none.
     etp = max(1, given.integer("expert_tensor_parallel_size", tp if with_experts else 1))
     if ranks is None:
-        whole = math.lcm(tp * cp * 2, ep * etp)
-        ranks = whole * pp
+        ranks = math.lcm(tp * cp * 2, ep * etp) * pp
     least = math.lcm(tp * cp, ep * etp) * pp
     if ranks < least:
         # Scripts say one machine where users are to say how many they have.
@@ -104,8 +91,8 @@ def _chunks(given: Given, pp: int) -> int:
         layers = given.integer("num_layers") + sum(
             given.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss")
         )
-        each = max(1, given.integer("num_layers_per_virtual_pipeline_stage", 1))
-        return max(1, layers // pp // each)
+        layers_per_chunk = max(1, given.integer("num_layers_per_virtual_pipeline_stage", 1))
+        return max(1, layers // pp // layers_per_chunk)
     return 1
 
 
@@ -146,11 +133,11 @@ def of_small(
     if dp > 1 and given.integer("num_distributed_optimizer_instances", 1) > 1:
         dp = 4
     for _ in range(3):
-        one = Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dp, chunks=chunks)
-        if one.edp > 1 or (one.edp == 1 and (large.edp == 1 or "dp" not in (kept or ("dp",)))):
+        axes = Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dp, chunks=chunks)
+        if axes.edp > 1 or (axes.edp == 1 and (large.edp == 1 or "dp" not in (kept or ("dp",)))):
             break
         dp *= 2
-    return one
+    return axes
 
 
 def _equal_copies(given: Given, small: Axes, large: Axes) -> tuple[int, int, int, int]:
@@ -167,68 +154,63 @@ def _equal_copies(given: Given, small: Axes, large: Axes) -> tuple[int, int, int
     if given.has("hierarchical_context_parallel_sizes"):
         spans[1] = [small.cp]
     follows = not given.has("expert_tensor_parallel_size")
-    found = []
+    candidates = []
     for tp, cp, ep in itertools.product(*spans):
         etp = tp if follows else tp * cp // ep
         if tp * cp == ep * etp and (follows or small.etp <= etp <= large.etp):
             # Without experts there is no axis, though Megatron makes their groups.
-            found.append((tp, cp, ep, small.etp if follows and large.etp == 1 else etp))
-    return min(found, key=math.prod, default=(small.tp, small.cp, small.ep, small.etp))
+            candidates.append((tp, cp, ep, small.etp if follows and large.etp == 1 else etp))
+    return min(candidates, key=math.prod, default=(small.tp, small.cp, small.ep, small.etp))
 
 
 def jobs(given: Given, large: Axes, most: int) -> list[Axes]:
     """The axes of the small jobs: one if the world is large enough, else all pairs are covered.
 
     Where a middle stage of the pipeline does not fit beside the other axes, one job has it alone.
-
-    Raises:
-        TTraceError: when a pair of axes does not fit, with its name.
+    Raises ``TTraceError``, with its name, when a pair of axes does not fit.
     """
-    whole = of_small(given, large)
-    if whole.ranks <= most:
-        return [whole]
+    complete = of_small(given, large)
+    if complete.ranks <= most:
+        return [complete]
     chosen = _of_two_stages(given, large, most)
     middle = of_small(given, large, ("pp",))
-    if max(one.pp for one in chosen) < middle.pp and middle.ranks <= most:
+    if max(job.pp for job in chosen) < middle.pp and middle.ranks <= most:
         chosen.append(middle)
     return chosen
 
 
 def _of_two_stages(given: Given, large: Axes, most: int) -> list[Axes]:
-    whole = of_small(given, large, stages=2)
-    if whole.ranks <= most:
-        return [whole]
+    complete = of_small(given, large, stages=2)
+    if complete.ranks <= most:
+        return [complete]
     spread = large.spread()
-    found: dict[tuple[str, ...], Axes] = {}
+    fitting: dict[tuple[str, ...], Axes] = {}
     for count in range(1, len(spread)):
         for kept in itertools.combinations(spread, count):
-            one = of_small(given, large, kept, stages=2)
-            if one.edp and one.ranks <= most:
-                found[kept] = one
+            axes = of_small(given, large, kept, stages=2)
+            if axes.edp and axes.ranks <= most:
+                fitting[kept] = axes
     wanted: set[tuple[str, ...]] = {*itertools.combinations(spread, 2)} or {spread}
     for pair in sorted(wanted):
-        if not any(set(pair) <= set(kept) for kept in found):
+        if not any(set(pair) <= set(kept) for kept in fitting):
             needed = of_small(given, large, pair, stages=2).ranks
             names = " with ".join(FLAGS[axis] for axis in pair)
             raise TTraceError(
                 f"{names} does not fit {most} ranks: the smallest job has {needed}; "
                 f"give --max-ranks {needed}"
             )
-    return _cover(found, wanted)
+    return _cover(fitting, wanted)
 
 
-def _cover(found: dict[tuple[str, ...], Axes], wanted: set[tuple[str, ...]]) -> list[Axes]:
+def _cover(fitting: dict[tuple[str, ...], Axes], wanted: set[tuple[str, ...]]) -> list[Axes]:
     """Few jobs that together have all pairs; among equals the smaller world."""
+
+    def rank(names: tuple[str, ...]) -> tuple[int, int, tuple[str, ...]]:
+        return sum(set(pair) <= set(names) for pair in wanted), -fitting[names].ranks, names
+
     chosen: list[Axes] = []
     while wanted:
-        kept = max(
-            found,
-            key=lambda names: (
-                sum(set(pair) <= set(names) for pair in wanted),
-                -found[names].ranks,
-                names,
-            ),
-        )
-        chosen.append(found[kept])
+        kept = max(fitting, key=rank)
+        chosen.append(fitting[kept])
         wanted = {pair for pair in wanted if not set(pair) <= set(kept)}
     return chosen

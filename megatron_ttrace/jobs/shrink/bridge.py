@@ -40,34 +40,30 @@ _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 def words(cfg: Any) -> list[str]:
     """The flags that a ``ConfigContainer`` stands for."""
     bridge_small.resolve(cfg)
-    found = {
+    values = {
         option: value
         for option, value in vars(Options(cfg)).items()
         if option in _LEFT or (ROLES.get(option) in _ROLES and option not in _OWN)
     }
     chunks = getattr(cfg.model, "virtual_pipeline_model_parallel_size", None)
-    if found.get(_STAGES) is not None:
-        found[_STAGES] = _layout(found[_STAGES])
+    if values.get(_STAGES) is not None:
+        values[_STAGES] = _layout(values[_STAGES])
     elif chunks and chunks > 1:
-        found[_CHUNKS] = chunks
-        if not found.get("overlap_p2p_comm"):
+        values[_CHUNKS] = chunks
+        if not values.get("overlap_p2p_comm"):
             # Its only flag switches it off.
-            found["no_overlap_p2p_communication"] = True
-    found.pop("overlap_p2p_comm", None)
-    if (weights := found.pop(_MAIN_WEIGHTS, None)) is not None and weights.itemsize < 4:
-        found[_MAIN_WEIGHTS] = "fp16"
-    found |= {name: getattr(cfg.mixed_precision, name, None) for name in _PRECISION}
-    if found.get("num_query_groups") is not None:
-        found["group_query_attention"] = True
-    return [word for option, value in found.items() for word in _flag(option, value)]
+            values["no_overlap_p2p_communication"] = True
+    values.pop("overlap_p2p_comm", None)
+    if (weights := values.pop(_MAIN_WEIGHTS, None)) is not None and weights.itemsize < 4:
+        values[_MAIN_WEIGHTS] = "fp16"
+    values |= {name: getattr(cfg.mixed_precision, name, None) for name in _PRECISION}
+    if values.get("num_query_groups") is not None:
+        values["group_query_attention"] = True
+    return [word for option, value in values.items() for word in _flag(option, value)]
 
 
 def shrinkable(cfg: Any) -> list[str]:
-    """The flags of a configuration that can be made small.
-
-    Raises:
-        TTraceError: for a model that is not one of text.
-    """
+    """The same of a model of text; raises ``TTraceError`` for others."""
     bridge_small.require_text(cfg)
     return words(cfg)
 
@@ -78,13 +74,13 @@ def divisible(cfg: Any) -> list[str]:
     The model's own number is on the hub, and a recipe has a layout that suits it.
     """
     given = Given.parse(words(cfg))
-    told = (_STAGES, "hybrid_layer_pattern", "decoder_first_pipeline_num_layers")
+    fixed = (_STAGES, "hybrid_layer_pattern", "decoder_first_pipeline_num_layers")
     stages = given.integer("pipeline_model_parallel_size", 1) * given.integer(_CHUNKS, 1)
-    if stages == 1 or any(map(given.has, (*told, "decoder_last_pipeline_num_layers"))):
+    if stages == 1 or any(map(given.has, (*fixed, "decoder_last_pipeline_num_layers"))):
         return []
     ends = sum(given.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
-    each = max(2, -(-given.integer("num_layers") // stages))
-    return ["--num-layers", str(each * stages - ends)]
+    layers = max(2, -(-given.integer("num_layers") // stages))
+    return ["--num-layers", str(layers * stages - ends)]
 
 
 def _flag(option: str, value: Any) -> Iterator[str]:
@@ -110,15 +106,10 @@ def _layout(value: Any) -> str:
 
 
 def make_small(cfg: Any, arguments: Sequence[str], iterations: int = 2) -> None:
-    """Make a configuration that of a small job, on data of its own.
+    """Make a configuration that of a small job, on data of its own, that trains ``iterations``.
 
-    Args:
-        cfg: a ``ConfigContainer``.
-        arguments: as of :func:`apply`, and ``--data FOLDER``.
-        iterations: how many to train.
-
-    Raises:
-        TTraceError: for a model that is not one of text.
+    ``arguments`` are as of :func:`apply`, and ``--data FOLDER``. Raises ``TTraceError`` for a model
+    that is not one of text.
     """
     given = Given.parse(arguments)
     data = next((flag.values[0] for flag in given.flags if flag.name == DATA), "")
@@ -128,11 +119,9 @@ def make_small(cfg: Any, arguments: Sequence[str], iterations: int = 2) -> None:
 
 
 def apply(cfg: Any, arguments: Sequence[str]) -> None:
-    """Make a configuration that of a small job.
+    """Make a configuration, a ``ConfigContainer``, that of a small job with these arguments.
 
-    Args:
-        cfg: a ``ConfigContainer``.
-        arguments: the small job's; what :func:`words` says and they do not is switched off.
+    What :func:`words` says and the arguments do not is switched off.
     """
     before, after = Given.parse(words(cfg)), Given.parse(arguments)
     options = Options(cfg)

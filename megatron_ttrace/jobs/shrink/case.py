@@ -13,13 +13,9 @@ from megatron_ttrace.jobs.shrink.given import Given
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """What becomes of an option.
+    """What becomes of an option of Megatron's: the words after its flag (``None``: the flag goes).
 
-    Attributes:
-        option: of Megatron's.
-        values: the words after its flag, or ``None``: the flag goes.
-        why: for the user.
-        lost: whether the small job runs other code without it.
+    ``why`` is for the user; ``lost``: whether the small job runs other code without it.
     """
 
     option: str
@@ -30,14 +26,10 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A large job and the axes of a small one.
+    """The arguments and axes of a large job, and the axes of a small one.
 
-    Attributes:
-        given: the arguments of the large job.
-        large: its axes.
-        small: those of the small job.
-        own_data: whether it trains on the large job's data and vocabulary.
-        can_chat: whether it can train on conversations.
+    ``own_data``: whether the small job trains on the large one's data and vocabulary; ``can_chat``:
+    whether it can train on conversations.
     """
 
     given: Given
@@ -87,14 +79,14 @@ class Case:
     def frequencies(self) -> dict[str, list[int] | int]:
         """Options that say which layers are of which kind, as lists or periods."""
         names = ("moe_layer_freq", "linear_attention_freq", "no_rope_freq", "window_attn_skip_freq")
-        found: dict[str, list[int] | int] = {}
+        by_option: dict[str, list[int] | int] = {}
         for name in names:
             text = self.given.text(name)
             if (pattern := patterns.layers(text)) is not None:
-                found[name] = pattern
+                by_option[name] = pattern
             elif text.isdigit():
-                found[name] = int(text)
-        return found
+                by_option[name] = int(text)
+        return by_option
 
     @functools.cached_property
     def depth(self) -> Depth:
@@ -104,14 +96,10 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Depth:
-    """Layers of a small job.
+    """Layers of a small job: of the whole model, and of its end stages where that is said.
 
-    Attributes:
-        layers: of the whole model.
-        first: of the first pipeline stage, where that is said.
-        last: of the last pipeline stage, where that is said.
-        per_chunk: of a model chunk, if all are alike.
-        stages: the layout string's stages, if there is one.
+    ``per_chunk`` are those of a model chunk, if all are alike; ``stages`` are the layout string's,
+    if there is one.
     """
 
     layers: int
@@ -130,19 +118,19 @@ def _depth(case: Case) -> Depth:
         return Depth(sum(stage.count("t") for stage in stages), stages=tuple(stages))
     chunks = small.pp * small.chunks
     before = max(1, given.integer("num_layers", 2) // (large.pp * large.chunks))
-    each = 2 if chunks == 1 or small.chunks == 1 else min(2, before)
+    per_chunk = 2 if chunks == 1 or small.chunks == 1 else min(2, before)
     if (together := given.integer("recompute_num_layers")) > 1:
         # Layers that are recomputed together, and as many that are not of them.
-        each = max(each, 4 if together < before else 2)
-    while chunks * each < _least(case):
-        each += 1
+        per_chunk = max(per_chunk, 4 if together < before else 2)
+    while chunks * per_chunk < _least(case):
+        per_chunk += 1
     ends = {
-        end: _end(given, large, end, each, small.chunks)
+        end: _end(given, large, end, per_chunk, small.chunks)
         for end in ("first", "last")
         if small.pp > 1 and given.has(f"decoder_{end}_pipeline_num_layers")
     }
-    rest = (small.pp - len(ends)) * small.chunks * each
-    layers = rest + sum(ends.values()) - _borrowed(given, small)
+    layers = (small.pp - len(ends)) * small.chunks * per_chunk
+    layers += sum(ends.values()) - _borrowed(given, small)
     divided = large.pp * large.chunks
     if (
         small.pp > 1
@@ -150,7 +138,7 @@ def _depth(case: Case) -> Depth:
         and ((given.integer("num_layers") + _borrowed(given, large)) % divided)
     ):
         layers += 1  # Megatron refuses it, and says so
-    return Depth(layers, ends.get("first"), ends.get("last"), each)
+    return Depth(layers, ends.get("first"), ends.get("last"), per_chunk)
 
 
 def _least(case: Case) -> int:
@@ -171,17 +159,17 @@ def bf16_ends(given: Given) -> dict[str, int]:
     }
 
 
-def _end(given: Given, large: Axes, end: str, each: int, chunks: int) -> int:
+def _end(given: Given, large: Axes, end: str, per_chunk: int, chunks: int) -> int:
     """Layers of an end stage: fewer or more than of another stage, as before."""
     ends = [
         given.integer(f"decoder_{name}_pipeline_num_layers")
         for name in ("first", "last")
         if given.has(f"decoder_{name}_pipeline_num_layers")
     ]
-    others = large.pp - len(ends)
-    middle = (given.integer("num_layers") - sum(ends)) / others if others else sum(ends) / 2
-    own = given.integer(f"decoder_{end}_pipeline_num_layers")
-    return chunks * max(1, each + (own > middle) - (own < middle))
+    stages = large.pp - len(ends)
+    middle = (given.integer("num_layers") - sum(ends)) / stages if stages else sum(ends) / 2
+    layers = given.integer(f"decoder_{end}_pipeline_num_layers")
+    return chunks * max(1, per_chunk + (layers > middle) - (layers < middle))
 
 
 def _borrowed(given: Given, small: Axes) -> int:

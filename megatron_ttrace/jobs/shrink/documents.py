@@ -67,12 +67,8 @@ def can_chat() -> bool:
 def write(prefix: Path, words: Sequence[str] = ()) -> Path:
     """Write the data set, once, in a directory that git ignores if it is a new one.
 
-    Args:
-        prefix: of the ``.bin`` and ``.idx`` files.
-        words: arguments of the job; with ``--sft`` there are conversations, too.
-
-    Raises:
-        TTraceError: when it cannot be written.
+    ``prefix`` is of the ``.bin`` and ``.idx`` files. If ``words``, the job's arguments, have
+    ``--sft``, there are conversations, too. Raises ``TTraceError`` when it cannot be written.
     """
     try:
         owned.make(prefix.parent, ignored=True)
@@ -94,8 +90,7 @@ def chats(prefix: Path) -> Path:
 def write_tuning(prefix: Path) -> Path:
     """Write what a small job of Megatron-Bridge is fine-tuned on, and return its folder.
 
-    Raises:
-        TTraceError: when it cannot be written.
+    Raises ``TTraceError`` when it cannot be written.
     """
     folder = chats(prefix)
     try:
@@ -170,12 +165,9 @@ def _cut(text: bytes) -> Iterator[bytes]:
 
 
 def arguments(script: str, prefix: Path, words: Sequence[str] = ()) -> list[str]:
-    """The arguments of a small job's data; none where it keeps its own.
+    """The arguments of a small job's data in ``prefix``; none where ``script`` keeps its own.
 
-    Args:
-        script: a training script, whose Megatron counts tokens of its tokenizer.
-        prefix: of the data set.
-        words: the job's other arguments.
+    ``words`` are the job's other arguments.
     """
     if not suits(script):
         return []

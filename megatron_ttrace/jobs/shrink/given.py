@@ -11,12 +11,7 @@ from megatron_ttrace.trace.errors import TTraceError
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag as it is written.
-
-    Attributes:
-        name: with its dashes.
-        values: the words after it.
-    """
+    """A flag as it is written: its name, with dashes, and the words after it."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -47,8 +42,7 @@ class Given:
     def parse(cls, words: Sequence[str]) -> Self:
         """Split arguments at their flags. Megatron's scripts take no positional arguments.
 
-        Raises:
-            TTraceError: when there is a value before the first flag.
+        Raises ``TTraceError`` when there is a value before the first flag.
         """
         flags: list[tuple[str, list[str]]] = []
         for word in words:

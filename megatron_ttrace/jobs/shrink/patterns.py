@@ -21,35 +21,35 @@ def layers(text: str) -> list[int] | None:
     if "".join(tokens) != text or "[" not in text:
         return None
     try:
-        found, rest = _sum(tokens)
+        pattern, tokens = _sum(tokens)
     except (IndexError, ValueError):
         return None
-    return found if found and not rest else None
+    return pattern if pattern and not tokens else None
 
 
 def _sum(tokens: list[str]) -> tuple[list[int], list[str]]:
     """Lists that are joined and repeated, and the tokens behind them."""
-    found, tokens = _product(tokens)
+    pattern, tokens = _product(tokens)
     while tokens and tokens[0] == "+":
         more, tokens = _product(tokens[1:])
-        found = found + more
-    return found, tokens
+        pattern = pattern + more
+    return pattern, tokens
 
 
 def _product(tokens: list[str]) -> tuple[list[int], list[str]]:
     if tokens[0] == "(":
-        found, tokens = _sum(tokens[1:])
+        pattern, tokens = _sum(tokens[1:])
         if tokens[0] != ")":
             raise ValueError(tokens[0])
         tokens = tokens[1:]
     else:
-        found = [int(number) for number in tokens[0].strip("[]").split(",")]
+        pattern = [int(number) for number in tokens[0].strip("[]").split(",")]
         tokens = tokens[1:]
     while tokens and tokens[0] == "*":
-        if len(found) * int(tokens[1]) > _MOST:
+        if len(pattern) * int(tokens[1]) > _MOST:
             raise ValueError(tokens[1])
-        found, tokens = found * int(tokens[1]), tokens[2:]
-    return found, tokens
+        pattern, tokens = pattern * int(tokens[1]), tokens[2:]
+    return pattern, tokens
 
 
 def write_layers(pattern: Sequence[int]) -> str:
@@ -92,21 +92,21 @@ def stages(layout: str) -> list[str]:
     return text.split("|")
 
 
-def shrink_stages(found: Sequence[str], count: int) -> list[str]:
+def shrink_stages(texts: Sequence[str], count: int) -> list[str]:
     """``count`` of the stages: the first, the last, and between them different ones in their order.
 
     Stages with more layers than others keep having more: the numbers of decoder layers become
     1, 2, ... in their order.
     """
     if count == 1:
-        chosen = ["".join(found)]
+        chosen = ["".join(texts)]
     else:
-        middle = [*found[1:-1]] or [found[0].lstrip("E")]
+        middle = [*texts[1:-1]] or [texts[0].lstrip("E")]
         # One of each kind, then more of those that come first.
         order = [*dict.fromkeys(map(middle.index, middle)), *range(len(middle))]
         places = sorted([*dict.fromkeys(order)][: count - 2])
         between = itertools.islice(itertools.cycle(middle[place] for place in places), count - 2)
-        chosen = [found[0], *between, found[-1]]
+        chosen = [texts[0], *between, texts[-1]]
     numbers = sorted({stage.count("t") for stage in chosen if "t" in stage})
     return [
         re.sub("t+", "t" * (numbers.index(stage.count("t")) + 1), stage) if "t" in stage else stage
@@ -128,4 +128,4 @@ def shrink_hybrid(pattern: str, count: int) -> str:
         short = "|".join("".join(dict.fromkeys(segment)) for segment in chosen)
     else:
         short = "".join(dict.fromkeys(main)) * count
-    return "/".join([short, *("".join(dict.fromkeys(one)) for one in extra)])
+    return "/".join([short, *("".join(dict.fromkeys(depth)) for depth in extra)])

@@ -37,13 +37,9 @@ _LOST = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the account.
+    """One line of the account: a flag with its old values (empty: not given) and its new ones.
 
-    Attributes:
-        flag: its name.
-        was: its values; empty where it was not given.
-        now: its new values; ``None`` where it is gone.
-        why: the reason.
+    ``now`` is ``None`` where it is gone.
     """
 
     flag: str
@@ -54,12 +50,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One small job.
-
-    Attributes:
-        axes: its parallel axes.
-        arguments: of the script, without those of its data.
-    """
+    """One small job: its parallel axes, and the script's arguments without those of its data."""
 
     axes: Axes
     arguments: tuple[str, ...]
@@ -93,14 +84,9 @@ class Plan:
 
 
 def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
-    """The smallest jobs that run the same code.
+    """The smallest jobs of at most ``most`` ranks that run the same code.
 
-    Args:
-        command: the large job.
-        most: ranks that a small job may have.
-
-    Raises:
-        TTraceError: as :func:`of_flags`, and when the job is one of Megatron-Bridge.
+    Raises ``TTraceError`` as :func:`of_flags`, and when the job is one of Megatron-Bridge.
     """
     scripts.require_flags(command.script, "shrinking")
     return of_flags(command, most)
@@ -109,8 +95,7 @@ def shrink(command: Command, most: int = DEFAULT_RANKS) -> Plan:
 def of_flags(command: Command, most: int) -> Plan:
     """As :func:`shrink`, of a job whose arguments may be those that its configuration stands for.
 
-    Raises:
-        TTraceError: when the arguments cannot be understood, or two axes do not fit ``most`` ranks.
+    Raises ``TTraceError`` when they cannot be understood, or two axes do not fit ``most`` ranks.
     """
     given = Given.parse(command.arguments)
     require_checkable(given)
@@ -139,8 +124,7 @@ def of_flags(command: Command, most: int) -> Plan:
 def with_axes(command: Command, kept: tuple[str, ...], most: int = DEFAULT_RANKS) -> Job:
     """The small job that has only these of the command's axes.
 
-    Raises:
-        TTraceError: when the axes do not divide the ranks, or need more than ``most``.
+    Raises ``TTraceError`` when the axes do not divide the ranks, or need more than ``most``.
     """
     given = Given.parse(command.arguments)
     large = axes.of_large(given, command.ranks)
@@ -153,8 +137,7 @@ def with_axes(command: Command, kept: tuple[str, ...], most: int = DEFAULT_RANKS
 def as_it_is(command: Command) -> Plan:
     """The one small job with all axes of the command as large as they are.
 
-    Raises:
-        TTraceError: when the arguments cannot be understood.
+    Raises ``TTraceError`` when the arguments cannot be understood.
     """
     given = Given.parse(command.arguments)
     large = axes.of_large(given, command.ranks)
@@ -163,15 +146,11 @@ def as_it_is(command: Command) -> Plan:
 
 
 def require_checkable(given: Given) -> None:
-    """Refuse what no check can do, before anything starts.
-
-    Raises:
-        TTraceError: naming the flag.
-    """
+    """Raise ``TTraceError``, naming the flag, for what no check can do."""
     for flag in given.flags:
-        found = decision(flag.option) if flag.option else None
-        if found is not None and found.action is Action.REFUSE:
-            raise TTraceError(f"{flag.name}: {found.why}")
+        known = decision(flag.option) if flag.option else None
+        if known is not None and known.action is Action.REFUSE:
+            raise TTraceError(f"{flag.name}: {known.why}")
     if given.has("use_checkpoint_args"):
         raise TTraceError(
             "--use-checkpoint-args: the model's arguments are in the checkpoint; give them as flags"
@@ -186,11 +165,11 @@ def _case(command: Command, given: Given, large: Axes, small: Axes) -> Case:
 def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:
     changes: dict[str, Change] = {}
     for rule in RULES:
-        for one in rule(case):
-            earlier = changes.get(one.option)
+        for change in rule(case):
+            earlier = changes.get(change.option)
             # What goes with its axis stays away.
             if earlier is None or earlier.values is not None:
-                changes[one.option] = one
+                changes[change.option] = change
     words: list[str] = []
     rows: list[Row] = []
     kept: list[str] = []
@@ -198,23 +177,21 @@ def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:
     gone: dict[Role, list[Flag]] = {}
     for flag in case.given.flags:
         option = flag.option or ""
-        change = changes.pop(option, None)
-        found = decision(option)
-        if change is not None and change.values == flag.values:
-            kept.append(str(flag))
-            words += flag.words()
-        elif change is not None:
-            rows.append(_row(flag.name, flag, change))
-            if change.lost:
-                lost.append(f"{flag.name}: {change.why}")
-            if change.values is not None:
-                words += [flag.name, *change.values]
+        becomes = changes.pop(option, None)
+        known = decision(option)
+        if becomes is not None and becomes.values != flag.values:
+            rows.append(_row(flag.name, flag.values, becomes))
+            if becomes.lost:
+                lost.append(f"{flag.name}: {becomes.why}")
+            if becomes.values is not None:
+                words += [flag.name, *becomes.values]
         elif (
-            found is not None
-            and found.role in DROPPED
-            and not (case.own_data and found.role is Role.INPUT)
+            becomes is None
+            and known is not None
+            and known.role in DROPPED
+            and not (case.own_data and known.role is Role.INPUT)
         ):
-            gone.setdefault(found.role, []).append(flag)
+            gone.setdefault(known.role, []).append(flag)
             if option in _LOST:
                 lost.append(f"{flag.name}: {_LOST[option]}")
         else:
@@ -225,15 +202,14 @@ def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:
     for change in changes.values():
         name = "--" + change.option.replace("_", "-")
         if change.values is not None:
-            rows.append(_row(name, None, change))
+            rows.append(_row(name, (), change))
             words += [name, *change.values]
     return Job(case.small, tuple(words)), rows, kept, lost
 
 
-def _row(name: str, flag: Flag | None, change: Change) -> Row:
-    was = " ".join(flag.values) if flag is not None else ""
+def _row(name: str, values: Sequence[str], change: Change) -> Row:
     now = None if change.values is None else " ".join(change.values)
-    return Row(name, was, now, change.why)
+    return Row(name, " ".join(values), now, change.why)
 
 
 def _names(flags: Sequence[Flag]) -> str:

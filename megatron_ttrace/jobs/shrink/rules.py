@@ -84,9 +84,9 @@ def layers(case: Case) -> Iterator[Change]:
             yield Change("num_layers", None, "the pattern says it")
         return
     why = "layers per stage and chunk, of every kind"
-    each = 2 * case.small.pp
+    stack = 2 * case.small.pp
     yield from _given(
-        case, why, encoder_num_layers=each, decoder_num_layers=each, num_layers=depth.layers
+        case, why, encoder_num_layers=stack, decoder_num_layers=stack, num_layers=depth.layers
     )
     if depth.stages:
         yield Change(
@@ -202,8 +202,8 @@ def experts(case: Case) -> Iterator[Change]:
     limited = given.integer("moe_router_group_topk", 1)
     few = min(2, chosen)
     step = math.lcm(small.ep, 2) if groups else small.ep
-    each = min(2, max(1, count // case.large.ep))
-    short = max(step, small.ep * each)
+    per_rank = min(2, max(1, count // case.large.ep))
+    short = max(step, small.ep * per_rank)
     while short < count and (short < 2 * few or (groups and short < 4)):
         short += step
     # One expert on a rank is a case of its own in Megatron's dispatchers.
@@ -257,26 +257,22 @@ def batch(case: Case) -> Iterator[Change]:
     micro = max(1, given.integer("micro_batch_size", 1))
     short = min(2, micro)
     yield from _sizes("one, or several sequences", micro_batch_size=short)
-    schedule = given.text("step_batch_size_schedule").split()
-    whole = given.integer("global_batch_size")
-    if schedule:
-        whole = max(
-            int(digits)
-            for _, _, digits in (one.partition(":") for one in schedule)
-            if digits.isdigit()
-        )
-    before = whole // (micro * case.large.dp) if whole else 1
+    steps = [step.partition(":") for step in given.text("step_batch_size_schedule").split()]
+    batch = given.integer("global_batch_size")
+    if steps:
+        batch = max(int(size) for _, _, size in steps if size.isdigit())
+    before = batch // (micro * case.large.dp) if batch else 1
     count = _microbatches(case, before)
     size = short * small.dp * count
-    if schedule:
-        words = [f"{one.partition(':')[0]}:{size * (at + 1)}" for at, one in enumerate(schedule)]
+    if steps:
+        words = [f"{start}:{size * number}" for number, (start, *_) in enumerate(steps, 1)]
         yield Change("step_batch_size_schedule", (" ".join(words),), "steps as before")
         return
     if given.has("rampup_batch_size"):
         samples = given.text("rampup_batch_size").split()[-1]
         yield Change("rampup_batch_size", (str(size), str(size), samples), "a ramp of one step")
         size *= 2
-    if whole:
+    if batch:
         yield from _sizes("microbatches for every phase of a step", global_batch_size=size)
 
 
