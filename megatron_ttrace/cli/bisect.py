@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,12 +82,12 @@ def run(args: argparse.Namespace) -> int:
         )
     at = words.index("--") if words else 0
     ends, args.command_words = words[:at], words[at:]
-    if len(ends) != 2 or any(one.startswith("-") for one in ends):
+    if len(ends) != 2 or any(end.startswith("-") for end in ends):
         raise TTraceError("give two commits after all options: ttrace bisect GOOD BAD -- COMMAND")
-    found = training.command_of(args)
-    if found.nodes > 1:
+    command_ = training.command_of(args)
+    if command_.nodes > 1:
         raise TTraceError("the command is for several machines: see ttrace shrink for a small one")
-    return _commits(args, found, *ends)
+    return _commits(args, command_, *ends)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +106,7 @@ class _Checks:
     def __call__(self, commit: str) -> Answer:
         """Check one commit."""
         folder = self.directory / "checks" / commit[:12]
-        tree = self.directory / "trees" / commit[:12]
-        with self.checkout.at(commit, tree.resolve()) as root:
-            script, path = self._placed(root)
+        with self._placed(commit) as (script, environment):
             words = checking(
                 script,
                 self.command.arguments,
@@ -116,25 +115,20 @@ class _Checks:
                 *(["--against", self.against] if self.against else []),
             )
             cache = {"TTRACE_CACHE": str((self.directory / "references").resolve())}
-            code, said = apart.ttrace(
-                self.interpreter,
-                words,
-                {**cache, **os.environ, **self.command.environment, "PYTHONPATH": path},
-                quiet=self.quiet,
+            code, reason = apart.ttrace(
+                self.interpreter, words, {**cache, **environment}, quiet=self.quiet
             )
         if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
             self.reports[commit] = api.load_report(folder)
             return Answer.BAD if code else Answer.GOOD
         if code != ExitCode.COULD_NOT_CHECK:
-            raise TTraceError(f"the check of {commit[:12]} ended with exit code {code}: {said}")
-        self.skipped[commit] = in_one_line(said)
+            raise TTraceError(f"the check of {commit[:12]} ended with exit code {code}: {reason}")
+        self.skipped[commit] = in_one_line(reason)
         return Answer.SKIPPED
 
     def blamed(self, commit: str, good: str, say: Callable[[str], None]) -> Blame | None:
         """Which changes of a commit are to blame, compared with a good one; ``None``: not known."""
-        tree = self.directory / "trees" / commit[:12]
-        with self.checkout.at(commit, tree.resolve()) as root:
-            script, path = self._placed(root)
+        with self._placed(commit) as (script, environment):
             settings, arguments = split(self.command.arguments, Settings())
             folder = self.reports[commit].directory
             trial = blame.Trial(
@@ -142,35 +136,39 @@ class _Checks:
                 arguments=tuple(arguments),
                 ranks=self.command.ranks or 1,
                 settings=dataclasses.replace(settings, directory=folder, wandb=False),
-                environment={**os.environ, **self.command.environment, "PYTHONPATH": path},
+                environment=environment,
             )
             try:
-                report = blame.run_apart(trial, Path(script), good, quiet=self.quiet)
+                report = blame.run_apart(trial, script, good, quiet=self.quiet)
             except TTraceError as error:
                 say(f"no change can be blamed: {in_one_line(error)}")
                 return None
         return report.summary.blame
 
-    def _placed(self, root: Path) -> tuple[str, str]:
-        """The script, and a ``PYTHONPATH`` with which it imports the worktree's Megatron."""
-        whole, script = self.checkout.root, Path(self.command.script).resolve()
-        inside = script.is_relative_to(whole)
-        if inside:
-            script = root / script.relative_to(whole)
-        given = self.command.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-        path = [] if inside else [str(root)]
-        for entry in filter(None, given.split(os.pathsep)):
-            there = Path(entry).resolve()
-            moved = root / there.relative_to(whole) if there.is_relative_to(whole) else there
-            path.append(str(moved))
-        return str(script), os.pathsep.join(path)
+    @contextlib.contextmanager
+    def _placed(self, commit: str) -> Iterator[tuple[Path, dict[str, str]]]:
+        """The script, and an environment in which it imports Megatron, in a commit's worktree."""
+        environment = {**os.environ, **self.command.environment}
+        checkout = self.checkout.root
+        tree = self.directory / "trees" / commit[:12]
+        with self.checkout.at(commit, tree.resolve()) as root:
+
+            def moved(path: Path) -> Path:
+                return root / path.relative_to(checkout) if path.is_relative_to(checkout) else path
+
+            script = Path(self.command.script).resolve()
+            entries = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+            path = [] if script.is_relative_to(checkout) else [root]
+            path += [moved(Path(entry).resolve()) for entry in entries]
+            environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
+            yield moved(script), environment
 
 
-def _commits(args: argparse.Namespace, found: Command, good: str, bad: str) -> int:
+def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -> int:
     from megatron_ttrace.jobs.processes.worktrees import Checkout
     from megatron_ttrace.trace import owned
 
-    script = Path(found.script)
+    script = Path(command_.script)
     if not script.is_file():
         raise TTraceError(f"{script}: no such script")
     checkout = Checkout(args.checkout or script.resolve().parent)
@@ -180,7 +178,7 @@ def _commits(args: argparse.Namespace, found: Command, good: str, bad: str) -> i
     owned.make(args.directory, ignored=True)
     quiet = say is command.silent
     interpreter = apart.interpreter_of(args.command_words[1:])
-    checks = _Checks(checkout, found, interpreter, args.directory, args.against, quiet)
+    checks = _Checks(checkout, command_, interpreter, args.directory, args.against, quiet)
 
     def check(number: int) -> Answer:
         commit = commits[number]
@@ -189,29 +187,28 @@ def _commits(args: argparse.Namespace, found: Command, good: str, bad: str) -> i
         say(f"{commit[:12]}: {answer.value}")
         return answer
 
-    found_by: Blame | None = None
+    blamed: Blame | None = None
     try:
-        where = first_bad(len(commits), check)
-        if where is not None and args.against is None:
-            bad = commits[where.number]
+        first = first_bad(len(commits), check)
+        if first is not None and args.against is None:
+            bad = commits[first.number]
             say(f"looking for the changes of {bad[:12]} to blame")
-            before = commits[min((*where.suspects, where.number))]
-            found_by = checks.blamed(bad, f"{before}^1", say)
+            before = commits[min((*first.suspects, first.number))]
+            blamed = checks.blamed(bad, f"{before}^1", say)
     finally:
         owned.discard(args.directory / "trees")
-    if where is None:
+    if first is None:
         why = checks.skipped.get(commits[-1], "it is equivalent")
         raise TTraceError(f"BAD does not diverge, so there is nothing to find: {why}")
-    answer = _answer(checks, commits, where, found_by)
+    answer = _answer(checks, commits, first, blamed)
     print(json.dumps(answer, indent=1)) if args.json else _show(answer)
-    return ExitCode.COULD_NOT_CHECK if where.suspects else ExitCode.EQUIVALENT
+    return ExitCode.COULD_NOT_CHECK if first.suspects else ExitCode.EQUIVALENT
 
 
 def _answer(
-    checks: _Checks, commits: Sequence[str], where: FirstBad, blamed: Blame | None
+    checks: _Checks, commits: Sequence[str], first: FirstBad, blamed: Blame | None
 ) -> dict[str, Any]:
-    """The result, as JSON."""
-    commit = commits[where.number]
+    commit = commits[first.number]
     report = checks.reports[commit]
     culprits = report.culprits
     return {
@@ -219,20 +216,20 @@ def _answer(
         "described": checks.checkout.described(commit),
         "commits": len(commits),
         "checked": len(checks.reports) + len(checks.skipped),
-        "suspects": [commits[one] for one in where.suspects],
+        "suspects": [commits[number] for number in first.suspects],
         "skipped": checks.skipped,
         "culprits": [
             {
-                "name": one.name,
-                "direction": one.direction.value,
-                "explanation": one.explanation,
-                "where": one.where,
+                "name": culprit.name,
+                "direction": culprit.direction.value,
+                "explanation": culprit.explanation,
+                "where": culprit.where,
             }
-            for one in culprits
+            for culprit in culprits
         ],
         "blame": None if blamed is None else blamed.to_json(),
         "lines": _lines(blamed)
-        or [one.text for one in nearest(checks.checkout.hunks(commit), culprits)],
+        or [hunk.text for hunk in nearest(checks.checkout.hunks(commit), culprits)],
         "report": str(report.directory),
     }
 
@@ -253,7 +250,7 @@ def nearest(hunks: Sequence[Hunk], culprits: Sequence[Culprit]) -> list[Hunk]:
 
     The file and line to look at (``Culprit.where``) may be given from Megatron's folder on.
     """
-    places = [match for one in culprits if (match := _PLACE.search(one.where))]
+    places = [match for culprit in culprits if (match := _PLACE.search(culprit.where))]
 
     def distance(hunk: Hunk) -> float:
         file = Path(hunk.file)
@@ -267,10 +264,8 @@ def nearest(hunks: Sequence[Hunk], culprits: Sequence[Culprit]) -> list[Hunk]:
         )
 
     ordered = sorted(hunks, key=distance)
-    near = [one for one in ordered if distance(one) < float("inf")]
-    return [dataclasses.replace(one, text=f"{one.file}\n{one.text}") for one in (near or ordered)][
-        :_SHOWN
-    ]
+    near = [hunk for hunk in ordered if distance(hunk) < float("inf")] or ordered
+    return [dataclasses.replace(hunk, text=f"{hunk.file}\n{hunk.text}") for hunk in near[:_SHOWN]]
 
 
 def _show(answer: dict[str, Any]) -> None:
@@ -279,15 +274,16 @@ def _show(answer: dict[str, Any]) -> None:
     at = answer["commit"][:12]
     counted = f"{answer['checked']} of {answer['commits']} commits were checked"
     if answer["suspects"]:
-        others = ", ".join(one[:12] for one in answer["suspects"])
-        print(f"ttrace: the first bad commit is {at} or, which could not be checked, {others}")
+        suspects = ", ".join(commit[:12] for commit in answer["suspects"])
+        print(f"ttrace: the first bad commit is {at} or, which could not be checked, {suspects}")
         print(f"({counted})")
     else:
         print(f"ttrace: {at} is the first commit with which the job diverges ({counted})")
     print(f"commit     {answer['commit']} {answer['described']}")
-    for one in answer["culprits"]:
-        print(f"culprit    {clean(one['name'])}, {one['direction']}")
-        print(f"           cause {clean(one['explanation'], 300)}; look at {clean(one['where'])}")
+    for culprit in answer["culprits"]:
+        cause, place = clean(culprit["explanation"], 300), clean(culprit["where"])
+        print(f"culprit    {clean(culprit['name'])}, {culprit['direction']}")
+        print(f"           cause {cause}; look at {place}")
     print(f"report     {answer['report']}")
     for commit, why in answer["skipped"].items():
         print(f"skipped    {commit[:12]}: {why}")

@@ -64,21 +64,21 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.report import terminal
     from megatron_ttrace.saved import blame
 
-    found = training.command_of(args)
+    command_ = training.command_of(args)
     check_single(args, "nproc_per_node")
-    settings, arguments = split(found.arguments, settings_of(args))
+    settings, arguments = split(command_.arguments, settings_of(args))
     say = command.silent if args.quiet or args.json else command.progress(args.began)
-    script = Path(found.script)
+    script = Path(command_.script)
     if not script.is_file():
         raise TTraceError(f"{script}: no such script")
     # The Megatron is the one that the command would import.
-    os.environ.update(found.environment)
+    os.environ.update(command_.environment)
     tree = overlay.Tree.of(script)
     difference = overlay.difference(tree, args.good)
     trial = blame.Trial(
         interpreter=apart.interpreter_of(args.command_words[1:]),
         arguments=tuple(arguments),
-        ranks=args.nproc_per_node or training.ranks_of(found),
+        ranks=args.nproc_per_node or training.ranks_of(command_),
         settings=settings,
         environment=dict(os.environ),
         fork=not args.no_fork,

@@ -161,16 +161,16 @@ def _show(rows: Sequence[BugRow], seconds: float) -> None:
     table.add_column("margin", justify="right")
     table.add_column("seconds", justify="right")
     for row in rows:
-        found = row.assessment
+        answer = row.assessment
         table.add_row(
             f"{row.bug.id} {row.bug.name}",
             str(row.layout.nproc),
             escape(row.layout.short),
             _word(row.is_healthy if row.healthy else None),
-            _word(found.detected if found else None),
-            _word(found.localised if found else None),
-            _word(found.explained if found else None),
-            "" if not found or found.margin is None else f"{found.margin:.3g}",
+            _word(answer.detected if answer else None),
+            _word(answer.localised if answer else None),
+            _word(answer.explained if answer else None),
+            "" if not answer or answer.margin is None else f"{answer.margin:.3g}",
             f"{row.seconds:.1f}",
         )
     console = _console()
@@ -187,26 +187,26 @@ def _show(rows: Sequence[BugRow], seconds: float) -> None:
 
 def _total(totals: Totals) -> str:
     """The totals in one sentence."""
-    said = (
+    sentence = (
         f"of {totals.bugs} bugs {totals.detected} detected, {totals.localised} localised, "
         f"{totals.explained} explained; {totals.healthy} of {totals.cases} healthy runs pass"
     )
     if totals.weakest is not None:
-        said += f"; weakest margin of a culprit {totals.weakest[0]:.3g} ({totals.weakest[1]})"
+        sentence += f"; weakest margin of a culprit {totals.weakest[0]:.3g} ({totals.weakest[1]})"
     if totals.nearest is not None:
-        said += f", largest of a healthy run {totals.nearest[0]:.3g} ({totals.nearest[1]})"
-    return said
+        sentence += f", largest of a healthy run {totals.nearest[0]:.3g} ({totals.nearest[1]})"
+    return sentence
 
 
 def _looked(rows: Sequence[BugRow]) -> str:
     """How often the report names the changed code as the place to look at."""
-    found = [row.looked for row in rows if row.looked is not None]
+    places = [row.looked for row in rows if row.looked is not None]
     first, three = (
-        f"{sum(getattr(one, f'file_{where}') for one in found)} in the right file, "
-        f"{sum(getattr(one, f'function_{where}') for one in found)} in the right function"
+        f"{sum(getattr(place, f'file_{where}') for place in places)} in the right file, "
+        f"{sum(getattr(place, f'function_{where}') for place in places)} in the right function"
         for where in ("first", "in_three")
     )
-    return f"look at, {len(found)} cases: first place {first}; one of three places {three}"
+    return f"look at, {len(places)} cases: first place {first}; one of three places {three}"
 
 
 def _console() -> Console:

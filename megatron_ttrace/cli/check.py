@@ -118,8 +118,8 @@ def run(args: argparse.Namespace) -> int:
     if len(reports) == 1 and args.began is not None:
         reports = [api.timed(reports[0], time.monotonic() - args.began)]
     if args.json:
-        found = [report.summary.to_json() for report in reports]
-        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
+        summaries = [report.summary.to_json() for report in reports]
+        print(json.dumps(summaries[0] if len(summaries) == 1 else summaries, indent=1))
     else:
         from rich.console import Console
 
@@ -167,31 +167,32 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
     large = dataclasses.replace(command_, arguments=tuple(theirs))
     folder = settings.directory
     prefix = folder.with_name(f"{folder.name}-data") / training.DATA
-    found = training.shrunk(
+    plan = training.shrunk(
         large, args.max_ranks, prefix, device=settings.device, fork=not args.no_fork, say=say
     )
     if not (args.quiet or args.json):
-        shrink.show(found, Console(stderr=True))
+        shrink.show(plan, Console(stderr=True))
     if not args.no_fork:
         # Before the data is written: that imports Megatron, which must be the script's own.
         job.prepare(settings.device, Path(large.script), arguments=theirs)
-    documents.write(prefix, found.jobs[0].arguments)
+    documents.write(prefix, plan.jobs[0].arguments)
     reports = []
-    smalls = training.small(large, found.jobs, prefix)
-    for number, (one, (small, file)) in enumerate(zip(found.jobs, smalls, strict=True), 1):
-        if len(found.jobs) > 1:
+    smalls = training.small(large, plan.jobs, prefix)
+    for number, (small_job, (small, file)) in enumerate(zip(plan.jobs, smalls, strict=True), 1):
+        ranks = small_job.axes.ranks
+        if len(plan.jobs) > 1:
             settings = dataclasses.replace(settings, directory=folder / str(number))
-            say(f"job {number} of {len(found.jobs)}: {one.axes.ranks} ranks")
+            say(f"job {number} of {len(plan.jobs)}: {ranks} ranks")
         report = training.check(
             small,
             dataclasses.replace(settings, small=file),
             say,
             fork=not args.no_fork,
-            nproc=one.axes.ranks,
+            nproc=ranks,
             settle=not args.once,
-            environment={SHRUNK: found.told()},
+            environment={SHRUNK: plan.stands_for()},
         )
-        reports.append(_blamed(args, small, report, one.axes.ranks, say, configuration=file))
+        reports.append(_blamed(args, small, report, ranks, say, configuration=file))
     return reports
 
 
@@ -222,10 +223,10 @@ def _blamed(
     say("it diverges: looking for the change to blame")
     script = Path(command_.script)
     try:
-        found = searching.run_apart(trial, script, args.good, quiet=args.quiet or args.json)
+        blamed = searching.run_apart(trial, script, args.good, quiet=args.quiet or args.json)
     except TTraceError as error:
         say(f"no change can be blamed: {error}")
         return report
     return dataclasses.replace(
-        report, summary=dataclasses.replace(report.summary, blame=found.summary.blame)
+        report, summary=dataclasses.replace(report.summary, blame=blamed.summary.blame)
     )

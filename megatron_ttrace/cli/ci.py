@@ -43,7 +43,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--base", required=True, metavar="REF", help="branch that the pull request is merged into"
     )
-    for option, what, kind in (
+    for option, metavar, kind in (
         ("--recipes", "DIR", "directory of recipes"),
         ("--recipe", "FILE", "recipe"),
     ):
@@ -53,7 +53,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
             type=flags.path,
             action="append",
             default=[],
-            metavar=what,
+            metavar=metavar,
             help=f"{kind}, below CHECKOUT; may be repeated (default: the "
             "functional tests and examples of Megatron-LM)",
         )
@@ -86,26 +86,26 @@ def run(args: argparse.Namespace) -> int:
     # Standard output has nothing but JSON, where it is JSON.
     out = sys.stderr if args.format in ("gitlab", "json") else sys.stdout
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         print(log_line(line), file=out, flush=True)
 
     if checkout.is_edited():
-        tell(f"uncommitted changes are not checked, only {head[:12]}")
+        report(f"uncommitted changes are not checked, only {head[:12]}")
     inside = folder.relative_to(checkout.root)
     directory = args.directory.absolute()
     owned.require(directory, pull.NAMES)
     try:
         with ExitStack() as stack:
             request = pull.Pull(checkout, inside, directory, head, base, args.quiet, stack)
-            todo = pull.plan(request, folder, args.places, args.max_ranks, tell)
-            code, found = pull.check(request, todo, tell)
+            todo = pull.plan(request, folder, args.places, args.max_ranks, report)
+            code, annotations = pull.check(request, todo, report)
     finally:
         owned.discard(directory / "trees")
     if args.format == "gitlab":
-        print(review.code_quality(found))
+        print(review.code_quality(annotations))
     if args.format == "json":
-        print(review.records(found))
+        print(review.records(annotations))
     show = review.workflow_command if args.format == "github" else review.text
-    for one in found:
-        print(show(one), file=out, flush=True)
+    for annotation in annotations:
+        print(show(annotation), file=out, flush=True)
     return code

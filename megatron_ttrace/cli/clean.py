@@ -58,37 +58,35 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, and remove if confirmed.
-
-    Raises:
-        TTraceError: when a directory does not exist.
-    """
+    """List, and remove if confirmed. Raises ``TTraceError`` when a directory does not exist."""
     # Only here: the store imports torch.
     from megatron_ttrace.trace import cleaning
     from megatron_ttrace.trace.budget import shown
 
     until = time.time() - args.older_than * _DAY
     homes = _homes(args)
-    found = [one for home in homes for one in cleaning.find(home) if one.written <= until]
+    items = [item for home in homes for item in cleaning.find(home) if item.written <= until]
     rows, failed = [], False
-    for one in found:
+    for item in items:
         state = "found"
         if args.yes:
             try:
-                state = "removed" if cleaning.remove(one) else "in use"
+                state = "removed" if cleaning.remove(item) else "in use"
             except OSError as error:
                 state, failed = f"not removed ({error.strerror or error})", True
-        rows.append({"path": str(one.path), "sort": one.sort, "bytes": one.bytes, "state": state})
+        rows.append(
+            {"path": str(item.path), "sort": item.sort, "bytes": item.bytes, "state": state}
+        )
         if not args.json:
-            days = (time.time() - one.written) / _DAY
-            print(f"{shown(one.bytes):>9}  {days:>6.1f} d  {one.sort:<10}  {one.path}  {state}")
+            days = (time.time() - item.written) / _DAY
+            print(f"{shown(item.bytes):>9}  {days:>6.1f} d  {item.sort:<10}  {item.path}  {state}")
     if args.json:
         print(json.dumps(rows, indent=1))
     else:
         where = " ".join(str(home) for home in homes)
-        total = shown(sum(one.bytes for one in found))
-        print(f"{len(found)} in {where}: {total}" if found else f"nothing of ttrace in {where}")
-        if found and not args.yes:
+        total = shown(sum(item.bytes for item in items))
+        print(f"{len(items)} in {where}: {total}" if items else f"nothing of ttrace in {where}")
+        if items and not args.yes:
             print("nothing was removed: add --yes to remove what is listed", file=sys.stderr)
     return ExitCode.COULD_NOT_CHECK if failed else ExitCode.EQUIVALENT
 

@@ -36,18 +36,14 @@ class Parser(flags.Parser):
         args: Sequence[str] | None = None,
         namespace: argparse.Namespace | None = None,
     ) -> tuple[argparse.Namespace, list[str]]:
-        """See :class:`argparse.ArgumentParser`; nothing may be left over.
-
-        Raises:
-            TTraceError: when an argument is not known.
-        """
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            options = [word.partition("=")[0] for word in rest if word.startswith("-")]
+        """As of :class:`argparse.ArgumentParser`; raises ``TTraceError`` for what is not known."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
             meant = flags.similar(options[0], self._option_string_actions) if options else ""
-            shown = " ".join(options) or f"{len(rest)} more than this command has"
+            shown = " ".join(options) or f"{len(unknown)} more than this command has"
             self.error(f"unrecognized arguments: {shown}{meant}")
-        return found, rest
+        return parsed, unknown
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         try:
@@ -83,11 +79,12 @@ def add_evaluation(subparsers: Subparsers) -> Subparsers:
 
 def typed(words: Sequence[str]) -> list[str]:
     """A ``ttrace`` command as it works in the user's shell, which may not find ``ttrace``."""
-    own = Path(sysconfig.get_path("scripts"), "ttrace")
-    found = shutil.which("ttrace")
-    if not words or not own.is_file() or (found and Path(found).resolve() == own.resolve()):
+    installed = Path(sysconfig.get_path("scripts"), "ttrace")
+    on_path = shutil.which("ttrace")
+    is_this = on_path and Path(on_path).resolve() == installed.resolve()
+    if not words or not installed.is_file() or is_this:
         return list(words)
-    return [str(near(own)), *words[1:]]
+    return [str(near(installed)), *words[1:]]
 
 
 def near(path: Path) -> Path:
@@ -100,25 +97,18 @@ def add(
     name: str,
     run: Callable[[argparse.Namespace], int],
     *,
-    aliases: tuple[str, ...] = (),
     summary: str,
     description: str = "",
     epilog: str,
 ) -> argparse.ArgumentParser:
     """Add a command to ``ttrace``, or an action to a command.
 
-    Args:
-        subparsers: of ``ttrace`` or of the command.
-        name: of the command or action.
-        run: runs it and returns the exit code.
-        aliases: further names of it.
-        summary: its line in the list of commands.
-        description: the first paragraph of its ``--help``; by default the summary.
-        epilog: the end of its ``--help``: an example, and the exit codes.
+    ``run`` returns the exit code. ``summary`` is its line in the list of commands, and by default
+    the description, which begins its ``--help``. ``epilog`` ends that: an example, and the exit
+    codes.
     """
     parser = subparsers.add_parser(
         name,
-        aliases=aliases,
         help=summary,
         description=textwrap.fill(description or f"{summary[0].upper()}{summary[1:]}.", 80),
         epilog=epilog,
@@ -170,25 +160,10 @@ def answered(report: api.Report, *, as_json: bool) -> int:
     return int(report.verdict.exit_code)
 
 
-def numbers(least: int) -> Callable[[str], tuple[int, ...]]:
-    """For argparse: integers of at least ``least``, separated by commas."""
-
-    def convert(text: str) -> tuple[int, ...]:
-        try:
-            found = tuple(int(word) for word in text.split(","))
-        except ValueError:
-            found = ()
-        if not found or min(found) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: give numbers from {least}, e.g. 4,16,64")
-        return found
-
-    return convert
-
-
 def progress(began: float | None = None) -> Say:
     """A function that writes a line to standard error, with the seconds since ``began``.
 
-    ``began``: on the clock of ``time.monotonic()``; by default the time of this call.
+    ``began`` is on the clock of ``time.monotonic()``, by default now.
     """
     start = time.monotonic() if began is None else began
 
@@ -221,8 +196,7 @@ def silent(line: str) -> None:
 def require_writable(flag: str, file: Path | None) -> None:
     """Create the file of a flag, if it was given: before the long work, not after it.
 
-    Raises:
-        TTraceError: when that fails.
+    Raises ``TTraceError`` when that fails.
     """
     try:
         if file is not None:

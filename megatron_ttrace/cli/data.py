@@ -65,8 +65,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Write the data set and print the arguments that train on it.
 
-    Raises:
-        TTraceError: on input that is missing or empty, and output that cannot be written.
+    Raises ``TTraceError`` on input that is missing or empty, and output that cannot be written.
     """
     # Megatron takes seconds to import; `ttrace --help` must not pay for that.
     from megatron_ttrace.jobs import text_data
@@ -78,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     corpus = text_data.write_corpus(documents, args.output, append_eod=args.append_eod)
     trained_with = text_data.training_flags(args.output)
     if args.json:
-        found = {"documents": corpus.documents, "tokens": corpus.tokens, "flags": trained_with}
-        print(json.dumps({"prefix": str(corpus.prefix), **found}))
+        counts = {"documents": corpus.documents, "tokens": corpus.tokens}
+        print(json.dumps({"prefix": str(corpus.prefix), **counts, "flags": trained_with}))
     else:
         print(f"{corpus.prefix}.bin, .idx: {corpus.documents} documents, {corpus.tokens} tokens")
         print(f"train with: {trained_with}")

@@ -85,27 +85,24 @@ def run(args: argparse.Namespace) -> int:
         return summary
 
     healthy = check("healthy", "TP 2 + SP x PP 2, distributed optimizer").verdict
-    found = _is_found(
-        check("faulty", "the same job with known bug 01 (--ttrace-bug 01)", "--ttrace-bug", "01")
+    faulty = check(
+        "faulty", "the same job with known bug 01 (--ttrace-bug 01)", "--ttrace-bug", "01"
+    )
+    is_found = faulty.verdict is Result.DIVERGED and any(
+        culprit.name == "embedding.word_embeddings" and culprit.kind is Kind.OUTPUT
+        for culprit in faulty.culprits
     )
     console.rule("demo")
     equivalent = healthy is Result.EQUIVALENT
     console.print(f"healthy run found equivalent: {'yes' if equivalent else 'NO'}")
-    console.print(f"bug 01 found at embedding.word_embeddings: {'yes' if found else 'NO'}")
+    console.print(f"bug 01 found at embedding.word_embeddings: {'yes' if is_found else 'NO'}")
     console.print(f"HTML report: {args.directory / 'faulty' / files.HTML}")
     console.rule("next: check a job of your own")
     console.print("Put the command of your job behind the last --. As it stands, this runs:")
-    own = f"{_NEXT} {command.near(runner.script)} {_OWN}".split()
-    for line in terminal.shell_lines(command.typed(own), terminal.PIPED_WIDTH - 2):
+    example = f"{_NEXT} {command.near(runner.script)} {_OWN}".split()
+    for line in terminal.shell_lines(command.typed(example), terminal.PIPED_WIDTH - 2):
         terminal.say(console, f"  {line}")
     say("done")
-    if equivalent and found:
+    if equivalent and is_found:
         return ExitCode.EQUIVALENT
     return ExitCode.DIVERGED if healthy is Result.DIVERGED else ExitCode.COULD_NOT_CHECK
-
-
-def _is_found(summary: Summary) -> bool:
-    return summary.verdict is Result.DIVERGED and any(
-        culprit.name == "embedding.word_embeddings" and culprit.kind is Kind.OUTPUT
-        for culprit in summary.culprits
-    )

@@ -39,8 +39,6 @@ exit code: 0 equivalent, 1 diverged, 2 could not compare
 """
 _CACHE = "TTRACE_CACHE"
 _TRACES = ("candidate", "reference")
-_DIVISIBLE_BY = 128
-"""Megatron's default of ``--make-vocab-size-divisible-by``."""
 
 
 def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
@@ -89,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
     return _shown(args, first, second, settings)
 
 
-def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
+def against(args: argparse.Namespace, job: Command, say: command.Say) -> int:
     """Run ``ttrace check --against``: another run takes the place of the reference."""
     if args.shrink:
         raise TTraceError("--against and --shrink: give one of them; ttrace shrink prints the jobs")
     _require_known(args.known)
-    settings, theirs = split(found.arguments, settings_of(args))
+    settings, theirs = split(job.arguments, settings_of(args))
     home = settings.directory
     _require_apart(args.against, home, "--ttrace-dir")
     os.environ.setdefault(_CACHE, str((home / "references").resolve()))
@@ -111,27 +109,27 @@ def against(args: argparse.Namespace, found: Command, say: command.Say) -> int:
     )
     first = _kept("the other run", args.against, alike, say)
     say("this run")
-    # Shown is how it compares with the other run, not with its own reference.
+    # W&B gets the comparison with the other run, not the one with its own reference.
     unshown = dataclasses.replace(settings, wandb=False, wandb_online=False)
-    found = _padded_like(first, dataclasses.replace(found, arguments=tuple(theirs)))
+    job = _padded_like(first, dataclasses.replace(job, arguments=tuple(theirs)))
     nproc = args.nproc_per_node
-    report = record.kept(found, unshown, say, fork=not args.no_fork, nproc=nproc)
+    report = record.kept(job, unshown, say, fork=not args.no_fork, nproc=nproc)
     return _shown(args, first, report.directory, settings)
 
 
-def with_model(args: argparse.Namespace, found: Command, say: command.Say) -> Iterator[api.Report]:
+def with_model(args: argparse.Namespace, job: Command, say: command.Say) -> Iterator[api.Report]:
     """Run ``ttrace check --against hf:config.json``: a check, then its reference against a model.
 
     A job in bf16, or with what transformers lacks or defines differently, runs once more without.
     """
     if args.shrink:
         raise TTraceError("--against and --shrink: give one of them; ttrace shrink prints the jobs")
-    settings = split(found.arguments, settings_of(args))[0]
+    settings = split(job.arguments, settings_of(args))[0]
     how = {"fork": not args.no_fork, "nproc": args.nproc_per_node}
-    checked = training.check(found, settings_of(args), say, **how, settle=not args.once)
+    checked = training.check(job, settings_of(args), say, **how, settle=not args.once)
     yield checked
     notice = ""
-    if (plain := _plain(args.against, found, settings, checked)) is not None:
+    if (plain := _plain(args.against, job, settings, checked)) is not None:
         job, alike, without = plain
         say(f"the same job without {without}, whose reference is compared with the model")
         notice = f"the reference is that of the same job without {without}"
@@ -181,8 +179,8 @@ def _require_apart(trace: str, folder: Path, flag: str) -> None:
     """Refuse a trace that a run would overwrite. Raises ``TTraceError``."""
     if not os.path.isdir(trace):  # of a long command Path.is_dir raises an error
         return
-    found = Path(trace).resolve()
-    if found in (folder.resolve(), *(folder.resolve() / n for n in _TRACES)):
+    folder = folder.resolve()
+    if Path(trace).resolve() in (folder, *(folder / name for name in _TRACES)):
         raise TTraceError(f"{trace} would be overwritten by the other run: choose another {flag}")
 
 
@@ -195,44 +193,40 @@ def _require_known(file: Path | None) -> None:
 
 
 def _kept(
-    who: str,
-    what: str,
-    settings: Settings,
-    say: command.Say,
-    *,
-    like: Path | None = None,
+    name: str, run: str, settings: Settings, say: command.Say, *, like: Path | None = None
 ) -> Path:
     """The directory of a trace; of a command, after recording it with these settings."""
-    if os.path.isdir(what) or api.is_model(what):
-        return Path(what)
-    if len(what.split()) < 2 and not os.path.isfile(what):
-        raise TTraceError(f"{what}: neither a directory nor a command")
-    found = training.parsed([what], "record")
+    if os.path.isdir(run) or api.is_model(run):
+        return Path(run)
+    if len(run.split()) < 2 and not os.path.isfile(run):
+        raise TTraceError(f"{run}: neither a directory nor a command")
+    job = training.parsed([run], "record")
     if like is not None and not api.is_model(like):
-        found = _padded_like(like, found)
-    say(f"{who}: {in_one_line(what)}")
-    record.run_apart(what, found, settings, quiet=say is command.silent)
+        job = _padded_like(like, job)
+    say(f"{name}: {in_one_line(run)}")
+    record.run_apart(run, job, settings, quiet=say is command.silent)
     return settings.directory
 
 
-def _padded_like(other: Path, found: Command) -> Command:
+def _padded_like(other: Path, job: Command) -> Command:
     """A command, with its vocabulary padded as in another run.
 
     Megatron pads it to a multiple of ``--make-vocab-size-divisible-by`` times the tensor-parallel
     size (megatron/training/vocab_utils.py), and the softmax runs over padded rows, too: runs with
     other paddings have other losses.
     """
+    from megatron_ttrace.jobs import restarts
     from megatron_ttrace.jobs.shrink.given import Given
     from megatron_ttrace.saved import difference
 
     multiple = difference.vocabulary_multiple(difference.open_side(other))
-    given = Given.parse(split(found.arguments)[1])
-    ranks = given.integer("tensor_model_parallel_size", 1)
-    own = given.integer("make_vocab_size_divisible_by", _DIVISIBLE_BY)
-    if multiple is None or multiple % ranks or multiple == own * ranks:
-        return found
-    more = ("--make-vocab-size-divisible-by", str(multiple // ranks))
-    return dataclasses.replace(found, arguments=(*found.arguments, *more))
+    flags = Given.parse(split(job.arguments)[1])
+    ranks = flags.integer("tensor_model_parallel_size", 1)
+    divisor = flags.integer("make_vocab_size_divisible_by", restarts.DIVISIBLE_BY)
+    if multiple is None or multiple % ranks or multiple == divisor * ranks:
+        return job
+    padding = ("--make-vocab-size-divisible-by", str(multiple // ranks))
+    return dataclasses.replace(job, arguments=(*job.arguments, *padding))
 
 
 def _shown(args: argparse.Namespace, first: Path, second: Path, settings: Settings) -> int:

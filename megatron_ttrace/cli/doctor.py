@@ -65,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
     with versions.quiet_imports():
         needed = [_attempt(subject, look, "missing") for subject, look in _NEEDED.items()]
         optional = _OPTIONAL | ({"releases": _releases} if args.online else {})
-        others = [_attempt(subject, look, "optional") for subject, look in optional.items()]
-    broken = [one.subject for one in needed if one.state == "missing"]
-    findings = [*needed, *others, _checks(broken)]
+        findings = [_attempt(subject, look, "optional") for subject, look in optional.items()]
+    broken = [finding.subject for finding in needed if finding.state == "missing"]
+    findings = [*needed, *findings, _checks(broken)]
     if args.json:
-        print(json.dumps([dataclasses.asdict(one) for one in findings], indent=1))
+        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
     else:
         _show(findings)
     return ExitCode.COULD_NOT_CHECK if broken else ExitCode.EQUIVALENT
@@ -92,9 +92,10 @@ def _show(findings: list[Finding]) -> None:
     for title in ("what", "state", "found"):
         table.add_column(title)
     colours = {"ok": "green", "missing": "red", "optional": "yellow"}
-    for one in findings:
-        told = f"{one.found}; {one.advice}" if one.advice else one.found
-        table.add_row(one.subject, Text(one.state, style=colours[one.state]), Text(told))
+    for finding in findings:
+        text = "; ".join(filter(None, (finding.found, finding.advice)))
+        state = Text(finding.state, style=colours[finding.state])
+        table.add_row(finding.subject, state, Text(text))
     Console().print(table)
 
 
@@ -111,8 +112,8 @@ def _torch() -> Finding:
         return Finding("torch", "missing", str(error), "pip install torch")
     backends = _backends()
     if not backends:
-        found = f"{torch.__version__}, neither gloo nor NCCL"
-        return Finding("torch", "missing", found, "ranks need one: pip install torch")
+        text = f"{torch.__version__}, neither gloo nor NCCL"
+        return Finding("torch", "missing", text, "ranks need one: pip install torch")
     return Finding("torch", "ok", f"{torch.__version__}, {' and '.join(backends)}")
 
 
@@ -121,8 +122,8 @@ def _backends() -> list[str]:
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available():
         return []
-    there = {"gloo": distributed.is_gloo_available(), "NCCL": distributed.is_nccl_available()}
-    return [name for name, usable in there.items() if usable]
+    usable = {"gloo": distributed.is_gloo_available(), "NCCL": distributed.is_nccl_available()}
+    return [name for name, is_usable in usable.items() if is_usable]
 
 
 def _megatron() -> Finding:
@@ -138,8 +139,8 @@ def _releases() -> Finding:
     newer = index.newer_patches()
     if not newer:
         return Finding("releases", "ok", f"none is newer than {' and '.join(versions.SUPPORTED)}")
-    found = ", ".join(f"{newest} (tested: {version})" for version, newest in newer.items())
-    return Finding("releases", "optional", found, "checked like its series")
+    text = ", ".join(f"{newest} (tested: {version})" for version, newest in newer.items())
+    return Finding("releases", "optional", text, "checked like its series")
 
 
 def _options() -> Finding:
@@ -154,8 +155,8 @@ def _options() -> Finding:
     new.remove("--help")
     if not new:
         return Finding("options", "ok", f"all {len(flags) - 1} of Megatron's are known")
-    found = f"{len(new)} of {len(flags) - 1} of Megatron's are new: {', '.join(sorted(new))}"
-    return Finding("options", "optional", found, "a reference has them as the job has them")
+    text = f"{len(new)} of {len(flags) - 1} of Megatron's are new: {', '.join(sorted(new))}"
+    return Finding("options", "optional", text, "a reference has them as the job has them")
 
 
 def _device() -> Finding:
@@ -164,11 +165,11 @@ def _device() -> Finding:
     if not count:
         return Finding("GPU", "optional", "none", "the CPU backend is used")
     properties = torch.cuda.get_device_properties(0)
-    found = f"{count} x {properties.name}, {properties.total_memory / _GIB:.0f} GiB"
+    text = f"{count} x {properties.name}, {properties.total_memory / _GIB:.0f} GiB"
     if "NCCL" not in _backends():
         advice = "this torch has no NCCL, which several GPUs need: install a CUDA build"
-        return Finding("GPU", "optional", found, advice)
-    return Finding("GPU", "ok", found)
+        return Finding("GPU", "optional", text, advice)
+    return Finding("GPU", "ok", text)
 
 
 def _checks(broken: list[str]) -> Finding:
@@ -177,20 +178,20 @@ def _checks(broken: list[str]) -> Finding:
         return Finding("checks", "missing", "cannot run here", f"first fix {', '.join(broken)}")
     count = importlib.import_module("torch").cuda.device_count()
     if not count:
-        found = "reference and ranks on this machine's CPU over gloo, TransformerEngine emulated"
-        return Finding("checks", "ok", found)
+        text = "reference and ranks on this machine's CPU over gloo, TransformerEngine emulated"
+        return Finding("checks", "ok", text)
     ranks = "1 rank" if count == 1 else f"up to {count} ranks"
-    found = f"reference on the first GPU, {ranks} on GPUs (not yet tried)"
-    return Finding("checks", "ok", found, "more ranks on the CPU with --ttrace-device cpu")
+    text = f"reference on the first GPU, {ranks} on GPUs (not yet tried)"
+    return Finding("checks", "ok", text, "more ranks on the CPU with --ttrace-device cpu")
 
 
 def _disk() -> Finding:
     free = shutil.disk_usage(Path.cwd()).free
-    found = f"{free / _GIB:.0f} GiB free"
+    text = f"{free / _GIB:.0f} GiB free"
     if free > _GIB:
-        return Finding("disk", "ok", found)
+        return Finding("disk", "ok", text)
     advice = "a reference trace of a small model takes 0.1 to 1 GB"
-    return Finding("disk", "optional", found, advice)
+    return Finding("disk", "optional", text, advice)
 
 
 def _comparison() -> Finding:
@@ -220,8 +221,8 @@ def _bridge() -> Finding:
         return Finding(subject, "optional", "not installed", advice)
     version = bridge_release.version() or "of unknown version"
     if lacking := bridge_release.lacking(home):
-        found = f"{version} has no {', '.join(lacking)}"
-        return Finding(subject, "optional", found, f"tested: {', '.join(bridge_release.TESTED)}")
+        text = f"{version} has no {', '.join(lacking)}"
+        return Finding(subject, "optional", text, f"tested: {', '.join(bridge_release.TESTED)}")
     advice = "" if version in bridge_release.TESTED else "not a release that was tested"
     return Finding(subject, "ok", f"{version}, with all that is wrapped", advice)
 
@@ -231,12 +232,12 @@ def _transformers() -> Finding:
     from megatron_ttrace.saved.huggingface import comparison  # which imports torch
 
     try:
-        found = comparison.version()
+        version = comparison.version()
     except TTraceError:
         advice = "pip install 'megatron-ttrace[hf]' to compare with Hugging Face's models"
         return Finding("transformers", "optional", "not installed", advice)
-    advice = "" if found == comparison.TESTED else f"tested: {comparison.TESTED}"
-    return Finding("transformers", "ok", found, advice)
+    advice = "" if version == comparison.TESTED else f"tested: {comparison.TESTED}"
+    return Finding("transformers", "ok", version, advice)
 
 
 def _apex() -> Finding:

@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
     say = command.silent if args.quiet or args.json else command.progress()
     table = combinations.table()
-    given = bool(args.command_words) or args.recipe is not None
-    base = training.command_of(args) if given else _own(table.base)
+    is_given = bool(args.command_words) or args.recipe is not None
+    base = training.command_of(args) if is_given else _tiny(table.base)
     settings, words = split(base.arguments)
     # A reference is that of one job, and a report of the user's is not to be overwritten.
     alike = dataclasses.replace(settings, reference=None, wandb=True, wandb_online=False)
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     checker = Checker(directory, Path(base.script), args.seconds, text, ours)
     first = shrunk.jobs[0]
     small = dataclasses.replace(base, arguments=first.arguments, ranks=first.axes.ranks)
-    space = combinations.Space(small if given else base, table.dimension)
+    space = combinations.Space(small if is_given else base, table.dimension)
     validity.prepare(Path(base.script))
     hunt = Hunt(space, checker, Results(directory, ours), args.max_ranks, args.seed)
     row = hunt.given(base, shrunk.jobs)
@@ -111,9 +111,9 @@ def run(args: argparse.Namespace) -> int:
         raise TTraceError(f"the shrunk command: {row.answer}: {row.why}")
     tried: list[Tried] = []
     if row.answer is Answer.EQUIVALENT:
-        for each in hunt.run(60 * args.minutes):
-            tried.append(each)
-            row = each.row
+        for combination in hunt.run(60 * args.minutes):
+            tried.append(combination)
+            row = combination.row
             say(
                 f"[{len(tried)}] {row.key} {row.answer} {row.seconds:.0f} s {row.why[:100]}"
                 f"{' together: ' * bool(row.together)}{', '.join(v for _, v in row.together)}"
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _show(hunt, tried)
         print(f"page       {command.near(directory / 'hunt.html')}")
-    if hunt.failures or any(each.row.answer is Answer.DIVERGED for each in tried):
+    if hunt.failures or any(job.row.answer is Answer.DIVERGED for job in tried):
         return ExitCode.DIVERGED
     return ExitCode.COULD_NOT_CHECK if _unknown(tried) else ExitCode.EQUIVALENT
 
@@ -135,22 +135,21 @@ def _unknown(tried: list[Tried]) -> list[str]:
     """Why jobs that train without us could not be checked."""
     from megatron_ttrace.evaluation.recipes.run import Answer
 
-    rows = (each.row for each in tried)
+    rows = (job.row for job in tried)
     return [in_one_line(row.why) for row in rows if row.answer is Answer.COULD_NOT_CHECK]
 
 
-def _own(words: str) -> Command:
+def _tiny(words: str) -> Command:
     return Command(str(launch_dir() / "pretrain_gpt.py"), tuple(words.split()), ranks=1)
 
 
 def _answer(hunt: Hunt, tried: list[Tried]) -> dict[str, object]:
-    """What is written as JSON."""
     return {
         "pairs": {"covered": len(hunt.covering.covered), "excluded": len(hunt.covering.excluded)},
         "combinations": [
-            {"values": dict(each.combination), **dataclasses.asdict(each.row)} for each in tried
+            {"values": dict(job.combination), **dataclasses.asdict(job.row)} for job in tried
         ],
-        "failures": [_failure(each) for each in hunt.failures],
+        "failures": [_failure(failure) for failure in hunt.failures],
     }
 
 
@@ -171,8 +170,8 @@ def _failure(failure: Failure) -> dict[str, object]:
 
 def _show(hunt: Hunt, tried: list[Tried]) -> None:
     if tried:
-        found = Counter(each.row.answer for each in tried)
-        counts = ", ".join(f"{number} {answer}" for answer, number in found.most_common())
+        answers = Counter(job.row.answer for job in tried)
+        counts = ", ".join(f"{number} {answer}" for answer, number in answers.most_common())
         print(f"ttrace: {len(tried)} combinations: {counts}")
         print(
             f"pairs      {len(hunt.covering.covered)} checked, {len(hunt.covering.excluded)} "

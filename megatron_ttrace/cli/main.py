@@ -136,7 +136,7 @@ def _leave(code: int) -> None:
     import threading
 
     main_thread = threading.main_thread()
-    if any(not one.daemon and one is not main_thread for one in threading.enumerate()):
+    if any(not thread.daemon and thread is not main_thread for thread in threading.enumerate()):
         return
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -44,7 +44,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--seeds",
         "--seed",
-        type=command.numbers(0),
+        type=_seeds,
         default=(1234,),
         metavar="N[,N...]",
         help="Megatron's --seed (default 1234); each configuration runs once per seed",
@@ -60,11 +60,21 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     return parser
 
 
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        seeds = tuple(int(word) for word in text.split(","))
+    except ValueError:
+        seeds = ()
+    if not seeds or min(seeds) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 0, e.g. 4,16,64")
+    return seeds
+
+
 def run(args: argparse.Namespace) -> int:
     """Check the chosen configurations one after the other."""
     everything = configurations()
     if args.list:
-        print("\n".join(one.name for one in everything))
+        print("\n".join(configuration.name for configuration in everything))
         return ExitCode.EQUIVALENT
     if not args.all and not args.patterns:
         raise TTraceError(
@@ -78,10 +88,10 @@ def run(args: argparse.Namespace) -> int:
 
     runner = Runner(args.directory, flags=(NO_WANDB, *args.ttrace_flags.split()))
     rows = []
-    jobs_to_run = [(one, seed) for seed in args.seeds for one in chosen]
-    for number, (one, seed) in enumerate(jobs_to_run, 1):
-        name = one.name if len(args.seeds) == 1 else f"{one.name}/seed{seed}"
-        row = suite.check(one, name, seed, runner)
+    jobs_to_run = [(configuration, seed) for seed in args.seeds for configuration in chosen]
+    for number, (configuration, seed) in enumerate(jobs_to_run, 1):
+        name = configuration.name if len(args.seeds) == 1 else f"{configuration.name}/seed{seed}"
+        row = suite.check(configuration, name, seed, runner)
         rows.append(row)
         if args.json:
             print(json.dumps(dataclasses.asdict(row)), flush=True)
@@ -93,30 +103,30 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(row: MatrixRow) -> str:
-    told = f"worst {row.worst_margin:.3g}x {row.worst}" if row.tensors else row.why
+    note = f"worst {row.worst_margin:.3g}x {row.worst}" if row.tensors else row.why
     if row.inexact:
-        told += f", {row.inexact} of {row.exact} not bitwise"
+        note += f", {row.inexact} of {row.exact} not bitwise"
     if row.tensors and row.why:
-        told = row.why
+        note = row.why
     if row.finding:
         outdated = "no longer found: " if row.verdict is Result.EQUIVALENT else ""
-        told = f"{outdated}docs/findings.md, {row.finding}; {told}"
+        note = f"{outdated}docs/findings.md, {row.finding}; {note}"
     return (
         f"{row.name:<34} {row.verdict.value:<12} {row.tensors:>5} tensors "
-        f"{row.unchecked:>3} unchecked {row.seconds:5.1f} s  {told}"
+        f"{row.unchecked:>3} unchecked {row.seconds:5.1f} s  {note}"
     )
 
 
 def _total(rows: list[MatrixRow]) -> None:
     healthy = [row for row in rows if not row.finding]
     good = sum(row.verdict is Result.EQUIVALENT for row in healthy)
-    found = len(rows) - len(healthy)
+    faults = len(rows) - len(healthy)
     tensors = sum(row.tensors for row in rows)
     unchecked = sum(row.unchecked for row in rows)
     worst = max(healthy or rows, key=lambda row: row.worst_margin)
     print(
         f"{good} of {len(healthy)} equivalent"
-        + (f", and {found} known faults of Megatron" if found else "")
+        + (f", and {faults} known faults of Megatron" if faults else "")
         + f"; {tensors} tensors, {unchecked} unchecked "
         f"({unchecked / max(tensors, 1):.2%}); worst healthy margin {worst.worst_margin:.3g} "
         f"({worst.name}: {worst.worst}); {sum(row.inexact for row in rows)} of "

@@ -38,11 +38,11 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         summary="run all suites; report what changed since the last good night",
         epilog=_EPILOG,
     )
-    what = parser.add_argument_group("what to run")
-    what.add_argument("--quick", action="store_true", help="run two bugs and one healthy job only")
-    what.add_argument("--no-bugs", action="store_true", help="omit the known bugs")
-    what.add_argument("--no-matrix", action="store_true", help="omit the healthy configurations")
-    what.add_argument(
+    parts = parser.add_argument_group("what to run")
+    parts.add_argument("--quick", action="store_true", help="run two bugs and one healthy job only")
+    parts.add_argument("--no-bugs", action="store_true", help="omit the known bugs")
+    parts.add_argument("--no-matrix", action="store_true", help="omit the healthy configurations")
+    parts.add_argument(
         "--bug",
         action="append",
         default=[],
@@ -50,44 +50,44 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         metavar="ID",
         help="run only this bug; can be repeated",
     )
-    what.add_argument(
+    parts.add_argument(
         "--bugs-flags",
         default="",
         metavar='"FLAGS"',
         help="flags for ttrace eval bugs run, e.g. '--bf16'",
     )
-    what.add_argument(
+    parts.add_argument(
         "--matrix",
         action="append",
         default=[],
         metavar="PATTERN",
         help="run only healthy jobs whose name matches, e.g. 'tp2*'; can be repeated",
     )
-    what.add_argument(
+    parts.add_argument(
         "--recipes",
         type=Path,
         metavar="CHECKOUT",
         help="check the training configurations of this Megatron-LM checkout",
     )
-    what.add_argument(
+    parts.add_argument(
         "--hunt",
         type=flags.number,
         default=30.0,
         metavar="MINUTES",
         help="check combinations of options for this time (default 30; 0 to omit them)",
     )
-    what.add_argument(
+    parts.add_argument(
         "--minutes",
         type=float,
         metavar="N",
         help="time limit; parts that have not started by then do not run",
     )
-    where = parser.add_argument_group("output")
-    command.add_directory(where, "ttrace-out/nightly")
-    where.add_argument(
+    output = parser.add_argument_group("output")
+    command.add_directory(output, "ttrace-out/nightly")
+    output.add_argument(
         "--wandb", action="store_true", help="send the W&B run to the server (default: offline)"
     )
-    where.add_argument("--no-wandb", action="store_true", help="make no W&B run")
+    output.add_argument("--no-wandb", action="store_true", help="make no W&B run")
     return parser
 
 

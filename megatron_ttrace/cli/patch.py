@@ -43,8 +43,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Apply the patch, reverse it, or only show its state.
 
-    Raises:
-        TTraceError: when the checkout is not one, is of another release, or a line is in the way.
+    Raises ``TTraceError`` when CHECKOUT is not one, is of another release, or a line is in the way.
     """
     inputs.require_regular_folder(args.checkout)
     checkout = script_patch.find(args.checkout)
@@ -60,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         outcome = "was already patched; nothing to do"
     if args.json:
-        found = {
+        answer = {
             "script": str(checkout.script),
             "version": checkout.version,
             "patch": checkout.patch_file.name,
             "applied": checkout.applied if args.check else not args.reverse,
             "changed": changed,
         }
-        print(json.dumps(found))
+        print(json.dumps(answer))
     else:
         print(f"{checkout.script} (Megatron-LM {checkout.version}): {outcome}")
     return ExitCode.EQUIVALENT

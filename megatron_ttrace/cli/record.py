@@ -50,16 +50,16 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run and keep."""
-    found = training.command_of(args)
+    job = training.command_of(args)
     check_single(args, "nproc_per_node")
-    settings, theirs = split(found.arguments, settings_of(args, _DEFAULTS))
-    found = dataclasses.replace(found, arguments=tuple(theirs))
+    settings, theirs = split(job.arguments, settings_of(args, _DEFAULTS))
+    job = dataclasses.replace(job, arguments=tuple(theirs))
     folder = settings.directory
     if (folder / "candidate").exists():
         raise TTraceError(f"{folder} holds a trace already: choose another --ttrace-dir")
     say = command.silent if args.quiet or args.json else command.progress()
     began = time.time()
-    report = kept(found, settings, say, fork=not args.no_fork, nproc=args.nproc_per_node)
+    report = kept(job, settings, say, fork=not args.no_fork, nproc=args.nproc_per_node)
     if args.json:
         print(json.dumps(report.summary.to_json(), indent=1))
     else:
@@ -76,16 +76,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def kept(
-    found: Command, settings: Settings, say: command.Say, *, fork: bool, nproc: int | None
+    job: Command, settings: Settings, say: command.Say, *, fork: bool, nproc: int | None
 ) -> api.Report:
     """Check a command in this process as ``training.check`` does, with all its tensors kept.
 
-    Raises:
-        TTraceError: when the run has no complete trace.
+    Raises ``TTraceError`` when the run has no complete trace.
     """
     settings = dataclasses.replace(settings, save_candidate=True)
     # Too many unchecked tensors are no reason not to keep them.
-    report = training.check(found, settings, say, fork=fork, nproc=nproc, settle=False)
+    report = training.check(job, settings, say, fork=fork, nproc=nproc, settle=False)
     reference = report.directory / "reference"
     if reference.is_symlink():
         # An entry of the cache may be removed at any time.
@@ -95,30 +94,21 @@ def kept(
     return report
 
 
-def run_apart(text: str, found: Command, settings: Settings, *, quiet: bool) -> None:
-    """Record a command in a process and an environment of its own.
+def run_apart(text: str, job: Command, settings: Settings, *, quiet: bool) -> None:
+    """Record a command, whose text names the interpreter, in a process and environment of its own.
 
-    Args:
-        text: the command, which names the interpreter.
-        found: what it is.
-        settings: of ``ttrace record``; an older trace in their directory is removed.
-        quiet: print no progress.
-
-    Raises:
-        TTraceError: when there is no trace, with the reason.
+    An older trace in the directory of the settings is removed. Raises ``TTraceError`` when there
+    is no trace, with the reason.
     """
     folder = settings.directory.resolve()
     if (folder / "candidate").is_dir():
         owned.remove(folder / "candidate")
     unshown = dataclasses.replace(settings, directory=folder, wandb=False, wandb_online=False)
-    ranks = training.ranks_of(found)
-    words = checking(found.script, found.arguments, ranks, unshown, command="record")
-    own = {name: value for name, value in os.environ.items() if name not in found.unset}
-    code, said = apart.ttrace(
-        apart.interpreter_of(text.split()),
-        words,
-        {**own, **found.environment},
-        quiet=quiet,
-    )
+    ranks = training.ranks_of(job)
+    words = checking(job.script, job.arguments, ranks, unshown, command="record")
+    inherited = {name: value for name, value in os.environ.items() if name not in job.unset}
+    environment = {**inherited, **job.environment}
+    interpreter = apart.interpreter_of(text.split())
+    code, reason = apart.ttrace(interpreter, words, environment, quiet=quiet)
     if code:
-        raise TTraceError(f"no trace of {in_one_line(text)[:60]!r}: {said}")
+        raise TTraceError(f"no trace of {in_one_line(text)[:60]!r}: {reason}")

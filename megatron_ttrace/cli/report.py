@@ -48,8 +48,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Render what was asked for and return the exit code of the check.
 
-    Raises:
-        TTraceError: when the files are missing, cut off or foreign, or an output is unwritable.
+    Raises ``TTraceError`` when files are missing, cut off or foreign, or an output is unwritable.
     """
     from rich.console import Console
 

@@ -67,15 +67,15 @@ def run(args: argparse.Namespace) -> int:
     """Run all runs, and show the answer."""
     from megatron_ttrace.saved import restarts
 
-    found = training.command_of(args)
+    job = training.command_of(args)
     check_single(args, "nproc_per_node", "steps", "directory", "timeout")
     folder: Path = args.directory
-    settings, theirs = split(found.arguments, Settings(directory=folder, timeout=args.timeout))
+    settings, theirs = split(job.arguments, Settings(directory=folder, timeout=args.timeout))
     say = command.silent if args.quiet or args.json else command.progress(args.began)
     resumed = restarts.resume(
-        dataclasses.replace(found, arguments=tuple(theirs)),
+        dataclasses.replace(job, arguments=tuple(theirs)),
         dataclasses.replace(settings, directory=folder, wandb=False, wandb_online=False),
-        nproc=args.nproc_per_node or training.ranks_of(found),
+        nproc=args.nproc_per_node or training.ranks_of(job),
         steps=args.steps,
         into=args.into,
         fork=not args.no_fork,

@@ -59,40 +59,33 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan."""
     from megatron_ttrace.jobs.shrink import documents
 
-    found = training.shrunk(training.command_of(args), args.max_ranks, args.data)
-    smalls = training.small(found.command, found.jobs, args.data)
-    jobs = [
-        training.checking(small, job.axes.ranks)
-        for small, job in zip(smalls, found.jobs, strict=True)
+    plan = training.shrunk(training.command_of(args), args.max_ranks, args.data)
+    smalls = training.small(plan.command, plan.jobs, args.data)
+    commands = [
+        (job, training.checking(small, job.axes.ranks))
+        for job, small in zip(plan.jobs, smalls, strict=True)
     ]
-    documents.write(args.data, found.jobs[0].arguments)
+    documents.write(args.data, plan.jobs[0].arguments)
     if args.json:
-        rows = [[row.flag, row.was, row.now, row.why] for row in found.rows]
-        print(
-            json.dumps(
-                {
-                    "jobs": [
-                        {"ranks": job.axes.ranks, "command": words}
-                        for job, words in zip(found.jobs, jobs, strict=True)
-                    ],
-                    "changes": rows,
-                    "kept": list(found.kept),
-                    "lost": list(found.lost),
-                }
-            )
-        )
+        answer = {
+            "jobs": [{"ranks": job.axes.ranks, "command": words} for job, words in commands],
+            "changes": [[row.flag, row.was, row.now, row.why] for row in plan.rows],
+            "kept": list(plan.kept),
+            "lost": list(plan.lost),
+        }
+        print(json.dumps(answer))
         return ExitCode.EQUIVALENT
     from rich.console import Console
 
-    show(found, Console())
-    for job, words in zip(found.jobs, jobs, strict=True):
+    show(plan, Console())
+    for job, words in commands:
         spread = ", ".join(f"{name} {getattr(job.axes, name)}" for name in job.axes.spread())
         print(f"\n# {job.axes.ranks} ranks{f': {spread}' if spread else ''}")
         print(_wrapped(words))
     return ExitCode.EQUIVALENT
 
 
-def show(found: Plan, console: Console) -> None:
+def show(plan: Plan, console: Console) -> None:
     """Print what becomes of a job: a table that fits 80 columns."""
     from rich.table import Table
     from rich.text import Text
@@ -101,18 +94,18 @@ def show(found: Plan, console: Console) -> None:
     for column in table.columns:
         column.overflow = "fold"
     # A name that is cut cannot be searched for; several names in a cell are wrapped between them.
-    names = [word for row in found.rows for word in row.flag.split()]
+    names = [word for row in plan.rows for word in row.flag.split()]
     table.columns[0].width = max(map(len, names), default=0)
-    left = console.width - table.columns[0].width - 6
+    width = console.width - table.columns[0].width - 6
     for column, share in zip(table.columns[1:], (4, 4, 2), strict=True):
-        column.width = max(8, left // share)
-    for row in found.rows:
+        column.width = max(8, width // share)
+    for row in plan.rows:
         was = row.was or ("(given)" if row.now is None else "-")
         now = "(gone)" if row.now is None else row.now
         table.add_row(*map(Text, (row.flag, was, now or "(on)", row.why)))
     console.print(table)
-    console.print(f"flags kept as they are: {len(found.kept)}", markup=False, highlight=False)
-    for lost in found.lost:
+    console.print(f"flags kept as they are: {len(plan.kept)}", markup=False, highlight=False)
+    for lost in plan.lost:
         console.print(f"not kept: {lost}", markup=False, highlight=False, style="yellow")
 
 

@@ -56,8 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser, words: str = "-- COMMAND") ->
 def command_of(args: argparse.Namespace) -> Command:
     """The training command of a command line; variables that it unsets are gone from here.
 
-    Raises:
-        TTraceError: when there is none, or more than one.
+    Raises ``TTraceError`` when there is none, or more than one.
     """
     if args.recipe is not None:
         if [word for word in args.command_words if word != "--"]:
@@ -65,38 +64,34 @@ def command_of(args: argparse.Namespace) -> Command:
         from megatron_ttrace.jobs.commands import recipe_file
 
         return recipe_file.read(args.recipe)
-    found = parsed(args.command_words, args.command, getattr(args, "nproc_per_node", None))
-    for name in found.unset:
+    command_ = parsed(args.command_words, args.command, getattr(args, "nproc_per_node", None))
+    for name in command_.unset:
         os.environ.pop(name, None)
-    return found
+    return command_
 
 
 def parsed(words: list[str], user: str, nproc: int | None = None) -> Command:
     """The training command that these words are, perhaps after a ``--``.
 
-    Args:
-        words: one may be the text of a whole command.
-        user: the command of ours that needs it.
-        nproc: number of ranks that is given beside the command.
-
-    Raises:
-        TTraceError: when there is no script in them.
+    One word may be the text of a whole command. ``user`` is the command of ours that needs it, and
+    ``nproc`` the number of ranks that is given beside it. Raises ``TTraceError`` when there is no
+    script in the words.
     """
     words = words[1:] if words[:1] == ["--"] else words
     if not words:
         raise TTraceError(f"no script given: ttrace {user} -- {EXAMPLE}")
-    found = _as_script(words) or parse(words, os.environ)
-    if isinstance(found, ShellScript):
+    command_ = _as_script(words) or parse(words, os.environ)
+    if isinstance(command_, ShellScript):
         from megatron_ttrace.jobs.commands import shell_script
 
-        found = shell_script.resolve(found)
-    if found.uncounted and not nproc:
-        raise TTraceError(f"{found.uncounted} leaves the number of ranks open: give the number")
+        command_ = shell_script.resolve(command_)
+    if command_.uncounted and not nproc:
+        raise TTraceError(f"{command_.uncounted} leaves the number of ranks open: give the number")
     try:
-        flags.path(found.script)
+        flags.path(command_.script)
     except argparse.ArgumentTypeError as error:
         raise TTraceError(f"the script {error}") from error
-    return found
+    return command_
 
 
 def _as_script(words: list[str]) -> Command | ShellScript | None:
@@ -128,18 +123,11 @@ def shrunk(
     fork: bool = True,
     say: command.Say = command.silent,
 ) -> Plan:
-    """The small jobs of a command.
+    """The small jobs, of at most ``most`` ranks, of a command.
 
-    Args:
-        command_: the large job. A script of Megatron-Bridge runs until it trains.
-        most: ranks that a small job may have.
-        prefix: of the small jobs' data.
-        device: ``--ttrace-device``.
-        fork: as of :func:`check`.
-        say: called with each line of progress.
-
-    Raises:
-        TTraceError: when it cannot be shrunk.
+    A script of Megatron-Bridge runs until it trains: on ``device`` (``--ttrace-device``), with
+    ``fork`` and ``say`` as of :func:`check`. ``prefix`` is of the small jobs' data. Raises
+    ``TTraceError`` when the command cannot be shrunk.
     """
     from megatron_ttrace.jobs import job
     from megatron_ttrace.jobs.shrink import documents, plan
@@ -150,25 +138,23 @@ def shrunk(
     documents.write_tuning(prefix)
     how = settings.Settings(directory=prefix.parent / "configuration", device=device)
     fork = fork and job.prepare(device, script, arguments=command_.arguments)
-    environment = dict(command_.environment)
-    one = job.Job(script, command_.arguments, 1, how, environment)
-    words = job.configuration(one, fork=fork, say=say)
-    found = plan.of_flags(dataclasses.replace(command_, arguments=tuple(words)), most)
-    return dataclasses.replace(found, command=command_)
+    planning = job.Job(script, command_.arguments, 1, how, dict(command_.environment))
+    words = job.configuration(planning, fork=fork, say=say)
+    small_ = plan.of_flags(dataclasses.replace(command_, arguments=tuple(words)), most)
+    return dataclasses.replace(small_, command=command_)
 
 
 def small(command_: Command, jobs: Sequence[Job], prefix: Path) -> list[Small]:
     """The commands of small jobs; what their configurations become is written to files.
 
-    Raises:
-        TTraceError: when these cannot be written.
+    Raises ``TTraceError`` when these cannot be written.
     """
     from megatron_ttrace.jobs.shrink import bridge, documents
 
     if not scripts.imports_bridge(command_.script):
         data = documents.arguments(command_.script, prefix, jobs[0].arguments)
-        words = [(*job.arguments, *data) for job in jobs]
-        return [(dataclasses.replace(command_, arguments=each), None) for each in words]
+        arguments = [(*job.arguments, *data) for job in jobs]
+        return [(dataclasses.replace(command_, arguments=words), None) for words in arguments]
     data = [bridge.DATA, str(documents.chats(prefix).absolute())]
     made: list[Small] = []
     for number, job in enumerate(jobs, 1):
@@ -185,11 +171,7 @@ def checking(small_: Small, ranks: int) -> list[str]:
     words = settings.checking(command_.script, command_.arguments, ranks, how)
     changes = [word for name in command_.unset for word in ("-u", name)]
     changes += [f"{name}={value}" for name, value in command_.environment.items()]
-    return [
-        *(["env", *changes] if changes else []),
-        "ttrace",
-        *words,
-    ]
+    return [*(["env", *changes] if changes else []), "ttrace", *words]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -255,8 +237,7 @@ def check(
 def ranks_of(command_: Command) -> int:
     """How many ranks a command that is checked as it is starts on this machine.
 
-    Raises:
-        TTraceError: when it is for several machines.
+    Raises ``TTraceError`` when it is for several machines.
     """
     if command_.nodes > 1:
         raise TTraceError(

@@ -116,7 +116,9 @@ def digest(identity_: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def differences(ours: dict[str, Any], theirs: dict[str, Any], *, any_megatron: bool) -> list[str]:
+def differences(
+    ours: dict[str, Any], theirs: dict[str, Any], *, any_megatron: bool = False
+) -> list[str]:
     """How two identities differ, in words, the most important difference first.
 
     ``ours`` is of the reference that is needed, ``theirs`` of an existing one, which any Megatron

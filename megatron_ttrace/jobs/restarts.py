@@ -37,7 +37,7 @@ _FROM_CHECKPOINT = "use_checkpoint_opt_param_scheduler"
 _FROM_JOB = "--override-opt_param-scheduler"
 """Options that say whose schedules a job follows that starts from a checkpoint."""
 _NPROC = "--nproc-per-node"
-_DIVISIBLE_BY = 128
+DIVISIBLE_BY = 128
 """Megatron's default of ``--make-vocab-size-divisible-by``."""
 
 
@@ -186,7 +186,7 @@ def _padding(base: Given, into: Given) -> list[str]:
     tensor, divisible = "tensor_model_parallel_size", "make_vocab_size_divisible_by"
     if into.has(divisible) or not into.has(tensor):
         return []
-    multiple = base.integer(divisible, _DIVISIBLE_BY) * base.integer(tensor, 1)
+    multiple = base.integer(divisible, DIVISIBLE_BY) * base.integer(tensor, 1)
     ranks = into.integer(tensor, 1)
     if ranks == base.integer(tensor, 1) or ranks < 1 or multiple % ranks:
         return []

@@ -64,7 +64,7 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
     )
     code = run_subprocess(
         [sys.executable, "-m", "megatron_ttrace", *words],
-        {**_environment(), SHRUNK: found.told()},
+        {**_environment(), SHRUNK: found.stands_for()},
         log,
         settings.timeout,
     )

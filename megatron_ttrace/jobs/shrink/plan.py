@@ -76,7 +76,7 @@ class Plan:
     kept: tuple[str, ...]
     lost: tuple[str, ...]
 
-    def told(self) -> str:
+    def stands_for(self) -> str:
         """For the report of a small job: what it stands for."""
         large = self.command.ranks or self.large.ranks
         lost = f"; not kept: {'; '.join(self.lost)}" if self.lost else ""

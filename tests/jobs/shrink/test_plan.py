@@ -72,7 +72,7 @@ def test_the_account_is_complete():
             assert ROLES[flag.option] in plan.DROPPED
     assert rows["ranks"] == plan.Row("ranks", "1024", "8", "2 per axis")
     assert any("--load" in lost for lost in found.lost)
-    assert "1024 ranks" in found.told()
+    assert "1024 ranks" in found.stands_for()
 
 
 def test_of_a_repeated_flag_the_last_counts():
