@@ -157,7 +157,7 @@ def _plain(
 
     Differences between two models are smaller than rounding to bf16, for instance.
     """
-    from megatron_ttrace.jobs.shrink.given import Given
+    from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
     from megatron_ttrace.saved.huggingface import comparison
 
     alike = dataclasses.replace(
@@ -168,7 +168,7 @@ def _plain(
         assert config is not None, "it is a model"
         without = ", ".join(comparison.avoided(config, checked.directory))
         return (job, dataclasses.replace(alike, plain=True), without) if without else None
-    flags = Given.parse(split(job.arguments)[1]).flags
+    flags = CommandFlags.parse(split(job.arguments)[1]).flags
     left_out = [flag for flag in flags if flag.option in APART | NARROW]
     words = [w for flag in flags if flag not in left_out for w in flag.words()]
     without = " ".join(map(str, left_out))
@@ -209,23 +209,12 @@ def _kept(
 
 
 def _padded_like(other: Path, job: Command) -> Command:
-    """A command, with its vocabulary padded as in another run.
-
-    Megatron pads it to a multiple of ``--make-vocab-size-divisible-by`` times the tensor-parallel
-    size (megatron/training/vocab_utils.py), and the softmax runs over padded rows, too: runs with
-    other paddings have other losses.
-    """
-    from megatron_ttrace.jobs import restarts
-    from megatron_ttrace.jobs.shrink.given import Given
+    """A command, with its vocabulary padded as in another run."""
+    from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
     from megatron_ttrace.saved import difference
 
     multiple = difference.vocabulary_multiple(difference.open_side(other))
-    flags = Given.parse(split(job.arguments)[1])
-    ranks = flags.integer("tensor_model_parallel_size", 1)
-    divisor = flags.integer("make_vocab_size_divisible_by", restarts.DIVISIBLE_BY)
-    if multiple is None or multiple % ranks or multiple == divisor * ranks:
-        return job
-    padding = ("--make-vocab-size-divisible-by", str(multiple // ranks))
+    padding = CommandFlags.parse(split(job.arguments)[1]).padding(multiple)
     return dataclasses.replace(job, arguments=(*job.arguments, *padding))
 
 

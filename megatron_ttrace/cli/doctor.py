@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
 import json
 import platform
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from megatron_ttrace.cli import command
-from megatron_ttrace.jobs import index
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.fronts import bridge_release
 from megatron_ttrace.trace import compiled
@@ -30,6 +32,11 @@ example:
 exit code: 0 if checks can run here, 2 if a package that every check needs is missing
 """
 _GIB = 1 << 30
+_PIP_SECONDS = 60
+_PIP = (
+    "--disable-pip-version-check install --dry-run --no-deps --ignore-installed "
+    "--only-binary :all: --quiet --report -"
+).split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +142,45 @@ def _megatron() -> Finding:
     return Finding("megatron-core", "ok", version, versions.unreleased(version))
 
 
+def newer_releases() -> dict[str, str]:
+    """Supported versions, and the newer release of their series that pip finds on its index.
+
+    A release of the series of Megatron-LM's main is newer than what was tried of main. Nothing
+    else in this package uses a network. Raises ``TTraceError`` without pip, or without an answer.
+    """
+    newest = {version: _newest(version) for version in versions.SUPPORTED}
+    newer = {old: new for old, new in newest.items() if _numbers(new) > _numbers(old)}
+    # That of main fails until there is one; the index answered the questions before.
+    with contextlib.suppress(TTraceError):
+        newer[versions.MAIN] = _newest(versions.MAIN)
+    return newer
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
+def _newest(version: str) -> str:
+    """The newest release of a version's series that pip would install on this machine.
+
+    pip skips pre-releases and yanked releases, and installs nothing with ``--dry-run``.
+    """
+    wanted = f"megatron-core=={versions.series(version)}.*"
+    command_ = [sys.executable, "-m", "pip", *_PIP, wanted]
+    try:
+        done = subprocess.run(
+            command_, capture_output=True, text=True, timeout=_PIP_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TTraceError(f"pip did not answer within {_PIP_SECONDS} s") from error
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise TTraceError(f"pip cannot list megatron-core: {reason}")
+    return str(json.loads(done.stdout)["install"][0]["metadata"]["version"])
+
+
 def _releases() -> Finding:
-    newer = index.newer_patches()
+    newer = newer_releases()
     if not newer:
         return Finding("releases", "ok", f"none is newer than {' and '.join(versions.SUPPORTED)}")
     text = ", ".join(f"{newest} (tested: {version})" for version, newest in newer.items())

@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_ttrace.trace import codec
 
 type Options = Mapping[str, object]
-"""A job's options: as they are when it runs, or as a command sets them (:meth:`Given.options`)."""
+"""A job's options: as they are when it runs, or as a command sets them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_ttrace.jobs.settings import split
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.mcore.checkpoints.loading import TRACKER
 from megatron_ttrace.mcore.options.decisions import SILENT
 from megatron_ttrace.trace import small_files
@@ -37,8 +37,6 @@ _FROM_CHECKPOINT = "use_checkpoint_opt_param_scheduler"
 _FROM_JOB = "--override-opt_param-scheduler"
 """Options that say whose schedules a job follows that starts from a checkpoint."""
 _NPROC = "--nproc-per-node"
-DIVISIBLE_BY = 128
-"""Megatron's default of ``--make-vocab-size-divisible-by``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,25 +87,25 @@ def plan(
     Raises:
         TTraceError: for a layout whose flags are none.
     """
-    given = Given.parse(arguments)
+    flags = CommandFlags.parse(arguments)
     notices = []
-    if unused := [flag.name for flag in given.flags if flag.option in (*_SAVING, *SILENT)]:
+    if unused := [flag.name for flag in flags.flags if flag.option in (*_SAVING, *SILENT)]:
         notices.append(f"not used: {', '.join(unused)} (this command saves in {folder})")
     left_out = [*_SAVING]
-    first, why = _first_iteration(given)
+    first, why = _first_iteration(flags)
     if why:
         left_out += ["load", "ckpt_step"]
         notices.append(why)
     elif first:
-        notices.append(f"the uninterrupted run starts from --load {given.text('load')}")
-    common, lengthened = _long_enough(_without(given, left_out), given, first + steps + AFTER)
+        notices.append(f"the uninterrupted run starts from --load {flags.text('load')}")
+    common, lengthened = _long_enough(_without(flags, left_out), flags, first + steps + AFTER)
     notices += lengthened
     checkpoint = str(folder / CHECKPOINT)
     saving = [*common, "--save", checkpoint, "--save-interval", str(steps)]
-    if lengthened and first and not given.has(_FROM_CHECKPOINT):
+    if lengthened and first and not flags.has(_FROM_CHECKPOINT):
         # Megatron refuses a checkpoint with the schedules of a shorter job.
         saving.append(_FROM_JOB)
-    again = [*_without(Given.parse(common), _STARTING), "--load", checkpoint]
+    again = [*_without(CommandFlags.parse(common), _STARTING), "--load", checkpoint]
     order = Order(steps=AFTER)
     restarted = Run("restarted", tuple(again), nproc, order)
     return Plan(
@@ -119,36 +117,36 @@ def plan(
     )
 
 
-def _without(given: Given, options: Iterable[str]) -> list[str]:
+def _without(flags: CommandFlags, options: Iterable[str]) -> list[str]:
     left_out = set(options)
-    return [word for flag in given.flags if flag.option not in left_out for word in flag.words()]
+    return [word for flag in flags.flags if flag.option not in left_out for word in flag.words()]
 
 
-def _first_iteration(given: Given) -> tuple[int, str]:
+def _first_iteration(flags: CommandFlags) -> tuple[int, str]:
     """The iteration that the command starts from, and why its ``--load`` is left out, if it is."""
-    if not given.has("load"):
+    if not flags.has("load"):
         return 0, ""
-    load = given.text("load")
+    load = flags.text("load")
     tracker = Path(load, TRACKER)
     if not tracker.is_file():
         return 0, f"not used: --load {load} (it holds no checkpoint)"
-    if given.has("finetune"):
+    if flags.has("finetune"):
         return 0, ""
     try:
-        text = given.text("ckpt_step") or small_files.text(tracker).strip()
+        text = flags.text("ckpt_step") or small_files.text(tracker).strip()
     except (OSError, ValueError) as error:
         raise TTraceError(f"{tracker} cannot be read: {error}") from error
     return int(text) if text.isdecimal() else 0, ""
 
 
-def _long_enough(words: list[str], given: Given, steps: int) -> tuple[list[str], list[str]]:
+def _long_enough(words: list[str], flags: CommandFlags, steps: int) -> tuple[list[str], list[str]]:
     """The same arguments, with which the job trains for at least so many steps."""
-    samples = steps * given.integer("global_batch_size")
+    samples = steps * flags.integer("global_batch_size")
     for option, needed in (("train_iters", steps), ("train_samples", samples)):
-        if given.has(option) and given.integer(option) < needed:
+        if flags.has(option) and flags.integer(option) < needed:
             flag = f"--{option.replace('_', '-')}"
             notice = (
-                f"{flag} {needed} instead of {given.text(option)}: this command needs the steps"
+                f"{flag} {needed} instead of {flags.text(option)}: this command needs the steps"
             )
             return [*words, flag, str(needed)], [notice]
     return words, []
@@ -158,7 +156,7 @@ def _into(restarted: Run, text: str, number: int) -> Run:
     """The same restart in another layout."""
     try:
         words = shlex.split(text)
-        Given.parse(words)
+        CommandFlags.parse(words)
     except (ValueError, TTraceError) as error:
         raise TTraceError(f"--into {text!a}: {error}") from error
     nproc = restarted.nproc
@@ -168,26 +166,12 @@ def _into(restarted: Run, text: str, number: int) -> Run:
             raise TTraceError(f"--into {text!a}: {_NPROC} needs a number")
         nproc = int(words[at + 1])
         words = [*words[:at], *words[at + 2 :]]
-    if split(words)[1] != words or not all(Given.parse(words).flags):
+    if split(words)[1] != words or not all(CommandFlags.parse(words).flags):
         raise TTraceError(f"--into {text!a}: give flags of the script, and {_NPROC}")
-    words += _padding(Given.parse(restarted.arguments), Given.parse(words))
+    if not CommandFlags.parse(words).has("make_vocab_size_divisible_by"):
+        own = CommandFlags.parse(restarted.arguments)
+        words += CommandFlags.parse([*restarted.arguments, *words]).padding(own.padded_multiple())
     name = f"{INTO}{number}"
     return dataclasses.replace(
         restarted, name=name, arguments=(*restarted.arguments, *words), nproc=nproc, layout=text
     )
-
-
-def _padding(base: Given, into: Given) -> list[str]:
-    """The flag with which the vocabulary is padded as in the job's own layout, if one is needed.
-
-    Megatron pads it to a multiple of ``--make-vocab-size-divisible-by`` times the tensor-parallel
-    size (megatron/training/vocab_utils.py), and the softmax runs over padded rows, too.
-    """
-    tensor, divisible = "tensor_model_parallel_size", "make_vocab_size_divisible_by"
-    if into.has(divisible) or not into.has(tensor):
-        return []
-    multiple = base.integer(divisible, DIVISIBLE_BY) * base.integer(tensor, 1)
-    ranks = into.integer(tensor, 1)
-    if ranks == base.integer(tensor, 1) or ranks < 1 or multiple % ranks:
-        return []
-    return ["--make-vocab-size-divisible-by", str(multiple // ranks)]

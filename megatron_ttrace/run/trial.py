@@ -18,7 +18,7 @@ from megatron_ttrace.jobs.provenance import SHRUNK
 from megatron_ttrace.jobs.reference_layout import Layout
 from megatron_ttrace.jobs.settings import Settings, checking
 from megatron_ttrace.jobs.shrink import documents, plan
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE, SINGLE_DEVICE_VALUES
 from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
@@ -85,7 +85,7 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
 def _command(layout: Layout, settings: Settings) -> Command:
     """The reference's own command: the candidate's with another layout."""
     words = []
-    given = Given.parse([*argv.theirs(), *shlex.split(settings.reference_args)])
+    given = CommandFlags.parse([*argv.theirs(), *shlex.split(settings.reference_args)])
     for flag in given.flags:
         if flag.option not in SINGLE_DEVICE and flag.option not in QUIET:
             instead = SINGLE_DEVICE_VALUES.get((flag.option or "", " ".join(flag.values)))

@@ -15,7 +15,7 @@ from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands import shell_script
 from megatron_ttrace.jobs.commands.command_line import ShellScript
 from megatron_ttrace.jobs.shrink import axes
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.trace.errors import ExitCode
 
 SCRIPTS = Path(__file__).parents[2] / "launch" / "models"
@@ -60,7 +60,7 @@ def row_of(script: Path, results: Mapping[str, Mapping[str, Any]]) -> str:
     """The row of a script, by the names of recipes."""
     header = header_of(script)
     found = shell_script.resolve(ShellScript((str(script),)))
-    large = axes.of_large(Given.parse(found.arguments), found.ranks)
+    large = axes.of_large(CommandFlags.parse(found.arguments), found.ranks)
     layout = ", ".join(f"{name} {getattr(large, name)}" for name in large.spread())
     recipe = header["source"].removeprefix(_BRIDGE)
     cells = (

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ttrace.cli import doctor
+from megatron_ttrace.mcore.versions import MAIN, SUPPORTED
 from megatron_ttrace.trace.errors import TTraceError
 from tests.integration.jobs import ttrace
 
@@ -117,3 +118,70 @@ def test_what_will_run_where(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no NCCL" in doctor._device().advice
     pretend(monkeypatch, 0, nccl=False, gloo=False)
     assert doctor._torch().state == "missing"
+
+
+PIP = """
+import json, sys
+assert "--dry-run" in sys.argv and "--no-deps" in sys.argv
+newest = {newest}
+package, _, wanted = sys.argv[-1].partition("==")
+assert package == "megatron-core"
+if wanted not in newest:
+    sys.exit("WARNING: something\\nERROR: No matching distribution found for " + sys.argv[-1])
+print(json.dumps({{"install": [{{"metadata": {{"version": newest[wanted]}}}}]}}))
+"""
+
+
+@pytest.fixture
+def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Writes a pip that knows these newest releases."""
+
+    def write(newest: dict[str, str]) -> None:
+        (tmp_path / "pip").mkdir(exist_ok=True)
+        (tmp_path / "pip" / "__init__.py").touch()
+        (tmp_path / "pip" / "__main__.py").write_text(PIP.format(newest=newest))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return write
+
+
+OLD, NEW = SUPPORTED
+SERIES = {f"{version.rpartition('.')[0]}.*": version for version in SUPPORTED}
+
+
+def test_nothing_newer(pip) -> None:
+    """The index has what is supported, or took the newest release back."""
+    pip(SERIES)
+    assert doctor.newer_releases() == {}
+    assert doctor._releases().state == "ok"
+    pip({series: f"{version.rpartition('.')[0]}.0" for series, version in SERIES.items()})
+    assert doctor.newer_releases() == {}
+
+
+def test_newer_releases(pip) -> None:
+    """A patch with two digits, and the first release of the series that main is."""
+    series = NEW.rpartition(".")[0]
+    pip(SERIES | {f"{series}.*": f"{series}.10", f"{MAIN.rpartition('.')[0]}.*": MAIN})
+    assert doctor.newer_releases() == {NEW: f"{series}.10", MAIN: MAIN}
+    found = doctor._releases()
+    assert found.state == "optional"
+    assert f"{series}.10 (tested: {NEW})" in found.found
+
+
+def test_no_answer(pip) -> None:
+    """pip's last line is the reason; nothing is claimed about releases."""
+    pip({})
+    with pytest.raises(TTraceError, match=r"No matching distribution found for megatron-core=="):
+        doctor.newer_releases()
+    assert doctor._attempt("releases", doctor._releases, "optional").state == "optional"
+
+
+def test_doctor_asks_only_if_told(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Without ``--online`` no process is started."""
+    asked = []
+    monkeypatch.setattr(doctor, "newer_releases", lambda: asked.append(1) or {})
+    monkeypatch.setattr(doctor, "_OPTIONAL", {})
+    for words, expected in (([], 0), (["--online"], 1)):
+        parser = doctor.add_parser(doctor.argparse.ArgumentParser().add_subparsers())
+        doctor.run(parser.parse_args(words))
+        assert len(asked) == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.jobs import index
+from megatron_ttrace.cli import doctor
 from megatron_ttrace.mcore.versions import SUPPORTED
 from megatron_ttrace.trace.errors import TTraceError
 from tests import programs
@@ -18,7 +18,7 @@ from tests import programs
 def test_newer_patch_releases(tmp_path: Path) -> None:
     """The release tests pass with each of them, and then fail until it is the tested one."""
     try:
-        newer = index.newer_patches()
+        newer = doctor.newer_releases()
     except TTraceError as error:
         pytest.skip(f"no package index: {error}")
     for version in newer.values():

@@ -10,7 +10,7 @@ from megatron_ttrace.evaluation.bugs import catalogue, expect
 from megatron_ttrace.evaluation.bugs.suite import MODELS
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.shrink import axes, documents, plan
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.saved.runner import NO_WANDB, Case, Runner
 from tests.evaluation.bugs.test_shrunk import large_job
 
@@ -30,7 +30,7 @@ def test_the_same_culprit(runner, bug):
     layout = bug.layouts[-1]
     model = layout.models[0]
     found = plan.shrink(large_job(layout, model))
-    catalogued = Given.parse([*MODELS[model].split(), *layout.arguments])
+    catalogued = CommandFlags.parse([*MODELS[model].split(), *layout.arguments])
     wanted = set(axes.of_large(catalogued, layout.nproc).spread())
     job = next(job for job in found.jobs if wanted <= set(job.axes.spread()))
     prefix = documents.write(runner.directory / "data" / "text")
@@ -44,7 +44,7 @@ def test_the_same_culprit(runner, bug):
     expected = bug.expected
     if layout.healthy:
         # Layers that do not divide: the last one is dropped, which is another one here.
-        last = Given.parse(job.arguments).integer("num_layers") - 1
+        last = CommandFlags.parse(job.arguments).integer("num_layers") - 1
         module = re.sub(r"layers\.[0-9]+", f"layers.{last}", expected.module)
         expected = dataclasses.replace(expected, module=module)
     assessed = expect.assess(runner.run(case).summary, expected)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ttrace.jobs.reference_layout import Layout
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.run import trial
 from megatron_ttrace.trace import codec, ends
 from megatron_ttrace.trace.errors import TTraceError
@@ -58,7 +58,7 @@ def test_the_job(tmp_path, started):
     assert checked(tmp_path) == ((Kind.OUTPUT, "decoder.layers.*.mlp", 0, (2, 1)),)
     at = started["command"].index("--")
     ours, (script, *theirs) = started["command"][:at], started["command"][at + 1 :]
-    given = Given.parse(theirs)
+    given = CommandFlags.parse(theirs)
     assert script == "pretrain_gpt.py"
     assert ours[ours.index("--nproc-per-node") + 1] == "2"
     assert "--ttrace-bug" not in ours
@@ -79,7 +79,7 @@ def test_the_job_of_a_model_with_experts(tmp_path, started, monkeypatch):
     experts = "--num-experts 8 --moe-token-dispatcher-type flex --expert-tensor-parallel-size 8"
     monkeypatch.setattr(sys, "argv", [*LARGE, *experts.split()])
     trial.checked(Layout(tp=2, ep=2), Settings(directory=tmp_path, timeout=60.0))
-    given = Given.parse(started["command"][started["command"].index("--") + 2 :])
+    given = CommandFlags.parse(started["command"][started["command"].index("--") + 2 :])
     assert given.text("moe_token_dispatcher_type") == "alltoall"
     assert given.has("sequence_parallel")
     sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size")

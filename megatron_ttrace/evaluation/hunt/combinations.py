@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.jobs.commands.command_line import Command
-from megatron_ttrace.jobs.shrink.given import Flag, Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags, Flag
 from megatron_ttrace.trace import codec
 
 type Combination = Mapping[str, str]
@@ -72,7 +72,7 @@ def table() -> Table:
 
 def _flags(value: str) -> tuple[Sequence[Flag], Sequence[Flag]]:
     """Those of a value, and those that it needs."""
-    parts = (Given.parse(words.split()).flags for words in value.partition(" | ")[::2])
+    parts = (CommandFlags.parse(words.split()).flags for words in value.partition(" | ")[::2])
     return next(parts), next(parts)
 
 
@@ -83,7 +83,7 @@ class Space:
         """What the base has can be left out as well, so that is one more value."""
         self._base = base
         self.dimensions = {each.name: each for each in dimensions}
-        given = {flag.option for flag in Given.parse(base.arguments).flags}
+        given = {flag.option for flag in CommandFlags.parse(base.arguments).flags}
         self.values = {
             each.name: (*each.values, *([_NONE] if given & each.options() else []))
             for each in dimensions
@@ -91,7 +91,7 @@ class Space:
 
     def command(self, combination: Combination) -> Command:
         """The base with other values."""
-        flags = list(Given.parse(self._base.arguments).flags)
+        flags = list(CommandFlags.parse(self._base.arguments).flags)
         needed: list[Flag] = []
         copies = 1
         for name, value in combination.items():
@@ -104,12 +104,12 @@ class Space:
             flags += _flags(value)[0]
             needed += _flags(value)[1]
         # Of what is set more than once the last counts.
-        words = [word for flag in Given([*needed, *flags]).flags for word in flag.words()]
-        given = Given.parse(words)
+        words = [word for flag in CommandFlags([*needed, *flags]).flags for word in flag.words()]
+        given = CommandFlags.parse(words)
         ranks = (self._base.ranks or 1) * copies
         for option in ("tensor", "pipeline", "context"):
             name = f"{option}_{'' if option == 'context' else 'model_'}parallel_size"
-            before = Given.parse(self._base.arguments).integer(name, 1)
+            before = CommandFlags.parse(self._base.arguments).integer(name, 1)
             ranks = ranks * max(1, given.integer(name, 1)) // max(1, before)
         return dataclasses.replace(self._base, arguments=tuple(words), ranks=ranks)
 

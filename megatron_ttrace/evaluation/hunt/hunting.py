@@ -15,7 +15,7 @@ from megatron_ttrace.evaluation.recipes.run import Answer, Checker, JobRow, Resu
 from megatron_ttrace.jobs import known_faults, validity
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import plan
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.mcore.versions import megatron_core_version
 from megatron_ttrace.saved.bisection import smallest
 from megatron_ttrace.trace.errors import TTraceError
@@ -153,7 +153,7 @@ class Hunt:
         job = self._job(combination)
         if job is None or job in self._known:
             return False
-        options = Given.parse(job.arguments).options()
+        options = CommandFlags.parse(job.arguments).options()
         return not any(each.reduced.pattern().fits(options) for each in self.failures)
 
     def _job(self, combination: Combination) -> plan.Job | None:

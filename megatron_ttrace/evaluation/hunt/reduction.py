@@ -11,7 +11,7 @@ from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.known_faults import Finding
 from megatron_ttrace.jobs.shrink import axes, plan
-from megatron_ttrace.jobs.shrink.given import Flag, Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags, Flag
 from megatron_ttrace.jobs.shrink.plan import Job
 from megatron_ttrace.mcore.options.decisions import decision
 from megatron_ttrace.mcore.options.roles import Role
@@ -46,7 +46,7 @@ class Reduced:
 
     def pattern(self) -> Finding:
         """What other jobs combine that show the same."""
-        return Finding(self.row.why, Given.parse(self.needs().split()).options())
+        return Finding(self.row.why, CommandFlags.parse(self.needs().split()).options())
 
     def needs(self) -> str:
         """Axes and flags in words."""
@@ -77,7 +77,7 @@ def reduce(command: Command, job: Job, row: JobRow, check: Check, most: int) -> 
 
     kept = tuple(smallest(spread, laid_out))
     job = layouts[kept]
-    given = Given.parse(job.arguments).flags
+    given = CommandFlags.parse(job.arguments).flags
     features = [flag for flag in given if _is_feature(flag)]
 
     def with_flags(some: Sequence[Flag]) -> Job:

@@ -6,7 +6,7 @@ import itertools
 import math
 
 from megatron_ttrace.jobs.shrink import patterns
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.trace.errors import TTraceError
 
 FLAGS = {
@@ -50,19 +50,19 @@ class Axes:
         return tuple(name for name in FLAGS if getattr(self, name) > 1)
 
 
-def of_large(given: Given, ranks: int | None) -> Axes:
+def of_large(flags: CommandFlags, ranks: int | None) -> Axes:
     """The axes of a job that starts ``ranks`` ranks.
 
     ``None`` stands for enough for every axis, and data parallelism; too few ranks for as many as
     the axes need. Raises ``TTraceError`` when they cannot be divided into the axes.
     """
-    tp = max(1, given.integer("tensor_model_parallel_size", 1))
-    cp = max(1, given.integer("context_parallel_size", 1))
-    pp = max(1, given.integer("pipeline_model_parallel_size", 1))
-    with_experts = given.integer("num_experts") > 0
-    ep = max(1, given.integer("expert_model_parallel_size", 1)) if with_experts else 1
+    tp = max(1, flags.integer("tensor_model_parallel_size", 1))
+    cp = max(1, flags.integer("context_parallel_size", 1))
+    pp = max(1, flags.integer("pipeline_model_parallel_size", 1))
+    with_experts = flags.integer("num_experts") > 0
+    ep = max(1, flags.integer("expert_model_parallel_size", 1)) if with_experts else 1
     # Groups of experts are made even where there are none.
-    etp = max(1, given.integer("expert_tensor_parallel_size", tp if with_experts else 1))
+    etp = max(1, flags.integer("expert_tensor_parallel_size", tp if with_experts else 1))
     if ranks is None:
         ranks = math.lcm(tp * cp * 2, ep * etp) * pp
     least = math.lcm(tp * cp, ep * etp) * pp
@@ -74,30 +74,30 @@ def of_large(given: Given, ranks: int | None) -> Axes:
             f"{ranks} ranks cannot be divided into tensor {tp} x context {cp} x pipeline {pp}"
         )
     return Axes(
-        tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=ranks // (tp * cp * pp), chunks=_chunks(given, pp)
+        tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=ranks // (tp * cp * pp), chunks=_chunks(flags, pp)
     )
 
 
-def _chunks(given: Given, pp: int) -> int:
+def _chunks(flags: CommandFlags, pp: int) -> int:
     """Model chunks per stage, as ``validate_args`` derives them."""
-    if given.has("num_virtual_stages_per_pipeline_rank"):
-        return max(1, given.integer("num_virtual_stages_per_pipeline_rank", 1))
-    if given.has("pipeline_model_parallel_layout"):
-        return max(1, len(patterns.stages(given.text("pipeline_model_parallel_layout"))) // pp)
-    pattern = given.text("hybrid_layer_pattern").split("/")[0]
+    if flags.has("num_virtual_stages_per_pipeline_rank"):
+        return max(1, flags.integer("num_virtual_stages_per_pipeline_rank", 1))
+    if flags.has("pipeline_model_parallel_layout"):
+        return max(1, len(patterns.stages(flags.text("pipeline_model_parallel_layout"))) // pp)
+    pattern = flags.text("hybrid_layer_pattern").split("/")[0]
     if "|" in pattern:
         return max(1, len(pattern.split("|")) // pp)
-    if given.has("num_layers_per_virtual_pipeline_stage"):
-        layers = given.integer("num_layers") + sum(
-            given.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss")
+    if flags.has("num_layers_per_virtual_pipeline_stage"):
+        layers = flags.integer("num_layers") + sum(
+            flags.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss")
         )
-        layers_per_chunk = max(1, given.integer("num_layers_per_virtual_pipeline_stage", 1))
+        layers_per_chunk = max(1, flags.integer("num_layers_per_virtual_pipeline_stage", 1))
         return max(1, layers // pp // layers_per_chunk)
     return 1
 
 
 def of_small(
-    given: Given, large: Axes, kept: tuple[str, ...] | None = None, *, stages: int = 3
+    flags: CommandFlags, large: Axes, kept: tuple[str, ...] | None = None, *, stages: int = 3
 ) -> Axes:
     """Every axis above 1 becomes 2, and a pipeline with a stage in the middle has 3.
 
@@ -106,8 +106,8 @@ def of_small(
     instances of the distributed optimizer 2 ranks each.
 
     Args:
-        given: the arguments.
-        large: the axes that they stand for.
+        flags: of the large job.
+        large: its axes.
         kept: the only axes to keep; the others become 1.
         stages: of the pipeline, at most; only the third both receives and sends in each direction.
     """
@@ -118,19 +118,19 @@ def of_small(
         return min(most, int(getattr(large, name)))
 
     tp, cp, pp, ep = size("tp"), size("cp"), size("pp", stages), size("ep")
-    levels = given.text("hierarchical_context_parallel_sizes").split()
+    levels = flags.text("hierarchical_context_parallel_sizes").split()
     if cp > 1 and levels:
         cp = math.prod(min(2, int(level)) for level in levels if level.isdigit())
     chunks = min(2, large.chunks) if pp > 1 else 1
-    if chunks > 1 and given.has("overlap_p2p_comm"):  # its only flag switches it off
+    if chunks > 1 and flags.has("overlap_p2p_comm"):  # its only flag switches it off
         pp = 3
     etp = tp if large.etp == large.tp else min(2, large.etp)
     if kept is not None and "ep" not in kept and "tp" not in kept:
         etp = 1
-    if given.has("use_tp_pp_dp_mapping") and pp > 1:
-        tp, cp, ep, etp = _equal_copies(given, Axes(tp=tp, cp=cp, ep=ep, etp=etp), large)
+    if flags.has("use_tp_pp_dp_mapping") and pp > 1:
+        tp, cp, ep, etp = _equal_copies(flags, Axes(tp=tp, cp=cp, ep=ep, etp=etp), large)
     dp = size("dp")
-    if dp > 1 and given.integer("num_distributed_optimizer_instances", 1) > 1:
+    if dp > 1 and flags.integer("num_distributed_optimizer_instances", 1) > 1:
         dp = 4
     for _ in range(3):
         axes = Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dp, chunks=chunks)
@@ -140,7 +140,7 @@ def of_small(
     return axes
 
 
-def _equal_copies(given: Given, small: Axes, large: Axes) -> tuple[int, int, int, int]:
+def _equal_copies(flags: CommandFlags, small: Axes, large: Axes) -> tuple[int, int, int, int]:
     """The smallest tp, cp, ep and etp with as many copies of experts as of everything else.
 
     They are between those of ``small`` and ``large``. ``initialize_model_parallel``
@@ -151,9 +151,9 @@ def _equal_copies(given: Given, small: Axes, large: Axes) -> tuple[int, int, int
         [size for size in range(least, most + 1) if size == least or most % size == 0]
         for least, most in ((getattr(small, n), getattr(large, n)) for n in ("tp", "cp", "ep"))
     ]
-    if given.has("hierarchical_context_parallel_sizes"):
+    if flags.has("hierarchical_context_parallel_sizes"):
         spans[1] = [small.cp]
-    follows = not given.has("expert_tensor_parallel_size")
+    follows = not flags.has("expert_tensor_parallel_size")
     candidates = []
     for tp, cp, ep in itertools.product(*spans):
         etp = tp if follows else tp * cp // ep
@@ -163,37 +163,37 @@ def _equal_copies(given: Given, small: Axes, large: Axes) -> tuple[int, int, int
     return min(candidates, key=math.prod, default=(small.tp, small.cp, small.ep, small.etp))
 
 
-def jobs(given: Given, large: Axes, most: int) -> list[Axes]:
+def jobs(flags: CommandFlags, large: Axes, most: int) -> list[Axes]:
     """The axes of the small jobs: one if the world is large enough, else all pairs are covered.
 
     Where a middle stage of the pipeline does not fit beside the other axes, one job has it alone.
     Raises ``TTraceError``, with its name, when a pair of axes does not fit.
     """
-    complete = of_small(given, large)
+    complete = of_small(flags, large)
     if complete.ranks <= most:
         return [complete]
-    chosen = _of_two_stages(given, large, most)
-    middle = of_small(given, large, ("pp",))
+    chosen = _of_two_stages(flags, large, most)
+    middle = of_small(flags, large, ("pp",))
     if max(job.pp for job in chosen) < middle.pp and middle.ranks <= most:
         chosen.append(middle)
     return chosen
 
 
-def _of_two_stages(given: Given, large: Axes, most: int) -> list[Axes]:
-    complete = of_small(given, large, stages=2)
+def _of_two_stages(flags: CommandFlags, large: Axes, most: int) -> list[Axes]:
+    complete = of_small(flags, large, stages=2)
     if complete.ranks <= most:
         return [complete]
     spread = large.spread()
     fitting: dict[tuple[str, ...], Axes] = {}
     for count in range(1, len(spread)):
         for kept in itertools.combinations(spread, count):
-            axes = of_small(given, large, kept, stages=2)
+            axes = of_small(flags, large, kept, stages=2)
             if axes.edp and axes.ranks <= most:
                 fitting[kept] = axes
     wanted: set[tuple[str, ...]] = {*itertools.combinations(spread, 2)} or {spread}
     for pair in sorted(wanted):
         if not any(set(pair) <= set(kept) for kept in fitting):
-            needed = of_small(given, large, pair, stages=2).ranks
+            needed = of_small(flags, large, pair, stages=2).ranks
             names = " with ".join(FLAGS[axis] for axis in pair)
             raise TTraceError(
                 f"{names} does not fit {most} ranks: the smallest job has {needed}; "

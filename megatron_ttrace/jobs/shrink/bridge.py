@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.jobs.shrink import patterns
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.mcore.fronts import bridge_small
 from megatron_ttrace.mcore.fronts.bridge_options import Options
 from megatron_ttrace.mcore.options.roles import ROLES, Role
@@ -73,13 +73,13 @@ def divisible(cfg: Any) -> list[str]:
 
     The model's own number is on the hub, and a recipe has a layout that suits it.
     """
-    given = Given.parse(words(cfg))
+    flags = CommandFlags.parse(words(cfg))
     fixed = (_STAGES, "hybrid_layer_pattern", "decoder_first_pipeline_num_layers")
-    stages = given.integer("pipeline_model_parallel_size", 1) * given.integer(_CHUNKS, 1)
-    if stages == 1 or any(map(given.has, (*fixed, "decoder_last_pipeline_num_layers"))):
+    stages = flags.integer("pipeline_model_parallel_size", 1) * flags.integer(_CHUNKS, 1)
+    if stages == 1 or any(map(flags.has, (*fixed, "decoder_last_pipeline_num_layers"))):
         return []
-    ends = sum(given.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
-    layers = max(2, -(-given.integer("num_layers") // stages))
+    ends = sum(flags.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
+    layers = max(2, -(-flags.integer("num_layers") // stages))
     return ["--num-layers", str(layers * stages - ends)]
 
 
@@ -111,10 +111,9 @@ def make_small(cfg: Any, arguments: Sequence[str], iterations: int = 2) -> None:
     ``arguments`` are as of :func:`apply`, and ``--data FOLDER``. Raises ``TTraceError`` for a model
     that is not one of text.
     """
-    given = Given.parse(arguments)
-    data = next((flag.values[0] for flag in given.flags if flag.name == DATA), "")
-    flags = [word for flag in given.flags if flag.name != DATA for word in flag.words()]
-    apply(cfg, flags)
+    flags = CommandFlags.parse(arguments).flags
+    data = next((flag.values[0] for flag in flags if flag.name == DATA), "")
+    apply(cfg, [word for flag in flags if flag.name != DATA for word in flag.words()])
     bridge_small.detach(cfg, Path(data), iterations)
 
 
@@ -123,7 +122,7 @@ def apply(cfg: Any, arguments: Sequence[str]) -> None:
 
     What :func:`words` says and the arguments do not is switched off.
     """
-    before, after = Given.parse(words(cfg)), Given.parse(arguments)
+    before, after = CommandFlags.parse(words(cfg)), CommandFlags.parse(arguments)
     options = Options(cfg)
     for flag in after.flags:
         option = flag.option or ""

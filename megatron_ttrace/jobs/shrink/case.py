@@ -8,7 +8,7 @@ import functools
 
 from megatron_ttrace.jobs.shrink import patterns
 from megatron_ttrace.jobs.shrink.axes import Axes
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Case:
     whether it can train on conversations.
     """
 
-    given: Given
+    flags: CommandFlags
     large: Axes
     small: Axes
     own_data: bool = False
@@ -41,9 +41,9 @@ class Case:
     @functools.cached_property
     def unit(self) -> int:
         """The granularity of matrix dimensions: what FP8 recipes quantise together."""
-        if self.given.text("fp8_recipe") == "blockwise":
+        if self.flags.text("fp8_recipe") == "blockwise":
             return 128
-        if self.given.text("fp8_recipe") == "mxfp8" or self.given.has("fp4"):
+        if self.flags.text("fp8_recipe") == "mxfp8" or self.flags.has("fp4"):
             return 32
         return 16
 
@@ -63,11 +63,11 @@ class Case:
 
         Groups that are fewer than tensor-parallel ranks stay so: they are replicated then.
         """
-        heads = self.given.integer("num_attention_heads", 8)
-        grouped = self.given.has("group_query_attention")
-        groups = self.given.integer("num_query_groups", 1) if grouped else heads
+        heads = self.flags.integer("num_attention_heads", 8)
+        grouped = self.flags.has("group_query_attention")
+        groups = self.flags.integer("num_query_groups", 1) if grouped else heads
         # All-to-all context parallelism divides the heads of a rank once more.
-        ranks = self.small.tp * (self.small.cp if "a2a" in self.given.text("cp_comm_type") else 1)
+        ranks = self.small.tp * (self.small.cp if "a2a" in self.flags.text("cp_comm_type") else 1)
         if not grouped:
             return 2 * ranks if ranks > 1 else 4, 0
         few = groups < self.large.tp
@@ -81,7 +81,7 @@ class Case:
         names = ("moe_layer_freq", "linear_attention_freq", "no_rope_freq", "window_attn_skip_freq")
         by_option: dict[str, list[int] | int] = {}
         for name in names:
-            text = self.given.text(name)
+            text = self.flags.text(name)
             if (pattern := patterns.layers(text)) is not None:
                 by_option[name] = pattern
             elif text.isdigit():
@@ -110,32 +110,32 @@ class Depth:
 
 
 def _depth(case: Case) -> Depth:
-    given, large, small = case.given, case.large, case.small
-    if given.has("pipeline_model_parallel_layout") and small.pp > 1:
+    flags, large, small = case.flags, case.large, case.small
+    if flags.has("pipeline_model_parallel_layout") and small.pp > 1:
         stages = patterns.shrink_stages(
-            patterns.stages(given.text("pipeline_model_parallel_layout")), small.pp * small.chunks
+            patterns.stages(flags.text("pipeline_model_parallel_layout")), small.pp * small.chunks
         )
         return Depth(sum(stage.count("t") for stage in stages), stages=tuple(stages))
     chunks = small.pp * small.chunks
-    before = max(1, given.integer("num_layers", 2) // (large.pp * large.chunks))
+    before = max(1, flags.integer("num_layers", 2) // (large.pp * large.chunks))
     per_chunk = 2 if chunks == 1 or small.chunks == 1 else min(2, before)
-    if (together := given.integer("recompute_num_layers")) > 1:
+    if (together := flags.integer("recompute_num_layers")) > 1:
         # Layers that are recomputed together, and as many that are not of them.
         per_chunk = max(per_chunk, 4 if together < before else 2)
     while chunks * per_chunk < _least(case):
         per_chunk += 1
     ends = {
-        end: _end(given, large, end, per_chunk, small.chunks)
+        end: _end(flags, large, end, per_chunk, small.chunks)
         for end in ("first", "last")
-        if small.pp > 1 and given.has(f"decoder_{end}_pipeline_num_layers")
+        if small.pp > 1 and flags.has(f"decoder_{end}_pipeline_num_layers")
     }
     layers = (small.pp - len(ends)) * small.chunks * per_chunk
-    layers += sum(ends.values()) - _borrowed(given, small)
+    layers += sum(ends.values()) - _borrowed(flags, small)
     divided = large.pp * large.chunks
     if (
         small.pp > 1
         and not ends
-        and ((given.integer("num_layers") + _borrowed(given, large)) % divided)
+        and ((flags.integer("num_layers") + _borrowed(flags, large)) % divided)
     ):
         layers += 1  # Megatron refuses it, and says so
     return Depth(layers, ends.get("first"), ends.get("last"), per_chunk)
@@ -146,34 +146,34 @@ def _least(case: Case) -> int:
     least = 2
     for value in case.frequencies.values():
         least = max(least, patterns.kinds(value) if isinstance(value, list) else min(2, value))
-    if case.given.has("first_last_layers_bf16"):
-        least = max(least, sum(bf16_ends(case.given).values()) + 1)
+    if case.flags.has("first_last_layers_bf16"):
+        least = max(least, sum(bf16_ends(case.flags).values()) + 1)
     return least
 
 
-def bf16_ends(given: Given) -> dict[str, int]:
+def bf16_ends(flags: CommandFlags) -> dict[str, int]:
     """Layers at either end that stay in BF16, in the small job."""
     return {
-        name: min(1, given.integer(name, 1))
+        name: min(1, flags.integer(name, 1))
         for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     }
 
 
-def _end(given: Given, large: Axes, end: str, per_chunk: int, chunks: int) -> int:
+def _end(flags: CommandFlags, large: Axes, end: str, per_chunk: int, chunks: int) -> int:
     """Layers of an end stage: fewer or more than of another stage, as before."""
     ends = [
-        given.integer(f"decoder_{name}_pipeline_num_layers")
+        flags.integer(f"decoder_{name}_pipeline_num_layers")
         for name in ("first", "last")
-        if given.has(f"decoder_{name}_pipeline_num_layers")
+        if flags.has(f"decoder_{name}_pipeline_num_layers")
     ]
     stages = large.pp - len(ends)
-    middle = (given.integer("num_layers") - sum(ends)) / stages if stages else sum(ends) / 2
-    layers = given.integer(f"decoder_{end}_pipeline_num_layers")
+    middle = (flags.integer("num_layers") - sum(ends)) / stages if stages else sum(ends) / 2
+    layers = flags.integer(f"decoder_{end}_pipeline_num_layers")
     return chunks * max(1, per_chunk + (layers > middle) - (layers < middle))
 
 
-def _borrowed(given: Given, small: Axes) -> int:
+def _borrowed(flags: CommandFlags, small: Axes) -> int:
     """Places of layers that the embedding and the loss take in a pipeline."""
     if small.pp == 1:
         return 0
-    return sum(given.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
+    return sum(flags.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))

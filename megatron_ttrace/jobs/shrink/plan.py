@@ -10,7 +10,7 @@ from megatron_ttrace.jobs.flags import DEFAULT_RANKS
 from megatron_ttrace.jobs.shrink import axes, documents
 from megatron_ttrace.jobs.shrink.axes import Axes
 from megatron_ttrace.jobs.shrink.case import Case, Change
-from megatron_ttrace.jobs.shrink.given import Flag, Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags, Flag
 from megatron_ttrace.jobs.shrink.rules import RULES
 from megatron_ttrace.mcore.options.decisions import Action, decision
 from megatron_ttrace.mcore.options.roles import Role
@@ -97,10 +97,10 @@ def of_flags(command: Command, most: int) -> Plan:
 
     Raises ``TTraceError`` when they cannot be understood, or two axes do not fit ``most`` ranks.
     """
-    given = Given.parse(command.arguments)
-    require_checkable(given)
-    large = axes.of_large(given, command.ranks)
-    made = [_job(_case(command, given, large, small)) for small in axes.jobs(given, large, most)]
+    flags = CommandFlags.parse(command.arguments)
+    require_checkable(flags)
+    large = axes.of_large(flags, command.ranks)
+    made = [_job(_case(command, flags, large, small)) for small in axes.jobs(flags, large, most)]
     first, rows, kept, lost = made[0]
     spread, smalls = large.spread(), [job.axes for job, *_ in made]
     if not any(small.spread() == spread for small in smalls):
@@ -126,12 +126,12 @@ def with_axes(command: Command, kept: tuple[str, ...], most: int = DEFAULT_RANKS
 
     Raises ``TTraceError`` when the axes do not divide the ranks, or need more than ``most``.
     """
-    given = Given.parse(command.arguments)
-    large = axes.of_large(given, command.ranks)
-    small = axes.of_small(given, large, kept)
+    flags = CommandFlags.parse(command.arguments)
+    large = axes.of_large(flags, command.ranks)
+    small = axes.of_small(flags, large, kept)
     if not small.edp or small.ranks > most:
         raise TTraceError(f"{', '.join(kept)}: do not fit {most} ranks")
-    return _job(_case(command, given, large, small))[0]
+    return _job(_case(command, flags, large, small))[0]
 
 
 def as_it_is(command: Command) -> Plan:
@@ -139,27 +139,27 @@ def as_it_is(command: Command) -> Plan:
 
     Raises ``TTraceError`` when the arguments cannot be understood.
     """
-    given = Given.parse(command.arguments)
-    large = axes.of_large(given, command.ranks)
-    job, rows, kept, lost = _job(_case(command, given, large, large))
+    flags = CommandFlags.parse(command.arguments)
+    large = axes.of_large(flags, command.ranks)
+    job, rows, kept, lost = _job(_case(command, flags, large, large))
     return Plan(command, large, (job,), tuple(rows), tuple(kept), tuple(lost))
 
 
-def require_checkable(given: Given) -> None:
+def require_checkable(flags: CommandFlags) -> None:
     """Raise ``TTraceError``, naming the flag, for what no check can do."""
-    for flag in given.flags:
+    for flag in flags.flags:
         known = decision(flag.option) if flag.option else None
         if known is not None and known.action is Action.REFUSE:
             raise TTraceError(f"{flag.name}: {known.why}")
-    if given.has("use_checkpoint_args"):
+    if flags.has("use_checkpoint_args"):
         raise TTraceError(
             "--use-checkpoint-args: the model's arguments are in the checkpoint; give them as flags"
         )
 
 
-def _case(command: Command, given: Given, large: Axes, small: Axes) -> Case:
+def _case(command: Command, flags: CommandFlags, large: Axes, small: Axes) -> Case:
     own_data = not documents.suits(command.script)
-    return Case(given, large, small, own_data, documents.can_chat())
+    return Case(flags, large, small, own_data, documents.can_chat())
 
 
 def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:
@@ -175,7 +175,7 @@ def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:
     kept: list[str] = []
     lost: list[str] = []
     gone: dict[Role, list[Flag]] = {}
-    for flag in case.given.flags:
+    for flag in case.flags.flags:
         option = flag.option or ""
         becomes = changes.pop(option, None)
         known = decision(option)

@@ -18,31 +18,31 @@ def _sizes(why: str, **sizes: int) -> Iterator[Change]:
     return (Change(option, (str(size),), why) for option, size in sizes.items())
 
 
-def _given(case: Case, why: str, **sizes: int) -> Iterator[Change]:
+def _if_set(case: Case, why: str, **sizes: int) -> Iterator[Change]:
     """The same, of those that the large job has."""
-    return (change for change in _sizes(why, **sizes) if case.given.has(change.option))
+    return (change for change in _sizes(why, **sizes) if case.flags.has(change.option))
 
 
 def axes(case: Case) -> Iterator[Change]:
     """Sizes of the axes; what belongs to one that is left out goes with it."""
-    given, large, small = case.given, case.large, case.small
+    flags, large, small = case.flags, case.large, case.small
     for name, option in _AXIS_OPTIONS.items():
         size = getattr(small, name)
-        if given.has(option):
+        if flags.has(option):
             left_out = size == 1 and getattr(large, name) > 1
             why = "another job has this axis" if left_out else "an axis above 1 becomes 2"
             yield Change(option, (str(size),), why)
-    if given.has("hierarchical_context_parallel_sizes") and small.cp > 1:
-        levels = given.text("hierarchical_context_parallel_sizes").split()
+    if flags.has("hierarchical_context_parallel_sizes") and small.cp > 1:
+        levels = flags.text("hierarchical_context_parallel_sizes").split()
         short = tuple(str(min(2, int(level))) for level in levels if level.isdigit())
         yield Change("hierarchical_context_parallel_sizes", short, "both levels stay")
-    if given.integer("num_distributed_optimizer_instances", 1) > 1:
+    if flags.integer("num_distributed_optimizer_instances", 1) > 1:
         count = "2" if small.dp > 2 else "1"
         yield Change("num_distributed_optimizer_instances", (count,), "an axis above 1 becomes 2")
     for name, options in _GOING.items():
         if getattr(large, name) > 1 and getattr(small, name) == 1:
             for option in options.split():
-                if given.has(option):
+                if flags.has(option):
                     why = f"this job does not have {name}: another one has"
                     yield Change(option, None, why)
 
@@ -72,20 +72,20 @@ _GOING = {
 
 def layers(case: Case) -> Iterator[Change]:
     """Layers by stage and chunk, uneven ends, and patterns over layers."""
-    given, depth = case.given, case.depth
-    if given.has("heterogeneous_layers_config_path"):
+    flags, depth = case.flags, case.depth
+    if flags.has("heterogeneous_layers_config_path"):
         raise TTraceError("--heterogeneous-layers-config-path: its layers cannot be shrunk")
-    hybrid = "hybrid_layer_pattern" if given.has("hybrid_layer_pattern") else ""
-    hybrid = hybrid or ("hybrid_override_pattern" if given.has("hybrid_override_pattern") else "")
+    hybrid = "hybrid_layer_pattern" if flags.has("hybrid_layer_pattern") else ""
+    hybrid = hybrid or ("hybrid_override_pattern" if flags.has("hybrid_override_pattern") else "")
     if hybrid:
-        pattern = patterns.shrink_hybrid(given.text(hybrid), case.small.pp * case.small.chunks)
+        pattern = patterns.shrink_hybrid(flags.text(hybrid), case.small.pp * case.small.chunks)
         yield Change(hybrid, (pattern,), "one layer of each kind per stage")
-        if given.has("num_layers"):
+        if flags.has("num_layers"):
             yield Change("num_layers", None, "the pattern says it")
         return
     why = "layers per stage and chunk, of every kind"
     stack = 2 * case.small.pp
-    yield from _given(
+    yield from _if_set(
         case, why, encoder_num_layers=stack, decoder_num_layers=stack, num_layers=depth.layers
     )
     if depth.stages:
@@ -100,51 +100,51 @@ def layers(case: Case) -> Iterator[Change]:
             yield Change(option, (str(count),), "as uneven as before")
     if case.small.pp > 1:
         # Also where a stage has a single chunk.
-        yield from _given(case, why, num_layers_per_virtual_pipeline_stage=depth.per_chunk)
+        yield from _if_set(case, why, num_layers_per_virtual_pipeline_stage=depth.per_chunk)
     if case.small.pp > 1 and case.small.chunks > 1:
         chunks = case.small.chunks
-        yield from _given(case, "an axis becomes 2", num_virtual_stages_per_pipeline_rank=chunks)
+        yield from _if_set(case, "an axis becomes 2", num_virtual_stages_per_pipeline_rank=chunks)
     for option, value in case.frequencies.items():
         if isinstance(value, list):
             words = patterns.write_layers(patterns.compress(value, depth.layers))
             yield Change(option, (words,), "the same order of kinds of layers")
         elif value > 1:
             yield Change(option, ("2",), "both kinds of layers within few")
-    if given.has("first_last_layers_bf16"):
-        yield from _sizes("one layer at an end", **bf16_ends(given))
-    if given.integer("mtp_num_layers") > 0:
+    if flags.has("first_last_layers_bf16"):
+        yield from _sizes("one layer at an end", **bf16_ends(flags))
+    if flags.integer("mtp_num_layers") > 0:
         depths = sum(stage.count("m") for stage in depth.stages) or min(
-            2, given.integer("mtp_num_layers")
+            2, flags.integer("mtp_num_layers")
         )
         yield from _sizes("one, or two", mtp_num_layers=depths)
     for option in ("recompute_num_layers", "cpu_offloading_num_layers"):
-        if given.integer(option) > 0:
-            yield Change(option, (str(min(2, given.integer(option))),), "one, or several")
+        if flags.integer(option) > 0:
+            yield Change(option, (str(min(2, flags.integer(option))),), "one, or several")
 
 
 def width(case: Case) -> Iterator[Change]:
     """Hidden sizes, heads and groups."""
-    given, hidden, unit = case.given, case.hidden, case.unit
+    flags, hidden, unit = case.flags, case.hidden, case.unit
     heads, groups = case.heads
-    before = given.integer("hidden_size", 1)
+    before = flags.integer("hidden_size", 1)
     why = "rows of a few blocks"
     yield from _sizes(why, hidden_size=hidden)
     yield from _sizes("heads on every rank", num_attention_heads=heads)
     if groups:
         yield from _sizes("groups to ranks as before", num_query_groups=groups)
-    if given.has("kv_channels"):
-        fits = given.integer("kv_channels") * given.integer("num_attention_heads") == before
+    if flags.has("kv_channels"):
+        fits = flags.integer("kv_channels") * flags.integer("num_attention_heads") == before
         size = hidden // heads if fits else (unit if unit * heads != hidden else 2 * unit)
         relation = "" if fits else "not "
         why_channels = f"product with heads as before: {relation}the hidden size"
         yield from _sizes(why_channels, kv_channels=size)
-    if given.has("ffn_hidden_size"):
-        size = hidden * (4 if given.integer("ffn_hidden_size") == 4 * before else 2)
+    if flags.has("ffn_hidden_size"):
+        size = hidden * (4 if flags.integer("ffn_hidden_size") == 4 * before else 2)
         yield from _sizes(why, ffn_hidden_size=size)
-    if given.integer("mup_base_hidden_size") > 0:
-        ratio = max(1, before // given.integer("mup_base_hidden_size"))
+    if flags.integer("mup_base_hidden_size") > 0:
+        ratio = max(1, before // flags.integer("mup_base_hidden_size"))
         yield Change("mup_base_hidden_size", (str(max(1, hidden // ratio)),), "the same ratio")
-    if given.has("mrope_section"):
+    if flags.has("mrope_section"):
         half = hidden // heads // 2
         part = half // 3
         sections = (str(half - 2 * part), str(part), str(part))
@@ -153,18 +153,18 @@ def width(case: Case) -> Iterator[Change]:
 
 def latent_attention(case: Case) -> Iterator[Change]:
     """Multi-latent attention, and the indexer of sparse attention."""
-    given, unit = case.given, case.unit
+    flags, unit = case.flags, case.unit
     why = "a few blocks"
-    quantised = given.has("fp8") or given.has("fp4")
-    same = given.integer("v_head_dim", 128) == given.integer("qk_head_dim", 128)
-    if given.has("multi_latent_attention"):
+    quantised = flags.has("fp8") or flags.has("fp4")
+    same = flags.integer("v_head_dim", 128) == flags.integer("qk_head_dim", 128)
+    if flags.has("multi_latent_attention"):
         rotated = unit if quantised else unit // 2
-        yield from _given(case, why, q_lora_rank=2 * unit)
+        yield from _if_set(case, why, q_lora_rank=2 * unit)
         yield from _sizes(why, kv_lora_rank=2 * unit, qk_head_dim=unit, qk_pos_emb_head_dim=rotated)
         yield from _sizes("to the keys as before", v_head_dim=unit if same else 2 * unit)
-    if given.text("experimental_attention_variant") == "dsa":
-        tokens = given.integer("dsa_indexer_topk", case.sequence)
-        before = given.integer("seq_length", case.sequence)
+    if flags.text("experimental_attention_variant") == "dsa":
+        tokens = flags.integer("dsa_indexer_topk", case.sequence)
+        before = flags.integer("seq_length", case.sequence)
         kept = max(1, case.sequence * min(tokens, before) // max(1, before))
         yield from _sizes("the same share of the sequence", dsa_indexer_topk=kept)
         yield from _sizes("a few", dsa_indexer_n_heads=4)
@@ -173,19 +173,19 @@ def latent_attention(case: Case) -> Iterator[Change]:
 
 def other_mixers(case: Case) -> Iterator[Change]:
     """Linear attention and Mamba layers."""
-    given, unit, tp = case.given, case.unit, case.small.tp
-    if given.text("experimental_attention_variant") == "gated_delta_net":
-        keys = given.integer("linear_num_key_heads", 16)
-        ratio = min(2, max(1, given.integer("linear_num_value_heads", 32) // max(1, keys)))
+    flags, unit, tp = case.flags, case.unit, case.small.tp
+    if flags.text("experimental_attention_variant") == "gated_delta_net":
+        keys = flags.integer("linear_num_key_heads", 16)
+        ratio = min(2, max(1, flags.integer("linear_num_value_heads", 32) // max(1, keys)))
         yield from _sizes("heads on every rank", linear_num_key_heads=2 * tp)
         yield from _sizes("to the keys as before", linear_num_value_heads=2 * tp * ratio)
         yield from _sizes("a block", linear_key_head_dim=unit, linear_value_head_dim=unit)
-    pattern = given.text("hybrid_layer_pattern") or given.text("hybrid_override_pattern")
+    pattern = flags.text("hybrid_layer_pattern") or flags.text("hybrid_override_pattern")
     if "M" in pattern:
-        groups = tp * min(2, max(1, given.integer("mamba_num_groups", 8) // case.large.tp))
+        groups = tp * min(2, max(1, flags.integer("mamba_num_groups", 8) // case.large.tp))
         yield from _sizes("groups on every rank", mamba_num_groups=groups)
         # In FP8 a rank's heads fill a block: they are part of a projection's rows.
-        block = unit * tp if given.has("fp8") or given.has("fp4") else 8
+        block = unit * tp if flags.has("fp8") or flags.has("fp4") else 8
         heads = block * -(-2 * groups // block)
         yield from _sizes("heads in every group", mamba_num_heads=heads)
         yield from _sizes("a block", mamba_head_dim=unit, mamba_state_dim=unit)
@@ -193,13 +193,13 @@ def other_mixers(case: Case) -> Iterator[Change]:
 
 def experts(case: Case) -> Iterator[Change]:
     """Experts and groups of them on every rank."""
-    given, small, unit = case.given, case.small, case.unit
-    count = given.integer("num_experts")
+    flags, small, unit = case.flags, case.small, case.unit
+    count = flags.integer("num_experts")
     if count <= 0:
         return
-    chosen = given.integer("moe_router_topk", 2)
-    groups = given.integer("moe_router_num_groups")
-    limited = given.integer("moe_router_group_topk", 1)
+    chosen = flags.integer("moe_router_topk", 2)
+    groups = flags.integer("moe_router_num_groups")
+    limited = flags.integer("moe_router_group_topk", 1)
     few = min(2, chosen)
     step = math.lcm(small.ep, 2) if groups else small.ep
     per_rank = min(2, max(1, count // case.large.ep))
@@ -211,54 +211,54 @@ def experts(case: Case) -> Iterator[Change]:
     why = f"{short // small.ep} on each rank instead of 1" if apart else "experts on every rank"
     yield Change("num_experts", (str(short),), why, lost=apart)
     tokens_go_to = few if chosen < count else short
-    yield from _given(case, "one, or several", moe_router_topk=tokens_go_to)
+    yield from _if_set(case, "one, or several", moe_router_topk=tokens_go_to)
     if groups:
         yield from _sizes("more than one group", moe_router_num_groups=2)
         size = 1 if limited < groups else 2
         yield from _sizes("not all groups, if that was so", moe_router_group_topk=size)
     why, block = "a few blocks on every rank", 2 * unit
-    yield from _given(case, why, moe_ffn_hidden_size=block * small.etp)
-    yield from _given(case, why, moe_shared_expert_intermediate_size=block * small.tp)
-    if given.integer("moe_latent_size") > 0:
+    yield from _if_set(case, why, moe_ffn_hidden_size=block * small.etp)
+    yield from _if_set(case, why, moe_shared_expert_intermediate_size=block * small.tp)
+    if flags.integer("moe_latent_size") > 0:
         yield from _sizes("half of the hidden size", moe_latent_size=case.hidden // 2)
 
 
 def length(case: Case) -> Iterator[Change]:
     """Tokens of a sequence: enough for every rank, and windows that end within it."""
-    given, short = case.given, case.sequence
+    flags, short = case.flags, case.sequence
     why = "tokens for every rank"
     before = 1
-    for change in _given(case, why, seq_length=short, encoder_seq_length=short):
-        before = max(before, given.integer(change.option, 1))
+    for change in _if_set(case, why, seq_length=short, encoder_seq_length=short):
+        before = max(before, flags.integer(change.option, 1))
         yield change
-    if given.has("decoder_seq_length"):
-        shorter = given.integer("decoder_seq_length", 1) < before
+    if flags.has("decoder_seq_length"):
+        shorter = flags.integer("decoder_seq_length", 1) < before
         size = short // 2 if shorter else short
         yield from _sizes("shorter than the encoder's, if so before", decoder_seq_length=size)
-    if given.has("max_position_embeddings"):
-        positions = given.integer("max_position_embeddings", 1)
+    if flags.has("max_position_embeddings"):
+        positions = flags.integer("max_position_embeddings", 1)
         size = short if positions <= before else 2 * short
         yield from _sizes("more than the sequence, if so before", max_position_embeddings=size)
-        if given.has("yarn_original_max_position_embeddings"):
-            original = given.integer("yarn_original_max_position_embeddings", 1)
+        if flags.has("yarn_original_max_position_embeddings"):
+            original = flags.integer("yarn_original_max_position_embeddings", 1)
             size = max(1, size * original // max(1, positions))
             yield from _sizes("the same ratio", yarn_original_max_position_embeddings=size)
-    if given.has("window_size"):
-        ends = [end.strip("()") for end in given.text("window_size").replace(",", " ").split()]
+    if flags.has("window_size"):
+        ends = [end.strip("()") for end in flags.text("window_size").replace(",", " ").split()]
         sizes = [end if int(end) <= 0 else str(max(1, short // 4 - 1)) for end in ends]
-        separate = "," in given.text("window_size")
+        separate = "," in flags.text("window_size")
         values = (",".join(sizes),) if separate else tuple(sizes)
         yield Change("window_size", values, "a part of the sequence")
 
 
 def batch(case: Case) -> Iterator[Change]:
     """Several microbatches if there were, enough for every phase of a pipeline schedule."""
-    given, small = case.given, case.small
-    micro = max(1, given.integer("micro_batch_size", 1))
+    flags, small = case.flags, case.small
+    micro = max(1, flags.integer("micro_batch_size", 1))
     short = min(2, micro)
     yield from _sizes("one, or several sequences", micro_batch_size=short)
-    steps = [step.partition(":") for step in given.text("step_batch_size_schedule").split()]
-    batch = given.integer("global_batch_size")
+    steps = [step.partition(":") for step in flags.text("step_batch_size_schedule").split()]
+    batch = flags.integer("global_batch_size")
     if steps:
         batch = max(int(size) for _, _, size in steps if size.isdigit())
     before = batch // (micro * case.large.dp) if batch else 1
@@ -268,8 +268,8 @@ def batch(case: Case) -> Iterator[Change]:
         words = [f"{start}:{size * number}" for number, (start, *_) in enumerate(steps, 1)]
         yield Change("step_batch_size_schedule", (" ".join(words),), "steps as before")
         return
-    if given.has("rampup_batch_size"):
-        samples = given.text("rampup_batch_size").split()[-1]
+    if flags.has("rampup_batch_size"):
+        samples = flags.text("rampup_batch_size").split()[-1]
         yield Change("rampup_batch_size", (str(size), str(size), samples), "a ramp of one step")
         size *= 2
     if batch:
@@ -282,7 +282,7 @@ def _microbatches(case: Case, before: int) -> int:
         return 1
     if case.small.pp == 1:
         return 2
-    group = case.given.integer("microbatch_group_size_per_vp_stage")
+    group = case.flags.integer("microbatch_group_size_per_vp_stage")
     if group and case.small.chunks > 1:
         short = _group(case)
         return 2 * short if before % group == 0 else short + case.small.pp
@@ -291,25 +291,25 @@ def _microbatches(case: Case, before: int) -> int:
 
 def _group(case: Case) -> int:
     """Microbatches of a group in an interleaved schedule: at least the stages."""
-    more = case.given.integer("microbatch_group_size_per_vp_stage") > case.large.pp
+    more = case.flags.integer("microbatch_group_size_per_vp_stage") > case.large.pp
     return case.small.pp + more
 
 
 def groups_of_microbatches(case: Case) -> Iterator[Change]:
     """Of an interleaved schedule."""
-    if case.given.has("microbatch_group_size_per_vp_stage") and case.small.chunks > 1:
+    if case.flags.has("microbatch_group_size_per_vp_stage") and case.small.chunks > 1:
         why = "more than stages, if so before"
         yield from _sizes(why, microbatch_group_size_per_vp_stage=_group(case))
 
 
 def buckets(case: Case) -> Iterator[Change]:
     """Several buckets of gradients: Megatron's own size would put a small model into one."""
-    given = case.given
-    if given.has("ddp_bucket_size") or (
-        given.has("overlap_grad_reduce")
-        and not given.has("ddp_num_buckets")
-        and not given.has("use_megatron_fsdp")
-        and not given.has("use_torch_fsdp2")
+    flags = case.flags
+    if flags.has("ddp_bucket_size") or (
+        flags.has("overlap_grad_reduce")
+        and not flags.has("ddp_num_buckets")
+        and not flags.has("use_megatron_fsdp")
+        and not flags.has("use_torch_fsdp2")
     ):
         yield Change("ddp_bucket_size", ("20000",), "several buckets, as in a large model")
 
@@ -319,27 +319,27 @@ def vocabulary(case: Case) -> Iterator[Change]:
     if case.own_data:
         return
     for option in ("vocab_size", "padded_vocab_size", "vocab_extra_ids"):
-        if case.given.has(option):
+        if case.flags.has(option):
             yield Change(option, None, "that of the data instead")
-    if case.given.integer("make_vocab_size_divisible_by") > 128:
+    if case.flags.integer("make_vocab_size_divisible_by") > 128:
         yield Change("make_vocab_size_divisible_by", ("128",), "a padded vocabulary")
 
 
 def schedule(case: Case) -> Iterator[Change]:
     """One traced iteration; learning rates as they are."""
-    given = case.given
+    flags = case.flags
     yield Change("train_iters", ("3",), "the first is checked")
     yield Change("eval_iters", ("0",), "nothing is evaluated")
     yield Change("eval_interval", ("1000",), "Megatron needs one")
-    if not given.has("lr"):
+    if not flags.has("lr"):
         yield Change("lr", ("1e-3",), "Megatron needs one")
-    if given.text("lr_decay_style").upper() == "WSD":
+    if flags.text("lr_decay_style").upper() == "WSD":
         yield Change("lr_wsd_decay_iters", ("1",), "the schedule's last phase")
 
 
 def main_weights(case: Case) -> Iterator[Change]:
     """In fp32: a check refuses others (run/requirements.py)."""
-    if case.given.text("main_params_dtype") == "fp16":
+    if case.flags.text("main_params_dtype") == "fp16":
         why = "each rank rounds its main weights with a different scale"
         yield Change("main_params_dtype", ("fp32",), why, lost=True)
 
@@ -348,22 +348,22 @@ def data(case: Case) -> Iterator[Change]:
     """Own data, with tokens of its own for what is done with samples."""
     if case.own_data:
         return
-    given = case.given
-    if given.has("sft") and not case.can_chat:
+    flags = case.flags
+    if flags.has("sft") and not case.can_chat:
         why = "needs the packages datasets and transformers, which are not installed"
         yield Change("sft", None, why, lost=True)
-    if given.has("mock_data"):
+    if flags.has("mock_data"):
         yield Change("mock_data", None, "own data instead")
-        if given.has("fim_data"):
+        if flags.has("fim_data"):
             yield Change("fim_data", None, "without effect on mock data")
-    elif given.has("fim_data"):
+    elif flags.has("fim_data"):
         for name, number in documents.FIM_TOKENS.items():
             yield Change(f"fim_{name}_token", (str(number),), "own data's")
-        if given.has("fim_split_sample"):
+        if flags.has("fim_split_sample"):
             yield Change("fim_split_sample", (str(documents.LINE_END),), "own data's: a line's end")
         for option in ("fim_rate", "fim_spm_rate"):
             yield Change(option, ("0.5",), "samples of both kinds in one step")
-    if given.text("dataloader_type") == "external":
+    if flags.text("dataloader_type") == "external":
         yield Change("dataloader_type", None, "the script's own loader is not known", lost=True)
 
 

@@ -9,7 +9,7 @@ from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.suite import MODELS
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import axes, plan
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 
 BUGS = catalogue.load_catalogue()
 LARGE = {
@@ -36,7 +36,7 @@ SIZES = {*LARGE, "train_iters", "eval_iters", "tokenizer_type", "vocab_size", "l
 def large_job(layout, model):
     """The layout's flags at production sizes: TP 8, PP 8, CP 4, EP 16, and DP 16."""
     words = [*MODELS[model].split(), *layout.arguments]
-    given = Given.parse(words)
+    given = CommandFlags.parse(words)
     arguments = {}
     for flag in given.flags:
         values = flag.values
@@ -47,7 +47,7 @@ def large_job(layout, model):
         # Layers that do not divide, which only a faulty Megatron accepts.
         arguments["num_layers"] = ["--num-layers", "95"]
     words = [word for flag in arguments.values() for word in flag]
-    large = axes.of_large(Given.parse(words), None)
+    large = axes.of_large(CommandFlags.parse(words), None)
     ranks = math.lcm(large.tp * large.cp * 16, large.ep * large.etp) * large.pp
     return Command("pretrain_gpt.py", tuple(words), {}, ranks if layout.nproc > 1 else 1)
 
@@ -64,13 +64,15 @@ CASES = [
 def test_everything_that_the_bug_needs_is_kept(layout, model):
     """Every flag of the catalogue's job, and every axis along which it is spread."""
     found = plan.shrink(large_job(layout, model))
-    small = axes.of_large(Given.parse([*MODELS[model].split(), *layout.arguments]), layout.nproc)
+    small = axes.of_large(
+        CommandFlags.parse([*MODELS[model].split(), *layout.arguments]), layout.nproc
+    )
     wanted = set(small.spread())
     holding = [job for job in found.jobs if wanted <= set(job.axes.spread())]
     assert holding, f"no job has all of {wanted}"
     for job in holding:
-        given = Given.parse(job.arguments)
-        for flag in Given.parse(layout.arguments).flags:
+        given = CommandFlags.parse(job.arguments)
+        for flag in CommandFlags.parse(layout.arguments).flags:
             assert given.has(flag.option), flag.name
             if flag.option not in SIZES:
                 assert given.text(flag.option) == " ".join(flag.values)

@@ -5,7 +5,7 @@ import pytest
 
 from megatron_ttrace.evaluation.hunt.combinations import Covering, Dimension, Space, table
 from megatron_ttrace.jobs.commands.command_line import Command
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 
 BASE = Command(
     "x.py", ("--num-layers", "4", "--swiglu", "--tensor-model-parallel-size", "2"), ranks=4
@@ -29,10 +29,10 @@ def test_a_command(space):
     """A value replaces its dimension's options; ranks follow the axes."""
     command = space.command({"tensor": "--tensor-model-parallel-size 4", "copies": "3"})
     assert command.ranks == 24
-    given = Given.parse(command.arguments)
+    given = CommandFlags.parse(command.arguments)
     assert given.integer("tensor_model_parallel_size") == 4
     assert given.has("swiglu")
-    plain = Given.parse(space.command({"activation": DIMENSIONS[2].values[0]}).arguments)
+    plain = CommandFlags.parse(space.command({"activation": DIMENSIONS[2].values[0]}).arguments)
     assert not plain.has("swiglu")
     assert [plain.flags[0].name, plain.flags[-1].name] == [
         "--no-bias-gelu-fusion",
@@ -46,7 +46,7 @@ def test_what_the_base_has_can_be_left_out(space):
     assert space.values["activation"][-1].strip() == ""
     assert space.values["router"] == DIMENSIONS[4].values
     without = space.command({"activation": space.values["activation"][-1]})
-    assert not Given.parse(without.arguments).has("swiglu")
+    assert not CommandFlags.parse(without.arguments).has("swiglu")
 
 
 def run(covering):
@@ -92,5 +92,5 @@ def test_the_table():
     assert {each.within for each in found.dimension} <= {"", *names}
     for dimension in found.dimension:
         for value in () if dimension.copies else dimension.values:
-            for flag in Given.parse(value.replace(" | ", " ").split()).flags:
+            for flag in CommandFlags.parse(value.replace(" | ", " ").split()).flags:
                 assert flag.option, flag

@@ -8,7 +8,7 @@ from megatron_ttrace.evaluation.recipes.collect import SmallJob
 from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import plan
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 
 WORDS = (
     "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --context-parallel-size 2 "
@@ -28,7 +28,7 @@ class Checks:
 
     def __call__(self, job: SmallJob) -> JobRow:
         self.asked.append(job)
-        given = Given.parse(job.arguments)
+        given = CommandFlags.parse(job.arguments)
         row = JobRow(key=job.key, answer=Answer.COULD_NOT_CHECK, ranks=job.ranks, command=str(job))
         if not given.has("lr"):
             return row
@@ -66,9 +66,9 @@ def test_the_pattern():
     (first, *_) = plan.shrink(COMMAND).jobs
     row = checks(SmallJob("x.py", first.arguments, first.axes.ranks, ()))
     pattern = reduce(COMMAND, first, row, checks, 8).pattern()
-    assert pattern.fits(Given.parse(WORDS).options())
+    assert pattern.fits(CommandFlags.parse(WORDS).options())
     others = [word for word in WORDS if word != "--sequence-parallel"]
-    assert not pattern.fits(Given.parse(others).options())
+    assert not pattern.fits(CommandFlags.parse(others).options())
 
 
 def test_the_nearest_healthy_job():

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.jobs.shrink import axes
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.trace.errors import TTraceError
 
 POWERS = st.sampled_from([1, 2, 4, 8])
@@ -23,7 +23,7 @@ def flags(tp=1, cp=1, pp=1, **more):
     ]
     for name, value in more.items():
         words += [f"--{name.replace('_', '-')}", *str(value).split()]
-    return Given.parse(words)
+    return CommandFlags.parse(words)
 
 
 def test_all_axes_of_a_large_job():
@@ -98,13 +98,13 @@ def test_two_would_not_run_the_same_code():
     levels = flags(cp=8, hierarchical_context_parallel_sizes="2 4")
     assert axes.of_small(levels, axes.of_large(levels, 8)).cp == 4
     words = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
-    overlapped = Given.parse(words.split())
-    not_overlapped = Given.parse([*words.split(), "--no-overlap-p2p-communication"])
+    overlapped = CommandFlags.parse(words.split())
+    not_overlapped = CommandFlags.parse([*words.split(), "--no-overlap-p2p-communication"])
     assert axes.of_small(overlapped, axes.of_large(overlapped, 4), stages=2).pp == 2
     assert axes.of_small(not_overlapped, axes.of_large(not_overlapped, 4), stages=2).pp == 3
     words = "--use-tp-pp-dp-mapping --expert-tensor-parallel-size 4"
-    last = Given.parse([*words.split(), *"--tensor-model-parallel-size 2".split()])
-    last = Given([*last.flags, *flags(2, 2, 2).flags])
+    last = CommandFlags.parse([*words.split(), *"--tensor-model-parallel-size 2".split()])
+    last = CommandFlags([*last.flags, *flags(2, 2, 2).flags])
     small = axes.of_small(last, axes.of_large(last, 8))
     assert (small.etp, small.edp, small.dp) == (4, 1, 1)
     instances = flags(num_distributed_optimizer_instances=4)

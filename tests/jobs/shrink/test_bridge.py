@@ -10,7 +10,7 @@ import torch
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import bridge as sizes
 from megatron_ttrace.jobs.shrink import plan
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 
 
 @dataclasses.dataclass
@@ -86,7 +86,7 @@ def configuration(**fields):
 
 def test_layouts_and_patterns_are_written_as_megatron_reads_them():
     """One word for a pattern over layers, letters for stages, a flag for what is on."""
-    given = Given.parse(sizes.words(configuration()))
+    given = CommandFlags.parse(sizes.words(configuration()))
     assert given.text("pipeline_model_parallel_layout") == "|".join(
         ["E" + "t" * 8, *["t" * 8] * 6, "t" * 5 + "mL"]
     )
@@ -116,14 +116,14 @@ def test_small_jobs_are_set_in_the_configuration():
     assert model.num_moe_experts == 4
     assert model.sequence_parallel is True
     assert cfg.train.global_batch_size < 64
-    assert Given.parse(sizes.words(cfg)).text("num_layers") == str(model.num_layers)
+    assert CommandFlags.parse(sizes.words(cfg)).text("num_layers") == str(model.num_layers)
 
 
 def test_what_is_left_is_in_the_account():
     """Weights that are not loaded are named; nothing else of a checkpoint is a flag."""
     cfg = configuration()
     cfg.checkpoint = Checkpoint()
-    given = Given.parse(sizes.words(cfg))
+    given = CommandFlags.parse(sizes.words(cfg))
     assert given.text("pretrained_checkpoint") == "/weights"
     small = plan.of_flags(Command("x.py", tuple(sizes.words(cfg)), ranks=1024), 8)
     assert any(lost.startswith("--pretrained-checkpoint: the weights") for lost in small.lost)
@@ -134,10 +134,10 @@ def test_main_weights_become_wide():
     cfg = configuration()
     cfg.optimizer = Optimizer()
     words = tuple(sizes.words(cfg))
-    assert Given.parse(words).text("main_params_dtype") == "fp16"
+    assert CommandFlags.parse(words).text("main_params_dtype") == "fp16"
     sizes.apply(cfg, plan.of_flags(Command("x.py", words, ranks=1024), 8).jobs[0].arguments)
     assert cfg.optimizer.main_params_dtype is torch.float32
-    assert not Given.parse(sizes.words(cfg)).has("main_params_dtype")
+    assert not CommandFlags.parse(sizes.words(cfg)).has("main_params_dtype")
 
 
 def test_what_belongs_to_a_dropped_axis_goes():
@@ -157,7 +157,7 @@ def test_what_belongs_to_a_dropped_axis_goes():
 def test_interleaving_without_a_layout():
     """Chunks are kept, and a schedule that does not overlap needs three stages."""
     cfg = configuration(pipeline_model_parallel_layout=None, num_layers=64, overlap_p2p_comm=False)
-    given = Given.parse(sizes.words(cfg))
+    given = CommandFlags.parse(sizes.words(cfg))
     assert given.text("num_virtual_stages_per_pipeline_rank") == "2"
     small = plan.shrink(Command("x.py", tuple(sizes.words(cfg)), ranks=16), 16)
     sizes.apply(cfg, small.jobs[0].arguments)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import documents, plan
-from megatron_ttrace.jobs.shrink.given import Flag, Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags, Flag
 from megatron_ttrace.mcore.options.decisions import option_of
 from megatron_ttrace.mcore.options.roles import ROLES, Role
 from megatron_ttrace.trace.errors import TTraceError
@@ -32,7 +32,7 @@ def shrunk(text=LARGE, ranks=1024, most=8):
 def test_what_is_kept_and_what_goes():
     """Code stays, sizes shrink, paths and logs go; unknown flags are Megatron's to judge."""
     job, *_ = shrunk().jobs
-    given = Given.parse(job.arguments)
+    given = CommandFlags.parse(job.arguments)
     for option in ("sequence_parallel", "bf16", "swiglu", "use_distributed_optimizer", "fim_data"):
         assert given.has(option)
     assert given.flag("apply_rope_fusion") == Flag("--no-rope-fusion")
@@ -56,9 +56,9 @@ def test_the_account_is_complete():
     """Every flag is kept as it is, or stands in a row with its old value and its new one."""
     found = shrunk()
     job, *_ = found.jobs
-    now = Given.parse(job.arguments)
+    now = CommandFlags.parse(job.arguments)
     rows = {row.flag: row for row in found.rows}
-    for flag in Given.parse(LARGE.split()).flags:
+    for flag in CommandFlags.parse(LARGE.split()).flags:
         if str(flag) in found.kept:
             assert now.flag(flag.option) == flag
         elif flag.option in ("vocab_size", "fim_data"):
@@ -78,7 +78,9 @@ def test_the_account_is_complete():
 def test_of_a_repeated_flag_the_last_counts():
     """As for Megatron's parser; the earlier ones go."""
     (job,) = shrunk("--num-layers 8 --bf16 --num-layers 16 --bf16", 1).jobs
-    assert [str(flag) for flag in Given.parse(job.arguments).flags].count("--num-layers 2") == 1
+    assert [str(flag) for flag in CommandFlags.parse(job.arguments).flags].count(
+        "--num-layers 2"
+    ) == 1
     assert "16" not in job.arguments
     assert job.arguments.count("--bf16") == 1
 
@@ -95,7 +97,7 @@ def test_stages_of_a_single_chunk():
     """What says so is shrunk like the layers."""
     text = "--num-layers 32 --pipeline-model-parallel-size 4 --num-attention-heads 8 "
     job, *_ = shrunk(text + "--num-layers-per-virtual-pipeline-stage 8", ranks=4).jobs
-    given = Given.parse(job.arguments)
+    given = CommandFlags.parse(job.arguments)
     stages = given.integer("pipeline_model_parallel_size")
     each = given.integer("num_layers_per_virtual_pipeline_stage")
     assert given.integer("num_layers") == stages * each
@@ -108,7 +110,7 @@ def test_several_jobs():
     assert "middle stages" in found.lost[-1]
     assert all(job.axes.ranks <= 8 for job in found.jobs)
     for job in found.jobs:
-        assert Given.parse(job.arguments).has("sequence_parallel") == (job.axes.tp > 1)
+        assert CommandFlags.parse(job.arguments).has("sequence_parallel") == (job.axes.tp > 1)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_code_is_never_touched(options):
     """Flags that decide which code runs come through, whatever stands beside them."""
     words = [word for option in options for word in (f"--{option.replace('_', '-')}", "1")]
     (job,) = shrunk(f"--num-layers 8 --hidden-size 1024 {' '.join(words)}", 1).jobs
-    given = Given.parse(job.arguments)
+    given = CommandFlags.parse(job.arguments)
     for option in set(options) - SHRUNK_ANYWAY:
         name = option_of(f"--{option.replace('_', '-')}")
         assert given.has(name)
@@ -162,7 +164,7 @@ def test_shrinking_again_changes_nothing():
     """What is small stays as it is: the same job."""
     job, *_ = shrunk().jobs
     (again,) = shrunk(" ".join(job.arguments), job.axes.ranks).jobs
-    first, second = Given.parse(job.arguments), Given.parse(again.arguments)
+    first, second = CommandFlags.parse(job.arguments), CommandFlags.parse(again.arguments)
     assert {str(flag) for flag in first.flags} == {str(flag) for flag in second.flags}
 
 
@@ -175,7 +177,7 @@ def test_masked_word_pieces_keep_their_data(tmp_path):
         script = tmp_path / name
         script.write_text(text, encoding="utf-8")
         job, *_ = plan.shrink(Command(str(script), tuple(words), {}, 1024)).jobs
-        given = Given.parse(job.arguments)
+        given = CommandFlags.parse(job.arguments)
         kept[name] = [given.text(one) for one in ("data_path", "vocab_size", "tokenizer_type")]
         assert given.has("num_layers")
         assert bool(documents.arguments(str(script), tmp_path)) == (name == "pretrain_gpt.py")
@@ -188,7 +190,7 @@ def test_axes_as_they_are():
     words = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 96 "
     words += "--num-attention-heads 96 --hidden-size 12288 --seq-length 8192"
     (job,) = plan.as_it_is(Command("pretrain_gpt.py", tuple(words.split()), {}, 8)).jobs
-    given = Given.parse(job.arguments)
+    given = CommandFlags.parse(job.arguments)
     assert job.axes.ranks == 8
     assert given.text("tensor_model_parallel_size") == "4"
     assert given.integer("num_layers") == 4

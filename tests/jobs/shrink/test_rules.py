@@ -8,13 +8,13 @@ import pytest
 from megatron_ttrace.jobs.shrink import axes, rules
 from megatron_ttrace.jobs.shrink.axes import Axes
 from megatron_ttrace.jobs.shrink.case import Case
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.trace.errors import TTraceError
 
 
 def case(text, ranks=None, kept=None):
     """A large job and the axes of its small one."""
-    given = Given.parse(text.split())
+    given = CommandFlags.parse(text.split())
     large = axes.of_large(given, ranks)
     return Case(given, large, axes.of_small(given, large, kept))
 
@@ -315,7 +315,9 @@ def test_batches_that_grow():
     )
     assert found["rampup_batch_size"] == "8 8 99"
     assert found["global_batch_size"] == "16"
-    given = Given.parse(["--micro-batch-size", "1", "--step-batch-size-schedule", "0:384 200B:768"])
+    given = CommandFlags.parse(
+        ["--micro-batch-size", "1", "--step-batch-size-schedule", "0:384 200B:768"]
+    )
     one = Case(given, Axes(dp=2), Axes(dp=2))
     found = {change.option: change.values for change in rules.batch(one)}
     assert found["step_batch_size_schedule"] == ("0:4 200B:8",)

@@ -27,7 +27,7 @@ from unittest import mock
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import bridge as sizes
 from megatron_ttrace.jobs.shrink import plan
-from megatron_ttrace.jobs.shrink.given import Given
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -182,7 +182,7 @@ def main(words: list[str]) -> None:
     if words[0] == "--plan":
         _plan(Path(words[1]), int(words[2]), sys.stdin.read().split())
     else:
-        given = Given.parse(words)
+        given = CommandFlags.parse(words)
         flags = [word for flag in given.flags if flag.name != _RECIPE for word in flag.words()]
         _train(next(flag.values[0] for flag in given.flags if flag.name == _RECIPE), flags)
 

@@ -8,6 +8,8 @@ from typing import Self
 from megatron_ttrace.mcore.options.decisions import option_of
 from megatron_ttrace.trace.errors import TTraceError
 
+_TENSOR, _DIVISOR = "tensor_model_parallel_size", "make_vocab_size_divisible_by"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Flag:
@@ -29,7 +31,7 @@ class Flag:
         return [self.name, *self.values]
 
 
-class Given:
+class CommandFlags:
     """The flags of a command; of one that is repeated the last counts, as for argparse."""
 
     def __init__(self, flags: Sequence[Flag]) -> None:
@@ -73,6 +75,20 @@ class Given:
         """The option's value."""
         flag = self._by_option.get(option)
         return " ".join(flag.values) if flag is not None and flag.values else default
+
+    def padded_multiple(self) -> int:
+        """Megatron pads the vocabulary to a multiple of this (megatron/training/vocab_utils.py)."""
+        return self.integer(_DIVISOR, 128) * self.integer(_TENSOR, 1)
+
+    def padding(self, multiple: int | None) -> list[str]:
+        """The flag that is needed, if any, for a vocabulary padded to ``multiple``, if possible.
+
+        The softmax runs over padded rows, too: runs with other paddings have other losses.
+        """
+        ranks = self.integer(_TENSOR, 1)
+        if multiple is None or ranks < 1 or multiple % ranks or multiple == self.padded_multiple():
+            return []
+        return ["--make-vocab-size-divisible-by", str(multiple // ranks)]
 
     def integer(self, option: str, default: int = 0) -> int:
         """The option's value as a number; ``default`` where it has none or another one."""
