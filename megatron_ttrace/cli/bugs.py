@@ -186,7 +186,6 @@ def _show(rows: Sequence[BugRow], seconds: float) -> None:
 
 
 def _total(totals: Totals) -> str:
-    """The totals in one sentence."""
     sentence = (
         f"of {totals.bugs} bugs {totals.detected} detected, {totals.localised} localised, "
         f"{totals.explained} explained; {totals.healthy} of {totals.cases} healthy runs pass"

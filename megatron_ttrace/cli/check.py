@@ -155,7 +155,6 @@ _SEVERITY = (ExitCode.EQUIVALENT, ExitCode.COULD_NOT_CHECK, ExitCode.DIVERGED)
 
 
 def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> list[api.Report]:
-    """Check the small jobs, one after the other."""
     from rich.console import Console
 
     from megatron_ttrace.cli import shrink

@@ -125,7 +125,6 @@ def _torch() -> Finding:
 
 
 def _backends() -> list[str]:
-    """The communication backends of this torch."""
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available():
         return []
@@ -217,7 +216,6 @@ def _device() -> Finding:
 
 
 def _checks(broken: list[str]) -> Finding:
-    """Where checks will run."""
     if broken:
         return Finding("checks", "missing", "cannot run here", f"first fix {', '.join(broken)}")
     count = importlib.import_module("torch").cuda.device_count()
@@ -258,7 +256,6 @@ def _transformer_engine() -> Finding:
 
 
 def _bridge() -> Finding:
-    """Whether jobs of Megatron-Bridge can be checked."""
     subject, home = "Megatron-Bridge", bridge_release.folder()
     if home is None:
         advice = "only for jobs of Megatron-Bridge (docs/bridge.md)"
@@ -272,7 +269,6 @@ def _bridge() -> Finding:
 
 
 def _transformers() -> Finding:
-    """Whether a model can be compared with that of Hugging Face."""
     from megatron_ttrace.saved.huggingface import comparison  # which imports torch
 
     try:

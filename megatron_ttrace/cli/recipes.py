@@ -94,12 +94,12 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.jobs import validity
 
     say = command.silent if args.json else command.progress()
-    found = _collect(args)
-    if not found:
+    recipes = _collect(args)
+    if not recipes:
         raise TTraceError(f"no configuration matches {' '.join(args.only)}: see --dry-run")
-    jobs = jobs_of(found)
+    jobs = jobs_of(recipes)
     directory = args.directory.absolute()
-    say(f"{len(found)} configurations, {len(jobs)} different jobs")
+    say(f"{len(recipes)} configurations, {len(jobs)} different jobs")
     finished: dict[str, JobRow] = {}
     if jobs and not args.dry_run:
         first = Path(next(iter(jobs.values())).script)
@@ -109,13 +109,12 @@ def run(args: argparse.Namespace) -> int:
         results = Results(directory)
         rows_of = {key: results.of(job) for key, job in jobs.items()}
         finished = {key: row for key, row in rows_of.items() if row}
-        left = [job for key, job in jobs.items() if key not in finished][: args.limit]
-        for number, job in enumerate(left, 1):
+        remaining = [job for key, job in jobs.items() if key not in finished][: args.limit]
+        for number, job in enumerate(remaining, 1):
             row = finished[job.key] = results.keep(job, checker(job))
-            say(
-                f"[{number}/{len(left)}] {row.key} {row.answer} {row.seconds:.0f} s {row.why[:120]}"
-            )
-    rows = coverage(found, finished)
+            place = f"[{number}/{len(remaining)}] {row.key}"
+            say(f"{place} {row.answer} {row.seconds:.0f} s {row.why[:120]}")
+    rows = coverage(recipes, finished)
     table = {
         "checkout": "megatron-bridge" if args.bridge else str(args.checkout),
         "jobs": {key: dataclasses.asdict(finished[key]) for key in jobs if key in finished},

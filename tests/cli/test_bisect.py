@@ -82,12 +82,12 @@ def test_a_fault_among_64_commits(history, checked, capsys):
     before = git(history, "status", "--porcelain", "--branch")
     words = [f"HEAD~{COMMITS}", "HEAD", "--", str(history / "pretrain.py"), *JOB]
     assert main(["bisect", "--json", *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["commit"] == git(history, "rev-parse", f"HEAD~{COMMITS - FAULT}")
-    assert found["described"].endswith(f": change {FAULT}")
-    assert found["culprits"][0]["name"] == "decoder.layers.0.mlp"
-    assert any("-right\n+wrong" in text for text in found["lines"])
-    assert found["checked"] == len(checked.asked) <= 7
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["commit"] == git(history, "rev-parse", f"HEAD~{COMMITS - FAULT}")
+    assert answer["described"].endswith(f": change {FAULT}")
+    assert answer["culprits"][0]["name"] == "decoder.layers.0.mlp"
+    assert any("-right\n+wrong" in text for text in answer["lines"])
+    assert answer["checked"] == len(checked.asked) <= 7
     assert git(history, "status", "--porcelain", "--branch") == before
     assert git(history, "worktree", "list").count("\n") == 0
 
@@ -98,9 +98,9 @@ def test_the_hunks_of_the_commit(history, checked, capsys):
     checked.blamed = Blame(Blaming.PROVEN, "before", (BlamedChange((hunk,), ("decoder",)),))
     words = [f"HEAD~{COMMITS}", "HEAD", "--", str(history / "pretrain.py"), *JOB]
     assert main(["bisect", "--quiet", *words]) == 0
-    said = capsys.readouterr().out
-    assert "layers.py:1 (outside of functions)\n- right\n+ wrong\n" in said
-    assert "proven: with this hunk on before the job diverges" in said
+    out = capsys.readouterr().out
+    assert "layers.py:1 (outside of functions)\n- right\n+ wrong\n" in out
+    assert "proven: with this hunk on before the job diverges" in out
     trial, script, good = checked.trial
     commit = git(history, "rev-parse", f"HEAD~{COMMITS - FAULT}")
     assert good == f"{commit}^1"
@@ -113,11 +113,11 @@ def test_commits_that_cannot_be_checked(history, checked, capsys):
     checked.broken = {FAULT, FAULT - 1}
     words = [f"HEAD~{COMMITS}", "HEAD", "--", str(history / "pretrain.py"), *JOB]
     assert main(["bisect", "--quiet", *words]) == 2
-    said = capsys.readouterr().out
+    out = capsys.readouterr().out
     after = git(history, "rev-parse", "--short=12", f"HEAD~{COMMITS - FAULT - 1}")
-    assert f"the first bad commit is {after} or, which could not be checked, " in said
-    assert "the rank died" in said
-    assert "culprit    decoder.layers.0.mlp" in said
+    assert f"the first bad commit is {after} or, which could not be checked, " in out
+    assert "the rank died" in out
+    assert "culprit    decoder.layers.0.mlp" in out
 
 
 def test_nothing_to_find(history, checked, capsys):
@@ -129,7 +129,7 @@ def test_nothing_to_find(history, checked, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["a", "--", "x.py"], "give two commits after all options"),
         (["a", "b"], "no training command: give it after --, ttrace bisect a b -- COMMAND"),
@@ -140,14 +140,14 @@ def test_nothing_to_find(history, checked, capsys):
         (["a", "b", "--"], "no script given: ttrace bisect -- "),
     ],
 )
-def test_bad_input(capsys, tmp_path, monkeypatch, words, said):
+def test_bad_input(capsys, tmp_path, monkeypatch, words, message):
     """One line that says what to do."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").touch()
     assert main(["bisect", *words]) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1
-    assert said in error[0]
+    assert message in error[0]
 
 
 def culprit(where: str, name: str = "a") -> Culprit:
@@ -160,7 +160,7 @@ def test_lines_next_to_the_culprit():
     far, near = Hunk("megatron/core/a.py", 10, 2, "far"), Hunk("megatron/core/a.py", 90, 2, "near")
     other = Hunk("megatron/core/b/a.py", 100, 2, "other")
     place = [culprit("megatron/core/a.py:100 (A.forward)")]
-    found = bisect.nearest([far, other, near], place)
-    assert [hunk.text for hunk in found] == [f"{near.file}\nnear", f"{far.file}\nfar"]
+    hunks = bisect.nearest([far, other, near], place)
+    assert [hunk.text for hunk in hunks] == [f"{near.file}\nnear", f"{far.file}\nfar"]
     assert len(bisect.nearest([far, other, near], [culprit("megatron/core/c.py:1 (f)")])) == 3
     assert len(bisect.nearest([far, other, near], [])) == 3

@@ -75,11 +75,13 @@ def reports(tmp_path_factory):
     right = kept.run(home / "right", kept.tensors())
     wrong = kept.run(home / "wrong", kept.tensors(1))
     runs = {Result.EQUIVALENT: right, Result.DIVERGED: wrong}
-    found = {answer: api.diff(right, run, output=home / answer) for answer, run in runs.items()}
+    by_answer = {answer: api.diff(right, run, output=home / answer) for answer, run in runs.items()}
     report = api.diff(right, wrong, output=home / ELSEWHERE)
-    there = tuple(dataclasses.replace(one, name="embedding") for one in report.culprits)
-    found[ELSEWHERE] = api.rewritten(report, dataclasses.replace(report.summary, culprits=there))
-    return {answer: report.directory for answer, report in found.items()}
+    culprits = tuple(dataclasses.replace(culprit, name="embedding") for culprit in report.culprits)
+    by_answer[ELSEWHERE] = api.rewritten(
+        report, dataclasses.replace(report.summary, culprits=culprits)
+    )
+    return {answer: report.directory for answer, report in by_answer.items()}
 
 
 @pytest.fixture
@@ -132,17 +134,17 @@ def test_one_change_among_others(fork, checked, capsys):
     edit(fork, ("x + 7", "x + 9"))
     edit(fork, ("return x", "return x + 0"), file=OTHERS)
     before = git(fork, "status", "--porcelain"), (fork / LAYERS).read_text()
-    found = run(capsys)["blame"]
-    assert found["result"] == Blaming.PROVEN
-    [change] = found["changes"]
+    answer = run(capsys)["blame"]
+    assert answer["result"] == Blaming.PROVEN
+    [change] = answer["changes"]
     [hunk] = change["hunks"]
     assert (hunk["file"], hunk["function"], hunk["ran"]) == (LAYERS, "f7", "elsewhere")
     assert (fork / LAYERS).read_text().splitlines()[hunk["line"] - 1] == "    y = x + 9"
     assert (hunk["removed"], hunk["added"]) == (["    y = x + 7\n"], ["    y = x + 9\n"])
     assert change["culprits"] == ["decoder.layers.*.mlp"]
     # Comments do not run, and the other file does not.
-    assert (found["hunks"], found["idle"]) == (COUNT, len([0, 3, 6, 9]) + 1)
-    assert found["checks"] == len(checked.asked) <= 2 * (COUNT - 1).bit_length() + 6
+    assert (answer["hunks"], answer["idle"]) == (COUNT, len([0, 3, 6, 9]) + 1)
+    assert answer["checks"] == len(checked.asked) <= 2 * (COUNT - 1).bit_length() + 6
     assert (git(fork, "status", "--porcelain"), (fork / LAYERS).read_text()) == before
     assert not (fork / "ttrace-out-blame" / "trees").exists()
 
@@ -151,12 +153,12 @@ def test_the_report(fork, checked, capsys):
     """In the terminal, in the page and in its summary: the user's tree, not its copy."""
     edit(fork, *harmless(7), ("x + 7", "x + 9"))
     assert main(["blame", "--quiet", "--", "pretrain.py"]) == 1
-    said = capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= 80
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
     place = f"{LAYERS}:"
-    assert said.index("ttrace  diverged") < said.index(place) < said.index("culprit  ")
+    assert out.index("ttrace  diverged") < out.index(place) < out.index("culprit  ")
     for text in ("(f7)", "- y = x + 7", "+ y = x + 9", "proven: with this hunk on core_v0.19.7"):
-        assert text in said
+        assert text in out
         assert text.lstrip("+- ") in (fork / "ttrace-out" / "report.html").read_text()
     report = api.load_report("ttrace-out")
     assert report.summary.blame.changes[0].hunks[0].function == "f7"
@@ -168,9 +170,9 @@ def test_what_ran_in_the_culprit_is_tried_first(fork, checked, capsys):
     """The number of other hunks hardly matters then."""
     checked.culprits = ("f7", "f8")
     edit(fork, *harmless(7), ("x + 7", "x + 9"))
-    found = run(capsys)["blame"]
-    assert found["changes"][0]["hunks"][0]["ran"] == "in_culprit"
-    assert found["checks"] <= 6
+    answer = run(capsys)["blame"]
+    assert answer["changes"][0]["hunks"][0]["ran"] == "in_culprit"
+    assert answer["checks"] <= 6
 
 
 def test_changes_that_matter_together(fork, checked, capsys):
@@ -184,19 +186,21 @@ def test_changes_that_matter_together(fork, checked, capsys):
 def test_changes_that_are_each_to_blame(fork, checked, capsys):
     """Both are named, each by itself, and without both of them it does not diverge."""
     edit(fork, *harmless(3, 7), ("x + 3", "x + 30"), ("x + 7", "x + 70"))
-    found = run(capsys)["blame"]
-    assert found["result"] == Blaming.PROVEN
-    functions = [[hunk["function"] for hunk in change["hunks"]] for change in found["changes"]]
+    answer = run(capsys)["blame"]
+    assert answer["result"] == Blaming.PROVEN
+    functions = [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]]
     assert sorted(functions) == [["f3"], ["f7"]]
 
 
 def test_others_to_blame(fork, checked, capsys):
     """Without the change that is to blame, the job diverges elsewhere: that is not proven."""
     edit(fork, *harmless(3, 7), ("x + 3", "x + 3 + 1j"), ("x + 7", "x + 9"))
-    found = run(capsys)["blame"]
-    assert found["result"] == Blaming.OTHERS
-    assert [[hunk["function"] for hunk in one["hunks"]] for one in found["changes"]] == [["f7"]]
-    assert found["reason"] == "embedding"
+    answer = run(capsys)["blame"]
+    assert answer["result"] == Blaming.OTHERS
+    assert [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]] == [
+        ["f7"]
+    ]
+    assert answer["reason"] == "embedding"
 
 
 def test_what_the_good_tree_does_too(fork, checked, capsys):
@@ -204,17 +208,17 @@ def test_what_the_good_tree_does_too(fork, checked, capsys):
     edit(fork, ("x + 3", "x + 3 + 1j"))
     git(fork, "commit", "-q", "-a", "-m", "wrong elsewhere")
     edit(fork, *harmless(3, 7), ("x + 7", "x + 9"))
-    found = run(capsys, "--good", "HEAD")["blame"]
-    assert (found["result"], found["reason"]) == (Blaming.PROVEN, "embedding")
+    answer = run(capsys, "--good", "HEAD")["blame"]
+    assert (answer["result"], answer["reason"]) == (Blaming.PROVEN, "embedding")
 
 
 def test_changes_of_a_group_that_are_each_to_blame(fork, checked, capsys):
     """They share a name, so they are tried together at first; yet they are two changes."""
     edit(fork, ("def f7", "def g(x):\n    return x\n\n\ndef f7"))
     edit(fork, ("y = x + 3\n", "y = x + 30  # g\n"), ("y = x + 7\n", "y = x + 70  # g\n"))
-    found = run(capsys)["blame"]
-    assert found["result"] == Blaming.PROVEN
-    functions = [[hunk["function"] for hunk in change["hunks"]] for change in found["changes"]]
+    answer = run(capsys)["blame"]
+    assert answer["result"] == Blaming.PROVEN
+    functions = [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]]
     assert sorted(functions) == [["f3"], ["f7"]]
 
 
@@ -222,11 +226,11 @@ def test_dependent_hunks(fork, checked, capsys):
     """A new function and its use stay together; of a group, only what is needed is blamed."""
     edit(fork, *harmless(7), ("def f7", "def g(x):\n    return x + 9\n\n\ndef f7"))
     edit(fork, ("    y = x + 7\n", "    y = g(x)\n"))
-    found = run(capsys)["blame"]
-    [change] = found["changes"]
+    answer = run(capsys)["blame"]
+    [change] = answer["changes"]
     assert {line.strip() for hunk in change["hunks"] for line in hunk["added"]} >= {"y = g(x)"}
-    assert found["result"] == Blaming.PROVEN
-    assert found["checks"] <= 2 * (COUNT - 1).bit_length() + 6
+    assert answer["result"] == Blaming.PROVEN
+    assert answer["checks"] <= 2 * (COUNT - 1).bit_length() + 6
 
 
 def test_combinations_that_crash(fork, checked, capsys):
@@ -235,8 +239,10 @@ def test_combinations_that_crash(fork, checked, capsys):
     # Neither works without the other, and nothing in the text says so.
     edit(fork, ("a = 1\n    y = x + 2", "exec('f0.k = 1')\n    y = x + 2"))
     edit(fork, ("    y = x + 3\n", "    y = x + 3 * eval('f0.k')\n"))
-    found = run(capsys)["blame"]
-    assert [[hunk["function"] for hunk in one["hunks"]] for one in found["changes"]] == [["f7"]]
+    answer = run(capsys)["blame"]
+    assert [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]] == [
+        ["f7"]
+    ]
 
 
 def test_a_good_tree_that_diverges(fork, checked, capsys):
@@ -244,8 +250,8 @@ def test_a_good_tree_that_diverges(fork, checked, capsys):
     edit(fork, ("x + 7", "x + 9"))
     git(fork, "commit", "-q", "-a", "-m", "wrong")
     edit(fork, *harmless(7))
-    found = run(capsys, "--good", "HEAD")["blame"]
-    assert (found["result"], found["changes"]) == (Blaming.GOOD_DIVERGES, [])
+    answer = run(capsys, "--good", "HEAD")["blame"]
+    assert (answer["result"], answer["changes"]) == (Blaming.GOOD_DIVERGES, [])
     assert len(checked.asked) == 2
 
 
@@ -254,10 +260,12 @@ def test_a_good_tree_that_cannot_be_checked(fork, checked, capsys):
     edit(fork, ("x + 7", "x / 0"))
     git(fork, "commit", "-q", "-a", "-m", "broken")
     edit(fork, ("x / 0", "x + 9"), *harmless(7))
-    found = run(capsys, "--good", "HEAD")["blame"]
-    assert found["result"] == Blaming.ALONE
-    assert [[hunk["function"] for hunk in one["hunks"]] for one in found["changes"]] == [["f7"]]
-    assert "ZeroDivisionError" in found["reason"]
+    answer = run(capsys, "--good", "HEAD")["blame"]
+    assert answer["result"] == Blaming.ALONE
+    assert [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]] == [
+        ["f7"]
+    ]
+    assert "ZeroDivisionError" in answer["reason"]
 
 
 def test_a_job_that_needs_some_changes(fork, checked, capsys):
@@ -266,13 +274,13 @@ def test_a_job_that_needs_some_changes(fork, checked, capsys):
     git(fork, "commit", "-q", "-a", "-m", "a job that does not run")
     # What the job needs, an error, and something between them.
     edit(fork, ("x + 2 * y", "x + 2"), *harmless(2, 7), ("x + 7", "x + 9"))
-    found = run(capsys, "--good", "HEAD")["blame"]
-    assert found["result"] == Blaming.REMOVED
-    [change] = found["changes"]
+    answer = run(capsys, "--good", "HEAD")["blame"]
+    assert answer["result"] == Blaming.REMOVED
+    [change] = answer["changes"]
     assert [hunk["function"] for hunk in change["hunks"]] == ["f7"]
     assert change["culprits"] == ["decoder.layers.*.mlp"]
-    assert "UnboundLocalError" in found["reason"]
-    assert found["checks"] <= 2 * (2 * (COUNT - 1).bit_length() + 6)
+    assert "UnboundLocalError" in answer["reason"]
+    assert answer["checks"] <= 2 * (2 * (COUNT - 1).bit_length() + 6)
 
 
 def test_too_many_changes_that_need_each_other(fork, checked, capsys):
@@ -281,10 +289,10 @@ def test_too_many_changes_that_need_each_other(fork, checked, capsys):
     edit(fork, *edits)
     git(fork, "commit", "-q", "-a", "-m", "a job that does not run")
     edit(fork, *((new, old) for old, new in edits if "+ 7" not in old), ("x + 7 * y", "x + 9"))
-    found = run(capsys, "--good", "HEAD")["blame"]
-    assert (found["result"], found["changes"]) == (Blaming.GOOD_UNCHECKED, [])
-    assert "UnboundLocalError" in found["reason"]
-    assert found["checks"] <= 2 + 4 * COUNT.bit_length() + 12 + 1
+    answer = run(capsys, "--good", "HEAD")["blame"]
+    assert (answer["result"], answer["changes"]) == (Blaming.GOOD_UNCHECKED, [])
+    assert "UnboundLocalError" in answer["reason"]
+    assert answer["checks"] <= 2 + 4 * COUNT.bit_length() + 12 + 1
 
 
 def test_an_equivalent_job(fork, checked, capsys):
@@ -311,8 +319,8 @@ def test_secrets_are_not_kept(fork, checked, monkeypatch, capsys):
     command = ["env", "HF_TOKEN=hunter2hunter2", "python", "pretrain.py"]
     words = ["--wandb-entity", "https://u:hunter2hunter2@host", "--hf-token", "hunter2hunter2"]
     assert main(["blame", "--json", "--", *command, *words]) == 1
-    said = capsys.readouterr()
-    assert "hunter2" not in said.out + said.err
+    captured = capsys.readouterr()
+    assert "hunter2" not in captured.out + captured.err
     assert checked.environment["HF_TOKEN"] == "hunter2hunter2"
     assert "hunter2" not in checked.environment[provenance.COMMAND]
     files = [path for path in fork.glob("ttrace-out*/**/*") if path.is_file()]
@@ -331,7 +339,7 @@ def test_combinations_are_compiled_once(fork, checked, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--", "pretrain.py"], "has the same Python files as core_v0.19.7"),
         (["--good", "absent", "--", "pretrain.py"], "rev-parse"),
@@ -340,12 +348,12 @@ def test_combinations_are_compiled_once(fork, checked, monkeypatch, capsys):
         (["--", "srun", "-N", "2", "pretrain.py"], "the command is for 2 machines"),
     ],
 )
-def test_bad_input(fork, checked, capsys, words, said):
+def test_bad_input(fork, checked, capsys, words, message):
     """One line that says what to do."""
     assert main(["blame", "--quiet", *words]) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1
-    assert said in error[0]
+    assert message in error[0]
 
 
 def test_a_job_that_cannot_be_checked(fork, checked, capsys):

@@ -28,14 +28,14 @@ def test_answers(capsys):
     assert main(["checkpoint", "one", "same"]) == 0
     assert capsys.readouterr().out == "ttrace: the weights are the same\n  weight: 2 same\n"
     assert main(["checkpoint", "one", "other"]) == 1
-    said = capsys.readouterr().out
-    assert said.splitlines()[2] == "  a: different, relative error 1"
+    out = capsys.readouterr().out
+    assert out.splitlines()[2] == "  a: different, relative error 1"
     assert main(["checkpoint", "--json", "one", "other"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["counts"] == {"different": 1, "same": 1}
-    assert [one["name"] for one in found["weights"]] == ["a", "b"]
-    assert found["same"] is False
-    assert found["optimizer"] == found["numbers"] == found["notices"] == []
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["counts"] == {"different": 1, "same": 1}
+    assert [row["name"] for row in answer["weights"]] == ["a", "b"]
+    assert answer["same"] is False
+    assert answer["optimizer"] == answer["numbers"] == answer["notices"] == []
 
 
 def test_bad_input(capsys):
@@ -56,12 +56,12 @@ def test_a_conversion(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "ttrace: the weights are the same\n  weight: 15 same\n"
     ours[name] = ours[name].roll(12, 0)
     assert main(["checkpoint", "model", "converted"]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said[2] == "  1 of the different ones: gate and up projection exchanged"
-    assert said[3].startswith(f"  {name}: different, relative error 1.")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "  1 of the different ones: gate and up projection exchanged"
+    assert lines[3].startswith(f"  {name}: different, relative error 1.")
     assert main(["checkpoint", "--json", "converted", "model"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert {one["name"]: one["cause"] for one in found["weights"] if one["cause"]} == {
+    answer = json.loads(capsys.readouterr().out)
+    assert {row["name"]: row["cause"] for row in answer["weights"] if row["cause"]} == {
         name: "gate and up projection exchanged"
     }
     (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}')

@@ -123,9 +123,9 @@ def test_only_what_changes_reach(fork, checked, capsys):
     capsys.readouterr()
     assert pull() == 0
     assert len(checked.asked) == 2
-    said = capsys.readouterr().out
-    assert said.count("skipped: ci/") == 2
-    assert "nothing was checked" in said
+    out = capsys.readouterr().out
+    assert out.count("skipped: ci/") == 2
+    assert "nothing was checked" in out
     edit(fork, LAYERS, "x + 0", "0 + x")
     assert pull() == 0
     assert checked.asked[2:] == [("head", "tensor")]
@@ -140,15 +140,15 @@ def test_a_faulty_change(fork, checked, capsys):
     edit(fork, LAYERS, "x + 0", "x + 1")
     for _ in range(2):
         assert pull("--format", "github") == 1
-        said = capsys.readouterr().out
-        (line,) = (line for line in said.splitlines() if line.startswith("::error"))
+        out = capsys.readouterr().out
+        (line,) = (line for line in out.splitlines() if line.startswith("::error"))
         assert line.startswith(f"::error file={LAYERS},line=3,title=ttrace%3A diverged in decoder")
         assert f"changed code that it ran: {LAYERS} (run)" in line
         assert "%0Areport: " in line
     assert checked.asked[-2:] == [("head", "tensor"), ("base", "tensor")]
     assert pull("--format", "gitlab") == 1
     issues = json.loads(capsys.readouterr().out)
-    assert [(one["severity"], one["location"]) for one in issues] == [
+    assert [(issue["severity"], issue["location"]) for issue in issues] == [
         ("critical", {"path": LAYERS, "lines": {"begin": 3}}),
         ("minor", {"path": PIPELINE, "lines": {"begin": 7}}),
     ]
@@ -164,8 +164,8 @@ def test_the_change_to_blame(fork, checked, capsys):
     change = BlamedChange((hunk,), ("decoder.layers.*.mlp",))
     checked.blamed = Blame(Blaming.PROVEN, "main", (change,))
     assert pull("--format", "github") == 1
-    said = capsys.readouterr().out
-    (line,) = (line for line in said.splitlines() if line.startswith("::error"))
+    out = capsys.readouterr().out
+    (line,) = (line for line in out.splitlines() if line.startswith("::error"))
     assert line.startswith(f"::error file={PIPELINE},line=7,title=ttrace%3A diverged in decoder")
     assert "%0Aproven: with this hunk on main the job diverges" in line
     trial, script, good = checked.trial
@@ -180,8 +180,8 @@ def test_a_culprit_in_code_that_did_not_change(fork, checked, capsys, monkeypatc
     edit(fork, LAYERS, "x + 0", "x + 1")
     monkeypatch.setattr(pull_request, "place", lambda *given: ("pretrain_gpt.py", 1))
     assert pull("--format", "github") == 1
-    said = capsys.readouterr().out
-    error, warning = (line for line in said.splitlines() if line.startswith("::"))
+    out = capsys.readouterr().out
+    error, warning = (line for line in out.splitlines() if line.startswith("::"))
     assert error.startswith("::error file=pretrain_gpt.py,line=1,")
     assert warning.startswith(f"::warning file={LAYERS},line=3,")
     assert "this code ran%2C and has changed::ci/tp.yaml" in warning
@@ -194,18 +194,18 @@ def test_a_fault_that_the_base_has(fork, checked, capsys):
     git(fork, "checkout", "-q", "-B", "change")
     edit(fork, LAYERS, "return x + 1", "return (x) + 0 + x + 1")
     assert pull("--format", "github") == 0
-    said = capsys.readouterr().out
-    assert "::notice title=ttrace%3A not from this pull request::ci/tp.yaml" in said
-    assert "::error" not in said
+    out = capsys.readouterr().out
+    assert "::notice title=ttrace%3A not from this pull request::ci/tp.yaml" in out
+    assert "::error" not in out
 
 
 def test_what_cannot_be_checked(fork, checked, capsys):
     """Because of the pull request: an error. Before it, too: a warning, if anything was checked."""
     edit(fork, LAYERS, "    return x", "    raise x\n    return x")
     assert pull("--format", "github") == 2
-    said = capsys.readouterr().out
-    assert "::error title=ttrace could not check this pull request::ci/tp.yaml" in said
-    assert "the rank died" in said
+    out = capsys.readouterr().out
+    assert "::error title=ttrace could not check this pull request::ci/tp.yaml" in out
+    assert "the rank died" in out
     git(fork, "branch", "-f", "main", "change")
     edit(fork, LAYERS, "raise x", "raise x + 0")
     assert pull("--format", "github") == 2
@@ -216,7 +216,7 @@ def test_what_cannot_be_checked(fork, checked, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["absent", "--base", "main"], "absent: no such directory"),
         (["..", "--base", "main"], "is not in a git checkout"),
@@ -228,7 +228,7 @@ def test_what_cannot_be_checked(fork, checked, capsys):
         ([".", "--base", "main", "--recipes", "megatron"], "no recipe can be checked"),
     ],
 )
-def test_bad_input(fork, checked, capsys, words, said):
+def test_bad_input(fork, checked, capsys, words, message):
     """One line that says what to do."""
     git(fork, "checkout", "-q", "--orphan", "other")
     commit(fork, "unrelated")
@@ -236,7 +236,7 @@ def test_bad_input(fork, checked, capsys, words, said):
     assert main(["ci", *words]) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1
-    assert said in error[0]
+    assert message in error[0]
 
 
 def test_a_recipe_that_is_removed_with_a_fault(fork, checked, capsys):
@@ -244,8 +244,8 @@ def test_a_recipe_that_is_removed_with_a_fault(fork, checked, capsys):
     git(fork, "rm", "-q", "ci/tp.yaml")
     commit(fork, "no tensor parallelism")
     assert pull("--format", "github") == 2
-    said = capsys.readouterr().out
-    assert "::error title=ttrace%3A recipe removed%3A ci/tp.yaml::" in said
+    out = capsys.readouterr().out
+    assert "::error title=ttrace%3A recipe removed%3A ci/tp.yaml::" in out
     assert ("head", "tensor") in checked.asked
     edit(fork, LAYERS, "x + 0", "x + 1")
     assert pull("--format", "github") == 1
@@ -256,9 +256,9 @@ def test_a_recipe_that_is_broken(fork, checked, capsys):
     (fork / "ci" / "tp.yaml").write_text("MODEL_ARGS: [\n")
     edit(fork, LAYERS, "x + 0", "x + 1")
     assert pull("--format", "github") == 1
-    said = capsys.readouterr().out
-    assert "::error file=ci/tp.yaml,line=1,title=ttrace%3A recipe broken%3A ci/tp.yaml::" in said
-    assert f"::error file={LAYERS},line=3" in said
+    out = capsys.readouterr().out
+    assert "::error file=ci/tp.yaml,line=1,title=ttrace%3A recipe broken%3A ci/tp.yaml::" in out
+    assert f"::error file={LAYERS},line=3" in out
 
 
 def test_a_recipe_that_is_renamed_or_changed(fork, checked, capsys):
@@ -266,9 +266,9 @@ def test_a_recipe_that_is_renamed_or_changed(fork, checked, capsys):
     git(fork, "mv", "ci/tp.yaml", "ci/other.yaml")
     commit(fork, "another name")
     assert pull("--format", "github") == 0
-    said = capsys.readouterr().out
-    assert "renamed: ci/tp.yaml is now ci/other.yaml" in said
-    assert "::" not in said
+    out = capsys.readouterr().out
+    assert "renamed: ci/tp.yaml is now ci/other.yaml" in out
+    assert "::" not in out
     edit(fork, "ci/pp.yaml", "pipeline", "context")
     assert pull("--format", "github") == 0
     assert "::warning file=ci/pp.yaml,line=1,title=ttrace%3A recipe changed::" in (
@@ -306,18 +306,18 @@ def test_changed_code_that_no_recipe_runs(fork, checked, capsys):
     (fork / "tool.py").write_text("def idle():\n    return 0\n")
     edit(fork, PIPELINE, "x + 0", "0 + x")
     assert pull("--format", "json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {(one["level"], one["topic"]) for one in found} == {("warning", "not_executed")}
-    places = [(one["file"], one["line"], one["title"].rpartition(" ")[2]) for one in found]
+    rows = json.loads(capsys.readouterr().out)
+    assert {(row["level"], row["topic"]) for row in rows} == {("warning", "not_executed")}
+    places = [(row["file"], row["line"], row["title"].rpartition(" ")[2]) for row in rows]
     unused = "megatron/unused.py"
     assert places == [(LAYERS, 7, "other"), (unused, 1, "idle"), (unused, 5, "too")]
     assert pull("--format", "github") == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("::")]
-    assert len(warnings) == len(found)
+    assert len(warnings) == len(rows)
     assert warnings[0].startswith(f"::warning file={LAYERS},line=7,title=ttrace%3A changed%2C but")
     assert pull("--format", "gitlab") == 0
     issues = json.loads(capsys.readouterr().out)
-    assert [one["check_name"] for one in issues] == ["ttrace/not_executed"] * len(found)
+    assert [row["check_name"] for row in issues] == ["ttrace/not_executed"] * len(rows)
     assert pull() == 0
     assert f"{LAYERS}:7: warning: ttrace: changed, but not executed" in capsys.readouterr().out
 
@@ -328,9 +328,9 @@ def test_much_changed_code_that_no_recipe_runs(fork, checked, capsys):
     (fork / "megatron" / "unused.py").write_text(code)
     edit(fork, LAYERS, "return 1", "return 2")
     assert pull("--format", "json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(one["file"], one["line"]) for one in found] == [(LAYERS, 7), ("megatron/unused.py", 1)]
-    assert "idle9, ...: changed" in found[1]["message"]
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["file"], row["line"]) for row in rows] == [(LAYERS, 7), ("megatron/unused.py", 1)]
+    assert "idle9, ...: changed" in rows[1]["message"]
 
 
 def test_no_secret_reaches_code_of_the_pull_request(fork, checked, monkeypatch):

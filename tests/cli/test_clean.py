@@ -25,9 +25,9 @@ def clean(*words):
 def test_it_lists_and_removes_only_when_told(home, capsys):
     """Without --yes nothing changes, and it says so."""
     assert clean() == 0
-    said = capsys.readouterr()
-    assert "run         ttrace-out" in said.out
-    assert "add --yes" in said.err
+    printed = capsys.readouterr()
+    assert "run         ttrace-out" in printed.out
+    assert "add --yes" in printed.err
     assert (home / "ttrace-out" / "report.html").exists()
     assert clean("--yes") == 0
     assert "removed" in capsys.readouterr().out

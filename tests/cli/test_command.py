@@ -19,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_without_arguments_four_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """On a few lines of at most 80 columns; nothing was checked, so it is no success."""
     assert main([]) == 2
-    said = capsys.readouterr().out
-    assert said == OVERVIEW
-    lines = [line.split()[1] for line in said.splitlines() if line.startswith("  ttrace")]
+    out = capsys.readouterr().out
+    assert out == OVERVIEW
+    lines = [line.split()[1] for line in out.splitlines() if line.startswith("  ttrace")]
     assert lines == ["check", "diff", "report", "doctor"]
-    assert max(map(len, said.splitlines())) <= 80
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", ["bugs", "matrix", "nightly"])
@@ -37,7 +37,7 @@ def test_commands_that_moved_have_their_old_names(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("chek", "there is no 'chek'; did you mean check? (see ttrace --help)"),
         ("eval bgs", "'matrix', 'nightly'); did you mean bugs? (see ttrace eval --help)"),
@@ -53,11 +53,11 @@ def test_commands_that_moved_have_their_old_names(name: str) -> None:
         ),
     ],
 )
-def test_typing_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_typing_errors(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One line with what may have been meant, and exit code 2."""
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert message in line
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_typing_errors(words: str, said: str, capsys: pytest.CaptureFixture[str]
 def test_errors_do_not_show_values(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of flags that are not known, of variables, and words that no option takes."""
     assert main(shlex.split(words)) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("ttrace: ")
-    assert "CANARY" not in said.out + said.err
+    printed = capsys.readouterr()
+    assert printed.err.startswith("ttrace: ")
+    assert "CANARY" not in printed.out + printed.err
 
 
 def test_a_command_works_in_the_shell_it_is_shown_in(
@@ -143,8 +143,8 @@ def test_the_first_line_of_a_check_needs_no_heavy_import(tmp_path: Path) -> None
     script = tmp_path / "train.py"
     script.write_text("")
     words = ["check", "--ttrace-dir", tmp_path / "out", "--", script, "--lr", "1"]
-    said = _run(_FIRST_LINE, *words)
-    assert said == f"checking {script}: importing torch and Megatron [] True\n"
+    out = _run(_FIRST_LINE, *words)
+    assert out == f"checking {script}: importing torch and Megatron [] True\n"
 
 
 def test_help_needs_no_heavy_import() -> None:
@@ -171,10 +171,12 @@ def test_help_needs_no_heavy_import() -> None:
 )
 def test_only_the_command_that_runs_is_imported(words: str, named: str) -> None:
     """Its parser is the same as among all commands; a name that is unknown needs them all."""
-    found = _named(words.split())
-    assert found.rpartition(".")[2] == named
-    (some,) = (one for one in build_parser(words.split())._actions if one.dest == "command")
-    (all_,) = (one for one in build_parser()._actions if one.dest == "command")
+    module = _named(words.split())
+    assert module.rpartition(".")[2] == named
+    (some,) = (
+        action for action in build_parser(words.split())._actions if action.dest == "command"
+    )
+    (all_,) = (action for action in build_parser()._actions if action.dest == "command")
     assert isinstance(some.choices, dict)
     assert isinstance(all_.choices, dict)
     for name in [named] if named else all_.choices:

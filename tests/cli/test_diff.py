@@ -45,9 +45,9 @@ def test_commands_are_recorded(place, monkeypatch):
     """Each in its folder; the second one's vocabulary is padded like the first one's."""
     asked = []
 
-    def stand_in(text, found, settings, *, quiet=False):
+    def stand_in(text, job, settings, *, quiet=False):
         folder = settings.directory
-        asked.append((text.split()[0], folder.name, found.arguments[2:], found.ranks))
+        asked.append((text.split()[0], folder.name, job.arguments[2:], job.ranks))
         kept.run(folder, kept.tensors())
 
     monkeypatch.setattr(record, "run_apart", stand_in)
@@ -68,13 +68,13 @@ def test_against_a_command(place, monkeypatch, capsys):
     """It is recorded first, with the same iterations, but not with the bug of this run."""
     asked = []
 
-    def stand_in(text, found, settings, *, quiet=False):
+    def stand_in(text, job, settings, *, quiet=False):
         asked.append(settings)
         kept.run(settings.directory, kept.tensors())
 
-    def own(found, settings, say, *, fork, nproc):
+    def own(job, settings, say, *, fork, nproc):
         assert (settings.wandb_online, settings.wandb, settings.bug) == (False, False, "01")
-        assert not [word for word in found.arguments if word.startswith("--ttrace")]
+        assert not [word for word in job.arguments if word.startswith("--ttrace")]
         kept.run(Path("ttrace-out"), kept.tensors(1), ranks=4)
         summary = Summary(Result.EQUIVALENT, {}, (), {}, {}, {}, ())
         return api.Report(summary=summary, verdicts=(), directory=Path("ttrace-out"))
@@ -97,8 +97,8 @@ def test_against_a_command(place, monkeypatch, capsys):
 def test_a_model_that_cannot_be_compared(verdict, code, place, monkeypatch, capsys):
     """The check's own report is shown, and why there is no other; the worst answer counts."""
     summary = Summary(verdict, {}, (), {}, {}, {}, ())
-    own = api.Report(summary=summary, verdicts=(), directory=Path("ttrace-out"))
-    monkeypatch.setattr(training, "check", lambda *_, **__: own)
+    report = api.Report(summary=summary, verdicts=(), directory=Path("ttrace-out"))
+    monkeypatch.setattr(training, "check", lambda *_, **__: report)
     monkeypatch.setattr(api, "is_model", lambda text: True)
     Path("x.py").touch()
     words = ["check", "--quiet", "--against", "hf:config.json", "--", "x.py", "--num-layers", "2"]
@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_compared(verdict, code, place, monkeypatch, caps
 
 
 @pytest.mark.parametrize(
-    ("words", "left"),
+    ("words", "remaining"),
     [
         ("--bf16 --cross-entropy-loss-fusion", ""),
         ("--lr 1", "--lr 1"),
@@ -118,15 +118,15 @@ def test_a_model_that_cannot_be_compared(verdict, code, place, monkeypatch, caps
         ("--moe-expert-capacity-factor 1.0 --reset-position-ids --lr 1", "--lr 1"),
     ],
 )
-def test_what_a_model_is_not_compared_with(words, left, place):
+def test_what_a_model_is_not_compared_with(words, remaining, place):
     """The job runs once more without it."""
     job = Command("x.py", tuple(words.split()))
     plain = diff._plain("hf:config.json", job, Settings(), None)
-    assert " ".join(job.arguments if plain is None else plain[0].arguments) == left
+    assert " ".join(job.arguments if plain is None else plain[0].arguments) == remaining
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["diff", "one"], "the following arguments are required: B"),
         (["diff", "one", "absent"], "absent: neither a directory nor a command"),
@@ -144,26 +144,26 @@ def test_what_a_model_is_not_compared_with(words, left, place):
         (["record"], "no script given: ttrace record -- "),
     ],
 )
-def test_bad_input(capsys, words, said):
+def test_bad_input(capsys, words, message):
     """One line that says what to do."""
     for folder in ("a", "ttrace-out/reference"):
         Path(folder).mkdir(parents=True)
     assert main(words) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
     assert len(error) == 1
-    assert said in error[0]
+    assert message in error[0]
 
 
 def test_a_command_that_fails(tmp_path, monkeypatch):
     """Its own last words, in one error."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    found = training.parsed(["absent.py --num-layers 2"], "record")
+    job = training.parsed(["absent.py --num-layers 2"], "record")
     place = Settings(directory=tmp_path / "a")
     with pytest.raises(TTraceError, match=r"no trace of 'absent.py .*absent.py: no such script"):
-        record.run_apart("absent.py --num-layers 2", found, place, quiet=True)
+        record.run_apart("absent.py --num-layers 2", job, place, quiet=True)
 
 
 def test_other_paddings(place):
     """A multiple that the tensor-parallel size does not divide is left as it is."""
-    found = training.parsed([f"{JOB} --tensor-model-parallel-size 3"], "record")
-    assert diff._padded_like(place / "one", found) == found
+    job = training.parsed([f"{JOB} --tensor-model-parallel-size 3"], "record")
+    assert diff._padded_like(place / "one", job) == job

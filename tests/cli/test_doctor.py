@@ -32,9 +32,9 @@ def test_this_machine(tmp_path: Path) -> None:
 def test_for_machines(tmp_path: Path) -> None:
     """The same as JSON."""
     done = ttrace("doctor", "--json", cwd=tmp_path)
-    found = json.loads(done.stdout)
-    assert {one["subject"] for one in found} == SUBJECTS
-    assert {one["state"] for one in found} <= {"ok", "optional", "missing"}
+    rows = json.loads(done.stdout)
+    assert {row["subject"] for row in rows} == SUBJECTS
+    assert {row["state"] for row in rows} <= {"ok", "optional", "missing"}
 
 
 def test_what_is_missing_is_told(
@@ -48,10 +48,10 @@ def test_what_is_missing_is_told(
     monkeypatch.setattr(doctor.versions, "check_supported", absent)
     monkeypatch.setattr(doctor, "_OPTIONAL", {})
     assert doctor.run(Namespace(json=True, online=False)) == 2
-    told = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
-    assert told["megatron-core"]["state"] == "missing"
-    assert "pip install" in told["megatron-core"]["found"]
-    assert told["checks"]["advice"] == "first fix megatron-core"
+    rows = {row["subject"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["megatron-core"]["state"] == "missing"
+    assert "pip install" in rows["megatron-core"]["found"]
+    assert rows["checks"]["advice"] == "first fix megatron-core"
 
 
 def test_a_machine_with_nothing_gets_an_answer(
@@ -64,11 +64,11 @@ def test_a_machine_with_nothing_gets_an_answer(
 
     monkeypatch.setattr(doctor, "importlib", SimpleNamespace(import_module=broken))
     assert doctor.run(Namespace(json=True, online=False)) == 2
-    told = {one["subject"]: one for one in json.loads(capsys.readouterr().out)}
-    assert set(told) == SUBJECTS
-    assert told["torch"]["state"] == told["checks"]["state"] == "missing"
-    assert "libcudart" in told["torch"]["found"]
-    assert told["GPU"]["state"] == "optional"
+    rows = {row["subject"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(rows) == SUBJECTS
+    assert rows["torch"]["state"] == rows["checks"]["state"] == "missing"
+    assert "libcudart" in rows["torch"]["found"]
+    assert rows["GPU"]["state"] == "optional"
 
 
 def test_new_options_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,8 +81,8 @@ def test_new_options_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     module = SimpleNamespace(add_megatron_arguments=registered)
     monkeypatch.setattr(doctor, "importlib", SimpleNamespace(import_module=lambda _: module))
-    found = doctor._options()
-    assert (found.state, found.found) == (
+    finding = doctor._options()
+    assert (finding.state, finding.found) == (
         "optional",
         "1 of 2 of Megatron's are new: --from-the-future",
     )
@@ -163,9 +163,9 @@ def test_newer_releases(pip) -> None:
     series = NEW.rpartition(".")[0]
     pip(SERIES | {f"{series}.*": f"{series}.10", f"{MAIN.rpartition('.')[0]}.*": MAIN})
     assert doctor.newer_releases() == {NEW: f"{series}.10", MAIN: MAIN}
-    found = doctor._releases()
-    assert found.state == "optional"
-    assert f"{series}.10 (tested: {NEW})" in found.found
+    finding = doctor._releases()
+    assert finding.state == "optional"
+    assert f"{series}.10 (tested: {NEW})" in finding.found
 
 
 def test_no_answer(pip) -> None:

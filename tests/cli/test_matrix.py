@@ -15,12 +15,12 @@ from tests.report.synthetic_report import make_verdict
 @pytest.fixture
 def ran(monkeypatch):
     """The jobs that would run; every check finds one tensor with a margin of 0.3."""
-    found = []
+    jobs_run = []
 
     def run(job, *, fork, say=None):
-        found.append(job)
+        jobs_run.append(job)
         return Summary(
-            Result.EQUIVALENT, {}, (), {}, {}, {}, exactness=Exactness(5, len(found) - 1)
+            Result.EQUIVALENT, {}, (), {}, {}, {}, exactness=Exactness(5, len(jobs_run) - 1)
         )
 
     monkeypatch.setattr(jobs, "prepare", lambda *words, **more: True)
@@ -28,7 +28,7 @@ def ran(monkeypatch):
     monkeypatch.setattr(
         files, "load_report", lambda where: (None, [make_verdict(rel_err=3e-4, tolerance=1e-3)])
     )
-    return found
+    return jobs_run
 
 
 def test_every_configuration_with_every_seed(ran, tmp_path, capsys):
@@ -55,10 +55,10 @@ def test_one_seed_keeps_the_plain_names(ran, tmp_path, capsys):
 def test_bad_seeds(seeds, capsys):
     """One line, without the usage."""
     assert main(["matrix", "--all", "--seeds", seeds]) == 2
-    said = capsys.readouterr().err
-    assert "give numbers" in said
-    assert said.startswith("ttrace: ")
-    assert said.count("\n") == 1
+    line = capsys.readouterr().err
+    assert "give numbers" in line
+    assert line.startswith("ttrace: ")
+    assert line.count("\n") == 1
 
 
 def test_a_line_tells_of_lost_exactness():

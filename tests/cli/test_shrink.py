@@ -50,13 +50,13 @@ def test_the_table(data, capsys):
 def test_json(data, capsys):
     """The same for machines."""
     assert main(["shrink", "--json", "--max-ranks", "16", "--data", str(data), "--", *COMMAND]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [job["ranks"] for job in found["jobs"]] == [16, 3]
-    assert ["--hidden-size", "12288", "64", "rows of a few blocks"] in found["changes"]
+    answer = json.loads(capsys.readouterr().out)
+    assert [job["ranks"] for job in answer["jobs"]] == [16, 3]
+    assert ["--hidden-size", "12288", "64", "rows of a few blocks"] in answer["changes"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ([], "no script given: ttrace shrink -- torchrun"),
         (["--", "ls"], "no training script in this command"),
@@ -67,12 +67,12 @@ def test_json(data, capsys):
     ],
 )
 @pytest.mark.parametrize("command", ["shrink", "check"])
-def test_bad_input(capsys, command, words, said):
+def test_bad_input(capsys, command, words, message):
     """One line that says what to do."""
     more = ["--shrink", "--quiet"] if command == "check" else []
     assert main([command, *more, *words]) == 2
     error = capsys.readouterr().err
-    assert said.replace("shrink", command) in error
+    assert message.replace("shrink", command) in error
     assert len(error.splitlines()) == 1
 
 

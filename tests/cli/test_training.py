@@ -50,9 +50,9 @@ def place(tmp_path, monkeypatch):
 )
 def test_launchers_by_path(place, launcher, ranks):
     """A file is a script only if it does not launch one."""
-    found = command_of([*launcher.split(), "--num-layers", "4"])
-    assert (found.script, found.ranks) == ("pretrain_gpt.py", ranks)
-    assert found.arguments == ("--num-layers", "4")
+    command = command_of([*launcher.split(), "--num-layers", "4"])
+    assert (command.script, command.ranks) == ("pretrain_gpt.py", ranks)
+    assert command.arguments == ("--num-layers", "4")
     assert command_of(["train", "-a"]).script == "train"
 
 

@@ -74,7 +74,7 @@ def test_more_than_anybody_reads(tree, monkeypatch):
     git(tree, "commit", "-q", "-m", "much")
     (tree / FILE).write_text(CODE.replace("return 1", "return 3"))
     monkeypatch.setattr(edited, "_MOST_FILES", 2)
-    assert [one.function for one in edited.find().functions] == ["f"]
+    assert [edit.function for edit in edited.find().functions] == ["f"]
     assert edited.find().since == git(tree, "rev-parse", "--short=12", "HEAD")
 
 

@@ -44,17 +44,17 @@ def raised(file: Path, code: str, name: str = "fail") -> BaseException:
 def test_the_innermost_frame_of_megatron(megatron: Path) -> None:
     """What Megatron called in PyTorch or the standard library is not the place."""
     file = megatron / "core" / "layers.py"
-    found = failures.record_of(raised(file, "import json\ndef fail():\n    json.loads('')\n"), 1)
-    assert found.error == "JSONDecodeError"
-    assert [str(frame) for frame in found.frames][:1] == ["megatron/core/layers.py:3 in fail"]
+    end = failures.record_of(raised(file, "import json\ndef fail():\n    json.loads('')\n"), 1)
+    assert end.error == "JSONDecodeError"
+    assert [str(frame) for frame in end.frames][:1] == ["megatron/core/layers.py:3 in fail"]
 
 
 def test_an_error_without_words(megatron: Path) -> None:
     """The line that raised it."""
-    found = failures.record_of(
+    end = failures.record_of(
         raised(megatron / "core" / "a.py", "def fail():\n    assert 1 == 2\n"), 1
     )
-    assert found.message == "assert 1 == 2"
+    assert end.message == "assert 1 == 2"
 
 
 @pytest.mark.parametrize(("kind", "follows"), [("RuntimeError", True), ("ValueError", False)])
@@ -119,10 +119,10 @@ def test_a_script_leaves_its_end(
     (tmp_path / "train.py").write_text(code)
     with pytest.raises((SystemExit, KeyError, SyntaxError)):
         script.run(str(tmp_path / "train.py"), [], sys.path)
-    found = ends.read(file)
+    end = ends.read(file)
     ends.begin()
-    assert found is not None
-    assert (found.message, found.error) == (message, error)
+    assert end is not None
+    assert (end.message, end.error) == (message, error)
     assert ends.VARIABLE not in __import__("os").environ
 
 
@@ -134,9 +134,9 @@ def test_the_first_reason_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ends.tell("no room")
     failures.record(TTraceError("lost the connection"), 2)
     ends.begin()
-    found = ends.read(file)
-    assert found is not None
-    assert found.reason == "no room"
+    end = ends.read(file)
+    assert end is not None
+    assert end.reason == "no room"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"code": "x"}', "\0", "9" * (1 << 21)])
@@ -150,7 +150,7 @@ def test_a_record_is_shown_harmlessly(tmp_path: Path) -> None:
     """Its text is foreign: no control characters, no endless lines."""
     record = ends.EndRecord(code=1, at=1, message="\x1b[31m" + "x" * 5000, error="ValueError")
     (tmp_path / "end.json").write_text(json.dumps(codec.encode(record)))
-    found = ends.read(tmp_path / "end.json")
-    assert found is not None
-    assert found.reason.isprintable()
-    assert len(found.reason) < 700
+    end = ends.read(tmp_path / "end.json")
+    assert end is not None
+    assert end.reason.isprintable()
+    assert len(end.reason) < 700

@@ -62,12 +62,12 @@ def test_any_text_is_iterations_or_a_clear_error(text):
     if len(text.replace("-", "")) > 6:
         return  # ranges of billions of iterations are the user's business
     try:
-        found = parse_iterations(text)
+        iterations = parse_iterations(text)
     except TTraceError:
         return
-    assert found
-    assert found == tuple(sorted(set(found)))
-    assert found[0] >= 1
+    assert iterations
+    assert iterations == tuple(sorted(set(iterations)))
+    assert iterations[0] >= 1
 
 
 def test_ranges_without_end_are_refused():

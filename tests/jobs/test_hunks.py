@@ -65,10 +65,14 @@ def test_a_hunk_has_its_function_and_line():
             return z
     """)
     bad = good.replace("x = 1", "x = 3").replace("y = 2", "y = 4").replace("    z = 1\n", "")
-    found = hunks.difference({"a.py": good}, {"a.py": bad})
-    assert [(one.function, one.line) for one in found] == [("C.f", 5), ("C.f", 6), ("g", 10)]
-    assert found[0].removed == ("        x = 1\n",)
-    assert found[0].added == ("        x = 3\n",)
+    splices = hunks.difference({"a.py": good}, {"a.py": bad})
+    assert [(splice.function, splice.line) for splice in splices] == [
+        ("C.f", 5),
+        ("C.f", 6),
+        ("g", 10),
+    ]
+    assert splices[0].removed == ("        x = 1\n",)
+    assert splices[0].added == ("        x = 3\n",)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +87,7 @@ def test_a_hunk_has_its_function_and_line():
 def test_comments_are_no_code(bad, is_code):
     """Neither are blank lines, except in texts."""
     good = "def f():\n    return '''\n\n'''\n"
-    assert {one.is_code for one in hunks.difference({"a": good}, {"a": bad})} == {is_code}
+    assert {splice.is_code for splice in hunks.difference({"a": good}, {"a": bad})} == {is_code}
 
 
 FUNCTION = """
@@ -132,8 +136,8 @@ def test_a_statement_on_several_lines_is_not_divided():
     """Nor is the header of a compound statement."""
     good = "f(\n    1,\n    2,\n    3,\n)\nif (\n    a\n    and b\n):\n    c()\n"
     bad = good.replace("1", "4").replace("3", "5").replace("a\n", "d\n").replace("and b", "or b")
-    found = grouped(good, bad)
-    assert found == [["4,", "5,"], ["d", "or b"]]
+    groups = grouped(good, bad)
+    assert groups == [["4,", "5,"], ["d", "or b"]]
 
 
 def test_names_across_files():
@@ -165,20 +169,20 @@ def test_names_that_are_not_there():
         "m/new.py": "def g(x):\n    return x\n\n\ndef h(x):\n    return x\n",
     }
     splices = hunks.difference(good, bad)
-    whole = range(len(splices))
-    (imports,) = (n for n in whole if "import g" in "".join(splices[n].added))
-    (defines,) = (n for n in whole if "def k" in "".join(splices[n].added))
-    (new,) = (n for n in whole if splices[n].file == "m/new.py")
+    numbers = range(len(splices))
+    (imports,) = (n for n in numbers if "import g" in "".join(splices[n].added))
+    (defines,) = (n for n in numbers if "def k" in "".join(splices[n].added))
+    (new,) = (n for n in numbers if splices[n].file == "m/new.py")
 
     def why(*left_out):
-        some = hunks.applied(good, (splices[n] for n in whole if n not in left_out))
+        some = hunks.applied(good, (splices[n] for n in numbers if n not in left_out))
         return hunks.broken(some, good, bad)
 
-    assert why() == why(*whole) == ""
+    assert why() == why(*numbers) == ""
     assert why(imports) == "m/a.py would use g, which is not defined"
     assert why(defines) == "m/a.py would use k, which is not defined"
     assert why(new) == "m/a.py would import g from m/new.py, which lacks it"
-    assert why(*({*whole} - {new})) == why(*({*whole} - {defines})) == ""
+    assert why(*({*numbers} - {new})) == why(*({*numbers} - {defines})) == ""
 
 
 def test_names_that_may_be_there():

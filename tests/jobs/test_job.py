@@ -51,22 +51,22 @@ def leave(tmp_path, rank, at, message, **more):
 def test_what_a_rank_reports(tmp_path):
     """A rank that could not check leaves the reason, with details in further lines."""
     leave(tmp_path, 0, 1, "it failed: do this\n  a detail")
-    found = why(tmp_path, [2, 1], "ttrace: making the reference\nttrace: tracing\n", TRACEBACK)
-    assert found == "it failed: do this\n  a detail"
+    reason = why(tmp_path, [2, 1], "ttrace: making the reference\nttrace: tracing\n", TRACEBACK)
+    assert reason == "it failed: do this\n  a detail"
 
 
 def test_a_line_of_ours_is_no_reason(tmp_path):
     """Ranks that end with exit code 2 and no record: the log is shown, and not interpreted."""
-    found = why(tmp_path, [2, 2], "ttrace: building the model\n", "")
-    assert found.startswith(("rank 1 failed with exit code 2", "rank 0 failed"))
+    reason = why(tmp_path, [2, 2], "ttrace: building the model\n", "")
+    assert reason.startswith(("rank 1 failed with exit code 2", "rank 0 failed"))
 
 
 def test_a_crash_before_a_lost_connection(tmp_path):
     """A rank that crashed is the cause; the one that then lost its connection is not."""
     leave(tmp_path, 1, 1, "lost the connection to the store", follows=True)
     leave(tmp_path, 0, 2, "heads do not divide", error="AssertionError")
-    found = why(tmp_path, [1, 2], "", "")
-    assert found.startswith("rank 0 failed: AssertionError: heads do not divide (log: ")
+    reason = why(tmp_path, [1, 2], "", "")
+    assert reason.startswith("rank 0 failed: AssertionError: heads do not divide (log: ")
 
 
 def test_the_first_of_several_failures(tmp_path):
@@ -114,8 +114,8 @@ def test_a_rank_that_never_stops_printing(tmp_path):
 
 def test_megatrons_own_words(tmp_path):
     """The exception, the rank, and where to read more."""
-    found = why(tmp_path, [1, None], TRACEBACK, "")
-    assert found == (
+    reason = why(tmp_path, [1, None], TRACEBACK, "")
+    assert reason == (
         "rank 0 failed: AssertionError: world size (2) is not divisible by 3 "
         f"(log: {ranks.log_of(tmp_path, 0)})"
     )
@@ -132,24 +132,24 @@ def test_megatrons_own_words(tmp_path):
 )
 def test_exceptions_of_any_rank_and_module(tmp_path, line):
     """torch writes the rank before each line of a traceback."""
-    found = why(tmp_path, [1], f"output\n{line}\nmore output of a thread\n")
-    assert found.startswith(f"rank 0 failed: {line.partition(']: ')[2] or line} (log: ")
+    reason = why(tmp_path, [1], f"output\n{line}\nmore output of a thread\n")
+    assert reason.startswith(f"rank 0 failed: {line.partition(']: ')[2] or line} (log: ")
 
 
 def test_the_first_to_die_is_the_cause(tmp_path):
     """Rank 0 lost its connection because rank 1 died first."""
     logs = "RuntimeError: Connection closed by peer\n", "AssertionError: heads do not divide\n"
-    found = why(tmp_path, [1, 1], *logs, step=-1)
-    assert found.startswith("rank 1 failed: AssertionError: heads do not divide")
+    reason = why(tmp_path, [1, 1], *logs, step=-1)
+    assert reason.startswith("rank 1 failed: AssertionError: heads do not divide")
 
 
 def test_killed_without_last_words(tmp_path):
     """A signal, with the tail of the log."""
-    found = why(tmp_path, [-signal.SIGKILL, None], "step 1\nstep 2\n", "")
-    assert found.startswith(
+    reason = why(tmp_path, [-signal.SIGKILL, None], "step 1\nstep 2\n", "")
+    assert reason.startswith(
         "rank 0 was killed by signal 9 (SIGKILL, out of memory?); its last lines"
     )
-    assert "step 2" in found
+    assert "step 2" in reason
 
 
 @pytest.mark.parametrize("crash_first", [True, False])
@@ -159,9 +159,9 @@ def test_a_crash_and_who_lost_it(tmp_path, crash_first):
     leave(tmp_path, 1, 0, "rank 1: lost the connection", follows=crash_first)
     ends = [ranks.End(0, -signal.SIGSEGV, 1), ranks.End(1, 2, 2)]
     observed = ranks.Observed(ends=ends if crash_first else ends[::-1])
-    found = jobs._why([-signal.SIGSEGV, 2], tmp_path, observed)
+    reason = jobs._why([-signal.SIGSEGV, 2], tmp_path, observed)
     crashed = "rank 0 was killed by signal 11 (SIGSEGV)"
-    assert found.startswith(crashed if crash_first else "rank 1: lost the connection")
+    assert reason.startswith(crashed if crash_first else "rank 1: lost the connection")
 
 
 def test_a_log_without_room(tmp_path, monkeypatch):
@@ -172,9 +172,9 @@ def test_a_log_without_room(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    found = jobs._why([1], tmp_path)
-    assert found.startswith("rank 0 failed with exit code 1: ")
-    assert found.endswith("cannot be written (No space left on device)")
+    reason = jobs._why([1], tmp_path)
+    assert reason.startswith("rank 0 failed with exit code 1: ")
+    assert reason.endswith("cannot be written (No space left on device)")
 
 
 def test_no_room_for_a_record(tmp_path, monkeypatch):
@@ -236,13 +236,13 @@ def job(tmp_path, code, **others):
 )
 def test_an_answer(tmp_path, result, code):
     """The summary that the ranks wrote, with the wall time; our lines are echoed."""
-    said = []
+    lines = []
     text = f"{ANSWER}\nanswer(Result.{result.name})\nsys.exit({code})"
-    found = jobs.run(job(tmp_path, text, nproc=2), fork=False, say=said.append)
-    assert found.verdict is result
-    assert found.timings["step"] == 1.0
-    assert found.timings["wall"] > 0
-    assert said == ["starting 2 ranks", "measuring"]
+    summary = jobs.run(job(tmp_path, text, nproc=2), fork=False, say=lines.append)
+    assert summary.verdict is result
+    assert summary.timings["step"] == 1.0
+    assert summary.timings["wall"] > 0
+    assert lines == ["starting 2 ranks", "measuring"]
 
 
 @pytest.mark.parametrize(

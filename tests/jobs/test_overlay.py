@@ -59,12 +59,12 @@ def test_what_differs_from_the_last_release(fork):
     """Committed or not, also the script; nothing but Python files."""
     tree = overlay.Tree.of(fork / "pretrain.py")
     assert (tree.root, tree.inside, tree.is_checkout) == (fork, Path(), True)
-    found = overlay.difference(tree, None)
-    assert found.since == "core_v0.19.7"
+    difference = overlay.difference(tree, None)
+    assert difference.since == "core_v0.19.7"
     changed = {"megatron/core/layers.py", "pretrain.py"}
-    assert set(found.good) == {*changed, "megatron/core/old.py"}
-    assert set(found.bad) == {*changed, "megatron/core/new.py"}
-    names = [(one.file, one.function, one.line) for one in found.edits().functions]
+    assert set(difference.good) == {*changed, "megatron/core/old.py"}
+    assert set(difference.bad) == {*changed, "megatron/core/new.py"}
+    names = [(edit.file, edit.function, edit.line) for edit in difference.edits().functions]
     assert ("megatron/core/layers.py", "f", 2) in names
     assert ("pretrain.py", "", 2) in names
 
@@ -75,9 +75,9 @@ def test_a_commit_and_a_directory(fork, tmp_path):
     assert "megatron/core/layers.py" not in overlay.difference(tree, "HEAD").bad
     other = tmp_path / "other"
     write(other, {name: text for name, text in GOOD.items() if name.startswith("megatron/core")})
-    found = overlay.difference(tree, str(other))
-    assert set(found.bad) == {"megatron/core/layers.py", "megatron/core/new.py"}
-    assert set(found.good) == {"megatron/core/layers.py", "megatron/core/old.py"}
+    difference = overlay.difference(tree, str(other))
+    assert set(difference.bad) == {"megatron/core/layers.py", "megatron/core/new.py"}
+    assert set(difference.good) == {"megatron/core/layers.py", "megatron/core/old.py"}
 
 
 def test_the_installed_release(tmp_path, monkeypatch):
@@ -94,23 +94,23 @@ def test_the_installed_release(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Wheel())
     tree = overlay.Tree.of(tmp_path / "mine" / "pretrain.py")
     assert not tree.is_checkout
-    found = overlay.difference(tree, None)
-    assert set(found.bad) == {"megatron/core/old.py"}
-    assert found.since.startswith("megatron-core 0.19.7 in ")
+    difference = overlay.difference(tree, None)
+    assert set(difference.bad) == {"megatron/core/old.py"}
+    assert difference.since.startswith("megatron-core 0.19.7 in ")
     Wheel.version = "0.19.6"
     with pytest.raises(TTraceError, match="--good"):
         overlay.difference(tree, None)
 
 
 @pytest.mark.parametrize(
-    ("good", "said"),
+    ("good", "message"),
     [("absent", "rev-parse"), ("tools", "has no megatron/core: give the folder that holds")],
 )
-def test_no_good_tree(fork, monkeypatch, good, said):
+def test_no_good_tree(fork, monkeypatch, good, message):
     """One line that says what to do."""
     monkeypatch.chdir(fork)
     tree = overlay.Tree.of(fork / "pretrain.py")
-    with pytest.raises(TTraceError, match=said) as error:
+    with pytest.raises(TTraceError, match=message) as error:
         overlay.difference(tree, good)
     assert "\n" not in str(error.value)
 
@@ -119,9 +119,9 @@ def test_a_copy_with_some_hunks(fork, tmp_path):
     """Any combination, the user's files untouched; each content has a time of its own."""
     before = git(fork, "status", "--porcelain")
     tree = overlay.Tree.of(fork / "pretrain.py")
-    found = overlay.difference(tree, None)
-    splices = hunks.difference(found.good, found.bad)
-    copy = overlay.Overlay(tree, tmp_path / "trees", found)
+    difference = overlay.difference(tree, None)
+    splices = hunks.difference(difference.good, difference.bad)
+    copy = overlay.Overlay(tree, tmp_path / "trees", difference)
     core = copy.root / "megatron" / "core"
     times = set()
 
@@ -130,11 +130,11 @@ def test_a_copy_with_some_hunks(fork, tmp_path):
         times.add(file.stat().st_mtime_ns)
         return {name: (core / name).is_file() for name in ("old.py", "new.py")}, file.read_text()
 
-    assert shown() == ({"old.py": False, "new.py": True}, found.bad["megatron/core/layers.py"])
+    assert shown() == ({"old.py": False, "new.py": True}, difference.bad["megatron/core/layers.py"])
     copy.show([])
     assert shown() == ({"old.py": True, "new.py": False}, GOOD["megatron/core/layers.py"])
-    copy.show([one for one in splices if one.file.endswith("layers.py")])
-    assert shown() == ({"old.py": True, "new.py": False}, found.bad["megatron/core/layers.py"])
+    copy.show([splice for splice in splices if splice.file.endswith("layers.py")])
+    assert shown() == ({"old.py": True, "new.py": False}, difference.bad["megatron/core/layers.py"])
     assert len(times) == 3
     assert (core / "helpers.so").resolve() == fork / "megatron" / "core" / "helpers.so"
     assert (copy.root / "tools").is_symlink()
@@ -149,9 +149,9 @@ def test_a_copy_inside_of_the_checkout(fork):
     """The directory of a command that was started in the checkout is not copied into itself."""
     owned.make(fork / "ttrace-out-blame", ignored=True)
     tree = overlay.Tree.of(fork / "pretrain.py")
-    found = overlay.difference(tree, None)
-    assert not any("ttrace" in name for name in found.bad)
-    copy = overlay.Overlay(tree, fork / "ttrace-out-blame" / "trees", found)
+    difference = overlay.difference(tree, None)
+    assert not any("ttrace" in name for name in difference.bad)
+    copy = overlay.Overlay(tree, fork / "ttrace-out-blame" / "trees", difference)
     assert (copy.root / "pretrain.py").is_file()
     assert not (copy.root / "ttrace-out-blame").exists()
 
@@ -167,8 +167,8 @@ def test_foreign_trees_are_refused(fork, tmp_path):
 
 def test_what_the_script_imports(fork, tmp_path, monkeypatch):
     """Beside the script, or found by PYTHONPATH: the copy, in its place."""
-    found = overlay.difference(tree := overlay.Tree.of(fork / "pretrain.py"), None)
-    copy = overlay.Overlay(tree, tmp_path / "trees", found)
+    difference = overlay.difference(tree := overlay.Tree.of(fork / "pretrain.py"), None)
+    copy = overlay.Overlay(tree, tmp_path / "trees", difference)
     script, environment = copy.placed({"PYTHONPATH": f"/elsewhere:{fork}/tools"})
     assert script == copy.root / "pretrain.py"
     assert environment["PYTHONPATH"] == f"/elsewhere:{copy.root}/tools"
@@ -176,7 +176,7 @@ def test_what_the_script_imports(fork, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(fork))
     outside = overlay.Tree.of(tmp_path / "mine.py")
     assert outside.packages == fork / "megatron"
-    copy = overlay.Overlay(outside, tmp_path / "trees", found)
+    copy = overlay.Overlay(outside, tmp_path / "trees", difference)
     script, environment = copy.placed({"PYTHONPATH": str(fork)})
     assert script == tmp_path / "mine.py"
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(copy.root)
@@ -190,8 +190,8 @@ def test_an_installed_package_is_copied_alone(tmp_path, monkeypatch):
     (tmp_path / "mine.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     tree = overlay.Tree.of(tmp_path / "mine.py")
-    found = overlay.difference(tree, str(tmp_path / "good"))
-    copy = overlay.Overlay(tree, tmp_path / "trees", found)
+    difference = overlay.difference(tree, str(tmp_path / "good"))
+    copy = overlay.Overlay(tree, tmp_path / "trees", difference)
     assert (copy.root / "megatron" / "core" / "old.py").read_text() == "a = 1\n"
     assert not (copy.root / "numpy").exists()
 
@@ -207,9 +207,9 @@ def test_a_script_without_megatron(tmp_path, monkeypatch):
 def test_ranks_are_told_what_differs(fork, tmp_path, monkeypatch):
     """By a file, whatever git says of the copy; functions are below the copy's root."""
     tree = overlay.Tree.of(fork / "pretrain.py")
-    found = overlay.difference(tree, None)
-    copy = overlay.Overlay(tree, tmp_path / "trees", found)
-    for name, value in copy.announced(found.edits(), tmp_path / "edits.json").items():
+    difference = overlay.difference(tree, None)
+    copy = overlay.Overlay(tree, tmp_path / "trees", difference)
+    for name, value in copy.announced(difference.edits(), tmp_path / "edits.json").items():
         monkeypatch.setenv(name, value)
-    assert edited.find() == found.edits()
+    assert edited.find() == difference.edits()
     assert edited.folders() == {"": f"{copy.root}/"}

@@ -118,7 +118,7 @@ def digest(settings=SETTINGS, **others):
 
 
 @pytest.mark.parametrize(
-    "others",
+    "changed",
     [
         {"pipeline_model_parallel_size": 1},
         {"sequence_parallel": False, "use_distributed_optimizer": False},
@@ -130,13 +130,13 @@ def digest(settings=SETTINGS, **others):
         {"tensor_model_parallel_size": 1, "make_vocab_size_divisible_by": 256},
     ],
 )
-def test_layouts_share_a_reference(others):
+def test_layouts_share_a_reference(changed):
     """What a single device does not do does not count."""
-    assert digest(**others) == digest()
+    assert digest(**changed) == digest()
 
 
 @pytest.mark.parametrize(
-    "others",
+    "changed",
     [
         {"lr": 2e-3},
         {"num_layers": 9},
@@ -147,9 +147,9 @@ def test_layouts_share_a_reference(others):
         {"something_new": 1},
     ],
 )
-def test_what_changes_numbers_needs_another_reference(others):
+def test_what_changes_numbers_needs_another_reference(changed):
     """The padded vocabulary included, and what is not known to be harmless."""
-    assert digest(**others) != digest()
+    assert digest(**changed) != digest()
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,10 @@ def test_another_megatron():
     moved = {**ours, "told": {"megatron": "/there"}}
     assert fingerprint.other_megatron(ours, moved) == ""
     changed = {**moved, "code": {**ours["code"], "megatron.core": "0" * 16}}
-    said = fingerprint.other_megatron(ours, changed)
-    assert "/there" in said
-    assert ours["told"]["megatron"] in said
-    assert "--ttrace-allow-other-megatron" in said
+    message = fingerprint.other_megatron(ours, changed)
+    assert "/there" in message
+    assert ours["told"]["megatron"] in message
+    assert "--ttrace-allow-other-megatron" in message
 
 
 def test_modules_beside_the_script(tmp_path, monkeypatch):
@@ -208,8 +208,8 @@ def test_modules_beside_the_script(tmp_path, monkeypatch):
         module = types.ModuleType("made_up")
         module.__file__ = str(path)
         monkeypatch.setitem(sys.modules, f"made_up_{number}", module)
-    found = fingerprint._beside(folder / "train.py")
-    assert found == [folder / "deep.py", folder / "own.py"]
+    files = fingerprint._beside(folder / "train.py")
+    assert files == [folder / "deep.py", folder / "own.py"]
 
 
 def test_an_identity_tells_functions_apart() -> None:

@@ -56,8 +56,8 @@ def value_of(home: Path) -> float:
 
 def visible(folder: Path) -> list[str]:
     """The content of a folder, without locks and manifests."""
-    others = re.compile(rf".*\.lock|{owned.MANIFEST.pattern}|{owned.IGNORE}")
-    return sorted(p.name for p in folder.iterdir() if not others.fullmatch(p.name))
+    hidden = re.compile(rf".*\.lock|{owned.MANIFEST.pattern}|{owned.IGNORE}")
+    return sorted(p.name for p in folder.iterdir() if not hidden.fullmatch(p.name))
 
 
 def test_made_once(tmp_path: Path) -> None:
@@ -84,12 +84,12 @@ def test_a_damaged_one_is_made_again(
         byte = file.read(1)[0]
         file.seek(-2, os.SEEK_END)
         file.write(bytes([byte ^ 4]))
-    with (home / name).open("rb") as held:
-        damaged = held.read()
+    with (home / name).open("rb") as opened:
+        damaged = opened.read()
         capsys.readouterr()
         assert obtain(home, Maker(2.0))
-        held.seek(0)
-        assert held.read() == damaged
+        opened.seek(0)
+        assert opened.read() == damaged
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("ttrace: the reference made earlier cannot be used: ")
     assert name in line
@@ -156,9 +156,9 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 def test_leftovers_of_killed_builds(tmp_path: Path) -> None:
     """Leftovers are removed, except those of an entry that is being built."""
     run = "1" * 16
-    left = [f".{NAME}.building-{run}", f".{NAME}.old-{run}", f".dead.building-{run}"]
+    leftovers = [f".{NAME}.building-{run}", f".{NAME}.old-{run}", f".dead.building-{run}"]
     foreign = [f".vim.old-{run}", ".vim.old-2023", ".alive.building-2"]
-    for name in [*left, f".alive.building-{run}"]:
+    for name in [*leftovers, f".alive.building-{run}"]:
         owned.make(tmp_path / name)
         owned.write(tmp_path / name / "half", "")
     for name in foreign:
@@ -174,13 +174,13 @@ def test_leftovers_of_killed_builds(tmp_path: Path) -> None:
 @contextlib.contextmanager
 def building(lock: Path) -> Iterator[int]:
     """Another process that holds an entry's lock."""
-    ready, told = os.pipe()
+    ready, writing = os.pipe()
     child = os.fork()
     if not child:
         other = Lock(lock)
         other.acquire()
         other.sign()
-        os.write(told, b"1")
+        os.write(writing, b"1")
         signal.pause()
         os._exit(0)
     os.read(ready, 1)
@@ -198,9 +198,9 @@ def test_waiting_for_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     make = Maker()
     with building(tmp_path / f".{NAME}.lock") as other:
         assert not obtain(tmp_path / NAME, make, patience=0.3)
-        said = capsys.readouterr().out
-        assert f"waiting for the reference {NAME}, which process {other} on " in said
-        assert "making a separate copy" in said
+        out = capsys.readouterr().out
+        assert f"waiting for the reference {NAME}, which process {other} on " in out
+        assert "making a separate copy" in out
         assert make.made == 0
     assert obtain(tmp_path / NAME, make)
 

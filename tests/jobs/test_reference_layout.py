@@ -24,12 +24,12 @@ def test_round_trip(tp, pp, cp, ep):
 @given(st.text(max_size=40))
 def test_any_text(text):
     """It is a layout of several ranks, or one line says what to give."""
-    said = ""
+    message = ""
     try:
         assert parse(text).ranks > 1
     except TTraceError as error:
-        said = str(error)
-    assert "\n" not in said
+        message = str(error)
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def job(**more):
 def test_refusals(more, ranks, devices, says):
     """Before anything is made."""
     layout = Layout(tp=2, pp=2, cp=2 if "seq_length" in more else 1)
-    found = refusal(layout, job(**more), world_size=ranks, devices=devices)
-    assert says in found if says else not found
+    reason = refusal(layout, job(**more), world_size=ranks, devices=devices)
+    assert says in reason if says else not reason
 
 
 def test_arguments_of_the_reference():
@@ -163,8 +163,8 @@ def test_experts_are_divided_among_the_other_ranks(layout, ranks, dp):
 )
 def test_refusals_of_experts(layout, more, says):
     """Where the layout does not fit the experts, or they are computed otherwise by design."""
-    found = refusal(layout, job(**more), world_size=16, devices=None)
-    assert says in found if says else not found
+    reason = refusal(layout, job(**more), world_size=16, devices=None)
+    assert says in reason if says else not reason
 
 
 def test_notice():

@@ -20,51 +20,51 @@ def made(*words: str, into: tuple[str, ...] = (), steps: int = 3) -> Plan:
 def test_where_it_saves() -> None:
     """In our folder, whatever the job says; options that have no effect are named."""
     logging = ("--tensorboard-dir", "/data/tb")
-    found = made("--save", "/data/mine", "--save-interval", "500", *logging)
-    words = found.uninterrupted.arguments
+    runs = made("--save", "/data/mine", "--save-interval", "500", *logging)
+    words = runs.uninterrupted.arguments
     assert words == (*JOB, *logging, "--save", f"{HOME}/{CHECKPOINT}", "--save-interval", "3")
-    assert (found.uninterrupted.order.steps, found.uninterrupted.order.save_after) == (3 + AFTER, 3)
-    assert any("--tensorboard-dir" in notice for notice in found.notices)
+    assert (runs.uninterrupted.order.steps, runs.uninterrupted.order.save_after) == (3 + AFTER, 3)
+    assert any("--tensorboard-dir" in notice for notice in runs.notices)
 
 
 def test_where_it_restarts(tmp_path: Path) -> None:
     """From our folder, without saving; the uninterrupted run keeps a start from a checkpoint."""
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("97")
-    found = made("--load", str(tmp_path), "--ckpt-step", "97", "--finetune", "--no-load-optim")
-    assert str(tmp_path) in found.uninterrupted.arguments
-    again = found.restarted.arguments
+    runs = made("--load", str(tmp_path), "--ckpt-step", "97", "--finetune", "--no-load-optim")
+    assert str(tmp_path) in runs.uninterrupted.arguments
+    again = runs.restarted.arguments
     assert again == (*JOB, "--no-load-optim", "--load", f"{HOME}/{CHECKPOINT}")
-    assert found.perturbed.arguments == again
-    assert found.perturbed.order.seed
-    assert found.restarted.order.seed == found.restarted.order.save_after == 0
+    assert runs.perturbed.arguments == again
+    assert runs.perturbed.order.seed
+    assert runs.restarted.order.seed == runs.restarted.order.save_after == 0
 
 
 def test_a_first_start(tmp_path: Path) -> None:
     """A job that loads what it will save starts without it."""
-    found = made("--load", str(tmp_path))
-    assert "--load" not in found.uninterrupted.arguments
-    assert any(str(tmp_path) in notice for notice in found.notices)
+    runs = made("--load", str(tmp_path))
+    assert "--load" not in runs.uninterrupted.arguments
+    assert any(str(tmp_path) in notice for notice in runs.notices)
 
 
 @pytest.mark.parametrize(("steps", "iterations"), [(3, "100"), (200, "202")])
 def test_a_short_job(steps: int, iterations: str) -> None:
     """It trains long enough; otherwise its schedule is not touched."""
-    found = made(steps=steps)
-    for run in (found.uninterrupted, found.restarted):
+    runs = made(steps=steps)
+    for run in (runs.uninterrupted, runs.restarted):
         at = len(run.arguments) - 1 - run.arguments[::-1].index("--train-iters")
         assert run.arguments[at + 1] == iterations
-    assert bool(found.notices) == (iterations != "100")
+    assert bool(runs.notices) == (iterations != "100")
 
 
 def test_longer_than_its_checkpoint(tmp_path: Path) -> None:
     """Steps count from the iteration that the job starts from."""
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("97")
-    found = made("--load", str(tmp_path))
-    words = found.uninterrupted.arguments
+    runs = made("--load", str(tmp_path))
+    words = runs.uninterrupted.arguments
     assert words[-7:-5] == ("--train-iters", "102")
     # Megatron would refuse the schedules of a shorter job; those of the restarts must be restored.
     assert words[-1] == "--override-opt_param-scheduler"
-    assert words[-1] not in found.restarted.arguments
+    assert words[-1] not in runs.restarted.arguments
 
 
 def test_other_layouts() -> None:

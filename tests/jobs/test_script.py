@@ -59,8 +59,8 @@ def test_origins(tmp_path: Path) -> None:
     training = package(second, "training")
     package(second, "core")
     before = [*sys.modules]
-    found = scripts.origins([str(first), str(second)])
-    assert found == {"megatron.core": core, "megatron.training": training}
+    files = scripts.origins([str(first), str(second)])
+    assert files == {"megatron.core": core, "megatron.training": training}
     assert [*sys.modules] == before
     assert scripts.origins([str(tmp_path)]) == {}
 

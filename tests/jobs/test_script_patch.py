@@ -108,8 +108,8 @@ def test_check_writes_nothing(checkout: Path, capsys: pytest.CaptureFixture[str]
     for expected in (False, True):
         before = script.read_bytes()
         assert run(checkout, "--check", "--json") == 0
-        found = json.loads(capsys.readouterr().out)
-        assert (found["applied"], found["changed"]) == (expected, False)
+        answer = json.loads(capsys.readouterr().out)
+        assert (answer["applied"], answer["changed"]) == (expected, False)
         assert script.read_bytes() == before
         run(checkout)
         capsys.readouterr()
@@ -228,10 +228,10 @@ def test_patches_are_small() -> None:
     paths = sorted((resources.patches_dir() / "megatron-lm").glob("*.patch"))
     assert [path.stem.removeprefix("core_v") for path in paths] == RELEASES
     for path in paths:
-        found = script_patch.parse(path.read_text())
-        assert found.path == "pretrain_gpt.py"
-        assert 0 < len(found.after) - len(found.before) < 10
-        assert len(found.before) <= 2
+        patch = script_patch.parse(path.read_text())
+        assert patch.path == "pretrain_gpt.py"
+        assert 0 < len(patch.after) - len(patch.before) < 10
+        assert len(patch.before) <= 2
 
 
 def test_not_a_patch() -> None:

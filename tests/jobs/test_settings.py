@@ -27,9 +27,9 @@ def settings(*words):
     """The settings of a command line."""
     parser = argparse.ArgumentParser()
     assert add_arguments(parser) is parser
-    found = settings_of(parser.parse_args(words))
-    found.require_valid()
-    return found
+    parsed = settings_of(parser.parse_args(words))
+    parsed.require_valid()
+    return parsed
 
 
 def test_defaults():
@@ -39,7 +39,7 @@ def test_defaults():
 
 def test_every_flag(tmp_path):
     """All of them at once."""
-    found = settings(
+    parsed = settings(
         *("--ttrace", "--ttrace-dir", "out", "--ttrace-iterations", "1-2,5"),
         *("--ttrace-reference", str(tmp_path), "--ttrace-reference-args", "--attention-x y"),
         *("--ttrace-save-candidate", "--ttrace-isolate", "--ttrace-exit", "--ttrace-bug", "04a"),
@@ -48,7 +48,7 @@ def test_every_flag(tmp_path):
         *("--ttrace-device", "cpu", "--ttrace-init", "megatron", "--ttrace-seeds", "3"),
         *("--ttrace-wandb", "--ttrace-role", "reference", "--ttrace-overrides", "o.json"),
     )
-    assert found == Settings(
+    assert parsed == Settings(
         directory=Path("out"),
         iterations=(1, 2, 5),
         reference=tmp_path,
@@ -117,9 +117,9 @@ def test_keeping_all_saves_the_candidate():
 )
 def test_values_that_argparse_refuses(words, capsys):
     """The usual message, and exit code 2."""
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exited:
         settings(*words)
-    assert left.value.code == 2
+    assert exited.value.code == 2
     assert words[0] in capsys.readouterr().err
 
 
@@ -136,7 +136,9 @@ def test_help_hides_what_is_internal(capsys):
 
 ANY = {
     "directory": st.text(string.ascii_letters + "-/. ", min_size=1, max_size=9).map(Path),
-    "iterations": st.sets(st.integers(1, 30), min_size=1).map(lambda found: tuple(sorted(found))),
+    "iterations": st.sets(st.integers(1, 30), min_size=1).map(
+        lambda numbers: tuple(sorted(numbers))
+    ),
     "reference": st.sampled_from([None, Path("/")]),
     "reference_args": st.text(string.printable, max_size=9),
     "reference_layout": st.sampled_from([None, Layout(tp=2), Layout(tp=2, pp=4)]),
@@ -162,10 +164,10 @@ def test_words_give_the_settings_back(values):
         asked.require_valid()
     except TTraceError:
         return
-    found, theirs = split(asked.words())
+    parsed, theirs = split(asked.words())
     assert not theirs
-    assert dataclasses.replace(found, directory=asked.directory) == asked
-    assert found.directory.resolve() == asked.directory.resolve()
+    assert dataclasses.replace(parsed, directory=asked.directory) == asked
+    assert parsed.directory.resolve() == asked.directory.resolve()
 
 
 def test_words_are_what_differs_from_the_defaults():
@@ -182,10 +184,10 @@ def test_words_are_what_differs_from_the_defaults():
 def test_flags_of_the_script_override_the_command_s():
     """What neither gives keeps its default; Megatron's namespace holds what was given alone."""
     base = Settings(directory=Path("a"), seeds=2)
-    found, theirs = split(["--lr", "1", "--ttrace-seeds", "3"], base)
-    assert (found, theirs) == (dataclasses.replace(base, seeds=3), ["--lr", "1"])
-    given = add_arguments(argparse.ArgumentParser()).parse_args(["--ttrace-keep", "all"])
-    assert vars(given) == {"ttrace": False, "ttrace_keep": "all"}
+    parsed, theirs = split(["--lr", "1", "--ttrace-seeds", "3"], base)
+    assert (parsed, theirs) == (dataclasses.replace(base, seeds=3), ["--lr", "1"])
+    namespace = add_arguments(argparse.ArgumentParser()).parse_args(["--ttrace-keep", "all"])
+    assert vars(namespace) == {"ttrace": False, "ttrace_keep": "all"}
 
 
 def test_the_command_that_checks():

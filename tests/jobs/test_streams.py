@@ -140,7 +140,7 @@ def test_a_hostile_recipe(tmp_path: Path, recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("raise MemoryError", "MemoryError"),
@@ -149,12 +149,12 @@ def test_a_hostile_recipe(tmp_path: Path, recipe: str) -> None:
         ("raise ValueError('\\x1b[31mred')", "ValueError: \\x1b[31mred"),
     ],
 )
-def test_an_internal_error(tmp_path: Path, body: str, said: str) -> None:
+def test_an_internal_error(tmp_path: Path, body: str, message: str) -> None:
     """One line without control characters, never exit code 1; the traceback on request."""
     command = talks(tmp_path, body)
     done = shell(command, tmp_path)
     hint = "(set TTRACE_DEBUG=1 for the traceback)"
-    assert (done.returncode, done.stderr) == (2, f"ttrace: internal error: {said} {hint}\n")
+    assert (done.returncode, done.stderr) == (2, f"ttrace: internal error: {message} {hint}\n")
     done = shell(command, tmp_path, TTRACE_DEBUG="1")
     assert done.returncode == 2
     assert "Traceback" in done.stderr

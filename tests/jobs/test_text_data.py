@@ -76,8 +76,8 @@ def test_max_bytes_cuts_the_last_document(folder: Path) -> None:
 
 def test_order_of_sources_is_kept(folder: Path) -> None:
     """Named files stay in the order of the command line; a folder's are sorted."""
-    found = text_data.find_files([folder / "other.md", folder], "*.txt")
-    names = [path.relative_to(folder).as_posix() for path in found]
+    files = text_data.find_files([folder / "other.md", folder], "*.txt")
+    names = [path.relative_to(folder).as_posix() for path in files]
     assert names == ["other.md", "a.txt", "b.txt", "below/c.txt", "empty.txt"]
 
 
@@ -158,8 +158,8 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_command_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``--json`` prints one object with the same facts."""
     assert run("--output", tmp_path / "out", "--json", folder / "b.txt") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["documents"], found["tokens"]) == (1, 6)
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["documents"], answer["tokens"]) == (1, 6)
 
 
 @pytest.mark.parametrize(

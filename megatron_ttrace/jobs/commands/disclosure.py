@@ -227,7 +227,6 @@ def _values_of(flag: str, *, in_script: bool) -> int | None:
 
 
 def _value(flag: str, value: str) -> str:
-    """A value of a known flag."""
     if value.startswith("-") and not (_NUMBER.fullmatch(value) or flag in _OF_COMMANDS):
         return HIDDEN
     if flag in _OF_COMMANDS and re.search(r"[\s=-]", value):

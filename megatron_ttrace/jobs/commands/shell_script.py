@@ -105,7 +105,6 @@ def resolve(script: ShellScript, directory: Path | None = None) -> Command:
 
 
 def _differing(first: Command, second: Command) -> tuple[int, ...]:
-    """The places of arguments that differ."""
     pairs = zip(first.arguments, second.arguments, strict=False)
     return tuple(place for place, (a, b) in enumerate(pairs) if a != b)
 
@@ -132,7 +131,6 @@ def _interpreter(path: Path) -> str:
 
 
 def _tasks(variables: Mapping[str, str]) -> dict[str, int]:
-    """How many processes run a command with these variables."""
     return dict(json.loads(variables.get(_TASKS, "{}")))
 
 

@@ -51,19 +51,19 @@ class Command:
     def left(self, seconds: float = 60.0) -> list[str]:
         """Descendants that still run after this time, with their command lines."""
         deadline = time.monotonic() + seconds
-        while (found := self.running()) and time.monotonic() < deadline:
+        while (pids := self.running()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in found]
+        return [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in pids]
 
     def running(self) -> list[int]:
         """Process ids of everything that carries the mark, without zombies."""
         wanted = f"{_MARK}={self.mark}".encode()
-        found = []
+        pids = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if wanted in (folder / "environ").read_bytes().split(b"\0"):
                     state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                    found += [int(folder.name)] if state not in "ZX" else []
+                    pids += [int(folder.name)] if state not in "ZX" else []
             except OSError:
                 continue
-        return found
+        return pids

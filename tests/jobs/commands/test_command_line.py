@@ -74,15 +74,15 @@ def test_a_whole_paste(arguments):
         ["torchrun --nproc-per-node 2 pretrain_gpt.py", *map(shlex.quote, arguments)]
     )
     text = f"# train\nexport A=1\nexport B=2; {lines} > log.txt 2>&1 &\n"
-    found = parse([text])
-    assert found == Command("pretrain_gpt.py", tuple(arguments), {"A": "1", "B": "2"}, 2, 1)
+    command = parse([text])
+    assert command == Command("pretrain_gpt.py", tuple(arguments), {"A": "1", "B": "2"}, 2, 1)
 
 
 def test_what_a_paste_assigns_is_used():
     """And what the environment has; nothing else is."""
     text = "P=/data\npython x.py --a $P/b --c ${P}x --d '$Q' \"\\$P\" ${H}"
-    found = parse([text], {"H": "home"})
-    assert found.arguments == ("--a", "/data/b", "--c", "/datax", "--d", "$Q", "$P", "home")
+    command = parse([text], {"H": "home"})
+    assert command.arguments == ("--a", "/data/b", "--c", "/datax", "--d", "$Q", "$P", "home")
 
 
 LINES = [
@@ -97,9 +97,9 @@ LINES = [
 @pytest.mark.parametrize("lines", LINES)
 def test_every_line_of_a_text(lines):
     """A line that begins with ``-`` continues the command, whatever is between."""
-    found = parse([f"torchrun --nproc-per-node 2 pretrain_gpt.py {lines}"])
-    words = [word for word in found.arguments if word != "--"]
-    assert (words, found.ranks) == (["--a", "1", "--b", "2", "--c"], 2)
+    command = parse([f"torchrun --nproc-per-node 2 pretrain_gpt.py {lines}"])
+    words = [word for word in command.arguments if word != "--"]
+    assert (words, command.ranks) == (["--a", "1", "--b", "2", "--c"], 2)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +154,8 @@ def test_a_line_that_a_shell_loses():
 
 @pytest.mark.parametrize("count", ["gpu", "auto", "cpu"])
 def test_ranks_that_the_machine_decides(count):
-    found = parse(["torchrun", "--standalone", "--nproc-per-node", count, "x.py", "-a"])
-    assert (found.ranks, found.uncounted) == (None, f"--nproc-per-node {count}")
+    command = parse(["torchrun", "--standalone", "--nproc-per-node", count, "x.py", "-a"])
+    assert (command.ranks, command.uncounted) == (None, f"--nproc-per-node {count}")
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_ranks_that_the_machine_decides(count):
 )
 def test_more_launchers(launcher, ranks, nodes):
     """The number of ranks of launchers with options of their own."""
-    found = parse([*launcher.split(), "dir/pretrain_gpt.py", "-a"])
-    assert found == Command("dir/pretrain_gpt.py", ("-a",), {}, ranks, nodes)
+    command = parse([*launcher.split(), "dir/pretrain_gpt.py", "-a"])
+    assert command == Command("dir/pretrain_gpt.py", ("-a",), {}, ranks, nodes)
 
 
 LAUNCHED = {
@@ -210,8 +210,8 @@ def launched(draw):
         for options in chosen
         for option in [draw(st.sampled_from(sorted(options)))]
     ]
-    others = st.lists(st.sampled_from(OTHERS.get(launcher, ["--verbose"])), max_size=2)
-    words = draw(st.permutations([*words, *(other.split() for other in draw(others))]))
+    more = st.lists(st.sampled_from(OTHERS.get(launcher, ["--verbose"])), max_size=2)
+    words = draw(st.permutations([*words, *(other.split() for other in draw(more))]))
     return [*launcher.split(), *(word for group in words for word in group)]
 
 
@@ -220,16 +220,16 @@ def test_every_way_to_write_a_number(launcher, program, is_script):
     """Of a Python script, and of a shell script, which starts it."""
     words = [*launcher, *program.split()]
     if program == "bash -c":
-        found = parse([*words, "python -u pretrain_gpt.py --bf16"])
+        command = parse([*words, "python -u pretrain_gpt.py --bf16"])
     elif is_script:
         script = parse([*launcher, "bash", "-eo", "pipefail", "train.sh", "2"])
         assert script.words == ("train.sh", "2")
-        found = parse(["python", "pretrain_gpt.py", "--bf16"], tasks=script.tasks)
+        command = parse(["python", "pretrain_gpt.py", "--bf16"], tasks=script.tasks)
     else:
-        found = parse([*words, "pretrain_gpt.py", "--bf16"])
-    assert (found.script, found.arguments) == ("pretrain_gpt.py", ("--bf16",))
-    assert found.ranks == 4
-    assert found.uncounted == ""
+        command = parse([*words, "pretrain_gpt.py", "--bf16"])
+    assert (command.script, command.arguments) == ("pretrain_gpt.py", ("--bf16",))
+    assert command.ranks == 4
+    assert command.uncounted == ""
 
 
 @st.composite
@@ -257,11 +257,11 @@ def test_torchrun_reads_the_same(options, program):
     """Its own parser finds this script, these arguments and these numbers."""
     words = [*options, "pretrain_gpt.py", "--bf16", "-t", "3"]
     expected = TORCHRUN.parse_args(words)
-    found = parse([*program.split(), *words])
-    assert found.script == expected.training_script == "pretrain_gpt.py"
-    assert found.arguments == tuple(expected.training_script_args)
+    command = parse([*program.split(), *words])
+    assert command.script == expected.training_script == "pretrain_gpt.py"
+    assert command.arguments == tuple(expected.training_script_args)
     nodes = int(expected.nnodes.split(":")[-1])
-    assert (found.ranks, found.nodes) == (int(expected.nproc_per_node) * nodes, nodes)
+    assert (command.ranks, command.nodes) == (int(expected.nproc_per_node) * nodes, nodes)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_launchers_within_launchers(words, ranks):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             "srun -n 4 torchrun --nproc-per-node 2 x.py",
@@ -297,9 +297,9 @@ def test_launchers_within_launchers(words, ranks):
         ("mpirun bash x.sh", "mpirun without a number leaves"),
     ],
 )
-def test_contradictions(words, said):
+def test_contradictions(words, message):
     """Are refused in one line."""
-    with pytest.raises(TTraceError, match=said) as raised:
+    with pytest.raises(TTraceError, match=message) as raised:
         parse(words.split())
     assert "\n" not in str(raised.value)
 
@@ -319,9 +319,9 @@ def test_numbers_that_are_not_said(words):
     ],
 )
 def test_variables_that_a_launcher_sets(words):
-    found = parse(words.split())
-    assert (found.arguments, found.environment) == (("-a",), {"A": "1", "B": "2"})
-    assert found.ranks == 2
+    command = parse(words.split())
+    assert (command.arguments, command.environment) == (("-a",), {"A": "1", "B": "2"})
+    assert command.ranks == 2
 
 
 def test_ranks_in_variables_of_torchrun():
@@ -332,7 +332,7 @@ def test_ranks_in_variables_of_torchrun():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["torchrun", "--nproc", "2", "x.py"], "abbreviated"),
         (["mpirun", "-np", "1", "python", "x.py", ":", "-np", "1", "python", "y.py"], "several"),
@@ -346,9 +346,9 @@ def test_ranks_in_variables_of_torchrun():
         (["bash", "-c", "torchrun x.py -a {1,2}"], "only a shell can evaluate"),
     ],
 )
-def test_what_would_be_half_understood(words, said):
+def test_what_would_be_half_understood(words, message):
     """Is refused in one line."""
-    with pytest.raises(TTraceError, match=said) as raised:
+    with pytest.raises(TTraceError, match=message) as raised:
         parse(words)
     assert "\n" not in str(raised.value)
     assert "\0" not in str(raised.value)
@@ -357,8 +357,8 @@ def test_what_would_be_half_understood(words, said):
 def test_a_shell_in_which_other_commands_are_unknown():
     """Only what the training is given matters."""
     text = "cd ~/m && echo $(date) {a,b} > \"$LOG\"; A=$B torchrun --node-rank $N x.py --a '$X'"
-    found = parse(["bash", "-c", text])
-    assert found == Command("x.py", ("--a", "$X"), {"A": "$B"}, 1, 1)
+    command = parse(["bash", "-c", text])
+    assert command == Command("x.py", ("--a", "$X"), {"A": "$B"}, 1, 1)
 
 
 def test_accelerate_without_a_number():
@@ -385,15 +385,15 @@ def test_a_shell_within(words, expected):
 @pytest.mark.parametrize("words", [["bash", "-x", "t.sh", "a"], ["./t.sh", "a"]])
 def test_a_shell_script(words):
     """Is recognised; what it starts only a shell knows."""
-    found = parse(["A=1", *words])
-    assert isinstance(found, ShellScript)
-    assert found.words[0].endswith("t.sh")
-    assert found.words[1:] == ("a",)
-    assert found.environment == {"A": "1"}
+    script = parse(["A=1", *words])
+    assert isinstance(script, ShellScript)
+    assert script.words[0].endswith("t.sh")
+    assert script.words[1:] == ("a",)
+    assert script.environment == {"A": "1"}
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["ls", "-l"], "no training script.*e.g. ttrace check -- torchrun"),
         (["torchrun", "--nproc-per-node", "2"], "no training script"),
@@ -408,9 +408,9 @@ def test_a_shell_script(words):
         ([""], "no training script"),
     ],
 )
-def test_no_script(words, said):
+def test_no_script(words, message):
     """One line that says what to give."""
-    with pytest.raises(TTraceError, match=said) as raised:
+    with pytest.raises(TTraceError, match=message) as raised:
         parse(words)
     assert "\n" not in str(raised.value)
 

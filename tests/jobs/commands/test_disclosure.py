@@ -48,9 +48,9 @@ def test_values_of_unknown_flags(flag: str) -> None:
         [f"torchrun train.py {flag}={CANARY}"],
         ["--mock-data", flag, CANARY],
     ):
-        whole = ["ttrace", "check", "--", "torchrun", *words]
-        assert CANARY not in json.dumps(command(whole)), words
-        assert flag[:2] in json.dumps(command(whole))
+        full = ["ttrace", "check", "--", "torchrun", *words]
+        assert CANARY not in json.dumps(command(full)), words
+        assert flag[:2] in json.dumps(command(full))
 
 
 @pytest.mark.parametrize(

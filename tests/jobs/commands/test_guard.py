@@ -50,9 +50,9 @@ def test_the_verdict_on_a_system_call(machine, call, arguments, verdict):
     audit, column = guard._MACHINES[machine]
     number = guard._CALLS[call][column] if call in guard._CALLS else 425
     values = [*arguments, *[0] * (6 - len(arguments))]
-    found = interpret(guard._filter(machine), struct.pack("=iIQ6Q", number, audit, 0, *values))
+    answer = interpret(guard._filter(machine), struct.pack("=iIQ6Q", number, audit, 0, *values))
     names = {guard._ALLOW: "allow", guard._NOTIFY: "notify"}
-    assert names.get(found, found ^ guard._ERROR) == verdict
+    assert names.get(answer, answer ^ guard._ERROR) == verdict
     assert interpret(guard._filter(machine), struct.pack("=iIQ6Q", 0, 3, 0, *values)) == guard._KILL
 
 

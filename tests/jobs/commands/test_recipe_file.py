@@ -61,13 +61,13 @@ def test_values_that_are_quoted_or_bracketed(checkout):
         "--e": r"\"*E\"",
         "--f": '"it',
     }
-    found = recipe_file.read(write(checkout, MODEL_ARGS=values, ENV_VARS={"A": 1}))
-    assert found.arguments == (
+    command = recipe_file.read(write(checkout, MODEL_ARGS=values, ENV_VARS={"A": 1}))
+    assert command.arguments == (
         *("--a", "x", "y", "--b", "0:4 2B:8", "--c", "1e-5", "--d", "99,1,0"),
         *("--e", "*E", "--f", '"it'),
         *("--moe-layer-freq", "([0]*3+[1]*2)"),
     )
-    assert found.environment == {"A": "1"}
+    assert command.environment == {"A": "1"}
 
 
 @pytest.mark.parametrize(
@@ -83,14 +83,14 @@ def test_values_that_are_quoted_or_bracketed(checkout):
 def test_ranks(checkout, sizes, ranks):
     """Eight on a machine, and as many machines as the layout needs."""
     values = {f"--{axis}-parallel-size": size for axis, size in sizes.items()}
-    found = recipe_file.read(write(checkout, MODEL_ARGS={**values, "--num-experts": 64}))
-    assert (found.ranks, found.nodes) == (ranks, ranks // 8)
+    command = recipe_file.read(write(checkout, MODEL_ARGS={**values, "--num-experts": 64}))
+    assert (command.ranks, command.nodes) == (ranks, ranks // 8)
 
 
 def test_the_script_is_the_checkouts(checkout):
     """By family, and by what is trained."""
-    one = write(checkout, MODEL_ARGS={"--a": 1})
-    assert recipe_file.read(one).script == str(checkout / "pretrain_gpt.py")
+    command = write(checkout, MODEL_ARGS={"--a": 1})
+    assert recipe_file.read(command).script == str(checkout / "pretrain_gpt.py")
     hybrid = write(checkout, MODEL_ARGS={"--hybrid-layer-pattern": "M*"})
     assert recipe_file.read(hybrid).script == str(checkout / "pretrain_mamba.py")
     with pytest.raises(TTraceError, match=r"needs pretrain_t5.py"):

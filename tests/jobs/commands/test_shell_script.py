@@ -55,8 +55,8 @@ def test_an_environment_with_a_space_in_its_path(tmp_path, monkeypatch):
 
 def test_arrays_conditions_and_arguments(tmp_path):
     """As in Megatron-LM's examples: only a shell knows what they become."""
-    found = resolve(tmp_path, EXAMPLE, "/ckpt")
-    assert found == Command(
+    command = resolve(tmp_path, EXAMPLE, "/ckpt")
+    assert command == Command(
         "pretrain_gpt.py",
         (
             *("--num-layers", "4", "--tensor-model-parallel-size", "2"),
@@ -86,9 +86,13 @@ def test_ranks_of_the_launcher_around(tmp_path, launcher, text, ranks):
     (tmp_path / "train.sh").write_text(text)
     (tmp_path / "inner.sh").write_text("python pretrain_gpt.py --bf16")
     script = parse([*launcher.split(), "bash", str(tmp_path / "train.sh")])
-    found = shell_script.resolve(script, tmp_path)
-    assert (found.script, found.arguments, found.ranks) == ("pretrain_gpt.py", ("--bf16",), ranks)
-    assert "TTRACE_TASKS" not in found.environment
+    command = shell_script.resolve(script, tmp_path)
+    assert (command.script, command.arguments, command.ranks) == (
+        "pretrain_gpt.py",
+        ("--bf16",),
+        ranks,
+    )
+    assert "TTRACE_TASKS" not in command.environment
 
 
 @pytest.mark.parametrize("text", ["echo no", "exit 3", "python -c 'print()'", "if", "torchrun x"])
@@ -115,11 +119,11 @@ def test_the_script_has_the_last_word_on_variables(tmp_path, monkeypatch):
         "torchrun pretrain_gpt.py --num-layers $LAYERS"
     )
     (tmp_path / "train.sh").write_text(text)
-    given = {"LAYERS": "4", "NVTE_A": "1", "NVTE_B": "1"}
-    found = shell_script.resolve(ShellScript((str(tmp_path / "train.sh"),), given))
-    assert found.arguments == ("--num-layers", "4")
-    assert found.environment == {"LAYERS": "4", "NVTE_A": "2", "NVTE_B": "1"}
-    assert found.unset == ("CUDA_DEVICE_MAX_CONNECTIONS",)
+    assigned = {"LAYERS": "4", "NVTE_A": "1", "NVTE_B": "1"}
+    command = shell_script.resolve(ShellScript((str(tmp_path / "train.sh"),), assigned))
+    assert command.arguments == ("--num-layers", "4")
+    assert command.environment == {"LAYERS": "4", "NVTE_A": "2", "NVTE_B": "1"}
+    assert command.unset == ("CUDA_DEVICE_MAX_CONNECTIONS",)
 
 
 JOB = "pretrain_gpt.py --num-layers 4"
@@ -300,16 +304,16 @@ def read(place, text):
 
 def running(word):
     """The processes with a word in their commands."""
-    found = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
-    return [words for words in found if words and word in words]
+    commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    return [words for words in commands if words and word in words]
 
 
 @pytest.mark.parametrize("text", STARTS.values(), ids=STARTS)
 def test_nothing_is_started(place, text):
     """However a script starts its training, that is read and not run."""
-    found = read(place, text)
-    assert (found.script, found.arguments) == ("pretrain_gpt.py", ("--num-layers", "4"))
-    assert found.ranks == 2
+    command = read(place, text)
+    assert (command.script, command.arguments) == ("pretrain_gpt.py", ("--num-layers", "4"))
+    assert command.ranks == 2
 
 
 @pytest.mark.parametrize("text", EFFECTS.values(), ids=EFFECTS)
@@ -317,11 +321,11 @@ def test_nothing_is_changed(place, text):
     """What a script does before its training is not done."""
     with subprocess.Popen(["sleep", "100"], start_new_session=True) as victim:
         try:
-            found = read(place, f"{text.replace('VICTIM', str(victim.pid))}\nBIN/{RUN}")
+            command = read(place, f"{text.replace('VICTIM', str(victim.pid))}\nBIN/{RUN}")
             assert victim.poll() is None
         finally:
             victim.kill()
-    assert found.ranks == 2
+    assert command.ranks == 2
 
 
 @pytest.mark.nightly
@@ -330,14 +334,14 @@ def test_strange_scripts(place, monkeypatch, text):
     """Each is read as the training that it starts, or refused in one line."""
     monkeypatch.setattr(shell_script, "_SECONDS", 5)
     try:
-        found = read(place, text)
+        command = read(place, text)
     except TTraceError as refusal:
-        found = str(refusal)
-    if isinstance(found, Command):
-        assert (found.script, found.arguments) == ("pretrain_gpt.py", ("--num-layers", "4"))
-        assert found.ranks == 2
+        command = str(refusal)
+    if isinstance(command, Command):
+        assert (command.script, command.arguments) == ("pretrain_gpt.py", ("--num-layers", "4"))
+        assert command.ranks == 2
     else:
-        assert found.isprintable()
+        assert command.isprintable()
     assert not Path("/dev/shm/ttrace-canary").exists()
 
 
@@ -373,10 +377,10 @@ def test_what_can_be_known(place):
         "echo --seed >> logs/args; date +%N >> logs/args\nnvidia-smi | tee logs/gpus\n"
         "run torchrun pretrain_gpt.py $(cat logs/args) --save $HERE 2> logs/errors"
     )
-    found = read(place, text)
-    assert found.arguments[:3] == ("--num-layers", "8", "--seed")
-    assert found.arguments[4:] == ("--save", str(place))
-    assert found.ranks == 2
+    command = read(place, text)
+    assert command.arguments[:3] == ("--num-layers", "8", "--seed")
+    assert command.arguments[4:] == ("--save", str(place))
+    assert command.ranks == 2
 
 
 def test_preparation_is_not_the_training(place):

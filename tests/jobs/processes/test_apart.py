@@ -29,10 +29,10 @@ def test_its_error(tmp_path):
     """Its exit code, and its own words."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     words = ["compare", str(tmp_path / "absent"), "b"]
-    code, said = apart.ttrace(sys.executable, words, environment, quiet=True)
+    code, reason = apart.ttrace(sys.executable, words, environment, quiet=True)
     assert code == 2
-    assert "absent" in said
-    assert not said.startswith("ttrace:")
+    assert "absent" in reason
+    assert not reason.startswith("ttrace:")
 
 
 def test_a_warm_fork(tmp_path, monkeypatch):
@@ -43,10 +43,10 @@ def test_a_warm_fork(tmp_path, monkeypatch):
     environment = {**os.environ, "TTRACE_CACHE": "", "PYTHONPATH": ""}
     ours = tempfile.TemporaryDirectory(dir=tmp_path)
     words = ["compare", str(tmp_path / "absent"), "b"]
-    code, said = apart.ttrace(sys.executable, words, environment, quiet=True, warm=True)
+    code, reason = apart.ttrace(sys.executable, words, environment, quiet=True, warm=True)
     assert code == 2
-    assert "absent" in said
-    assert not said.startswith("ttrace:")
+    assert "absent" in reason
+    assert not reason.startswith("ttrace:")
     assert Path(ours.name).is_dir()
     ours.cleanup()
 
@@ -61,11 +61,11 @@ def test_where_a_fork_compiles(tmp_path, monkeypatch, variable):
     )
     monkeypatch.syspath_prepend(tmp_path)
     environment = {"PYTHONPATH": str(tmp_path), variable: "x"}
-    said = {
+    lines = {
         apart.ttrace(sys.executable, [], environment, quiet=True, module="probe", warm=is_warm)[1]
         for is_warm in (True, False)
     }
-    assert len(said) == 1, said
+    assert len(lines) == 1, lines
 
 
 def test_a_fork_has_no_megatron_of_this_process(monkeypatch):

@@ -104,9 +104,9 @@ def test_a_rank_asks_and_is_answered(tmp_path):
         order = None
         while order is None and asked.poll() is None:
             order = requests.poll()
-        command, each = order
+        command, ranks = order
         assert command == ["python", "s.py", "x" * 300000]
-        assert each == [({"A": "b"}, tmp_path / "reference.log"), ({"A": "c"}, Path("other"))]
+        assert ranks == [({"A": "b"}, tmp_path / "reference.log"), ({"A": "c"}, Path("other"))]
         assert not list(tmp_path.glob("*.request.json"))
         requests.answer(2, 1)
         assert asked.communicate(timeout=300)[0] == "(2, 1)\n"
@@ -152,12 +152,12 @@ def test_help_texts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.training import argument_utils
 
     factory = argument_utils.ArgumentGroupFactory
-    own = helps()
+    texts = helps()
     monkeypatch.setattr(factory, "_get_field_docstrings", factory._get_field_docstrings)
     forkserver._remember_help_texts.__wrapped__()
     monkeypatch.setattr(inspect, "getsource", None)
-    assert helps() == own
-    assert any(own.values())
+    assert helps() == texts
+    assert any(texts.values())
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,8 @@ def test_a_reference_on_two_ranks(tmp_path, monkeypatch, short_grace, codes, ans
         try:
             os.environ.update(environment)
             if command == ["rank"]:
-                each = [({"CODE": own}, tmp_path / f"{n}.log") for n, own in enumerate(codes)]
-                code, number = forkserver.request_ranks(["reference"], each)
+                both = [({"CODE": text}, tmp_path / f"{n}.log") for n, text in enumerate(codes)]
+                code, number = forkserver.request_ranks(["reference"], both)
                 (tmp_path / "number").write_text(str(number))
             elif environment["CODE"] == "hang":
                 time.sleep(3600)

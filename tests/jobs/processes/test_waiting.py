@@ -70,24 +70,24 @@ def test_silent_ranks(tmp_path: Path, clock: Clock) -> None:
 
 def test_a_reference_that_takes_too_long(tmp_path: Path, clock: Clock) -> None:
     """Its output extends no limit; the ranks that wait for it are not blamed."""
-    one = reference(tmp_path)
+    process = reference(tmp_path)
     patience = Patience(100.0)
     clock.look(patience, 90, rank(tmp_path))
     for number in range(10):
-        one.log.write_text("x" * number)
-        clock.look(patience, 10, rank(tmp_path), one)
+        process.log.write_text("x" * number)
+        clock.look(patience, 10, rank(tmp_path), process)
     with pytest.raises(OutOfTimeError, match=r"the reference run .* did not end within 100 s"):
-        clock.look(patience, 2, rank(tmp_path), one)
+        clock.look(patience, 2, rank(tmp_path), process)
 
 
 def test_what_is_waited_for_is_said(tmp_path: Path, clock: Clock) -> None:
     """Messages at intervals that double."""
-    said: list[str] = []
-    clock.look(Patience(1800.0, said.append), 250, rank(tmp_path), reference(tmp_path))
-    assert [line.partition(" (log")[0].split("): ")[1] for line in said] == [
+    lines: list[str] = []
+    clock.look(Patience(1800.0, lines.append), 250, rank(tmp_path), reference(tmp_path))
+    assert [line.partition(" (log")[0].split("): ")[1] for line in lines] == [
         f"{seconds} s of at most 1800" for seconds in (30, 60, 120, 240)
     ]
-    assert all(line.startswith("waiting for the reference run (pid ") for line in said)
+    assert all(line.startswith("waiting for the reference run (pid ") for line in lines)
 
 
 def test_a_machine_that_slept(tmp_path: Path, clock: Clock) -> None:
@@ -117,7 +117,7 @@ def test_ranks_that_hang(tmp_path: Path) -> None:
 def test_a_stopped_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped rank is reported at once, and is the cause when the others give up."""
     monkeypatch.setattr(ranks, "_GRACE_SECONDS", 0.2)
-    said: list[str] = []
+    lines: list[str] = []
     pid = tmp_path / "pid"
     code = (
         "import os, pathlib, signal, sys, time\n"
@@ -131,8 +131,8 @@ def test_a_stopped_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "time.sleep(0.9)\nsys.exit('RuntimeError: Connection closed by peer')"
     )
     with pytest.raises(TTraceError, match=r"^rank 1 \(pid \d+\) is stopped; the others gave up"):
-        jobs.run(job(tmp_path, code, nproc=2), fork=True, say=said.append)
-    assert any("is stopped; 'kill -CONT" in line for line in said)
+        jobs.run(job(tmp_path, code, nproc=2), fork=True, say=lines.append)
+    assert any("is stopped; 'kill -CONT" in line for line in lines)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -206,9 +206,9 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
 def test_signals_of_a_started_process(tmp_path: Path) -> None:
     """No signal is blocked or ignored, as from a shell."""
     code = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         assert child.run_subprocess([sys.executable, "-c", code], {}, tmp_path / "log") == 0
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert (tmp_path / "log").read_text() == "set()\n"

@@ -14,9 +14,9 @@ from megatron_ttrace.trace.errors import TTraceError
 
 def git(folder, *words):
     """Git, as somebody."""
-    own = ("-c", "user.name=Somebody", "-c", "user.email=some@body")
+    author = ("-c", "user.name=Somebody", "-c", "user.email=some@body")
     done = subprocess.run(
-        ["git", "-C", folder, *own, *words], check=True, capture_output=True, text=True
+        ["git", "-C", folder, *author, *words], check=True, capture_output=True, text=True
     )
     return done.stdout.strip()
 
@@ -90,8 +90,8 @@ def test_a_branch(home):
     head = checkout.commit("branch")
     base = checkout.fork_point(checkout.commit("main"), head)
     assert base == checkout.commit("main~1")
-    found = checkout.hunks(head, base, context=0)
-    assert [(one.line, one.count) for one in found] == [(0, 0), (8, 1)]
+    hunks = checkout.hunks(head, base, context=0)
+    assert [(hunk.line, hunk.count) for hunk in hunks] == [(0, 0), (8, 1)]
     assert not checkout.is_edited()
     (home / "a.py").write_text("being edited\n")
     assert checkout.is_edited()

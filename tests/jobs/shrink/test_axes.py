@@ -28,11 +28,11 @@ def flags(tp=1, cp=1, pp=1, **more):
 
 def test_all_axes_of_a_large_job():
     """Data parallelism is what remains."""
-    found = axes.of_large(
+    large = axes.of_large(
         flags(8, 4, 8, num_layers=64, num_experts=64, expert_model_parallel_size=16), 8 * 4 * 8 * 16
     )
-    assert (found.tp, found.cp, found.pp, found.ep, found.etp, found.dp) == (8, 4, 8, 16, 8, 16)
-    assert found.edp == 4
+    assert (large.tp, large.cp, large.pp, large.ep, large.etp, large.dp) == (8, 4, 8, 16, 8, 16)
+    assert large.edp == 4
 
 
 @pytest.mark.parametrize(
@@ -62,9 +62,9 @@ def test_ranks_that_are_too_few_are_taken_for_a_placeholder():
 @given(POWERS, POWERS, POWERS, POWERS)
 def test_axes_become_two(tp, cp, pp, dp):
     """Those of 1 stay, and a pipeline keeps a stage in the middle."""
-    given = flags(tp, cp, pp)
-    large = axes.of_large(given, tp * cp * pp * dp)
-    small = axes.of_small(given, large)
+    job = flags(tp, cp, pp)
+    large = axes.of_large(job, tp * cp * pp * dp)
+    small = axes.of_small(job, large)
     sizes = [(name, getattr(large, name)) for name in large.spread()]
     assert small.spread() == large.spread()
     assert small.ranks == math.prod(min(3 if name == "pp" else 2, size) for name, size in sizes)
@@ -73,24 +73,24 @@ def test_axes_become_two(tp, cp, pp, dp):
 @given(POWERS, POWERS, POWERS, POWERS, POWERS, st.sampled_from([4, 8, 16]))
 def test_pairs_are_covered(tp, cp, pp, dp, ep, most):
     """Every two axes of the large job are together in one small job that fits."""
-    given = flags(tp, cp, pp, num_experts=8, expert_model_parallel_size=ep)
-    large = axes.of_large(given, tp * cp * pp * dp * ep)
-    small = axes.jobs(given, large, most)
-    assert all(one.ranks <= most and one.edp for one in small)
+    job = flags(tp, cp, pp, num_experts=8, expert_model_parallel_size=ep)
+    large = axes.of_large(job, tp * cp * pp * dp * ep)
+    small = axes.jobs(job, large, most)
+    assert all(axes_.ranks <= most and axes_.edp for axes_ in small)
     for pair in itertools.combinations(large.spread(), 2):
-        assert any(set(pair) <= set(one.spread()) for one in small), pair
-    assert max(one.pp for one in small) == min(3, pp)
+        assert any(set(pair) <= set(axes_.spread()) for axes_ in small), pair
+    assert max(axes_.pp for axes_ in small) == min(3, pp)
 
 
 def test_what_does_not_fit():
     """Is named, with the number that it takes."""
-    given = flags(2, 1, 2)
+    job = flags(2, 1, 2)
     with pytest.raises(
         TTraceError, match=r"--tensor-model-parallel-size with --pipeline.*fit 2"
-    ) as one:
-        axes.jobs(given, axes.of_large(given, 4), 2)
-    assert "--max-ranks 4" in str(one.value)
-    assert [one.ranks for one in axes.jobs(flags(8), axes.of_large(flags(8), 8), 2)] == [2]
+    ) as error:
+        axes.jobs(job, axes.of_large(job, 4), 2)
+    assert "--max-ranks 4" in str(error.value)
+    assert [error.ranks for error in axes.jobs(flags(8), axes.of_large(flags(8), 8), 2)] == [2]
 
 
 def test_two_would_not_run_the_same_code():
@@ -116,63 +116,38 @@ def test_pipelines_before_data_parallelism(tp, cp, pp, ep, dp):
     """As many copies of experts as of all else, as Megatron asserts in that order of ranks."""
     ep = min(ep, tp * cp)
     layout = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": tp * cp // ep}
-    given = flags(tp, cp, pp, num_experts=8, use_tp_pp_dp_mapping="", **layout)
-    large = axes.of_large(given, tp * cp * pp * dp)
-    for count in range(len(large.spread()) + 1):
-        for kept in itertools.combinations(large.spread(), count):
-            small = axes.of_small(given, large, kept)
-            assert small.edp == small.dp or small.pp == 1
-            assert set(kept) <= set(small.spread())
+    job = flags(tp, cp, pp, num_experts=8, use_tp_pp_dp_mapping="", **layout)
+    large = axes.of_large(job, tp * cp * pp * dp)
+    counts = range(len(large.spread()) + 1)
+    subsets = (kept for count in counts for kept in itertools.combinations(large.spread(), count))
+    for kept in (None, *subsets):
+        small = axes.of_small(job, large, kept)
+        assert small.edp == small.dp or small.pp == 1
+        assert {*(large.spread() if kept is None else kept)} <= {*small.spread()}
 
 
 def test_more_tensor_than_expert_parallelism():
     """A recipe of Megatron-LM's: its experts leave no smaller tensor parallelism."""
     layout = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
-    given = flags(4, 1, 2, num_experts=4, use_tp_pp_dp_mapping="", **layout)
-    small = axes.jobs(given, axes.of_large(given, 8), 8)
+    job = flags(4, 1, 2, num_experts=4, use_tp_pp_dp_mapping="", **layout)
+    small = axes.jobs(job, axes.of_large(job, 8), 8)
     assert small == [axes.Axes(tp=4, pp=2, ep=2, etp=2)]
-    pair = axes.of_small(given, axes.of_large(given, 8), ("tp", "ep"))
+    pair = axes.of_small(job, axes.of_large(job, 8), ("tp", "ep"))
     assert pair == axes.Axes(tp=2, ep=2, etp=2, dp=2)
 
 
 def test_experts_divided_as_tensors_are():
     """Without a size of their own; then context and expert parallelism must be equal."""
-    given = flags(4, 2, 2, num_experts=4, use_tp_pp_dp_mapping="", expert_model_parallel_size=2)
-    large = axes.of_large(given, 32)
-    assert axes.of_small(given, large) == axes.Axes(tp=2, cp=2, pp=2, ep=2, etp=2, dp=2)
-    assert axes.of_small(given, large, ("cp", "pp")) == axes.Axes(cp=2, pp=2, ep=2)
+    job = flags(4, 2, 2, num_experts=4, use_tp_pp_dp_mapping="", expert_model_parallel_size=2)
+    large = axes.of_large(job, 32)
+    assert axes.of_small(job, large) == axes.Axes(tp=2, cp=2, pp=2, ep=2, etp=2, dp=2)
+    assert axes.of_small(job, large, ("cp", "pp")) == axes.Axes(cp=2, pp=2, ep=2)
     dense = flags(4, 1, 2, use_tp_pp_dp_mapping="")
     assert axes.of_small(dense, axes.of_large(dense, 16)) == axes.Axes(tp=2, pp=2, dp=2)
 
 
 def test_copies_of_experts_stay():
     """Reducing the gradients of experts needs more than one copy of them."""
-    given = flags(num_experts=8, expert_model_parallel_size=4)
-    assert axes.of_small(given, axes.of_large(given, 4)).edp == 1
-    assert axes.of_small(given, axes.of_large(given, 8)).edp == 2
-
-
-SAME_COPIES = [
-    (tp, cp, ep, tp * cp // ep)
-    for tp, cp, ep in itertools.product([1, 2, 4, 8], repeat=3)
-    if not tp * cp % ep
-]
-"""Sizes with which experts have as many copies as other layers."""
-
-
-@given(st.sampled_from(SAME_COPIES), st.sampled_from([1, 2]))
-def test_ranks_of_a_stage_follow_each_other(sizes, dp):
-    """``--use-tp-pp-dp-mapping`` with a pipeline: experts have as many copies as other layers."""
-    tp, cp, ep, etp = sizes
-    given = flags(
-        *(tp, cp, 2),
-        num_experts=8,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        use_tp_pp_dp_mapping="",
-    )
-    large = axes.of_large(given, tp * cp * 2 * dp)
-    for kept in (None, *itertools.combinations(large.spread(), 2)):
-        small = axes.of_small(given, large, kept)
-        if small.pp > 1 and (kept is None or "ep" in kept):
-            assert small.edp == small.dp
+    job = flags(num_experts=8, expert_model_parallel_size=4)
+    assert axes.of_small(job, axes.of_large(job, 4)).edp == 1
+    assert axes.of_small(job, axes.of_large(job, 8)).edp == 2

@@ -86,16 +86,16 @@ def configuration(**fields):
 
 def test_layouts_and_patterns_are_written_as_megatron_reads_them():
     """One word for a pattern over layers, letters for stages, a flag for what is on."""
-    given = CommandFlags.parse(sizes.words(configuration()))
-    assert given.text("pipeline_model_parallel_layout") == "|".join(
+    flags = CommandFlags.parse(sizes.words(configuration()))
+    assert flags.text("pipeline_model_parallel_layout") == "|".join(
         ["E" + "t" * 8, *["t" * 8] * 6, "t" * 5 + "mL"]
     )
-    assert given.text("moe_layer_freq").startswith("[0,0,0,1,")
-    assert given.text("window_size") == "4096,0"
-    assert given.text("num_experts") == "256"
-    assert given.has("sequence_parallel")
-    assert given.has("group_query_attention")
-    assert not given.has("vocab_size")
+    assert flags.text("moe_layer_freq").startswith("[0,0,0,1,")
+    assert flags.text("window_size") == "4096,0"
+    assert flags.text("num_experts") == "256"
+    assert flags.has("sequence_parallel")
+    assert flags.has("group_query_attention")
+    assert not flags.has("vocab_size")
 
 
 def test_small_jobs_are_set_in_the_configuration():
@@ -123,8 +123,8 @@ def test_what_is_left_is_in_the_account():
     """Weights that are not loaded are named; nothing else of a checkpoint is a flag."""
     cfg = configuration()
     cfg.checkpoint = Checkpoint()
-    given = CommandFlags.parse(sizes.words(cfg))
-    assert given.text("pretrained_checkpoint") == "/weights"
+    flags = CommandFlags.parse(sizes.words(cfg))
+    assert flags.text("pretrained_checkpoint") == "/weights"
     small = plan.of_flags(Command("x.py", tuple(sizes.words(cfg)), ranks=1024), 8)
     assert any(lost.startswith("--pretrained-checkpoint: the weights") for lost in small.lost)
 
@@ -157,8 +157,8 @@ def test_what_belongs_to_a_dropped_axis_goes():
 def test_interleaving_without_a_layout():
     """Chunks are kept, and a schedule that does not overlap needs three stages."""
     cfg = configuration(pipeline_model_parallel_layout=None, num_layers=64, overlap_p2p_comm=False)
-    given = CommandFlags.parse(sizes.words(cfg))
-    assert given.text("num_virtual_stages_per_pipeline_rank") == "2"
+    flags = CommandFlags.parse(sizes.words(cfg))
+    assert flags.text("num_virtual_stages_per_pipeline_rank") == "2"
     small = plan.shrink(Command("x.py", tuple(sizes.words(cfg)), ranks=16), 16)
     sizes.apply(cfg, small.jobs[0].arguments)
     assert cfg.model.virtual_pipeline_model_parallel_size == 2

@@ -11,12 +11,12 @@ def test_conversations(tmp_path):
     """Three turns each, some in one sample, of characters that the tokenizer knows."""
     prefix = documents.write(tmp_path / "text", ("--bf16", "--sft"))
     words = documents.arguments("pretrain_gpt.py", prefix, ("--sft",))
-    given = dict(zip(words[::2], words[1::2], strict=True))
-    with open(given["--data-path"], encoding="utf-8") as file:
+    values = dict(zip(words[::2], words[1::2], strict=True))
+    with open(values["--data-path"], encoding="utf-8") as file:
         samples = [json.loads(line)["messages"] for line in file]
-    roles = {tuple(one["role"] for one in sample) for sample in samples}
+    roles = {tuple(message["role"] for message in sample) for sample in samples}
     assert roles == {("system", "user", "assistant") * count for count in (1, 2, 3, 4)}
-    contents = [one["content"] for sample in samples for one in sample]
+    contents = [message["content"] for sample in samples for message in sample]
     assert all(contents)
     assert set("".join(contents)) <= set(string.printable)
     assert len(set(map(len, contents))) > 10

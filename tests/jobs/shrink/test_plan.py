@@ -32,11 +32,11 @@ def shrunk(text=LARGE, ranks=1024, most=8):
 def test_what_is_kept_and_what_goes():
     """Code stays, sizes shrink, paths and logs go; unknown flags are Megatron's to judge."""
     job, *_ = shrunk().jobs
-    given = CommandFlags.parse(job.arguments)
+    flags = CommandFlags.parse(job.arguments)
     for option in ("sequence_parallel", "bf16", "swiglu", "use_distributed_optimizer", "fim_data"):
-        assert given.has(option)
-    assert given.flag("apply_rope_fusion") == Flag("--no-rope-fusion")
-    assert ("--own-flag-of-a-script", "7") in [(one.name, *one.values) for one in given.flags]
+        assert flags.has(option)
+    assert flags.flag("apply_rope_fusion") == Flag("--no-rope-fusion")
+    assert ("--own-flag-of-a-script", "7") in [(flag.name, *flag.values) for flag in flags.flags]
     gone = (
         "save",
         "load",
@@ -46,20 +46,20 @@ def test_what_is_kept_and_what_goes():
         "vocab_size",
     )
     for option in gone:
-        assert not given.has(option)
+        assert not flags.has(option)
     assert job.axes.ranks == 8
-    assert given.text("tensor_model_parallel_size") == "2"
-    assert given.text("train_iters") == "3"
+    assert flags.text("tensor_model_parallel_size") == "2"
+    assert flags.text("train_iters") == "3"
 
 
 def test_the_account_is_complete():
     """Every flag is kept as it is, or stands in a row with its old value and its new one."""
-    found = shrunk()
-    job, *_ = found.jobs
+    small = shrunk()
+    job, *_ = small.jobs
     now = CommandFlags.parse(job.arguments)
-    rows = {row.flag: row for row in found.rows}
+    rows = {row.flag: row for row in small.rows}
     for flag in CommandFlags.parse(LARGE.split()).flags:
-        if str(flag) in found.kept:
+        if str(flag) in small.kept:
             assert now.flag(flag.option) == flag
         elif flag.option in ("vocab_size", "fim_data"):
             assert rows[flag.name].now is None
@@ -71,8 +71,8 @@ def test_the_account_is_complete():
         else:
             assert ROLES[flag.option] in plan.DROPPED
     assert rows["ranks"] == plan.Row("ranks", "1024", "8", "2 per axis")
-    assert any("--load" in lost for lost in found.lost)
-    assert "1024 ranks" in found.stands_for()
+    assert any("--load" in lost for lost in small.lost)
+    assert "1024 ranks" in small.stands_for()
 
 
 def test_of_a_repeated_flag_the_last_counts():
@@ -97,24 +97,24 @@ def test_stages_of_a_single_chunk():
     """What says so is shrunk like the layers."""
     text = "--num-layers 32 --pipeline-model-parallel-size 4 --num-attention-heads 8 "
     job, *_ = shrunk(text + "--num-layers-per-virtual-pipeline-stage 8", ranks=4).jobs
-    given = CommandFlags.parse(job.arguments)
-    stages = given.integer("pipeline_model_parallel_size")
-    each = given.integer("num_layers_per_virtual_pipeline_stage")
-    assert given.integer("num_layers") == stages * each
+    flags = CommandFlags.parse(job.arguments)
+    stages = flags.integer("pipeline_model_parallel_size")
+    per_stage = flags.integer("num_layers_per_virtual_pipeline_stage")
+    assert flags.integer("num_layers") == stages * per_stage
 
 
 def test_several_jobs():
-    found = shrunk(f"{LARGE} --context-parallel-size 4")
-    assert len(found.jobs) > 1
-    assert any("all axes in one job (tp, cp, pp, dp)" in text for text in found.lost)
-    assert "middle stages" in found.lost[-1]
-    assert all(job.axes.ranks <= 8 for job in found.jobs)
-    for job in found.jobs:
+    small = shrunk(f"{LARGE} --context-parallel-size 4")
+    assert len(small.jobs) > 1
+    assert any("all axes in one job (tp, cp, pp, dp)" in text for text in small.lost)
+    assert "middle stages" in small.lost[-1]
+    assert all(job.axes.ranks <= 8 for job in small.jobs)
+    for job in small.jobs:
         assert CommandFlags.parse(job.arguments).has("sequence_parallel") == (job.axes.tp > 1)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("--use-checkpoint-args", "--use-checkpoint-args: .* give them as flags"),
         ("--yaml-cfg x.yaml", "--yaml-cfg: Megatron ignores"),
@@ -122,9 +122,9 @@ def test_several_jobs():
         ("--heterogeneous-layers-config-path x", "its layers cannot be shrunk"),
     ],
 )
-def test_what_cannot_be_shrunk(text, said):
+def test_what_cannot_be_shrunk(text, message):
     """Is refused by name."""
-    with pytest.raises(TTraceError, match=said):
+    with pytest.raises(TTraceError, match=message):
         shrunk(f"{LARGE} {text}")
     with pytest.raises(TTraceError, match="before the first flag"):
         shrunk("stray --num-layers 2")
@@ -143,11 +143,11 @@ def test_code_is_never_touched(options):
     """Flags that decide which code runs come through, whatever stands beside them."""
     words = [word for option in options for word in (f"--{option.replace('_', '-')}", "1")]
     (job,) = shrunk(f"--num-layers 8 --hidden-size 1024 {' '.join(words)}", 1).jobs
-    given = CommandFlags.parse(job.arguments)
+    flags = CommandFlags.parse(job.arguments)
     for option in set(options) - SHRUNK_ANYWAY:
         name = option_of(f"--{option.replace('_', '-')}")
-        assert given.has(name)
-        assert given.text(name) == "1"
+        assert flags.has(name)
+        assert flags.text(name) == "1"
 
 
 WORDS = st.lists(st.sampled_from([*LARGE.split(), "--", "-1", "--num-experts", "0", "x=y", ""]))
@@ -177,9 +177,11 @@ def test_masked_word_pieces_keep_their_data(tmp_path):
         script = tmp_path / name
         script.write_text(text, encoding="utf-8")
         job, *_ = plan.shrink(Command(str(script), tuple(words), {}, 1024)).jobs
-        given = CommandFlags.parse(job.arguments)
-        kept[name] = [given.text(one) for one in ("data_path", "vocab_size", "tokenizer_type")]
-        assert given.has("num_layers")
+        flags = CommandFlags.parse(job.arguments)
+        kept[name] = [
+            flags.text(option) for option in ("data_path", "vocab_size", "tokenizer_type")
+        ]
+        assert flags.has("num_layers")
         assert bool(documents.arguments(str(script), tmp_path)) == (name == "pretrain_gpt.py")
     assert kept["pretrain_gpt.py"] == ["", "", ""]
     assert kept["pretrain_bert.py"] == ["1 blend", "50257", "GPT2BPETokenizer"]
@@ -190,12 +192,12 @@ def test_axes_as_they_are():
     words = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 96 "
     words += "--num-attention-heads 96 --hidden-size 12288 --seq-length 8192"
     (job,) = plan.as_it_is(Command("pretrain_gpt.py", tuple(words.split()), {}, 8)).jobs
-    given = CommandFlags.parse(job.arguments)
+    flags = CommandFlags.parse(job.arguments)
     assert job.axes.ranks == 8
-    assert given.text("tensor_model_parallel_size") == "4"
-    assert given.integer("num_layers") == 4
-    assert given.integer("num_attention_heads") % 4 == 0
-    assert given.integer("hidden_size") < 1000
+    assert flags.text("tensor_model_parallel_size") == "4"
+    assert flags.integer("num_layers") == 4
+    assert flags.integer("num_attention_heads") % 4 == 0
+    assert flags.integer("hidden_size") < 1000
 
 
 def test_some_axes_of_a_job_with_conversations(monkeypatch):

@@ -14,9 +14,9 @@ from megatron_ttrace.trace.errors import TTraceError
 
 def case(text, ranks=None, kept=None):
     """A large job and the axes of its small one."""
-    given = CommandFlags.parse(text.split())
-    large = axes.of_large(given, ranks)
-    return Case(given, large, axes.of_small(given, large, kept))
+    flags = CommandFlags.parse(text.split())
+    large = axes.of_large(flags, ranks)
+    return Case(flags, large, axes.of_small(flags, large, kept))
 
 
 def changes(rule, text, ranks=None, kept=None):
@@ -149,8 +149,8 @@ def test_layers_of_different_shapes():
 )
 def test_width(text, expected):
     """Heads and groups on every rank, and their relation to the hidden size."""
-    found = changes(rules.width, f"--hidden-size 8192 --num-attention-heads 64 {text}", None)
-    assert found == {"hidden_size": "64", **expected}
+    options = changes(rules.width, f"--hidden-size 8192 --num-attention-heads 64 {text}", None)
+    assert options == {"hidden_size": "64", **expected}
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_width(text, expected):
 )
 def test_blocks_of_fp8(recipe, hidden):
     """Matrices have whole blocks of what is quantised together."""
-    found = changes(rules.width, f"--hidden-size 8192 --fp8-format e4m3 --fp8-recipe {recipe}")
-    assert found["hidden_size"] == hidden
+    options = changes(rules.width, f"--hidden-size 8192 --fp8-format e4m3 --fp8-recipe {recipe}")
+    assert options["hidden_size"] == hidden
 
 
 def test_latent_attention():
@@ -244,8 +244,10 @@ def test_experts(text, expected):
 def test_one_expert_on_a_rank_becomes_several(experts, chosen, lost):
     """What the small job then does not run is listed."""
     text = f"--num-experts {experts} --expert-model-parallel-size 8 --moe-router-topk {chosen}"
-    [found] = [one for one in rules.experts(case(text)) if one.option == "num_experts"]
-    assert found.lost is lost
+    [is_lost] = [
+        change.lost for change in rules.experts(case(text)) if change.option == "num_experts"
+    ]
+    assert is_lost is lost
 
 
 @pytest.mark.parametrize(
@@ -304,23 +306,23 @@ def test_length(text, expected):
 )
 def test_batch(text, ranks, expected):
     """Accumulation stays, and every phase of a pipeline's schedule."""
-    found = changes(rules.batch, text, ranks)
-    assert found == {f"{name}_batch_size": size for name, size in expected.items()}
+    options = changes(rules.batch, text, ranks)
+    assert options == {f"{name}_batch_size": size for name, size in expected.items()}
 
 
 def test_batches_that_grow():
     """A ramp and a schedule keep their steps."""
-    found = changes(
+    options = changes(
         rules.batch, "--micro-batch-size 2 --global-batch-size 64 --rampup-batch-size 8 8 99"
     )
-    assert found["rampup_batch_size"] == "8 8 99"
-    assert found["global_batch_size"] == "16"
-    given = CommandFlags.parse(
+    assert options["rampup_batch_size"] == "8 8 99"
+    assert options["global_batch_size"] == "16"
+    flags = CommandFlags.parse(
         ["--micro-batch-size", "1", "--step-batch-size-schedule", "0:384 200B:768"]
     )
-    one = Case(given, Axes(dp=2), Axes(dp=2))
-    found = {change.option: change.values for change in rules.batch(one)}
-    assert found["step_batch_size_schedule"] == ("0:4 200B:8",)
+    growing = Case(flags, Axes(dp=2), Axes(dp=2))
+    options = {change.option: change.values for change in rules.batch(growing)}
+    assert options["step_batch_size_schedule"] == ("0:4 200B:8",)
 
 
 def test_groups_of_microbatches():
@@ -375,11 +377,11 @@ def test_conversations():
 
 def test_fill_in_the_middle():
     """Its tokens are the own data's; samples of mock data are not rearranged."""
-    found = changes(rules.data, "--fim-data --fim-rate 0.1 --fim-split-sample x")
-    assert found["fim_rate"] == "0.5"
-    assert found["fim_split_sample"] == "10"
-    assert found["fim_eod_token"] == "256"
-    assert "fim_data" not in found
+    options = changes(rules.data, "--fim-data --fim-rate 0.1 --fim-split-sample x")
+    assert options["fim_rate"] == "0.5"
+    assert options["fim_split_sample"] == "10"
+    assert options["fim_eod_token"] == "256"
+    assert "fim_data" not in options
     assert changes(rules.data, "--fim-data --mock-data") == {"fim_data": None, "mock_data": None}
 
 
