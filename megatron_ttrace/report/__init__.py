@@ -12,13 +12,13 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_ttrace.report import terminal
+from megatron_ttrace.report import table, terminal
 from megatron_ttrace.trace import files, shared
 from megatron_ttrace.trace.collectives import Collective
-from megatron_ttrace.trace.records import Summary, Verdict
+from megatron_ttrace.trace.records import Outcome, Summary, Verdict
 from megatron_ttrace.trace.sanitise import clean
 
-__all__ = ["publish"]
+__all__ = ["log_scalars", "publish"]
 
 
 def publish(
@@ -66,42 +66,52 @@ def publish(
     page = directory / files.HTML
     if not pages:
         files.remove(page)
-    logs_to_job = wandb_run is not None
 
     def write_html() -> None:
         from megatron_ttrace.report.html import write
 
         write(page, summary, verdicts, run)
 
-    def log_tensorboard() -> None:
-        from megatron_ttrace.report.tensorboard import log
-
-        log(summary, verdicts, tensorboard)
-
     def log_wandb() -> str:
         from megatron_ttrace.report.wandb import log
 
         return log(summary, verdicts, page, run=wandb_run, directory=directory, online=wandb_online)
 
-    sinks: list[tuple[bool, str, Callable[[], str | None]]] = [
-        (pages or (wandb and logs_to_job), files.HTML, write_html),
-        (tensorboard is not None, "TensorBoard", log_tensorboard),
-        (wandb and (pages or logs_to_job), "W&B", log_wandb),
-        (
-            True,
-            "the terminal report",
-            lambda: terminal.render(summary, verdicts, console, directory),
-        ),
-    ]
+    logs_to_job = wandb and wandb_run is not None
+    sinks: dict[str, Callable[[], str | None]] = {}
+    if pages or logs_to_job:
+        sinks[files.HTML] = write_html
+    if tensorboard is not None:
+        sinks["TensorBoard"] = lambda: log_scalars(summary, verdicts, tensorboard)
+    if logs_to_job or (wandb and pages):
+        sinks["W&B"] = log_wandb
+    sinks["the terminal report"] = lambda: terminal.render(summary, verdicts, console, directory)
     lines: list[str | None] = []
-    for wanted, sink, work in sinks:
+    for name, write in sinks.items():
         try:
-            lines.append(work() if wanted else None)
+            lines.append(write())
         # rich answers a closed pipe with SystemExit, which would end the training job.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - sinks fail open
             why = clean(repr(error), 300)
-            lines.append(f"ttrace: WARNING: {sink} failed and was left out: {why}")
+            lines.append(f"ttrace: WARNING: {name} failed and was left out: {why}")
     # The log itself may be gone (a closed pipe); then there is nowhere left to report to.
     with contextlib.suppress(Exception, SystemExit):
         for line in filter(None, lines):
             terminal.say(console, line)
+
+
+def log_scalars(summary: Summary, verdicts: Sequence[Verdict], writer: Any) -> None:
+    """Add margins and failures, per iteration and layer, to TensorBoard's ``SummaryWriter``."""
+    by_iteration: dict[int, list[Verdict]] = {}
+    for verdict in verdicts:
+        by_iteration.setdefault(verdict.iteration, []).append(verdict)
+    for iteration, members in sorted(by_iteration.items()):
+        failures = sum(verdict.verdict.is_failure for verdict in members)
+        unchecked = sum(verdict.verdict is Outcome.UNCHECKED for verdict in members)
+        writer.add_scalar("ttrace/failures", failures, iteration)
+        writer.add_scalar("ttrace/unchecked", unchecked, iteration)
+        margins = table.layer_margins(table.layer_rows(members))
+        if margins:
+            writer.add_scalar("ttrace/worst_margin", max(margins.values()), iteration)
+        for layer, margin in margins.items():
+            writer.add_scalar(f"ttrace/margin/{clean(layer, 80)}", margin, iteration)

@@ -61,7 +61,7 @@ def effort(blame: Blame) -> str:
 
 def suggestion(changed: ChangedCode | None) -> str:
     """What to do about a job that diverges with changed code; empty if none of it may have run."""
-    if changed is None or all(one.ran is Execution.NOT_RUN for one in changed.functions):
+    if changed is None or all(function.ran is Execution.NOT_RUN for function in changed.functions):
         return ""
     since = clean(changed.since)
     return f"your Megatron differs from {since}; ttrace blame -- COMMAND finds the change to blame"

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of findings: why a module is a culprit, what was tested, what that suggests.
+"""Typed conclusions as the records of the contract, which have text in them.
 
-Each type of finding has a renderer, or is simple enough for a template in ``messages.toml``.
+Why a module is a culprit, what was tested, what that suggests. Each type of finding has a renderer,
+or is simple enough for a template in ``messages.toml``.
 """
 
+import dataclasses
 import string
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_ttrace.report.ledger import citation_text
 from megatron_ttrace.report.wording import (
     MESSAGES,
     STATISTICS,
@@ -22,9 +25,11 @@ from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds, Reason
-from megatron_ttrace.trace.records import Kind, LoadedIndex
+from megatron_ttrace.trace.records import Culprit, Kind, LoadedIndex, TensorResult, Verdict
 from megatron_ttrace.trace.sanitise import clean
 
+_MEASURED = [field.name for field in dataclasses.fields(TensorResult)]
+_OF_CULPRITS = {field.name for field in dataclasses.fields(Culprit)} & {*_MEASURED} - {"name"}
 _OTHERS = 4
 """Further parameters that a sentence names."""
 
@@ -43,6 +48,31 @@ _SIZES = MESSAGES["sizes"]
 _TEMPLATES = MESSAGES["Finding"]
 
 
+def verdict_of(judged: Judged) -> Verdict:
+    """A line of ``verdicts.jsonl``."""
+    values = {name: getattr(judged, name) for name in _MEASURED}
+    return Verdict(**values, note=notes_text(judged.notes), reason=judged.reason)
+
+
+def culprit_of(diagnosis: Diagnosis) -> Culprit:
+    """A culprit of ``summary.json``."""
+    verdict, why = diagnosis.verdict, diagnosis.why
+    return Culprit(
+        **{name: getattr(verdict, name) for name in _OF_CULPRITS},
+        name=diagnosis.name,
+        direction=diagnosis.direction,
+        reason=reason_text(diagnosis),
+        explanation=explanation_text(why, verdict),
+        hint=hint_text(why, verdict),
+        where=str(why.places[0]) if why.places else "",
+        collectives=citation_text(why.collectives),
+        cause=why.finding.cause if why.finding else None,
+        axes=why.finding.axes if why.finding else (),
+        group=diagnosis.group,
+        places=why.places,
+    )
+
+
 def reason_text(diagnosis: Diagnosis) -> str:
     """The evidence for a culprit in one sentence."""
     verdict, before, alike = diagnosis.verdict, diagnosis.before, diagnosis.alike
@@ -57,7 +87,7 @@ def reason_text(diagnosis: Diagnosis) -> str:
     if before is not None:
         text += f"; the tensor before it ({before.name} {before.kind}.{before.index}) passes"
     if len(alike) > 1:
-        failing = sum(one.verdict.is_failure for one in alike)
+        failing = sum(judged.verdict.is_failure for judged in alike)
         text += f"; {failing} of {len(alike)} of its kind fail"
     return text
 
@@ -119,8 +149,8 @@ def _rendered(finding: f.Finding) -> Text:
     flags = (key.partition(".")[2] for key in _TEMPLATES if key.startswith(f"{name}."))
     values = ((flag, getattr(finding, flag)) for flag in flags)
     # A number that is given may be 0.
-    given = [flag for flag, value in values if value is not None and value is not False]
-    text, hint = _TEMPLATES[".".join([name, *given[:1]])]
+    present = [flag for flag, value in values if value is not None and value is not False]
+    text, hint = _TEMPLATES[".".join([name, *present[:1]])]
     return _WORDS.format(text, it=finding), _WORDS.format(hint, it=finding)
 
 
@@ -170,12 +200,12 @@ def _factor(finding: f.ConstantFactor) -> Text:
     ]
     if not axes:
         return text, "it was multiplied, or divided, once too often or not at all"
-    what = (
+    fault = (
         "a missing division or a doubled reduction"
         if large
         else "a doubled division or a missing reduction"
     )
-    return text, f"{what} over {' or '.join(axes)}"
+    return text, f"{fault} over {' or '.join(axes)}"
 
 
 def _gradient_factor(finding: f.GradientFactor) -> Text:
@@ -186,11 +216,11 @@ def _gradient_factor(finding: f.GradientFactor) -> Text:
 
 
 def _loss_term(finding: f.LossTerm) -> Text:
-    what = _TERMS[finding.term]
+    term = _TERMS[finding.term]
     if type(finding.fault) is f.Finding:
-        return f"{what} is missing", ""
+        return f"{term} is missing", ""
     text, hint = _rendered(finding.fault)
-    return f"{what} is {text}", hint
+    return f"{term} is {text}", hint
 
 
 def _shift(finding: f.Shift) -> Text:
@@ -202,8 +232,8 @@ def _shift(finding: f.Shift) -> Text:
 
 def _size(names: Sequence[str]) -> str:
     axes = "·".join(name for name in names if name not in _SIZES)
-    said = [_SIZES[name] for name in names if name in _SIZES]
-    return " times ".join([*([f"the size of {axes}"] if axes else []), *said])
+    meanings = [_SIZES[name] for name in names if name in _SIZES]
+    return " times ".join([*([f"the size of {axes}"] if axes else []), *meanings])
 
 
 def _listed(factors: Sequence[tuple[int, float]]) -> str:
@@ -225,31 +255,34 @@ def _product(finding: f.ProductFactors) -> Text:
 
 
 def _copies(finding: f.WrongCopies) -> Text:
-    who, others = (
+    wrong, right = (
         f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}" for ranks in (finding.wrong, finding.right)
     )
     verb = "hold wrong copies" if len(finding.wrong) > 1 else "holds a wrong copy"
-    return f"{who} {verb}, the copies on {others} are right", ""
+    return f"{wrong} {verb}, the copies on {right} are right", ""
 
 
 def _shares(finding: f.UnequalShares) -> Text:
-    said = ["; ".join(map(_weights, weights)) for _, weights in finding.by_ranks]
-    text = said[0]
-    if len(said) > 1:
+    texts = ["; ".join(map(_weights, weights)) for _, weights in finding.by_ranks]
+    text = texts[0]
+    if len(texts) > 1:
         ranks = [_ranges(ranks) for ranks, _ in finding.by_ranks]
-        text = "; ".join(f"on rank {who} {one}" for who, one in zip(ranks, said, strict=True))
-    all_said = [one for _, found in finding.by_ranks for one in found]
-    own_mean = any(one.axis == "dp" and not one.missing for one in all_said)
+        text = "; ".join(f"on rank {who} {how}" for who, how in zip(ranks, texts, strict=True))
+    own_mean = any(
+        share.axis == "dp" and not share.missing
+        for _, weights in finding.by_ranks
+        for share in weights
+    )
     return text, "each rank takes the mean over its own tokens" if own_mean else ""
 
 
 def _weights(weights: f.ShareWeights) -> str:
     of = f"{weights.module}'s" if weights.module else "its"
-    what = weights.axis
+    axis = weights.axis
     if weights.missing:
         numbers = [number for number, _ in weights.counts]
-        return f"{of} share of {what} {_ranges(numbers)} is missing"
-    counts = ", ".join(f"{what} {number}: {count:.3f}" for number, count in weights.counts[:8])
+        return f"{of} share of {axis} {_ranges(numbers)} is missing"
+    counts = ", ".join(f"{axis} {number}: {count:.3f}" for number, count in weights.counts[:8])
     return f"{of} shares count unequally ({counts} instead of 1)"
 
 
@@ -266,9 +299,9 @@ def _loss_share(finding: f.LossShare) -> Text:
 
 
 def _addend(finding: f.Addend) -> Text:
-    what = "the bias" if finding.bias else "the module's input (residual)"
+    addend = "the bias" if finding.bias else "the module's input (residual)"
     times = f"added {finding.surplus + 1:g} times"
-    return f"{what} is {'missing' if finding.surplus == -1 else times}", ""
+    return f"{addend} is {'missing' if finding.surplus == -1 else times}", ""
 
 
 def _in_part(finding: f.InPart) -> Text:
@@ -283,11 +316,11 @@ def _in_part(finding: f.InPart) -> Text:
 
 
 def _offset(finding: f.OffsetRows) -> Text:
-    held, own = ("{}..{}".format(*span) for span in (finding.held, finding.own))
+    wrong, right = ("{}..{}".format(*span) for span in (finding.held, finding.own))
     if finding.shift is None:
-        held = f"{held}, which belong to another rank,"
-        return f"rank {finding.rank} holds {finding.dim} {held} instead of {own}", ""
-    moved = f"{finding.dim} {held} stand where {own} belong"
+        wrong = f"{wrong}, which belong to another rank,"
+        return f"rank {finding.rank} holds {finding.dim} {wrong} instead of {right}", ""
+    moved = f"{finding.dim} {wrong} stand where {right} belong"
     return f"wrong offset: {moved} (shifted by {finding.shift})", ""
 
 
@@ -331,8 +364,8 @@ def _masks(finding: f.WrongMasks) -> Text:
 def _blocks(finding: f.BlockWeight) -> Text:
     steps = f"{_ranges(finding.steps)} of 0..{finding.ring - 1}"
     how = "is missing" if finding.missing else f"counts {finding.weight:.3f} times"
-    what = f"what the block of step {steps} of the ring adds to the gradient of {finding.tensor}"
-    return f"{what} {how}", ""
+    share = f"what the block of step {steps} of the ring adds to the gradient of {finding.tensor}"
+    return f"{share} {how}", ""
 
 
 def statistic_text(verdict: Judged) -> str:
@@ -342,22 +375,22 @@ def statistic_text(verdict: Judged) -> str:
 
 
 def _miscounted(finding: f.Miscounted) -> Text:
-    what = STATISTICS[finding.statistic]
+    statistic = STATISTICS[finding.statistic]
     if finding.cause is Cause.OTHER_NORM:
         text = "clipped by the norm of other parameters than in the reference"
     elif finding.cause is Cause.COUNTED_TWICE:
-        text = f"counted {finding.most} times in {what}"
+        text = f"counted {finding.most} times in {statistic}"
     else:
         some = "some elements are " if finding.most else ""
         if finding.statistic is Statistic.REDUCED:
             some = "gradients of some ranks are "  # at least the rank's own are
-        text = f"{some}never counted in {what}"
+        text = f"{some}never counted in {statistic}"
         if finding.statistic is Statistic.STEPPED:
             text = f"{some}never updated by any optimizer"
-    others = [clean(name) for name in finding.names[1:]]
-    if others:
-        shown = ", ".join(others[:_OTHERS]) + ", ..." * (len(others) > _OTHERS)
-        text += f", as are elements of {len(others)} more parameters: {shown}"
+    names = [clean(name) for name in finding.names[1:]]
+    if names:
+        shown = ", ".join(names[:_OTHERS]) + ", ..." * (len(names) > _OTHERS)
+        text += f", as are elements of {len(names)} more parameters: {shown}"
     return text, "" if finding.cause is Cause.OTHER_NORM else _SUSPECTS[finding.statistic]
 
 
@@ -401,7 +434,7 @@ _RENDERERS: dict[type, Callable[[Any], Text]] = {
 
 def _ranges(indices: Sequence[int]) -> str:
     """``0..3, 8`` for ``[0, 1, 2, 3, 8]``."""
-    found = runs(indices)
-    said = [str(a) if a == b else f"{a}..{b}" for a, b in found[:3]]
-    more = len(found) - 3
-    return ", ".join(said) + (f" and {more} more ranges" if more > 0 else "")
+    ranges = runs(indices)
+    shown = [str(a) if a == b else f"{a}..{b}" for a, b in ranges[:3]]
+    more = len(ranges) - 3
+    return ", ".join(shown) + (f" and {more} more ranges" if more > 0 else "")

@@ -81,7 +81,7 @@ def arrangements(widths: Sequence[int], label: int, gap: int) -> list[Arrangemen
     Each line begins with row labels of ``label`` pixels; ``gap`` follows each panel and label. The
     style sheet chooses by the actual width of the page (container queries), without a script.
     """
-    found: list[Arrangement] = []
+    narrower: list[Arrangement] = []
     count = len(widths)
 
     def width(ends: tuple[int, int]) -> int:
@@ -92,10 +92,10 @@ def arrangements(widths: Sequence[int], label: int, gap: int) -> list[Arrangemen
             (label + gap + max(map(width, pairwise([0, *cuts, count]))), cuts)
             for cuts in combinations(range(1, count), lines - 1)
         )
-        if not found or best[0] < found[-1].width:
+        if not narrower or best[0] < narrower[-1].width:
             starts = tuple(panel in (0, *best[1]) for panel in range(count))
-            found.append(Arrangement(best[0], starts))
-    return found[::-1]
+            narrower.append(Arrangement(best[0], starts))
+    return narrower[::-1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -150,27 +150,29 @@ def _column_label(column: table.Column) -> str:
 
 
 def heat_map_figure(
-    found: table.HeatMap, culprits: Collection[Collection[table.Place]] = ()
+    heat_map: table.HeatMap, culprits: Collection[Collection[table.Place]] = ()
 ) -> HeatMapFigure:
     """Place every cell of the heat map; failures are drawn larger, so colour is not alone.
 
     ``culprits`` are the cells of each culprit, to be framed together.
     """
-    labels = {column: _column_label(column) for column in found.columns}
-    header = 30 + math.ceil(_SMALL * max(map(len, labels.values()), default=0))
-    pitch = next(p for most, p in _PITCHES if len(labels) <= most)
-    row_of = {layer: row for row, layer in enumerate(found.layers)}
+    columns = heat_map.columns
+    header = 30 + math.ceil(_SMALL * max((len(_column_label(c)) for c in columns), default=0))
+    pitch = next(pixels for most, pixels in _PITCHES if len(columns) <= most)
+    row_of = {layer: row for row, layer in enumerate(heat_map.layers)}
     # A column is free between panels, so that arrow keys tell them apart.
     directions = tuple(Direction)
     column_of = {
-        column: at + directions.index(column.direction) for at, column in enumerate(found.columns)
+        column: number + directions.index(column.direction) for number, column in enumerate(columns)
     }
-    places = sorted(found.cells, key=lambda place: (column_of[place[1]], row_of[place[0]]))
+    places = sorted(heat_map.cells, key=lambda place: (column_of[place[1]], row_of[place[0]]))
     ids = {place: number for number, place in enumerate(places)}
-    drawing = _Drawing(found, culprits, labels, ids=ids, header=header, pitch=pitch)
-    names = table.folds(found)
-    maps = [drawing.map(renamed) for renamed in ([names, {}] if names else [{}])]
-    longest = max((len(text) for each in maps for _, text, _ in each.rows), default=0)
+    names = table.folds(heat_map)
+    maps = [
+        _map(heat_map, culprits, renamed, ids=ids, header=header, pitch=pitch)
+        for renamed in ([names, {}] if names else [{}])
+    ]
+    longest = max((len(text) for drawing in maps for _, text, _ in drawing.rows), default=0)
     label = math.ceil(_LETTER * longest) + 4
     return HeatMapFigure(
         maps=maps,
@@ -179,66 +181,59 @@ def heat_map_figure(
         header=header,
         pitch=pitch,
         folded=len(names),
-        cells=[(row_of[place[0]], column_of[place[1]], found.cells[place]) for place in places],
+        cells=[(row_of[place[0]], column_of[place[1]], heat_map.cells[place]) for place in places],
         places=places,
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Drawing:
-    """What the maps of a figure share."""
-
-    found: table.HeatMap
-    culprits: Collection[Collection[table.Place]]
-    labels: Mapping[table.Column, str]
-    ids: Mapping[table.Place, int]
-    header: int
-    pitch: int
-
-    def map(self, renamed: Mapping[str, str]) -> Map:
-        """The panels, with rows in ``renamed`` as one: each of its cells is that of the worst."""
-        cells, pitch = self.found.cells, self.pitch
-        layers = [renamed.get(layer, layer) for layer in self.found.layers]
-        rows = list(dict.fromkeys(layers))
-        tops = (self.header + rows.index(layer) * pitch for layer in layers)
-        top = dict(zip(self.found.layers, tops, strict=True))
-        worst: dict[tuple[int, table.Column], table.Place] = {}
-        for place, group in cells.items():
-            corner = top[place[0]], place[1]
-            known = worst.setdefault(corner, place)
-            if table.severity(group.worst) > table.severity(cells[known].worst):
-                worst[corner] = place
-        panels = []
-        for direction, columns in groupby(self.found.columns, lambda column: column.direction):
-            left = {column: position * pitch for position, column in enumerate(columns)}
-            panel = Panel(direction.value, max(len(left) * pitch + 4, 8 * len(direction)))
-            for column, x in left.items():
-                full = clean(f"{column.tail} {column.kind.value}")
-                panel.labels.append((x + pitch // 2 + 4, self.labels[column], full))
-            for (y, column), place in worst.items():
-                if column in left:
-                    group = cells[place]
-                    size = pitch - (1 if group.failures else 4)
-                    inset = (pitch - size) / 2
-                    colour = colour_class(group.worst)
-                    panel.cells.append(
-                        (colour, left[column] + inset, y + inset, size, self.ids[place])
-                    )
-            frames = {
-                frame
-                for culprit in self.culprits
-                for frame in _frames(
-                    [(top[row], left[at]) for row, at in culprit if at in left], pitch
-                )
-            }
-            panel.origins.extend(sorted(frames))
-            panels.append(panel)
-        folds = set(renamed.values())
-        shown = [
-            (self.header + row * pitch, clean(name, 40), name in folds)
-            for row, name in enumerate(rows)
-        ]
-        return Map(shown, self.header + len(rows) * pitch + 4, panels)
+def _map(
+    heat_map: table.HeatMap,
+    culprits: Collection[Collection[table.Place]],
+    renamed: Mapping[str, str],
+    *,
+    ids: Mapping[table.Place, int],
+    header: int,
+    pitch: int,
+) -> Map:
+    """The panels, with rows in ``renamed`` as one: each of its cells is that of the worst."""
+    layers = [renamed.get(layer, layer) for layer in heat_map.layers]
+    rows = list(dict.fromkeys(layers))
+    tops = (header + rows.index(layer) * pitch for layer in layers)
+    top = dict(zip(heat_map.layers, tops, strict=True))
+    worst: dict[tuple[int, table.Column], table.Place] = {}
+    for place, group in heat_map.cells.items():
+        corner = top[place[0]], place[1]
+        known = worst.setdefault(corner, place)
+        if table.severity(group.worst) > table.severity(heat_map.cells[known].worst):
+            worst[corner] = place
+    panels = []
+    for direction, columns in groupby(heat_map.columns, lambda column: column.direction):
+        left = {column: position * pitch for position, column in enumerate(columns)}
+        panel = Panel(direction.value, max(len(left) * pitch + 4, 8 * len(direction)))
+        for column, x in left.items():
+            full = clean(f"{column.tail} {column.kind.value}")
+            panel.labels.append((x + pitch // 2 + 4, _column_label(column), full))
+        for (y, column), place in worst.items():
+            if column in left:
+                group = heat_map.cells[place]
+                size = pitch - (1 if group.failures else 4)
+                inset = (pitch - size) / 2
+                colour = colour_class(group.worst)
+                panel.cells.append((colour, left[column] + inset, y + inset, size, ids[place]))
+        frames = {
+            frame
+            for culprit in culprits
+            for frame in _frames(
+                [(top[layer], left[column]) for layer, column in culprit if column in left], pitch
+            )
+        }
+        panel.origins.extend(sorted(frames))
+        panels.append(panel)
+    folds = set(renamed.values())
+    labels = [
+        (header + row * pitch, clean(name, 40), name in folds) for row, name in enumerate(rows)
+    ]
+    return Map(labels, header + len(rows) * pitch + 4, panels)
 
 
 def _frames(corners: Iterable[tuple[int, int]], pitch: int) -> list[tuple[int, int, int]]:
@@ -277,9 +272,9 @@ class Curve:
     bands: list[tuple[float, float, bool, float, str]]
 
 
-def curves(verdicts: Sequence[Verdict], found: table.HeatMap) -> list[Curve]:
+def curves(verdicts: Sequence[Verdict], heat_map: table.HeatMap) -> list[Curve]:
     """One curve for each direction that measured anything."""
-    depth = {layer: number for number, layer in enumerate(found.layers)}
+    depth = {layer: number for number, layer in enumerate(heat_map.layers)}
     drawn = []
     for kind in CURVE_KINDS:
         worst: dict[str, int] = {}
@@ -291,10 +286,10 @@ def curves(verdicts: Sequence[Verdict], found: table.HeatMap) -> list[Curve]:
         points = list(worst.values())
         if kind is Kind.GRAD_INPUT:
             points.reverse()
-        points.sort(key=lambda position: depth[found.places[position][0]])
+        points.sort(key=lambda position: depth[heat_map.places[position][0]])
         by_layer = [
             (layer, list(group))
-            for layer, group in groupby(points, lambda position: found.places[position][0])
+            for layer, group in groupby(points, lambda position: heat_map.places[position][0])
         ]
         if len(points) > _MAX_POINTS:
             by_layer = [

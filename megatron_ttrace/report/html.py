@@ -46,16 +46,18 @@ def write(path: Path, summary: Summary, verdicts: Sequence[Verdict], run: str = 
 
 def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     """The page as text."""
-    found = table.heat_map(verdicts)
+    heat_map = table.heat_map(verdicts)
     number = {id(verdict): position for position, verdict in enumerate(verdicts)}
     failures = [verdict for verdict in verdicts if verdict.verdict.is_failure]
-    figure = figures.heat_map_figure(found, _origins(summary, failures, number, found))
+    figure = figures.heat_map_figure(heat_map, _origins(summary, failures, number, heat_map))
     chosen = choose(verdicts, figure, MAX_EMBEDDED)
     rows = table.failing_rows(verdicts, summary.culprits)
     worst = table.worst_of(verdicts)
     margin = table.margin_of(worst) if worst is not None else None
     causes = table.by_cause(summary.culprits)
-    data = payload(verdicts, found, figure, chosen) | {"residuals": _residuals(summary, verdicts)}
+    data = payload(verdicts, heat_map, figure, chosen) | {
+        "residuals": _residuals(summary, verdicts)
+    }
     return _template().render(
         css=Markup(asset("report.css")),  # noqa: S704 - our own files
         js=Markup(asset("report.js")),  # noqa: S704
@@ -76,7 +78,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
         ],
         more_culprits=max(0, len(causes) - MAX_CULPRITS),
         figure=figure,
-        curves=figures.curves(verdicts, found),
+        curves=figures.curves(verdicts, heat_map),
         ranks=figures.rank_map(
             summary.config, failures, (rank for c in summary.culprits for rank in c.ranks)
         ),
@@ -121,10 +123,10 @@ def _origins(
     summary: Summary,
     failures: Sequence[Verdict],
     number: Mapping[int, int],
-    found: table.HeatMap,
+    heat_map: table.HeatMap,
 ) -> list[set[table.Place]]:
     """The cells of each culprit: of the tensor that stands for it, and of its other parameters."""
-    known = {(one.name, one.kind): found.places[number[id(one)]] for one in reversed(failures)}
+    known = {(one.name, one.kind): heat_map.places[number[id(one)]] for one in reversed(failures)}
     origins = []
     for culprit in summary.culprits[:MAX_ALIKE]:
         shown = culprit.shown_by(failures)
@@ -153,7 +155,7 @@ def choose(verdicts: Sequence[Verdict], figure: figures.HeatMapFigure, limit: in
 
 def payload(
     verdicts: Sequence[Verdict],
-    found: table.HeatMap,
+    heat_map: table.HeatMap,
     figure: figures.HeatMapFigure,
     chosen: Sequence[int],
 ) -> dict[str, Any]:
@@ -191,7 +193,7 @@ def payload(
         "placement": [text(str(v.placement)) for v in picked],
         "shape": [text("×".join(map(str, v.shape)) or "scalar", 120) for v in picked],
         "note": [text(v.note) for v in picked],
-        "cell": [cell_of[found.places[position]] for position in chosen],
+        "cell": [cell_of[heat_map.places[position]] for position in chosen],
         "cells": [
             [row, column, group.total, group.failures, group.unchecked]
             for row, column, group in figure.cells
@@ -210,8 +212,13 @@ def _residuals(summary: Summary, verdicts: Sequence[Verdict]) -> dict[int, Any]:
             "lowest": residual.lowest,
             "counts": residual.counts,
             "worst": [
-                [list(one.index), _short(one.reference), _short(one.candidate), one.rank]
-                for one in residual.worst
+                [
+                    list(element.index),
+                    _short(element.reference),
+                    _short(element.candidate),
+                    element.rank,
+                ]
+                for element in residual.worst
             ],
             "boxes": [[rank, clean(text, 120)] for rank, text in residual.boxes],
         }

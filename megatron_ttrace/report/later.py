@@ -28,7 +28,12 @@ def start(directory: Path, *, html: bool, wandb: bool, online: bool) -> None:
     wanted = {"--html": html, "--wandb": wandb, "--online": online}
     if not (html or wandb):
         return
-    words = ["-m", __spec__.name, str(directory.resolve()), *(one for one in wanted if wanted[one])]
+    words = [
+        "-m",
+        __spec__.name,
+        str(directory.resolve()),
+        *(flag for flag in wanted if wanted[flag]),
+    ]
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     try:

@@ -24,22 +24,23 @@ def citation_text(cited: Citation | None) -> str:
     if cited is None:
         return ""
     when = _WHEN[cited.direction]
-    kinds = dict.fromkeys((one.operation, one.group, one.dtype) for one in cited.ran)
-    ran = [f"{operation} over {group} ({dtype})" for operation, group, dtype in kinds]
-    more = f" and {len(ran) - _SHOWN} more" if len(ran) > _SHOWN else ""
-    said = [f"no collective ran {when}"]
-    if ran:
-        said = [f"collectives {when}: {', '.join(ran[:_SHOWN])}{more}"]
-    if cited.without and ran:
-        said.append(f"no reduction over {' or '.join(cited.without)}")
+    kinds = dict.fromkeys((ran.operation, ran.group, ran.dtype) for ran in cited.ran)
+    names = [f"{operation} over {group} ({dtype})" for operation, group, dtype in kinds]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    clauses = [f"no collective ran {when}"]
+    if names:
+        clauses = [f"collectives {when}: {', '.join(names[:_SHOWN])}{more}"]
+    if cited.without and names:
+        clauses.append(f"no reduction over {' or '.join(cited.without)}")
     elif cited.without:
-        said = [f"no reduction over {' or '.join(cited.without)} ran {when}"]
+        clauses = [f"no reduction over {' or '.join(cited.without)} ran {when}"]
     if cited.lacking:
         lacking = ", ".join(f"{operation} over {group}" for operation, group in cited.lacking)
-        who = "its sibling in another layer" if cited.siblings == 1 else f"all {cited.siblings} of "
-        who += "" if cited.siblings == 1 else "its siblings in other layers"
-        said.append(f"{who} ran {lacking}")
-    return "; ".join(said)
+        siblings = f"all {cited.siblings} of its siblings in other layers"
+        if cited.siblings == 1:
+            siblings = "its sibling in another layer"
+        clauses.append(f"{siblings} ran {lacking}")
+    return "; ".join(clauses)
 
 
 def finding_text(finding: LedgerFinding) -> str:
@@ -49,9 +50,9 @@ def finding_text(finding: LedgerFinding) -> str:
     if finding.groups > 1:
         where += f" and {finding.groups - 1} more such groups"
     if finding.fault is LedgerFault.ORDER:
-        sides = " and ".join(on_ranks(one.ranks) for one in finding.ran[:3])
+        sides = " and ".join(on_ranks(ran.ranks) for ran in finding.ran[:3])
         return f"the same collectives {where} ran in different orders: {sides} disagree"
-    what = " ".join(
+    collective = " ".join(
         part
         for part in (
             finding.operation.value if finding.operation else "",
@@ -64,19 +65,19 @@ def finding_text(finding: LedgerFinding) -> str:
     if finding.fault is LedgerFault.PRECISION:
         place = _place(finding.ran[0]) if finding.ran else ""
         return (
-            f"{what} {where}{size}: a lower precision than {clean(finding.expected, 40)}, which "
-            f"the settings ask for{place}"
+            f"{collective} {where}{size}: a lower precision than {clean(finding.expected, 40)}, "
+            f"which the settings ask for{place}"
         )
     if finding.operation is Operation.SEND:
-        what = what.replace("send", "message", 1)
+        collective = collective.replace("send", "message", 1)
         where = f"from rank {finding.members[0]} to rank {finding.members[-1]}"
         counts = (
-            f"{'received' if number else 'sent'} {_times(one.count)}{_place(one)}"
-            for number, one in enumerate(finding.ran)
+            f"{'received' if number else 'sent'} {_times(ran.count)}{_place(ran)}"
+            for number, ran in enumerate(finding.ran)
         )
-        return f"{what}{size} {where}: {', '.join(counts)}"
-    counts = (f"{_times(one.count)} on {on_ranks(one.ranks)}{_place(one)}" for one in finding.ran)
-    return f"{what}{size} {where} ran unequally often: {'; '.join(counts)}"
+        return f"{collective}{size} {where}: {', '.join(counts)}"
+    counts = (f"{_times(ran.count)} on {on_ranks(ran.ranks)}{_place(ran)}" for ran in finding.ran)
+    return f"{collective}{size} {where} ran unequally often: {'; '.join(counts)}"
 
 
 def size_text(size: int) -> str:
@@ -88,6 +89,6 @@ def _times(count: int) -> str:
     return {0: "never", 1: "once"}.get(count, f"{count:,} times")
 
 
-def _place(one: RanHere) -> str:
-    module = f" in {clean(one.module, 240)}" if one.module else ""
-    return module + (f" at {clean(one.where, NOTE_LIMIT)}" if one.where else "")
+def _place(ran: RanHere) -> str:
+    module = f" in {clean(ran.module, 240)}" if ran.module else ""
+    return module + (f" at {clean(ran.where, NOTE_LIMIT)}" if ran.where else "")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answer of ``ttrace resume`` in words: the answer, then one paragraph per cause."""
 
-import dataclasses
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,27 +29,16 @@ _COLOURS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Culprit:
-    """Differences with one cause: the same kind of state, wrong in the same way."""
-
-    differences: tuple[Difference, ...]
-
-    @property
-    def first(self) -> Difference:
-        """The largest of them."""
-        return max(self.differences, key=lambda one: one.rel_err or 0.0)
-
-
-def culprits(differences: Sequence[Difference]) -> list[Culprit]:
-    """Differences by what they are, how they differ and what is to blame, in order."""
+def by_cause(differences: Sequence[Difference]) -> list[list[Difference]]:
+    """Differences with the same kind of state, wrong in the same way and on the same way."""
     groups: dict[object, list[Difference]] = {}
-    for one in differences:
-        # Of numbers, those of several parameter groups.
-        last = "" if one.what.is_tensor else one.name.rpartition(".")[2]
-        key = one.what, one.how, one.blame, last, one.before, one.after
-        groups.setdefault(key, []).append(one)
-    return [Culprit(tuple(group)) for group in groups.values()]
+    for difference in differences:
+        what, name = difference.what, difference.name
+        # Numbers of several parameter groups belong together.
+        field = "" if what.is_tensor else name.rpartition(".")[2]
+        key = what, difference.how, difference.blame, field, difference.before, difference.after
+        groups.setdefault(key, []).append(difference)
+    return list(groups.values())
 
 
 def render(resumed: Resumed, console: Console, folder: Path) -> None:
@@ -90,14 +78,12 @@ def headline(resumed: Resumed) -> str:
     layouts = "the same layout" if count == 1 else f"{count} layouts"
     if verdict is Result.EQUIVALENT:
         return f"equivalent: training goes on as before, restarted in {layouts}"
-    wrong = [one for one in resumed.restarts if one.verdict is Result.DIVERGED]
-    blames = {d.blame for one in wrong for d in one.differences}
-    what = "a restart does not go on as before"
+    wrong = [restart for restart in resumed.restarts if restart.verdict is Result.DIVERGED]
+    blames = {difference.blame for restart in wrong for difference in restart.differences}
     for blame in (Blame.SAVING, Blame.LOADING, Blame.EITHER):
         if blame in blames:
-            what = f"{blame} a checkpoint changes the state"
-            break
-    return f"diverged: {what} (iteration {step})"
+            return f"diverged: {blame} a checkpoint changes the state (iteration {step})"
+    return f"diverged: a restart does not go on as before (iteration {step})"
 
 
 def _restart(restart: Restart) -> Iterator[Text]:
@@ -106,8 +92,8 @@ def _restart(restart: Restart) -> Iterator[Text]:
     if restart.reason:
         yield Text(f"  {clean(restart.reason.splitlines()[0], 400)}")
         return
-    for culprit in culprits(restart.differences):
-        for number, line in enumerate(_culprit(culprit)):
+    for alike in by_cause(restart.differences):
+        for number, line in enumerate(_cause(alike)):
             yield Text(("  - " if not number else "    ") + clean(line, 400))
     if restart.verdict is Result.EQUIVALENT:
         read = f", {restart.stored} of them also as they are stored" if restart.stored else ""
@@ -123,44 +109,39 @@ def _restart(restart: Restart) -> Iterator[Text]:
         yield Text(f"  note: {clean(notice, 400)}", style="dim")
 
 
-def _culprit(culprit: Culprit) -> Iterator[str]:
-    first = culprit.first
-    count = len(culprit.differences)
-    if first.what.is_tensor:
-        names = [one.name for one in culprit.differences]
-        shown = ", ".join(names[:_NAMED]) + (
-            f" and {count - _NAMED} more" if count > _NAMED else ""
-        )
-        yield f"{first.blame}: {_PLURAL[first.what]} of {shown}: {_HOW[first.how]}"
-        if first.rel_err is not None:
+def _cause(alike: Sequence[Difference]) -> Iterator[str]:
+    """Differences with one cause, in words; the largest of them with its numbers."""
+    worst = max(alike, key=lambda difference: difference.rel_err or 0.0)
+    names = ", ".join(difference.name for difference in alike[:_NAMED])
+    if len(alike) > _NAMED:
+        names += f" and {len(alike) - _NAMED} more"
+    changed = f"{_number(worst.after)} instead of {_number(worst.before)}"
+    if worst.what.is_tensor:
+        yield f"{worst.blame}: {_PLURAL[worst.what]} of {names}: {_HOW[worst.how]}"
+        if worst.rel_err is not None:
             yield (
-                f"{first.name}: relative error {first.rel_err:.3g}, {first.wrong} of {first.total} "
+                f"{worst.name}: relative error {worst.rel_err:.3g}, {worst.wrong} of {worst.total} "
                 "elements"
             )
-        if first.ranks:
-            ranks = ", ".join(map(str, first.ranks[:8]))
-            has = f", which has {first.part}" if first.part and len(first.ranks) == 1 else ""
-            yield f"wrong on rank{'s' if len(first.ranks) > 1 else ''} {ranks}{has}"
-    elif first.what is What.NUMBER:
-        listed = ", ".join(one.name for one in culprit.differences[:_NAMED])
-        more = f" and {count - _NAMED} more" if count > _NAMED else ""
-        yield (
-            f"{first.blame}: {listed}{more}: {_number(first.after)} instead of "
-            f"{_number(first.before)}"
-        )
-    elif first.what is What.RANDOM:
-        ranks = ", ".join(str(rank) for one in culprit.differences for rank in one.ranks)
-        yield f"{first.blame}: random state {first.name} on ranks {ranks}: {_HOW[first.how]}"
-    elif first.what is What.SAMPLES:
-        yield f"{first.blame}: iteration {first.name} trains on other samples"
+        if worst.ranks:
+            ranks = ", ".join(map(str, worst.ranks[:8]))
+            has = f", which has {worst.part}" if worst.part and len(worst.ranks) == 1 else ""
+            yield f"wrong on rank{'s' if len(worst.ranks) > 1 else ''} {ranks}{has}"
+    elif worst.what is What.NUMBER:
+        yield f"{worst.blame}: {names}: {changed}"
+    elif worst.what is What.RANDOM:
+        ranks = ", ".join(str(rank) for difference in alike for rank in difference.ranks)
+        yield f"{worst.blame}: random state {worst.name} on ranks {ranks}: {_HOW[worst.how]}"
+    elif worst.what is What.SAMPLES:
+        yield f"{worst.blame}: iteration {worst.name} trains on other samples"
     else:
-        within = f" (tolerated: {first.tolerance:.1g})" if first.tolerance else ""
+        within = f" (tolerated: {worst.tolerance:.1g})" if worst.tolerance else ""
         yield (
-            f"{first.blame}: the {first.name} is {_number(first.after)} "
-            f"instead of {_number(first.before)}{within}, although the whole state was restored"
+            f"{worst.blame}: the {worst.name} is {changed}{within}, although the whole state was "
+            "restored"
         )
-    if first.where:
-        yield f"look at {first.where}"
+    if worst.where:
+        yield f"look at {worst.where}"
 
 
 _HOW = {

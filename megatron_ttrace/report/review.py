@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of lines of a repository, as hosts of code read it in the log of a job."""
+"""Annotations of lines of a repository, in the formats that hosts of code read."""
 
 import dataclasses
 import hashlib
@@ -33,14 +33,14 @@ class Topic(StrEnum):
     NOT_CHECKED = "not_checked"
     """A job cannot be checked."""
     NOT_EXECUTED = "not_executed"
-    """No recipe runs this changed code: nothing is known of it."""
+    """No recipe runs this changed code: nothing is known about it."""
     RECIPE = "recipe"
     """The pull request changes, breaks or removes a recipe."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Annotation:
-    """What is said of a line of the checkout; of none if ``file`` is empty."""
+    """A remark on a line of the checkout, or on the whole of it if ``file`` is empty."""
 
     level: Level
     topic: Topic
@@ -50,7 +50,7 @@ class Annotation:
     line: int = 0
 
 
-def workflow_command(one: Annotation) -> str:
+def workflow_command(annotation: Annotation) -> str:
     """As a workflow command of GitHub Actions, which escapes its delimiters as URLs do."""
 
     def data(text: str) -> str:
@@ -60,36 +60,40 @@ def workflow_command(one: Annotation) -> str:
     def value(text: object) -> str:
         return data(str(text)).replace(":", "%3A").replace(",", "%2C")
 
-    where = [f"file={value(one.file)}", f"line={one.line}"] if one.file else []
-    return f"::{one.level} {','.join([*where, f'title={value(one.title)}'])}::{data(one.message)}"
+    where = [f"file={value(annotation.file)}", f"line={annotation.line}"] if annotation.file else []
+    properties = ",".join([*where, f"title={value(annotation.title)}"])
+    return f"::{annotation.level} {properties}::{data(annotation.message)}"
 
 
-def code_quality(found: Sequence[Annotation]) -> str:
-    """As a code quality report of GitLab, which only holds what is said of lines."""
+def code_quality(annotations: Sequence[Annotation]) -> str:
+    """As a code quality report of GitLab, which holds remarks on lines only."""
     severities = {Level.ERROR: "critical", Level.WARNING: "minor", Level.NOTICE: "info"}
     issues = [
         {
             "description": "\n".join(
-                clean(line, _MOST) for line in f"{one.title}. {one.message}".splitlines()
+                clean(line, _MOST)
+                for line in f"{annotation.title}. {annotation.message}".splitlines()
             ),
-            "check_name": f"ttrace/{one.topic}",
-            "fingerprint": hashlib.sha256(f"{one.file} {one.title}".encode()).hexdigest(),
-            "severity": severities[one.level],
-            "location": {"path": one.file, "lines": {"begin": one.line}},
+            "check_name": f"ttrace/{annotation.topic}",
+            "fingerprint": hashlib.sha256(
+                f"{annotation.file} {annotation.title}".encode()
+            ).hexdigest(),
+            "severity": severities[annotation.level],
+            "location": {"path": annotation.file, "lines": {"begin": annotation.line}},
         }
-        for one in found
-        if one.file
+        for annotation in annotations
+        if annotation.file
     ]
     return json.dumps(issues, indent=1)
 
 
-def records(found: Sequence[Annotation]) -> str:
+def records(annotations: Sequence[Annotation]) -> str:
     """As JSON: a list of objects with the fields of :class:`Annotation`."""
-    return json.dumps([dataclasses.asdict(one) for one in found], indent=1)
+    return json.dumps([dataclasses.asdict(annotation) for annotation in annotations], indent=1)
 
 
-def text(one: Annotation) -> str:
+def text(annotation: Annotation) -> str:
     """For people, and for logs."""
-    where = f"{one.file}:{one.line}: " if one.file else ""
-    lines = [f"{where}{one.level}: {one.title}", *one.message.split("\n")]
+    where = f"{annotation.file}:{annotation.line}: " if annotation.file else ""
+    lines = [f"{where}{annotation.level}: {annotation.title}", *annotation.message.split("\n")]
     return "\n    ".join(map(log_line, lines))

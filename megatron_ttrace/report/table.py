@@ -265,17 +265,17 @@ def heat_map(verdicts: Sequence[Verdict]) -> HeatMap:
     return HeatMap(layers, tuple(sorted(order, key=key)), cells, places)
 
 
-def folds(found: HeatMap) -> dict[str, str]:
+def folds(heat_map: HeatMap) -> dict[str, str]:
     """The rows that can be shown as one: layer -> name of the row for it and its neighbours.
 
     Three or more consecutive layers of a stack with the same cells, which all pass, fail, or are
     unchecked alike.
     """
-    looks: dict[str, list[tuple[Column, int]]] = {layer: [] for layer in found.layers}
-    for (layer, column), group in found.cells.items():
+    looks: dict[str, list[tuple[Column, int]]] = {layer: [] for layer in heat_map.layers}
+    for (layer, column), group in heat_map.cells.items():
         looks[layer].append((column, severity(group.worst)[0]))
     runs: list[list[str]] = []
-    for layer in found.layers:
+    for layer in heat_map.layers:
         number = _NUMBER.search(layer)
         before = runs[-1][-1] if runs else ""
         next_to = number and before == f"{layer[: number.start()]}{int(number[0]) - 1}"

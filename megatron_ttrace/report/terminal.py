@@ -84,13 +84,13 @@ def render(
         ("notices", (clean(notice, NOTE_LIMIT) for notice in summary.notices)),
         ("not exercised", map(wording.not_exercised_text, summary.not_exercised)),
     ]
-    for what, texts in notices:
-        limit = MAX_UNEXERCISED if what == "not exercised" else MAX_NOTICES
+    for topic, texts in notices:
+        limit = MAX_UNEXERCISED if topic == "not exercised" else MAX_NOTICES
         for number, text in enumerate(texts := list(texts)):
             if number < limit:
                 page.field("notice", text, "yellow")
         if len(texts) > limit:
-            page.field("", f"{len(texts) - limit} more {what} in {files.SUMMARY}", "yellow")
+            page.field("", f"{len(texts) - limit} more {topic} in {files.SUMMARY}", "yellow")
     if summary.verdict is not Result.EQUIVALENT:
         _layers(page, summary, verdicts)
         page.line()
@@ -162,11 +162,11 @@ class _Page:
             self.field("", more.format(len(values) - limit), style)
 
 
-def _blame(page: _Page, found: Blame) -> None:
+def _blame(page: _Page, blamed: Blame) -> None:
     """The changes that make the job diverge, and how that is known."""
     page.line()
     label = "blame"
-    for change in found.changes[:MAX_CULPRITS]:
+    for change in blamed.changes[:MAX_CULPRITS]:
         for hunk in change.hunks[:MAX_ALIKE]:
             page.whole(label, blame.place(hunk), "bold red")
             label = ""
@@ -176,10 +176,10 @@ def _blame(page: _Page, found: Blame) -> None:
         if more > 0:
             page.field("", f"and {more} more hunks, which only matter together")
         label = "and"
-    if len(found.changes) > MAX_CULPRITS:
-        page.field("", f"{len(found.changes) - MAX_CULPRITS} more changes in {files.HTML}")
-    page.field("" if found.changes else "blame", blame.sentence(found))
-    page.field("", f"({blame.effort(found)})")
+    if len(blamed.changes) > MAX_CULPRITS:
+        page.field("", f"{len(blamed.changes) - MAX_CULPRITS} more changes in {files.HTML}")
+    page.field("" if blamed.changes else "blame", blame.sentence(blamed))
+    page.field("", f"({blame.effort(blamed)})")
 
 
 def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
@@ -189,13 +189,13 @@ def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> Non
         _culprit(page, group[0])
         if len(group) > 1:
             names = table.folded(group, summary.execution_order)
-            what = "with this cause" if group[0].cause else "alike"
+            relation = "with this cause" if group[0].cause else "alike"
             shown = wording.first_of(names, MAX_ALIKE)
-            page.field("all", f"{len(group)} {what}: {', '.join(shown)}")
+            page.field("all", f"{len(group)} {relation}: {', '.join(shown)}")
     texts = []
     for group in groups[MAX_CULPRITS:]:
-        others = f" (and {len(group) - 1} likewise)" if len(group) > 1 else ""
-        texts.append(wording.sentence(group[0]) + others)
+        likewise = f" (and {len(group) - 1} likewise)" if len(group) > 1 else ""
+        texts.append(wording.sentence(group[0]) + likewise)
     page.fields("also", texts, MAX_OTHERS, f"and {{}} more in {files.HTML}", "")
     if not summary.culprits and (worst := table.worst_of(verdicts)) is not None:
         page.field("worst", wording.sentence(worst), "red")
@@ -206,9 +206,9 @@ def _culprits(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> Non
 def _culprit(page: _Page, culprit: Culprit) -> None:
     page.line()
     page.field("culprit", wording.culprit_name(culprit), "bold red")
-    what = f"{culprit.kind.value}.{culprit.index}, {wording.when_text(culprit)}"
+    tensor = f"{culprit.kind.value}.{culprit.index}, {wording.when_text(culprit)}"
     where = wording.on_ranks(culprit.ranks)
-    page.field("direction", f"{culprit.direction.value} ({what}) on {where}")
+    page.field("direction", f"{culprit.direction.value} ({tensor}) on {where}")
     if culprit.rel_err is None:
         page.field("error", f"not measurable: it {wording.OUTCOME_WORDS[culprit.verdict]}")
     else:
@@ -231,7 +231,7 @@ def _counts(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:
         for outcome in Outcome
         if outcome.is_failure and counts.get(outcome.value)
     ]
-    passed, unchecked = (counts.get(one.value, 0) for one in (Outcome.PASS, Outcome.UNCHECKED))
+    passed, unchecked = counts.get(Outcome.PASS, 0), counts.get(Outcome.UNCHECKED, 0)
     page.field(
         "tensors",
         f"{sum(counts.values()):,}: {passed:,} pass, {', '.join(failed) or '0 fail'}, "
@@ -256,9 +256,9 @@ def _margins(page: _Page, verdicts: Sequence[Verdict]) -> None:
     )
     by_direction = {direction: table.worst_of(passes, direction) for direction in Direction}
     margins = [
-        f"{direction.value} {wording.margin_text(one.margin)}"
-        for direction, one in by_direction.items()
-        if one is not None
+        f"{direction.value} {wording.margin_text(verdict.margin)}"
+        for direction, verdict in by_direction.items()
+        if verdict is not None
     ]
     page.field("margins", ", ".join(margins))
 

@@ -72,7 +72,7 @@ def log(
 
 
 def logged(
-    what: str,
+    subject: str,
     fill: Callable[[Any, Any], None],
     *,
     run: Any = None,
@@ -84,8 +84,8 @@ def logged(
     """Fill a W&B run and return one line that says where it is. Never raises.
 
     Args:
-        what: is logged, for the line about a failure.
-        fill: logs everything, given the wandb module and the run.
+        subject: what is logged, for the line about a failure.
+        fill: logs everything; called with the wandb module and the run.
         run: a W&B run, or the wandb module as Megatron's ``get_wandb_writer()`` returns it; with
             ``None`` the active run is filled, or a run of our own is made and finished.
         directory: where a run of our own keeps its files.
@@ -93,14 +93,14 @@ def logged(
         config: of a run of our own.
         online: whether a run of our own may be sent to the server.
     """
-    warning = f"ttrace: WARNING: W&B logging failed, the {what} itself is complete"
+    warning = f"ttrace: WARNING: W&B logging failed, the {subject} itself is complete"
     try:
         import wandb
     except Exception as error:  # noqa: BLE001 - a broken installation raises anything
         return f"{warning}: wandb cannot be imported ({clean(error, 200)})"
     try:
-        given = run.run if isinstance(run, ModuleType) else run
-        active = given if given is not None else wandb.run
+        job_run = run.run if isinstance(run, ModuleType) else run
+        active = job_run if job_run is not None else wandb.run
         if active is not None:
             fill(wandb, active)
             return f"W&B: logged to {_where(active)}"

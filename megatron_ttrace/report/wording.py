@@ -160,21 +160,21 @@ def exactness_text(exactness: Exactness | None) -> str:
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
     """First and last of each run of consecutive numbers."""
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
-        if found and number == found[-1][1] + 1:
-            found[-1] = found[-1][0], number
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = ranges[-1][0], number
         else:
-            found.append((number, number))
-    return found
+            ranges.append((number, number))
+    return ranges
 
 
 def ranks_text(ranks: Iterable[int], limit: int = 12) -> str:
     """``(0, 1, 2, 5)`` -> ``0-2,5``, with the tail counted where there are many ranges."""
-    found = runs(ranks)
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in found[:limit]]
-    rest = sum(b - a + 1 for a, b in found[limit:])
-    return ",".join(shown) + (f" and {rest} more" if rest else "") if shown else "-"
+    ranges = runs(ranks)
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:limit]]
+    hidden = sum(b - a + 1 for a, b in ranges[limit:])
+    return ",".join(shown) + (f" and {hidden} more" if hidden else "") if shown else "-"
 
 
 def on_ranks(ranks: Iterable[int]) -> str:
@@ -327,8 +327,8 @@ def not_judged_text(statistic: Statistic, why: str) -> str:
 
 def hyperparameters_text(values: Iterable[tuple[str, float, float]]) -> str:
     """``the optimizer steps it with lr 0.005 instead of 0.001``."""
-    each = (f"{clean(name)} {ours:.7g} instead of {right:.7g}" for name, ours, right in values)
-    return f"the optimizer steps it with {', '.join(each)}"
+    texts = (f"{clean(name)} {ours:.7g} instead of {right:.7g}" for name, ours, right in values)
+    return f"the optimizer steps it with {', '.join(texts)}"
 
 
 def notes_text(notes: Iterable[Note]) -> str:

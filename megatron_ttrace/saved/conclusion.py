@@ -36,7 +36,7 @@ from megatron_ttrace.jobs.settings import DEFAULT_ALLOW_UNCHECKED
 from megatron_ttrace.mcore import own_shards
 from megatron_ttrace.mcore.roles import is_beyond
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.report import texts, wording
+from megatron_ttrace.report import explanations, wording
 from megatron_ttrace.trace.captured import Separate
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
@@ -63,7 +63,7 @@ _REASONS = 3
 def conclude(
     reference: TraceReader,
     tolerances: Tolerances,
-    held: Sequence[Holding],
+    holdings: Sequence[Holding],
     *,
     candidate: Path,
     mesh: Mesh,
@@ -83,7 +83,7 @@ def conclude(
     Args:
         reference: the trusted trace.
         tolerances: of the reference.
-        held: what all ranks found.
+        holdings: what all ranks found.
         candidate: directory of the candidate's failed (or all) tensors.
         mesh: of any rank of the candidate; only the sizes are used.
         config: of the candidate.
@@ -95,13 +95,13 @@ def conclude(
         ledger: the collectives of the traced steps, and the code that ran in them.
         changed: code of Megatron's that the user changed, and where it ran.
         separate: finds the losses' shares of gradients, by replays of the reference.
-        review: what becomes of the verdicts before culprits are sought among them.
-        explains: whether to look for causes, which are what goes wrong where a model is spread.
+        review: changes verdicts before culprits are sought among them.
+        explains: whether to look for causes; these are faults of spreading a model over ranks.
     """
     began = time.monotonic()
     eps = reference.reference.epsilon
     apart = {Kind.INITIAL}
-    captured = (one.measured.key for one in held)
+    captured = (holding.measured.key for holding in holdings)
     # Where both runs can report and one does not, what it lacks is missing.
     can_log = reference.reference.logs and config.logs
     if unlogged := not can_log and _logs(reference) != _logs(captured):
@@ -109,7 +109,7 @@ def conclude(
     keys = [key for key in reference if key.kind not in apart]
     starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
     coverage = counted.judge(decode(reference.reference.counted), counts)
-    computed = [one for one in held if one.measured.key.kind not in apart]
+    computed = [holding for holding in holdings if holding.measured.key.kind not in apart]
     judged = judge(
         ((key, reference.entry(key).shape) for key in keys),
         computed,
@@ -120,7 +120,7 @@ def conclude(
     verdicts = [
         *initial.judge(
             {entry.key: (entry.shape, Moments.of(entry.sums)) for entry in starts},
-            by_rank(one for one in held if one.measured.key.kind is Kind.INITIAL),
+            by_rank(holding for holding in holdings if holding.measured.key.kind is Kind.INITIAL),
             eps,
         ),
         *by_design.review(
@@ -139,7 +139,9 @@ def conclude(
     was_judged = time.monotonic()
     failed = {verdict.key for verdict in verdicts if verdict.verdict.is_failure}
     of_interest = (
-        one for one in held if one.measured.key in failed or start.is_start(one.measured.key)
+        holding
+        for holding in holdings
+        if holding.measured.key in failed or start.is_start(holding.measured.key)
     )
     traces = Traces.read(reference, candidate, tolerances, by_rank(of_interest))
     explainer = Explainer(traces, ledger=ledger, counted=coverage.findings)
@@ -156,23 +158,23 @@ def conclude(
         explainer.separate(separate)
         diagnoses = localise(verdicts, explain, isolated=config.isolate)
     places = Places(ledger, verdicts, reference.reference.numbers)
-    culprits = tuple(texts.culprit_of(places.of(diagnosis)) for diagnosis in diagnoses)
+    culprits = tuple(explanations.culprit_of(places.of(diagnosis)) for diagnosis in diagnoses)
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
-    said = [*notices]
+    sentences = [*notices]
     if alike := initial.alike(verdicts):
-        said.append(wording.same_start_text(alike))
-    said += [wording.not_judged_text(*one) for one in coverage.not_judged]
+        sentences.append(wording.same_start_text(alike))
+    sentences += [wording.not_judged_text(statistic, why) for statistic, why in coverage.not_judged]
     if moved := tolerances.repeated:
-        said.append(wording.repeated_text(moved[0], len(moved)))
+        sentences.append(wording.repeated_text(moved[0], len(moved)))
     if unlogged:
-        said.append("what is logged was not compared: one of the runs has no training_log")
+        sentences.append("what is logged was not compared: one of the runs has no training_log")
     if not culprits and not any(_is_evidence(verdict) for verdict in verdicts):
         result = Result.COULD_NOT_CHECK
-        said.append("no computed tensor could be judged: all of them are unchecked")
+        sentences.append("no computed tensor could be judged: all of them are unchecked")
     elif not culprits and (too_few := not_enough(verdicts, allow_unchecked)):
         result = Result.COULD_NOT_CHECK
-        said.append(wording.too_few_text(too_few))
+        sentences.append(wording.too_few_text(too_few))
     observed = exercised.observe(reference, tolerances, config.requested)
     summary = Summary(
         verdict=result,
@@ -186,7 +188,7 @@ def conclude(
             "localise and explain": explained - was_judged,
         },
         execution_order=tuple(dict.fromkeys(key.name for key in reference)),
-        notices=tuple(said),
+        notices=tuple(sentences),
         exactness=exact,
         residuals=residuals(verdicts, culprits, explainer.evidence),
         not_exercised=exercised.unexercised(config.requested, observed, mesh, verdicts),
@@ -194,7 +196,7 @@ def conclude(
         collective_findings=ledger.findings,
         changed_code=None if changed is None else in_culprits(changed, culprits),
     )
-    return summary, [texts.verdict_of(verdict) for verdict in verdicts]
+    return summary, [explanations.verdict_of(verdict) for verdict in verdicts]
 
 
 def _unexplained(verdict: Judged) -> Explanation:
@@ -211,9 +213,9 @@ def not_enough(verdicts: Sequence[Judged], allowed: float) -> TooFew | None:
     if not judged or unchecked / judged <= allowed:
         return None
     reasons = Counter(
-        one.reason
-        for one in verdicts
-        if one.verdict is Outcome.UNCHECKED and one.direction is not Direction.START
+        verdict.reason
+        for verdict in verdicts
+        if verdict.verdict is Outcome.UNCHECKED and verdict.direction is not Direction.START
     )
     return TooFew(
         unchecked=unchecked,
@@ -238,7 +240,8 @@ def unjudged(
         key.kind in job.own_shards
         and key.direction is Direction.UPDATE
         and any(
-            own_shards.is_matrix(key.name, one.logical_shape) and one.is_part for one in holders
+            own_shards.is_matrix(key.name, holder.logical_shape) and holder.is_part
+            for holder in holders
         )
     ):
         return Reason.OWN_SHARD

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_ttrace.diagnose import culprits
-from megatron_ttrace.report.texts import culprit_of
+from megatron_ttrace.report.explanations import culprit_of
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Kind, Outcome
 

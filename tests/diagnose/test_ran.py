@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 
 from megatron_ttrace.diagnose.ran import cite, in_culprits
-from megatron_ttrace.report.texts import culprit_of
+from megatron_ttrace.report.explanations import culprit_of
 from megatron_ttrace.trace.collectives import (
     UNRECORDED,
     Citation,

@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 
 from megatron_ttrace.diagnose.culprits import owner
-from megatron_ttrace.report import junit, table, tensorboard, terminal, wandb
-from megatron_ttrace.report.texts import verdict_of
+from megatron_ttrace.report import junit, log_scalars, table, terminal, wandb
+from megatron_ttrace.report.explanations import verdict_of
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks, PartialSums
 from megatron_ttrace.trace.judged import Judged
@@ -192,7 +192,7 @@ class Writer:
 def fields_of(check: Check) -> str:
     """Fields and alert of W&B, and TensorBoard's scalars."""
     writer = Writer()
-    tensorboard.log(*check, writer)
+    log_scalars(*check, writer)
     content = {
         "summary": wandb.summary_fields(*check),
         "alert": wandb.alert_text(*check),

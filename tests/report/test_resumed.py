@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_ttrace.report.resumed import culprits, render
+from megatron_ttrace.report.resumed import by_cause, render
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.resumed import Blame, Difference, How, Logged, Restart, Resumed, What
 
@@ -19,9 +19,9 @@ def moment(name: str, what: What = What.EXP_AVG) -> Difference:
 
 def printed(*restarts: Restart) -> str:
     """All lines, on a narrow terminal."""
-    worst = min((one.verdict for one in restarts), key=lambda one: one != Result.DIVERGED)
+    verdict = Result.DIVERGED if any(r.differences for r in restarts) else restarts[0].verdict
     resumed = Resumed(
-        verdict=worst, command=("ttrace",), iteration=2, checkpoint="c", restarts=restarts
+        verdict=verdict, command=("ttrace",), iteration=2, checkpoint="c", restarts=restarts
     )
     text = io.StringIO()
     render(resumed, Console(file=text, width=80), Path("ttrace-resume"))
@@ -32,7 +32,7 @@ def test_one_cause() -> None:
     """Parameters whose state is wrong in the same way are one culprit, the worst one shown."""
     names = [f"decoder.layers.{n}.mlp.linear_fc1.weight" for n in range(5)]
     differences = [*map(moment, names), moment(names[0], What.MAIN)]
-    assert [len(one.differences) for one in culprits(differences)] == [5, 1]
+    assert [*map(len, by_cause(differences))] == [5, 1]
     steps = (Logged(3, (4.0, 4.5), (1.0, 1.0)),)
     text = printed(
         Restart(layout="", verdict=Result.DIVERGED, differences=tuple(differences), steps=steps)
