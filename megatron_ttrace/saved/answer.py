@@ -25,16 +25,16 @@ class Answer:
         """This answer, and what a check with modules isolated found."""
         from megatron_ttrace.report import wording
 
-        told = wording.isolated_texts(alone.culprits)
+        texts = wording.isolated_texts(alone.culprits)
         summary = dataclasses.replace(
             self.summary,
-            notices=(*(f"isolated: {text}" for text in told), *self.summary.notices),
+            notices=(*(f"isolated: {text}" for text in texts), *self.summary.notices),
             timings={**self.summary.timings, **timings},
         )
         return dataclasses.replace(self, summary=summary)
 
 
-def publish(found: Answer, settings: Settings) -> None:
+def publish(answer: Answer, settings: Settings) -> None:
     """Write the report; send it to the trackers that Megatron has opened.
 
     Where training goes on, only what is short is done at once: the verdict's files, and what goes
@@ -48,14 +48,14 @@ def publish(found: Answer, settings: Settings) -> None:
     # nothing has used yet (``forkserver.preload``).
     run = getattr(wandb, "run", None) or vars(sys.modules.get("wandb", sys)).get("run")
     report.publish(
-        found.summary,
-        found.verdicts,
+        answer.summary,
+        answer.verdicts,
         settings.directory,
         wandb_run=run,
         tensorboard=tensorboard,
         wandb=settings.wandb,
         wandb_online=settings.wandb_online,
-        collectives=found.ledger.collectives,
+        collectives=answer.ledger.collectives,
         pages=settings.exit_after,
     )
     if not settings.exit_after:

@@ -81,7 +81,7 @@ class Report:
 
     def failures(self) -> list[Verdict]:
         """The verdicts that make a run diverge, in execution order."""
-        return [one for one in self.verdicts if one.verdict.is_failure]
+        return [verdict for verdict in self.verdicts if verdict.verdict.is_failure]
 
 
 def check(
@@ -238,7 +238,7 @@ def diff(
         with difference.aside(folder) as home:
             model = huggingface.Compared(config, reference, home, listed)
             return show_to(reference, TraceReader(home), review=model)
-    sides = [difference.open_side(Path(one)) for one in (first, second)]
+    sides = [difference.open_side(Path(place)) for place in (first, second)]
     trusted, tested = difference.in_order(*sides)
     assert tested.candidate is not None, "in_order requires a candidate"
     with difference.aside(folder) as home:
@@ -272,7 +272,7 @@ def _compared(
     wandb_online: bool,
     show: bool,
     review: Review | Compared | None = None,
-    own: Summary | None = None,
+    own_summary: Summary | None = None,
 ) -> Report:
     """Judge a saved candidate and write the report to ``folder``."""
     import io
@@ -323,8 +323,8 @@ def _compared(
     elif layout := reference_layout.decoded(trusted.reference.layout):
         notices = (reference_layout.described(layout), *summary.notices)
         summary = dataclasses.replace(summary, notices=notices)
-    if own is not None:
-        summary = dataclasses.replace(summary, run=own.run, versions=own.versions)
+    if own_summary is not None:
+        summary = dataclasses.replace(summary, run=own_summary.run, versions=own_summary.versions)
     run = tested.meta["run"]
     with shared.claim_report(folder, run):
         publish(

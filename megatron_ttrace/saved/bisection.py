@@ -48,10 +48,10 @@ def first_bad(
         return None
     good, bad = -1, count - 1
     skipped: set[int] = set()
-    while candidates := [one for one in range(good + 1, bad) if one not in skipped]:
+    while candidates := [number for number in range(good + 1, bad) if number not in skipped]:
         # The one nearest to the middle that can perhaps be checked.
-        nearest = min(candidates, key=lambda one: abs(2 * one - good - bad))
-        middle = next((one for one in pivots if one in candidates), nearest)
+        nearest = min(candidates, key=lambda number: abs(2 * number - good - bad))
+        middle = next((number for number in pivots if number in candidates), nearest)
         answer = check(middle)
         if answer is Answer.SKIPPED:
             skipped.add(middle)
@@ -59,7 +59,7 @@ def first_bad(
             bad = middle
         else:
             good = middle
-    return FirstBad(bad, tuple(one for one in sorted(skipped) if good < one < bad))
+    return FirstBad(bad, tuple(number for number in sorted(skipped) if good < number < bad))
 
 
 def smallest[T](parts: Sequence[T], diverges: Callable[[Sequence[T]], bool]) -> list[T]:
@@ -126,11 +126,11 @@ def causes[T](
 
     if ask(parts) is not Answer.BAD or ask(()) is not Answer.GOOD:
         return Causes((), ask(parts))
-    rest = list(parts)
+    remaining = list(parts)
     sets: list[tuple[T, ...]] = []
-    while (answer := ask(rest)) is Answer.BAD:
-        sets.append(tuple(_cause(rest, ask, pivots)))
-        rest = [part for part in rest if part not in sets[-1]]
+    while (answer := ask(remaining)) is Answer.BAD:
+        sets.append(tuple(_cause(remaining, ask, pivots)))
+        remaining = [part for part in remaining if part not in sets[-1]]
         pivots = ()
     return Causes(tuple(sets), answer)
 
@@ -144,23 +144,15 @@ def _cause[T](
     shortest beginning that is bad needs another one, and so on, until nothing else is needed.
     """
     pool, kept = list(parts), list[T]()
+
+    def ask_first(last: int) -> Answer:
+        return ask([*pool[: last + 1], *kept])
+
     while not kept or ask(kept) is not Answer.BAD:
-        where = first_bad(len(pool), _Prefixes(pool, kept, ask), pivots)
+        where = first_bad(len(pool), ask_first, pivots)
         if where is None:
             raise ValueError("all parts of the pool, with what is kept, are not bad")
         begin = min((*where.suspects, where.number))
         kept = pool[begin : where.number + 1] + kept
         pool = pool[:begin]
     return smallest(kept, lambda some: ask(some) is Answer.BAD)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Prefixes[T]:
-    """Answers for the first parts of a pool together with what is kept."""
-
-    pool: Sequence[T]
-    kept: Sequence[T]
-    ask: Callable[[Sequence[T]], Answer]
-
-    def __call__(self, last: int) -> Answer:
-        return self.ask([*self.pool[: last + 1], *self.kept])

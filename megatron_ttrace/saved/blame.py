@@ -125,16 +125,16 @@ def run_apart(trial: Trial, script: Path, good: str | None, *, quiet: bool) -> a
     ours = dataclasses.replace(trial.settings, directory=trial.beside / _SEARCH, wandb=False)
     words = checking(script, trial.arguments, trial.ranks, ours, *options, command="blame")
     try:
-        code, said = apart.ttrace(trial.interpreter, words, trial.environment, quiet=quiet)
+        code, errors = apart.ttrace(trial.interpreter, words, trial.environment, quiet=quiet)
     finally:
         # If this process is to end, that one is killed.
         _remove_copies(dataclasses.replace(trial, settings=ours))
     if code == ExitCode.EQUIVALENT:
         raise TTraceError(f"a copy of the same files is equivalent, see {ours.directory}")
     if code != ExitCode.DIVERGED:
-        raise TTraceError(said)
-    found = api.load_report(ours.directory).summary.blame
-    return api.rewritten(report, dataclasses.replace(report.summary, blame=found))
+        raise TTraceError(errors)
+    verdict = api.load_report(ours.directory).summary.blame
+    return api.rewritten(report, dataclasses.replace(report.summary, blame=verdict))
 
 
 def _remove_copies(trial: Trial) -> None:
@@ -144,7 +144,9 @@ def _remove_copies(trial: Trial) -> None:
 
 def names_of(culprits: Iterable[Culprit]) -> frozenset[str]:
     """Where a job diverges: the names of its culprits, in any layer."""
-    return frozenset(pattern(one.name.partition("#")[0]) for one in culprits) or frozenset({""})
+    return frozenset(pattern(culprit.name.partition("#")[0]) for culprit in culprits) or frozenset(
+        {""}
+    )
 
 
 type _Group = tuple[int, ...]
@@ -156,7 +158,7 @@ class _TooManyError(Exception):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
+class _Outcome:
     """How a search ended, as in :class:`Blame`; the changes as numbers of hunks."""
 
     result: Blaming
@@ -181,21 +183,21 @@ class _Search:
         began = time.monotonic()
         everything = frozenset(range(len(self._splices)))
         home = self._trial.settings.directory
-        whole = self._check(everything, home, self._difference.since)
-        if whole.result is Result.COULD_NOT_CHECK:
-            raise TTraceError(whole.why)
+        checked = self._check(everything, home, self._difference.since)
+        if checked.result is Result.COULD_NOT_CHECK:
+            raise TTraceError(checked.why)
         report = api.load_report(home)
         summary = dataclasses.replace(report.summary, run=self._of_user(report.run))
-        if whole.result is Result.DIVERGED:
-            found = self._blamed(everything, whole, summary.changed_code)
-            found = dataclasses.replace(
-                found,
+        if checked.result is Result.DIVERGED:
+            blamed = self._blamed(everything, checked, summary.changed_code)
+            blamed = dataclasses.replace(
+                blamed,
                 since=self._difference.since,
                 hunks=len(everything),
                 checks=self._checks,
                 seconds=time.monotonic() - began,
             )
-            summary = dataclasses.replace(summary, blame=found)
+            summary = dataclasses.replace(summary, blame=blamed)
         return api.rewritten(report, summary)
 
     def _of_user(self, run: Run | None) -> Run | None:
@@ -210,11 +212,11 @@ class _Search:
         return dataclasses.replace(run, script=str(tree.script), megatron=megatron)
 
     def _blamed(
-        self, everything: frozenset[int], whole: _Checked, changed: ChangedCode | None
+        self, everything: frozenset[int], checked: _Checked, changed: ChangedCode | None
     ) -> Blame:
         good = self._ask(frozenset())
         self._usual = good.names if good.result is Result.DIVERGED else frozenset()
-        self._wanted = whole.names - self._usual
+        self._wanted = checked.names - self._usual
         if not self._wanted:
             return Blame(Blaming.GOOD_DIVERGES, "")
         ran = where_ran(self._splices, changed)
@@ -229,32 +231,34 @@ class _Search:
             if 0 < last < len(groups)
         ]
         if good.result is Result.COULD_NOT_CHECK:
-            found = self._in_the_users_tree(ordered, pivots, good.why)
+            outcome = self._in_the_users_tree(ordered, pivots, good.why)
         else:
-            found = self._on_the_good_tree(ordered, pivots)
-        is_removed = found.result is Blaming.REMOVED
+            outcome = self._on_the_good_tree(ordered, pivots)
+        is_removed = outcome.result is Blaming.REMOVED
         changes = tuple(
-            self._change(one, ran, self._wanted if is_removed else self._ask(one).names)
-            for one in found.sets
+            self._change(numbers, ran, self._wanted if is_removed else self._ask(numbers).names)
+            for numbers in outcome.sets
         )
-        idle = sum(one is Execution.NOT_RUN for one in ran)
-        return Blame(found.result, "", changes=changes, idle=idle, reason=found.reason)
+        idle = ran.count(Execution.NOT_RUN)
+        return Blame(outcome.result, "", changes=changes, idle=idle, reason=outcome.reason)
 
-    def _on_the_good_tree(self, groups: Sequence[_Group], pivots: Sequence[int]) -> _Found:
+    def _on_the_good_tree(self, groups: Sequence[_Group], pivots: Sequence[int]) -> _Outcome:
         """Changes that make the good tree diverge."""
         everything = _numbers(groups)
-        found = causes(groups, lambda some: self._answer(_numbers(some)), pivots)
-        sets = [fewer for one in found.sets for fewer in self._refined(_numbers(one), everything)]
+        proof = causes(groups, lambda some: self._answer(_numbers(some)), pivots)
+        sets = [
+            fewer for cause in proof.sets for fewer in self._refined(_numbers(cause), everything)
+        ]
         without = self._ask(everything.difference(*sets))
-        if found.without is Answer.GOOD:
-            return _Found(Blaming.PROVEN, sets, _listed(without.names))
+        if proof.without is Answer.GOOD:
+            return _Outcome(Blaming.PROVEN, sets, _listed(without.names))
         if without.result is Result.DIVERGED:
-            return _Found(Blaming.OTHERS, sets, _listed(without.names - self._usual))
-        return _Found(Blaming.ALONE, sets, without.why)
+            return _Outcome(Blaming.OTHERS, sets, _listed(without.names - self._usual))
+        return _Outcome(Blaming.ALONE, sets, without.why)
 
     def _in_the_users_tree(
         self, groups: Sequence[_Group], pivots: Sequence[int], why: str
-    ) -> _Found:
+    ) -> _Outcome:
         """The same, where the good tree cannot run the job: an option is new, for instance.
 
         The smallest set with which it runs and diverges has what the job needs, and what is wrong.
@@ -272,18 +276,18 @@ class _Search:
         try:
             needed = causes(groups, answer, pivots).sets
         except _TooManyError:
-            return _Found(Blaming.GOOD_UNCHECKED, [], why)
-        sets = [_numbers(one) for one in needed]
+            return _Outcome(Blaming.GOOD_UNCHECKED, [], why)
+        sets = [_numbers(cause) for cause in needed]
         for group in needed[0] if len(needed) == 1 else ():
             if self._is_good(everything.difference(group)):
                 fewer = smallest(group, lambda some: self._is_good(everything.difference(some)))
-                return _Found(Blaming.REMOVED, [frozenset(fewer)], why)
-        rest = self._ask(everything.difference(*sets))
-        if rest.result is Result.COULD_NOT_CHECK:
-            return _Found(Blaming.ALONE, sets, rest.why)
-        if rest.result is Result.DIVERGED:
-            return _Found(Blaming.OTHERS, sets, _listed(rest.names))
-        return _Found(Blaming.REMOVED, sets, why)
+                return _Outcome(Blaming.REMOVED, [frozenset(fewer)], why)
+        remaining = self._ask(everything.difference(*sets))
+        if remaining.result is Result.COULD_NOT_CHECK:
+            return _Outcome(Blaming.ALONE, sets, remaining.why)
+        if remaining.result is Result.DIVERGED:
+            return _Outcome(Blaming.OTHERS, sets, _listed(remaining.names))
+        return _Outcome(Blaming.REMOVED, sets, why)
 
     def _is_good(self, numbers: frozenset[int]) -> bool:
         return self._answer(numbers) is Answer.GOOD
@@ -292,15 +296,15 @@ class _Search:
         """Sets of fewer hunks of a group, if each is to blame, and it is equivalent without all."""
         if len(group) == 1 or not self._is_good(everything - group):
             return [group]
-        found = causes(sorted(group), lambda some: self._answer(frozenset(some)))
-        sets = [frozenset(one) for one in found.sets]
+        proof = causes(sorted(group), lambda some: self._answer(frozenset(some)))
+        sets = [frozenset(cause) for cause in proof.sets]
         is_proven = sets and self._is_good(everything.difference(*sets))
         return sets if is_proven else [group]
 
     def _change(
         self, numbers: frozenset[int], ran: Sequence[Execution], names: Iterable[str]
     ) -> BlamedChange:
-        found = [
+        changed = [
             BlamedHunk(
                 file=splice.file,
                 line=splice.line,
@@ -312,22 +316,22 @@ class _Search:
             for number in sorted(numbers)
             for splice in (self._splices[number],)
         ]
-        return BlamedChange(tuple(found), tuple(sorted(filter(None, names))))
+        return BlamedChange(tuple(changed), tuple(sorted(filter(None, names))))
 
     def _answer(self, numbers: frozenset[int]) -> Answer:
         """Whether the job diverges with these hunks as it does with all of them."""
-        found = self._ask(numbers)
-        if found.result is Result.COULD_NOT_CHECK:
+        checked = self._ask(numbers)
+        if checked.result is Result.COULD_NOT_CHECK:
             return Answer.SKIPPED
-        if found.names & self._wanted:
+        if checked.names & self._wanted:
             return Answer.BAD
         # Diverging elsewhere is no answer: it may hide whether it diverges here.
-        return Answer.GOOD if found.names <= self._usual else Answer.SKIPPED
+        return Answer.GOOD if checked.names <= self._usual else Answer.SKIPPED
 
     def _ask(self, numbers: frozenset[int]) -> _Checked:
         if numbers not in self._known:
             good, bad = self._difference.good, self._difference.bad
-            texts = hunks.applied(good, (self._splices[one] for one in numbers))
+            texts = hunks.applied(good, (self._splices[number] for number in numbers))
             if why := hunks.broken(texts, good, bad):
                 self._known[numbers] = _Checked(Result.COULD_NOT_CHECK, why=why)
             else:
@@ -340,8 +344,8 @@ class _Search:
         trial, overlay = self._trial, self._overlay
         overlay.show(self._splices[number] for number in sorted(numbers))
         script, environment = overlay.placed(trial.environment)
-        own = checking(self._tree.script, trial.arguments, trial.ranks, trial.settings)
-        environment[provenance.COMMAND] = provenance.command_line(["ttrace", *own])
+        command = checking(self._tree.script, trial.arguments, trial.ranks, trial.settings)
+        environment[provenance.COMMAND] = provenance.command_line(["ttrace", *command])
         if since:
             edits = self._difference.edits()
             environment |= overlay.announced(edits, trial.beside / _EDITS)
@@ -353,7 +357,7 @@ class _Search:
             environment["PYTHONPYCACHEPREFIX"] = str((trial.beside / _TREES / "compiled").resolve())
         settings = dataclasses.replace(trial.settings, directory=folder, wandb=False)
         options = ["--once"] if trial.fork else ["--once", "--no-fork"]
-        code, said = apart.ttrace(
+        code, errors = apart.ttrace(
             trial.interpreter,
             checking(script, trial.arguments, trial.ranks, settings, *options),
             environment,
@@ -363,17 +367,17 @@ class _Search:
         if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
             report = api.load_report(folder)
             names = names_of(report.culprits) if code else frozenset[str]()
-            found = _Checked(report.verdict, names)
+            checked = _Checked(report.verdict, names)
         elif code == ExitCode.COULD_NOT_CHECK:
-            found = _Checked(Result.COULD_NOT_CHECK, why=in_one_line(said))
+            checked = _Checked(Result.COULD_NOT_CHECK, why=in_one_line(errors))
         else:
-            raise TTraceError(f"a check ended with exit code {code}: {said}")
+            raise TTraceError(f"a check ended with exit code {code}: {errors}")
         if not since:
             owned.discard(folder / "reference")
         count = f"{len(numbers)} of {len(self._splices)}"
-        self._say(f"check {self._checks}: {count} hunks: {found.result}")
-        self._known[numbers] = found
-        return found
+        self._say(f"check {self._checks}: {count} hunks: {checked.result}")
+        self._known[numbers] = checked
+        return checked
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -386,23 +390,23 @@ def _numbers(groups: Iterable[_Group]) -> frozenset[int]:
 
 def where_ran(splices: Sequence[Splice], changed: ChangedCode | None) -> list[Execution]:
     """Where each hunk ran, by its function: in a culprit, elsewhere, or not at all."""
-    ran: dict[tuple[str, str], Execution] = {}
-    whole: dict[str, Execution] = {}
+    by_function: dict[tuple[str, str], Execution] = {}
+    by_file: dict[str, Execution] = {}
     for function in changed.functions if changed else ():
-        ran[function.file, function.function] = function.ran
-        known = whole.get(function.file, Execution.NOT_RUN)
-        whole[function.file] = min(known, function.ran, key=_LIKELY.index)
-    found = []
+        by_function[function.file, function.function] = function.ran
+        known = by_file.get(function.file, Execution.NOT_RUN)
+        by_file[function.file] = min(known, function.ran, key=_LIKELY.index)
+    executions = []
     for splice in splices:
         if changed is None:
-            found.append(Execution.NOT_KNOWN)
+            executions.append(Execution.NOT_KNOWN)
         elif not splice.is_code:
-            found.append(Execution.NOT_RUN)
+            executions.append(Execution.NOT_RUN)
         elif splice.is_whole:
-            found.append(whole.get(splice.file, Execution.NOT_KNOWN))
+            executions.append(by_file.get(splice.file, Execution.NOT_KNOWN))
         else:
             # A function of the good tree alone is not known to have run.
-            is_gone = not splice.added and (splice.file, splice.function) not in ran
+            is_gone = not splice.added and (splice.file, splice.function) not in by_function
             idle = Execution.NOT_KNOWN if is_gone else Execution.NOT_RUN
-            found.append(ran.get((splice.file, splice.function), idle))
-    return found
+            executions.append(by_function.get((splice.file, splice.function), idle))
+    return executions

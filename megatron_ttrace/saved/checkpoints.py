@@ -137,14 +137,14 @@ def _tensors(a: Checkpoint, b: Checkpoint) -> Iterator[Tensor]:
     pairs = []
     order = list(State)
     for item in a.tensors:
-        if there := b.find(item):
-            pairs.append((item, (item, a.tensors[item]), there))
+        if match := b.find(item):
+            pairs.append((item, (item, a.tensors[item]), match))
     for item in b.tensors:
-        if item not in a.tensors and (there := a.find(item)):
-            pairs.append((item, there, (item, b.tensors[item])))
+        if item not in a.tensors and (match := a.find(item)):
+            pairs.append((item, match, (item, b.tensors[item])))
     for item, ours, theirs in sorted(pairs, key=lambda pair: order.index(pair[0].state)):
-        for count, (whole, part) in zip(covered, (ours, theirs), strict=True):
-            count[whole] += math.prod(part.shape)
+        for count, (holder, part) in zip(covered, (ours, theirs), strict=True):
+            count[holder] += math.prod(part.shape)
         compared = _compared(item, ours[1], theirs[1])
         if item.state is State.MAIN and compared.same is Same.DIFFERENT:
             compared = _with_cause(compared, a, b)
@@ -160,8 +160,8 @@ def _tensors(a: Checkpoint, b: Checkpoint) -> Iterator[Tensor]:
                 lacking[_of_state(item)] += 1
             elif item not in count:
                 yield Tensor(item.name, same, state=_of_state(item))
-            elif (rest := math.prod(stored.shape) - count[item]) > 0:
-                note = f"{rest} of {math.prod(stored.shape)} elements"
+            elif (missing := math.prod(stored.shape) - count[item]) > 0:
+                note = f"{missing} of {math.prod(stored.shape)} elements"
                 yield Tensor(item.name, same, note=note, state=_of_state(item))
         # States in buckets of another layout are there, but cannot be compared (``_buckets``).
         if lacking and (not other.unread or _shapes(a) == _shapes(b)):
@@ -171,7 +171,11 @@ def _tensors(a: Checkpoint, b: Checkpoint) -> Iterator[Tensor]:
 
 def _with_cause(main: Tensor, a: Checkpoint, b: Checkpoint) -> Tensor:
     """Main weights that differ, with the side where they are not those of the weights."""
-    wrong = [side for side, one in (("A", a), ("B", b)) if not _rounds_to_weight(one, main.name)]
+    wrong = [
+        side
+        for side, checkpoint in (("A", a), ("B", b))
+        if not _rounds_to_weight(checkpoint, main.name)
+    ]
     if len(wrong) != 1:
         return main
     note = f"in {wrong[0]} they do not round to the weights"
@@ -179,8 +183,8 @@ def _with_cause(main: Tensor, a: Checkpoint, b: Checkpoint) -> Tensor:
 
 
 def _rounds_to_weight(checkpoint: Checkpoint, name: str) -> bool:
-    both = [checkpoint.find(Item(state, name)) for state in (State.MAIN, State.WEIGHT)]
-    main, weight = (there and there[1] for there in both)
+    states = [checkpoint.find(Item(state, name)) for state in (State.MAIN, State.WEIGHT)]
+    main, weight = (stored and stored[1] for stored in states)
     if main is None or weight is None or main.shape != weight.shape:
         return True
     return all(
@@ -260,7 +264,7 @@ def _buckets(a: Checkpoint, b: Checkpoint) -> Iterator[Tensor]:
     """
     shapes = [_shapes(checkpoint) for checkpoint in (a, b)]
     if shapes[0] != shapes[1]:
-        lacking = [not any(i.state is not State.WEIGHT for i in one.tensors) for one in (a, b)]
+        lacking = [not any(i.state is not State.WEIGHT for i in side.tensors) for side in (a, b)]
         same = Same.NOT_COMPARED
         note = (
             "buckets of the distributed optimizer (dp_reshardable) can only be compared with those "
@@ -308,7 +312,7 @@ def _numbers(a: Checkpoint, b: Checkpoint) -> tuple[list[Number], list[str]]:
 
     Megatron stores the groups of the first rank, and other pipeline stages may have others.
     """
-    found, groups = [], set()
+    numbers, groups = [], set()
     for name in {**a.numbers, **b.numbers}:
         ours, theirs = a.numbers.get(name), b.numbers.get(name)
         if alike(ours, theirs):
@@ -319,7 +323,7 @@ def _numbers(a: Checkpoint, b: Checkpoint) -> tuple[list[Number], list[str]]:
             if group and not any(key.startswith(group[0]) for key in other.numbers):
                 groups.add(f"only {'A' if theirs is None else 'B'} lists {group[0]}")
                 continue
-        found.append(
+        numbers.append(
             Number(name, *(None if value is None else str(value) for value in (ours, theirs)))
         )
-    return found, sorted(groups)
+    return numbers, sorted(groups)

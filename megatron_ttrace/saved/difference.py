@@ -2,8 +2,8 @@
 """Two saved runs against each other: the first one's trace takes the place of the reference.
 
 Its shards are put together to whole tensors (``whole.py``) and written as a reference is, in the
-order in which its own reference ran. The rest is what ``ttrace compare`` does. A tolerance is what
-the replays of either run's reference allow, the larger one: both runs round.
+order in which its own reference ran. Then they are compared as by ``ttrace compare``. A tolerance is
+what the replays of either run's reference allow, the larger one: both runs round.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Side:
     @property
     def trace(self) -> TraceReader:
         """The run's own tensors."""
-        found = self.candidate or self.reference
-        assert found is not None, "a side has a trace"
-        return found
+        trace = self.candidate or self.reference
+        assert trace is not None, "a side has a trace"
+        return trace
 
     @property
     def epsilon(self) -> float:
@@ -95,8 +95,8 @@ def open_side(folder: Path) -> Side:
         raise TTraceError(
             f"{home} holds no complete trace of a run: make one with ttrace record -- COMMAND"
         )
-    there = (home / "reference" / META).exists()
-    reference = TraceReader(home / "reference") if there else None
+    has_reference = (home / "reference" / META).exists()
+    reference = TraceReader(home / "reference") if has_reference else None
     summary = _own_summary(home, candidate)
     return Side(directory=home, candidate=candidate, reference=reference, summary=summary)
 
@@ -104,14 +104,14 @@ def open_side(folder: Path) -> Side:
 def _own_summary(home: Path, candidate: TraceReader) -> Summary | None:
     """How a run compares with its own reference; ``None`` if that is not the report in ``home``."""
     try:
-        found = files.answer_of(home, str(candidate.meta["run"]))
+        summary = files.answer_of(home, str(candidate.meta["run"]))
     except TTraceError:
         return None
-    asked, own = (
+    of_report, of_candidate = (
         RunConfig.from_json(config).reference
-        for config in (found.config, candidate.candidate.config)
+        for config in (summary.config, candidate.candidate.config)
     )
-    return found if asked == own else None
+    return summary if of_report == of_candidate else None
 
 
 @contextlib.contextmanager
@@ -139,8 +139,8 @@ def aside(folder: Path) -> Iterator[Path]:
 
 def vocabulary_multiple(side: Side) -> int | None:
     """What a run's vocabulary is padded to a multiple of."""
-    found = (_identity(side).get("arguments") or {}).get("make_vocab_size_divisible_by")
-    return found if isinstance(found, int) else None
+    multiple = (_identity(side).get("arguments") or {}).get("make_vocab_size_divisible_by")
+    return multiple if isinstance(multiple, int) else None
 
 
 def in_order(first: Side, second: Side) -> tuple[Side, Side]:
@@ -162,10 +162,10 @@ def in_order(first: Side, second: Side) -> tuple[Side, Side]:
             f"{names}: neither has a reference that was replayed, so there are no tolerances: keep "
             "one of the runs with ttrace record -- COMMAND"
         )
-    for what, there in (("iterations traced", "iterations"), ("start values", "init")):
-        told = [getattr(side.config, there) for side in (first, second) if side.candidate]
-        if len(set(told)) > 1:
-            raise TTraceError(f"{names} differ in {what}: {told[0]} and {told[1]}")
+    for subject, field in (("iterations traced", "iterations"), ("start values", "init")):
+        values = [getattr(side.config, field) for side in (first, second) if side.candidate]
+        if len(set(values)) > 1:
+            raise TTraceError(f"{names} differ in {subject}: {values[0]} and {values[1]}")
     counts = [side.reference.reference.microbatches for side in (first, second) if side.reference]
     if len(set(counts)) > 1:
         raise TTraceError(
@@ -173,9 +173,10 @@ def in_order(first: Side, second: Side) -> tuple[Side, Side]:
             " give both the same --global-batch-size and --micro-batch-size"
         )
     if any(side.config.isolate for side in (first, second)):
-        made = [one.reference.reference.fingerprint for one in (first, second) if one.reference]
-        both = all(one.config.isolate for one in (first, second) if one.candidate)
-        if len(set(made)) > 1 or not both:
+        sides = (first, second)
+        prints = {side.reference.reference.fingerprint for side in sides if side.reference}
+        both = all(side.config.isolate for side in sides if side.candidate)
+        if len(prints) > 1 or not both:
             raise TTraceError(
                 f"{names}: FP8 runs, and runs with --ttrace-isolate, are comparable only if they "
                 "share a reference"
@@ -193,51 +194,51 @@ class Written:
 
 def write(first: Side, second: Side, directory: Path) -> Written:
     """Write the first run's trace as a reference for the second."""
-    whole = WholeTensors(first.candidate) if first.candidate else None
-    other = WholeTensors(second.candidate) if second.candidate else None
+    ours = WholeTensors(first.candidate) if first.candidate else None
+    theirs = WholeTensors(second.candidate) if second.candidate else None
     rows = padded(first, second)
-    narrow = {entry.key: entry.dtype for one in second.trace.ranks.values() for entry in one}
+    narrow = {entry.key: entry.dtype for rank in second.trace.ranks.values() for entry in rank}
     writer = TraceWriter(directory, 0)
     lines: dict[TraceKey, int] = {}
     left_out: dict[TraceKey, Reason] = {}
-    for key in _keys(first, second, whole):
-        if whole is not None and key in whole and (reason := whole.unjudged(key)):
+    for key in _keys(first, second, ours):
+        if ours is not None and key in ours and (reason := ours.unjudged(key)):
             left_out[key] = reason
         elif key.kind is Kind.INITIAL:
-            if (entry := _initial(key, first, whole)) is not None:
+            if (entry := _initial(key, first, ours)) is not None:
                 writer.add(entry, None)
-        elif (data := _tensor(key, first, whole)) is not None:
-            data = _real_rows(key, _narrowed(data, narrow.get(key, "")), other, rows)
-            line = _repeated(key, data, lines, first, whole)
+        elif (data := _tensor(key, first, ours)) is not None:
+            data = _real_rows(key, _narrowed(data, narrow.get(key, "")), theirs, rows)
+            line = _repeated(key, data, lines, first, ours)
             lines[key] = writer.add(Entry.of(key, data), data) if line is None else line
             if line is not None:
                 writer.add(Entry.of(key, data, same_as=line), None)
     writer.close()
     known = set(lines)
     sides = [side.reference for side in (first, second) if side.reference]
-    tolerance.write(directory, _combined([tolerance.moves_of(one) for one in sides], known))
+    tolerance.write(directory, _combined([tolerance.moves_of(side) for side in sides], known))
     metas = [side.reference for side in sides]
     meta = ReferenceMeta(
         identity=metas[0].identity,
         microbatches=metas[0].microbatches,
         counted=metas[0].counted,
         logs=metas[0].logs,
-        fp8=any(each.fp8 for each in metas),
-        by_module=all(each.by_module for each in metas),
-        epsilon=max(each.epsilon for each in metas),
+        fp8=any(other.fp8 for other in metas),
+        by_module=all(other.by_module for other in metas),
+        epsilon=max(other.epsilon for other in metas),
     )
     seal(directory, meta.to_json())
     return Written(directory, left_out)
 
 
-def _keys(first: Side, second: Side, whole: WholeTensors | None) -> Iterator[TraceKey]:
+def _keys(first: Side, second: Side, tensors: WholeTensors | None) -> Iterator[TraceKey]:
     """All keys of the first run, in the order of a reference's execution."""
     reference = first.reference or second.reference
     assert reference is not None, "in_order requires a reference"
-    own: Iterable[TraceKey] = reference if whole is None else whole
-    have = set(own)
-    yield from (key for key in reference if key in have)
-    yield from (key for key in own if key not in reference)
+    keys: Iterable[TraceKey] = reference if tensors is None else tensors
+    known = set(keys)
+    yield from (key for key in reference if key in known)
+    yield from (key for key in keys if key not in reference)
 
 
 def _repeated(
@@ -245,7 +246,7 @@ def _repeated(
     data: torch.Tensor,
     lines: Mapping[TraceKey, int],
     side: Side,
-    whole: WholeTensors | None,
+    tensors: WholeTensors | None,
 ) -> int | None:
     """The line of the same tensor under its first name, if it was written under one."""
     if side.reference is None or key not in side.reference:
@@ -253,30 +254,30 @@ def _repeated(
     primary = side.reference.primary(key)
     if primary == key or primary not in lines:
         return None
-    before = _tensor(primary, side, whole)
+    before = _tensor(primary, side, tensors)
     if before is None or (before.numel(), before.dtype) != (data.numel(), data.dtype):
         return None
     return lines[primary] if torch.equal(before.reshape(-1), data.reshape(-1)) else None
 
 
-def _initial(key: TraceKey, side: Side, whole: WholeTensors | None) -> Entry | None:
-    if whole is None:
+def _initial(key: TraceKey, side: Side, tensors: WholeTensors | None) -> Entry | None:
+    if tensors is None:
         return side.trace.entry(key)
-    if (found := whole.moments(key)) is None:
+    if (pair := tensors.moments(key)) is None:
         return None
-    entry, moments = found
+    entry, moments = pair
     shape = entry.logical_shape
     return Entry(key, shape, entry.dtype, sums=dataclasses.astuple(moments))
 
 
-def _tensor(key: TraceKey, side: Side, whole: WholeTensors | None) -> torch.Tensor | None:
-    found = None if whole is None else whole.tensor(key)
-    judged_by_sums = whole is not None and key in whole and whole.is_judged_by_sums(key)
-    if found is None and (whole is None or judged_by_sums):
+def _tensor(key: TraceKey, side: Side, tensors: WholeTensors | None) -> torch.Tensor | None:
+    data = None if tensors is None else tensors.tensor(key)
+    judged_by_sums = tensors is not None and key in tensors and tensors.is_judged_by_sums(key)
+    if data is None and (tensors is None or judged_by_sums):
         # Choices of experts are replaced by the reference's, which the candidate thus has.
         reference = side.reference
-        found = reference.data(key) if reference and key in reference else None
-    return found
+        data = reference.data(key) if reference and key in reference else None
+    return data
 
 
 def _narrowed(data: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -292,35 +293,35 @@ def _real_rows(
     key: TraceKey, data: torch.Tensor, other: WholeTensors | None, rows: tuple[int, int] | None
 ) -> torch.Tensor:
     """A tensor with the other run's padding: rows that one run lacks are the other's."""
-    there = None if rows is None or other is None or key not in other else other.tensor(key)
-    if rows is None or there is None or there.ndim != data.ndim:
+    other_data = None if rows is None or other is None or key not in other else other.tensor(key)
+    if rows is None or other_data is None or other_data.ndim != data.ndim:
         return data
-    pairs = [*zip(data.shape, there.shape, strict=True)]
+    pairs = [*zip(data.shape, other_data.shape, strict=True)]
     unequal = [dim for dim, (ours, theirs) in enumerate(pairs) if ours != theirs]
     if len(unequal) != 1 or pairs[unequal[0]] != rows:
         return data
-    found = there.to(data.dtype)
-    found.narrow(unequal[0], 0, min(rows)).copy_(data.narrow(unequal[0], 0, min(rows)))
-    return found
+    padded_data = other_data.to(data.dtype)
+    padded_data.narrow(unequal[0], 0, min(rows)).copy_(data.narrow(unequal[0], 0, min(rows)))
+    return padded_data
 
 
 def _combined(
     all_moves: Sequence[Mapping[TraceKey, tolerance.Moved]], known: set[TraceKey]
 ) -> dict[TraceKey, tolerance.Moved]:
     """Of every tensor the larger of what replays of either run did."""
-    found: dict[TraceKey, tolerance.Moved] = {}
+    largest: dict[TraceKey, tolerance.Moved] = {}
     for moves in all_moves:
         for key, moved in moves.items():
             if key not in known:
                 continue
-            had = found.get(key)
-            if had is None or max(moved.moved) > max(had.moved):
-                found[key] = moved
-    return found
+            before = largest.get(key)
+            if before is None or max(moved.moved) > max(before.moved):
+                largest[key] = moved
+    return largest
 
 
 class Review:
-    """What becomes of failures that are not faults."""
+    """Marks failures that are not faults as unchecked."""
 
     not_asked: frozenset[Unexercised] = frozenset()
 
@@ -334,11 +335,11 @@ class Review:
         self._left_out = written.left_out
         self._padded = padded(first, second)
         versions = (first.version, second.version)
-        self._known = [one for one in known if one.applies(versions)]
+        self._known = [difference for difference in known if difference.applies(versions)]
         self._sides = first, second
         self._kinds, self._names = (
-            [{getattr(key, what) for key in side.trace} for side in (first, second)]
-            for what in ("kind", "name")
+            [{getattr(key, field) for key in side.trace} for side in (first, second)]
+            for field in ("kind", "name")
         )
         starts = [
             {
@@ -349,11 +350,14 @@ class Review:
             for side in (first, second)
         ]
         self._other_start = starts[0] != starts[1]
-        self.said: dict[str, dict[str, None]] = {}
+        self._names_by_subject: dict[str, dict[str, None]] = {}
 
     def __call__(self, verdicts: Sequence[Judged]) -> list[Judged]:
         """The verdicts, with what cannot be compared and known differences ``unchecked``."""
-        return [self._reviewed(one) if one.verdict.is_failure else one for one in verdicts]
+        return [
+            self._reviewed(verdict) if verdict.verdict.is_failure else verdict
+            for verdict in verdicts
+        ]
 
     def layout(self) -> dict[str, Any]:
         """The layout of the first run: the sizes of its axes, and its ranks."""
@@ -362,17 +366,20 @@ class Review:
 
     def notices(self) -> list[str]:
         """Which run is which, and what was not compared, by name."""
-        told = [f"{what}: {_listed(list(names))}" for what, names in self.said.items()]
+        notices = [
+            f"{subject}: {_listed(list(names))}"
+            for subject, names in self._names_by_subject.items()
+        ]
         if self._padded:
             ours, theirs = self._padded
-            told.append(
+            notices.append(
                 f"vocabularies are padded to {ours} and {theirs} rows: the first "
                 f"{min(self._padded)} are compared. The softmax runs over all rows, so the loss "
                 "and what follows from it differ by design: give both "
                 "--make-vocab-size-divisible-by so that the sizes are equal"
             )
         first, second = map(_described, self._sides)
-        return [f"the reference is {first}; compared with it is {second}", *told]
+        return [f"the reference is {first}; compared with it is {second}", *notices]
 
     def _reviewed(self, verdict: Judged) -> Judged:
         key = verdict.key
@@ -391,21 +398,21 @@ class Review:
             if key.name not in self._names[lacks]:
                 self._say(f"only {whose} has these modules or parameters, not compared", key.name)
                 return _unchecked(verdict, Reason.ONE_RUN, _lacking("nothing of this name"))
-        for one in self._known:
-            if one.explains(key):
-                self._say(f"known difference ({one.reason})", f"{key.name} {key.kind}")
-                return _unchecked(verdict, Reason.KNOWN, Note(Reason.KNOWN, text=one.reason))
+        for difference in self._known:
+            if difference.explains(key):
+                self._say(f"known difference ({difference.reason})", f"{key.name} {key.kind}")
+                return _unchecked(verdict, Reason.KNOWN, Note(Reason.KNOWN, text=difference.reason))
         if self._other_start and other_values and key.direction is not Direction.START:
             # Start values follow from names: a renamed parameter starts from others.
             return _unchecked(verdict, Reason.OTHER_START, Note(Reason.OTHER_START))
         return verdict
 
-    def _say(self, what: str, name: str) -> None:
-        self.said.setdefault(what, {})[name] = None
+    def _say(self, subject: str, name: str) -> None:
+        self._names_by_subject.setdefault(subject, {})[name] = None
 
 
-def _lacking(what: str) -> Note:
-    return Note(Remark.LACKING, text=f"not compared: the other run has {what}")
+def _lacking(lacking: str) -> Note:
+    return Note(Remark.LACKING, text=f"not compared: the other run has {lacking}")
 
 
 def _unchecked(verdict: Judged, reason: Reason, note: Note) -> Judged:
@@ -434,8 +441,8 @@ def _vocabulary(side: Side) -> int:
 def _described(side: Side) -> str:
     """A run: where it is, its Megatron, and how it compares with its own reference."""
     version = f", megatron-core {side.version}" if side.version else ""
-    own = f" ({side.summary.verdict} with its own reference)" if side.summary else ""
-    return f"{side.directory}{version}{own}"
+    answer = f" ({side.summary.verdict} with its own reference)" if side.summary else ""
+    return f"{side.directory}{version}{answer}"
 
 
 def _identity(side: Side) -> dict[str, Any]:

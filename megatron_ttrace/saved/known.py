@@ -68,13 +68,13 @@ def read(path: Path) -> tuple[Difference, ...]:
     """
     try:
         content = small_files.toml(path)
-        found = codec.decode(_File, content).difference
+        differences = codec.decode(_File, content).difference
         fields = {field.name for field in dataclasses.fields(Difference)}
         unknown = {*content} - {"difference"}
         unknown |= {name for table in content.get("difference", ()) for name in table} - fields
         if unknown:
             raise codec.CodecError(f"{min(unknown)!r} is not a field")
-        return found
+        return differences
     except (OSError, ValueError, RecursionError) as error:
         raise TTraceError(
             f"{path} is not a list of known differences ({error}): see docs/diff.md"

@@ -48,12 +48,12 @@ class Recorded:
 
     def numbers(self, point: Point) -> dict[str, frozenset[float]]:
         """The values that each number has on the ranks."""
-        return merged(one.numbers[point] for one in self.ranks)
+        return merged(rank.numbers[point] for rank in self.ranks)
 
     @functools.cached_property
     def steps(self) -> list[tuple[Step, ...]]:
         """Each step as the ranks recorded it."""
-        return list(zip(*(one.steps for one in self.ranks), strict=True))
+        return list(zip(*(rank.steps for rank in self.ranks), strict=True))
 
     def samples(self, number: int) -> list[str]:
         """Digests of a step's samples in the order of the global batch.
@@ -62,21 +62,23 @@ class Recorded:
         (``MegatronPretrainingSampler``).
         """
         by_rank: dict[int, tuple[tuple[str, ...], ...]] = {}
-        for one in self.ranks:
-            if found := one.steps[number].samples:
-                by_rank.setdefault(one.mesh.at("dp"), found)
+        for rank in self.ranks:
+            if samples := rank.steps[number].samples:
+                by_rank.setdefault(rank.mesh.at("dp"), samples)
         turns = zip(*(by_rank[at] for at in sorted(by_rank)), strict=True)
         return [sample for turn in turns for part in turn for sample in part]
 
     def logged(self, number: int) -> tuple[dict[str, float], float | None]:
         """Losses and gradient norm of a step, of the last rank that has them."""
         step = self.steps[number]
-        losses = next((one.losses for one in reversed(step) if one.losses), {})
-        return losses, next((one.grad_norm for one in reversed(step) if one.grad_norm), None)
+        losses = next((record.losses for record in reversed(step) if record.losses), {})
+        return losses, next(
+            (record.grad_norm for record in reversed(step) if record.grad_norm), None
+        )
 
     def any(self, attribute: str) -> bool:
         """Whether something is true of any rank."""
-        return any(getattr(one, attribute) for one in self.ranks)
+        return any(getattr(rank, attribute) for rank in self.ranks)
 
 
 class State:
@@ -118,8 +120,8 @@ class State:
         key: TraceKey = self._keys[item]
         number = next(n for r, n in self._shards.holders(key) if r == rank)
         entry = self._trace.ranks[rank][number]
-        whole = all(box.extent == entry.logical_shape for box in entry.boxes)
-        return "" if whole else _slices(entry.boxes)
+        has_all = all(box.extent == entry.logical_shape for box in entry.boxes)
+        return "" if has_all else _slices(entry.boxes)
 
 
 def _slices(boxes: tuple[Box, ...], most: int = 2) -> str:
@@ -130,13 +132,13 @@ def _slices(boxes: tuple[Box, ...], most: int = 2) -> str:
     return " ".join(shown) + (" ..." if len(boxes) > most else "")
 
 
-def merged(each: Iterable[Mapping[str, float]]) -> dict[str, frozenset[float]]:
+def merged(all_numbers: Iterable[Mapping[str, float]]) -> dict[str, frozenset[float]]:
     """All values that each number has."""
-    found: dict[str, set[float]] = {}
-    for numbers in each:
+    values_of: dict[str, set[float]] = {}
+    for numbers in all_numbers:
         for name, value in numbers.items():
-            found.setdefault(name, set()).add(value)
-    return {name: frozenset(values) for name, values in found.items()}
+            values_of.setdefault(name, set()).add(value)
+    return {name: frozenset(values) for name, values in values_of.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +169,10 @@ class Moves:
 
     def tensor(self, item: tuple[What, str], whole: torch.Tensor) -> float:
         """The tolerance of a tensor after the last step."""
-        one, other = (run.state(Point.END) for run in (self.restarted, self.perturbed))
-        if item not in one or item not in other:
+        restarted, perturbed = (run.state(Point.END) for run in (self.restarted, self.perturbed))
+        if item not in restarted or item not in perturbed:
             return math.inf
-        a, b = one.tensor(item), other.tensor(item)
+        a, b = restarted.tensor(item), perturbed.tensor(item)
         if a is None or b is None:
             return math.inf
         moved = distance(b, a) * few_samples(whole.numel())
@@ -184,9 +186,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def distance(found: torch.Tensor, whole: torch.Tensor) -> float:
+def distance(data: torch.Tensor, right: torch.Tensor) -> float:
     """``||found - whole|| / ||whole||``, infinite where it is not finite."""
-    norm = float(whole.double().norm())
-    error = float((found.double() - whole.double()).norm())
+    norm = float(right.double().norm())
+    error = float((data.double() - right.double()).norm())
     ratio = error / norm if norm else (math.inf if error else 0.0)
     return ratio if math.isfinite(ratio) else math.inf

@@ -81,7 +81,7 @@ def resume(
             fork = jobs.prepare(settings.device, script, arguments=command.arguments)
         runner = _Runner(command, settings, folder, fork, say)
         before = runner.record(plan.uninterrupted)
-        if any(Point.SAVED not in one.numbers for one in before.ranks):
+        if any(Point.SAVED not in rank.numbers for rank in before.ranks):
             raise TTraceError("the job saved nothing: does its script save checkpoints?")
         stored = _Checkpoint(folder / restarts.CHECKPOINT, before)
         answers = list(_answers(plan, runner, before, stored))
@@ -95,7 +95,7 @@ def resume(
             command="resume",
         )
         resumed = Resumed(
-            verdict=worst([one.verdict for one in answers]),
+            verdict=worst([restart.verdict for restart in answers]),
             command=tuple(disclosure.command(["ttrace", *words])),
             iteration=before.steps[steps - 1][0].iteration,
             checkpoint=str(folder / restarts.CHECKPOINT),
@@ -109,11 +109,11 @@ def resume(
 
 def _once(say: Callable[[str], None]) -> Callable[[str], None]:
     """Say nothing twice: every run repeats what is true of all."""
-    said = set()
+    lines = set()
 
     def saying(line: str) -> None:
-        if line not in said:
-            said.add(line)
+        if line not in lines:
+            lines.add(line)
             say(line)
 
     return saying
@@ -201,7 +201,7 @@ class _Checkpoint:
     """
 
     def __init__(self, folder: Path, saved: Recorded) -> None:
-        self._names = {name: key for one in saved.ranks for name, key in one.stored.items()}
+        self._names = {name: key for rank in saved.ranks for name, key in rank.stored.items()}
         self._checkpoint: Checkpoint | None = None
         self._read: RecordedState | None = None
         self.notice = ""
@@ -225,7 +225,7 @@ class _Checkpoint:
             return
         self._read = restarted.state(Point.READ)
         values = restarted.numbers(Point.READ)
-        self.numbers = {name: min(each) for name, each in values.items() if len(each) == 1}
+        self.numbers = {name: min(by_rank) for name, by_rank in values.items() if len(by_rank) == 1}
         self.notice = ""
 
     def read(self, what: What, name: str) -> torch.Tensor | None:
@@ -236,5 +236,5 @@ class _Checkpoint:
             return None
         parameter, _, slot = name.partition("/")
         stored = self._names.get(parameter, parameter)
-        found = self._checkpoint.find(Item(_STATES[what], stored, slot))
-        return None if found is None else found[1].read()
+        match = self._checkpoint.find(Item(_STATES[what], stored, slot))
+        return None if match is None else match[1].read()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A restarted run against the uninterrupted one: what was lost, and on which way.
+"""A restarted run against the uninterrupted one: what was lost, in saving or in loading.
 
-Both are recorded runs (``trace/recorded.py``). Compared are, in this order: the loaded state with
-the saved one, and what is stored with both; the following steps; the state after them. A difference
-of the loaded state explains all that follow, so these are compared only if there is none.
+Both are recorded runs (``trace/recorded.py``). The order of comparisons is: the loaded state with
+the saved one, and the stored state with both; the following steps; the state after them. A
+difference of the loaded state explains all that follow, so these are compared only if there is
+none.
 
 The loaded state must be equal to the bit in every layout. The following steps must be in the same
 layout, where the same step gives the same bits again; otherwise within ``SAFETY`` times what a
@@ -63,8 +64,7 @@ def compare(
     Raises:
         TTraceError: when a record is missing or damaged.
     """
-    comparison = _Comparison(before, after, layout)
-    comparison.read_from(stored, numbers or {})
+    comparison = _Comparison(before, after, layout, stored, numbers or {})
     comparison.loaded()
     if not comparison.differences:
         comparison.following(moves)
@@ -73,24 +73,28 @@ def compare(
 
 
 class _Comparison:
-    def __init__(self, before: Recorded, after: Recorded, layout: str) -> None:
+    def __init__(
+        self,
+        before: Recorded,
+        after: Recorded,
+        layout: str,
+        stored: Stored,
+        numbers: Mapping[str, object],
+    ) -> None:
         self._before, self._after = before, after
         self._layout = layout
+        self._stored_tensor, self._stored_numbers = stored, numbers
         self._at = len(before.steps) - len(after.steps)
         self._compared = self._stored = 0
         self._notices: list[str] = []
         self.differences: list[Difference] = []
         self._suspects: list[Difference] = []
         self._otherwise: list[str] = []
-        omitted = {name for one in (*before.ranks, *after.ranks) for name in one.omitted}
+        omitted = {name for rank in (*before.ranks, *after.ranks) for name in rank.omitted}
         self._without_optimizer = sorted(omitted & {"no_save_optim", "no_load_optim"})
         self._without_random = sorted(omitted & {"no_save_rng", "no_load_rng"})
-        self._described = {n: d for one in before.ranks for n, d in one.described.items()}
-        self._names_stored = {name for one in before.ranks for name in one.stored}
-
-    def read_from(self, stored: Stored, numbers: Mapping[str, object]) -> None:
-        """Read tensors and numbers of the checkpoint from here."""
-        self._stored_tensor, self._stored_numbers = stored, numbers
+        self._described = {n: d for rank in before.ranks for n, d in rank.described.items()}
+        self._names_stored = {name for rank in before.ranks for name in rank.stored}
 
     def answer(self) -> Restart:
         steps = []
@@ -136,10 +140,10 @@ class _Comparison:
         for item in saved:
             if self._without_optimizer and item[0] in _OF_OPTIMIZER:
                 continue
-            whole = saved.tensor(item)
-            if whole is not None and not saved.conflicting(item, whole):
+            before = saved.tensor(item)
+            if before is not None and not saved.conflicting(item, before):
                 self._compared += 1
-                self._tensor(item, whole, loaded)
+                self._tensor(item, before, loaded)
             elif self._layout:
                 by_rank.append(f"{item[0]} of {item[1]}")
             else:
@@ -152,9 +156,9 @@ class _Comparison:
         for item in loaded:
             if item in saved or (self._without_optimizer and item[0] in _OF_OPTIMIZER):
                 continue
-            found = loaded.tensor(item)
+            after = loaded.tensor(item)
             if item[0] is not What.MAIN and (
-                item[0] not in _ZERO_AT_FIRST or found is None or found.any()
+                item[0] not in _ZERO_AT_FIRST or after is None or after.any()
             ):
                 self._differ(*item, How.EXTRA, Blame.LOADING)
 
@@ -167,51 +171,51 @@ class _Comparison:
         ]:
             self._differ(*item, How.DIFFERENT, blame, ranks=tuple(wrong))
 
-    def _tensor(self, item: tuple[What, str], whole: torch.Tensor, loaded: State) -> None:
-        stored = self._of_checkpoint(item, whole)
+    def _tensor(self, item: tuple[What, str], before: torch.Tensor, loaded: State) -> None:
+        stored = self._of_checkpoint(item, before)
         blame = Blame.EITHER
         if stored is not None:
             self._stored += 1
-            blame = Blame.LOADING if same(stored, whole) else Blame.SAVING
-        found = loaded.tensor(item) if item in loaded else None
-        if found is None:
+            blame = Blame.LOADING if same(stored, before) else Blame.SAVING
+        after = loaded.tensor(item) if item in loaded else None
+        if after is None:
             how = How.INCOMPLETE if item in loaded else How.MISSING
-            if how is How.INCOMPLETE or item[0] not in _ZERO_AT_FIRST or whole.any():
+            if how is How.INCOMPLETE or item[0] not in _ZERO_AT_FIRST or before.any():
                 self._differ(*item, how, blame)
             return
-        if found.shape != whole.shape:
-            rows = _common_rows(item[1], whole, found)
+        if after.shape != before.shape:
+            rows = _common_rows(item[1], before, after)
             if rows is None:
                 self._differ(*item, How.SHAPE, blame)
                 return
-            whole, found = whole[:rows], found[:rows]
+            before, after = before[:rows], after[:rows]
             wrong_ranks: list[int] = []
         else:
-            wrong_ranks = loaded.conflicting(item, whole.to(found.dtype))
-        if not same(found, whole):
+            wrong_ranks = loaded.conflicting(item, before.to(after.dtype))
+        if not same(after, before):
             part = loaded.part(item, wrong_ranks[0]) if wrong_ranks else ""
-            self._measured(item, whole, found, blame, ranks=tuple(wrong_ranks), part=part)
+            self._measured(item, before, after, blame, ranks=tuple(wrong_ranks), part=part)
         elif wrong_ranks:
             part = loaded.part(item, wrong_ranks[0])
             self._differ(*item, How.CONFLICT, blame, ranks=tuple(wrong_ranks), part=part)
         elif blame is Blame.SAVING:
             self._otherwise.append(f"{item[0]} of {item[1]}")
 
-    def _of_checkpoint(self, item: tuple[What, str], whole: torch.Tensor) -> torch.Tensor | None:
+    def _of_checkpoint(self, item: tuple[What, str], before: torch.Tensor) -> torch.Tensor | None:
         stored = self._stored_tensor(*item)
         if stored is not None and item[0] is What.WEIGHT:
             # Megatron-FSDP stores main weights as the model's.
-            stored = stored.to(whole.dtype)
-        if stored is not None and stored.shape != whole.shape:
-            rows = _common_rows(item[1], whole, stored)
-            return None if rows is None else torch.cat([stored[:rows], whole[rows:]])
+            stored = stored.to(before.dtype)
+        if stored is not None and stored.shape != before.shape:
+            rows = _common_rows(item[1], before, stored)
+            return None if rows is None else torch.cat([stored[:rows], before[rows:]])
         return stored
 
     def _measured(
         self,
         item: tuple[What, str],
-        whole: torch.Tensor,
-        found: torch.Tensor,
+        before: torch.Tensor,
+        after: torch.Tensor,
         blame: Blame,
         **more: object,
     ) -> None:
@@ -221,20 +225,20 @@ class _Comparison:
             name,
             How.DIFFERENT,
             blame,
-            rel_err=distance(found, whole),
-            wrong=int((found.double() != whole.double()).sum()),
-            total=whole.numel(),
+            rel_err=distance(after, before),
+            wrong=int((after.double() != before.double()).sum()),
+            total=before.numel(),
             **more,
         )
 
     def _differ(self, what: What, name: str, how: How, blame: Blame, **more: object) -> None:
         where = self._where(what, name, blame)
-        found = Difference(what=what, name=name, how=how, blame=blame, where=where)
-        found = dataclasses.replace(found, **more)  # type: ignore[arg-type]
+        difference = Difference(what=what, name=name, how=how, blame=blame, where=where)
+        difference = dataclasses.replace(difference, **more)  # type: ignore[arg-type]
         # Not all of these matter: a buffer may be scratch, and a generator unused.
         is_buffer = what is What.BUFFER and name not in self._names_stored
         to = self._suspects if what is What.RANDOM or is_buffer else self.differences
-        to.append(found)
+        to.append(difference)
 
     def _where(self, what: What, name: str, blame: Blame) -> str:
         """The code that saves or loads it."""
@@ -320,7 +324,9 @@ class _Comparison:
         if self.differences and self._suspects:
             self.differences = self._suspects
         elif self._suspects:
-            names = dict.fromkeys(f"{one.what} {one.name}" for one in self._suspects)
+            names = dict.fromkeys(
+                f"{difference.what} {difference.name}" for difference in self._suspects
+            )
             self._notices.append(
                 f"not restored, without effect on the steps that were compared: {_listed(names)}"
             )
@@ -341,10 +347,10 @@ class _Comparison:
         iteration = str(self._before.steps[at][0].iteration)
         if self._before.samples(at) != self._after.samples(number):
             self._differ(What.SAMPLES, iteration, How.DIFFERENT, Blame.TRAINING)
-        old = merged(one.numbers for one in self._before.steps[at])
+        old = merged(rank.numbers for rank in self._before.steps[at])
         # Where a rank has no element of a parameter, torch's Adam does not count its steps.
         old = {name: value for name, value in old.items() if not name.endswith(_COUNT)}
-        new = merged(one.numbers for one in self._after.steps[number])
+        new = merged(rank.numbers for rank in self._after.steps[number])
         self._compare_numbers(old, new, lambda name, value: Blame.TRAINING)
         (losses, norm), (others, other) = self._before.logged(at), self._after.logged(number)
         for name in losses:
@@ -377,29 +383,29 @@ class _Comparison:
         old, new = self._before.state(Point.END), self._after.state(Point.END)
         blind, by_rank = [], []
         for item in old:
-            whole = old.tensor(item)
-            if whole is None or old.conflicting(item, whole):
+            before = old.tensor(item)
+            if before is None or old.conflicting(item, before):
                 if moves is None and not self._layout:
                     self._by_rank(item, old, new, Blame.TRAINING)
                 else:
                     by_rank.append(f"{item[0]} of {item[1]}")
                 continue
-            found = new.tensor(item) if item in new else None
-            if found is None:
+            after = new.tensor(item) if item in new else None
+            if after is None:
                 self._differ(*item, How.MISSING, Blame.TRAINING)
                 continue
             # In another layout a buffer may be a rank's own.
             is_replicated = not self._layout or item[0] is not What.BUFFER
-            if is_replicated and (wrong := new.conflicting(item, found)):
+            if is_replicated and (wrong := new.conflicting(item, after)):
                 self._differ(*item, How.CONFLICT, Blame.TRAINING, ranks=tuple(wrong))
                 continue
-            if same(found, whole):
+            if same(after, before):
                 continue
-            tolerance = moves.tensor(item, whole) if moves else 0.0
+            tolerance = moves.tensor(item, before) if moves else 0.0
             if tolerance > BLIND:
                 blind.append(f"{item[0]} of {item[1]}")
-            elif not distance(found, whole) <= tolerance:
-                self._measured(item, whole, found, Blame.TRAINING, tolerance=tolerance)
+            elif not distance(after, before) <= tolerance:
+                self._measured(item, before, after, Blame.TRAINING, tolerance=tolerance)
         if by_rank:
             self._notices.append(
                 "not compared after the last step, because ranks had values of their own: "
@@ -439,5 +445,5 @@ def _common_rows(name: str, a: torch.Tensor, b: torch.Tensor) -> int | None:
 
 
 def could_not(layout: str, error: TTraceError) -> Restart:
-    """A restart of which nothing is known but why."""
+    """A restart that gave no answer, with the reason."""
     return Restart(layout=layout, verdict=Result.COULD_NOT_CHECK, reason=str(error))

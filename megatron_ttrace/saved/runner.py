@@ -85,10 +85,10 @@ class Runner:
             TTraceError: when one of its flags cannot have its value.
         """
         place = Settings(directory=self.directory / case.name)
-        settings, others = split([*self._flags, *case.flags], place)
+        settings, arguments = split([*self._flags, *case.flags], place)
         return jobs.Job(
             script=case.script or self.script,
-            arguments=(*case.arguments, *others),
+            arguments=(*case.arguments, *arguments),
             nproc=case.nproc,
             settings=settings,
             environment={**self._environment, **case.environment},

@@ -50,8 +50,8 @@ class Shards:
         entries = self._entries(key)
         for entry in entries:
             region = tuple(box.region for box in entry.boxes)
-            if region and (found := Moments.of(entry.sums)).n:
-                parts.setdefault(region, found)
+            if region and (moments := Moments.of(entry.sums)).n:
+                parts.setdefault(region, moments)
         shape = entries[0].logical_shape
         if not self._covers(entries) or sum(part.n for part in parts.values()) != _size(shape):
             return None
@@ -67,56 +67,56 @@ class Shards:
         """
         entries = self._entries(key)
         first = entries[0]
-        if any(one.misfit or not one.file for one in entries) or not self._covers(entries):
+        if any(entry.misfit or not entry.file for entry in entries) or not self._covers(entries):
             return None
         whole = torch.zeros(first.logical_shape, dtype=getattr(torch, first.dtype))
         if first.partial_over:
             # As the judge does: ranks with the same elements hold the terms of their sum.
-            regions = {box.region for one in entries for box in one.boxes}
+            regions = {box.region for entry in entries for box in entry.boxes}
             if sum(_size(extent) for _, extent in regions) != _size(first.logical_shape):
                 return None
             total = torch.zeros(first.logical_shape, dtype=torch.float64)
-            for one in entries:
-                self._put(one, total, add=True)
+            for entry in entries:
+                self._put(entry, total, add=True)
             return total.to(whole.dtype)
-        for one in reversed(entries):
-            self._put(one, whole, add=False)
+        for entry in reversed(entries):
+            self._put(entry, whole, add=False)
         return whole
 
     def _put(self, entry: Entry, whole: torch.Tensor, *, add: bool) -> None:
-        for part, there in self._pairs(entry, whole):
+        for part, target in self._pairs(entry, whole):
             if add:
-                there.add_(part)
+                target.add_(part)
             else:
-                there.copy_(part)
+                target.copy_(part)
 
     def _pairs(
         self, entry: Entry, whole: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each box of a rank's tensor the values of a single device, and their place."""
         local = self._trace.tensor(entry)
-        for here, there in box_views(local, whole, entry.boxes):
-            part = here if entry.factor == 1.0 else here.double() / entry.factor
-            yield part, there
+        for shard, target in box_views(local, whole, entry.boxes):
+            part = shard if entry.factor == 1.0 else shard.double() / entry.factor
+            yield part, target
 
     def conflicting(self, key: TraceKey, whole: torch.Tensor) -> list[int]:
         """The ranks whose part of a tensor is not that of ``whole``, to the bit.
 
         What is summed over an axis is not anyone's part.
         """
-        found = []
+        ranks = []
         for rank, number in self._held[key]:
             entry = self._trace.resolve(rank, number)
             pairs = () if entry.partial_over else self._pairs(entry, whole)
-            if not all(_is_same(ours, there) for ours, there in pairs):
-                found.append(rank)
-        return found
+            if not all(_is_same(ours, right) for ours, right in pairs):
+                ranks.append(rank)
+        return ranks
 
     @staticmethod
     def _covers(entries: list[Entry]) -> bool:
         shape = entries[0].logical_shape
-        return all(one.logical_shape == shape for one in entries) and (
-            coverage(shape, [box for one in entries for box in one.boxes]).complete
+        return all(entry.logical_shape == shape for entry in entries) and (
+            coverage(shape, [box for entry in entries for box in entry.boxes]).complete
         )
 
 
@@ -142,11 +142,11 @@ class WholeTensors(Shards):
         return unjudged(self._mesh, self._config, key, holders)
 
 
-def _is_same(ours: torch.Tensor, there: torch.Tensor) -> bool:
+def _is_same(ours: torch.Tensor, right: torch.Tensor) -> bool:
     # What was divided by a factor is wider.
-    ours = ours.to(there.dtype) if ours.dtype is torch.float64 else ours
-    ours, there = ours.contiguous(), there.contiguous()
-    return ours.dtype == there.dtype and memory(ours) == memory(there)
+    ours = ours.to(right.dtype) if ours.dtype is torch.float64 else ours
+    ours, right = ours.contiguous(), right.contiguous()
+    return ours.dtype == right.dtype and memory(ours) == memory(right)
 
 
 def _size(shape: tuple[int, ...]) -> int:

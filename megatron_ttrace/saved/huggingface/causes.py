@@ -42,7 +42,7 @@ class Cause(StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Found:
+class Diagnosis:
     """A cause, and details of it in words."""
 
     cause: Cause
@@ -56,7 +56,7 @@ def of_values(
     order: Order,
     parts: int,
     sizes: Sizes,
-) -> Found | None:
+) -> Diagnosis | None:
     """Why a tensor has other values, from these values alone.
 
     Args:
@@ -68,23 +68,23 @@ def of_values(
         sizes: of the model.
     """
     if right.ndim == 2 and wrong.shape == right.T.shape and equal(wrong, right.T):
-        return Found(Cause.TRANSPOSED)
+        return Diagnosis(Cause.TRANSPOSED)
     if wrong.shape != right.shape:
         return None
     for test in (_rounded, _constant, _shifted):
-        if found := test(original, right, wrong):
-            return found
-    if order is Order.GROUPS and (found := _heads(right, wrong, sizes)):
-        return found
+        if diagnosis := test(original, right, wrong):
+            return diagnosis
+    if order is Order.GROUPS and (diagnosis := _heads(right, wrong, sizes)):
+        return diagnosis
     halves = order is Order.ALTERNATING or (order is Order.STACKED and parts == 2)
     if halves and permutation(right, wrong, len(right) // 2):
-        return Found(Cause.GATE_UP)
+        return Diagnosis(Cause.GATE_UP)
     if rows := permutation(right, wrong):
         half = len(rows) // 2
         mixed = halves and any((row < half) is not (n < half) for n, row in enumerate(rows))
-        return Found(Cause.MIXED if mixed else Cause.ROWS, _moved(rows))
+        return Diagnosis(Cause.MIXED if mixed else Cause.ROWS, _moved(rows))
     if right.ndim == 2 and (columns := permutation(right.T, wrong.T)):
-        return Found(Cause.COLUMNS, _moved(columns))
+        return Diagnosis(Cause.COLUMNS, _moved(columns))
     return None
 
 
@@ -96,51 +96,51 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(x, y)
 
 
-def _rounded(original: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> Found | None:
+def _rounded(original: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> Diagnosis | None:
     for dtype in (torch.bfloat16, torch.float16):
         if equal(original.to(dtype).to(wrong.dtype), wrong):
-            return Found(Cause.ROUNDED, f"through {str(dtype).removeprefix('torch.')}")
+            return Diagnosis(Cause.ROUNDED, f"through {str(dtype).removeprefix('torch.')}")
     if original.dtype is torch.float32:
         cut = (original.contiguous().view(torch.int32) & -65536).view(torch.float32)
         if equal(cut.to(wrong.dtype), wrong):
-            return Found(Cause.ROUNDED, "bits were cut off instead of rounded")
+            return Diagnosis(Cause.ROUNDED, "bits were cut off instead of rounded")
     return None
 
 
-def _constant(original: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> Found | None:
+def _constant(original: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> Diagnosis | None:
     value = wrong.flatten()[:1]
     if (
         value.numel()
         and bool((wrong == value).all())
         and not bool((right == right.flatten()[0]).all())
     ):
-        return Found(Cause.CONSTANT, f"all are {value.item():g}")
+        return Diagnosis(Cause.CONSTANT, f"all are {value.item():g}")
     return None
 
 
-def _shifted(original: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> Found | None:
+def _shifted(original: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> Diagnosis | None:
     if right.ndim == 1:
         for sign, words in ((1, "added"), (-1, "subtracted")):
             wide = (original.float() + sign).to(wrong.dtype)
             if equal(wide, wrong) or equal(right + sign, wrong):
-                return Found(Cause.SHIFTED, f"1 was {words}")
+                return Diagnosis(Cause.SHIFTED, f"1 was {words}")
     return None
 
 
-def _heads(right: torch.Tensor, wrong: torch.Tensor, sizes: Sizes) -> Found | None:
+def _heads(right: torch.Tensor, wrong: torch.Tensor, sizes: Sizes) -> Diagnosis | None:
     head, shared = sizes.head, sizes.heads // sizes.groups
     roles = (["q"] * shared + ["k", "v"]) * sizes.groups
     if heads := permutation(right, wrong, head):
-        if any(roles[n] != roles[there] for n, there in enumerate(heads)):
-            return Found(Cause.QKV)
-        moved = {roles[n] for n, there in enumerate(heads) if n != there}
-        return Found(Cause.HEADS if moved == {"q"} else Cause.GROUPS)
+        if any(roles[n] != roles[source] for n, source in enumerate(heads)):
+            return Diagnosis(Cause.QKV)
+        moved = {roles[n] for n, source in enumerate(heads) if n != source}
+        return Diagnosis(Cause.HEADS if moved == {"q"} else Cause.GROUPS)
     turned = torch.tensor([role != "v" for role in roles])
     blocks = right.reshape(len(roles), head, -1)
     for order in (torch.arange(head).view(2, -1).T, torch.arange(head).view(-1, 2).T):
         rotated = torch.where(turned[:, None, None], blocks[:, order.flatten()], blocks)
         if equal(rotated.reshape(wrong.shape), wrong):
-            return Found(Cause.ROTARY)
+            return Diagnosis(Cause.ROTARY)
     return None
 
 
@@ -179,5 +179,5 @@ def _bytes(blocks: torch.Tensor) -> Iterator[bytes]:
 
 
 def _moved(order: list[int]) -> str:
-    moved = [n for n, there in enumerate(order) if n != there]
+    moved = [n for n, source in enumerate(order) if n != source]
     return f"{len(moved)} of {len(order)} moved"

@@ -19,7 +19,7 @@ from typing import Any
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.saved.huggingface import differences
 from megatron_ttrace.saved.huggingface.families import family_of, read_config
-from megatron_ttrace.saved.huggingface.given import Given
+from megatron_ttrace.saved.huggingface.inputs import Inputs
 from megatron_ttrace.saved.known import Difference
 from megatron_ttrace.trace import budget
 from megatron_ttrace.trace.errors import TTraceError
@@ -30,7 +30,7 @@ from megatron_ttrace.trace.records import Outcome
 from megatron_ttrace.trace.store import META, TraceReader, read_meta
 
 PREFIX = "hf:"
-"""What a config.json is given with, where a trace or a command may be given as well."""
+"""Distinguishes a config.json from a trace or a command."""
 TESTED = "5.12.1"
 """The release of ``transformers`` that this is tested with."""
 
@@ -76,7 +76,7 @@ def avoided(config: Path, folder: Path) -> list[str]:
     Raises:
         TTraceError: when it cannot be compared.
     """
-    return differences.avoided(Given.read(config, open_reference(folder)))
+    return differences.avoided(Inputs.read(config, open_reference(folder)))
 
 
 class Compared:
@@ -96,27 +96,27 @@ class Compared:
         Raises:
             TTraceError: when it cannot be compared.
         """
-        self.given = Given.read(config, trusted)
-        differences.require_comparable(self.given)
+        self.inputs = Inputs.read(config, trusted)
+        differences.require_comparable(self.inputs)
         self.version = version()
         self.reference = trusted.directory
         self._known = known
         self._explained: Counter[str] = Counter()
-        needed, free = self.given.needed_bytes, budget.host_room(1)
+        needed, free = self.inputs.needed_bytes, budget.host_room(1)
         self._by_layer = needed > free
         self._sizes = f"{budget.shown(needed)} needed for all, {budget.shown(free)} available"
-        _run(self.given.path, trusted.directory, directory, by_layer=self._by_layer)
+        _run(self.inputs.path, trusted.directory, directory, by_layer=self._by_layer)
         self.trace = TraceReader(directory)
-        self._correspondence = self.given.correspondence()
+        self._correspondence = self.inputs.correspondence()
 
     @property
     def name(self) -> str:
         """Of the model."""
-        return f"transformers' {self.given.family.architecture} {self.version}"
+        return f"transformers' {self.inputs.family.architecture} {self.version}"
 
     def __call__(self, verdicts: Sequence[Judged]) -> list[Judged]:
         """The verdicts; what has no counterpart, and known differences, ``unchecked``."""
-        return [self._reviewed(each) for each in verdicts]
+        return [self._reviewed(verdict) for verdict in verdicts]
 
     def layout(self) -> dict[str, Any]:
         """The other side, for the report."""
@@ -127,27 +127,27 @@ class Compared:
         trace = self.reference
         notices = [
             f"the reference is {trace}; compared with it is {self.name}, in float32, with its "
-            f"weights and inputs and the model of {self.given.path}"
+            f"weights and inputs and the model of {self.inputs.path}"
         ]
         if self._by_layer:
             notices.append(
                 f"compared layer by layer, with the trace's inputs and gradients: {self._sizes}"
             )
-        for name, value in self.given.replaced.items():
-            notices.append(f"{name} is the trace's {self.given.config[name]}, not {value}")
-        notices += differences.notices(self.given)
+        for name, value in self.inputs.replaced.items():
+            notices.append(f"{name} is the trace's {self.inputs.config[name]}, not {value}")
+        notices += differences.notices(self.inputs)
         notices += [f"known difference, not judged: {text}" for text in self._explained]
         return notices
 
     def _reviewed(self, verdict: Judged) -> Judged:
         key, is_open = verdict.key, verdict.verdict in (Outcome.MISSING, Outcome.UNCHECKED)
-        is_later = key.iteration != self.given.iteration
+        is_later = key.iteration != self.inputs.iteration
         if is_open and (is_later or self._correspondence.row(key) is None):
-            return _unchecked(verdict, Reason.NO_COUNTERPART, differences.why(self.given, key))
-        for each in self._known if verdict.verdict.is_failure else ():
-            if each.explains(verdict.key):
-                self._explained[each.reason] += 1
-                return _unchecked(verdict, Reason.KNOWN, each.reason)
+            return _unchecked(verdict, Reason.NO_COUNTERPART, differences.why(self.inputs, key))
+        for difference in self._known if verdict.verdict.is_failure else ():
+            if difference.explains(verdict.key):
+                self._explained[difference.reason] += 1
+                return _unchecked(verdict, Reason.KNOWN, difference.reason)
         return verdict
 
 

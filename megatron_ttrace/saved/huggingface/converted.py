@@ -20,15 +20,16 @@ from megatron_ttrace.mcore.checkpoints.stored import (
     Format,
     Stored,
     open_checkpoint,
+    safetensors,
     with_blocks_stacked,
 )
 from megatron_ttrace.saved import checkpoints
 from megatron_ttrace.saved.checkpoints import Comparison, Same, Tensor
-from megatron_ttrace.saved.huggingface import causes
-from megatron_ttrace.saved.huggingface.causes import Cause, Found
+from megatron_ttrace.saved.huggingface import causes, families
+from megatron_ttrace.saved.huggingface.causes import Cause, Diagnosis
 from megatron_ttrace.saved.huggingface.families import HEAD, Order, Part
-from megatron_ttrace.saved.huggingface.files import Files, is_model, open_files
 from megatron_ttrace.saved.huggingface.weights import Pair, Table
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.states import Item, State
 
@@ -37,6 +38,59 @@ _DERIVED = "rotary_emb.inv_freq"
 _LATER = "mtp."
 """Layers for multi-token prediction, in files after the others or by this name."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_CONFIG, _INDEX, _ALONE = "config.json", "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """A model's directory.
+
+    Attributes:
+        folder: of the files.
+        config: the model's.
+        family: of the model.
+        tensors: by name; read when they are asked for.
+    """
+
+    folder: Path
+    config: families.Config
+    family: families.Family
+    tensors: Mapping[str, Stored]
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a directory holds a model's config and safetensors."""
+    return (folder / _CONFIG).is_file() and next(folder.glob("*.safetensors"), None) is not None
+
+
+def open_files(folder: Path) -> Files:
+    """A model's directory.
+
+    Raises:
+        TTraceError: when the family is not supported, or a file is missing or damaged.
+    """
+    config = families.read_config(folder / _CONFIG)
+    family = families.family_of(config, weights_only=True)
+    # Other safetensors beside the model's have other formats (consolidated.safetensors).
+    names = _named(folder / _INDEX) if (folder / _INDEX).is_file() else {}
+    alone = (
+        [folder / _ALONE] if (folder / _ALONE).is_file() else sorted(folder.glob("*.safetensors"))
+    )
+    tensors = dict(safetensors([folder / name for name in sorted(set(names.values()))] or alone))
+    if absent := names.keys() - tensors.keys():
+        raise TTraceError(f"{folder}: {min(absent)} is in {_INDEX}, but in no file")
+    return Files(folder, config, family, tensors)
+
+
+def _named(index: Path) -> dict[str, str]:
+    """The name of its file for each tensor."""
+    try:
+        names = codec.parse(codec.read(index))["weight_map"]
+        if not all(Path(name).name == name for name in names.values()):
+            raise ValueError("a file in another directory")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TTraceError(f"{index} is damaged ({error})") from error
+    return dict(names)
 
 
 def compare_any(a: Path, b: Path, *, weights_only: bool = False) -> Comparison:
@@ -108,11 +162,11 @@ class _Conversion:
         if original.dtype != wrong.dtype:
             names = [str(data.dtype).removeprefix("torch.") for data in (original, wrong)]
             notes.append("{} in Hugging Face, {} in Megatron".format(*names))
-        found = None
+        diagnosis = None
         if pair.rule.padded and wrong.shape[1:] == right.shape[1:] and len(wrong) != len(right):
             notes.append(f"Megatron has {len(wrong)} rows for a vocabulary of {len(right)}")
             rows = min(len(wrong), len(right))
-            found = self._padding(pair, wrong[rows - 1 :])
+            diagnosis = self._padding(pair, wrong[rows - 1 :])
             original, right, wrong = original[:rows], right[:rows], wrong[:rows]
         error: float | None = 0.0
         if wrong.shape != right.shape:
@@ -120,8 +174,8 @@ class _Conversion:
             same, error = Same.SHAPE, None
         elif not causes.equal(right, wrong):
             same, error = Same.DIFFERENT, _error(right, wrong)
-        elif found:
-            same = Same.SHAPE if found.cause is Cause.CUT else Same.DIFFERENT
+        elif diagnosis:
+            same = Same.SHAPE if diagnosis.cause is Cause.CUT else Same.DIFFERENT
         else:
             exact = causes.equal(right.to(original.dtype), original)
             return Tensor(
@@ -132,16 +186,16 @@ class _Conversion:
             values = original, right, wrong
             if self._swapped:
                 values = wrong, wrong.to(original.dtype), original
-            found = causes.of_values(*values, pair.rule.order, parts, sizes)
-            found = found or self._elsewhere(pair, wrong)
-        if found and found.note:
-            notes.append(found.note)
-        elif found is None and error is not None:
+            diagnosis = causes.of_values(*values, pair.rule.order, parts, sizes)
+            diagnosis = diagnosis or self._elsewhere(pair, wrong)
+        if diagnosis and diagnosis.note:
+            notes.append(diagnosis.note)
+        elif diagnosis is None and error is not None:
             notes.append(_where(right, wrong))
-        cause = found.cause if found else None
+        cause = diagnosis.cause if diagnosis else None
         return Tensor(pair.megatron, same, error, "; ".join(notes), cause=cause)
 
-    def _padding(self, pair: Pair, rows: torch.Tensor) -> Found | None:
+    def _padding(self, pair: Pair, rows: torch.Tensor) -> Diagnosis | None:
         """What is wrong with the rows that only one has, of which Megatron's softmax has its own.
 
         Some converters append zeros, Megatron-LM's (tools/checkpoint) repeats the last row. A
@@ -152,15 +206,15 @@ class _Conversion:
             rows: the last of the vocabulary, and Megatron's after it.
         """
         if len(rows) == 1:
-            return Found(Cause.CUT)
+            return Diagnosis(Cause.CUT)
         is_head = pair.rule is HEAD or self._table.sizes.tied
         if self._swapped or not is_head:
             return None
         if rows[1:].any() and not causes.equal(rows[1:], rows[:1].expand_as(rows[1:])):
-            return Found(Cause.PADDED)
+            return Diagnosis(Cause.PADDED)
         return None
 
-    def _elsewhere(self, pair: Pair, wrong: torch.Tensor) -> Found | None:
+    def _elsewhere(self, pair: Pair, wrong: torch.Tensor) -> Diagnosis | None:
         """Another tensor whose values these are; those in the same layer come first."""
         places: dict[Cause, list[Pair]] = {}
         for other in self._sketches(wrong.shape, wrong.dtype).get(
@@ -171,9 +225,9 @@ class _Conversion:
         # Equal tensors may be in many places, of which the files do not say which was taken.
         if len(places) != 1:
             return None
-        ((cause, others),) = places.items()
-        more = f" and {len(others) - 1} equal ones" if len(others) > 1 else ""
-        return Found(cause, f"those of {', '.join(_names(others[0].parts))}{more}")
+        ((cause, sources),) = places.items()
+        more = f" and {len(sources) - 1} equal ones" if len(sources) > 1 else ""
+        return Diagnosis(cause, f"those of {', '.join(_names(sources[0].parts))}{more}")
 
     def _sketches(self, shape: torch.Size, dtype: torch.dtype) -> Mapping[bytes, list[Pair]]:
         """The pairs of a shape by their first row, or by the first rows if they have no columns."""
@@ -181,8 +235,8 @@ class _Conversion:
             return self._by_sketch[shape, dtype]
         sketches: defaultdict[bytes, list[Pair]] = defaultdict(list)
         for pair in self._table.pairs:
-            there = all(part.name in self._hf.tensors for part in pair.parts)
-            if there and self._shape(pair) == tuple(shape):
+            is_complete = all(part.name in self._hf.tensors for part in pair.parts)
+            if is_complete and self._shape(pair) == tuple(shape):
                 first = self._oriented(pair.parts[0], self._lead(pair)).to(dtype)
                 sketches[_sketch(first, self._lead(pair))].append(pair)
         self._by_sketch[shape, dtype] = sketches
@@ -225,9 +279,9 @@ class _Conversion:
         return of_expert
 
     def _stored(self, pair: Pair) -> Stored:
-        there = self._megatron.find(Item(State.WEIGHT, pair.megatron))
-        assert there is not None  # the table holds what is found
-        return there[1]
+        match = self._megatron.find(Item(State.WEIGHT, pair.megatron))
+        assert match is not None  # the table holds what is found
+        return match[1]
 
     def _rest(self) -> Iterator[Tensor]:
         """What has no counterpart."""
@@ -251,14 +305,14 @@ class _Conversion:
                 yield Tensor(name, self._only_hf)
         counts: Counter[Item] = Counter()
         for pair in self._table.pairs:
-            if there := self._megatron.find(Item(State.WEIGHT, pair.megatron)):
-                counts[there[0]] += math.prod(there[1].shape)
+            if match := self._megatron.find(Item(State.WEIGHT, pair.megatron)):
+                counts[match[0]] += math.prod(match[1].shape)
         for item, stored in self._megatron.tensors.items():
-            rest = math.prod(stored.shape) - counts[item]
-            if item.state is State.WEIGHT and rest > 0 and item.name.startswith(_LATER):
+            missing = math.prod(stored.shape) - counts[item]
+            if item.state is State.WEIGHT and missing > 0 and item.name.startswith(_LATER):
                 later += 1
-            elif item.state is State.WEIGHT and rest > 0:
-                note = f"{rest} of {math.prod(stored.shape)} elements" if item in counts else ""
+            elif item.state is State.WEIGHT and missing > 0:
+                note = f"{missing} of {math.prod(stored.shape)} elements" if item in counts else ""
                 yield Tensor(item.name, self._only_megatron, note=note)
         if later:
             note = f"{later} tensors"

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from megatron_ttrace.mcore.options.decisions import AUXILIARY
 from megatron_ttrace.mcore.roles import is_within_experts
-from megatron_ttrace.saved.huggingface.given import POSITIONS, Given
+from megatron_ttrace.saved.huggingface.inputs import POSITIONS, Inputs
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import (
     FLOW,
@@ -52,60 +52,60 @@ class Difference:
     why: str
     effect: Effect
     instead: str = ""
-    seen: Callable[[Given], Iterable[str]] = lambda given: ()
-    covers: Callable[[Given, TraceKey], bool] = lambda given, key: False
+    seen: Callable[[Inputs], Iterable[str]] = lambda inputs: ()
+    covers: Callable[[Inputs, TraceKey], bool] = lambda inputs, key: False
     avoided: bool = False
 
 
-def _auxiliary(given: Given) -> Iterator[str]:
-    arguments = given.arguments
+def _auxiliary(inputs: Inputs) -> Iterator[str]:
+    arguments = inputs.arguments
     for option in sorted(AUXILIARY) if arguments.get("num_experts") else ():
         value = arguments.get(option)
         if any(value if isinstance(value, list) else [value]):
             yield f"--{option.replace('_', '-')} {value}"
 
 
-def _capacity(given: Given) -> Iterator[str]:
-    if any(key.kind is Kind.ROUTING and key.index == RoutingIndex.KEPT for key in given.trace):
+def _capacity(inputs: Inputs) -> Iterator[str]:
+    if any(key.kind is Kind.ROUTING and key.index == RoutingIndex.KEPT for key in inputs.trace):
         yield "a capacity of experts"
 
 
-def _predicted(given: Given) -> Iterator[str]:
-    names = (name for name in given.parameters() if name.startswith("mtp."))
+def _predicted(inputs: Inputs) -> Iterator[str]:
+    names = (name for name in inputs.parameters() if name.startswith("mtp."))
     yield from (f"multi-token prediction ({name})" for name in names)
 
 
-def _packed(given: Given) -> Iterator[str]:
-    if given.arguments.get("reset_attention_mask"):
+def _packed(inputs: Inputs) -> Iterator[str]:
+    if inputs.arguments.get("reset_attention_mask"):
         yield "--reset-attention-mask"
-    for key in given.trace:
+    for key in inputs.trace:
         place = key.iteration, key.kind, key.name, key.index
-        if place == (given.iteration, Kind.INPUT, ROOT, POSITIONS):
-            data = given.trace.data(key)
+        if place == (inputs.iteration, Kind.INPUT, ROOT, POSITIONS):
+            data = inputs.trace.data(key)
             if data.ndim and (data.diff(dim=-1) != 1).any():
                 yield "packed samples (positions that begin anew)"
 
 
-def _rounded(given: Given) -> Iterator[str]:
-    if given.trace.reference.epsilon > _FLOAT32:
-        yield "fp16" if given.arguments.get("fp16") else "bf16"
+def _rounded(inputs: Inputs) -> Iterator[str]:
+    if inputs.trace.reference.epsilon > _FLOAT32:
+        yield "fp16" if inputs.arguments.get("fp16") else "bf16"
 
 
-def _fused_loss(given: Given) -> Iterator[str]:
-    arguments, is_rounded = given.arguments, any(_rounded(given))
+def _fused_loss(inputs: Inputs) -> Iterator[str]:
+    arguments, is_rounded = inputs.arguments, any(_rounded(inputs))
     is_native = arguments.get("cross_entropy_fusion_impl", "native") == "native"
     if arguments.get("cross_entropy_loss_fusion") and is_native and not is_rounded:
         yield "--cross-entropy-loss-fusion"
 
 
-def _latent(given: Given) -> Iterator[str]:
-    epsilon = given.config.get("rms_norm_eps", _OF_LATENTS)
-    if given.config["model_type"] == "deepseek_v3" and epsilon != _OF_LATENTS:
+def _latent(inputs: Inputs) -> Iterator[str]:
+    epsilon = inputs.config.get("rms_norm_eps", _OF_LATENTS)
+    if inputs.config["model_type"] == "deepseek_v3" and epsilon != _OF_LATENTS:
         yield f"rms_norm_eps {epsilon}"
 
 
-def _later(given: Given) -> Iterator[str]:
-    if later := sorted({key.iteration for key in given.trace} - {given.iteration}):
+def _later(inputs: Inputs) -> Iterator[str]:
+    if later := sorted({key.iteration for key in inputs.trace} - {inputs.iteration}):
         yield f"iteration {', '.join(map(str, later))} of the trace"
 
 
@@ -126,7 +126,7 @@ DIFFERENCES = (
         "transformers computes in float32",
         Effect.REFUSED,
         "record without it",
-        seen=lambda given: ["FP8"] if given.trace.reference.fp8 else [],
+        seen=lambda inputs: ["FP8"] if inputs.trace.reference.fp8 else [],
         avoided=True,
     ),
     Difference(
@@ -181,7 +181,7 @@ DIFFERENCES = (
         Effect.NOTICE,
         "it is not compared",
         seen=_later,
-        covers=lambda given, key: key.iteration != given.iteration,
+        covers=lambda inputs, key: key.iteration != inputs.iteration,
     ),
     Difference(
         "loss masks, scales and means",
@@ -195,62 +195,71 @@ DIFFERENCES = (
         "start weights and batches",
         "given to both",
         Effect.LEFT_OUT,
-        covers=lambda given, key: key.direction is Direction.START,
+        covers=lambda inputs, key: key.direction is Direction.START,
     ),
     Difference(
         "optimizer, logged numbers",
         "only forward and backward passes are computed",
         Effect.LEFT_OUT,
-        covers=lambda given, key: key.kind not in (*FLOW, Kind.ROUTING, Kind.MAIN_GRAD),
+        covers=lambda inputs, key: key.kind not in (*FLOW, Kind.ROUTING, Kind.MAIN_GRAD),
     ),
     Difference(
         "gradients of what experts read too, and of what a gate multiplies",
         "transformers has them in a sum or in another form",
         Effect.LEFT_OUT,
-        covers=lambda given, key: given.correspondence().is_apart(key),
+        covers=lambda inputs, key: inputs.correspondence().is_apart(key),
     ),
     Difference(
         "single experts",
         "transformers computes a layer's experts together",
         Effect.LEFT_OUT,
-        covers=lambda given, key: is_within_experts(key.name),
+        covers=lambda inputs, key: is_within_experts(key.name),
     ),
     Difference(
         "further modules",
         "only Megatron has them",
         Effect.LEFT_OUT,
-        covers=lambda given, key: True,
+        covers=lambda inputs, key: True,
     ),
 )
 
 
-def require_comparable(given: Given) -> None:
+def require_comparable(inputs: Inputs) -> None:
     """Refuse a trace with something that cannot be compared. Raises ``TTraceError``."""
-    for each in DIFFERENCES:
-        if each.effect is Effect.REFUSED and (seen := next(iter(each.seen(given)), None)):
-            raise TTraceError(f"{given.trace.directory}: {seen}: {each.why}: {each.instead}")
+    for difference in DIFFERENCES:
+        if difference.effect is Effect.REFUSED and (
+            seen := next(iter(difference.seen(inputs)), None)
+        ):
+            raise TTraceError(
+                f"{inputs.trace.directory}: {seen}: {difference.why}: {difference.instead}"
+            )
 
 
-def avoided(given: Given) -> list[str]:
+def avoided(inputs: Inputs) -> list[str]:
     """What a trace has that a job of Megatron-Bridge is run without once more."""
-    return [seen for each in DIFFERENCES if each.avoided for seen in each.seen(given)]
-
-
-def notices(given: Given) -> list[str]:
-    """What the report says of this comparison."""
     return [
-        f"{seen}: {each.why}: {each.instead}"
-        for each in DIFFERENCES
-        if each.effect is Effect.NOTICE
-        for seen in each.seen(given)
+        seen for difference in DIFFERENCES if difference.avoided for seen in difference.seen(inputs)
     ]
 
 
-def why(given: Given, key: TraceKey) -> str:
+def notices(inputs: Inputs) -> list[str]:
+    """What the report says of this comparison."""
+    return [
+        f"{seen}: {difference.why}: {difference.instead}"
+        for difference in DIFFERENCES
+        if difference.effect is Effect.NOTICE
+        for seen in difference.seen(inputs)
+    ]
+
+
+def why(inputs: Inputs, key: TraceKey) -> str:
     """Why the model has no such tensor."""
-    return next(each.why for each in DIFFERENCES if each.covers(given, key))
+    return next(difference.why for difference in DIFFERENCES if difference.covers(inputs, key))
 
 
 def document() -> list[str]:
     """The rows of the table in docs/huggingface.md."""
-    return [f"| {each.what} | {each.why} | {each.effect} |" for each in DIFFERENCES]
+    return [
+        f"| {difference.what} | {difference.why} | {difference.effect} |"
+        for difference in DIFFERENCES
+    ]

@@ -117,7 +117,7 @@ type _Parts = str | Part | tuple[str | Part, ...]
 
 
 def _rule(
-    where: Where, megatron: str | tuple[str, ...], *alternatives: _Parts, **others: Any
+    where: Where, megatron: str | tuple[str, ...], *alternatives: _Parts, **options: Any
 ) -> Rule:
     names = (megatron,) if isinstance(megatron, str) else megatron
     hf = (parts if isinstance(parts, tuple) else (parts,) for parts in alternatives)
@@ -125,12 +125,12 @@ def _rule(
         where,
         names,
         tuple(tuple(Part(p) if isinstance(p, str) else p for p in parts) for parts in hf),
-        **others,
+        **options,
     )
 
 
-def _same(where: Where, names: Mapping[str, str], **others: Any) -> tuple[Rule, ...]:
-    return tuple(_rule(where, ours, theirs, **others) for ours, theirs in names.items())
+def _same(where: Where, names: Mapping[str, str], **options: Any) -> tuple[Rule, ...]:
+    return tuple(_rule(where, ours, theirs, **options) for ours, theirs in names.items())
 
 
 _QKV = "self_attention.linear_qkv"
@@ -216,15 +216,15 @@ def _shared_expert(theirs: str, needs: str = "") -> tuple[Rule, ...]:
     return _mlp(Where.SPARSE, "mlp.shared_experts", f"mlp.{theirs}", needs=needs)
 
 
-def _latent(of: str, **others: Any) -> tuple[Rule, ...]:
+def _latent(of: str, **options: Any) -> tuple[Rule, ...]:
     """The two linear layers of queries, or of keys and values, and the norm between them."""
     shared = "_with_mqa" if of == "kv" else ""
     ours, up = f"self_attention.linear_{of}_down_proj", f"self_attention.linear_{of}_up_proj"
     norms = f"{up}.layer_norm_weight", f"self_attention.{of}_layernorm.weight"
     names = {f"{of}_a_proj{shared}": f"{ours}.weight", f"{of}_b_proj": f"{up}.weight"}
     return (
-        *(_rule(Where.LAYER, names[x], f"self_attn.{x}.weight", **others) for x in names),
-        _rule(Where.LAYER, norms, f"self_attn.{of}_a_layernorm.weight", **others),
+        *(_rule(Where.LAYER, names[x], f"self_attn.{x}.weight", **options) for x in names),
+        _rule(Where.LAYER, norms, f"self_attn.{of}_a_layernorm.weight", **options),
     )
 
 

@@ -33,7 +33,7 @@ from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.saved.huggingface import modules, weights
-from megatron_ttrace.saved.huggingface.given import POSITIONS, Given
+from megatron_ttrace.saved.huggingface.inputs import POSITIONS, Inputs
 from megatron_ttrace.saved.huggingface.modules import Row, Source
 from megatron_ttrace.trace.errors import ExitCode, TTraceError, one_line
 from megatron_ttrace.trace.meta import CandidateMeta
@@ -135,8 +135,8 @@ class _Replayed(TorchFunctionMode):
         if replayed.shape != chosen.shape:
             return result
         instead = scores.gather(1, replayed)
-        ranked = (each.detach().sort(dim=1).values for each in (values, instead))
-        gap = torch.sub(*ranked).abs().amax(dim=1, keepdim=True)
+        ranked, replayed_ranked = (s.detach().sort(dim=1).values for s in (values, instead))
+        gap = (ranked - replayed_ranked).abs().amax(dim=1, keepdim=True)
         size = scores.detach()[scores.isfinite()].square().mean().sqrt()
         tie = gap <= 2 * self._limit.value * size
         return type(result)((torch.where(tie, instead, values), torch.where(tie, replayed, chosen)))
@@ -145,23 +145,23 @@ class _Replayed(TorchFunctionMode):
 class _Model:
     """A model of ``transformers`` with a trace's weights, of which some layers are in memory."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         """Build the model in float32. Raises ``TTraceError`` when the weights do not fit it."""
         import transformers
         from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-        self._given, self._trace = given, given.trace
-        self._parameters = given.parameters()
-        self._correspondence = given.correspondence()
-        weights.require_complete(given.family, given.config, self._parameters)
+        self._inputs, self._trace = inputs, inputs.trace
+        self._parameters = inputs.parameters()
+        self._correspondence = inputs.correspondence()
+        weights.require_complete(inputs.family, inputs.config, self._parameters)
         # Before the model is built, which looks the name up.
         transformers.AttentionInterface.register(_NAME, self._attention)
         AttentionMaskInterface.register(_NAME, eager_mask)
-        config = transformers.AutoConfig.for_model(**given.config)
+        config = transformers.AutoConfig.for_model(**inputs.config)
         # Its row would get no gradient.
         config.pad_token_id = None
         with _without_memory():
-            self._model = getattr(transformers, given.family.architecture)._from_config(
+            self._model = getattr(transformers, inputs.family.architecture)._from_config(
                 config,
                 dtype=torch.float32,
                 attn_implementation=_NAME,
@@ -184,10 +184,10 @@ class _Model:
         Those that are not loaded return their input. What a loaded part reads from such a layer is
         the trace's, and so is the gradient of what it returns to such a layer.
         """
-        layers = range(self._given.config["num_hidden_layers"])
+        layers = range(self._inputs.config["num_hidden_layers"])
         names = ["embedding", *(f"decoder.layers.{number}" for number in layers)]
         for name, after in zip(names, [*layers, None], strict=True):
-            key = TraceKey(self._given.iteration, 0, Kind.OUTPUT, name)
+            key = TraceKey(self._inputs.iteration, 0, Kind.OUTPUT, name)
             module = self._module(key)
             module.register_forward_hook(self._passing(key, modules.layer_of(name), after))
             module.forward = self._where_loaded(modules.layer_of(name), module.forward)
@@ -211,14 +211,14 @@ class _Model:
 
     def _passing(self, key: TraceKey, number: int | None, after: int | None) -> Callable[..., Any]:
         def hook(module: Any, args: Any, output: Any) -> Any:
-            is_loaded, is_read = (each in self._loaded for each in (number, after))
-            here = dataclasses.replace(key, microbatch=self._microbatch)
+            is_loaded, is_read = number in self._loaded, after in self._loaded
+            now = dataclasses.replace(key, microbatch=self._microbatch)
             if is_loaded and not is_read:
-                gradient = dataclasses.replace(here, kind=Kind.GRAD_OUTPUT)
+                gradient = dataclasses.replace(now, kind=Kind.GRAD_OUTPUT)
                 self._ends.append((output, self._states(gradient)))
             if is_loaded or not (is_read or number is None):
                 return output  # of no layer in memory; masks have the dtype of the embedding's
-            return self._states(here).requires_grad_()
+            return self._states(now).requires_grad_()
 
         return hook
 
@@ -234,22 +234,22 @@ class _Model:
     @contextlib.contextmanager
     def _in_memory(self, layers: Collection[int | None]) -> Iterator[None]:
         """Load the weights of some layers; ``None`` is what surrounds them."""
-        given = self._given
+        inputs = self._inputs
         keys = {n: k for n, k in self._parameters.items() if modules.layer_of(n) in layers}
-        state = weights.load_weights(given.family, given.config, given.tensors(keys))
+        state = weights.load_weights(inputs.family, inputs.config, inputs.tensors(keys))
         theirs = {
             n: v for n, v in self._model.state_dict().items() if modules.layer_of(n) in layers
         }
         for name in sorted(theirs.keys() ^ state.keys()):
             has, lacks = ("transformers'", "Megatron's")[:: 1 if name in theirs else -1]
             raise TTraceError(
-                f"{given.path}: {has} model has {name}, {lacks} has no such parameter: the two are "
-                "not of one architecture"
+                f"{inputs.path}: {has} model has {name}, {lacks} has no such parameter: the two "
+                "are not of one architecture"
             )
         for name, value in state.items():
             if value.shape != theirs[name].shape:
                 raise TTraceError(
-                    f"{given.path}: {name} is {tuple(theirs[name].shape)}, in the trace "
+                    f"{inputs.path}: {name} is {tuple(theirs[name].shape)}, in the trace "
                     f"{tuple(value.shape)}: give the config the sizes of the traced job"
                 )
         self._loaded = layers
@@ -270,9 +270,9 @@ class _Model:
         """
         keys: dict[int, list[TraceKey]] = defaultdict(list)
         for key in self._trace:
-            if key.iteration == self._given.iteration:
+            if key.iteration == self._inputs.iteration:
                 keys[key.microbatch].append(key)
-        parts = [None, *range(self._given.config["num_hidden_layers"])]
+        parts = [None, *range(self._inputs.config["num_hidden_layers"])]
         for layers in [[part] for part in parts] if by_layer else [parts]:
             with self._in_memory(layers):
                 for number in sorted(keys.keys() - {STEP_LEVEL}):
@@ -289,12 +289,12 @@ class _Model:
         """One microbatch, forward and backward."""
 
         def data(kind: Kind, index: int) -> torch.Tensor:
-            return self._data(TraceKey(self._given.iteration, number, kind, ROOT, index))
+            return self._data(TraceKey(self._inputs.iteration, number, kind, ROOT, index))
 
         tokens, positions, labels = (
             data(Kind.INPUT, index) for index in (_TOKENS, POSITIONS, _LABELS)
         )
-        sizes = weights.Sizes.of(self._given.config, self._given.family.defaults)
+        sizes = weights.Sizes.of(self._inputs.config, self._inputs.family.defaults)
         ours = modules.Sizes(tokens.shape[1], sizes.groups, sizes.experts)
         self._taps.clear()
         self._microbatch, self._ends = number, []
@@ -353,9 +353,9 @@ class _Model:
 
     def _main_gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of parameters as Megatron has them, scaled and summed over a step."""
-        meta, step = self._trace.reference, self._given.iteration
+        meta, step = self._trace.reference, self._inputs.iteration
         factor = 1 / meta.loss_scales.get(str(step), 1.0)
-        if self._given.arguments.get("calculate_per_token_loss"):
+        if self._inputs.arguments.get("calculate_per_token_loss"):
             masks = (
                 self._trace.data(key)
                 for key in self._trace
@@ -368,7 +368,7 @@ class _Model:
             if modules.layer_of(name) in self._loaded
         }
         names = [name for name in self._parameters if modules.layer_of(name) in self._loaded]
-        return weights.megatron_weights(self._given.family, self._given.config, gradients, names)
+        return weights.megatron_weights(self._inputs.family, self._inputs.config, gradients, names)
 
 
 @contextlib.contextmanager
@@ -407,8 +407,8 @@ def write(config: Path, reference: Path, directory: Path, *, by_layer: bool) -> 
     Raises:
         TTraceError: when the model cannot be compared with the reference.
     """
-    given = Given.read(config, TraceReader(reference))
-    model = _Model(given)
+    inputs = Inputs.read(config, TraceReader(reference))
+    model = _Model(inputs)
     writer = TraceWriter(directory, 0)
     try:
         requested = model.step(writer, by_layer=by_layer)
@@ -416,9 +416,9 @@ def write(config: Path, reference: Path, directory: Path, *, by_layer: bool) -> 
         writer.close()
     run = RunConfig(
         dtype="float32",
-        layers=given.config["num_hidden_layers"],
-        hidden=given.config["hidden_size"],
-        iterations=(given.iteration,),
+        layers=inputs.config["num_hidden_layers"],
+        hidden=inputs.config["hidden_size"],
+        iterations=(inputs.iteration,),
         logs=True,
         requested=requested,
     )

@@ -87,8 +87,8 @@ class Sizes:
             for n in range(layers)
         )
         kinds = mixed or (
-            frozenset({Where.LAYER, Where.ATTENTION, Where.SPARSE if each else Where.DENSE})
-            for each in sparse
+            frozenset({Where.LAYER, Where.ATTENTION, Where.SPARSE if is_sparse else Where.DENSE})
+            for is_sparse in sparse
         )
         groups = number("num_key_value_heads", default=heads)
         tied = config.get("tie_word_embeddings", False) is True
@@ -268,7 +268,7 @@ def _parts(
     """The parts of a rule: the alternative that is there, else the last, which files have."""
     prefixes = dict.fromkeys((_PREFIX, family.stored))
     for parts, prefix in itertools.product(rule.hf, prefixes):
-        found = tuple(
+        named = tuple(
             dataclasses.replace(
                 part,
                 name=_named(family.rows.renamed(part.name), "model", layer, expert).replace(
@@ -278,9 +278,9 @@ def _parts(
             )
             for part in parts
         )
-        if hf is None or any(hf(part.name) for part in found):
+        if hf is None or any(hf(part.name) for part in named):
             break
-    return found
+    return named
 
 
 def load_weights(
@@ -333,7 +333,7 @@ def megatron_weights(
         TTraceError: when a tensor is absent or has another number of rows.
     """
     table = Table.of(family, config, names.__contains__, state.__contains__)
-    whole = {}
+    tensors = {}
     for pair in table.pairs:
         if absent := [part.name for part in pair.parts if part.name not in state]:
             raise TTraceError(f"the model of transformers has no {absent[0]}")
@@ -341,8 +341,8 @@ def megatron_weights(
             state[part.name] if part.expert is None else state[part.name][part.expert]
             for part in pair.parts
         ]
-        whole[pair.megatron] = table.join(pair, parts)
-    return whole
+        tensors[pair.megatron] = table.join(pair, parts)
+    return tensors
 
 
 def require_complete(family: Family, config: Config, megatron: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
 from megatron_ttrace.saved.checkpoints import Comparison, Same, Tensor
-from megatron_ttrace.saved.huggingface import converted, files
+from megatron_ttrace.saved.huggingface import converted
 from megatron_ttrace.saved.huggingface.causes import Cause
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.states import Item, State
@@ -27,7 +27,9 @@ HEAD = "output_layer.weight"
 type State_ = dict[str, torch.Tensor]
 
 
-def saved(folder: Path, config: Mapping[str, Any], state: State_, shards: int = 1) -> files.Files:
+def saved(
+    folder: Path, config: Mapping[str, Any], state: State_, shards: int = 1
+) -> converted.Files:
     """A directory as Hugging Face has it."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -37,7 +39,7 @@ def saved(folder: Path, config: Mapping[str, Any], state: State_, shards: int = 
         held = {name: state[name].contiguous() for name in state if where[name] == file}
         save_file(held, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    return files.open_files(folder)
+    return converted.open_files(folder)
 
 
 def held(tensors: State_) -> Checkpoint:
@@ -305,10 +307,10 @@ def test_damaged_models(tmp_path: Path) -> None:
     saved(tmp_path, config, state, 2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(TTraceError, match=r"00002-of-00002\.safetensors is damaged"):
-        files.open_files(tmp_path)
+        converted.open_files(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}')
     with pytest.raises(TTraceError, match=r"index\.json is damaged"):
-        files.open_files(tmp_path)
+        converted.open_files(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(TTraceError, match="not an object"):
-        files.open_files(tmp_path)
+        converted.open_files(tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a comparison with ``transformers`` is given: the user's ``config.json`` and a trace.
+"""The inputs of a comparison with ``transformers``: the user's ``config.json`` and a trace.
 
 The config describes the model. It is never derived from Megatron's arguments, which would share
 their faults. Only the number of layers and the padded vocabulary are the trace's.
@@ -33,7 +33,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Given:
+class Inputs:
     """A model's config, with the trace's sizes, and the tensors of the trace.
 
     Attributes:
@@ -51,7 +51,7 @@ class Given:
     trace: TraceReader
 
     @classmethod
-    def read(cls, path: Path, trace: TraceReader) -> Given:
+    def read(cls, path: Path, trace: TraceReader) -> Inputs:
         """Read a config. What can be compared is in :mod:`.differences`.
 
         Raises:
@@ -59,12 +59,12 @@ class Given:
         """
         config = read_config(path)
         family = family_of(config)
-        given = cls(path=path, config=config, replaced={}, family=family, trace=trace)
-        if _EMBEDDING not in given.parameters():
+        inputs = cls(path=path, config=config, replaced={}, family=family, trace=trace)
+        if _EMBEDDING not in inputs.parameters():
             raise TTraceError(
                 f"{trace.directory} does not hold a whole language model's parameters"
             )
-        return dataclasses.replace(given, **given._resized())
+        return dataclasses.replace(inputs, **inputs._resized())
 
     @property
     def arguments(self) -> Mapping[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a comparison with transformers is given, and what it refuses."""
+"""The inputs of a comparison with transformers, and what it refuses."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 
 from megatron_ttrace.saved.huggingface.differences import notices, require_comparable
 from megatron_ttrace.saved.huggingface.families import read_config
-from megatron_ttrace.saved.huggingface.given import POSITIONS, Given
+from megatron_ttrace.saved.huggingface.inputs import POSITIONS, Inputs
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Kind, RoutingIndex, TraceKey
@@ -40,25 +40,25 @@ def test_only_sizes_are_the_traces(tmp_path: Path) -> None:
     config = TWINS["qwen2"].write(
         tmp_path, num_hidden_layers=28, layer_types=["full_attention"] * 28
     )
-    given = Given.read(config, trace(tmp_path / "reference"))
-    assert given.replaced == {"num_hidden_layers": 28, "vocab_size": 128}
-    assert (given.config["num_hidden_layers"], given.config["vocab_size"]) == (2, 160)
-    assert given.config["layer_types"] == ["full_attention"] * 2
+    inputs = Inputs.read(config, trace(tmp_path / "reference"))
+    assert inputs.replaced == {"num_hidden_layers": 28, "vocab_size": 128}
+    assert (inputs.config["num_hidden_layers"], inputs.config["vocab_size"]) == (2, 160)
+    assert inputs.config["layer_types"] == ["full_attention"] * 2
     written = read_config(config)
-    left = written.keys() - given.replaced.keys() - {"layer_types"}
-    assert all(given.config[name] == written[name] for name in left)
+    left = written.keys() - inputs.replaced.keys() - {"layer_types"}
+    assert all(inputs.config[name] == written[name] for name in left)
 
 
 def test_hybrid_models(tmp_path: Path) -> None:
     """The pattern of layers is cut; what runs on a CPU has the constants of what runs on a GPU."""
     config = TWINS["nemotron_h"].write(tmp_path)
-    given = Given.read(config, trace(tmp_path / "reference"))
-    assert given.config["hybrid_override_pattern"] == "M*"
-    assert given.replaced == {"num_hidden_layers": 4, "vocab_size": 128}
-    assert given.config["time_step_min"] < 1e-300
+    inputs = Inputs.read(config, trace(tmp_path / "reference"))
+    assert inputs.config["hybrid_override_pattern"] == "M*"
+    assert inputs.replaced == {"num_hidden_layers": 4, "vocab_size": 128}
+    assert inputs.config["time_step_min"] < 1e-300
     config = TWINS["nemotron_h"].write(tmp_path, time_step_limit=[0.0, 0.1])
     with pytest.raises(TTraceError, match=r"time_step_limit \[0.0, 0.1\] is not compared"):
-        Given.read(config, trace(tmp_path / "reference"))
+        Inputs.read(config, trace(tmp_path / "reference"))
 
 
 @pytest.mark.parametrize(
@@ -89,16 +89,16 @@ def test_hybrid_models(tmp_path: Path) -> None:
 def test_refused_traces(tmp_path: Path, more: Any, meta: Any, reason: str) -> None:
     """One line names what transformers lacks or defines differently."""
     config = TWINS["llama"].write(tmp_path)
-    given = Given.read(config, trace(tmp_path / "reference", *more, **meta))
+    inputs = Inputs.read(config, trace(tmp_path / "reference", *more, **meta))
     with pytest.raises(TTraceError, match=reason):
-        require_comparable(given)
+        require_comparable(inputs)
 
 
 def test_auxiliary_losses_of_dense_models(tmp_path: Path) -> None:
     """A coefficient without experts has no effect."""
     meta = {"identity": {"arguments": {"num_experts": None, "moe_aux_loss_coeff": 0.01}}}
     reference = trace(tmp_path / "reference", **meta)
-    require_comparable(Given.read(TWINS["llama"].write(tmp_path), reference))
+    require_comparable(Inputs.read(TWINS["llama"].write(tmp_path), reference))
 
 
 def test_epsilon_of_latents(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_epsilon_of_latents(tmp_path: Path) -> None:
     reference = trace(tmp_path / "reference")
     for epsilon, count in ((1e-6, 0), (1e-5, 1)):
         config = TWINS["deepseek_v3"].write(tmp_path, rms_norm_eps=epsilon)
-        shown = notices(Given.read(config, reference))
+        shown = notices(Inputs.read(config, reference))
         assert len([notice for notice in shown if "rms_norm_eps 1e-05" in notice]) == count
 
 
@@ -115,18 +115,18 @@ def test_refused_configs(tmp_path: Path) -> None:
     reference = trace(tmp_path / "reference", rows=64)
     path = tmp_path / "config.json"
     with pytest.raises(TTraceError, match=r"config\.json is not a config\.json"):
-        Given.read(path, reference)
+        Inputs.read(path, reference)
     for text in ("[1]", "{", '"x"'):
         path.write_text(text)
         with pytest.raises(TTraceError, match=r"is not a config\.json"):
-            Given.read(path, reference)
+            Inputs.read(path, reference)
     path.write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(TTraceError, match="'bert' is not supported"):
-        Given.read(path, reference)
+        Inputs.read(path, reference)
     path.write_text(json.dumps({"model_type": "qwen2_moe"}))
     with pytest.raises(TTraceError, match="of qwen2_moe only weights are compared"):
-        Given.read(path, reference)
+        Inputs.read(path, reference)
     with pytest.raises(TTraceError, match="rope_interleave False is not compared, only True"):
-        Given.read(TWINS["deepseek_v3"].write(tmp_path, rope_interleave=False), reference)
+        Inputs.read(TWINS["deepseek_v3"].write(tmp_path, rope_interleave=False), reference)
     with pytest.raises(TTraceError, match="vocab_size 128, but the model"):
-        Given.read(TWINS["llama"].write(tmp_path), reference)
+        Inputs.read(TWINS["llama"].write(tmp_path), reference)
