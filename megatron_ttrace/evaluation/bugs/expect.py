@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from megatron_ttrace.evaluation.bugs.catalogue import Expected
+from megatron_ttrace.trace.places import Place
 from megatron_ttrace.trace.records import Culprit, Result, Summary
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)")
+SHARES = {
+    "file_first": 0.7,
+    "function_first": 0.5,
+    "file_in_three": 0.85,
+    "function_in_three": 0.65,
+}
+"""The least shares of a good checker, by the field of :class:`Looked`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,8 +76,8 @@ def assess(summary: Summary, expected: Expected) -> Assessment:
 
 
 def _last_layer(summary: Summary) -> int:
-    found = (_LAYER.match(name) for name in summary.execution_order)
-    return max((int(match[1]) for match in found if match), default=0)
+    matches = (_LAYER.match(name) for name in summary.execution_order)
+    return max((int(match[1]) for match in matches if match), default=0)
 
 
 def _matches(culprit: Culprit, expected: Expected) -> bool:
@@ -87,3 +96,36 @@ def _explains(culprit: Culprit, expected: Expected) -> bool:
 
 def _named(culprits: list[Culprit] | tuple[Culprit, ...]) -> str:
     return ", ".join(f"{c.name} {c.kind} ({c.direction}, {c.verdict})" for c in culprits[:3])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Looked:
+    """Whether the first place, or one of the first three, is in the right file and function."""
+
+    file_first: bool
+    function_first: bool
+    file_in_three: bool
+    function_in_three: bool
+
+
+def looked(culprits: Sequence[Culprit], changed: Sequence[tuple[str, str]]) -> Looked:
+    """The places of the first culprit against what was changed.
+
+    Args:
+        culprits: of a report.
+        changed: modules and qualified names of functions; what is inside a function counts as it.
+    """
+    places = culprits[0].places if culprits else ()
+
+    def is_file(place: Place, module: str) -> bool:
+        path = module.replace(".", "/")
+        return place.file in (f"{path}.py", f"{path}/__init__.py")
+
+    files = [any(is_file(place, module) for module, _ in changed) for place in places]
+    functions = [
+        any(
+            is_file(place, m) and f"{place.function}.".startswith(f"{name}.") for m, name in changed
+        )
+        for place in places
+    ]
+    return Looked(any(files[:1]), any(functions[:1]), any(files[:3]), any(functions[:3]))

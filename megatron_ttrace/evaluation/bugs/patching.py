@@ -68,18 +68,18 @@ def apply(patches: Sequence[SourcePatch]) -> list[tuple[FunctionType, CodeType]]
     """
     changes: list[tuple[FunctionType, CodeType]] = []
     for module in dict.fromkeys(patch.module for patch in patches):
-        own = [patch for patch in patches if patch.module == module]
-        changes += _changes(module, functools.partial(_patched, own), "a known bug's patch")
+        of_module = [patch for patch in patches if patch.module == module]
+        changes += _changes(module, functools.partial(_patched, of_module), "a known bug's patch")
     return _swap(changes)
 
 
-def rewrite(module: str, change: Change, what: str) -> list[tuple[FunctionType, CodeType]]:
+def rewrite(module: str, change: Change, origin: str) -> list[tuple[FunctionType, CodeType]]:
     """Change the source of one module; only bodies of functions may differ.
 
     Args:
         module: its name.
         change: makes the new source.
-        what: what the change is, for messages.
+        origin: the kind of change, for messages.
 
     Returns:
         As :func:`apply`.
@@ -87,7 +87,7 @@ def rewrite(module: str, change: Change, what: str) -> list[tuple[FunctionType, 
     Raises:
         TTraceError: when the change does not fit; then nothing was changed.
     """
-    return _swap(_changes(module, change, what))
+    return _swap(_changes(module, change, origin))
 
 
 def _swap(changes: Sequence[tuple[FunctionType, CodeType]]) -> list[tuple[FunctionType, CodeType]]:
@@ -111,7 +111,7 @@ def _patched(patches: Sequence[SourcePatch], old: str, path: Path) -> str:
     return new
 
 
-def _changes(name: str, change: Change, what: str) -> list[tuple[FunctionType, CodeType]]:
+def _changes(name: str, change: Change, origin: str) -> list[tuple[FunctionType, CodeType]]:
     try:
         module = sys.modules.get(name) or importlib.import_module(name)
     except ImportError as error:
@@ -122,20 +122,20 @@ def _changes(name: str, change: Change, what: str) -> list[tuple[FunctionType, C
     try:
         compiled = compile(new, str(path), "exec", dont_inherit=True)
     except SyntaxError as error:
-        raise TTraceError(f"{path}: {what} makes no valid Python: {error}") from error
+        raise TTraceError(f"{path}: {origin} makes no valid Python: {error}") from error
     before, after = ast.parse(old), ast.parse(new)
     changed = _changed(before, after)
     if _without_bodies(before) != _without_bodies(after):
-        raise TTraceError(f"{path}: {what} changes more than the bodies of functions")
-    found = []
+        raise TTraceError(f"{path}: {origin} changes more than the bodies of functions")
+    codes = []
     for qualname, line, new_line in changed:
         function = _live(module, path, qualname, line)
         code = _code(compiled, qualname, new_line)
         # The cells of outer variables (above all of super()) remain the function's own.
         if code.co_freevars != function.__code__.co_freevars:
-            raise TTraceError(f"{path}: {what} changes the outer variables of {qualname}")
-        found.append((function, code))
-    return found
+            raise TTraceError(f"{path}: {origin} changes the outer variables of {qualname}")
+        codes.append((function, code))
+    return codes
 
 
 def changed_functions(patches: Sequence[SourcePatch]) -> list[tuple[str, str]]:
@@ -144,7 +144,7 @@ def changed_functions(patches: Sequence[SourcePatch]) -> list[tuple[str, str]]:
     Raises:
         TTraceError: when a patch does not fit.
     """
-    found = []
+    names = []
     for patch in patches:
         spec = importlib.util.find_spec(patch.module)
         if spec is None or spec.origin is None:
@@ -152,8 +152,8 @@ def changed_functions(patches: Sequence[SourcePatch]) -> list[tuple[str, str]]:
         path = Path(spec.origin)
         old = path.read_text(encoding="utf-8")
         trees = ast.parse(old), ast.parse(_patched([patch], old, path))
-        found += [(patch.module, qualname) for qualname, _, _ in _changed(*trees)]
-    return found
+        names += [(patch.module, qualname) for qualname, _, _ in _changed(*trees)]
+    return names
 
 
 def _changed(before: ast.AST, after: ast.AST) -> list[tuple[str, int, int]]:
@@ -168,7 +168,6 @@ def _changed(before: ast.AST, after: ast.AST) -> list[tuple[str, int, int]]:
 def _of_release(name: str) -> str:
     if not name.startswith("megatron."):
         return ""
-
     return f" of megatron-core {provenance.installed()['megatron-core']}"
 
 
@@ -215,10 +214,10 @@ def _live(module: ModuleType, path: Path, name: str, line: int) -> FunctionType:
     try:
         for part in outer:
             holder = inspect.getattr_static(holder, part)
-        found = inspect.getattr_static(holder, last)
+        value = inspect.getattr_static(holder, last)
     except AttributeError:
-        found = None
-    for function in _inside(found, set()):
+        value = None
+    for function in _inside(value, set()):
         code = function.__code__
         if code.co_qualname == name and code.co_firstlineno == line:
             return function
@@ -228,25 +227,25 @@ def _live(module: ModuleType, path: Path, name: str, line: int) -> FunctionType:
     )
 
 
-def _inside(found: Any, seen: set[int]) -> Iterator[FunctionType]:
+def _inside(value: Any, seen: set[int]) -> Iterator[FunctionType]:
     """All functions in a function, through decorators, properties and the like."""
-    if found is None or id(found) in seen:
+    if value is None or id(value) in seen:
         return
-    seen.add(id(found))
-    if isinstance(found, FunctionType):
-        yield found
-        for cell in found.__closure__ or ():
+    seen.add(id(value))
+    if isinstance(value, FunctionType):
+        yield value
+        for cell in value.__closure__ or ():
             try:
                 content = cell.cell_contents
             except ValueError:
                 continue
             if callable(content):
                 yield from _inside(content, seen)
-    elif isinstance(found, staticmethod | classmethod):
-        yield from _inside(found.__func__, seen)
-    elif isinstance(found, property):
-        for accessor in (found.fget, found.fset, found.fdel):
+    elif isinstance(value, staticmethod | classmethod):
+        yield from _inside(value.__func__, seen)
+    elif isinstance(value, property):
+        for accessor in (value.fget, value.fset, value.fdel):
             yield from _inside(accessor, seen)
-    elif isinstance(found, functools.cached_property | functools.partial):
-        yield from _inside(found.func, seen)
-    yield from _inside(getattr(found, "__wrapped__", None), seen)
+    elif isinstance(value, functools.cached_property | functools.partial):
+        yield from _inside(value.func, seen)
+    yield from _inside(getattr(value, "__wrapped__", None), seen)

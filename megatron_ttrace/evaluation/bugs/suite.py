@@ -13,8 +13,7 @@ from typing import Any
 from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.bugs import patching
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, BugLayout
-from megatron_ttrace.evaluation.bugs.expect import Assessment, assess
-from megatron_ttrace.evaluation.looked import Looked, looked
+from megatron_ttrace.evaluation.bugs.expect import Assessment, Looked, assess, looked
 from megatron_ttrace.saved.runner import NO_WANDB, Case, Checked, Runner
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
@@ -124,8 +123,8 @@ class BugRow:
 
     def to_json(self) -> dict[str, Any]:
         """For machines."""
-        found = self.assessment
-        margin = found.margin if found else None
+        assessment = self.assessment
+        margin = assessment.margin if assessment else None
         return {
             "id": self.bug.id,
             "name": self.bug.name,
@@ -133,9 +132,9 @@ class BugRow:
             "layout": self.layout.short,
             "arguments": list(self.layout.arguments),
             "healthy": self.is_healthy if self.healthy else None,
-            "detected": found.detected if found else None,
-            "localised": found.localised if found else None,
-            "explained": found.explained if found else None,
+            "detected": assessment.detected if assessment else None,
+            "localised": assessment.localised if assessment else None,
+            "explained": assessment.explained if assessment else None,
             "margin": None if margin is None else str(margin),
             "healthy_margin": None if self.healthy_margin is None else str(self.healthy_margin),
             "culprits": [c.to_json() for c in self.faulty.culprits] if self.faulty else [],
@@ -176,7 +175,10 @@ def totals(rows: Sequence[BugRow]) -> Totals:
         of_bug.setdefault(bug, []).append(row.assessment)
 
     def whole(name: str) -> int:
-        return sum(all(getattr(each, name, False) for each in cases) for cases in of_bug.values())
+        return sum(
+            all(getattr(assessment, name, False) for assessment in cases)
+            for cases in of_bug.values()
+        )
 
     culprits = [(r.assessment.margin, r.bug.id) for r in rows if r.assessment]
     healthy = [(r.healthy_margin, r.bug.id) for r in rows]
@@ -234,8 +236,8 @@ class _Suite:
             row = dataclasses.replace(row, healthy=healthy, healthy_margin=margin)
             bugged = ("--ttrace-bug", bug.id)
             faulty = self._run(layout, layout.arguments, f"{name}-faulty", bugged).summary
-            found = assess(faulty, bug.expected)
-            row = dataclasses.replace(row, faulty=faulty, assessment=found)
+            assessment = assess(faulty, bug.expected)
+            row = dataclasses.replace(row, faulty=faulty, assessment=assessment)
         except TTraceError as reason:
             row = dataclasses.replace(row, error=str(reason))
         return dataclasses.replace(row, seconds=time.monotonic() - began)
@@ -244,9 +246,9 @@ class _Suite:
         arguments = (*layout.arguments, *layout.healthy)
         job = (layout.nproc, arguments, layout.flags, layout.data)
         if job not in self._healthy:
-            found = self._run(layout, arguments, f"{name}-healthy")
-            margin = max(map(suites.margin_of, found.verdicts()), default=0.0)
-            self._healthy[job] = found.summary, margin
+            checked = self._run(layout, arguments, f"{name}-healthy")
+            margin = max(map(suites.margin_of, checked.verdicts()), default=0.0)
+            self._healthy[job] = checked.summary, margin
         return self._healthy[job]
 
     def _run(

@@ -123,7 +123,7 @@ def configurations() -> list[Configuration]:
 def select(everything: Iterable[Configuration], patterns: Sequence[str]) -> list[Configuration]:
     """Those whose name matches any of the shell patterns (``*`` also matches slashes)."""
     return [
-        one
-        for one in everything
-        if not patterns or any(fnmatch.fnmatch(one.name, pattern) for pattern in patterns)
+        configuration
+        for configuration in everything
+        if not patterns or any(fnmatch.fnmatch(configuration.name, pattern) for pattern in patterns)
     ]

@@ -35,12 +35,12 @@ class MatrixRow:
     finding: str = ""
 
 
-def check(one: Configuration, name: str, seed: int, runner: Runner) -> MatrixRow:
+def check(configuration: Configuration, name: str, seed: int, runner: Runner) -> MatrixRow:
     """Check a configuration with a seed, under a name."""
     began = time.monotonic()
     try:
-        found = runner.run(one.case(runner.directory, name, ("--seed", str(seed))))
-        summary, verdicts = found.summary, found.verdicts()
+        checked = runner.run(configuration.case(runner.directory, name, ("--seed", str(seed))))
+        summary, verdicts = checked.summary, checked.verdicts()
     except TTraceError as error:
         # Log lines belong to some errors, and their text is foreign.
         why = clean(" / ".join(str(error).splitlines()), NOTE_LIMIT)
@@ -65,7 +65,7 @@ def check(one: Configuration, name: str, seed: int, runner: Runner) -> MatrixRow
         worst=f"{worst.name} {worst.kind}.{worst.index}",
         seconds=time.monotonic() - began,
         why=suites.culprits_of(summary, 3),
-        finding=one.finding,
+        finding=configuration.finding,
         exact=summary.exactness.expected if summary.exactness else 0,
         inexact=summary.exactness.lost if summary.exactness else 0,
     )

@@ -148,8 +148,10 @@ def configuration(row: Json) -> NightCase:
         state = State.ALARM if diverged else State.MISSED
     note = row["why"] or (f"worst is {row['worst']}" if row["worst"] else "")
     if finding:
-        said = "as in docs/findings.md" if diverged else "no longer present, see docs/findings.md"
-        note = f"{finding}: {said}; {note}"
+        present = (
+            "as in docs/findings.md" if diverged else "no longer present, see docs/findings.md"
+        )
+        note = f"{finding}: {present}; {note}"
     return NightCase(
         part=NightPart.MATRIX,
         name=row["name"],

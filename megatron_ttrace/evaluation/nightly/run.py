@@ -92,13 +92,15 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
         step = _step(part, options, directory)
         owned.expect(step.results)
         reason, code = _execute(step, left)
-        found = _read(part, step.results)
-        if code == ExitCode.COULD_NOT_CHECK and any(one.state is not State.GOOD for one in found):
+        finished = _read(part, step.results)
+        if code == ExitCode.COULD_NOT_CHECK and any(
+            case.state is not State.GOOD for case in finished
+        ):
             reason = ""  # the cases say why
-        cases += found
-        if reason or not found:
+        cases += finished
+        if reason or not finished:
             gaps.append(Gap(part, reason or "it ran nothing"))
-        say(f"{part}: {len(found)} cases{f', {reason}' if reason else ''}")
+        say(f"{part}: {len(finished)} cases{f', {reason}' if reason else ''}")
     return Night(
         began=began.isoformat(timespec="seconds"),
         seconds=time.monotonic() - clock,
@@ -180,8 +182,8 @@ _ROWS: dict[NightPart, Callable[[records.Json], NightCase]] = {
 
 def _versions() -> dict[str, str]:
     """Everything that can change a number, including the checkout's commit."""
-    found = provenance.installed()
-    found["machine"] = f"{platform.system()} {platform.release()} {platform.machine()}"
+    versions = provenance.installed()
+    versions["machine"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     if commit := provenance.ttrace().commit:
-        found["megatron-ttrace commit"] = commit[:12]
-    return found
+        versions["megatron-ttrace commit"] = commit[:12]
+    return versions

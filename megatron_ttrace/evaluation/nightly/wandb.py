@@ -54,10 +54,10 @@ def summary_fields(night: Night) -> dict[str, Any]:
     for part in NightPart:
         for state in State:
             fields[f"nightly/{part}/{state.replace(' ', '_')}"] = night.count(part, state)
-    found = [case.margin for case in night.cases if case.part is NightPart.BUGS and case.margin]
+    culprits = [case.margin for case in night.cases if case.part is NightPart.BUGS and case.margin]
     healthy = [case.margin for case in night.cases if case.part is NightPart.MATRIX and case.margin]
-    if found:
-        fields["nightly/weakest_culprit_margin"] = min(found)
+    if culprits:
+        fields["nightly/weakest_culprit_margin"] = min(culprits)
     if healthy:
         fields["nightly/worst_healthy_margin"] = max(healthy)
     return fields

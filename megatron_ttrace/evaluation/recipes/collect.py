@@ -129,13 +129,13 @@ def collect(
             f"{checkout} has neither {_TESTS} nor examples: give a checkout of Megatron-LM"
             + (" or a folder of scripts" if anywhere else "")
         )
-    found = []
+    recipes = []
     for path in (*files, *scripts):
         place = path.parent if path.suffix == ".yaml" else path
         name = str(place.relative_to(checkout)).removeprefix(f"{_TESTS}/")
         if _fits(name, patterns):
-            found.append(_recipe(name, path, checkout, most))
-    return found
+            recipes.append(_recipe(name, path, checkout, most))
+    return recipes
 
 
 def _fits(name: str, patterns: Sequence[str]) -> bool:
@@ -190,22 +190,22 @@ def _example(path: Path, checkout: Path) -> Command:
             Path(folder, entry.name).symlink_to(entry)
         paths = [str(Path(folder, "unused", str(number))) for number in range(6)]
         with stripped.environment(Path(folder)):
-            found = shell_script.resolve(ShellScript((str(path.resolve()), *paths)), Path(folder))
+            command = shell_script.resolve(ShellScript((str(path.resolve()), *paths)), Path(folder))
         # The same script is the same job, whatever the folder was called.
-        found = dataclasses.replace(
-            found,
-            script=found.script.replace(folder, str(checkout)),
-            arguments=tuple(word.replace(folder, str(checkout)) for word in found.arguments),
+        command = dataclasses.replace(
+            command,
+            script=command.script.replace(folder, str(checkout)),
+            arguments=tuple(word.replace(folder, str(checkout)) for word in command.arguments),
             environment={
                 name: value.replace(folder, str(checkout))
-                for name, value in found.environment.items()
+                for name, value in command.environment.items()
             },
         )
-    if not Path(found.script).is_absolute():
-        found = dataclasses.replace(found, script=str(checkout / found.script))
-    if not Path(found.script).is_file() and (checkout / Path(found.script).name).is_file():
+    if not Path(command.script).is_absolute():
+        command = dataclasses.replace(command, script=str(checkout / command.script))
+    if not Path(command.script).is_file() and (checkout / Path(command.script).name).is_file():
         # Some scripts want the checkout's place written into them.
-        found = dataclasses.replace(found, script=str(checkout / Path(found.script).name))
-    if not Path(found.script).is_file():
-        raise TTraceError(f"it trains {found.script}, which the checkout lacks")
-    return found
+        command = dataclasses.replace(command, script=str(checkout / Path(command.script).name))
+    if not Path(command.script).is_file():
+        raise TTraceError(f"it trains {command.script}, which the checkout lacks")
+    return command

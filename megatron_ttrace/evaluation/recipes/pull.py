@@ -69,7 +69,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What to check, and what to say of recipes.
+    """What to check, and annotations of recipes.
 
     Attributes:
         tasks: by the job's key.
@@ -189,7 +189,7 @@ class Pull:
         trial = self._trial(job, root, commit)
         folder = trial.settings.directory
         words = checking(script, trial.arguments, trial.ranks, trial.settings)
-        code, said = apart.ttrace(
+        code, errors = apart.ttrace(
             trial.interpreter,
             [str(log), str(root), *words],
             trial.environment,
@@ -197,9 +197,9 @@ class Pull:
             module=reached.MODULE,
         )
         if code == ExitCode.COULD_NOT_CHECK:
-            return Checked(Result.COULD_NOT_CHECK, why=in_one_line(said), folder=folder)
+            return Checked(Result.COULD_NOT_CHECK, why=in_one_line(errors), folder=folder)
         if code not in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
-            raise TTraceError(f"the check of {commit[:12]} ended with exit code {code}: {said}")
+            raise TTraceError(f"the check of {commit[:12]} ended with exit code {code}: {errors}")
         report = api.load_report(folder)
         ran = reached.read_log(log, root, job.ranks)
         reference = (folder / "reference").resolve()
@@ -228,7 +228,7 @@ class Pull:
         self.records.save(self.directory / _RECORDS)
 
 
-def plan(pull: Pull, folder: Path, given: Sequence[Path], max_ranks: int, tell: Say) -> Plan:
+def plan(pull: Pull, folder: Path, paths: Sequence[Path], max_ranks: int, tell: Say) -> Plan:
     """The different small jobs of the recipes at HEAD, and of those that the base had.
 
     What the base had is checked even if the pull request changes, breaks or removes its recipe:
@@ -237,15 +237,15 @@ def plan(pull: Pull, folder: Path, given: Sequence[Path], max_ranks: int, tell: 
     Raises:
         TTraceError: when there are no recipes at all.
     """
-    places = [Path(os.path.relpath(folder / place, folder)) for place in given]
+    places = [Path(os.path.relpath(folder / place, folder)) for place in paths]
     head = _recipes(pull.head / pull.inside, places, max_ranks)
     root = pull.base_tree()
     base = _recipes(root / pull.inside, places, max_ranks)
-    for one, place in zip(given, places, strict=True):
+    for path, place in zip(paths, places, strict=True):
         trees = (pull.head / pull.inside, root / pull.inside)
         if not any(_is_inside(tree / place, tree) for tree in trees):
-            raise TTraceError(f"{one} is not in HEAD: give a committed path below {folder}")
-    if not head and not base and not given:
+            raise TTraceError(f"{path} is not in HEAD: give a committed path below {folder}")
+    if not head and not base and not paths:
         collect.collect(pull.head / pull.inside, (), max_ranks)  # raises: there are none
     tasks: dict[str, Task] = {}
     for recipe in head:
@@ -260,7 +260,7 @@ def plan(pull: Pull, folder: Path, given: Sequence[Path], max_ranks: int, tell: 
     has_lost = False
     for name, recipe in before.items():
         jobs = [job.moved(root, pull.head) for job in recipe.jobs]
-        others = {tasks[job.key].name: None for job in jobs if job.key in tasks}
+        names = {tasks[job.key].name: None for job in jobs if job.key in tasks}
         dropped = [job for job in jobs if job.key not in tasks]
         for job in dropped:
             tasks[job.key] = Task(name, job, is_dropped=True)
@@ -272,7 +272,7 @@ def plan(pull: Pull, folder: Path, given: Sequence[Path], max_ranks: int, tell: 
             has_lost = True
             annotations.append(_lost_recipe(pull, name, kept))
         else:
-            tell(f"renamed: {name} is now {', '.join(others)}")
+            tell(f"renamed: {name} is now {', '.join(names)}")
     if not tasks:
         raise TTraceError(
             "no recipe can be checked: give model_config.yaml files or shell scripts that start a "
@@ -319,7 +319,7 @@ def _of_recipe(pull: Pull, recipe: Recipe, level: Level, title: str, text: str) 
 
 
 def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]]:
-    """Check the jobs that run changed code: the exit code, and what to say of lines."""
+    """Check the jobs that run changed code; returns the exit code and annotations of lines."""
     annotations: list[Annotation] = []
     answers: list[Result] = []
     everything: list[Files | None] = []
@@ -383,26 +383,28 @@ def _not_executed(
         Path(task.job.script).relative_to(pull.head).as_posix() for task in todo.tasks.values()
     }
     packages = (pull.inside / "megatron").as_posix() + "/"
-    found: list[tuple[str, list[changes.Change]]] = []
+    idle_by_file: list[tuple[str, list[changes.Change]]] = []
     for file in pull.changed_files():
         if not (file in scripts or (file.startswith(packages) and file.endswith(".py"))):
             continue
         changed = changes.changes(_content(pull.base_tree() / file), _content(pull.head / file))
-        idle = [one for one in changed if not any(_runs(files, file, one) for files in known)]
+        idle = [
+            change for change in changed if not any(_runs(files, file, change) for files in known)
+        ]
         if not idle:
             continue
         if len(known) < len(ran):
             tell("what some recipes run is not known, nor is which changed code none of them runs")
             return []
-        found.append((file, idle))
-    if sum(len(idle) for _, idle in found) > _MOST:
-        return [_idle(file, *idle) for file, idle in found]
-    return [_idle(file, one) for file, idle in found for one in idle]
+        idle_by_file.append((file, idle))
+    if sum(len(idle) for _, idle in idle_by_file) > _MOST:
+        return [_idle(file, *idle) for file, idle in idle_by_file]
+    return [_idle(file, change) for file, idle in idle_by_file for change in idle]
 
 
 def _idle(file: str, *idle: changes.Change) -> Annotation:
     """A warning of changed functions of a file."""
-    names = [one.name or "lines outside of functions" for one in idle]
+    names = [change.name or "lines outside of functions" for change in idle]
     shown = ", ".join(names[:_MOST]) + (", ..." if len(names) > _MOST else "")
     title = f"ttrace: changed, but not executed by any recipe: {shown}"
     text = f"{file}: {shown}: changed, but no recipe runs it: nothing here was checked"
@@ -427,9 +429,9 @@ def _content(path: Path) -> bytes:
 
 
 def new_culprits(head: Checked, base: Checked) -> tuple[Culprit, ...]:
-    """The culprits that the base has not, in any layer."""
-    theirs = {_folded(one) for one in base.culprits}
-    return tuple(one for one in head.culprits if _folded(one) not in theirs)
+    """The culprits that the base lacks, in any layer."""
+    theirs = {_folded(culprit) for culprit in base.culprits}
+    return tuple(culprit for culprit in head.culprits if _folded(culprit) not in theirs)
 
 
 def _folded(culprit: Culprit) -> tuple[object, ...]:
@@ -437,7 +439,9 @@ def _folded(culprit: Culprit) -> tuple[object, ...]:
 
 
 def _names(culprits: Sequence[Culprit]) -> str:
-    return ", ".join(dict.fromkeys(clean(one.name) for one in culprits[:3])) or "some tensors"
+    return (
+        ", ".join(dict.fromkeys(clean(culprit.name) for culprit in culprits[:3])) or "some tensors"
+    )
 
 
 def _annotations(
@@ -453,24 +457,25 @@ def _annotations(
     suspects = {file for file, _ in different}
     # Functions that ran tell more than files that were only imported.
     suspects = {file for file, function in different if function} or suspects
-    hunks = [one for one in pull.hunks if one.file in suspects] or pull.hunks
-    first = {one.file: max(one.line, 1) for one in reversed(hunks)}
+    hunks = [hunk for hunk in pull.hunks if hunk.file in suspects] or pull.hunks
+    first = {hunk.file: max(hunk.line, 1) for hunk in reversed(hunks)}
     places = sorted(first.items())[:3] or [("", 0)]
     report = f"report: {head.folder / 'report.html'}"
     changed = f"changed code that it ran: {', '.join(ran[:_MOST]) or 'not known'}"
     placed: set[str] = set()
     for group in table.by_cause(culprits)[:_MOST]:
-        one = group[0]
-        causes = [f"{label}: {text}" for label, text in wording.cause_pairs(one)]
-        found = place(one, pull.hunks, pull.head, pull.inside)
-        file, line = found if found[0] else places[0]
+        culprit = group[0]
+        causes = [f"{label}: {text}" for label, text in wording.cause_pairs(culprit)]
+        file, line = place(culprit, pull.hunks, pull.head, pull.inside)
+        if not file:
+            file, line = places[0]
         if blamed is not None and blamed.changes:
-            change = blamed.of(pattern(one.name.partition("#")[0]))
+            change = blamed.of(pattern(culprit.name.partition("#")[0]))
             file, line = change.hunks[0].file, change.hunks[0].line
             places_of = [f"blame: {blaming.place(hunk)}" for hunk in change.hunks[:_MOST]]
             causes = [*places_of, blaming.sentence(blamed), *causes]
         placed.add(file)
-        message = "\n".join([f"{name}: {wording.sentence(one)}", *causes, changed, report])
+        message = "\n".join([f"{name}: {wording.sentence(culprit)}", *causes, changed, report])
         title = f"ttrace: diverged in {_names(group)}"
         yield Annotation(Level.ERROR, Topic.DIVERGED, title, message, file=file, line=line)
     if placed and not placed.isdisjoint({"", *first}):
@@ -493,8 +498,8 @@ def place(culprit: Culprit, hunks: Sequence[Hunk], root: Path, inside: Path) -> 
     path, line = inside / match["file"], int(match["line"])
     if ".." in path.parts or path.is_absolute() or not (root / path).is_file():
         return "", 0
-    near = [one for one in hunks if one.file == path.as_posix()]
-    if near:
-        hunk = min(near, key=lambda one: one.distance(line))
+    changed = [hunk for hunk in hunks if hunk.file == path.as_posix()]
+    if changed:
+        hunk = min(changed, key=lambda hunk: hunk.distance(line))
         line = min(max(line, hunk.line), hunk.line + max(hunk.count, 1) - 1)
     return path.as_posix(), max(line, 1)

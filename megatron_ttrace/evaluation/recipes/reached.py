@@ -78,27 +78,29 @@ def read_log(log: Path, root: Path, ranks: int) -> Files | None:
         ran[file].add(name.partition(".<locals>")[0])
     if len(processes) <= ranks:
         return None
-    found: Files = {}
+    files: Files = {}
     for file, names in ran.items():
-        own = digests(root / file)
-        found[file] = {name: own[name] for name in sorted({"", *names} & own.keys())}
-    return found
+        digests_of = digests(root / file)
+        files[file] = {name: digests_of[name] for name in sorted({"", *names} & digests_of.keys())}
+    return files
 
 
 def merged(*several: Files) -> Files:
     """What ran in any of several runs of the same code."""
-    found: Files = {}
-    for files in several:
-        for file, functions in files.items():
-            found[file] = {**found.get(file, {}), **functions}
-    return found
+    files: Files = {}
+    for run in several:
+        for file, functions in run.items():
+            files[file] = {**files.get(file, {}), **functions}
+    return files
 
 
 def changed(files: Files, root: Path) -> Iterator[tuple[str, str]]:
     """What ran and is different code, or absent, in ``root``: file and function."""
     for file, functions in files.items():
-        own = digests(root / file)
-        yield from ((file, name) for name, digest in functions.items() if own.get(name) != digest)
+        digests_of = digests(root / file)
+        yield from (
+            (file, name) for name, digest in functions.items() if digests_of.get(name) != digest
+        )
 
 
 def digests(path: Path) -> dict[str, str]:
@@ -117,7 +119,7 @@ def digests(path: Path) -> dict[str, str]:
 @functools.cache
 def _digests(path: Path, *_: int) -> dict[str, str]:
     source = changes.read(path.read_bytes())
-    seen = {name: found.body for name, found in source.functions.items() if found.is_seen}
+    seen = {name: function.body for name, function in source.functions.items() if function.is_seen}
     return {**seen, "": source.imported}
 
 
@@ -138,10 +140,10 @@ def _environment() -> str:
             versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             versions.append(f"{name} of unknown version")
-    own = hashlib.sha256()
+    checksum = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
-        own.update(path.read_bytes())
-    checker = f"megatron-ttrace {own.hexdigest()[:16]}"
+        checksum.update(path.read_bytes())
+    checker = f"megatron-ttrace {checksum.hexdigest()[:16]}"
     return ", ".join([f"Python {platform.python_version()}", checker, *versions])
 
 
@@ -190,16 +192,16 @@ class Records:
     def load(cls, path: Path) -> Records:
         """Those of a file that count; none if it is absent or damaged."""
         try:
-            found = codec.decode(cls, codec.parse(codec.read(path)))
+            stored = codec.decode(cls, codec.parse(codec.read(path)))
         except (OSError, codec.CodecError):
             return cls()
         return cls(
             {
                 key: kept
-                for key, records in found.jobs.items()
-                if (kept := tuple(one for one in records if one.is_of(key)))
+                for key, records in stored.jobs.items()
+                if (kept := tuple(record for record in records if record.is_of(key)))
             },
-            {name: one for name, one in found.references.items() if one.is_of(name)},
+            {name: record for name, record in stored.references.items() if record.is_of(name)},
         )
 
     def save(self, path: Path) -> None:
@@ -214,9 +216,9 @@ class Records:
             tree: git's id of the content of the commit.
             root: the files of the commit, whose digests must be those of the record.
         """
-        for one in self.jobs.get(key, ()):
-            if one.tree == tree and not any(changed(one.ran, root)):
-                return one.ran
+        for record in self.jobs.get(key, ()):
+            if record.tree == tree and not any(changed(record.ran, root)):
+                return record.ran
         return None
 
     def keep_job(self, key: str, tree: str, ran: Files | None, trees: Sequence[str]) -> None:
@@ -224,7 +226,11 @@ class Records:
 
         Records of commits other than ``trees`` go: nothing will ask for them.
         """
-        kept = [one for one in self.jobs.pop(key, ()) if one.tree in trees and one.tree != tree]
+        kept = [
+            record
+            for record in self.jobs.pop(key, ())
+            if record.tree in trees and record.tree != tree
+        ]
         if ran is not None and is_complete(ran):
             kept.append(Record.of(key, tree, ran))
         if kept:

@@ -228,7 +228,7 @@ class Checker:
             seconds=time.monotonic() - began,
             why=suites.culprits_of(summary, 3),
             finding=summary.known_fault,
-            modules=tuple(sorted({_NUMBER.sub("", each.name) for each in summary.culprits})),
+            modules=tuple(sorted({_NUMBER.sub("", culprit.name) for culprit in summary.culprits})),
         )
 
     def fails(self, job: SmallJob, *, early: bool = False) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_ttrace.evaluation.looked import SHARES, Looked, looked
+from megatron_ttrace.evaluation.bugs.expect import SHARES, Looked, looked
 from tests.assay.mutants import truth
 from tests.assay.mutants.records import Fate, MutantRow
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from megatron_ttrace.evaluation.bugs.catalogue import Expected
-from megatron_ttrace.evaluation.bugs.expect import assess
+from megatron_ttrace.evaluation.bugs.expect import Looked, assess, looked
 from megatron_ttrace.trace.findings import Cause
+from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome, Result, Summary
 
 PACKAGE = Path(__file__).parents[3] / "megatron_ttrace"
@@ -114,3 +115,32 @@ def test_who_reads_the_flag() -> None:
     # A suite's row has a bug, too.
     readers -= {"cli/bugs.py", "evaluation/bugs/suite.py"}
     assert readers == {"jobs/settings.py", "run/loop.py", "run/entry.py"}
+
+
+RIGHT = Place("megatron/core/a.py", 3, "A.forward", Clue.RAN)
+INSIDE = dataclasses.replace(RIGHT, function="A.forward.hook")
+BESIDE = dataclasses.replace(RIGHT, function="A.forward2")
+PACKAGE = dataclasses.replace(RIGHT, file="megatron/core/a/__init__.py")
+ELSEWHERE = dataclasses.replace(RIGHT, file="megatron/core/b.py")
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ((RIGHT,), Looked(True, True, True, True)),
+        ((INSIDE,), Looked(True, True, True, True)),
+        ((PACKAGE,), Looked(True, True, True, True)),
+        ((BESIDE, ELSEWHERE), Looked(True, False, True, False)),
+        ((ELSEWHERE, BESIDE, RIGHT), Looked(False, False, True, True)),
+        ((ELSEWHERE,) * 3 + (RIGHT,), Looked(False, False, False, False)),
+        ((), Looked(False, False, False, False)),
+    ],
+)
+def test_looked(places: tuple[Place, ...], expected: Looked) -> None:
+    """By file and function, of the first culprit."""
+    culprits = [
+        dataclasses.replace(CULPRIT, places=places),
+        dataclasses.replace(CULPRIT, places=(RIGHT,)),
+    ]
+    assert looked(culprits, [("megatron.core.a", "A.forward")]) == expected
+    assert not looked([], [("megatron.core.a", "A.forward")]).file_first

@@ -64,9 +64,9 @@ def folder() -> Path:
     """
     spec = importlib.util.find_spec("megatron")
     for place in (spec and spec.submodule_search_locations) or ():
-        found = Path(place, "bridge", "recipes")
-        if found.is_dir():
-            return found
+        recipes = Path(place, "bridge", "recipes")
+        if recipes.is_dir():
+            return recipes
     raise TTraceError("megatron-bridge is not installed: see docs/bridge.md")
 
 
@@ -127,8 +127,8 @@ def _planned(wanted: Sequence[str], most: int) -> dict[str, Planned]:
         if wanted and not lines:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise TTraceError(f"the recipes of megatron-bridge cannot be imported: {last}")
-    found = [codec.decode(Planned, codec.parse(line)) for line in lines]
-    return {planned.name: planned for planned in found}
+    recipes = [codec.decode(Planned, codec.parse(line)) for line in lines]
+    return {planned.name: planned for planned in recipes}
 
 
 def _recipe(function: str, planned: Planned | None, jobs: dict[str, SmallJob]) -> Recipe:

@@ -52,7 +52,9 @@ def hub_configuration(path: str, **_: Any) -> Any:
     classes: Any = importlib.import_module("transformers").CONFIG_MAPPING
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
     models = tomllib.loads(Path(__file__).with_name("models.toml").read_text())["model"]
-    model = next((one for one in models if fnmatch.fnmatchcase(str(path), one["pattern"])), None)
+    model = next(
+        (entry for entry in models if fnmatch.fnmatchcase(str(path), entry["pattern"])), None
+    )
     if model is None or model["type"] not in classes:
         raise NoHubError(f"{path}: transformers has no configuration of this class")
     kind = model["type"]
@@ -150,14 +152,14 @@ def _planned(name: str, most: int) -> dict[str, Any]:
 
 def _digest(cfg: Any) -> str:
     """The same for configurations that are the same, but for names."""
-    found = {}
+    values_by_name = {}
     for field in dataclasses.fields(cfg):
         part = getattr(cfg, field.name)
         values = vars(part) if hasattr(part, "__dict__") else {"": part}
         for name, value in values.items():
             if name not in _NAMES and field.name not in _NAMES:
-                found[f"{field.name}.{name}"] = re.sub(r" at 0x\w+", "", repr(value))
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:12]
+                values_by_name[f"{field.name}.{name}"] = re.sub(r" at 0x\w+", "", repr(value))
+    return hashlib.sha256(json.dumps(values_by_name, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _plan(file: Path, most: int, names: list[str]) -> None:
@@ -182,9 +184,9 @@ def main(words: list[str]) -> None:
     if words[0] == "--plan":
         _plan(Path(words[1]), int(words[2]), sys.stdin.read().split())
     else:
-        given = CommandFlags.parse(words)
-        flags = [word for flag in given.flags if flag.name != _RECIPE for word in flag.words()]
-        _train(next(flag.values[0] for flag in given.flags if flag.name == _RECIPE), flags)
+        parsed = CommandFlags.parse(words)
+        flags = [word for flag in parsed.flags if flag.name != _RECIPE for word in flag.words()]
+        _train(next(flag.values[0] for flag in parsed.flags if flag.name == _RECIPE), flags)
 
 
 if __name__ == "__main__":
