@@ -2,8 +2,8 @@
 """Two saved runs against each other: the first one's trace takes the place of the reference.
 
 Its shards are put together to whole tensors (``whole.py``) and written as a reference is, in the
-order in which its own reference ran. Then they are compared as by ``ttrace compare``. A tolerance is
-what the replays of either run's reference allow, the larger one: both runs round.
+order in which its own reference ran. Then they are compared as by ``ttrace compare``. A tolerance
+is what the replays of either run's reference allow, the larger one: both runs round.
 """
 
 from __future__ import annotations
