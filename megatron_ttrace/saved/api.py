@@ -245,7 +245,9 @@ def diff(
         with consistent(trusted.directory, tested.directory):
             written = difference.write(trusted, tested, home)
         review = difference.Review(trusted, tested, written, (*lists.read(lists.OWN_LIST), *listed))
-        return show_to(TraceReader(home), tested.candidate, review=review, own_summary=tested.summary)
+        return show_to(
+            TraceReader(home), tested.candidate, review=review, own_summary=tested.summary
+        )
 
 
 def is_model(text: object) -> bool:

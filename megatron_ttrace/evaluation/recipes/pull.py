@@ -254,6 +254,14 @@ def plan(pull: Pull, folder: Path, paths: Sequence[Path], max_ranks: int, tell: 
     before = {recipe.name: recipe for recipe in base if recipe.kind is Kind.TRAINING}
     now = {recipe.name: recipe for recipe in head}
     annotations: list[Annotation] = []
+
+    def annotate(level: Level, title: str, text: str, recipe: Recipe | None = None) -> None:
+        annotation = Annotation(level, Topic.RECIPE, title, in_one_line(text))
+        if recipe:
+            file = (pull.inside / recipe.file).as_posix()
+            annotation = dataclasses.replace(annotation, file=file, line=1)
+        annotations.append(annotation)
+
     for recipe in head:
         if recipe.kind is Kind.NOT_SHRUNK and recipe.name not in before:
             tell(f"not checked: {recipe.name}: {recipe.why}")
@@ -267,10 +275,17 @@ def plan(pull: Pull, folder: Path, paths: Sequence[Path], max_ranks: int, tell: 
         kept = now.get(name)
         if kept is not None and kept.kind is Kind.TRAINING:
             if dropped:
-                annotations.append(_changed_recipe(pull, kept, len(dropped)))
-        elif dropped or kept is not None:
+                count = "job" if len(dropped) == 1 else f"{len(dropped)} jobs"
+                text = f"{name} makes other jobs than in the base; the {count} it made there: "
+                annotate(Level.WARNING, "ttrace: recipe changed", f"{text}checked as well", kept)
+        elif kept is not None:
             has_lost = True
-            annotations.append(_lost_recipe(pull, name, kept))
+            text = f"{name} can no longer be checked: {kept.why}"
+            annotate(Level.ERROR, f"ttrace: recipe broken: {clean(name)}", text, kept)
+        elif dropped:
+            has_lost = True
+            text = f"{name} is gone, and no other recipe makes the same jobs"
+            annotate(Level.ERROR, f"ttrace: recipe removed: {clean(name)}", text)
         else:
             tell(f"renamed: {name} is now {', '.join(names)}")
     if not tasks:
@@ -294,28 +309,6 @@ def _recipes(root: Path, places: Sequence[Path], max_ranks: int) -> list[Recipe]
 
 def _is_inside(path: Path, root: Path) -> bool:
     return path.exists() and path.resolve().is_relative_to(root.resolve())
-
-
-def _lost_recipe(pull: Pull, name: str, now: Recipe | None) -> Annotation:
-    """A recipe of the base that is gone, or can no longer be read."""
-    if now is None:
-        text = f"{name} is gone, and no other recipe makes the same jobs"
-        title = f"ttrace: recipe removed: {clean(name)}"
-        return Annotation(Level.ERROR, Topic.RECIPE, title, in_one_line(text))
-    text = f"{name} can no longer be checked: {now.why}"
-    return _of_recipe(pull, now, Level.ERROR, f"ttrace: recipe broken: {clean(name)}", text)
-
-
-def _changed_recipe(pull: Pull, now: Recipe, count: int) -> Annotation:
-    jobs = "job" if count == 1 else f"{count} jobs"
-    text = f"{now.name} makes other jobs than in the base; the {jobs} it made there: "
-    text += "checked as well"
-    return _of_recipe(pull, now, Level.WARNING, "ttrace: recipe changed", text)
-
-
-def _of_recipe(pull: Pull, recipe: Recipe, level: Level, title: str, text: str) -> Annotation:
-    file = (pull.inside / recipe.file).as_posix()
-    return Annotation(level, Topic.RECIPE, title, in_one_line(text), file=file, line=1)
 
 
 def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]]:

@@ -120,7 +120,7 @@ def test_who_reads_the_flag() -> None:
 RIGHT = Place("megatron/core/a.py", 3, "A.forward", Clue.RAN)
 INSIDE = dataclasses.replace(RIGHT, function="A.forward.hook")
 BESIDE = dataclasses.replace(RIGHT, function="A.forward2")
-PACKAGE = dataclasses.replace(RIGHT, file="megatron/core/a/__init__.py")
+IN_PACKAGE = dataclasses.replace(RIGHT, file="megatron/core/a/__init__.py")
 ELSEWHERE = dataclasses.replace(RIGHT, file="megatron/core/b.py")
 
 
@@ -129,7 +129,7 @@ ELSEWHERE = dataclasses.replace(RIGHT, file="megatron/core/b.py")
     [
         ((RIGHT,), Looked(True, True, True, True)),
         ((INSIDE,), Looked(True, True, True, True)),
-        ((PACKAGE,), Looked(True, True, True, True)),
+        ((IN_PACKAGE,), Looked(True, True, True, True)),
         ((BESIDE, ELSEWHERE), Looked(True, False, True, False)),
         ((ELSEWHERE, BESIDE, RIGHT), Looked(False, False, True, True)),
         ((ELSEWHERE,) * 3 + (RIGHT,), Looked(False, False, False, False)),
