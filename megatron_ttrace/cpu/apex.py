@@ -21,17 +21,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx
 
 from megatron_ttrace.cpu.stand_in import offer
-from megatron_ttrace.cpu.te.norms import NormKind, norm_forward
+from megatron_ttrace.cpu.te.norms import NormFunction, NormKind
 
 
-class FusedLayerNormAffineFunction(torch.autograd.Function):
-    """Layer norm with weight and bias: ``(x - mean) / sqrt(var + eps) * weight + bias``."""
+class FusedLayerNormAffineFunction(NormFunction):
+    """Layer norm with weight and bias over the last dim, the only one that Megatron normalises."""
 
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[override]
         ctx: Any,
         input: torch.Tensor,
         weight: torch.Tensor,
@@ -40,44 +39,25 @@ class FusedLayerNormAffineFunction(torch.autograd.Function):
         eps: float,
         memory_efficient: bool = False,
     ) -> torch.Tensor:
-        """Normalise over the last dim, the only one that Megatron normalises over.
+        """Normalise.
 
         ``memory_efficient`` saves the output and inverts the norm in the backward pass, to spare
         memory at the price of rounding. Memory is no matter here: the input is saved.
         """
-        output, mean, inverse = norm_forward(input, weight, bias, NormKind("LayerNorm", eps))
-        ctx.save_for_backward(input, weight, mean, inverse)
-        return output
+        return NormFunction.forward(ctx, input, weight, bias, NormKind("LayerNorm", eps))
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the input, the weight and the bias."""
-        input, weight, mean, inverse = ctx.saved_tensors
-        tokens = tuple(range(input.dim() - 1))
-        normalized = (input.to(mean.dtype) - mean) * inverse
-        grad = grad_output.to(mean.dtype)
-        scaled = grad * weight.to(mean.dtype)
-        grad_input = inverse * (
-            scaled
-            - scaled.mean(-1, keepdim=True)
-            - normalized * (scaled * normalized).mean(-1, keepdim=True)
-        )
-        return (
-            grad_input.to(input.dtype),
-            (grad * normalized).sum(tokens).to(weight.dtype),
-            grad.sum(tokens).to(weight.dtype),
-            None,
-            None,
-            None,
-        )
+        return *NormFunction.backward(ctx, grad_output), None, None
 
 
-class FastLayerNormFN(torch.autograd.Function):
+class FastLayerNormFN(NormFunction):
     """Apex's persistent layer norm: the same function."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
+    def forward(  # type: ignore[override]
+        ctx: Any,
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor,
@@ -85,12 +65,12 @@ class FastLayerNormFN(torch.autograd.Function):
         memory_efficient: bool = False,
     ) -> torch.Tensor:
         """Normalise over the last dim."""
-        return FusedLayerNormAffineFunction.forward(ctx, input, weight, bias, weight.shape, eps)
+        return NormFunction.forward(ctx, input, weight, bias, NormKind("LayerNorm", eps))
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradients of the input, the weight and the bias."""
-        return FusedLayerNormAffineFunction.backward(ctx, grad_output)[:5]
+        return *NormFunction.backward(ctx, grad_output), None
 
 
 def real_apex_present() -> bool:

@@ -18,7 +18,7 @@ from megatron_ttrace.trace.records import RoutingIndex
 
 
 def depends_on_layout(args: MegatronArguments) -> dict[int, str]:
-    """What of a router's choice this layout makes otherwise by design, and by which option.
+    """What of a router's choice differs in this layout by design, and because of which option.
 
     Returns:
         Indices of the ``routing`` tensors of a router (:mod:`megatron_ttrace.trace.records`); none
@@ -33,14 +33,14 @@ def depends_on_layout(args: MegatronArguments) -> dict[int, str]:
 
 
 def by_all_tokens(args: MegatronArguments) -> dict[int, str]:
-    """What of a router's choice depends on all tokens that a rank has, and by which option."""
-    found: dict[int, str] = {}
+    """What of a router's choice depends on all tokens of a rank, and because of which option."""
+    options: dict[int, str] = {}
     kinds = getattr(args, "moe_router_load_balancing_type", "")
     if "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds or []):
-        found[RoutingIndex.CHOICE] = "--moe-router-load-balancing-type sinkhorn"
+        options[RoutingIndex.CHOICE] = "--moe-router-load-balancing-type sinkhorn"
     if getattr(args, "moe_expert_capacity_factor", None) is not None:
-        found[RoutingIndex.KEPT] = "--moe-expert-capacity-factor"
-    return found
+        options[RoutingIndex.KEPT] = "--moe-expert-capacity-factor"
+    return options
 
 
 UPDATE = "get_updated_expert_bias"
@@ -69,7 +69,7 @@ def loads(tokens: torch.Tensor) -> torch.Tensor:
     """The load of each expert relative to the mean, [routers, experts], in the counts' dtype.
 
     A bias is changed by a fixed step whose sign is that of the mean less the expert's tokens.
-    Counts in bf16 (docs/findings.md, 30) are rounded otherwise where ranks share the counting.
+    Counts in bf16 (docs/findings.md, 30) are rounded differently where ranks share the counting.
     """
     counts = tokens.detach().float()
     mean = counts.mean(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

@@ -100,9 +100,10 @@ def current_mesh(args: MegatronArguments) -> Mesh:
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
 
-    def axes(what: str) -> Axes:
-        found = {axis: getattr(mpu, f"get_{name}_{what}")() for axis, name in _COORDINATES.items()}
-        return Axes(**found)
+    def axes(value: str) -> Axes:
+        return Axes(
+            **{axis: getattr(mpu, f"get_{name}_{value}")() for axis, name in _COORDINATES.items()}
+        )
 
     return Mesh(
         rank=dist.get_rank(),
@@ -126,12 +127,8 @@ def reduced_in(args: MegatronArguments) -> tuple[str, str]:
         gradients = None
     elif getattr(args, "use_megatron_fsdp", False):
         names = "megatron_fsdp_grad_comm_dtype", "megatron_fsdp_main_grads_dtype"
-        asked = (getattr(args, name, None) for name in names)
-        gradients = next((one for one in asked if isinstance(one, torch.dtype)), None)
+        dtypes = (getattr(args, name, None) for name in names)
+        gradients = next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), None)
     elif getattr(args, "accumulate_allreduce_grads_in_fp32", False):
         gradients = torch.float32
-    return _dtype_name(compute), _dtype_name(gradients)
-
-
-def _dtype_name(dtype: torch.dtype | None) -> str:
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
+    return str(compute).removeprefix("torch."), str(gradients or "").removeprefix("torch.")

@@ -58,18 +58,13 @@ def reported(
 ) -> dict[str, Any]:
     """What Megatron would log of a step, on the rank that logs; nothing on the others.
 
-    A collective. Losses and gradient norm are left out: the step returns them.
-
-    Args:
-        result: what ``train_step`` returned.
-        chunks: this rank's model chunks.
-        optimizer: Megatron's.
-        params_norm: calls the function that computes the norm of all parameters.
+    A collective. Losses and gradient norm are left out: the step returns them in ``result``.
+    ``params_norm`` calls the function that computes the norm of all parameters.
     """
     front = fronts.current()
     args = front.arguments()
     norm = params_norm(front.parameters_norm(), chunks) if args.log_params_norm else None
-    # An optimizer that is not asked for zeros returns 0 or None, as its class has it.
+    # Without the option, optimizers return 0 or None, depending on their class.
     zeros = result[_ZEROS] if args.log_num_zeros_in_grad else None
     step = StepNumbers(result[_SKIPPED], norm, zeros, result[_LOGITS])
     return _logged(chunks, optimizer, step)
@@ -82,10 +77,10 @@ def left_over(chunks: list[torch.nn.Module], optimizer: Any) -> dict[str, float]
     next step's. A collective; nothing on ranks that do not log. Shares of right choices are left
     out, for some are of all steps so far, and numbers that are not defined without a step.
     """
-    found = _logged(chunks, optimizer, StepNumbers())
+    numbers = _logged(chunks, optimizer, StepNumbers())
     sums = {
         name: float(value)
-        for name, value in found.items()
+        for name, value in numbers.items()
         if name not in _GIVEN and not name.endswith(CHOICES)
     }
     return {name: value for name, value in sums.items() if math.isfinite(value)}

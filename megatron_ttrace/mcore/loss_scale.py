@@ -35,8 +35,8 @@ def put(optimizer: Any, scale: float) -> None:
 
 def overflowed(optimizer: Any) -> bool:
     """Whether the last step found gradients that are not finite."""
-    found = (getattr(leaf, "found_inf", None) for leaf in leaves_of(optimizer))
-    return any(bool(one) for one in found if one is not None)
+    flags = (getattr(leaf, "found_inf", None) for leaf in leaves_of(optimizer))
+    return any(bool(flag) for flag in flags if flag is not None)
 
 
 def of_candidate(reference: float, gradient_factor: float) -> float:

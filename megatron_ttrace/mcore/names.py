@@ -128,14 +128,13 @@ def _walk(
     for leaf, child in module.named_children():
         if id(child) in canonical:
             continue
-        own = leaf
         if leaf.isdigit():
             if isinstance(getattr(child, "layer_number", None), int):
-                own = str(child.layer_number - 1)  # type: ignore[operator]
+                leaf = str(child.layer_number - 1)  # type: ignore[operator]
                 spans.add(name.rpartition(".")[0])
             elif name.endswith("local_experts"):
-                own = str(int(leaf) + expert_offset)
-        _walk(child, _join(name, own), expert_offset, modules, canonical, spans)
+                leaf = str(int(leaf) + expert_offset)
+        _walk(child, _join(name, leaf), expert_offset, modules, canonical, spans)
 
 
 def _join(prefix: str, leaf: str) -> str:
@@ -152,8 +151,7 @@ def _expert_leaf(prefix: str, leaf: str, expert_offset: int) -> str:
 
 def raw(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """The parameter that Megatron's layers created and marked, if FSDP replaced it."""
-    found: torch.nn.Parameter = getattr(parameter, "orig_param", parameter)
-    return found
+    return getattr(parameter, "orig_param", parameter)
 
 
 def _tied_name(name: str, parameter: torch.nn.Parameter) -> str:

@@ -23,13 +23,13 @@ def numbers(meta: ReferenceMeta) -> dict[str, float]:
     arguments = meta.identity.get("arguments")
     if not isinstance(arguments, dict):
         return {}
-    found = {name: arguments.get(argument) for name, argument in _ARGUMENTS.items()}
+    values = {name: arguments.get(argument) for name, argument in _ARGUMENTS.items()}
     batch, length = arguments.get("micro_batch_size"), arguments.get("seq_length")
     if isinstance(batch, int) and isinstance(length, int):
-        found["tokens"] = batch * length
-        found["step_tokens"] = batch * length * meta.microbatches
+        values["tokens"] = batch * length
+        values["step_tokens"] = batch * length * meta.microbatches
     return {
         name: float(value)
-        for name, value in found.items()
+        for name, value in values.items()
         if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
     }

@@ -79,12 +79,12 @@ class Owned:
     def state(self) -> dict[str, Any]:
         """The optimizer's state of this tensor; empty before its first step."""
         # Not inner.state[key]: that would create an entry.
-        found: dict[str, Any] = self.inner.state.get(self.key, {})
+        state: dict[str, Any] = self.inner.state.get(self.key, {})
         if is_precision_aware(self.inner):
             inner: Any = self.inner
-            found = {name: inner.get_unscaled_state(self.key, name) for name in found}
+            state = {name: inner.get_unscaled_state(self.key, name) for name in state}
         return {
-            name: local(value) if torch.is_tensor(value) else value for name, value in found.items()
+            name: local(value) if torch.is_tensor(value) else value for name, value in state.items()
         }
 
     @property
@@ -94,13 +94,13 @@ class Owned:
         TransformerEngine's Adam may own main weights; ``main`` is then a part of the model's own
         parameter, and with ``store_param_remainders`` the state has the 16 bits that it lacks.
         """
-        own: torch.Tensor | None = self.state.get("master_param")
-        if own is None or self.main.dtype == torch.float32:
+        master: torch.Tensor | None = self.state.get("master_param")
+        if master is None or self.main.dtype == torch.float32:
             return self.main
-        if own.dtype != torch.int16:
-            return own
+        if master.dtype != torch.int16:
+            return master
         high = self.main.detach().view(torch.int16).to(torch.int32) << 16
-        return (high + own.to(torch.int32)).view(torch.float32)
+        return (high + master.to(torch.int32)).view(torch.float32)
 
     def received(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The values that are stepped, or the model's own where those are not these, rounded.
@@ -109,17 +109,14 @@ class Owned:
         Shards of FSDP, quantized parameters, and main weights that the torch optimizer keeps are
         returned as they are stepped.
         """
-        main, own = self.weights.detach(), parameter.data
-        if (
-            self.sharded is not None
-            or self.weights is not self.main
-            or type(own) is not torch.Tensor
-        ):
+        main, weight = self.weights.detach(), parameter.data
+        is_plain = type(weight) is torch.Tensor and self.sharded is None
+        if not is_plain or self.weights is not self.main:
             return main
-        own = (own if self.range is None else own.reshape(-1)[slice(*self.range)]).view_as(main)
-        own = own.to(main.device)
-        stale = main.to(own.dtype) != own
-        return torch.where(stale, own.to(main.dtype), main) if stale.any() else main
+        weight = weight if self.range is None else weight.reshape(-1)[slice(*self.range)]
+        weight = weight.view_as(main).to(main.device)
+        stale = main.to(weight.dtype) != weight
+        return torch.where(stale, weight.to(main.dtype), main) if stale.any() else main
 
     @property
     def moments(self) -> Mapping[str, Kind]:
@@ -168,7 +165,7 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
                     part = leaf._get_model_param_range_map(parameter)["param"]
                     owned[parameter] = Owned(main, inner, group, (part.start, part.end))
             if _inside(inner):
-                owned |= {one: _by_device(owned[one]) for one in leaf.model_param_group_index_map}
+                owned |= {p: _by_device(owned[p]) for p in leaf.model_param_group_index_map}
             continue
         pairs = [(p, p) for group in inner.param_groups for p in group["params"]]
         if hasattr(leaf, "fp32_from_float16_groups"):
@@ -197,7 +194,7 @@ def _by_device(part: Owned) -> Owned:
     main = hybrid.param_to_inner_param[part.main]
     for inner in _inside(hybrid):
         for group in inner.param_groups:
-            if any(one is main for one in group["params"]):
+            if any(parameter is main for parameter in group["params"]):
                 return dataclasses.replace(part, main=main, inner=inner, counter=group)
     return part
 
@@ -215,26 +212,24 @@ def reload_offloaded(optimizer: Any) -> None:
 
 def divided(optimizer: Any) -> set[torch.nn.Parameter]:
     """All parameters that are divided over data-parallel ranks, owned here or elsewhere."""
-    found = {
+    in_buffers = {
         parameter
         for leaf in leaves_of(optimizer)
         if hasattr(leaf, "model_param_group_index_map")
         for buffer in getattr(leaf, "buffers", ())
         for parameter in buffer.params
     }
-    return found | layer_wise(optimizer)
+    return in_buffers | layer_wise(optimizer)
 
 
 def layer_wise(optimizer: Any) -> set[torch.nn.Parameter]:
     """Parameters that are divided as wholes: one data-parallel rank steps each of them."""
-    found = {
-        parameter
-        for part in getattr(optimizer, "chained_optimizers", ())
-        for parameter in layer_wise(part)
-    }
+    parameters: set[torch.nn.Parameter] = set()
+    for part in getattr(optimizer, "chained_optimizers", ()):
+        parameters |= layer_wise(part)
     for name in ("dp_cp_params_list", "expt_dp_params_list"):
-        found.update(*(getattr(optimizer, name, None) or ()))
-    return found
+        parameters.update(*(getattr(optimizer, name, None) or ()))
+    return parameters
 
 
 def _pairs(models: Any, mains: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
@@ -252,12 +247,7 @@ class Snapshot:
     def __init__(
         self, chunks: list[torch.nn.Module], optimizer: Any, copies: Copies | None = None
     ) -> None:
-        """Copy everything.
-
-        Args:
-            chunks: of the model.
-            optimizer: Megatron's.
-            copies: makes the copies of parameters and moments; by default in memory.
+        """Copy everything. ``copies`` copies parameters and moments; by default in memory.
 
         Raises:
             TTraceError: when they fit neither in memory nor on the disk.
@@ -267,7 +257,7 @@ class Snapshot:
         self._inner = _torch_optimizers(optimizer)
         tensors = list(_mutable(chunks, optimizer))
         state = [v for i in self._inner for s in i.state.values() for v in s.values()]
-        sizes = [local(one).nbytes for one in (*tensors, *state) if torch.is_tensor(one)]
+        sizes = [local(value).nbytes for value in (*tensors, *state) if torch.is_tensor(value)]
         if tensors:
             copies.require_space(local(tensors[0]).device, sum(sizes))
         self._tensors = [(tensor, copies.copy(local(tensor))) for tensor in tensors]
@@ -282,18 +272,20 @@ class Snapshot:
             for inner in self._inner
         ]
         self._scales = [
-            {one: _copies(scales) for one, scales in getattr(inner, "_scales", {}).items()}
+            {p: _copies(scales) for p, scales in getattr(inner, "_scales", {}).items()}
             for inner in self._inner
         ]
         self._settings = [
             [
-                {name: _copied(value) for name, value in group.items() if name != "params"}
+                _copies({name: value for name, value in group.items() if name != "params"})
                 for group in inner.param_groups
             ]
             for inner in self._inner
         ]
         scalers = (getattr(leaf, "grad_scaler", None) for leaf in leaves_of(optimizer))
-        self._scalers = [(one, _copies(vars(one))) for one in scalers if one is not None]
+        self._scalers = [
+            (scaler, _copies(vars(scaler))) for scaler in scalers if scaler is not None
+        ]
         self._rng = torch.get_rng_state()
         on_gpu = torch.version.cuda is not None and torch.cuda.device_count() > 0
         self._cuda_rng = torch.cuda.get_rng_state() if on_gpu else None
@@ -307,7 +299,7 @@ class Snapshot:
                 self._inner, self._states, self._scales, self._settings, strict=True
             ):
                 if scales:
-                    inner._scales = {one: _copies(found) for one, found in scales.items()}
+                    inner._scales = {p: _copies(values) for p, values in scales.items()}
                 for parameter in [p for p in inner.state if p not in states]:
                     del inner.state[parameter]
                 for parameter, state in states.items():
@@ -323,9 +315,10 @@ class Snapshot:
 
 
 def _torch_optimizers(optimizer: Any) -> list[Any]:
-    """All of them, those inside others too."""
-    found = [getattr(leaf, "optimizer", None) for leaf in leaves_of(optimizer)]
-    return [one for inner in found if inner is not None for one in (inner, *_inside(inner))]
+    """All of them, also those inside others."""
+    inner = (getattr(leaf, "optimizer", None) for leaf in leaves_of(optimizer))
+    outer = [optimizer for optimizer in inner if optimizer is not None]
+    return [inside for optimizer in outer for inside in (optimizer, *_inside(optimizer))]
 
 
 def _restore_state(
@@ -335,13 +328,13 @@ def _restore_state(
     for name in [n for n in current if n not in saved]:
         del current[name]
     for name, value in saved.items():
-        there = current.get(name)
-        if isinstance(value, Copy) and torch.is_tensor(there):
-            value.put(local(there.data))
+        target = current.get(name)
+        if isinstance(value, Copy) and torch.is_tensor(target):
+            value.put(local(target.data))
         elif isinstance(value, Copy) and parameter is not None:
             current[name] = like(parameter, value.get().clone())
-        elif torch.is_tensor(value) and torch.is_tensor(there):
-            there.copy_(value)
+        elif torch.is_tensor(value) and torch.is_tensor(target):
+            target.copy_(value)
         else:
             current[name] = _copied(value)
 
@@ -355,7 +348,7 @@ def _copied(value: Any) -> Any:
 
 
 def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
-    found: set[int] = set()
+    seen: set[int] = set()
     mains = [
         parameter
         for inner in _torch_optimizers(optimizer)
@@ -370,6 +363,6 @@ def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Te
         *(buffer for model in models for buffer in model.buffers()),
         *mains,
     ):
-        if id(tensor) not in found:
-            found.add(id(tensor))
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
             yield tensor

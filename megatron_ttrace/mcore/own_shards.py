@@ -15,7 +15,7 @@ from megatron_ttrace.trace.records import Kind
 
 
 def depends_on_layout(args: MegatronArguments) -> tuple[tuple[Kind, ...], str]:
-    """What of a matrix's update this layout computes otherwise by design, and by which option.
+    """What of a matrix's update differs in this layout by design, and because of which option.
 
     Returns:
         Kinds of tensors (of ``param`` that after the step), and the option; ``()`` and ``""`` where
@@ -29,8 +29,8 @@ def depends_on_layout(args: MegatronArguments) -> tuple[tuple[Kind, ...], str]:
         moments = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
         return (Kind.PARAM_DELTA, Kind.PARAM, *moments), "--optimizer soap"
     if name in ("muon", "adaptive_muon") and getattr(args, "muon_tp_mode", "") == "blockwise":
-        found = (Kind.PARAM_DELTA, Kind.PARAM, Kind.EXP_AVG_SQ)
-        return found, f"--optimizer {name} --muon-tp-mode blockwise"
+        kinds = (Kind.PARAM_DELTA, Kind.PARAM, Kind.EXP_AVG_SQ)
+        return kinds, f"--optimizer {name} --muon-tp-mode blockwise"
     return (), ""
 
 

@@ -38,27 +38,27 @@ _NORMALIZED = 1
 
 def partials(chunks: Iterable[Names]) -> Partials:
     """Those of a rank's model chunks: (kind, module, index of the argument) -> axis."""
-    found: Partials = {}
+    partial: Partials = {}
     for names in chunks:
         for name, module in names.modules.items():
             if type(module).__name__ == "DSAttention" and _is_absorbed(names, name):
-                found[Kind.GRAD_INPUT, name, _KEY] = "tp"
-                found[Kind.GRAD_INPUT, name, _WEIGHT] = "cp"
+                partial[Kind.GRAD_INPUT, name, _KEY] = "tp"
+                partial[Kind.GRAD_INPUT, name, _WEIGHT] = "cp"
             config = getattr(module, "config", None)
             overlaps = getattr(config, "moe_shared_expert_overlap", False)
             if type(module).__name__ == "SharedExpertMLP" and overlaps:
-                found[Kind.OUTPUT, f"{name}.linear_fc2", 0] = "tp"
-                found[Kind.GRAD_INPUT, f"{name}.linear_fc1", 0] = "tp"
+                partial[Kind.OUTPUT, f"{name}.linear_fc2", 0] = "tp"
+                partial[Kind.GRAD_INPUT, f"{name}.linear_fc1", 0] = "tp"
             wrapped = getattr(module, "to_wrap", None)
             if getattr(wrapped, "return_layernorm_output_gathered", False):
-                found |= dict.fromkeys(_of_gathered_norm(name), "tp")
+                partial |= dict.fromkeys(_of_gathered_norm(name), "tp")
             groups = getattr(config, "num_query_groups", None)
             inner = f"{name}.{INNER_ATTENTION}"
             # Latent attention has the option, but no groups and no such projection.
             has_groups = inner in names.modules and hasattr(module, "linear_qkv")
             if groups and has_groups and groups < getattr(module, "world_size", 1):
-                found |= dict.fromkeys(_of_shared_groups(name, inner), "tp")
-    return found
+                partial |= dict.fromkeys(_of_shared_groups(name, inner), "tp")
+    return partial
 
 
 def _of_shared_groups(attention: str, inner: str) -> Iterable[tuple[Kind, str, int]]:

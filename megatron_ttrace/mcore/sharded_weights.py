@@ -38,8 +38,8 @@ class WeightPart:
 
 def buffers_of(chunks: Iterable[torch.nn.Module]) -> list[Any]:
     """The parameter buffers of Megatron-FSDP; empty for any other wrapper."""
-    found = (getattr(chunk, "param_and_grad_buffer", None) for chunk in chunks)
-    return [buffer for buffer in found if hasattr(buffer, "parameter_groups")]
+    buffers = (getattr(chunk, "param_and_grad_buffer", None) for chunk in chunks)
+    return [buffer for buffer in buffers if hasattr(buffer, "parameter_groups")]
 
 
 def parts_of(chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Parameter, WeightPart]:
@@ -92,20 +92,17 @@ def rows_of(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
     if not getattr(parameter, "is_torch_fsdp2_param", False):
         return None
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-    rows, *rest = parameter.shape
-    each = -(-rows // mesh.size())
-    start = min(mesh.get_local_rank() * each, rows)
-    width = math.prod(rest)
-    return start * width, min(start + each, rows) * width
+    rows, *columns = parameter.shape
+    rows_per_rank = -(-rows // mesh.size())
+    start = min(mesh.get_local_rank() * rows_per_rank, rows)
+    width = math.prod(columns)
+    return start * width, min(start + rows_per_rank, rows) * width
 
 
 def range_of(buffer: Any, item: int) -> tuple[int, int]:
     """The elements of a parameter that are in this rank's shard of its bucket."""
-    index, bucket, shard = (
-        buffer.item_index_map[item],
-        buffer.bucket_index,
-        buffer.shard_bucket_index,
-    )
+    index = buffer.item_index_map[item]
+    bucket, shard = buffer.bucket_index, buffer.shard_bucket_index
     part = FlatShard.of_bucket(
         index.global_data_index,
         index.size,

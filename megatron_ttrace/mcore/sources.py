@@ -36,10 +36,10 @@ _PHASES = (
 @functools.cache
 def megatron_folder() -> str:
     """The folder of the package ``megatron`` that is imported, with a separator at its end."""
-    found = importlib.util.find_spec("megatron.core")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("megatron.core")
+    if spec is None or spec.origin is None:
         return ""
-    return str(Path(found.origin).parents[1]) + os.sep
+    return str(Path(spec.origin).parents[1]) + os.sep
 
 
 def in_megatron(file: str) -> bool:
@@ -118,11 +118,11 @@ def marks_of(parameter: Any) -> tuple[str, ...]:
 
 def function_of(code: CodeType) -> Function:
     """What the code of a function that ran says about it."""
-    strings = [one for one in code.co_consts if isinstance(one, str) and _WORD.fullmatch(one)]
-    tuples = [one for one in code.co_consts if isinstance(one, tuple)]
+    strings = [text for text in code.co_consts if isinstance(text, str) and _WORD.fullmatch(text)]
+    tuples = [constant for constant in code.co_consts if isinstance(constant, tuple)]
     keywords = [word for words in tuples for word in words if isinstance(word, str)]
-    known = code.co_names, code.co_varnames, code.co_cellvars, code.co_freevars, strings, keywords
-    names = [name for some in known for name in some]
+    variables = *code.co_varnames, *code.co_cellvars, *code.co_freevars
+    names = [*code.co_names, *variables, *strings, *keywords]
     words = {word for name in names for word in name.lower().split("_")}
     arguments = code.co_argcount + code.co_kwonlyargcount
     local = {*code.co_varnames[arguments:], *code.co_cellvars} - {*code.co_varnames[:arguments]}
@@ -139,7 +139,7 @@ def function_of(code: CodeType) -> Function:
         loops=any(op == _FOR_ITER for op, _ in steps),
         marks=tuple(mark for mark in MARKS if mark in strings or mark in code.co_names),
         axes=tuple(
-            axis for axis, known in _AXES.items() if any(re.fullmatch(known, w) for w in words)
+            axis for axis, pattern in _AXES.items() if any(re.fullmatch(pattern, w) for w in words)
         ),
         strings=tuple(dict.fromkeys(strings)),
         sets=tuple(name for name in sorted(local) if _FACTOR.search(name)),
@@ -198,19 +198,13 @@ def class_place(kind: type, method: str) -> str:
     A layer of TransformerEngine is a base of Megatron's; the bare one is used where Megatron has
     no class in between.
     """
-    places = [
-        (code.co_filename, shown(code))
-        for base in kind.__mro__
-        if method in vars(base)
-        and (code := getattr(inspect.unwrap(_plain(vars(base)[method])), "__code__", None))
-    ]
-    megatrons = [place for file, place in places if in_megatron(file)]
-    others = [place for file, place in places if not is_own(file) and not in_torch(file)]
-    return next(iter(megatrons or others), "")
-
-
-def _plain(function: Any) -> Any:
-    return getattr(function, "__func__", function)
+    definitions = [vars(base)[method] for base in kind.__mro__ if method in vars(base)]
+    functions = [getattr(function, "__func__", function) for function in definitions]
+    codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions]
+    places = [(code.co_filename, shown(code)) for code in codes if code]
+    of_megatron = [place for file, place in places if in_megatron(file)]
+    foreign = [place for file, place in places if not is_own(file) and not in_torch(file)]
+    return next(iter(of_megatron or foreign), "")
 
 
 def sources_of(
@@ -262,12 +256,7 @@ def sources_of(
         optimizer_state=class_place(leaf, "sharded_state_dict"),
         loaders=_loaders(leaf),
         sharding=next(
-            (
-                place
-                for each in leaves_of(optimizer)
-                if (place := class_place(type(each), _SHARDING))
-            ),
-            "",
+            filter(None, (class_place(type(part), _SHARDING) for part in leaves_of(optimizer))), ""
         ),
     )
 

@@ -24,11 +24,11 @@ _WRAPPED, _ADDED = ".to_wrap.", ".adapter.linear_out."
 
 def stacked_parameters(names: Names) -> dict[str, Shares]:
     """Parameters of one model chunk that stack unequal blocks in dim 0."""
-    sizes = {id(one): found for module in names.modules.values() for one, found in _in(module)}
+    by_id = {id(p): sizes for module in names.modules.values() for p, sizes in _in(module)}
     stacked = {
-        name: _shares(sizes[id(raw(parameter))])
+        name: _shares(by_id[id(raw(parameter))])
         for name, parameter in names.parameters.items()
-        if id(raw(parameter)) in sizes
+        if id(raw(parameter)) in by_id
     }
     for name, shares in [*stacked.items()]:
         layer, wrapped, leaf = name.rpartition(_WRAPPED)

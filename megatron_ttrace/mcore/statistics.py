@@ -44,8 +44,7 @@ def users(functions: Collection[str]) -> Iterator[tuple[ModuleType, str]]:
     """Modules of Megatron that have globals of these names: each imported them for itself."""
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron."):
-            held = vars(module)
-            yield from ((module, one) for one in functions if callable(held.get(one)))
+            yield from ((module, name) for name in functions if callable(vars(module).get(name)))
 
 
 def unknown_kind(optimizer: Any) -> str:
@@ -70,34 +69,34 @@ def leaves_and_groups(
 ) -> Iterator[tuple[Any, LayerWise | None]]:
     """The optimizers in a (nested) ``ChainedOptimizer``, with the groups of a layer-wise one."""
     if type(optimizer).__name__ == LAYER_WISE:
-        found = optimizer.pg_collection
+        collection = optimizer.pg_collection
         groups = LayerWise(
-            found.dp_cp if optimizer.dp_cp_params_list else None,
-            found.expt_dp if optimizer.expt_dp_params_list else None,
+            collection.dp_cp if optimizer.dp_cp_params_list else None,
+            collection.expt_dp if optimizer.expt_dp_params_list else None,
         )
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         yield optimizer, groups
-    for one in chained or ():
-        yield from leaves_and_groups(one, groups)
+    for part in chained or ():
+        yield from leaves_and_groups(part, groups)
 
 
 def hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     """The numbers that a parameter group has for the update of its parameters, by name."""
-    found = []
+    numbers = []
     for name in _HYPERPARAMETERS:
         value = group.get(name)
         if isinstance(value, (tuple, list)):
-            found += [(f"{name}[{number}]", float(one)) for number, one in enumerate(value)]
+            numbers += [(f"{name}[{index}]", float(item)) for index, item in enumerate(value)]
         elif value is not None:
-            found.append((name, float(value)))
-    return tuple(found)
+            numbers.append((name, float(value)))
+    return tuple(numbers)
 
 
 def group_names(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Names of parameter groups that do not depend on their order or on other groups.
 
-    By what tells them apart in a checkpoint (``param_group_identifier_keys`` in
+    By what distinguishes them in a checkpoint (``param_group_identifier_keys`` in
     megatron/core/optimizer/optimizer.py). Of several alike all but the first get a number.
     """
     counts: Counter[str] = Counter()
@@ -154,7 +153,5 @@ def _fill(chunks: list[torch.nn.Module], value: float) -> None:
 
 def bucket_groups(chunk: Any) -> list[Any]:
     """The groups of gradient buckets of ``DistributedDataParallel``; other wrappers have none."""
-    found = (
-        getattr(chunk, name, None) for name in ("bucket_groups", "expert_parallel_bucket_groups")
-    )
-    return [one for groups in found for one in groups or ()]
+    names = ("bucket_groups", "expert_parallel_bucket_groups")
+    return [group for name in names for group in getattr(chunk, name, None) or ()]

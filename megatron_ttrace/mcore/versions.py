@@ -53,10 +53,11 @@ def version_in(package_info: str) -> str:
     What Megatron appends after a ``+`` is left out: it is the commit of whatever git repository
     lies around it, for an environment inside a project that project's.
     """
-    found = dict(_CONSTANT.findall(package_info))
-    if not {"MAJOR", "MINOR", "PATCH"} <= found.keys():
+    constants = dict(_CONSTANT.findall(package_info))
+    if not {"MAJOR", "MINOR", "PATCH"} <= constants.keys():
         return ""
-    return f"{found['MAJOR']}.{found['MINOR']}.{found['PATCH']}{found.get('PRE_RELEASE', '')}"
+    major, minor, patch = (constants[name] for name in ("MAJOR", "MINOR", "PATCH"))
+    return f"{major}.{minor}.{patch}{constants.get('PRE_RELEASE', '')}"
 
 
 def series(version: str) -> str:
@@ -99,9 +100,9 @@ def unreleased(version: str) -> str:
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Import Megatron without a warning of each thing it goes without; ``ttrace doctor`` says it.
+    """Import Megatron without warnings of missing packages, which ``ttrace doctor`` reports.
 
-    What warns later, in training, still does.
+    Later warnings, in training, are shown.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -115,5 +116,5 @@ def quiet_imports() -> Iterator[None]:
 
 def call_known(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function`` with those keywords that this release of Megatron knows."""
-    known = inspect.signature(function).parameters
-    return function(*args, **{key: value for key, value in kwargs.items() if key in known})
+    parameters = inspect.signature(function).parameters
+    return function(*args, **{key: value for key, value in kwargs.items() if key in parameters})

@@ -33,7 +33,7 @@ _CROWD = 10
 """Ranks from which on the first pause is not longer: ten times as long as one rank's."""
 _WATCH_SECONDS = 1.0
 _BEAT_SECONDS = 5.0
-_SAY_AFTER_SECONDS = 10.0
+_REPORT_AFTER_SECONDS = 10.0
 _FAREWELL_SECONDS = 5.0
 _RANKS_PER_SECOND = 2000
 """Ranks that may poll the store per second while they wait."""
@@ -95,29 +95,22 @@ class _LateError(TTraceError):
 class Ranks:
     """This rank's end of all agreements of one job."""
 
-    def __init__(
-        self,
-        timeout: float,
-        *,
-        store: Any = None,
-        rank: int | None = None,
-        size: int | None = None,
-    ) -> None:
+    def __init__(self, timeout: float, *, store: Any = None, rank: int = 0, size: int = 1) -> None:
         """Find the other ranks.
 
         Args:
             timeout: seconds without a sign of life after which a rank counts as lost.
-            store: key-value store of all ranks; by default the job's own.
-            rank: this rank; by default that of the process group.
-            size: number of ranks; by default that of the process group.
+            store: key-value store of all ranks. By default it is the job's own, and rank and size
+                are those of the process group.
+            rank: this rank.
+            size: number of ranks.
         """
-        ready = dist.is_initialized()
-        self.rank = rank if rank is not None else (dist.get_rank() if ready else 0)
-        self.size = size if size is not None else (dist.get_world_size() if ready else 1)
+        if store is None and dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+            store = channel.store() if size > 1 else None
+        self.rank, self.size = rank, size
         self._timeout = timeout
         self._store = store
-        if store is None and self.size > 1:
-            self._store = channel.store()
         self._counts = {"check": 0, "back": 0}
         self._given_up: GivenUpError | None = None
 
@@ -158,13 +151,13 @@ class Ranks:
             return self.together(what, work)
         key = f"check/{self._counts['check'] + 1}/value"
 
-        def told() -> None:
+        def publish() -> None:
             if self.rank == source:
                 with self._heartbeat():
                     value = work()
                 self._store.set(_key(key), json.dumps(value))
 
-        self.together(what, told)
+        self.together(what, publish)
         return json.loads(self._ask(lambda: self._store.get(_key(key))).decode())
 
     def exchange(self, what: str, value: Callable[[], Any], device: torch.device) -> list[Any]:
@@ -178,13 +171,13 @@ class Ranks:
         if self.size == 1:
             return [channel.decode(text, 0)]
         with self.watching():
-            size = torch.tensor([len(text)], dtype=torch.int64, device=device)
-            sizes = [int(one.item()) for one in self._gather(what, size)]
-            mine = self.together(what, lambda: channel.buffer(text, max(sizes), device))
-            everyone = self._gather(what, mine)
+            length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+            lengths = [int(size.item()) for size in self._moved(what, channel.gather, length)]
+            message = self.together(what, lambda: channel.buffer(text, max(lengths), device))
+            messages = self._moved(what, channel.gather, message)
             return [
-                channel.decode(bytes(sent[:length].cpu().numpy()), rank)
-                for rank, (sent, length) in enumerate(zip(everyone, sizes, strict=True))
+                channel.decode(bytes(received[:size].cpu().numpy()), rank)
+                for rank, (received, size) in enumerate(zip(messages, lengths, strict=True))
             ]
 
     def collect[T](
@@ -203,7 +196,7 @@ class Ranks:
             GivenUpError: on every rank, when any could not provide or merge its part.
             EndError: when a message could not be sent.
         """
-        own = self.together(what, value)
+        merged = self.together(what, value)
         groups, up = channel.tree(self.rank, self.size)
         failed = False
         with self.watching():
@@ -211,16 +204,17 @@ class Ranks:
                 parts = [(rank, self._moved(what, channel.receive, rank, device)) for rank in group]
                 try:
                     if not failed:
-                        own = merge([own, *(channel.unpacked(sent, rank) for rank, sent in parts)])
+                        values = [channel.unpacked(message, rank) for rank, message in parts]
+                        merged = merge([merged, *values])
                 except Exception as error:  # noqa: BLE001 - the rank above still waits for a message
                     self.give_up(error, what)
                     failed = True
             if up is not None:
-                message = b"" if failed else channel.packed(own)
+                message = b"" if failed else channel.packed(merged)
                 self._moved(what, channel.send, message, up, device)
 
         self.meet(what)
-        return own if up is None else None
+        return merged if up is None else None
 
     def reduce[T](
         self,
@@ -235,22 +229,13 @@ class Ranks:
             return merged  # type: ignore[return-value]
         text = self.together(what, lambda: b"" if merged is None else channel.packed(merged))
         with self.watching():
-            sent = self._moved(what, channel.broadcast, text, self.size - 1, device)
-        return self.together(what, lambda: channel.unpacked(sent, self.size - 1))  # type: ignore[no-any-return]
+            message = self._moved(what, channel.broadcast, text, self.size - 1, device)
+        return self.together(what, lambda: channel.unpacked(message, self.size - 1))  # type: ignore[no-any-return]
 
-    def _moved[**P, T](
-        self, what: str, move: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """A message sent or received: a rank that fails leaves the other waiting."""
+    def _moved[*P, T](self, what: str, move: Callable[[*P], T], *args: *P) -> T:
+        """Communicate. A rank that fails in it leaves the others waiting."""
         try:
-            return move(*args, **kwargs)
-        except Exception as error:
-            raise self.end(error, what) from error
-
-    def _gather(self, what: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A collective: a rank that fails in it leaves the others waiting in it."""
-        try:
-            return channel.gather(tensor)
+            return move(*args)
         except Exception as error:
             raise self.end(error, what) from error
 
@@ -331,11 +316,11 @@ class Ranks:
                     lost = 0
                     continue
                 cause = Cause.of_message(self._store.get(_key("fatal")).decode())
-            except Exception as error:  # noqa: BLE001 - whatever a lost store raises
+            except Exception:  # noqa: BLE001 - whatever a lost store raises
                 lost += 1
                 if lost < 2 or over.is_set():
                     continue
-                cause = self._lost(error).cause
+                cause = self._lost().cause
             if over.is_set():
                 return
             say_end(cause, self.rank)
@@ -367,20 +352,20 @@ class Ranks:
     def _await(self, at: str, what: str) -> str:
         """How a point ended. Raises ``_LateError`` when a rank shows no sign of life for long."""
         began = alive = time.monotonic()
-        beat, asked, said = -1, began, False
+        beat, asked, is_reported = -1, began, False
         pause = _FIRST_PAUSE * min(self.size, _CROWD)
         longest = max(_LONGEST_PAUSE, self.size / _RANKS_PER_SECOND)
         while not self._ask(lambda: self._store.check([_key(f"{at}/done")])):
             now = time.monotonic()
             if now - asked > min(_BEAT_SECONDS, self._timeout / 4):
                 asked = now
-                heard = self._ask(lambda: self._store.add(_key("beat"), 0))
-                if heard != beat:
-                    beat, alive = heard, now if beat >= 0 else alive
+                beats = self._ask(lambda: self._store.add(_key("beat"), 0))
+                if beats != beat:
+                    beat, alive = beats, now if beat >= 0 else alive
             if now - alive > self._timeout:
                 raise _LateError(f"no answer from {self._missing(at)} within {self._timeout:.0f} s")
-            if now - began > _SAY_AFTER_SECONDS and not said:
-                said = True
+            if now - began > _REPORT_AFTER_SECONDS and not is_reported:
+                is_reported = True
                 if self.rank in (0, self.size - 1):
                     print(f"ttrace: waiting for {self._missing(at)}: {what}", flush=True)
             time.sleep(pause)
@@ -435,11 +420,10 @@ class Ranks:
         try:
             return question()
         except RuntimeError as error:  # what torch's stores raise, a lost connection included
-            raise self._lost(error) from error
+            raise self._lost() from error
 
-    def _lost(self, error: BaseException) -> EndError:
+    def _lost(self) -> EndError:
         why = "lost the connection to the job's key-value store (rank 0 or the launcher ended)"
-        del error
         what = "agreeing with other ranks"
         return EndError(Cause(self.rank, socket.gethostname(), what, why, lost=True))
 
@@ -457,22 +441,19 @@ class Ranks:
 def say_end(
     cause: Cause, rank: int, error: BaseException | None = None, ending: str = "; the job ends"
 ) -> None:
-    """Leave the record of why this rank ends; rank 0 and the rank that failed print it, too.
+    """Write the record of why this rank ends; rank 0 and the rank that failed also print it.
 
-    Args:
-        cause: of the end.
-        rank: this rank.
-        error: what announced the cause; an exception of this rank's is its cause.
-        ending: of the line that is printed.
+    ``error`` announced the cause; if this rank failed, its ``__cause__`` is what was raised.
+    ``ending`` is that of the printed line.
     """
     code, follows = int(ExitCode.COULD_NOT_CHECK), rank != cause.rank or cause.lost
     origin = error.__cause__ if error is not None else None
     while isinstance(origin, TTraceError) and origin.__cause__ is not None:
         origin = origin.__cause__
     if origin is not None and not isinstance(origin, TTraceError):
-        found = failures.record_of(origin, code, follows=follows)
-        if found.frames:  # else the cause says which part of the check failed
-            ends.write(found)
+        record = failures.record_of(origin, code, follows=follows)
+        if record.frames:  # else the cause says which part of the check failed
+            ends.write(record)
     if rank in (0, cause.rank):
         ends.tell(f"{cause.line}{ending}", code, follows=follows)
     else:

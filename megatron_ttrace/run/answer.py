@@ -14,7 +14,7 @@ from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.jobs import known_faults, provenance
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import balancing, fronts, own_shards, quiet
+from megatron_ttrace.mcore import balancing, fronts, own_shards, quiet, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.versions import megatron_core_version
 from megatron_ttrace.placement.mesh import Mesh
@@ -39,17 +39,17 @@ def failing(comparison: Comparison, ranks: Ranks, device: torch.device) -> list[
     return ranks.reduce(
         "collecting what fails",
         lambda: gathered.failing(comparison.findings(), comparison.tolerances),
-        lambda each: sorted({number for found in each for number in found}),
+        lambda parts: sorted({number for numbers in parts for number in numbers}),
         device,
     )
 
 
 def findings_of(rank: int, mesh: Mesh, comparison: Comparison, recorded: Any) -> dict[str, Any]:
-    """What one rank tells the one that judges, as JSON; ``recorded`` is its ledger."""
-    counts = [counted.compact(one) for one in comparison.counted]
-    held = wire.encode(gathered.of_rank(rank, comparison.findings()))
-    each = [list(dataclasses.astuple(mesh)), counts, recorded]
-    return {"held": held, "each": folded.fold({rank: each})}
+    """What one rank sends to the one that judges, as JSON; ``recorded`` is its ledger."""
+    counts = [counted.compact(step) for step in comparison.counted]
+    measured = wire.encode(gathered.of_rank(rank, comparison.findings()))
+    record = [list(dataclasses.astuple(mesh)), counts, recorded]
+    return {"held": measured, "each": folded.fold({rank: record})}
 
 
 def merged(
@@ -58,15 +58,19 @@ def merged(
     comparison: Comparison,
     args: MegatronArguments,
 ) -> dict[str, Any]:
-    """What several ranks tell, in fewer records. Raises ``CodecError`` on a foreign message."""
-    held = gathered.merge(
-        (one for found in findings for one in wire.decode(found["held"])),
+    """The findings of several ranks in fewer records.
+
+    Raises:
+        CodecError: on a foreign message.
+    """
+    measured = gathered.merge(
+        (tensor for message in findings for tensor in wire.decode(message["held"])),
         comparison.tolerances,
         failed,
         own_shards.depends_on_layout(args)[0],
     )
-    each = folded.merge(found["each"] for found in findings)
-    return {"held": wire.encode(held), "each": each}
+    records = folded.merge(message["each"] for message in findings)
+    return {"held": wire.encode(measured), "each": records}
 
 
 def answer(
@@ -88,20 +92,20 @@ def answer(
     """
     config = config_of(model, args, settings)
     directory = settings.directory / "candidate"
-    each, once = folded.unfold(findings["each"]), folded.Once()
-    meshes = [codec.decode_list(Mesh, mesh) for mesh, *_ in each.values()]
+    records, once = folded.unfold(findings["each"]), folded.Once()
+    meshes = [codec.decode_list(Mesh, mesh) for mesh, *_ in records.values()]
     counts = {
-        rank: tuple(counted.expanded(one, once) for one in found)
-        for rank, (_, found, _) in each.items()
+        rank: tuple(counted.expanded(step, once) for step in steps)
+        for rank, (_, steps, _) in records.items()
     }
-    recorded = [said for *_, said in each.values()]
-    ledger, lost = recording.merged(meshes, recorded, args, once)
+    recorded = [message for *_, message in records.values()]
+    ledger, ledger_notices = recording.merged(meshes, recorded, args, once)
     if any(directory.glob("*.index.jsonl")):
-        whole = settings.saves_candidate
+        is_complete = settings.saves_candidate
         meta = CandidateMeta(
-            complete=whole,
+            complete=is_complete,
             meshes=tuple(meshes),
-            counted=tuple(counted.encode(each) for each in counts.values() if whole),
+            counted=tuple(map(counted.encode, counts.values())) if is_complete else (),
             config=config.on(model.mesh),
             ledger=ledger,
         )
@@ -115,7 +119,7 @@ def answer(
         mesh=model.mesh,
         config=config,
         timings=timings,
-        notices=[*notices, *lost],
+        notices=[*notices, *ledger_notices],
         allow_unchecked=settings.allow_unchecked,
         ledger=ledger,
         changed=recording.changed(edits, recorded, once),
@@ -190,16 +194,7 @@ def requested(args: Any, chunks: Sequence[Any]) -> Requested:
         drops_tokens=getattr(args, "moe_expert_capacity_factor", None) is not None,
         sharded_optimizer=bool(args.use_distributed_optimizer),
         overlap=bool(args.overlap_grad_reduce or getattr(args, "overlap_param_gather", False)),
-        buckets=_buckets(chunks),
+        buckets=sum(len(statistics.bucket_groups(chunk)) for chunk in chunks),
         final_batch=int(args.global_batch_size) if args.rampup_batch_size else 0,
         micro_batch=int(args.micro_batch_size),
-    )
-
-
-def _buckets(chunks: Sequence[Any]) -> int:
-    """Gradient buckets of Megatron's DistributedDataParallel; 0 for another wrapper."""
-    return sum(
-        len(getattr(chunk, "bucket_groups", ()))
-        + len(getattr(chunk, "expert_parallel_bucket_groups", ()))
-        for chunk in chunks
     )

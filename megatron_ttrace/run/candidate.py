@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Share
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.executed import Edits
-from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.start import StartValues
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
@@ -72,7 +72,7 @@ class CandidateSession:
         self.ranks = ranks
         self.budget = Budget(settings.memory_mb << 20)
         self.finished = False
-        self.judged = False  # a verdict was told, whatever fails later
+        self.judged = False  # a verdict was reported, whatever fails later
         self._rehearsal: Rehearsal | None = None
         self._initial: list[Initial] = []
         self._comparison: Comparison | None = None
@@ -123,6 +123,7 @@ class CandidateSession:
         self._recording = Recording(self.model, self._executed, self._calls)
         for name in (name for names in self.model.names for name in names.unused):
             self._notice(f"{name} of the last stage is unused in the forward pass: not traced")
+        first = self.settings.iterations[0]
         if self._comparison is None:
             directory = self.settings.directory / "start"
             started = hand_over(
@@ -131,16 +132,12 @@ class CandidateSession:
             self.rehearsal.start = directory, started.step
             numbers = held_numbers(self.args, scheduler, optimizer)
             self._find_reference(started)
-            self._compare_loaded(numbers)
-        self.comparison.initial(self.settings.iterations[0], self._initial)
-
-    def _compare_loaded(self, numbers: Mapping[str, float]) -> None:
-        """Compare what every rank has loaded with what is in the checkpoint."""
-        first, reference = self.settings.iterations[0], self.comparison.reference
-        with self.comparison.step(first, layout_of(self.model, self.args), (), ()) as sink:
-            loaded.compare(self.model, numbers, reference, first, sink)
-        for text in loaded.notices(reference):
-            self._notice(text)
+            reference = self.comparison.reference
+            with self.comparison.step(first, layout_of(self.model, self.args), (), ()) as sink:
+                loaded.compare(self.model, numbers, reference, first, sink)
+            for text in loaded.notices(reference):
+                self._notice(text)
+        self.comparison.initial(first, self._initial)
 
     @property
     def rehearsal(self) -> Rehearsal:
@@ -230,19 +227,19 @@ class CandidateSession:
 
         The notice is for a scale that was lowered: what the candidate's own would do is unchecked.
         """
-        scales = self.comparison.reference.reference.loss_scales
-        theirs = scales.get(str(iteration))
-        own = loss_scale.get(self.model.optimizer)
-        if theirs is None or own is None:
+        reference_scale = self.comparison.reference.reference.loss_scales.get(str(iteration))
+        job_scale = loss_scale.get(self.model.optimizer)
+        if reference_scale is None or job_scale is None:
             return 1.0
-        mine = loss_scale.of_candidate(theirs, gradient_factor(self.args, self.model.mesh))
-        loss_scale.put(self.model.optimizer, mine)
-        if theirs < own:
+        factor = gradient_factor(self.args, self.model.mesh)
+        scale = loss_scale.of_candidate(reference_scale, factor)
+        loss_scale.put(self.model.optimizer, scale)
+        if reference_scale < job_scale:
             self._notice(
-                f"the loss scale {own:g} overflows in the reference as well: "
-                f"the traced step uses {theirs:g}"
+                f"the loss scale {job_scale:g} overflows in the reference as well: "
+                f"the traced step uses {reference_scale:g}"
             )
-        return mine / theirs
+        return scale / reference_scale
 
     def _find_reference(self, started: Started | None) -> None:
         self._started = started
@@ -288,37 +285,35 @@ class CandidateSession:
         """Collect all ranks' findings and report them from the last rank.
 
         Megatron keeps its W&B and TensorBoard writers there. Where the answer leaves doubt, and
-        training goes on, modules are isolated at once; the report tells what that has found.
-
-        Args:
-            rehearse: traces the last block once more.
+        training goes on, modules are isolated at once, before the report is written. ``rehearse``
+        traces the last block once more.
         """
         last = dist.get_world_size() - 1
         ledger = self._recording.message()
         began = time.monotonic()
         findings = self._findings(self.comparison, ledger)
         self._timings["gather"] = time.monotonic() - began
-        found: list[Answer] = []
+        answers: list[Answer] = []  # at most one; none on other ranks
 
         def judge() -> bool:
-            found.append(self._answer(self.comparison, findings, self.settings))
-            return found[0].summary.leaves_doubt
+            answers.append(self._answer(self.comparison, findings, self.settings))
+            return answers[0].summary.leaves_doubt
 
         def report() -> int:
-            publish(found[0], self.settings)
-            return found[0].summary.verdict.exit_code
+            publish(answers[0], self.settings)
+            return answers[0].summary.verdict.exit_code
 
         doubt = self.ranks.from_one(last, "judging", judge)
         # A launcher that waits for the end of this job makes another one.
         if doubt and not self.settings.exit_after and len(self.settings.blocks()) == 1:
             try:
-                self._isolate(rehearse, ledger, found)
+                self._isolate(rehearse, ledger, answers)
             except EndError:
                 raise
             except Exception as error:
                 given_up = self.ranks.give_up(error, "checking with modules isolated")
                 self.judged = True
-                if found:
+                if answers:
                     report()
                 raise given_up from error
         code = ExitCode(self.ranks.from_one(last, "writing the report", report))
@@ -328,15 +323,9 @@ class CandidateSession:
         return code
 
     def _isolate(
-        self, rehearse: Callable[[Comparison], None], ledger: Any, found: list[Answer]
+        self, rehearse: Callable[[Comparison], None], ledger: Any, answers: list[Answer]
     ) -> None:
-        """Check again with modules isolated, and add to the answer what fails on its own.
-
-        Args:
-            rehearse: traces the last block once more.
-            ledger: what this rank recorded.
-            found: the answer, on the rank that has it.
-        """
+        """Check again with modules isolated, and add to the answer what fails on its own."""
         if dist.get_rank() == 0:
             print("ttrace: not every cause is known: checking with modules isolated", flush=True)
         began = time.monotonic()
@@ -353,8 +342,7 @@ class CandidateSession:
                 budget=self.budget,
             )
             comparison.initial(self.settings.iterations[0], self._initial)
-            before = self.comparison.findings()
-            comparison.take(one for one in before if one.key.kind is Kind.LOADED)
+            comparison.take_loaded(self.comparison)
             return comparison
 
         # All ranks rehearse or none: the end of a rehearsal waits for all.
@@ -365,7 +353,7 @@ class CandidateSession:
         def judge() -> None:
             alone = self._answer(comparison, findings, settings).summary
             spent = {"isolated": time.monotonic() - began}
-            found[0] = found[0].settled(alone, spent)
+            answers[0] = answers[0].settled(alone, spent)
             owned.discard(folder)
 
         self.ranks.from_one(dist.get_world_size() - 1, "judging with modules isolated", judge)

@@ -2,9 +2,9 @@
 """The traced steps of a candidate on one rank, compared while they run."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from megatron_ttrace.capture.initial import Initial
 from megatron_ttrace.capture.step import StepSink, TracedModel
@@ -61,27 +61,18 @@ class Comparison:
         self._measured: list[Measured] = []
         self.counted: list[Counted] = []
 
-    def initial(self, iteration: int, found: Sequence[Initial]) -> None:
+    def initial(self, iteration: int, initial: Sequence[Initial]) -> None:
         """Record the initial values of the run, with the first traced iteration."""
-        for one in found:
-            key = TraceKey(iteration, STEP_LEVEL, Kind.INITIAL, one.name)
-            where = one.placement, one.boxes, one.logical_shape
-            self._measured.append(Measured(key, *where, None, moments=one.moments))
+        for values in initial:
+            entry = entry_of(values, iteration)
+            where = values.placement, values.boxes, values.logical_shape
+            self._measured.append(Measured(entry.key, *where, None, moments=values.moments))
             if self._keep_all:
-                entry = Entry(
-                    key,
-                    one.logical_shape,
-                    one.dtype,
-                    logical_shape=one.logical_shape,
-                    placement=one.placement,
-                    boxes=one.boxes,
-                    sums=dataclasses.astuple(one.moments),
-                )
                 self._writer.add(entry, None)
 
-    def take(self, found: Iterable[Measured]) -> None:
-        """Take what another comparison with this reference has measured."""
-        self._measured += found
+    def take_loaded(self, earlier: Self) -> None:
+        """Take what an earlier comparison measured of the loaded state."""
+        self._measured += (one for one in earlier.findings() if one.key.kind is Kind.LOADED)
 
     @contextmanager
     def step(
@@ -89,11 +80,8 @@ class Comparison:
     ) -> Iterator[StepSink]:
         """Compare one traced step, which runs in this context and is captured into the sink.
 
-        Args:
-            iteration: of the step.
-            layout: of this rank.
-            batches: this rank's microbatches, of which tokens are compared; none without data.
-            numbers: the reference's number of each microbatch.
+        ``batches`` are this rank's microbatches, whose tokens are compared; there are none without
+        data. ``numbers`` are the reference's numbers of the microbatches.
         """
         sink = CompareSink(
             self.reference,
@@ -123,12 +111,24 @@ class Comparison:
         return self._measured
 
 
+def entry_of(initial: Initial, iteration: int) -> Entry:
+    """The line of initial values in a rank's own trace."""
+    return Entry(
+        TraceKey(iteration, STEP_LEVEL, Kind.INITIAL, initial.name),
+        initial.logical_shape,
+        initial.dtype,
+        logical_shape=initial.logical_shape,
+        placement=initial.placement,
+        boxes=initial.boxes,
+        sums=dataclasses.astuple(initial.moments),
+    )
+
+
 def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -> RankLayout:
     """This rank's part of the model, as far as the comparison needs it.
 
     ``scale`` is the candidate's loss scale relative to the reference's.
     """
-    bounds = fronts.current().bounds() if model.mesh.size("cp") > 1 else ()
     return RankLayout(
         mesh=model.mesh,
         seq_length=args.seq_length,
@@ -147,7 +147,7 @@ def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -
         loss_scale=scale,
         dispatcher=dispatcher(args),
         partials=partials(model.names),
-        bounds=bounds,
+        bounds=fronts.current().bounds() if model.mesh.size("cp") > 1 else (),
     )
 
 
@@ -175,9 +175,11 @@ def microbatch_numbers(
     dp, dp_rank = mesh.size("dp"), mesh.at("dp")
 
     def matched() -> list[Any]:
-        mine = match(batches, reference, iteration, dp, dp_rank) if batches else None
-        return [dp_rank, mine]
+        numbers = match(batches, reference, iteration, dp, dp_rank) if batches else None
+        return [dp_rank, numbers]
 
-    everyone = ranks.exchange("matching microbatches", matched, rehearsal.device)
-    known = [numbers for rank, numbers in everyone if rank == dp_rank and numbers is not None]
-    return known[0] if known else [local * dp + dp_rank for local in range(block.microbatches)]
+    matches = ranks.exchange("matching microbatches", matched, rehearsal.device)
+    for rank, numbers in matches:
+        if rank == dp_rank and numbers is not None:
+            return numbers  # type: ignore[no-any-return]
+    return [local * dp + dp_rank for local in range(block.microbatches)]

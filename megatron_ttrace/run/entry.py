@@ -84,8 +84,8 @@ def exits_on_user_error(*, unexpected: bool = False) -> Iterator[None]:
             raise
         if os.environ.get(DEBUG):
             traceback.print_exception(error)
-        if (found := failures.record_of(error, code)).frames:
-            ends.write(found)
+        if (record := failures.record_of(error, code)).frames:
+            ends.write(record)
         ends.tell(f"could not start: {one_line(error)} (set {DEBUG}=1 for the traceback)", code)
     raise SystemExit(code)
 
@@ -159,11 +159,7 @@ def _wrap_configuration() -> None:
 
 
 def require_unshrunk(settings: Settings) -> None:
-    """Refuse to shrink a job that has no configuration of Megatron-Bridge.
-
-    Raises:
-        TTraceError: saying so.
-    """
+    """Raise ``TTraceError`` to shrink a job that has no configuration of Megatron-Bridge."""
     if settings.role == "plan" or settings.small is not None:
         raise TTraceError("only configurations that pretrain() of Megatron-Bridge gets are shrunk")
 
@@ -213,6 +209,6 @@ def _adapt(args: MegatronArguments, settings: Settings | None) -> None:
     if settings is None and early.bug is not None and "bug" not in _said:
         _said.add("bug")
         # A known bug also works in training without a check, as users meet it.
-        from megatron_ttrace.run import injection
+        from megatron_ttrace.run import loop
 
-        injection.put_in(early.bug)
+        loop.introduce(early.bug)

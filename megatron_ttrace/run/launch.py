@@ -74,44 +74,40 @@ class Order:
 def ensure(args: MegatronArguments, settings: Settings, started: Started | None) -> tuple[str, str]:
     """Find or make a reference trace that fits this candidate. Called on rank 0 only.
 
-    Args:
-        args: the candidate's validated arguments.
-        settings: of the check.
-        started: the candidate's start if it was loaded from a checkpoint.
+    ``started`` is the candidate's start if it was loaded from a checkpoint.
 
     Returns:
         Its directory, and the checksum of the ``meta.json`` that was verified with all its files.
 
     Raises:
-        TTraceError: when a given reference does not fit or is damaged, or making one failed.
+        TTraceError: when the user's reference does not fit or is damaged, or making one failed.
     """
-    wanted = fingerprint.identity(args, settings)
+    identity = fingerprint.identity(args, settings)
     if started is not None:
-        told = dataclasses.asdict(started)
-        wanted["start"] = {name: value for name, value in told.items() if name != "directory"}
+        start = dataclasses.asdict(started)
+        identity["start"] = {name: value for name, value in start.items() if name != "directory"}
     if settings.reference is not None:
         document = verify(settings.reference)
         meta = meta_as(ReferenceMeta, settings.reference, document)
-        theirs = meta.identity
-        other = fingerprint.other_megatron(wanted, theirs)
+        other = fingerprint.other_megatron(identity, meta.identity)
         if other and not settings.allow_other_megatron:
             raise TTraceError(f"--ttrace-reference {settings.reference}: {other}")
-        different = fingerprint.differences(
-            wanted, theirs, any_megatron=settings.allow_other_megatron
+        differences = fingerprint.differences(
+            identity, meta.identity, any_megatron=settings.allow_other_megatron
         )
-        if different:
+        if differences:
             raise TTraceError(
                 f"--ttrace-reference {settings.reference} has a different configuration: "
-                + "; ".join(different[:3])
+                + "; ".join(differences[:3])
                 + ". Omit the flag to make a matching reference"
             )
         _say_next(meta)
         return str(settings.reference), str(document[CHECKSUM])
     directory = settings.directory / "reference"
-    name = fingerprint.digest(wanted)
+    name = fingerprint.digest(identity)
 
     def make(aside: Path) -> None:
-        _make(aside, name, wanted, args, settings, started)
+        _make(aside, name, identity, args, settings, started)
 
     checksum = reference_cache.obtain(directory, name, make, settings.timeout)
     _say_next(meta_as(ReferenceMeta, directory, read_meta(directory)))
@@ -121,7 +117,7 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
 def _make(
     home: Path,
     name: str,
-    wanted: dict[str, Any],
+    identity: dict[str, Any],
     args: MegatronArguments,
     settings: Settings,
     started: Started | None,
@@ -131,7 +127,7 @@ def _make(
     order = Order(
         overrides=overrides_of(args),
         fingerprint=name,
-        identity=wanted,
+        identity=identity,
         directory=str(home.resolve()),
         started=started,
     )
@@ -149,24 +145,21 @@ def _make(
             layout=layout,
             divided=trial.checked(layout, settings),
         )
-    where = f"{layout.ranks} ranks ({layout})" if layout else "one device"
-    say(f"making the reference on {where} (log: {_log_of(order, settings)})")
+    where, log = "one device", settings.directory / _LOG
+    if layout:
+        where = f"{layout.ranks} ranks ({layout})"
+        log = ranks.log_of(settings.directory / shared.REFERENCE_LOGS, 0)
+    say(f"making the reference on {where} (log: {log})")
     began = time.monotonic()
-    _run(order, settings, _log_of(order, settings), settings.timeout)
+    _run(order, settings, log, settings.timeout)
     say(f"reference made in {time.monotonic() - began:.1f} s")
 
 
-def _log_of(order: Order, settings: Settings) -> Path:
-    """Where a reference run, of several ranks the first one, writes."""
-    several = ranks.log_of(settings.directory / shared.REFERENCE_LOGS, 0)
-    return settings.directory / _LOG if order.layout is None else several
-
-
 def _say_next(meta: ReferenceMeta) -> None:
-    """What follows when there is a reference; how long its step took is all that is known."""
+    """Print what follows, and how long the reference's step took."""
     where = "the reference" if meta.layout else "one device"
-    known = f" what took {where} {meta.seconds:.1f} s" if meta.seconds is not None else ""
-    say(f"building the model, then tracing on all ranks{known}")
+    took = f" ({where} took {meta.seconds:.1f} s)" if meta.seconds is not None else ""
+    say(f"building the model, then tracing the step on all ranks{took}")
 
 
 @contextlib.contextmanager
@@ -177,20 +170,15 @@ def replayed(
     reference: ReferenceMeta,
     separation: Separation,
 ) -> Iterator[Path]:
-    """Replay a reference to separate losses; yields the directory of what was found.
+    """Replay a reference to separate losses; yields the directory of the shares.
 
-    Args:
-        args: the candidate's validated arguments.
-        settings: of the check.
-        started: the candidate's start if it was loaded from a checkpoint.
-        reference: the reference's meta data.
-        separation: what to find.
+    ``started`` is the candidate's start if it was loaded from a checkpoint.
 
     Raises:
         TTraceError: when the replay failed.
     """
     log = settings.directory / _REPLAY_LOG
-    say(f"replaying the reference to tell its losses apart (log: {log})")
+    say(f"replaying the reference once per loss (log: {log})")
     home = settings.directory / f"{shared.SHARES}{shared.run_id()}"
     owned.make(home, owned.PRIVATE_FOLDER)
     try:
@@ -219,21 +207,20 @@ def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
         *shlex.split(settings.reference_args),
         *("--ttrace-role", "reference", "--ttrace-overrides", str(home / ORDER)),
     ]
-    own = {"RANK": "0", "LOCAL_RANK": "0", shared.VARIABLE: shared.run_id()}
+    variables = {"RANK": "0", "LOCAL_RANK": "0", shared.VARIABLE: shared.run_id()}
     for _ in range(2):
         if order.layout is not None:
             code, log = _run_ranks(order.layout.ranks, command, settings, timeout)
         elif forkserver.available():
-            ranks_ = [(environment_of(1, own), log)]
-            code, _ = forkserver.request_ranks(command, ranks_, timeout)
+            process = environment_of(1, variables), log
+            code, _ = forkserver.request_ranks(command, [process], timeout)
         else:
-            code = run_subprocess(command, environment_of(1, own), log, timeout)
+            code = run_subprocess(command, environment_of(1, variables), log, timeout)
         if code == 0 or not port_was_taken(log):
             break
     if code != 0:
-        died = reason_of(log) if code > 0 else ""
-        if died:
-            raise TTraceError(f"the reference run failed: {died} (log: {log})")
+        if reason := reason_of(log) if code > 0 else "":
+            raise TTraceError(f"the reference run failed: {reason} (log: {log})")
         raise TTraceError(
             f"the reference run {how_it_ended(code)}; its last lines, from {log}:\n" + tail(log)
         )
@@ -251,17 +238,17 @@ def _run_ranks(
     """
     folder = settings.directory / shared.REFERENCE_LOGS
     logs = [ranks.log_of(folder, rank) for rank in range(count)]
-    own = {shared.VARIABLE: shared.run_id()}
+    variables = {shared.VARIABLE: shared.run_id()}
     if forkserver.available():
         owned.make(folder, owned.PRIVATE_FOLDER)
-        base = environment_of(count, own)
-        each = [
-            ({**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
-            for rank, log in enumerate(logs)
+        common = environment_of(count, variables)
+        environments = [
+            {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
         ]
-        code, rank = forkserver.request_ranks(command, each, timeout)
+        processes = list(zip(environments, logs, strict=True))
+        code, rank = forkserver.request_ranks(command, processes, timeout)
     else:
-        code, rank = _start_ranks(count, command, folder, own, timeout)
+        code, rank = _start_ranks(count, command, folder, variables, timeout)
     if code > 0 and all(log.is_file() for log in logs):
         return code, min(logs, key=_failed_at)
     return code, logs[rank]
@@ -274,7 +261,7 @@ def _failed_at(log: Path) -> tuple[bool, int]:
 
 
 def _start_ranks(
-    count: int, command: list[str], folder: Path, own: dict[str, str], timeout: float
+    count: int, command: list[str], folder: Path, variables: dict[str, str], timeout: float
 ) -> tuple[int, int]:
     """Run a reference's ranks as new processes; returns as ``forkserver.request_ranks``."""
     echo = Echo(ranks.log_of(folder, 0), say, OF_REFERENCE)
@@ -291,7 +278,7 @@ def _start_ranks(
         command,
         folder,
         fork=False,
-        environment=own,
+        environment=variables,
         progress=watch,
         observed=observed,
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from megatron_ttrace.trace.errors import DEBUG, ExitCode, TTraceError
 if TYPE_CHECKING:
     import torch
 
-    from megatron_ttrace.mcore.arguments import Optimizer, Scheduler
+    from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
     from megatron_ttrace.run.candidate import CandidateSession
     from megatron_ttrace.run.reference_run import ReferenceSession
 
@@ -46,10 +47,21 @@ def install(settings: Settings) -> None:
     if front.is_wrapped():
         return
     if settings.role != "reference" and settings.bug is not None:
-        from megatron_ttrace.run import injection
-
-        injection.put_in(settings.bug)
+        introduce(settings.bug)
     front.wrap(Watch(settings))
+
+
+def introduce(bug: str) -> None:
+    """Put the fault of ``--ttrace-bug`` into the run under test; nothing else here knows of faults.
+
+    On the candidate's ranks only, never in a reference run, after Megatron has parsed its arguments
+    and before it builds anything.
+
+    Raises:
+        TTraceError: when there is no fault of this name, or this Megatron lacks its code.
+    """
+    # By name: the known bugs are in a room above this one.
+    pkgutil.resolve_name("megatron_ttrace.evaluation.bugs.patching:introduce")(bug)
 
 
 class Watch:
@@ -130,35 +142,29 @@ class Watch:
         if self._watchdog is not None:
             self._watchdog.knows(session.model.names, session.model.mesh)
 
-    def _watch_for_stalls(self) -> None:
-        from megatron_ttrace.run.stall import Watchdog
-
-        ranks, settings = self._ranks, self._settings
-        if ranks.size > 1:
-            folder = settings.directory / "logs"
-            ends_check = settings.exit_after
-            self._watchdog = Watchdog(folder, ranks.rank, ranks.size, ends_check=ends_check)
-
     def _stop_watching(self) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
 
     def _make_session(self) -> Session:
         from megatron_ttrace.run.candidate import CandidateSession
+        from megatron_ttrace.run.stall import Watchdog
 
-        if self._settings.role == "reference":
-            return self._reference()
-        args = fronts.current().arguments()
-        session = CandidateSession(args, self._settings, self._ranks, self._executed, self._calls)
-        self._watch_for_stalls()
+        args, settings, ranks = fronts.current().arguments(), self._settings, self._ranks
+        if settings.role == "reference":
+            return self._reference(args)
+        session = CandidateSession(args, settings, ranks, self._executed, self._calls)
+        if ranks.size > 1:
+            self._watchdog = Watchdog(
+                settings.directory / "logs", ranks.rank, ranks.size, ends_check=settings.exit_after
+            )
         return session
 
-    def _reference(self) -> Session:
+    def _reference(self, args: MegatronArguments) -> Session:
         """A reference's, on one device or on several ranks."""
         from megatron_ttrace.run import requirements
         from megatron_ttrace.run.launch import Order
 
-        args = fronts.current().arguments()
         requirements.complete(args, self._settings)
         if self._settings.overrides is None:
             raise TTraceError("--ttrace-role reference is internal: start the candidate instead")
@@ -186,7 +192,7 @@ class Watch:
         """Run a part of the check that needs no other rank; all ranks learn if it fails."""
         try:
             return work()
-        except Exception as failed:  # noqa: BLE001 - raised again below, where all ranks hear it
+        except Exception as failed:  # noqa: BLE001 - raised again below, to all ranks
             error = failed
 
         def fail() -> T:

@@ -45,7 +45,7 @@ def is_isolated(args: MegatronArguments) -> bool:
 def equal_scales(
     args: MegatronArguments, chunks: Sequence[torch.nn.Module], mesh: Mesh
 ) -> Iterator[None]:
-    """Start from the same delayed scales on every layout; restore this run's own afterwards."""
+    """Within this context every layout starts from the same delayed scales."""
     with ExitStack() as stack:
         if uses_fp8(args):
             stack.callback(fp8.ScalesKept(chunks).restore)

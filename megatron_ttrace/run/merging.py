@@ -7,6 +7,7 @@ replicas that differ make the reference itself wrong.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -42,32 +43,32 @@ def merge(directory: Path, stages: Sequence[int], writer: TraceWriter) -> None:
     lines: dict[TraceKey, int] = {}
     for key in in_order(shards, stages):
         if key.kind is Kind.INITIAL:
-            if (found := shards.moments(key)) is None:
+            if (initial := shards.moments(key)) is None:
                 raise TTraceError(f"the reference's ranks lack a part of {key}")
-            entry, moments = found
+            entry, moments = initial
             sums = dataclasses.astuple(moments)
             writer.add(Entry(key, entry.logical_shape, entry.dtype, sums=sums), None)
             continue
-        whole = shards.tensor(key)
-        if whole is None:
+        tensor = shards.tensor(key)
+        if tensor is None:
             raise TTraceError(f"the reference's ranks lack a part of {key}")
-        if ranks := shards.conflicting(key, whole):
+        if ranks := shards.conflicting(key, tensor):
             raise TTraceError(
                 f"the reference's ranks {', '.join(map(str, ranks))} differ from other ranks in "
                 f"{key}: the reference is wrong, or its step is not deterministic"
             )
-        same = _first_name(trace, shards, key)
-        line = None if same is None else lines.get(same)
-        entry = Entry.of(key, whole)
+        first_name = _first_name(trace, shards, key)
+        line = None if first_name is None else lines.get(first_name)
+        entry = Entry.of(key, tensor)
         if line is None:
-            lines[key] = writer.add(entry, whole)
+            lines[key] = writer.add(entry, tensor)
         else:
             writer.add(dataclasses.replace(entry, same_as=line), None)
 
 
 def _first_name(trace: TraceReader, shards: Shards, key: TraceKey) -> TraceKey | None:
     """The first name of the same tensor, if it has one on all ranks that hold it."""
-    found = set()
+    first_names = set()
     for rank, number in shards.holders(key):
         entry = trace.ranks[rank][number]
         if entry.same_as < 0:
@@ -75,8 +76,8 @@ def _first_name(trace: TraceReader, shards: Shards, key: TraceKey) -> TraceKey |
         first = trace.ranks[rank][entry.same_as]
         if (first.boxes, first.logical_shape) != (entry.boxes, entry.logical_shape):
             return None
-        found.add(first.key)
-    return found.pop() if len(found) == 1 else None
+        first_names.add(first.key)
+    return first_names.pop() if len(first_names) == 1 else None
 
 
 def in_order(shards: Shards, stages: Sequence[int]) -> list[TraceKey]:
@@ -95,7 +96,7 @@ def in_order(shards: Shards, stages: Sequence[int]) -> list[TraceKey]:
         if key.microbatch != STEP_LEVEL and key.kind is not Kind.TOKENS:
             backward = key.direction is Direction.BACKWARD
             if backward:
-                rank, line = max(shards.holders(key), key=lambda one: (stages[one[0]], -one[0]))
+                rank, line = max(shards.holders(key), key=lambda at: (stages[at[0]], -at[0]))
                 stage = -stages[rank]
             return key.iteration, 1, key.microbatch, int(backward), stage, line, rank
         begins = key.direction is Direction.START
@@ -107,49 +108,38 @@ def in_order(shards: Shards, stages: Sequence[int]) -> list[TraceKey]:
     return sorted(shards, key=place)
 
 
-def merged(counted: Mapping[int, Sequence[Counted]]) -> list[Counted]:
-    """What all ranks of a reference counted, as one device that has all parameters would say it."""
-    found: dict[int, Counted] = {}
-    for each in counted.values():
-        for one in each:
-            before = found.get(one.iteration)
-            found[one.iteration] = one if before is None else _both(before, one)
-    return [_alone(one) for one in found.values()]
+def merged(counted: Iterable[Sequence[Counted]]) -> list[Counted]:
+    """What all ranks of a reference counted, as one device that has all parameters counts it."""
+    by_iteration: dict[int, Counted] = {}
+    for step in itertools.chain.from_iterable(counted):
+        flat = dataclasses.replace(step, countings=tuple(map(_flat, step.countings)))
+        before = by_iteration.get(step.iteration)
+        by_iteration[step.iteration] = flat if before is None else _joined(before, flat)
+    return list(by_iteration.values())
 
 
-def _both(one: Counted, other: Counted) -> Counted:
-    parts = list(one.parts)
+def _joined(first: Counted, second: Counted) -> Counted:
+    parts = list(first.parts)
     numbers: dict[Part, int] = {part: number for number, part in enumerate(parts)}
-    renamed = []
-    for part in other.parts:
+    renumbered = []
+    for part in second.parts:
         if part not in numbers:
             numbers[part] = len(parts)
             parts.append(part)
-        renamed.append(numbers[part])
-    theirs = tuple(
-        dataclasses.replace(_flat(counting), parts=_renamed(_flat(counting).parts, renamed))
-        for counting in other.countings
-    )
-    held = (*one.held, *(renamed[number] for number in other.held))
-    mine = tuple(map(_flat, one.countings))
-    stepped = tuple(
-        dataclasses.replace(group, parts=_renamed(group.parts, renamed)) for group in other.stepped
-    )
+        renumbered.append(numbers[part])
+
+    def terms(terms: Iterable[Term]) -> tuple[Term, ...]:
+        return tuple(Term(renumbered[term.number], term.times) for term in terms)
+
+    countings = (dataclasses.replace(c, parts=terms(c.parts)) for c in second.countings)
+    stepped = (dataclasses.replace(group, parts=terms(group.parts)) for group in second.stepped)
     return Counted(
-        one.iteration,
+        first.iteration,
         tuple(parts),
-        tuple(dict.fromkeys(held)),
-        (*mine, *theirs),
-        (*one.stepped, *stepped),
+        tuple(dict.fromkeys((*first.held, *(renumbered[number] for number in second.held)))),
+        (*first.countings, *countings),
+        (*first.stepped, *stepped),
     )
-
-
-def _renamed(terms: Iterable[Term], numbers: Sequence[int]) -> tuple[Term, ...]:
-    return tuple(Term(numbers[term.number], term.times) for term in terms)
-
-
-def _alone(one: Counted) -> Counted:
-    return dataclasses.replace(one, countings=tuple(map(_flat, one.countings)))
 
 
 def _flat(counting: Counting) -> Counting:
@@ -159,38 +149,30 @@ def _flat(counting: Counting) -> Counting:
 
 
 def movement(measured: Iterable[Measured]) -> Movement:
-    """What one rank says of how far a replay moved its parts of tensors."""
-    found: Movement = []
-    for one in measured:
-        sums = one.sums or Sums(diff=math.inf)
+    """How far a replay moved one rank's parts of tensors."""
+    parts: Movement = []
+    for part in measured:
+        sums = part.sums or Sums(diff=math.inf)
         numbers = sums.n, repr(sums.diff), repr(sums.reference), repr(sums.worst)
-        found.append((dataclasses.astuple(one.key), repr(one.region), *numbers))
-    return found
+        parts.append((dataclasses.astuple(part.key), repr(part.region), *numbers))
+    return parts
 
 
-def joined(each: Iterable[Movement]) -> Movement:
-    """What several ranks say; of replicas the one that moved most."""
-    found: dict[tuple[Any, ...], Any] = {}
-    for said in each:
-        for one in said:
-            at = (*one[0], one[1])
-            had = found.get(at)
-            if had is None or float(one[3]) > float(had[3]):
-                found[at] = one
-    return list(found.values())
+def joined(movements: Iterable[Movement]) -> Movement:
+    """The movement of several ranks; of replicas the one that moved most."""
+    parts: dict[tuple[Any, ...], Any] = {}
+    for part in itertools.chain.from_iterable(movements):
+        at = (*part[0], part[1])
+        if at not in parts or float(part[3]) > float(parts[at][3]):
+            parts[at] = part
+    return list(parts.values())
 
 
-def moved(found: Movement, before: Mapping[TraceKey, Moved]) -> dict[TraceKey, Moved]:
-    """Tensors with one more replay, of which all ranks told.
-
-    Args:
-        found: by :func:`joined`.
-        before: of the replays until now.
-    """
+def moved(movement: Movement, before: Mapping[TraceKey, Moved]) -> dict[TraceKey, Moved]:
+    """Tensors with one more replay: the :func:`joined` movement of all ranks."""
     total: dict[TraceKey, Sums] = {}
-    for key, _, n, diff, reference, worst in found:
+    for (iteration, microbatch, kind, name, index), _, n, diff, reference, worst in movement:
         part = Sums(n, diff=float(diff), reference=float(reference), worst=float(worst))
-        iteration, microbatch, kind, name, index = key
-        named = TraceKey(iteration, microbatch, Kind(kind), name, index)
-        total[named] = total.get(named, Sums()) + part
+        key = TraceKey(iteration, microbatch, Kind(kind), name, index)
+        total[key] = total.get(key, Sums()) + part
     return {key: Moved.after(before.get(key), sums) for key, sums in total.items()}

@@ -127,20 +127,20 @@ def _is_checked() -> bool:
 def _read(home: Path, batches: Sequence[Microbatch]) -> list[Microbatch]:
     """All microbatches of the candidate, in the order of the global batch.
 
-    What is no tensor is that of this process's own first microbatch.
+    Values that are not tensors are those of this process's first microbatch.
     """
     import torch
 
     from megatron_ttrace.trace.store import TraceReader
 
-    others = {name: value for name, value in batches[0].items() if not torch.is_tensor(value)}
+    constants = {name: value for name, value in batches[0].items() if not torch.is_tensor(value)}
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     reader = TraceReader(home)
     ranks = [reader.ranks[rank] for rank in sorted(reader.ranks)]
-    found: dict[int, dict[str, Any]] = {}
+    microbatches: dict[int, dict[str, Any]] = {}
     for rank, entries in enumerate(ranks):
-        for written in entries:
-            number = written.key.microbatch * len(ranks) + rank
-            batch = found.setdefault(number, dict(others))
-            batch[written.key.name] = reader.tensor(written).clone().to(device)
-    return [found[number] for number in sorted(found)]
+        for entry in entries:
+            number = entry.key.microbatch * len(ranks) + rank
+            batch = microbatches.setdefault(number, dict(constants))
+            batch[entry.key.name] = reader.tensor(entry).clone().to(device)
+    return [microbatches[number] for number in sorted(microbatches)]

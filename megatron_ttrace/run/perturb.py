@@ -101,10 +101,10 @@ def split_head(
     """
 
     def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        own, logits = args[0] if args else kwargs["input_"], output[0]
+        hidden, logits = args[0] if args else kwargs["input_"], output[0]
         shared = kwargs.get("weight")
         weight: torch.Tensor = module.weight if shared is None else shared
-        if own.dtype.itemsize != 2 or not (own.requires_grad and logits.requires_grad):
+        if hidden.dtype.itemsize != 2 or not (hidden.requires_grad and logits.requires_grad):
             return
         cut = int(torch.randint(1, len(weight), (), generator=generator))
         seen: list[torch.Tensor] = []
@@ -123,7 +123,7 @@ def split_head(
                     change = change.split(len(gradient))[spread.part]
             return torch.add(gradient.float(), change).to(gradient.dtype)
 
-        own.register_hook(add_up)
+        hidden.register_hook(add_up)
 
     return module.register_forward_hook(after, with_kwargs=True)
 
@@ -133,8 +133,8 @@ def step_of_loss(
 ) -> torch.utils.hooks.RemovableHandle:
     """Where the gradient of float32 logits is in bfloat16, move one token's largest element.
 
-    By the part of a step that makes the tolerance a whole one: two such steps at once are next to
-    impossible.
+    By the fraction of a step that makes the tolerance a whole step: two such steps at once are next
+    to impossible.
     """
 
     def after(module: Any, args: Any, output: Any) -> None:
@@ -158,8 +158,11 @@ def step_of_loss(
 @contextmanager
 def rounded_momentum(optimizer: Any, generator: torch.Generator) -> Iterator[None]:
     """Within this context optimizers that orthogonalise in bfloat16 get another rounding of it."""
-    found: list[Any] = [getattr(leaf, "optimizer", None) for leaf in leaves_of(optimizer)]
-    coarse = [one for one in found if getattr(one, "fp32_matmul_prec", "") == "medium"]
+    coarse: list[Any] = [
+        leaf.optimizer
+        for leaf in leaves_of(optimizer)
+        if getattr(getattr(leaf, "optimizer", None), "fp32_matmul_prec", "") == "medium"
+    ]
 
     def rounding(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def orthogonalize(p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -186,7 +189,7 @@ def perturbed(
     Args:
         chunks: of the model.
         seed: of the random signs; :data:`UNPERTURBED` for none.
-        optimizer: Megatron's, if its own arithmetic is to be perturbed, too.
+        optimizer: Megatron's, if its arithmetic is perturbed as well.
         spread: of a model on several ranks.
     """
     if seed == UNPERTURBED:
@@ -212,8 +215,8 @@ def perturbed(
     with torch.no_grad():
         for name, parameter in named:
             if parameter.dtype == torch.float32:
-                own = local(parameter.data)
-                own.copy_(perturb(own, signs_of(name)))
+                values = local(parameter.data)
+                values.copy_(perturb(values, signs_of(name)))
     for names in chunks:
         for name, module in names.modules.items():
             if name in ends:

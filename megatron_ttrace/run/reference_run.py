@@ -39,7 +39,6 @@ from megatron_ttrace.run.start import handoff
 from megatron_ttrace.run.start.loaded import InCheckpoint
 from megatron_ttrace.trace import counted
 from megatron_ttrace.trace.budget import Budget, require_space
-from megatron_ttrace.trace.collectives import Numbers
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.findings import Loss
@@ -48,8 +47,8 @@ from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.start import write_moments
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 
-_WORTH_TELLING = 1.0
-"""Seconds of a replay from which on each is reported."""
+_REPORTED_SECONDS = 1.0
+"""From this time on each replay is reported."""
 _MORE_OF_A_PARAMETER = 7 * 4
 """Bytes: main gradient, weight after the step, its change, two moments before and after it."""
 
@@ -67,15 +66,16 @@ class ReferenceSession:
         self._rehearsal: Rehearsal | None = None
         self._initial: list[Initial] = []
         self._order = order
-        self._directory = Path(self._order.directory)
-        if self._order.identity["ttrace"][fingerprint.FIM_BY_SAMPLE]:
+        self._directory = Path(order.directory)
+        identity = order.identity["ttrace"]
+        if identity[fingerprint.FIM_BY_SAMPLE]:
             samples.rearrange_by_sample()
-        if (padded := self._order.identity["ttrace"][fingerprint.PADDED_FOR]) > 1:
+        if (padded := identity[fingerprint.PADDED_FOR]) > 1:
             samples.pad_for(padded)
-        if (dealt := self._order.identity["ttrace"][fingerprint.DEALT_TO]) > 1:
+        if (dealt := identity[fingerprint.DEALT_TO]) > 1:
             fronts.current().deal_to(dealt)
         if order.started:
-            # Megatron-Bridge makes its data loaders before it has told that the model is built.
+            # Megatron-Bridge makes its data loaders before it calls ``built``.
             order.started.skip(args)
         self._loss_scales: dict[str, float] = {}
         self._calls = CallTap()
@@ -128,10 +128,10 @@ class ReferenceSession:
             self._separate(self._order.separation, count, run, iterator)
             return ExitCode.EQUIVALENT
         writer = TraceWriter(self._directory, 0)
-        for one in self._initial:
-            key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, one.name)
-            sums = dataclasses.astuple(one.moments)
-            writer.add(Entry(key, one.logical_shape, one.dtype, sums=sums), None)
+        for initial in self._initial:
+            key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, initial.name)
+            sums = dataclasses.astuple(initial.moments)
+            writer.add(Entry(key, initial.logical_shape, initial.dtype, sums=sums), None)
         if self._loaded is not None and self.rehearsal.start is not None:
             handoff.restore(self.model, *self.rehearsal.start)
             self._loaded.write(WriteSink(writer, self.settings.iterations[0]))
@@ -144,6 +144,8 @@ class ReferenceSession:
 
     def _seal(self, microbatches: int, counts: Sequence[Counted]) -> None:
         layout = self._order.layout
+        # A rank of several passes only its share to functions.
+        is_recorded = self.ranks.size == 1 and not self._calls.error
         meta = ReferenceMeta(
             fingerprint=self._order.fingerprint,
             identity=self._order.identity,
@@ -152,17 +154,13 @@ class ReferenceSession:
             counted=tuple(counted.encode(counts)),
             logs=fronts.current().logs(),
             seconds=self._seconds,
-            numbers=self._passed(),
+            numbers=self._calls.numbers() if is_recorded else {},
             layout=None if layout is None else dataclasses.asdict(layout),
             **self._arithmetic(),
         )
         if self._loaded is not None:
             meta = dataclasses.replace(meta, loaded=self._loaded.unverified)
         seal(self._directory, meta.to_json())
-
-    def _passed(self) -> Numbers:
-        """What functions were given and returned, unless that of a rank of several is its share."""
-        return self._calls.numbers() if self.ranks.size == 1 and not self._calls.error else {}
 
     def _arithmetic(self) -> dict[str, Any]:
         """What tolerances depend on, apart from the replays."""
@@ -222,12 +220,15 @@ class ReferenceSession:
                 loss_scale.put(self.model.optimizer, scale)
             again = self._started(block.served)
 
-            def replay(loss: Loss | None, own: bool, writer: TraceWriter) -> None:
+            def replay(loss: Loss | None, isolated: bool, writer: TraceWriter) -> None:
                 again()
                 for iteration in range(block.first, at):
                     self.rehearsal.trace(run, WriteSink(writer, iteration), range(count), iteration)
-                keeping = functools.partial(CompareSink, writer=writer, keep_all=True, isolate=True)
-                sink = keeping(reference, at, layout) if own else WriteSink(writer, at)
+                sink: StepSink = WriteSink(writer, at)
+                if isolated:
+                    sink = CompareSink(
+                        reference, at, layout, writer=writer, keep_all=True, isolate=True
+                    )
                 with losses.weighted(self.model.chunks, loss, FACTOR) if loss else nullcontext():
                     self.rehearsal.trace(run, sink, range(count), at)
 
@@ -245,12 +246,14 @@ class ReferenceSession:
                 again()
                 loss_scale.put(self.model.optimizer, scale)
                 again = self._started(block.served)
-            _tell(f"tracing {block.text}")
+            _say(f"tracing {block.text}")
             began = time.monotonic()
             self._trace(block, writer)
             took = time.monotonic() - began
             self._seconds += took
-            _tell(f"traced in {took:.1f} s; replaying {block.text} perturbed, {self._replays}")
+            replays = self.settings.seeds
+            times = replays or f"{tolerance.FEWEST_REPLAYS} to {tolerance.MOST_REPLAYS}"
+            _say(f"traced in {took:.1f} s; replaying {block.text} perturbed, {times} times")
             return self._replayed(block, again)
 
     def _begin_block(self, block: Block) -> None:
@@ -286,13 +289,6 @@ class ReferenceSession:
                     sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
             self._counted.append(self.rehearsal.trace(block.run, sink, numbers, iteration))
 
-    @property
-    def _replays(self) -> str:
-        """How many replays there will be, in words."""
-        if self.settings.seeds is not None:
-            return f"{self.settings.seeds} times"
-        return f"{tolerance.FEWEST_REPLAYS} to {tolerance.MOST_REPLAYS} times"
-
     def _replayed(self, block: Block, again: Callable[[], None]) -> dict[TraceKey, Moved]:
         """Replay as often as asked for, or as the tolerances need; no tensor is kept."""
         reader = TraceReader(self._directory, sealed=False)
@@ -308,9 +304,9 @@ class ReferenceSession:
             moved |= self._replay_once(reader, block, seed, moved)
             if self.settings.seeds is None and Tolerances(moved, dtypes, **parameters).suffice():
                 break
-            if seed < most and (took := time.monotonic() - began) > _WORTH_TELLING:
+            if seed < most and (took := time.monotonic() - began) > _REPORTED_SECONDS:
                 left = took * (most - seed)
-                _tell(f"replay {seed} took {took:.1f} s, at most {left:.0f} s of replays are left")
+                _say(f"replay {seed} took {took:.1f} s, at most {left:.0f} s of replays are left")
         return {
             key: dataclasses.replace(value, repeated=repeated[key].moved[0])
             if key in repeated
@@ -333,17 +329,16 @@ class ReferenceSession:
                 replay = self._replay(reader, iteration, layout, seed)
                 numbers = range(block.microbatches)
                 self.rehearsal.trace(block.run, replay, numbers, iteration)
-                for one in replay.measured:
-                    moved[one.key] = Moved.after(before.get(one.key), one.sums)
+                for measured in replay.measured:
+                    key = measured.key
+                    moved[key] = Moved.after(before.get(key), measured.sums)
         return moved
 
     def _require_space(self, microbatches: int, forward: int) -> None:
         """Refuse a trace that the disk has no room for.
 
-        Args:
-            microbatches: of a step.
-            forward: bytes of the tensors of one microbatch's forward pass; the gradients of
-                activations are as large.
+        ``forward`` are the bytes of the tensors of one microbatch's forward pass; the gradients of
+        activations are as large.
         """
         model = sum(p.nbytes + _MORE_OF_A_PARAMETER * p.numel() for p, _ in self.model.places())
         needed = len(self.settings.iterations) * (2 * microbatches * forward + model)
@@ -360,13 +355,14 @@ class ReferenceSession:
         ``again`` puts the start of the block back.
         """
         optimizer = self.model.optimizer
-        own = scale = loss_scale.get(optimizer)
-        if own is None or scale is None:
+        initial = loss_scale.get(optimizer)
+        if initial is None:
             return None
+        scale = initial
         while self._overflows(scale, block) and scale > 1.0:
             scale = max(scale / loss_scale.STEP, 1.0)
             again()
-        return scale if scale == own else scale / loss_scale.ROOM
+        return scale if scale == initial else scale / loss_scale.ROOM
 
     def _overflows(self, scale: float, block: Block) -> bool:
         loss_scale.put(self.model.optimizer, scale)
@@ -387,5 +383,5 @@ class ReferenceSession:
         return CompareSink(reader, iteration, layout, isolate=True, perturb=perturbation)
 
 
-def _tell(line: str) -> None:
+def _say(line: str) -> None:
     print(f"ttrace: {OF_REFERENCE}{line}", flush=True)

@@ -111,14 +111,8 @@ def settle(model: TracedModel, args: MegatronArguments) -> None:
 class Rehearsal:
     """Traced steps of this rank: equal starts, Megatron's step, all state as before.
 
-    Args:
-        chunks: of the model, as Megatron's ``setup_model_and_optimizer`` returned them.
-        optimizer: Megatron's.
-        scheduler: of its learning rate and weight decay.
-        args: the validated arguments.
-        settings: of the check.
-        ranks: of the job.
-        budget: for tensors that are kept.
+    ``chunks``, ``optimizer`` and ``scheduler`` are what Megatron's ``setup_model_and_optimizer``
+    returned, ``budget`` is for tensors that are kept.
     """
 
     def __init__(
@@ -179,8 +173,8 @@ class Rehearsal:
         began: the reference makes no steps before a traced one.
 
         Args:
-            stored: has the values already. A GPU generates them in less time than they are read in.
-            keep: is given the moments.
+            stored: has the values already. A GPU generates them faster than it reads them.
+            keep: called with each moment.
         """
         for buffer, value in self._buffers:
             buffer.data.copy_(value)
@@ -216,14 +210,14 @@ class Rehearsal:
         Their own are zero in one of two layers, and then so is the gradient of the other.
         """
         new = {place.name for p, place in self.model.places() if p.requires_grad}
-        what = "setting the start values"
+        task = "setting the start values"
 
-        def has_no_others() -> bool:
+        def trains_adapters_only() -> bool:
             return all(map(is_of_adapter, new)) and not buffers_of(self.model.chunks)
 
         # A pipeline stage may have nothing that is trained.
-        if all(self._ranks.exchange(what, has_no_others, self.device)):
-            self._ranks.together(what, lambda: self._fill({}, None, new))
+        if all(self._ranks.exchange(task, trains_adapters_only, self.device)):
+            self._ranks.together(task, lambda: self._fill({}, None, new))
             self.model.optimizer.reload_model_params()
 
     def _fill(
@@ -338,8 +332,8 @@ class Rehearsal:
 
     def _room(self) -> Copies:
         """Room for copies: the budget's, of a GPU's tensors also the host's memory, then a file."""
-        there = int(os.environ.get("LOCAL_WORLD_SIZE", min(self._ranks.size, _RANKS_OF_A_HOST)))
-        host = 0 if self.device.type == "cpu" else host_room(there)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", min(self._ranks.size, _RANKS_OF_A_HOST)))
+        host = 0 if self.device.type == "cpu" else host_room(ranks)
         return Copies(self._budget.kept, host, self._settings.directory, self._ranks.size)
 
     def _keep(self, kept: ExitStack, *, restore: bool) -> None:
@@ -352,13 +346,12 @@ class Rehearsal:
         kept.enter_context(
             low_precision.equal_scales(self._args, self.model.chunks, self.model.mesh)
         )
+        snapshot = None
         if restore:
             # The last update may not be gathered yet: the next forward pass would do it, but a
             # rehearsal's comes first, and what is restored would lack it.
             self._ranks.meet("saving the training state")
             self._settle()
-        snapshot = None
-        if restore:
             snapshot = Snapshot(self.model.chunks, self.model.optimizer, self._copies)
         scheduler = copy.copy(vars(self._scheduler))
         # Restoring may communicate: either all ranks do it or none.
@@ -381,7 +374,7 @@ class Rehearsal:
 
     def _tracing_failed(self, error: BaseException) -> None:
         if self._settings.role == "reference" and self._ranks.size > 1:
-            # It is of no use without this rank, for which the others wait to exchange rows.
+            # Other ranks would wait for this one to exchange rows.
             raise self._ranks.end(error, "tracing")
         self._errors.append(str(error) if isinstance(error, TTraceError) else one_line(error))
         if os.environ.get(DEBUG):

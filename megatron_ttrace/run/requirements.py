@@ -127,10 +127,11 @@ def _require_layout(args: MegatronArguments, settings: Settings) -> None:
         return
     import torch
 
-    if own := reference_arguments.explicit(settings.reference_args) & {*decisions.SINGLE_DEVICE}:
+    options = reference_arguments.explicit(settings.reference_args) & {*decisions.SINGLE_DEVICE}
+    if options:
         raise TTraceError(
             "--ttrace-reference-layout: --ttrace-reference-args also changes "
-            f"{', '.join(sorted(own))}: omit that"
+            f"{', '.join(sorted(options))}: omit that"
         )
     devices = None if cpu.active() else torch.cuda.device_count()
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -165,45 +166,42 @@ def complete(args: MegatronArguments, settings: Settings) -> list[str]:
 
 def notices(args: MegatronArguments, settings: Settings) -> list[str]:
     """How this run is checked, for the report."""
-    found = []
-    unknown = dict.fromkeys(
-        word.partition("=")[0]
-        for word in argv.theirs()
-        if fronts.current().has_flags
-        and re.match("--[a-z]", word)
-        and not decisions.option_of(word.partition("=")[0])
-    )
+    notices = []
     if lacks := loading.missing(args):
-        found.append(f"nothing was loaded: {lacks}; the check starts from generated values")
+        notices.append(f"nothing was loaded: {lacks}; the check starts from generated values")
     if isolates(args, settings) and not settings.isolate:
-        found.append(low_precision.NOTICE)
+        notices.append(low_precision.NOTICE)
     if options := balancing.depends_on_layout(args):
-        found.append(
+        notices.append(
             f"{' and '.join(options.values())}: looks at all tokens of a rank, which has a part of "
             "a microbatch in this layout: another choice than a single device's by design; both "
             "runs take the reference's"
         )
     if option := own_shards.depends_on_layout(args)[1]:
-        found.append(
+        notices.append(
             f"{option}: every tensor-parallel rank updates its own shard of a matrix, which is "
             "another update than a single device's by design: unchecked; gradients are judged"
         )
     if samples.is_by_sample(args, exits=settings.exit_after):
-        found.append(
+        notices.append(
             "--fim-data: each sample is rearranged by random numbers of its own, not by those of "
             "the rank that reads it, so that all layouts have the same samples"
         )
-    found += fronts.current().notices()
+    notices += fronts.current().notices()
     if version := versions.unreleased(versions.megatron_core_version()):
-        found.append(version)
-    new = [flag for flag in unknown if not flag.startswith("--ttrace")]
-    if new and fronts.current().has_flags:
-        found.append(
-            f"{', '.join(new)}: not an option of a known Megatron, so the reference has it, too; "
-            "--ttrace-reference-args sets what a single device must have instead"
+        notices.append(version)
+    words = argv.theirs() if fronts.current().has_flags else []
+    flags = dict.fromkeys(word.partition("=")[0] for word in words if re.match("--[a-z]", word))
+    unknown = [
+        flag for flag in flags if not flag.startswith("--ttrace") and not decisions.option_of(flag)
+    ]
+    if unknown:
+        notices.append(
+            f"{', '.join(unknown)}: not an option of a known Megatron, so the reference has it, "
+            "too; --ttrace-reference-args sets what a single device must have instead"
         )
     if settings.reference is not None and settings.allow_other_megatron:
-        found.append("the reference may have been made by another Megatron")
-    if told := os.environ.get(provenance.SHRUNK):
-        found.append(told)
-    return found
+        notices.append("the reference may have been made by another Megatron")
+    if shrunk := os.environ.get(provenance.SHRUNK):
+        notices.append(shrunk)
+    return notices

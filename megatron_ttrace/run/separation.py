@@ -54,7 +54,7 @@ class Separation:
 
     @property
     def shares(self) -> list[tuple[Loss, bool]]:
-        """Each loss, with whether its gradient is only that of each module's own."""
+        """Each loss, with whether modules are isolated: then a gradient is each module's own."""
         return [*itertools.product(self.losses, (True,) if self.isolated else (False, True))]
 
     def write(self, reference: TraceReader, replay: Replay, directory: Path) -> None:
@@ -66,17 +66,17 @@ class Separation:
                 names.setdefault(primary, []).append(key)
         wanted = set(itertools.chain(*names.values()))
 
-        def gradients(loss: Loss | None, own: bool) -> Gradients:
-            kept = _Gradients(directory, wanted)
-            replay(loss, own, kept)
-            return kept.found
+        def gradients(loss: Loss | None, isolated: bool) -> Gradients:
+            memory = _Memory(directory, wanted)
+            replay(loss, isolated, memory)
+            return memory.tensors
 
-        normal = {own: gradients(None, own) for own in {own for _, own in self.shares}}
-        for number, (loss, own) in enumerate(self.shares):
+        normal = {isolated: gradients(None, isolated) for isolated in {i for _, i in self.shares}}
+        for number, (loss, isolated) in enumerate(self.shares):
             writer = TraceWriter(directory, number)
-            changed = gradients(loss, own)
+            changed = gradients(loss, isolated)
             for key in self.keys:
-                share = _share(names[reference.primary(key)], normal[own], changed)
+                share = _share(names[reference.primary(key)], normal[isolated], changed)
                 if share is not None and tuple(share.shape) == reference.entry(key).shape:
                     writer.add(Entry.of(key, share), share)
             writer.close()
@@ -84,35 +84,35 @@ class Separation:
 
     def read(self, directory: Path) -> dict[TraceKey, list[Share]]:
         """What :meth:`write` wrote."""
-        found: dict[TraceKey, list[Share]] = {}
+        shares: dict[TraceKey, list[Share]] = {}
         reader = TraceReader(directory)
-        for number, (loss, own) in enumerate(self.shares):
+        for number, (loss, isolated) in enumerate(self.shares):
             for entry in reader.ranks[number]:
                 value = reader.tensor(entry).clone()
-                found.setdefault(entry.key, []).append(Share(loss, own, value))
-        return found
+                shares.setdefault(entry.key, []).append(Share(loss, isolated, value))
+        return shares
 
 
 def _share(names: Iterable[TraceKey], normal: Gradients, changed: Gradients) -> torch.Tensor | None:
     """Of a gradient with several names: an isolated module's own is under one of them only."""
-    found = [
+    shares = [
         (changed[name].float() - normal[name].float()) / (FACTOR - 1)
         for name in names
         if name in normal and name in changed and changed[name].shape == normal[name].shape
     ]
-    return max(found, key=lambda share: float(share.norm()), default=None)
+    return max(shares, key=lambda share: float(share.norm()), default=None)
 
 
-class _Gradients(TraceWriter):
+class _Memory(TraceWriter):
     """Keeps some tensors in memory, and writes none."""
 
     def __init__(self, directory: Path, keys: Iterable[TraceKey]) -> None:
         super().__init__(directory, 0)
         self._keys = frozenset(keys)
-        self.found: dict[TraceKey, torch.Tensor] = {}
+        self.tensors: dict[TraceKey, torch.Tensor] = {}
 
     def add(self, entry: Entry, data: torch.Tensor | None) -> int:
-        """Keep a tensor if it is one of these."""
+        """Keep a tensor with one of the keys."""
         if data is not None and entry.key in self._keys:
-            self.found[entry.key] = data.detach().to("cpu", copy=True)
+            self.tensors[entry.key] = data.detach().to("cpu", copy=True)
         return 0

@@ -6,7 +6,6 @@ written (``merging.py``), so candidates read it as any other. A perturbed replay
 then compared with that trace as a candidate in their layout is.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +21,7 @@ from megatron_ttrace.compare.tolerance import Moved
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.run import merging
-from megatron_ttrace.run.comparison import layout_of
+from megatron_ttrace.run.comparison import entry_of, layout_of
 from megatron_ttrace.run.perturb import perturbed, spread_over
 from megatron_ttrace.run.reference_run import ReferenceSession
 from megatron_ttrace.run.rehearsal import Block, DataIterator
@@ -30,8 +29,8 @@ from megatron_ttrace.run.start import loaded
 from megatron_ttrace.trace import codec, counted, owned
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.meta import Unverified
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+from megatron_ttrace.trace.records import TraceKey
+from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 
 class ShardedReferenceSession(ReferenceSession):
@@ -63,13 +62,12 @@ class ShardedReferenceSession(ReferenceSession):
                 self.rehearsal.device,
             )
             of_checkpoint.unverified = loaded.of_ranks(
-                codec.decode(Unverified, each) for each in unverified
+                [codec.decode(Unverified, message) for message in unverified]
             )
 
         def finish() -> None:
             tolerance.write(self._directory, moved)
-            each = {rank: counted.decode(one) for rank, one in enumerate(counts)}
-            self._seal(count, merging.merged(each))
+            self._seal(count, merging.merged(map(counted.decode, counts)))
 
         self.ranks.from_one(last, "sealing the reference", finish)
         return ExitCode.EQUIVALENT
@@ -78,17 +76,8 @@ class ShardedReferenceSession(ReferenceSession):
         """Write this rank's shards, and on the last rank all of them merged."""
         shards = self._directory / f"shards-{block.first}"
         writer = TraceWriter(shards, self.ranks.rank)
-        for one in self._initial if block.first == self.settings.iterations[0] else ():
-            entry = Entry(
-                TraceKey(block.first, STEP_LEVEL, Kind.INITIAL, one.name),
-                one.logical_shape,
-                one.dtype,
-                logical_shape=one.logical_shape,
-                placement=one.placement,
-                boxes=one.boxes,
-                sums=dataclasses.astuple(one.moments),
-            )
-            writer.add(entry, None)
+        for initial in self._initial if block.first == self.settings.iterations[0] else ():
+            writer.add(entry_of(initial, block.first), None)
         room = functools.partial(self._require_space, block.microbatches)
 
         def sink(iteration: int) -> ShardSink:
@@ -118,13 +107,13 @@ class ShardedReferenceSession(ReferenceSession):
     def _all_rows(self, index: TokenIndex) -> TokenIndex:
         """What the ranks with the same layers dispatch, each row once. A collective of them."""
         columns = np.stack([index.microbatch, index.expert, index.position])
-        mine = torch.from_numpy(columns[:, index.microbatch != NOBODY]).to(self.rehearsal.device)
+        rows = torch.from_numpy(columns[:, index.microbatch != NOBODY]).to(self.rehearsal.device)
         size = dist.get_world_size(self._group)
-        lengths = mine.new_tensor([mine.shape[1]])
-        all_lengths = [torch.empty_like(lengths) for _ in range(size)]
-        dist.all_gather(all_lengths, lengths, self._group)
-        padded = mine.new_full((3, int(max(all_lengths))), NOBODY)
-        padded[:, : mine.shape[1]] = mine
+        length = rows.new_tensor([rows.shape[1]])
+        lengths = [torch.empty_like(length) for _ in range(size)]
+        dist.all_gather(lengths, length, self._group)
+        padded = rows.new_full((3, int(max(lengths))), NOBODY)
+        padded[:, : rows.shape[1]] = rows
         parts = [torch.empty_like(padded) for _ in range(size)]
         dist.all_gather(parts, padded, self._group)
         # Sorted by microbatch, expert and position.
@@ -155,10 +144,10 @@ class ShardedReferenceSession(ReferenceSession):
                 sink = self._replay(reader, iteration, self._layout, seed)
                 self.rehearsal.trace(block.run, sink, self._numbers(block.microbatches), iteration)
                 measured += sink.measured
-        found = self.ranks.reduce(
+        movement = self.ranks.reduce(
             "collecting the replay",
             lambda: merging.movement(measured),
             merging.joined,
             self.rehearsal.device,
         )
-        return merging.moved(found, before)
+        return merging.moved(movement, before)

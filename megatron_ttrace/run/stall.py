@@ -21,20 +21,20 @@ from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.waits import Doing
 
 SECONDS = 30.0
-"""Without progress, after which a rank tells where it waits."""
+"""Without progress, after which a rank writes where it waits."""
 _LOOKS = 6
 """Per that time."""
 
 
 class Watchdog:
-    """Watches this rank, and on rank 0 what all ranks leave."""
+    """Watches this rank, and on rank 0 what all ranks have written."""
 
     def __init__(self, folder: Path, rank: int, size: int, *, ends_check: bool) -> None:
         """Start watching.
 
         Args:
-            folder: where ranks leave where they wait; all of them see it.
-            rank: this one.
+            folder: shared by all ranks, which write into it where they wait.
+            rank: this rank.
             size: number of ranks.
             ends_check: whether a check that never ends is ended.
         """
@@ -46,7 +46,7 @@ class Watchdog:
         self._place: Hashable = None
         self._since = time.monotonic()
         self._left: waits.Wait | None = None
-        self._told = ""
+        self._last_text = ""
         self._judged = False
         if rank == 0:
             waits.forget(folder)
@@ -79,15 +79,17 @@ class Watchdog:
             return
         waits.write(self._folder, self._rank, wait)
         waits.ask(self._folder)
-        ranks, until = range(self._size), time.monotonic() + 2 * SECONDS / _LOOKS
-        while (
-            len(found := {rank: wait for rank in ranks if (wait := waits.read(self._folder, rank))})
-            < self._size
-        ) and time.monotonic() < until:
+        until = time.monotonic() + 2 * SECONDS / _LOOKS
+        while len(self._waits()) < self._size and time.monotonic() < until:
             time.sleep(0.1)
-        stall = waits.judge(found, self._size)
+        stall = waits.judge(self._waits(), self._size)
         why = f", {stall.mismatch}" if stall.mismatch else ""
         ends.tell(f"rank {self._rank} was aborted in a collective{why}: {stall.text}")
+
+    def _waits(self) -> dict[int, waits.Wait]:
+        """Where ranks wait, as far as they have written it."""
+        ranks = range(self._size)
+        return {rank: wait for rank in ranks if (wait := waits.read(self._folder, rank))}
 
     def _look(self) -> None:
         place, wait = waiting.state(Ranks.waiting_code(), self._modules, self._mesh)
@@ -115,14 +117,13 @@ class Watchdog:
                 self._end("rank 0 ended the check", follows=True)
 
     def _judge(self, seconds: float) -> None:
-        ranks = range(self._size)
-        found = {rank: wait for rank in ranks if (wait := waits.read(self._folder, rank))}
-        stall = waits.judge(found, self._size)
-        if all(wait.doing is Doing.MEETING for wait in found.values()):
-            return  # which says itself what it waits for
-        is_new, self._told = stall.text != self._told, stall.text
+        by_rank = self._waits()
+        stall = waits.judge(by_rank, self._size)
+        if all(wait.doing is Doing.MEETING for wait in by_rank.values()):
+            return  # which prints what it waits for
+        is_new, self._last_text = stall.text != self._last_text, stall.text
         if is_new:
-            # What others left may be some seconds old: it counts when it is seen again.
+            # What ranks wrote may be some seconds old: it counts when it is seen again.
             print(f"ttrace: no progress for {seconds:.0f} s: {stall.text}", flush=True)
         if is_new or stall.mismatch is None or self._judged:
             return

@@ -35,22 +35,23 @@ from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
 from megatron_ttrace.mcore.checkpoints.read import Reading
 from megatron_ttrace.mcore.optimizer import leaves_of
 from megatron_ttrace.mcore.sources import class_place, function_place
-from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.run import requirements
 from megatron_ttrace.run.agreement import Ranks
 from megatron_ttrace.run.perturb import perturbed, spread_over
 from megatron_ttrace.run.rehearsal import DataIterator, settle, traced_model
+from megatron_ttrace.run.start.handoff import entry_of
 from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.recorded import FOLDER, Code, Order, Point, RankRecord, Step
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, LoadedIndex, TraceKey
+from megatron_ttrace.trace.records import LoadedIndex
 from megatron_ttrace.trace.resumed import What
-from megatron_ttrace.trace.store import Entry, TraceWriter, seal
+from megatron_ttrace.trace.store import TraceWriter, seal
 
 _OMITTING = ("no_save_optim", "no_load_optim", "no_save_rng", "no_load_rng")
 """Options because of which a restart does not have all of the state."""
+_TASK = "recording the state"
 _TOKENS = ("tokens", "text")
 """Names of the tensor in a batch whose rows are the samples."""
 
@@ -74,20 +75,19 @@ class StateSession:
         self._random: dict[str, dict[str, str]] = {}
         self._next: Callable[..., Step] | None = None
         requirements.complete(args, settings)
-        run = ranks.from_one(
-            0, "preparing the recording", lambda: shared.prepare(settings.directory)
-        )
+        run = ranks.from_one(0, "preparing the recording", self._prepare)
         shared.require(settings.directory, run)
-        ranks.from_one(0, "preparing the recording", self._make_folders)
         self._reading = Reading()
         if self._order.is_restart:
             self._reading.watch()
 
-    def _make_folders(self) -> None:
+    def _prepare(self) -> str:
+        run = shared.prepare(self._settings.directory)
         owned.make(self._home)
         if self._order.save_after:
             # Megatron stores all arguments in it, and some may be secret.
             owned.make(self._home / CHECKPOINT.name, owned.PRIVATE_FOLDER, whole=True)
+        return run
 
     def begin(
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
@@ -111,7 +111,7 @@ class StateSession:
         if reading.is_literal:
             state: list[StateTensor] = []
             self._numbers[Point.READ] = {}
-            # What an unknown form holds is left out: it is blamed on neither side.
+            # Unknown forms are left out: they are blamed on neither side.
             with contextlib.suppress(Exception):
                 state = list(read_state(self.model, reading))
                 self._numbers[Point.READ] = read_numbers(self.model.optimizer, reading)
@@ -128,12 +128,13 @@ class StateSession:
         save = training.save_checkpoint
 
         @functools.wraps(save)
-        def recorded(iteration: int, model: Any, optimizer: Any, *rest: Any, **kwargs: Any) -> None:
+        def recorded(*args: Any, **kwargs: Any) -> None:
+            iteration, _, _, _, operations, *_ = args
             if not self._order.save_after or iteration != self._first + self._order.save_after:
                 return
-            self._record(Point.SAVED, iteration, rest[1])
+            self._record(Point.SAVED, iteration, operations)
             self._say("saving")
-            save(iteration, model, optimizer, *rest, **kwargs)
+            save(*args, **kwargs)
 
         training.save_checkpoint = recorded
 
@@ -177,20 +178,16 @@ class StateSession:
         if len(self._steps) < self._order.steps:
             return None
         self._record(Point.END, step.iteration, 0.0)
-        self._finish_saving()
+        from megatron.training.async_utils import maybe_finalize_async_save
+
+        # Wait for what Megatron saves in the background.
+        maybe_finalize_async_save(blocking=True, terminate=True)
         self._ranks.together("writing the record", self._write)
         return ExitCode.EQUIVALENT
 
-    def _finish_saving(self) -> None:
-        """Wait for what Megatron saves in the background."""
-        from megatron.training.async_utils import maybe_finalize_async_save
-
-        maybe_finalize_async_save(blocking=True, terminate=True)
-
     def _record(self, point: Point, iteration: int, operations: float) -> None:
         """Write this rank's state."""
-        what = "recording the state"
-        self._ranks.meet(what)
+        self._ranks.meet(_TASK)
         settle(self.model, self._args)
         self._write_point(point, iteration, held_state(self.model))
         numbers = {
@@ -201,24 +198,16 @@ class StateSession:
         self._random[point] = _digests_of(_random_states())
 
     def _write_point(self, point: Point, iteration: int, state: Iterable[StateTensor]) -> None:
-        what, folder = "recording the state", self._home / point
-        self._ranks.together(what, lambda: self._write_state(folder, iteration, state))
-        self._ranks.from_one(0, what, lambda: seal(folder, {"role": "state"}))
+        folder = self._home / point
+        self._ranks.together(_TASK, lambda: self._write_state(folder, iteration, state))
+        self._ranks.from_one(0, _TASK, lambda: seal(folder, {"role": "state"}))
 
     def _write_state(self, folder: Path, iteration: int, state: Iterable[StateTensor]) -> None:
         writer = TraceWriter(folder, self.model.mesh.rank)
         try:
             for part in state:
-                if _is_weight(part):
-                    continue
-                entry = Entry.of(
-                    TraceKey(iteration, STEP_LEVEL, Kind.LOADED, part.place.name, part.index),
-                    part.data,
-                    logical_shape=part.place.logical_shape,
-                    placement=describe(part.place.placement),
-                    boxes=part.place.boxes(self.model.mesh),
-                )
-                writer.add(entry, part.data)
+                if not _is_weight(part):
+                    writer.add(entry_of(part, self.model.mesh, iteration), part.data)
         finally:
             writer.close()
 
@@ -257,11 +246,13 @@ class StateSession:
         described = class_place(leaf, "sharded_state_dict")
         optimizer = Code(described, class_place(leaf, "load_state_dict") or described)
         generators = function_place(checkpointing.get_rng_state)
-        whole = checkpointing.save_checkpoint, checkpointing.load_checkpoint
         return {
             What.MAIN: optimizer,
             What.RANDOM: Code(generators, generators),
-            What.NUMBER: Code(*map(function_place, whole)),
+            What.NUMBER: Code(
+                function_place(checkpointing.save_checkpoint),
+                function_place(checkpointing.load_checkpoint),
+            ),
             "param_groups": optimizer,
             "opt_param_scheduler": Code(
                 class_place(scheduler, "state_dict"), class_place(scheduler, "load_state_dict")
@@ -282,13 +273,13 @@ class StateSession:
 
 def _is_weight(part: StateTensor) -> bool:
     """Whether main weights are the model's own: nothing keeps them apart."""
-    own = part.parameter
+    weight = part.parameter
     return (
         part.index is LoadedIndex.MAIN
-        and own is not None
-        and type(own.data) is torch.Tensor
-        and part.data.dtype == own.dtype
-        and part.data.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+        and weight is not None
+        and type(weight.data) is torch.Tensor
+        and part.data.dtype == weight.dtype
+        and part.data.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
     )
 
 
@@ -321,16 +312,16 @@ def _has_gpu() -> bool:
 
 
 def _digests_of(states: Mapping[str, Any]) -> dict[str, str]:
-    found = {
+    generators = {
         "python": repr(states["random_rng_state"]),
         "numpy": repr(states["np_rng_state"]),
         "torch": states["torch_rng_state"],
     }
     tracked = states["rng_tracker_states"]
-    found |= {f"tracker {name}": state for name, state in tracked.items()}
+    generators |= {f"tracker {name}": state for name, state in tracked.items()}
     if _has_gpu():
-        found["cuda"] = states["cuda_rng_state"]
-    return {name: _digest(state) for name, state in found.items()}
+        generators["cuda"] = states["cuda_rng_state"]
+    return {name: _digest(state) for name, state in generators.items()}
 
 
 def _digest(state: Any) -> str:

@@ -35,20 +35,20 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
     Raises:
         TTraceError: unless it is equivalent there.
     """
-    said = f'--ttrace-reference-layout "{layout}"'
-    found = plan.as_it_is(_command(layout, settings))
-    if found.lost:
+    flag = f'--ttrace-reference-layout "{layout}"'
+    shrunk = plan.as_it_is(_command(layout, settings))
+    if shrunk.lost:
         raise TTraceError(
-            f"{said}: the layout cannot be checked on a shrunk job, which lacks: "
-            + "; ".join(found.lost)
+            f"{flag}: the layout cannot be checked on a shrunk job, which lacks: "
+            + "; ".join(shrunk.lost)
         )
     home, log = settings.directory / FOLDER, settings.directory / _LOG
     prefix = home.with_name(f"{FOLDER}-data") / "text"
-    job = found.jobs[0]
+    job = shrunk.jobs[0]
     documents.write(prefix, job.arguments)
-    script = found.command.script
+    script = shrunk.command.script
     data = documents.arguments(script, prefix, job.arguments)
-    alike = Settings(
+    check = Settings(
         directory=home,
         save_candidate=True,
         wandb=False,
@@ -56,7 +56,7 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
         init=settings.init,
         timeout=settings.timeout,
     )
-    words = checking(script, [*job.arguments, *data], layout.ranks, alike)
+    words = checking(script, [*job.arguments, *data], layout.ranks, check)
     print(
         f"ttrace: checking the reference's layout ({layout}) against one device, on a shrunk job "
         f"(log: {log})",
@@ -64,18 +64,18 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
     )
     code = run_subprocess(
         [sys.executable, "-m", "megatron_ttrace", *words],
-        {**_environment(), SHRUNK: found.stands_for()},
+        {**_environment(), SHRUNK: shrunk.stands_for()},
         log,
         settings.timeout,
     )
     if code == ExitCode.DIVERGED:
         raise TTraceError(
-            f"{said}: on a shrunk job this layout is not equivalent to one device, so it cannot be "
+            f"{flag}: on a shrunk job this layout is not equivalent to one device, so it cannot be "
             f"a reference (report: {home / 'report.html'})"
         )
     if code:
         why = reason_of(log) or how_it_ended(code)
-        raise TTraceError(f"{said}: could not be checked on a shrunk job: {why} (log: {log})")
+        raise TTraceError(f"{flag}: could not be checked on a shrunk job: {why} (log: {log})")
     divided = sharding.divided(TraceReader(home / "candidate"))
     cleaning.remove_tensors(home, own=True)
     owned.discard(prefix.parent)
@@ -85,17 +85,16 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
 def _command(layout: Layout, settings: Settings) -> Command:
     """The reference's own command: the candidate's with another layout."""
     words = []
-    given = CommandFlags.parse([*argv.theirs(), *shlex.split(settings.reference_args)])
-    for flag in given.flags:
+    arguments = CommandFlags.parse([*argv.theirs(), *shlex.split(settings.reference_args)])
+    for flag in arguments.flags:
         if flag.option not in SINGLE_DEVICE and flag.option not in QUIET:
             instead = SINGLE_DEVICE_VALUES.get((flag.option or "", " ".join(flag.values)))
             words += [flag.name, instead] if instead else flag.words()
-    words += layout.words(experts=given.has("num_experts"))
+    words += layout.words(experts=arguments.has("num_experts"))
     return Command(sys.argv[0], tuple(words), ranks=layout.ranks)
 
 
 def _environment() -> dict[str, str]:
     """That of a user's shell: without what a launcher sets, or a check for its own ranks."""
-    found = environment_of(1, {})
-    own = (shared.VARIABLE, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in found.items() if name not in own}
+    removed = (shared.VARIABLE, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in environment_of(1, {}).items() if name not in removed}

@@ -29,7 +29,7 @@ def made(dtype):
     )
     leaf = types.SimpleNamespace(
         optimizer=inner,
-        model_param_group_index_map={one: (0, at) for at, one in enumerate(model)},
+        model_param_group_index_map={part: (0, at) for at, part in enumerate(model)},
         model_fp32_groups=[list(model) if dtype == torch.float32 else []],
         model_float16_groups=[[] if dtype == torch.float32 else list(model)],
         _get_model_param_range_map=lambda _: {"param": types.SimpleNamespace(start=0, end=4)},
@@ -41,32 +41,32 @@ def steps():
     """The assertions."""
     model, leaf = made(torch.bfloat16)
     owned = owned_by(leaf)
-    assert [type(one.inner).__name__ for one in owned.values()] == ["AdamW", "AdamW"]
-    assert len({id(one.inner) for one in owned.values()}) == 2
-    assert all(one.main.dtype == torch.float32 for one in owned.values())
+    assert [type(part.inner).__name__ for part in owned.values()] == ["AdamW", "AdamW"]
+    assert len({id(part.inner) for part in owned.values()}) == 2
+    assert all(part.main.dtype == torch.float32 for part in owned.values())
     snapshot = Snapshot([torch.nn.Module()], leaf)
-    found = []
+    results = []
     for _ in range(2):
         for parameter in model:
             parameter.decoupled_grad = torch.arange(1.0, 5.0)
         leaf.optimizer.step()
         after = owned_by(leaf)
-        assert all("exp_avg" in one.state for one in after.values())
-        found.append([one.weights.clone() for one in after.values()])
+        assert all("exp_avg" in part.state for part in after.values())
+        results.append([part.weights.clone() for part in after.values()])
         snapshot.restore()
-        assert all((one.weights == 1).all() and not one.state for one in owned_by(leaf).values())
+        assert all((part.weights == 1).all() and not part.state for part in owned_by(leaf).values())
         assert all((parameter == 1).all() for parameter in model)
-    assert torch.equal(torch.stack(found[0]), torch.stack(found[1]))
-    assert (torch.stack(found[0]) < 1).all()
+    assert torch.equal(torch.stack(results[0]), torch.stack(results[1]))
+    assert (torch.stack(results[0]) < 1).all()
     # Megatron's own reload leaves out copies of float32 parameters.
     model, leaf = made(torch.float32)
     for parameter in model:
         parameter.data.fill_(7.0)
     leaf.optimizer.update_fp32_param_by_new_param()
-    copies = [one.weights for one in owned_by(leaf).values()]
-    assert not all((one == 7).all() for one in copies)
+    copies = [part.weights for part in owned_by(leaf).values()]
+    assert not all((part == 7).all() for part in copies)
     reload_offloaded(leaf)
-    assert all((one == 7).all() for one in copies)
+    assert all((part == 7).all() for part in copies)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 def arguments(**values):
     """Megatron's, of experts on one device."""
-    whole = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "num_experts": 8}
-    return argparse.Namespace(**{**whole, "sequence_parallel": False, **values})
+    plain = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "num_experts": 8}
+    return argparse.Namespace(**{**plain, "sequence_parallel": False, **values})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ WHOLE = torch.randn(4, 6)
 NORM = torch.randn(6)
 
 
-def held(data: torch.Tensor) -> Stored:
+def stored_tensor(data: torch.Tensor) -> Stored:
     """A bucket."""
     return Stored(tuple(data.shape), lambda index: data[index])
 
@@ -35,16 +35,16 @@ def of_rank(rank: int) -> tuple[dict[str, Stored], list[Bucketed]]:
         Bucketed("norm", key, 3, (6,), (6,), (Box((0,), (6,), (0,)),)),
         Bucketed("w", key, 64, (4, 3), (4, 6), (Box((0, 3 * rank), (4, 3), (0, 0)),)),
     ]
-    return {f"{key}.param": held(bucket), f"{key}.GG": held(bucket)}, parts
+    return {f"{key}.param": stored_tensor(bucket), f"{key}.GG": stored_tensor(bucket)}, parts
 
 
 @pytest.fixture
 def saved() -> tuple[Checkpoint, list[Bucketed]]:
     """Two tensor-parallel ranks' buckets, and where two data-parallel ranks say parameters are."""
-    buckets, parts = {"optimizer.distributed.other.param": held(torch.ones(3))}, []
+    buckets, parts = {"optimizer.distributed.other.param": stored_tensor(torch.ones(3))}, []
     for rank in (0, 1):
-        there, where = of_rank(rank)
-        buckets |= there
+        rank_buckets, where = of_rank(rank)
+        buckets |= rank_buckets
         parts += where * 2
     return Checkpoint(Path(), Format.TORCH_DIST, 1, {}, unread=buckets), parts
 
@@ -52,15 +52,15 @@ def saved() -> tuple[Checkpoint, list[Bucketed]]:
 def test_parameters_of_buckets(saved: tuple[Checkpoint, list[Bucketed]]) -> None:
     """They are put together from the buckets of all ranks; others stay unread."""
     checkpoint, parts = saved
-    found = by_parameter(checkpoint, parts)
-    assert [*found.unread] == ["optimizer.distributed.other.param"]
+    read = by_parameter(checkpoint, parts)
+    assert [*read.unread] == ["optimizer.distributed.other.param"]
     for item in (Item(State.MAIN, "w"), Item(State.OTHER, "w", "GG")):
-        assert torch.equal(found.tensors[item].read(), WHOLE)
-    row = found.tensors[Item(State.MAIN, "w")].at(2)
+        assert torch.equal(read.tensors[item].read(), WHOLE)
+    row = read.tensors[Item(State.MAIN, "w")].at(2)
     assert row is not None
     assert torch.equal(row.read(), WHOLE[2])
-    assert torch.equal(found.tensors[Item(State.MAIN, "norm")].read(), NORM)
-    assert len(found.tensors) == 4
+    assert torch.equal(read.tensors[Item(State.MAIN, "norm")].read(), NORM)
+    assert len(read.tensors) == 4
 
 
 def test_elements_in_no_bucket(saved: tuple[Checkpoint, list[Bucketed]]) -> None:
@@ -68,8 +68,8 @@ def test_elements_in_no_bucket(saved: tuple[Checkpoint, list[Bucketed]]) -> None
     checkpoint, parts = saved
     outside = [*parts[:3], dataclasses.replace(parts[-1], start=190)]
     for some in (parts[:2], outside):
-        found = by_parameter(checkpoint, some).tensors
-        assert {item.name for item in found} == {"norm"}
+        read = by_parameter(checkpoint, some).tensors
+        assert {item.name for item in read} == {"norm"}
 
 
 def test_buckets_that_disagree(saved: tuple[Checkpoint, list[Bucketed]]) -> None:
@@ -80,11 +80,11 @@ def test_buckets_that_disagree(saved: tuple[Checkpoint, list[Bucketed]]) -> None
     wrong[4] += 1
     first = parts[0]
     third = dataclasses.replace(first, key=first.key.replace("idx_0.", "idx_2."))
-    unread = {**checkpoint.unread, key: held(wrong)}
+    unread = {**checkpoint.unread, key: stored_tensor(wrong)}
     unread[f"{third.key}.param"] = checkpoint.unread[f"{first.key}.param"]
     checkpoint = dataclasses.replace(checkpoint, unread=unread)
-    found = by_parameter(checkpoint, [*parts, third]).tensors[Item(State.MAIN, "norm")]
-    assert found.read().isnan().tolist() == [False, True, False, False, False, False]
+    read = by_parameter(checkpoint, [*parts, third]).tensors[Item(State.MAIN, "norm")]
+    assert read.read().isnan().tolist() == [False, True, False, False, False, False]
 
 
 def test_parts_of_an_optimizer() -> None:
@@ -107,7 +107,9 @@ def test_parts_of_an_optimizer() -> None:
 def test_shards_of_a_rank() -> None:
     """Only those of named parameters; other optimizers have none."""
     weight, norm, other = (torch.nn.Parameter(torch.ones(6)) for _ in range(3))
-    ranges = {each: {"param": SimpleNamespace(start=2, end=6)} for each in (weight, other)}
+    ranges = {
+        parameter: {"param": SimpleNamespace(start=2, end=6)} for parameter in (weight, other)
+    }
     indices = {weight: (0, 6), norm: (6, 12), other: (12, 18)}
     leaf = SimpleNamespace(
         data_parallel_group_idx=0,

@@ -55,18 +55,18 @@ def test_a_layer_of_a_stack(tmp_path: Path) -> None:
     """Indices of the first dimensions are read on their own."""
     data = torch.randn(3, 4, 2)
     save_file({"a": data}, tmp_path / "m.safetensors")
-    whole = stored.open_checkpoint(tmp_path).tensors[weight("a")]
-    layer, expert = whole.at(1), whole.at(1, 3)
+    stack = stored.open_checkpoint(tmp_path).tensors[weight("a")]
+    layer, expert = stack.at(1), stack.at(1, 3)
     assert layer is not None
     assert expert is not None
     assert (layer.shape, expert.shape) == ((4, 2), (2,))
     assert torch.equal(layer.read(), data[1])
     assert torch.equal(expert.read(), data[1, 3])
-    assert torch.equal(whole.read(), data)
-    assert whole.at(3) is whole.at(0, 0, 0, 0) is None
+    assert torch.equal(stack.read(), data)
+    assert stack.at(3) is stack.at(0, 0, 0, 0) is None
     (tmp_path / "m.safetensors").unlink()
     with pytest.raises(TTraceError, match="damaged or missing"):
-        whole.read()
+        stack.read()
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_finding_a_part(name: str) -> None:
     """Layers and experts may each be stacked or stored on their own."""
     data = torch.randn(3, 4, 5)
     stacked = data[(2 if "2" in name else slice(None), 1 if "1" in name else slice(None))]
-    held = stored.Stored(tuple(stacked.shape), lambda index: stacked[index])
-    there = Item(State.MAIN, f"decoder.{name}")
-    checkpoint = stored.Checkpoint(Path(), stored.Format.TORCH_DIST, 1, {there: held})
+    stored_stack = stored.Stored(tuple(stacked.shape), lambda index: stacked[index])
+    stack_item = Item(State.MAIN, f"decoder.{name}")
+    checkpoint = stored.Checkpoint(Path(), stored.Format.TORCH_DIST, 1, {stack_item: stored_stack})
     item = Item(State.MAIN, "decoder.layers.2.w.experts.1.v")
-    found = checkpoint.find(item)
-    assert found is not None
-    assert found[0] == there
-    assert torch.equal(found[1].read(), data[2, 1])
+    match = checkpoint.find(item)
+    assert match is not None
+    assert match[0] == stack_item
+    assert torch.equal(match[1].read(), data[2, 1])
     assert checkpoint.find(Item(State.WEIGHT, item.name)) is None
     assert checkpoint.find(Item(State.MAIN, "decoder.layers.3.w.experts.4.v")) is None
 

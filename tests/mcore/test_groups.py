@@ -71,7 +71,7 @@ FP32, BF16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("given", "gradients"),
+    ("options", "gradients"),
     [
         ({"accumulate_allreduce_grads_in_fp32": True}, "float32"),
         ({"accumulate_allreduce_grads_in_fp32": False}, "bfloat16"),
@@ -88,9 +88,9 @@ FP32, BF16 = torch.float32, torch.bfloat16
         ({"use_megatron_fsdp": True, "accumulate_allreduce_grads_in_fp32": True}, ""),
     ],
 )
-def test_gradients(given: dict[str, object], gradients: str) -> None:
+def test_gradients(options: dict[str, object], gradients: str) -> None:
     """Of each kind of data parallelism; the compute dtype is the model's."""
-    args = SimpleNamespace(bf16=True, params_dtype=BF16, **given)
+    args = SimpleNamespace(bf16=True, params_dtype=BF16, **options)
     assert reduced_in(args) == ("bfloat16", gradients)  # type: ignore[arg-type]
 
 

@@ -30,13 +30,13 @@ def test_what_is_rounded(monkeypatch, metric, dtype, rounded):
 
 def test_what_is_left_over(monkeypatch):
     """Sums without a step: given numbers, shares of choices, undefined ones are left out."""
-    found = {
+    numbers = {
         "learning-rate": 1e-3,
         "z_loss": torch.tensor(0.0),
         "mtp_1_acceptance_rate": 0.5,
         "mean": math.nan,
     }
-    monkeypatch.setattr(logged, "_logged", lambda *args: found)
+    monkeypatch.setattr(logged, "_logged", lambda *args: numbers)
     assert logged.left_over([], None) == {"z_loss": 0.0}
 
 

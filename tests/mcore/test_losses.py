@@ -57,10 +57,10 @@ def test_weighted():
 def test_weighted_in_a_list():
     """The others in the list keep their coefficients."""
     model = torch.nn.Identity()
-    own = [0.1, 0.2]
+    coefficients = [0.1, 0.2]
     model.config = SimpleNamespace(
-        moe_router_load_balancing_type=["seq_aux_loss", "aux_loss"], moe_aux_loss_coeff=own
+        moe_router_load_balancing_type=["seq_aux_loss", "aux_loss"], moe_aux_loss_coeff=coefficients
     )
     with weighted([model], Loss.SEQUENCE, 2.0):
         assert model.config.moe_aux_loss_coeff == [0.2, 0.2]
-    assert model.config.moe_aux_loss_coeff is own
+    assert model.config.moe_aux_loss_coeff is coefficients

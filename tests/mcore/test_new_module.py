@@ -45,11 +45,11 @@ class Wire:
         self._barrier = threading.Barrier(TP, timeout=300)
         self._sent: dict[int, torch.Tensor] = {}
 
-    def all_reduce(self, rank: int, mine: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, rank: int, share: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks."""
-        self._sent[rank] = mine.detach()
+        self._sent[rank] = share.detach()
         self._barrier.wait()
-        total = sum(self._sent[one] for one in range(TP))
+        total = sum(self._sent[peer] for peer in range(TP))
         self._barrier.wait()
         assert isinstance(total, torch.Tensor)
         return total
@@ -180,8 +180,8 @@ def trace(model: Model, sink: WriteSink | CompareSink, mesh: Mesh) -> None:
     def step_level(kind: Kind, of: Callable[[torch.nn.Parameter], torch.Tensor]) -> None:
         for name, parameter in names.parameters.items():
             where = (STEP_LEVEL, kind, name, 0)
-            found = placed[name]
-            sink.placed(where, of(parameter).detach(), found.logical_shape, found.placement)
+            place = placed[name]
+            sink.placed(where, of(parameter).detach(), place.logical_shape, place.placement)
 
     step_level(Kind.PARAM, lambda parameter: parameter)
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -267,13 +267,13 @@ def test_a_supported_module_is_captured_and_placed(tmp_path: Path) -> None:
     summary, verdicts = check(tmp_path)
     assert summary.verdict is Result.EQUIVALENT, summary.culprits
     assert summary.counts == {"pass": len(verdicts)}
-    found = {
-        (one.kind, one.name): (str(one.placement), one.shape)
-        for one in verdicts
-        if one.name.startswith(GATE_UP)
+    placements = {
+        (verdict.kind, verdict.name): (str(verdict.placement), verdict.shape)
+        for verdict in verdicts
+        if verdict.name.startswith(GATE_UP)
     }
     halves = {0: "tp:BlockShard(0, 2)", 2: "tp:BlockShard(2, 2)"}
-    assert found == {
+    assert placements == {
         (Kind.PARAM, f"{GATE_UP}.weight"): (halves[0], (2 * F, H)),
         (Kind.PARAM, f"{GATE_UP}.channel_scales"): (halves[0], (2 * F,)),
         (Kind.INPUT, GATE_UP): ("Replicate", (S, B, H)),

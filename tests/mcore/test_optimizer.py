@@ -120,33 +120,33 @@ def test_an_update_that_the_model_has_not_received():
     model = nn.Linear(4, 3)
     model.weight.data = model.weight.data.bfloat16()
     optimizer = mixed(model)
-    own = owned_by(optimizer)[model.weight]
-    own.main.data.add_(1e-4)
-    model.weight.data.copy_(own.main)
-    assert torch.equal(own.received(model.weight), own.main)
+    part = owned_by(optimizer)[model.weight]
+    part.main.data.add_(1e-4)
+    model.weight.data.copy_(part.main)
+    assert torch.equal(part.received(model.weight), part.main)
     before = model.weight.detach().clone()
-    own.main.data[1] += 0.5
-    assert torch.equal(own.received(model.weight)[1], before[1].float())
-    assert torch.equal(own.received(model.weight)[::2], own.main[::2])
+    part.main.data[1] += 0.5
+    assert torch.equal(part.received(model.weight)[1], before[1].float())
+    assert torch.equal(part.received(model.weight)[::2], part.main[::2])
 
 
 def test_a_range_that_the_model_has_not_received():
     """Of a divided parameter, the elements that are stepped here."""
     model = nn.Linear(4, 3)
-    own = owned_by(chained(sharded([model.weight], [(2, 9)])))[model.weight]
-    assert torch.equal(own.received(model.weight), own.main.detach())
+    part = owned_by(chained(sharded([model.weight], [(2, 9)])))[model.weight]
+    assert torch.equal(part.received(model.weight), part.main.detach())
     model.weight.data.view(-1)[2:4] = 9.0
-    assert (own.received(model.weight) == 9.0).tolist() == [True, True, *5 * [False]]
+    assert (part.received(model.weight) == 9.0).tolist() == [True, True, *5 * [False]]
 
 
 def test_parameters_that_other_ranks_step():
     """A layer-wise optimizer knows them all, at any depth of a chain, and owns some as wholes."""
     model = nn.Linear(2, 3)
-    mine = types.SimpleNamespace(optimizer=torch.optim.SGD([model.weight], lr=0.1))
-    layer_wise = chained(mine)
+    leaf = types.SimpleNamespace(optimizer=torch.optim.SGD([model.weight], lr=0.1))
+    layer_wise = chained(leaf)
     layer_wise.dp_cp_params_list = [[model.weight], [model.bias]]
     layer_wise.expt_dp_params_list = None
-    assert divided(layer_wise) == divided(chained(layer_wise, mine)) == set(model.parameters())
+    assert divided(layer_wise) == divided(chained(layer_wise, leaf)) == set(model.parameters())
     assert list(owned_by(chained(layer_wise))) == [model.weight]
     assert divided(plain(model)) == set()
 
@@ -154,9 +154,9 @@ def test_parameters_that_other_ranks_step():
 def test_stubs_own_nothing():
     """A rank without parameters of a kind has a stub."""
     stub = types.SimpleNamespace(optimizer=None)
-    other = plain(nn.Linear(1, 1))
-    other.is_stub_optimizer = True
-    assert owned_by(chained(stub, other)) == {}
+    second_leaf = plain(nn.Linear(1, 1))
+    second_leaf.is_stub_optimizer = True
+    assert owned_by(chained(stub, second_leaf)) == {}
 
 
 def train(model, optimizer, seed):

@@ -33,8 +33,8 @@ def arguments(**values):
 )
 def test_where_a_rank_steps_a_part_of_a_matrix(values, option):
     """Only there; Muon's momentum is a mean of gradients and is judged all the same."""
-    kinds, found = depends_on_layout(arguments(**values))
-    assert found == option
+    kinds, named = depends_on_layout(arguments(**values))
+    assert named == option
     assert (Kind.PARAM_DELTA in kinds) == bool(option)
     assert (Kind.EXP_AVG in kinds) == (option == "--optimizer soap")
     assert Kind.MAIN_GRAD not in kinds

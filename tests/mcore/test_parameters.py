@@ -112,17 +112,17 @@ def test_shards_equal_the_slices_of_the_whole(dtype):
             local = list(shape)
             local[dim] //= 2
             mesh = mesh_of(rank, 2, tp=2)
-            found = filled(name, sharded(*local, dim=dim, dtype=dtype), mesh, gated=gated)
-            assert found.dtype == dtype
+            values = filled(name, sharded(*local, dim=dim, dtype=dtype), mesh, gated=gated)
+            assert values.dtype == dtype
             expected = cut(whole.float().numpy(), dim, rank, 2)
-            np.testing.assert_array_equal(found.float().numpy(), expected)
+            np.testing.assert_array_equal(values.float().numpy(), expected)
 
 
 def test_replicas_are_equal_and_every_element_is_written():
     """A norm weight on four ranks."""
-    found = [filled("norm.weight", parameter(9), mesh_of(r, 4, tp=2)) for r in range(4)]
-    assert all(torch.equal(one, found[0]) for one in found)
-    assert float(found[0].max()) < 5
+    values = [filled("norm.weight", parameter(9), mesh_of(r, 4, tp=2)) for r in range(4)]
+    assert all(torch.equal(part, values[0]) for part in values)
+    assert float(values[0].max()) < 5
 
 
 @given(st.data())
@@ -177,9 +177,9 @@ def test_revealing_sizes_are_neither_nothing_nor_everything():
 def test_reveal_leaves_nothing_at_zero_or_one():
     """A zero bias hides bugs."""
     for name in ("a.bias", "norm.weight"):
-        found = filled(name, parameter(500))
-        assert not ((found == 0) | (found == 1)).any()
-        assert float(found.std()) > 0.9 * min(BIAS, 0.2)
+        values = filled(name, parameter(500))
+        assert not ((values == 0) | (values == 1)).any()
+        assert float(values.std()) > 0.9 * min(BIAS, 0.2)
 
 
 def test_megatrons_own_start():
@@ -212,14 +212,14 @@ def test_moments_of_a_shard_and_of_a_flat_range(cls):
         mesh = mesh_of(rank, 2, tp=2)
         half = sharded(4, 6)
         place = place_parameter(FC1, half, mesh, gated=True)
-        found = primed(mesh, half, place, cls=cls)
+        values = primed(mesh, half, place, cls=cls)
         flat = parameter(13)
         ranged = primed(mesh, flat, place, cls=cls, flat=(5, 18))
         for name in ("exp_avg", "exp_avg_sq"):
             expected = gated_chunk(reference[name].numpy(), 0, rank, 2)
-            np.testing.assert_array_equal(found[name].numpy(), expected)
+            np.testing.assert_array_equal(values[name].numpy(), expected)
             np.testing.assert_array_equal(ranged[name].numpy(), expected.reshape(-1)[5:18])
-        assert float(found["step"]) == float(ranged["step"]) == moments.STEP
+        assert float(values["step"]) == float(ranged["step"]) == moments.STEP
 
 
 def test_primed_moments_look_like_the_middle_of_a_run():

@@ -60,14 +60,14 @@ class SharedExpertMLP(torch.nn.Module):
 @pytest.mark.parametrize(("groups", "ranks"), [(1, 2), (2, 4), (2, 2), (4, 2), (None, 2)])
 def test_keys_and_values_of_shared_groups(groups, ranks):
     """Ranks that share a group have summands of its gradients, back to the norm of the keys."""
-    found = partials([names(a=Attention(groups, ranks), a__core_attention=torch.nn.Identity())])
+    partial = partials([names(a=Attention(groups, ranks), a__core_attention=torch.nn.Identity())])
     shared = {
         (Kind.GRAD_INPUT, "a.core_attention", 1),
         (Kind.GRAD_INPUT, "a.core_attention", 2),
         (Kind.GRAD_OUTPUT, "a.k_layernorm", 0),
         (Kind.GRAD_INPUT, "a.k_layernorm", 0),
     }
-    assert found == (dict.fromkeys(shared, "tp") if groups and groups < ranks else {})
+    assert partial == (dict.fromkeys(shared, "tp") if groups and groups < ranks else {})
 
 
 def test_latent_attention_has_no_groups():
@@ -80,6 +80,6 @@ def test_latent_attention_has_no_groups():
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_shared_experts(overlaps):
     """Only where they are run in pieces is the reduction outside of them."""
-    found = partials([names(a=SharedExpertMLP(overlaps))])
+    partial = partials([names(a=SharedExpertMLP(overlaps))])
     both = {(Kind.OUTPUT, "a.linear_fc2", 0): "tp", (Kind.GRAD_INPUT, "a.linear_fc1", 0): "tp"}
-    assert found == (both if overlaps else {})
+    assert partial == (both if overlaps else {})

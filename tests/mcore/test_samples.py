@@ -24,8 +24,8 @@ def read(rank, size, sharding, consumed=0):
 @pytest.mark.parametrize("sharding", [True, False])
 def test_one_rank_reads_what_four_read(monkeypatch, sharding, consumed):
     """With shards of the data set and without; two ranks of a reference divide it."""
-    each = [read(rank, 4, sharding, consumed) for rank in range(4)]
-    dealt = list(itertools.chain.from_iterable(zip(*each, strict=True)))
+    samples_by_rank = [read(rank, 4, sharding, consumed) for rank in range(4)]
+    dealt = list(itertools.chain.from_iterable(zip(*samples_by_rank, strict=True)))
     assert dealt[:5] != read(0, 1, sharding, consumed)
     monkeypatch.setattr(Sampler, "__iter__", Sampler.__iter__)
     samples.deal_to(4, Sampler)
@@ -63,11 +63,11 @@ def test_the_order_of_reading_is_without_effect(monkeypatch):
     monkeypatch.setattr(FimDataset, "_query_document_sample_shuffle_indices", original)
     samples.rearrange_by_sample()
     samples.rearrange_by_sample()
-    found = []
+    samples_read = []
     for order in ((0, 1, 2, 3), (3, 1), (2, 0)):
         dataset = FimDataset()
-        found += [dataset._query_document_sample_shuffle_indices(idx) for idx in order]
-    assert len(set(found)) == 4
+        samples_read += [dataset._query_document_sample_shuffle_indices(idx) for idx in order]
+    assert len(set(samples_read)) == 4
 
 
 @pytest.mark.parametrize(("sft", "expected"), [(True, 4), (False, 1)])

@@ -36,9 +36,9 @@ class Bucket(fsdp.DataParallelBuffer):
             )
         )
         self.is_data_distributed = distributed
-        whole = self.shard_bucket_index if distributed else self.bucket_index
+        index = self.shard_bucket_index if distributed else self.bucket_index
         first = self.shard_bucket_index.global_data_index if distributed else 0
-        self.data = torch.arange(whole.size, dtype=torch.float32) + first
+        self.data = torch.arange(index.size, dtype=torch.float32) + first
 
 
 def chunk(rank, size, *, distributed, main):
@@ -63,7 +63,7 @@ def chunk(rank, size, *, distributed, main):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_every_element_is_held_once(size, distributed, main):
     """With and without main weights, with whole model weights (ZeRO-1, 2) and parts (ZeRO-3)."""
-    held = [[] for _ in SHAPES]
+    elements = [[] for _ in SHAPES]
     first = [0, 6, 11]
     for rank in range(size):
         model, parameters = chunk(rank, size, distributed=distributed, main=main)
@@ -72,11 +72,11 @@ def test_every_element_is_held_once(size, distributed, main):
             part = parts[parameter]
             start, end = part.range
             assert part.stepped.tolist() == [first[number] + i for i in range(start, end)]
-            held[number] += part.stepped.tolist()
+            elements[number] += part.stepped.tolist()
             start, end = part.weights_range
             assert part.weights.tolist() == [first[number] + i for i in range(start, end)]
             assert distributed or end - start == parameter.orig_param.numel()
-    assert held == [list(range(6)), list(range(6, 11)), list(range(11, 15))]
+    assert elements == [list(range(6)), list(range(6, 11)), list(range(11, 15))]
 
 
 def test_without_shards_the_raw_parameter_has_the_weights():
@@ -106,16 +106,16 @@ def test_other_wrappers_have_no_buckets():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_rows_of_a_parameter(size):
     """torch's FSDP2 divides rows, unevenly if it must; a rank may have none."""
-    held = [[] for _ in SHAPES]
+    elements = [[] for _ in SHAPES]
     for rank in range(size):
         dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
         mesh = init_device_mesh("cpu", (size,))
         for number, shape in enumerate(SHAPES):
-            whole = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+            weight = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
             # What fully_shard does; its collectives need processes.
-            own = [*whole.chunk(size), *[whole[:0]] * size][rank]
+            rows = [*weight.chunk(size), *[weight[:0]] * size][rank]
             sharded = DTensor.from_local(
-                own, mesh, [Shard(0)], shape=whole.shape, stride=whole.stride()
+                rows, mesh, [Shard(0)], shape=weight.shape, stride=weight.stride()
             )
             parameter = torch.nn.Parameter(sharded)
             assert rows_of(parameter) is None
@@ -125,9 +125,9 @@ def test_rows_of_a_parameter(size):
             part = parts_of([model])[parameter]
             assert part.stepped.tolist() == list(range(*part.range))
             assert part.weights_range == part.range
-            held[number] += part.weights.tolist()
+            elements[number] += part.weights.tolist()
         dist.destroy_process_group()
-    assert held == [list(range(math.prod(shape))) for shape in SHAPES]
+    assert elements == [list(range(math.prod(shape))) for shape in SHAPES]
 
 
 def test_plain_tensors_are_themselves():

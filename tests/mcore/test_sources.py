@@ -59,11 +59,11 @@ def test_no_place() -> None:
 
 def test_megatron_is_relative_to_its_package() -> None:
     """Wherever it is installed."""
-    found = importlib.util.find_spec("megatron.core")
-    assert found is not None
-    assert found.origin is not None
-    assert sources.in_megatron(found.origin)
-    code = compile("pass", str(Path(found.origin).with_name("utils.py")), "exec")
+    result = importlib.util.find_spec("megatron.core")
+    assert result is not None
+    assert result.origin is not None
+    assert sources.in_megatron(result.origin)
+    code = compile("pass", str(Path(result.origin).with_name("utils.py")), "exec")
     assert sources.shown(code, 12) == "megatron/core/utils.py:12 (<module>)"
 
 
@@ -114,18 +114,18 @@ def test_sources() -> None:
         "decoder.1": Heir(),
     }
     functions = {"decoder.0": ModuleCode(backward="back.py:1 (f)")}
-    found = sources.sources_of(
+    result = sources.sources_of(
         [Names(modules, {}, {}, frozenset())],
         lambda name: functions.get(name, ModuleCode()),
         optimizer=Optimizer(),
         finalize=functools.partial(forward_step),
         step=None,
     )
-    own = sources.class_place(Own, "forward")
-    assert found.codes == (ModuleCode(own), ModuleCode(own, "back.py:1 (f)"))
-    assert found.modules == {"decoder": 0, "decoder.norm": 0, "decoder.0": 1, "decoder.1": 0}
-    assert found.of("decoder.norm.deeper") == ModuleCode(own)
-    assert found.of("elsewhere") is None
-    assert found.finalize.endswith(f"{HERE}:{line_of(forward_step)} (forward_step)")
-    assert found.optimizer == sources.class_place(Optimizer, "step") != ""
-    assert found.step == ""
+    forward = sources.class_place(Own, "forward")
+    assert result.codes == (ModuleCode(forward), ModuleCode(forward, "back.py:1 (f)"))
+    assert result.modules == {"decoder": 0, "decoder.norm": 0, "decoder.0": 1, "decoder.1": 0}
+    assert result.of("decoder.norm.deeper") == ModuleCode(forward)
+    assert result.of("elsewhere") is None
+    assert result.finalize.endswith(f"{HERE}:{line_of(forward_step)} (forward_step)")
+    assert result.optimizer == sources.class_place(Optimizer, "step") != ""
+    assert result.step == ""

@@ -53,8 +53,8 @@ def test_parameters():
 
 def test_outputs():
     """Of the projections; a convolution's parameters are used by the layer that holds them."""
-    found = stacked_outputs([names()])
-    assert found == {
+    shares = stacked_outputs([names()])
+    assert shares == {
         "mixer.in_proj": (6, 6, 3, 3, 2),
         "attention.in_proj": (2, 2, 4, 4, 1, 1),
     }

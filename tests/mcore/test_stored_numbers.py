@@ -30,11 +30,11 @@ def test_state() -> None:
 
 def test_groups_in_any_layout() -> None:
     """Chained optimizers, other orders, and objects of each rank hold the same numbers."""
-    other = GROUP | {"wd_mult": 0.0, "lr": 0.25}
-    flat = of_state({"optimizer": {"optimizer": {"param_groups": [GROUP, other]}}})
+    second = GROUP | {"wd_mult": 0.0, "lr": 0.25}
+    flat = of_state({"optimizer": {"optimizer": {"param_groups": [GROUP, second]}}})
     same = GROUP | {"is_expert_parallel": False}
     chained = {
-        0: {"optimizer": {"param_groups": [other | {"is_expert_parallel": False}, GROUP]}},
+        0: {"optimizer": {"param_groups": [second | {"is_expert_parallel": False}, GROUP]}},
         1: {"optimizer": {"param_groups": [same]}},
     }
     assert of_state({"optimizer": chained}) == flat
@@ -50,10 +50,10 @@ def test_groups_in_any_layout() -> None:
 def test_groups_that_differ() -> None:
     """A group with numbers of its own is not lost."""
     wrong = GROUP | {"lr": 0.1}
-    found = of_groups([GROUP, wrong, GROUP])
-    assert found["param_groups[wd_mult=1].lr"] == 0.5
-    assert found["param_groups[wd_mult=1]#2.lr"] == 0.1
-    assert len(found) == 6
+    numbers = of_groups([GROUP, wrong, GROUP])
+    assert numbers["param_groups[wd_mult=1].lr"] == 0.5
+    assert numbers["param_groups[wd_mult=1]#2.lr"] == 0.1
+    assert len(numbers) == 6
 
 
 def test_groups_with_nan() -> None:

@@ -27,12 +27,14 @@ def test_a_version_is_read(text, version):
 
 def test_it_is_what_megatron_says():
     """Without what it appends of a git repository; and it is not imported for that."""
-    told = "from megatron_ttrace.mcore import versions; print(versions.megatron_core_version())"
-    told += "; import sys; print('megatron.core' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True)
+    program = "from megatron_ttrace.mcore import versions; print(versions.megatron_core_version())"
+    program += "; import sys; print('megatron.core' in sys.modules)"
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     from megatron.core.package_info import __version__
 
-    assert said.stdout.split() == [__version__.partition("+")[0], "False"]
+    assert process.stdout.split() == [__version__.partition("+")[0], "False"]
 
 
 def test_without_megatron(monkeypatch):

@@ -21,9 +21,9 @@ def test_an_unexpected_error_of_a_checked_run(
     with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=True):
         raise KeyError("a\nb")
     assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("ttrace: could not start: KeyError: ")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith("ttrace: could not start: KeyError: ")
+    assert message.count("\n") == 1
 
 
 def test_an_unexpected_error_of_another_run() -> None:

@@ -14,8 +14,8 @@ def gathered(ranks: int, *flags: str) -> dict[str, Any]:
     command = ("-W", "ignore", "-m", "tests.run.gathering", "--ranks", ranks, *flags)
     done = programs.python(*command, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 @pytest.mark.nightly

@@ -52,28 +52,28 @@ def merge(tmp_path, ranks, stages=(0, 0)):
 
 def test_parts_and_names(tmp_path):
     """Whole tensors; a second name of all parts is a second name of the whole."""
-    whole = kept.tensors()[kept.OUTPUT]
-    other = TraceKey(1, 0, Kind.INPUT, "decoder.layers.1")
-    halves = [whole[:2].clone(), whole[2:].clone()]
-    found = merge(
+    original = kept.tensors()[kept.OUTPUT]
+    second_name = TraceKey(1, 0, Kind.INPUT, "decoder.layers.1")
+    halves = [original[:2].clone(), original[2:].clone()]
+    merged = merge(
         tmp_path,
         [
-            [(rows_of(rank), half), ({**rows_of(rank, other), "same_as": 0}, half)]
+            [(rows_of(rank), half), ({**rows_of(rank, second_name), "same_as": 0}, half)]
             for rank, half in enumerate(halves)
         ],
     )
-    assert torch.equal(found.tensor(found.entry(kept.OUTPUT)), whole)
-    assert found.primary(other) == kept.OUTPUT
-    assert found.entry(other).shape == found.entry(kept.OUTPUT).shape == (ROWS, COLUMNS)
+    assert torch.equal(merged.tensor(merged.entry(kept.OUTPUT)), original)
+    assert merged.primary(second_name) == kept.OUTPUT
+    assert merged.entry(second_name).shape == merged.entry(kept.OUTPUT).shape == (ROWS, COLUMNS)
 
 
 def test_replicas_that_differ_in_a_bit(tmp_path):
     """The tensor and a rank are named."""
-    mine = torch.ones(2, COLUMNS)
-    other = mine.clone()
-    other[1, 2] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
-    whole = {"logical_shape": (2, COLUMNS), "boxes": (Box((0, 0), (2, COLUMNS), (0, 0)),)}
-    ranks = [[({**whole, "key": kept.OUTPUT}, data)] for data in (mine, other)]
+    data = torch.ones(2, COLUMNS)
+    changed = data.clone()
+    changed[1, 2] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    place = {"logical_shape": (2, COLUMNS), "boxes": (Box((0, 0), (2, COLUMNS), (0, 0)),)}
+    ranks = [[({**place, "key": kept.OUTPUT}, replica)] for replica in (data, changed)]
     with pytest.raises(TTraceError, match=r"ranks 1 differ from other ranks in decoder\.layers"):
         merge(tmp_path, ranks)
 
@@ -81,8 +81,10 @@ def test_replicas_that_differ_in_a_bit(tmp_path):
 def test_replicas_that_are_equal(tmp_path):
     """NaN equals itself, and -0.0 does not equal 0.0."""
     data = torch.tensor([math.nan, -0.0])
-    whole = {"logical_shape": (2,), "boxes": (Box((0,), (2,), (0,)),)}
-    write(tmp_path, [[({**whole, "key": kept.OUTPUT}, one)] for one in (data, data.clone())])
+    place = {"logical_shape": (2,), "boxes": (Box((0,), (2,), (0,)),)}
+    write(
+        tmp_path, [[({**place, "key": kept.OUTPUT}, replica)] for replica in (data, data.clone())]
+    )
     shards = Shards(TraceReader(tmp_path, sealed=False))
     assert shards.conflicting(kept.OUTPUT, data) == []
     assert shards.conflicting(kept.OUTPUT, torch.tensor([math.nan, 0.0])) == [0, 1]
@@ -115,8 +117,8 @@ def test_order_of_a_pipeline(tmp_path):
         return [({"key": key}, torch.zeros(())) for key in keys]
 
     write(tmp_path, [step(0), step(1)])
-    found = merging.in_order(Shards(TraceReader(tmp_path, sealed=False)), [0, 1])
-    assert [(key.microbatch, key.kind, key.name[-1], key.index) for key in found] == [
+    keys = merging.in_order(Shards(TraceReader(tmp_path, sealed=False)), [0, 1])
+    assert [(key.microbatch, key.kind, key.name[-1], key.index) for key in keys] == [
         (-1, Kind.PARAM, "0", 0),
         (-1, Kind.PARAM, "1", 0),
         (0, Kind.OUTPUT, "0", 0),
@@ -144,31 +146,31 @@ def test_counts():
         parts = tuple(Part(name, (2,), (Box((0,), (2,), (0,)),)) for name in names)
         return [Counted(1, parts, (0, 1), (norm,))]
 
-    (found,) = merging.merged({0: of_rank("a", "shared"), 1: of_rank("shared", "b")})
-    assert [part.name for part in found.parts] == ["a", "shared", "b"]
-    assert found.held == (0, 1, 2)
-    assert [counting.parts for counting in found.countings] == [
+    (merged,) = merging.merged([of_rank("a", "shared"), of_rank("shared", "b")])
+    assert [part.name for part in merged.parts] == ["a", "shared", "b"]
+    assert merged.held == (0, 1, 2)
+    assert [counting.parts for counting in merged.countings] == [
         (Term(0), Term(1)),
         (Term(1), Term(2)),
     ]
-    assert counted.decode(counted.encode([found])) == (found,)
+    assert counted.decode(counted.encode([merged])) == (merged,)
 
 
 @given(st.integers(0, ROWS), st.floats(1e-6, 1e-2), st.booleans())
 def test_a_movement_is_that_of_the_whole(cut, size, replicated):
     """However a tensor is divided, and however often each part is held."""
-    whole = kept.tensors(1)[kept.OUTPUT]
-    replay = whole + size * kept.tensors(2)[kept.OUTPUT]
-    said = []
+    original = kept.tensors(1)[kept.OUTPUT]
+    replay = original + size * kept.tensors(2)[kept.OUTPUT]
+    movements = []
     for start, end in ((0, cut), (cut, ROWS)):
         box = Box((start, 0), (end - start, COLUMNS), (0, 0))
-        sums = measure(replay[start:end], whole, (box,))
-        found = merging.movement([Measured(kept.OUTPUT, "", (box,), (ROWS, COLUMNS), sums)])
-        said += [found, found] if replicated else [found]
-    message = channel.unpacked(channel.packed(merging.joined(said)), 0)
+        sums = measure(replay[start:end], original, (box,))
+        movement = merging.movement([Measured(kept.OUTPUT, "", (box,), (ROWS, COLUMNS), sums)])
+        movements += [movement, movement] if replicated else [movement]
+    message = channel.unpacked(channel.packed(merging.joined(movements)), 0)
     (moved,) = merging.moved(merging.joined([message]), {}).values()
     box = Box((0, 0), (ROWS, COLUMNS), (0, 0))
-    sums = measure(replay, whole, (box,))
+    sums = measure(replay, original, (box,))
     assert moved.n == sums.n
     assert moved.norm == pytest.approx(math.sqrt(sums.reference))
     assert moved.moved == pytest.approx((relative_error(sums, 0.0),))

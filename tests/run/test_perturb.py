@@ -39,10 +39,10 @@ def run(model, seed):
 
 def test_a_seed_is_one_perturbation():
     """The same seed gives the same replay, another seed another one."""
-    first, again, other = (run(Model(), seed) for seed in (1, 1, 2))
+    first, again, different = (run(Model(), seed) for seed in (1, 1, 2))
     assert torch.equal(first[0], again[0])
     assert all(map(torch.equal, first[1], again[1]))
-    assert not all(map(torch.equal, first[1], other[1]))
+    assert not all(map(torch.equal, first[1], different[1]))
 
 
 def test_the_replay_stays_close():
@@ -51,8 +51,8 @@ def test_the_replay_stays_close():
     ids, labels = batch()
     plain(ids, labels=labels).backward()
     _, gradients = run(Model(), 1)
-    for expected, found in zip(plain.parameters(), gradients, strict=True):
-        distance = float((found - expected.grad).norm() / expected.grad.norm())
+    for expected, gradient in zip(plain.parameters(), gradients, strict=True):
+        distance = float((gradient - expected.grad).norm() / expected.grad.norm())
         assert 0 < distance < 1e-4
 
 
@@ -113,16 +113,16 @@ def test_the_heads_gradient_is_added_up_in_two_parts(dtype, tied):
     step = epsilon(dtype)
     above = torch.tensor([[1.0, 0.3 * step, 0.3 * step]], dtype=dtype)
     head = Head(torch.ones(3, 1, dtype=dtype))
-    found = set()
+    steps = set()
     for seed in range(16):
         hidden = torch.ones(1, 1, dtype=dtype, requires_grad=True)
         handle = split_head(head, torch.Generator().manual_seed(seed))
         logits, _ = head(hidden, weight=head.weight.detach() if tied else None)
         logits.backward(above)
         handle.remove()
-        found.add(round(float(hidden.grad.double() - 1) / step, 1))
+        steps.add(round(float(hidden.grad.double() - 1) / step, 1))
     # Behind the first word two small ones count together; behind the second each is lost.
-    assert len(found) == 1 if dtype is torch.float32 else found == {0.0, 1.0}
+    assert len(steps) == 1 if dtype is torch.float32 else steps == {0.0, 1.0}
 
 
 def test_others_that_read_the_hidden_states_keep_their_share():
@@ -157,10 +157,10 @@ def test_replicas_are_perturbed_alike():
 
     model = canonical_names(Model())
     parts = {name: number for number, name in enumerate(model.parameters)}
-    others = {name: number + 100 for name, number in parts.items()}
+    other_parts = {name: number + 100 for name, number in parts.items()}
     everything, few, elsewhere = (
         parameters_of(names, Spread(of, True, lambda change: None))
-        for names, of in ((canonical_names, parts), (some, parts), (canonical_names, others))
+        for names, of in ((canonical_names, parts), (some, parts), (canonical_names, other_parts))
     )
     name = "layers.0.first.weight"
     assert not torch.equal(everything[name], model.parameters[name])
@@ -207,14 +207,14 @@ def test_a_step_of_a_loss_that_rounds(rounded):
     head = torch.nn.Identity()
     step_of_loss(head, generator)
     logits = torch.randn(3, 2, 5, generator=generator, requires_grad=True)
-    given = torch.randn(3, 2, 5, generator=generator)
-    given = given.bfloat16().float() if rounded else given
+    gradient = torch.randn(3, 2, 5, generator=generator)
+    gradient = gradient.bfloat16().float() if rounded else gradient
     (output,) = head((logits * 1,))
-    output.backward(given)
-    changed = logits.grad != given
+    output.backward(gradient)
+    changed = logits.grad != gradient
     assert int(changed.sum()) == rounded
     if rounded:
-        ratio = float(logits.grad[changed] / given[changed])
+        ratio = float(logits.grad[changed] / gradient[changed])
         assert ratio == pytest.approx(1 + epsilon(torch.bfloat16) / SAFETY)
         row = changed.flatten(0, 1).any(dim=1)
-        assert given.flatten(0, 1)[row].abs().max() == given[changed].abs()
+        assert gradient.flatten(0, 1)[row].abs().max() == gradient[changed].abs()

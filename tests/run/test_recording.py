@@ -26,9 +26,9 @@ def test_changed(error):
     """Modules and parts of all ranks; a decorated function, and a lost record, leave it open."""
     ran = Executed(0, "layers.*", Phase.FORWARD), Executed(0, "", Phase.OPTIMIZER)
     messages = [message(ran[0]), message(*ran, error=error)]
-    found = changed(EDITS, messages, folded.Once())
-    assert isinstance(found, ChangedCode)
-    first, second, third = found.functions
+    changed_code = changed(EDITS, messages, folded.Once())
+    assert isinstance(changed_code, ChangedCode)
+    first, second, third = changed_code.functions
     assert (first.ran, first.modules) == (Execution.ELSEWHERE, ("layers.*",))
     assert first.phases == (Phase.FORWARD, Phase.OPTIMIZER)
     assert second.ran is (Execution.NOT_KNOWN if error else Execution.NOT_RUN)

@@ -70,7 +70,7 @@ def test_replays(
 ) -> None:
     """A given number is kept; otherwise as many as the tolerances need, at most four."""
     monkeypatch.setattr(reference_run, "perturbed", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(reference_run, "_WORTH_TELLING", -1.0)
+    monkeypatch.setattr(reference_run, "_REPORTED_SECONDS", -1.0)
     for name in ("uses_fp8", "is_isolated"):
         monkeypatch.setattr(low_precision, name, lambda _: False)
     writer = TraceWriter(tmp_path, 0)

@@ -84,12 +84,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("given", "asked", "words"), REFUSED)
-def test_refused(given, asked, words, monkeypatch):
+@pytest.mark.parametrize(("values", "ours", "words"), REFUSED)
+def test_refused(values, ours, words, monkeypatch):
     """The reason is one line."""
     monkeypatch.setattr(requirements.loading, "directory_of", lambda args: args.load)
     with pytest.raises(TTraceError, match=words) as refused:
-        requirements.require(arguments(**given), settings(**asked))
+        requirements.require(arguments(**values), settings(**ours))
     assert "\n" not in str(refused.value)
 
 
@@ -106,11 +106,11 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize(("given", "asked"), ACCEPTED)
-def test_accepted(given, asked, monkeypatch):
+@pytest.mark.parametrize(("values", "ours"), ACCEPTED)
+def test_accepted(values, ours, monkeypatch):
     """Similar runs are not refused."""
     monkeypatch.setattr(requirements.loading, "directory_of", lambda args: args.load)
-    requirements.require(arguments(**given), settings(**asked))
+    requirements.require(arguments(**values), settings(**ours))
 
 
 ABSENT = [
@@ -131,22 +131,22 @@ def checkpoints(home):
     (home / "full" / "latest_checkpointed_iteration.txt").write_text("3")
 
 
-@pytest.mark.parametrize(("given", "words"), ABSENT)
-def test_an_absent_checkpoint_is_refused(given, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("values", "words"), ABSENT)
+def test_an_absent_checkpoint_is_refused(values, words, tmp_path, monkeypatch):
     """Megatron would start from random weights; training that goes on is not refused its check."""
     monkeypatch.chdir(tmp_path)
     checkpoints(tmp_path)
     with pytest.raises(TTraceError, match=words) as refused:
-        requirements.require(arguments(**given), settings(exit_after=True))
+        requirements.require(arguments(**values), settings(exit_after=True))
     assert "\n" not in str(refused.value)
-    requirements.require(arguments(**given), settings())
-    assert len(told_of_loading(given, settings())) == 1
+    requirements.require(arguments(**values), settings())
+    assert len(notices_of_loading(values, settings())) == 1
 
 
-def told_of_loading(given, chosen):
+def notices_of_loading(values, chosen):
     """The notices that nothing was loaded; others are about pytest's own options."""
-    told = requirements.notices(arguments(**given), chosen)
-    return [one for one in told if one.startswith("nothing was loaded")]
+    notices = requirements.notices(arguments(**values), chosen)
+    return [notice for notice in notices if notice.startswith("nothing was loaded")]
 
 
 PRESENT = [
@@ -159,15 +159,15 @@ PRESENT = [
 ]
 
 
-@pytest.mark.parametrize(("given", "notices"), PRESENT)
-def test_a_first_start_is_checked(given, notices, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("values", "notices"), PRESENT)
+def test_a_first_start_is_checked(values, notices, tmp_path, monkeypatch):
     """A job that loads what it saves has nothing the first time: there is a notice."""
     monkeypatch.chdir(tmp_path)
     checkpoints(tmp_path)
-    requirements.require(arguments(**given), settings(exit_after=True))
-    assert len(told_of_loading(given, settings(exit_after=True))) == notices
-    starts = requirements.starts_from_checkpoint(arguments(**given))
-    assert starts == ("full" in given.values())
+    requirements.require(arguments(**values), settings(exit_after=True))
+    assert len(notices_of_loading(values, settings(exit_after=True))) == notices
+    starts = requirements.starts_from_checkpoint(arguments(**values))
+    assert starts == ("full" in values.values())
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -193,16 +193,16 @@ def test_options_that_nobody_knows_are_told(monkeypatch):
     """A fork's own: the reference has them, too."""
     monkeypatch.setattr(sys, "argv", ["x.py", "--ttrace", "--my-layout=2", "--bf16", "--lr", "-1"])
     monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.19.2")
-    (said,) = requirements.notices(arguments(), settings())
-    assert said.startswith("--my-layout: not an option of a known Megatron")
+    (notice,) = requirements.notices(arguments(), settings())
+    assert notice.startswith("--my-layout: not an option of a known Megatron")
 
 
 def test_a_version_before_its_release_is_told(monkeypatch):
     """With the commit that was tried."""
     monkeypatch.setattr(sys, "argv", ["x.py"])
     monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.20.1")
-    (said,) = requirements.notices(arguments(), settings())
-    assert versions.MAIN_COMMIT in said
+    (notice,) = requirements.notices(arguments(), settings())
+    assert versions.MAIN_COMMIT in notice
 
 
 @pytest.mark.parametrize(
@@ -218,5 +218,5 @@ def test_a_version_before_its_release_is_told(monkeypatch):
 def test_an_option_that_megatron_crashes_without(values, ours, interval):
     """A check gives it, with a notice; training is left as it is."""
     args = arguments(**values)
-    said = requirements.complete(args, settings(**ours))
-    assert (args.eval_interval, bool(said)) == (interval, interval == 1000)
+    notices = requirements.complete(args, settings(**ours))
+    assert (args.eval_interval, bool(notices)) == (interval, interval == 1000)

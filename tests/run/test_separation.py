@@ -37,16 +37,16 @@ def reference(tmp_path: Path) -> TraceReader:
     return TraceReader(tmp_path / "reference")
 
 
-def replay(loss: Loss | None, own: bool, writer: TraceWriter) -> None:
+def replay(loss: Loss | None, isolated: bool, writer: TraceWriter) -> None:
     """Isolated, only the second name of a gradient is as the module computed it."""
     for key, main in MAIN.items():
         value = main.clone()
-        for other, added in ADDED.items():
+        for added_loss, added in ADDED.items():
             share = added.get(key, torch.zeros(4, 2))
-            value += share * (FACTOR if other is loss else 1.0)
+            value += share * (FACTOR if added_loss is loss else 1.0)
         if key != SECOND:
             writer.add(Entry.of(key, value), value)
-        elif own:
+        elif isolated:
             writer.add(Entry.of(FIRST, main), main)
             writer.add(Entry.of(SECOND, value), value)
         else:
@@ -65,13 +65,13 @@ def test_there_and_back(reference: TraceReader, tmp_path: Path, isolated: bool) 
         isolated=isolated,
     )
     separation.write(reference, replay, tmp_path / "shares")
-    found = separation.read(tmp_path / "shares")
-    assert set(found) == {WEIGHT, SECOND}
-    for key, shares in found.items():
-        told = {(one.loss, one.own): one for one in shares}
-        assert set(told) == {
+    shares_by_key = separation.read(tmp_path / "shares")
+    assert set(shares_by_key) == {WEIGHT, SECOND}
+    for key, shares in shares_by_key.items():
+        by_loss = {(share.loss, share.own): share for share in shares}
+        assert set(by_loss) == {
             (loss, own) for loss in ADDED for own in ((True,) if isolated else (False, True))
         }
-        for (loss, _), one in told.items():
-            assert isinstance(one, Share)
-            torch.testing.assert_close(one.value, ADDED[loss][key])
+        for (loss, _), share in by_loss.items():
+            assert isinstance(share, Share)
+            torch.testing.assert_close(share.value, ADDED[loss][key])

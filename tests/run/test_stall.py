@@ -46,9 +46,9 @@ def test_a_check_ends_when_it_is_seen_again(
     assert not ended
     watchdog._judge(36.0)
     assert len(ended) == 1
-    found = waits.read(tmp_path, 0)
-    assert found is not None
-    assert found.doing is Doing.ENDED
+    wait = waits.read(tmp_path, 0)
+    assert wait is not None
+    assert wait.doing is Doing.ENDED
 
 
 def test_meeting_says_itself_what_it_waits_for(

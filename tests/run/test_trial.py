@@ -27,24 +27,24 @@ LARGE = (
 @pytest.fixture
 def started(tmp_path, monkeypatch):
     """What the check was started with; its end is as the test says."""
-    found = {"code": 0, "says": ""}
+    process = {"code": 0, "says": ""}
 
     def run(command, environment, log, timeout):
-        found.update(command=command, environment=environment, timeout=timeout)
+        process.update(command=command, environment=environment, timeout=timeout)
         log.write_text("ttrace: tracing the step\n")
-        if found["says"]:
-            record = ends.EndRecord(code=found["code"], at=1, message=found["says"])
+        if process["says"]:
+            record = ends.EndRecord(code=process["code"], at=1, message=process["says"])
             ends.file_of(log).write_text(json.dumps(codec.encode(record)))
-        if not found["code"]:
+        if not process["code"]:
             kept.run(tmp_path / trial.FOLDER, kept.tensors())
-        return found["code"]
+        return process["code"]
 
     monkeypatch.setattr(trial, "run_subprocess", run)
     monkeypatch.setattr(trial.documents, "write", lambda prefix, words: prefix)
     monkeypatch.setattr(sys, "argv", list(LARGE))
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TTRACE_RUN_ID", "TTRACE_FORKSERVER"):
         monkeypatch.setenv(name, "1")
-    return found
+    return process
 
 
 def checked(directory: Path):
@@ -57,18 +57,18 @@ def test_the_job(tmp_path, started):
     """The reference's own, shrunk: its layout and arguments, no bug, a fresh environment."""
     assert checked(tmp_path) == ((Kind.OUTPUT, "decoder.layers.*.mlp", 0, (2, 1)),)
     at = started["command"].index("--")
-    ours, (script, *theirs) = started["command"][:at], started["command"][at + 1 :]
-    given = CommandFlags.parse(theirs)
+    ours, (script, *job_words) = started["command"][:at], started["command"][at + 1 :]
+    arguments = CommandFlags.parse(job_words)
     assert script == "pretrain_gpt.py"
     assert ours[ours.index("--nproc-per-node") + 1] == "2"
     assert "--ttrace-bug" not in ours
-    assert given.text("tensor_model_parallel_size") == "2"
-    assert given.text("pipeline_model_parallel_size") == "1"
+    assert arguments.text("tensor_model_parallel_size") == "2"
+    assert arguments.text("pipeline_model_parallel_size") == "1"
     for option in ("bf16", "bias_swiglu_fusion"):
-        assert given.has(option)
+        assert arguments.has(option)
     for option in ("sequence_parallel", "num_layers_per_virtual_pipeline_stage"):
-        assert not given.has(option)
-    assert given.integer("hidden_size") < 1000
+        assert not arguments.has(option)
+    assert arguments.integer("hidden_size") < 1000
     assert "TTRACE_SHRUNK" in started["environment"]
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TTRACE_RUN_ID", "TTRACE_FORKSERVER"):
         assert name not in started["environment"]
@@ -79,11 +79,11 @@ def test_the_job_of_a_model_with_experts(tmp_path, started, monkeypatch):
     experts = "--num-experts 8 --moe-token-dispatcher-type flex --expert-tensor-parallel-size 8"
     monkeypatch.setattr(sys, "argv", [*LARGE, *experts.split()])
     trial.checked(Layout(tp=2, ep=2), Settings(directory=tmp_path, timeout=60.0))
-    given = CommandFlags.parse(started["command"][started["command"].index("--") + 2 :])
-    assert given.text("moe_token_dispatcher_type") == "alltoall"
-    assert given.has("sequence_parallel")
+    arguments = CommandFlags.parse(started["command"][started["command"].index("--") + 2 :])
+    assert arguments.text("moe_token_dispatcher_type") == "alltoall"
+    assert arguments.has("sequence_parallel")
     sizes = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-    assert [given.integer(size) for size in sizes] == [2, 1]
+    assert [arguments.integer(size) for size in sizes] == [2, 1]
 
 
 @pytest.mark.parametrize(

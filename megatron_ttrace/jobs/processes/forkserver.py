@@ -44,7 +44,6 @@ _MODULES = (
 _OURS = (
     "megatron_ttrace.run.candidate",
     "megatron_ttrace.run.entry",
-    "megatron_ttrace.run.injection",
     "megatron_ttrace.run.loop",
     "megatron_ttrace.run.reference_run",
 )

@@ -43,17 +43,17 @@ def in_buckets(optimizer: Any, prefix: str = "") -> Iterator[tuple[torch.nn.Para
 
 def shards_of(optimizer: Any, chunks: Iterable[Names]) -> tuple[dict[str, str], dict[str, Shard]]:
     """The buckets of a rank's parameters, and its shards of them, by canonical names."""
-    of = {parameter: name for names in chunks for name, parameter in names.parameters.items()}
+    name_of = {parameter: name for names in chunks for name, parameter in names.parameters.items()}
     shards = {
-        of[parameter]: Shard(ranges["param"].start, ranges["param"].end, parameter.numel())
+        name_of[parameter]: Shard(ranges["param"].start, ranges["param"].end, parameter.numel())
         for leaf in leaves_of(optimizer)
         for by_dtype in getattr(leaf, "gbuf_ranges", ())
         for maps in by_dtype.values()
         for bucket in maps
         for parameter, ranges in bucket["param_map"].items()
-        if parameter in of
+        if parameter in name_of
     }
-    return {of[p]: key for p, key, _ in in_buckets(optimizer) if p in of}, shards
+    return {name_of[p]: key for p, key, _ in in_buckets(optimizer) if p in name_of}, shards
 
 
 def by_parameter(checkpoint: Checkpoint, pieces: Iterable[Bucketed]) -> Checkpoint:
@@ -76,35 +76,35 @@ def by_parameter(checkpoint: Checkpoint, pieces: Iterable[Bucketed]) -> Checkpoi
         home, _, slot = key.rpartition(".")
         buckets[home][slot] = stored
     tensors: dict[Item, Stored] = {}
-    for name, own in by_name.items():
-        for slot in {slot: None for piece in own for slot in buckets.get(piece.key, ())}:
-            there = [
+    for name, pieces_of_name in by_name.items():
+        for slot in {slot: None for p in pieces_of_name for slot in buckets.get(p.key, ())}:
+            stored_pieces = [
                 (piece, bucket)
-                for piece in own
+                for piece in pieces_of_name
                 if (bucket := buckets.get(piece.key, {}).get(slot)) is not None
                 and piece.start + math.prod(piece.shape) <= bucket.shape[0]
             ]
-            shape = next(iter(own)).logical_shape
-            if coverage(shape, [box for piece, _ in there for box in piece.boxes]).complete:
-                tensors[state_of(slot, name)] = _assembled(shape, there)
-    known = {piece.key for own in by_name.values() for piece in own}
-    unread = {k: s for k, s in checkpoint.unread.items() if k.rpartition(".")[0] not in known}
+            shape = next(iter(pieces_of_name)).logical_shape
+            if coverage(shape, [box for p, _ in stored_pieces for box in p.boxes]).complete:
+                tensors[state_of(slot, name)] = _assembled(shape, stored_pieces)
+    read = {piece.key for pieces_of_name in by_name.values() for piece in pieces_of_name}
+    unread = {k: s for k, s in checkpoint.unread.items() if k.rpartition(".")[0] not in read}
     return dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, **tensors}, unread=unread)
 
 
 def _assembled(shape: tuple[int, ...], pieces: list[tuple[Bucketed, Stored]]) -> Stored:
     def load(index: Index) -> torch.Tensor:
-        whole = torch.zeros(shape)
-        known, wrong = torch.zeros(2, *shape, dtype=torch.bool)
+        tensor = torch.zeros(shape)
+        is_set, is_contradicted = torch.zeros(2, *shape, dtype=torch.bool)
         for piece, bucket in pieces:
             values = bucket.rows(piece.start, piece.start + math.prod(piece.shape)).read()
             for box in piece.boxes:
-                there = logical_view(whole, box)
+                old = logical_view(tensor, box)
                 new = local_view(values.float().view(piece.shape), box)
-                differs = (there != new) & ~(there.isnan() & new.isnan())
-                logical_view(wrong, box).logical_or_(logical_view(known, box) & differs)
-                logical_view(known, box).fill_(True)
-                there.copy_(new)
-        return whole.masked_fill(wrong, math.nan)[index]
+                differs = (old != new) & ~(old.isnan() & new.isnan())
+                logical_view(is_contradicted, box).logical_or_(logical_view(is_set, box) & differs)
+                logical_view(is_set, box).fill_(True)
+                old.copy_(new)
+        return tensor.masked_fill(is_contradicted, math.nan)[index]
 
     return Stored(shape, load)

@@ -99,8 +99,9 @@ def missing(args: MegatronArguments) -> str:
 def is_first_start(args: MegatronArguments) -> bool:
     """Whether the job loads what it will save: the first time there is nothing yet."""
     save = getattr(args, "save", None)
-    given = args.load is not None and save is not None and not getattr(args, "ckpt_step", None)
-    return given and os.path.realpath(str(args.load)) == os.path.realpath(str(save))
+    if args.load is None or save is None or getattr(args, "ckpt_step", None):
+        return False
+    return os.path.realpath(str(args.load)) == os.path.realpath(str(save))
 
 
 def _flaw(path: str, args: MegatronArguments) -> str:
@@ -142,16 +143,24 @@ def source_of(args: MegatronArguments) -> Source | None:
         why_not = "--moe-use-upcycling: its weights become those of experts"
     elif any(getattr(args, name, False) for name in ("fp8_param_gather", "fp4_param_gather")):
         why_not = "weights that are kept in few bits have a scale on each rank"
-    iteration = _iteration(directory, args)
+    # Megatron's own ``read_metadata`` is a collective, and this is asked on one rank.
+    latest = _tracked(directory)
+    number = str(getattr(args, "ckpt_step", None) or latest)
+    iteration = int(number) if number.isdecimal() else None
     source = Source(
         str(Path(directory).absolute()),
         iteration,
         str(getattr(args, "ckpt_format", "torch")),
         files="",
         why_not=why_not,
-        left=tuple(_left(args, is_release=iteration is None and bool(_tracked(directory)))),
+        left=tuple(_left(args, is_release=iteration is None and bool(latest))),
     )
-    return dataclasses.replace(source, files=_files(source.folder))
+    marks = hashlib.sha256()
+    for path in sorted(source.folder.rglob("*")):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            marks.update(f"{path.name}/{status.st_size}/{status.st_mtime_ns};".encode())
+    return dataclasses.replace(source, files=marks.hexdigest())
 
 
 def _left(args: MegatronArguments, *, is_release: bool) -> Iterator[tuple[Part, str]]:
@@ -170,29 +179,12 @@ def _left(args: MegatronArguments, *, is_release: bool) -> Iterator[tuple[Part, 
         yield Part.RANDOM, nothing or "--no-load-rng"
 
 
-def _iteration(directory: str, args: MegatronArguments) -> int | None:
-    """Megatron's own ``read_metadata`` is a collective, and this is asked on one rank."""
-    if step := getattr(args, "ckpt_step", None):
-        return int(step)
-    written = _tracked(directory)
-    return int(written) if written.isdecimal() else None
-
-
 def _tracked(directory: str) -> str:
     """The latest iteration, or that it is a release; empty where nothing says it."""
     try:
         return Path(directory, TRACKER).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return ""
-
-
-def _files(folder: Path) -> str:
-    marks = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        with contextlib.suppress(OSError):
-            status = path.stat()
-            marks.update(f"{path.name}/{status.st_size}/{status.st_mtime_ns};".encode())
-    return marks.hexdigest()
 
 
 def load_weights(
@@ -203,11 +195,7 @@ def load_weights(
 ) -> str:
     """Let Megatron load a checkpoint into the model of a job of one device, without its optimizer.
 
-    Args:
-        source: the checkpoint.
-        chunks: of the model.
-        weights: of the model. What is not in the checkpoint becomes NaN.
-        args: of this process.
+    ``weights`` are the model's; those that are not in the checkpoint become NaN.
 
     Returns:
         Why it could not be loaded; empty when it was.
@@ -219,8 +207,8 @@ def load_weights(
     with torch.no_grad():
         for weight in weights:
             weight.fill_(math.nan)
-    own = dict(vars(args))
-    how = {
+    original = dict(vars(args))
+    options = {
         "load": source.directory,
         "ckpt_step": source.iteration,
         "ckpt_format": source.format,
@@ -232,7 +220,7 @@ def load_weights(
     }
     load: Any = checkpointing.load_checkpoint
     try:
-        vars(args).update(how)
+        vars(args).update(options)
         load(list(chunks), None, None)
     except SystemExit:
         return "Megatron ended the process: the reason is in the reference's log"
@@ -240,5 +228,5 @@ def load_weights(
         return f"Megatron: {one_line(error)[:_LONGEST]}"
     finally:
         vars(args).clear()
-        vars(args).update(own)
+        vars(args).update(original)
     return ""

@@ -22,16 +22,13 @@ _EXPERT = re.compile(r"\.experts\..*?(?:local_experts\.(\d+)\.|(?:weight|bias)(\
 def stored_names(chunks: Iterable[torch.nn.Module]) -> dict[torch.Tensor, str]:
     """The stored name of each parameter and buffer, without numbers of layers and experts.
 
-    Not of those that are stored as something made of them (a fused weight in two parts).
-
-    Args:
-        chunks: of the model. In a format of FSDP (``fsdp_dtensor``) stored names are canonical
-            ones, and this is not needed.
+    Not of those that are stored as something made of them (a fused weight in two parts), and not
+    needed in a format of FSDP (``fsdp_dtensor``), where stored names are canonical ones.
     """
     names: dict[torch.Tensor, str] = {}
     for chunk in chunks:
         model: Any = unwrap(chunk)
-        tensors = {id(one): one for one in (*model.parameters(), *model.buffers())}
+        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         for key, data in _leaves(model.sharded_state_dict()):
             if (tensor := tensors.get(id(data))) is not None:
                 names[tensor] = _NUMBERS.sub("", key)
@@ -39,11 +36,9 @@ def stored_names(chunks: Iterable[torch.nn.Module]) -> dict[torch.Tensor, str]:
 
 
 def stored_name(name: str, canonical: str) -> str:
-    """A stored name with the numbers of layer and expert, for ``Checkpoint.find``.
+    """One of :func:`stored_names`, with the numbers of layer and expert, for ``Checkpoint.find``.
 
-    Args:
-        name: one of :func:`stored_names`.
-        canonical: the canonical name of the same parameter.
+    ``canonical`` is the canonical name of the same parameter.
     """
     for layer in _LAYER.findall(canonical):
         name = re.sub(r"layers\.(?!\d)", f"layers.{layer}.", name, count=1)

@@ -27,20 +27,19 @@ def of_state(state: Mapping[str, Any]) -> dict[str, Number]:
 
     Bookkeeping that depends on the layout (floating-point operations, arguments) is left out.
     """
-    found: dict[str, Number] = {}
-    found.update(_flat("iteration", state.get("iteration")))
+    numbers = _flat("iteration", state.get("iteration"))
     arguments = state.get("args")
     for name in _OF_ARGUMENTS:
-        found.update(_flat(name, getattr(arguments, name, None)))
-    found.update(_flat("opt_param_scheduler", state.get("opt_param_scheduler")))
+        numbers |= _flat(name, getattr(arguments, name, None))
+    numbers |= _flat("opt_param_scheduler", state.get("opt_param_scheduler"))
     optimizers = {key: value for key, value in state.items() if "optimizer" in key}
     for scaler in _under(optimizers, "grad_scaler"):
         for name, value in scaler.items():
-            found.update(_flat("loss_scale" if name == "scale" else f"grad_scaler.{name}", value))
+            numbers |= _flat("loss_scale" if name == "scale" else f"grad_scaler.{name}", value)
     groups = [group for groups in _under(optimizers, "param_groups") for group in groups]
     # With Megatron-FSDP each parameter has the numbers of its group.
     groups += [group for by_name in _under(optimizers, _BY_NAME) for group in by_name.values()]
-    return found | of_groups(groups)
+    return numbers | of_groups(groups)
 
 
 def of_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, Number]:
@@ -63,7 +62,9 @@ def of_groups(groups: Iterable[Mapping[str, Any]]) -> dict[str, Number]:
             count += 1
             name = f"{label}#{count}"
         merged.setdefault(name, {}).update(values)
-    return {f"{label}.{key}": value for label, of in merged.items() for key, value in of.items()}
+    return {
+        f"{label}.{key}": value for label, values in merged.items() for key, value in values.items()
+    }
 
 
 def alike(a: Number | None, b: Number | None) -> bool:

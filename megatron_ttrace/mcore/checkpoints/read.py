@@ -59,10 +59,11 @@ class Reading:
 
         @functools.wraps(read)
         def reading(*args: Any, **more: Any) -> Any:
-            found = read(*args, **more)
-            if not more.get("rank0") and found[0] is not None:
-                self.keep(found[0], is_literal=getattr(found[3], "name", "") == _LITERAL)
-            return found
+            result = read(*args, **more)
+            state, kind = result[0], result[3]
+            if not more.get("rank0") and state is not None:
+                self.keep(state, is_literal=getattr(kind, "name", "") == _LITERAL)
+            return result
 
         @functools.wraps(distribute)
         def distributing(optimizer: Any, state: Any, **more: Any) -> Any:
@@ -89,30 +90,32 @@ class Reading:
 
     def of_model(self, chunks: list[torch.nn.Module]) -> dict[torch.Tensor, torch.Tensor]:
         """What was read of parameters and buffers."""
-        found = {}
+        values_by_tensor = {}
         for number, chunk in enumerate(chunks):
             values = self.state.get("model" if len(chunks) == 1 else f"model{number}", {})
             model = unwrap(chunk)
-            for own in (model.named_parameters, model.named_buffers):
-                for name, tensor in own(remove_duplicate=False):
+            for named in (model.named_parameters, model.named_buffers):
+                for name, tensor in named(remove_duplicate=False):
                     if torch.is_tensor(value := values.get(name)) and value.shape == tensor.shape:
-                        found[tensor] = value
-        return found
+                        values_by_tensor[tensor] = value
+        return values_by_tensor
 
     def of_optimizer(self, optimizer: Any) -> dict[torch.nn.Parameter, Stepped]:
         """What was read of the state of parameters; of divided state, on the rank that read it."""
-        found = {}
-        for leaf, state in _by_leaf(optimizer, self.state.get("optimizer")):
-            moments = MOMENTS.get(type(leaf.optimizer).__name__, {})
-            for parameter, main, rest in _of_leaf(leaf, state):
-                found[parameter] = Stepped(main, rest, moments)
-        for leaf in leaves_of(optimizer):
-            if (buckets := self._buckets.get(id(leaf))) is None:
-                continue
-            moments = MOMENTS.get(type(leaf.optimizer).__name__, {})
-            for parameter, main, rest in _of_buckets(leaf, buckets):
-                found[parameter] = Stepped(main, rest, moments)
-        return found
+        readings = [
+            (leaf, _of_leaf(leaf, state))
+            for leaf, state in _by_leaf(optimizer, self.state.get("optimizer"))
+        ]
+        readings += [
+            (leaf, _of_buckets(leaf, buckets))
+            for leaf in leaves_of(optimizer)
+            if (buckets := self._buckets.get(id(leaf))) is not None
+        ]
+        return {
+            parameter: Stepped(main, state, MOMENTS.get(type(leaf.optimizer).__name__, {}))
+            for leaf, stepped in readings
+            for parameter, main, state in stepped
+        }
 
     def of_optimizers(self, optimizer: Any) -> list[Mapping[str, Any]]:
         """The state dict of each optimizer in a chain."""
@@ -130,8 +133,7 @@ class Reading:
             states = states.get(place)
         if not states:
             return None
-        found: Mapping[str, Any] = states[dp_rank if len(states) > 1 else 0]
-        return found
+        return states[dp_rank if len(states) > 1 else 0]  # type: ignore[no-any-return]
 
 
 def _by_leaf(optimizer: Any, state: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:

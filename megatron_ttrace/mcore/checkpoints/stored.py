@@ -166,11 +166,11 @@ class Checkpoint:
                 name = item.name
                 for match in reversed(stacked):
                     name = name[: match.start()] + name[match.end() :]
-                there = dataclasses.replace(item, name=name)
-                stored = self.tensors.get(there)
+                stack = dataclasses.replace(item, name=name)
+                stored = self.tensors.get(stack)
                 part = stored and stored.at(*(int(match[1]) for match in stacked))
                 if part is not None:
-                    return there, part
+                    return stack, part
         return None
 
 
@@ -180,18 +180,18 @@ def with_blocks_stacked(checkpoint: Checkpoint) -> Checkpoint:
     They are stored apart, because each is divided by itself (``_split_tensor_factory`` in
     megatron/core/ssm/mamba_mixer.py).
     """
-    whole: dict[Item, Stored] = {}
+    tensors: dict[Item, Stored] = {}
     stacked: dict[Item, dict[str, Stored]] = {}
     for item, stored in checkpoint.tensors.items():
         match = _BLOCK.fullmatch(item.name)
         if match is None:
-            whole[item] = stored
+            tensors[item] = stored
         else:
             blocks = stacked.setdefault(dataclasses.replace(item, name=match[1]), {})
             blocks[match[2]] = stored
     for item, blocks in stacked.items():
-        whole[item] = _stacked([blocks[name] for name in _BLOCKS if name in blocks])
-    return dataclasses.replace(checkpoint, tensors=whole)
+        tensors[item] = _stacked([blocks[name] for name in _BLOCKS if name in blocks])
+    return dataclasses.replace(checkpoint, tensors=tensors)
 
 
 def _stacked(blocks: Sequence[Stored]) -> Stored:
@@ -269,12 +269,12 @@ class _Part(DefaultLoadPlanner):
 
     def __init__(self, name: str, stored: TensorStorageMetadata, index: Index) -> None:
         super().__init__()
-        rest = (slice(0, size) for size in stored.size[len(index) :])
-        ranges = [i if isinstance(i, slice) else slice(i, i + 1) for i in (*index, *rest)]
+        first = (i if isinstance(i, slice) else slice(i, i + 1) for i in index)
+        ranges = [*first, *(slice(0, size) for size in stored.size[len(index) :])]
         self._name, self._stored = name, stored
         self._chunk = ChunkStorageMetadata(
-            torch.Size([one.start for one in ranges]),
-            torch.Size([one.stop - one.start for one in ranges]),
+            torch.Size([part.start for part in ranges]),
+            torch.Size([part.stop - part.start for part in ranges]),
         )
         self.target = torch.empty(self._chunk.sizes, dtype=stored.properties.dtype)
 
@@ -372,18 +372,18 @@ def _as_torch_dist(tensors: Mapping[Item, Stored]) -> dict[Item, Stored]:
     The halves of gated weights are put together. The model's weights are what the optimizer steps,
     in float32, so they are the main weights as well.
     """
-    whole: dict[Item, Stored] = {}
+    joined: dict[Item, Stored] = {}
     for item, stored in tensors.items():
         name, end = item.name[:-2], item.name[-2:]
         halves = [tensors.get(dataclasses.replace(item, name=name + half)) for half in _HALVES]
         if end not in _HALVES or halves[0] is None or halves[1] is None:
-            whole[item] = stored
+            joined[item] = stored
         elif end == _HALVES[0]:
-            whole[dataclasses.replace(item, name=name)] = _joined(halves[0], halves[1])
-    stepped = {item.name for item in whole if item.state is not State.WEIGHT}
-    return whole | {
+            joined[dataclasses.replace(item, name=name)] = _joined(halves[0], halves[1])
+    stepped = {item.name for item in joined if item.state is not State.WEIGHT}
+    return joined | {
         dataclasses.replace(item, state=State.MAIN): stored
-        for item, stored in whole.items()
+        for item, stored in joined.items()
         if item.state is State.WEIGHT and item.name in stepped
     }
 
@@ -393,10 +393,10 @@ def _joined(first: Stored, second: Stored) -> Stored:
     rows = first.shape[0]
 
     def load(index: Index) -> torch.Tensor:
-        row, *rest = index or (slice(None),)
+        row, *columns = index or (slice(None),)
         if isinstance(row, slice):
             return torch.cat([first.read(), second.read()])[index]
-        return first.load((row, *rest)) if row < rows else second.load((row - rows, *rest))
+        return first.load((row, *columns)) if row < rows else second.load((row - rows, *columns))
 
     return Stored((rows + second.shape[0], *first.shape[1:]), load)
 

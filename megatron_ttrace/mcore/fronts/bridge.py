@@ -11,7 +11,6 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from megatron_ttrace.mcore.fronts.bridge_batches import (
     padding,
 )
 from megatron_ttrace.mcore.fronts.bridge_options import Options
-from megatron_ttrace.mcore.fronts.front import StepNumbers, Watch, microbatches, wrapped
+from megatron_ttrace.mcore.fronts.front import Front, StepNumbers, Watch, wrapped
 from megatron_ttrace.mcore.quiet import changed
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -57,8 +56,8 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"{_PACKAGE}.{name}")
 
 
-class Bridge:
-    """See :class:`megatron_ttrace.mcore.fronts.front.Front`.
+class Bridge(Front):
+    """Megatron-Bridge's front.
 
     Args:
         cfg: the ``ConfigContainer`` that was given to ``pretrain``.
@@ -66,11 +65,10 @@ class Bridge:
 
     # megatron/bridge/training/utils/checkpoint_utils.py: its file of the latest iteration, the
     # folder of an iteration, a model of Hugging Face.
-    marks: tuple[str, ...] = ("latest_train_state.pt", "run_config.yaml", "config.json")
-    has_flags = False
+    marks = ("latest_train_state.pt", "run_config.yaml", "config.json")
     unloaded = "Megatron-Bridge loads its checkpoints itself"
     # megatron/bridge/training/gpt_step.py, ``_forward_step_common``.
-    only_in_plans: tuple[str, ...] = ("loss_mask",)
+    only_in_plans = ("loss_mask",)
 
     def __init__(self, cfg: Any) -> None:
         self._cfg = cfg
@@ -124,13 +122,6 @@ class Bridge:
             iterator.iterable = Rejoined(self._divided)
         return self._divided
 
-    def microbatches(self) -> int:
-        """Of this rank in a step."""
-        return microbatches()
-
-    def hand_over(self, directory: Path) -> None:
-        """Nothing."""
-
     def bounds(self) -> tuple[str, ...]:
         """What ``_cu_seqlens_for_cp_partition`` of gpt_step.py divides by."""
         data = self._cfg.dataset
@@ -174,7 +165,8 @@ class Bridge:
         values += [(state, "_tensorboard_logger", writer), (cfg, "profiling", None)]
         # At step 0 it would print a line.
         values += [(state.train_state, "step", 1)]
-        rates = [one["lr"] for one in optimizer.param_groups if not one["is_decoupled_lr"]]
+        groups = optimizer.param_groups
+        rates = [group["lr"] for group in groups if not group["is_decoupled_lr"]]
         with changed(values):
             utils.training_log(
                 loss_dict={},
@@ -199,12 +191,7 @@ class Bridge:
         return self._state.tensorboard_logger, self._state.wandb_logger
 
     def update(self, original: Callable[[Any], None], *, reference: bool, exits: bool) -> None:
-        """Finish the configuration of a run under check.
-
-        Args:
-            original: ``runtime_config_update``.
-            reference: whether this is a reference run.
-            exits: whether the run ends with its check.
+        """Finish the configuration of a run under check with ``runtime_config_update``.
 
         Raises:
             TTraceError: for a configuration that cannot be checked.
@@ -232,24 +219,19 @@ class Bridge:
                 "seq_length, or set dataset.dataset_kwargs['pad_to_max_length'] = True"
             )
 
-    def complete(self, args: MegatronArguments) -> list[str]:
-        """Nothing."""
-        del args
-        return []
-
     def notices(self) -> list[str]:
         """How this run is checked, for the report."""
-        found = []
+        notices = []
         if self._pads:
-            found.append(
+            notices.append(
                 "samples are padded to seq_length: each rank would pad them to its longest one"
             )
         if unknown := self._options.unknown():
-            found.append(
+            notices.append(
                 f"{', '.join(unknown)}: not a field of a known Megatron-Bridge, so the reference "
                 "has the same value"
             )
-        return found
+        return notices
 
     @property
     def _is_divided(self) -> bool:

@@ -36,16 +36,16 @@ def padding(data: Any, options: Any) -> dict[str, Any]:
     multiple = 1
     for size in {options.context_parallel_size, options.eval_context_parallel_size or 1}:
         multiple = math.lcm(multiple, 2 * size if size > 1 else 1, size * ranks if ranks > 1 else 1)
-    found = {
+    fields = {
         "pad_to_max_length": data.pad_to_max_length
         or options.pipeline_model_parallel_size > 1
         or options.expert_model_parallel_size > 1
     }
     if not getattr(data, "enable_in_batch_packing", False):
-        found["pad_to_multiple_of"] = math.lcm(data.pad_to_multiple_of, multiple)
+        fields["pad_to_multiple_of"] = math.lcm(data.pad_to_multiple_of, multiple)
     elif hasattr(data, "in_batch_packing_pad_to_multiple_of"):
-        found["in_batch_packing_pad_to_multiple_of"] = multiple
-    return found
+        fields["in_batch_packing_pad_to_multiple_of"] = multiple
+    return fields
 
 
 def order(samples: int, microbatches: int, ranks: int) -> list[int]:
@@ -68,11 +68,9 @@ def order(samples: int, microbatches: int, ranks: int) -> list[int]:
 
 
 class Microbatches:
-    """An iterator of ``Served`` (``capture/batches.py``) over what a loader gives.
+    """An iterator of ``Served`` (``capture/batches.py``) over a loader of the samples of a step.
 
-    Args:
-        loader: gives the samples of a step.
-        dealt_to: the data-parallel ranks of the candidate, in its reference.
+    ``dealt_to`` are the data-parallel ranks of the candidate, in its reference.
     """
 
     def __init__(self, loader: Iterator[Mapping[str, Any]], dealt_to: int) -> None:
@@ -91,11 +89,7 @@ class Microbatches:
 
 
 class Rejoined:
-    """What ``train_step`` takes a step's samples from.
-
-    Args:
-        microbatches: that they are joined from.
-    """
+    """An iterator over the samples of a step, for ``train_step``."""
 
     def __init__(self, microbatches: Microbatches) -> None:
         self._microbatches = microbatches
@@ -112,20 +106,16 @@ class Rejoined:
         return {name: _joined([part[name] for part in parts]) for name in parts[0]}
 
 
-def _size(batch: Mapping[str, Any]) -> int:
-    return next(value.shape[0] for value in batch.values() if torch.is_tensor(value))
-
-
 def _rearranged(batch: Mapping[str, Any], count: int, ranks: int) -> dict[str, Any]:
-    size = _size(batch)
+    size = next(value.shape[0] for value in batch.values() if torch.is_tensor(value))
     positions = order(size, count, ranks)
-    found = dict(batch)
+    rearranged = dict(batch)
     for name, value in batch.items():
         if torch.is_tensor(value):
-            found[name] = value[positions]
+            rearranged[name] = value[positions]
         elif isinstance(value, list) and len(value) == size:
-            found[name] = [value[position] for position in positions]
-    return found
+            rearranged[name] = [value[position] for position in positions]
+    return rearranged
 
 
 def _joined(values: Sequence[Any]) -> Any:

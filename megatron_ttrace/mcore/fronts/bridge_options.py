@@ -290,9 +290,8 @@ class Options:
             raise AttributeError(name)
         if name in RENAMED:
             place = RENAMED[name]
-            owners = [owner for section, owner in self._owners() if section == place.section]
-            for owner in owners:
-                if hasattr(owner, place.field):
+            for section, owner in self._owners():
+                if section == place.section and hasattr(owner, place.field):
                     value = getattr(owner, place.field)
                     return not value if place.negated else value
             raise AttributeError(name)
@@ -324,25 +323,25 @@ class Options:
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
         """All fields, by the names of their options; others as ``section.field``."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for section, owner in self._owners():
             for name, value in _fields(owner).items():
                 if name in _RUNTIME or name in _RESET:
                     continue
                 option = option_of(section, name)
                 if option in ROLES:
-                    found.setdefault(option, getattr(self, option))
+                    values.setdefault(option, getattr(self, option))
                 elif name in SINGLE_DEVICE:
-                    found.setdefault(name, value)
+                    values.setdefault(name, value)
                 else:
-                    found[f"{section}.{name}"] = value
+                    values[f"{section}.{name}"] = value
         for section in OTHERS:
             value = getattr(self._cfg, section, None)
             for name, part in _fields(value).items():
-                found[f"{section}.{name}"] = part
+                values[f"{section}.{name}"] = part
         if getattr(self._cfg, "peft", None) is not None:  # which references keep (fronts/bridge.py)
-            found["peft.recompute_method"] = getattr(self, "recompute_method", None)
-        return found | {"params_dtype": self.params_dtype, "padded_vocab_size": None}
+            values["peft.recompute_method"] = getattr(self, "recompute_method", None)
+        return values | {"params_dtype": self.params_dtype, "padded_vocab_size": None}
 
     def reset_others(self) -> None:
         """Give fields that are no option the values of a reference."""
@@ -418,9 +417,8 @@ def _has(owner: Any, name: str) -> bool:
     return name in getattr(type(owner), "__dataclass_fields__", ()) and hasattr(owner, name)
 
 
-def _data_words(cfg: Any, state: Any) -> list[str]:
+def _data_words(cfg: Any, _: Any) -> list[str]:
     """Prefixes and files of the data, as ``--data-path`` has them."""
-    del state
     data = cfg.dataset
     words = _texts([getattr(data, name, None) for name in ("blend", "blend_per_split")])
     root = getattr(data, "dataset_root", None)
@@ -436,9 +434,8 @@ def _texts(value: Any) -> list[str]:
     return [text for item in items for text in _texts(item)]
 
 
-def _padded_vocabulary(cfg: Any, state: Any) -> int | None:
+def _padded_vocabulary(cfg: Any, _: Any) -> int | None:
     """As ``calculate_padded_vocab_size`` (megatron/bridge/training/utils/tokenizer_utils.py)."""
-    del state
     model = cfg.model
     if model.vocab_size is None:
         return None

@@ -62,10 +62,10 @@ def _names(file: Path) -> set[str]:
         body = ast.parse(file.read_bytes()).body
     except (OSError, ValueError, SyntaxError):
         return set()
-    found: set[str] = set()
+    defined: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            defined.add(node.name)
         elif isinstance(node, ast.ImportFrom):
-            found |= {name.asname or name.name for name in node.names}
-    return found
+            defined |= {name.asname or name.name for name in node.names}
+    return defined

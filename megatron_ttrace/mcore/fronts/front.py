@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,7 +56,7 @@ class StepNumbers:
     max_logit: Any = 0.0
 
 
-class Front(Protocol):
+class Front(ABC):
     """A training loop.
 
     Attributes:
@@ -66,28 +67,33 @@ class Front(Protocol):
             to its ``forward``.
     """
 
-    marks: tuple[str, ...]
-    has_flags: bool
-    unloaded: str
-    only_in_plans: tuple[str, ...]
+    marks: tuple[str, ...] = ()
+    has_flags = False
+    unloaded = ""
+    only_in_plans: tuple[str, ...] = ()
 
+    @abstractmethod
     def arguments(self) -> MegatronArguments:
         """The validated options, by the names of Megatron-LM's arguments."""
 
+    @abstractmethod
     def is_wrapped(self) -> bool:
         """Whether the loop calls a watch."""
 
+    @abstractmethod
     def wrap(self, watch: Watch) -> None:
         """Let the loop call ``watch``."""
 
     def microbatches(self) -> int:
-        """Of this rank in a step."""
+        """Of this rank in a step: as Megatron's calculator counts them."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-    def hand_over(self, directory: Path) -> None:
+        return int(get_num_microbatches())
+
+    def hand_over(self, directory: Path) -> None:  # noqa: B027 - most need nothing
         """Write what a reference needs beside options, before there is one. A collective.
 
-        Args:
-            directory: the ``--ttrace-dir``, which is ours by now.
+        ``directory`` is the ``--ttrace-dir``, which is ours by now.
         """
 
     def bounds(self) -> tuple[str, ...]:
@@ -96,46 +102,44 @@ class Front(Protocol):
         Context parallelism divides each of them. Rows are filled up with their last number. Of
         several names the first that a batch has; empty if sequences are not packed so.
         """
+        return ()
 
-    def deal_to(self, ranks: int) -> None:
+    def deal_to(self, ranks: int) -> None:  # noqa: B027 - a loop may not read samples itself
         """Let samples be dealt as to this many data-parallel ranks, before there are loaders."""
 
+    @abstractmethod
     def synchronise(self, chunks: list[torch.nn.Module], optimizer: Optimizer) -> None:
         """Gather updated parameters of ``--overlap-param-gather`` now."""
 
+    @abstractmethod
     def parameters_norm(self) -> Callable[..., Any]:
         """The function that computes the norm of all parameters, for the log."""
 
+    @abstractmethod
     def logs(self) -> bool:
-        """Whether :meth:`log` can be called."""
+        """Whether :meth:`log` reports anything."""
 
+    @abstractmethod
     def log(
         self, writer: Any, chunks: list[torch.nn.Module], optimizer: Any, step: StepNumbers
     ) -> None:
         """Report a step with the loop's own function. A collective.
 
-        Args:
-            writer: as TensorBoard's, gets the numbers.
-            chunks: this rank's model chunks.
-            optimizer: Megatron's.
-            step: what is known of the step.
+        ``writer`` has TensorBoard's interface, and gets the numbers.
         """
 
     def complete(self, args: MegatronArguments) -> list[str]:
         """Give options that the loop crashes without; notices about them."""
+        del args
+        return []
 
     def notices(self) -> list[str]:
         """How this run is checked, as far as that is the loop's; for the report."""
+        return []
 
+    @abstractmethod
     def writers(self) -> tuple[Any, Any]:
         """The job's own TensorBoard and W&B writers, or ``None``, on this rank."""
-
-
-def microbatches() -> int:
-    """As Megatron's calculator counts them."""
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-    return int(get_num_microbatches())
 
 
 def wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 
 from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
-from megatron_ttrace.mcore.fronts.front import StepNumbers, Watch, microbatches, wrapped
+from megatron_ttrace.mcore.fronts.front import Front, StepNumbers, Watch, wrapped
 from megatron_ttrace.mcore.quiet import changed
 from megatron_ttrace.mcore.versions import call_known
 
@@ -40,13 +39,10 @@ _EVAL_INTERVAL = 1000
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
 
 
-class MegatronLM:
-    """See :class:`megatron_ttrace.mcore.fronts.front.Front`."""
+class MegatronLM(Front):
+    """Megatron-LM's front."""
 
-    marks: tuple[str, ...] = ()
     has_flags = True
-    unloaded = ""
-    only_in_plans: tuple[str, ...] = ()
 
     def arguments(self) -> MegatronArguments:
         """``megatron.training.get_args()``."""
@@ -77,13 +73,6 @@ class MegatronLM:
         )
         training.train_step = wrapped(training.train_step, around_step)
         training.train_step.is_watched = True
-
-    def microbatches(self) -> int:
-        """Of this rank in a step."""
-        return microbatches()
-
-    def hand_over(self, directory: Path) -> None:
-        """Nothing."""
 
     def bounds(self) -> tuple[str, ...]:
         """Those of ``SFTDataset`` (megatron/training/datasets/sft_dataset.py)."""
@@ -151,10 +140,6 @@ class MegatronLM:
             "crashes (finding 32)"
         ]
 
-    def notices(self) -> list[str]:
-        """None."""
-        return []
-
     def writers(self) -> tuple[Any, Any]:
         """Those of ``megatron.training.global_vars``."""
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
@@ -175,8 +160,9 @@ def _log_of(training: ModuleType) -> Callable[..., Any] | None:
         return None
     if getattr(current, "__globals__", None) is vars(training):
         return current  # type: ignore[no-any-return]
-    code = training.__spec__.loader.get_code(training.__name__)  # type: ignore[union-attr]
-    own = (one for one in code.co_consts if getattr(one, "co_name", "") == "training_log")
-    found = next(own, None)
-    # Arguments that are not given are None, as Megatron's own defaults are.
-    return found and FunctionType(found, vars(training), None, (None,) * found.co_argcount)
+    module: Any = training.__spec__.loader.get_code(training.__name__)  # type: ignore[union-attr]
+    for code in module.co_consts:
+        if getattr(code, "co_name", "") == "training_log":
+            # Arguments without a value are None, as with Megatron's own defaults.
+            return FunctionType(code, vars(training), None, (None,) * code.co_argcount)
+    return None

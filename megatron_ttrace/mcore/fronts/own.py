@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
 from megatron_ttrace.mcore.fronts.bridge_options import Options
-from megatron_ttrace.mcore.fronts.front import Watch
+from megatron_ttrace.mcore.fronts.front import Front, Watch
 from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import TTraceError
@@ -66,8 +66,8 @@ class _Arguments(Options):
         return {**super().__dict__, **self._known}
 
 
-class OwnLoop:
-    """See :class:`megatron_ttrace.mcore.fronts.front.Front`.
+class OwnLoop(Front):
+    """The front of such a loop.
 
     Args:
         chunks: of the model, wrapped for data parallelism.
@@ -75,11 +75,6 @@ class OwnLoop:
         batches: this rank's microbatches.
         known: options that follow from neither.
     """
-
-    marks: tuple[str, ...] = ()
-    has_flags = False
-    unloaded = ""
-    only_in_plans: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -110,6 +105,7 @@ class OwnLoop:
         parts["ddp"] = getattr(chunks[0], "ddp_config", None)
         self._arguments = _Arguments(parts, {**facts, **known})
         self._batches = batches
+        self._device = next(chunks[0].parameters()).device
 
     def arguments(self) -> MegatronArguments:
         """What the configurations say."""
@@ -132,29 +128,33 @@ class OwnLoop:
 
         home = directory / shared.BATCHES
         writer = TraceWriter(home, mpu.get_data_parallel_rank())
-        marks = []
+        marks = hashlib.sha256()
         for number, batch in enumerate(self._batches):
             for name, value in batch.items():
                 if torch.is_tensor(value):
-                    marks.append(f"{name}/{checksum(value)}")
+                    marks.update(f"{name}/{checksum(value)};".encode())
                     key = TraceKey(1, number, Kind.TOKENS, name)
                     writer.add(Entry.of(key, value), value)
-        others = mpu.get_pipeline_model_parallel_rank(), mpu.get_context_parallel_rank()
-        if not mpu.get_tensor_model_parallel_rank() and not any(others):
+        is_copy = (
+            mpu.get_tensor_model_parallel_rank()
+            or mpu.get_pipeline_model_parallel_rank()
+            or mpu.get_context_parallel_rank()
+        )
+        if not is_copy:
             writer.close()
-        each: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(each, marks)
+        # Not an object collective, which would read pickles.
+        digest = torch.tensor([*marks.digest()], dtype=torch.uint8, device=self._device)
+        digests = [torch.empty_like(digest) for _ in range(dist.get_world_size())]
+        dist.all_gather(digests, digest)
+        content = torch.cat(digests).cpu().numpy().tobytes()
         if dist.get_rank() == 0:
             seal(home, {"role": shared.BATCHES})
-        self._arguments.know("batches", hashlib.sha256(str(each).encode()).hexdigest()[:16])
+        self._arguments.know("batches", hashlib.sha256(content).hexdigest()[:16])
 
     def bounds(self) -> tuple[str, ...]:
         """``cu_seqlens``, or else the offsets of samples of different lengths."""
         names = tuple(name for name in self._batches[0] if name.endswith(_OFFSETS))
         return (_BOUNDS, *names) if names or _BOUNDS in self._batches[0] else ()
-
-    def deal_to(self, ranks: int) -> None:
-        """Nothing: a reference gets the candidate's microbatches."""
 
     def synchronise(self, chunks: list[torch.nn.Module], optimizer: Optimizer) -> None:
         """As ``force_param_sync`` of megatron/training/training.py."""
@@ -170,13 +170,8 @@ class OwnLoop:
         """What it logs is not known."""
         return False
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
+    def log(self, *_: Any) -> None:
         """Nothing."""
-
-    def complete(self, args: MegatronArguments) -> list[str]:
-        """Nothing."""
-        del args
-        return []
 
     def notices(self) -> list[str]:
         """What is not compared."""
@@ -210,14 +205,14 @@ def flat(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 def nested(batch: Mapping[str, Any]) -> dict[str, Any]:
     """The microbatch that :func:`flat` made plain."""
-    whole: dict[str, Any] = {}
+    original: dict[str, Any] = {}
     for name, value in batch.items():
         if (stem := name.removesuffix(_VALUES)) + _OFFSETS in batch and stem != name:
             offsets = batch[stem + _OFFSETS]
-            whole[stem] = torch.nested.nested_tensor_from_jagged(value, offsets)
+            original[stem] = torch.nested.nested_tensor_from_jagged(value, offsets)
         elif (stem := name.removesuffix(_OFFSETS)) + _VALUES not in batch or stem == name:
-            whole[name] = value
-    return whole
+            original[name] = value
+    return original
 
 
 def _is_ragged(value: torch.Tensor) -> bool:

@@ -45,24 +45,18 @@ def generate(
     origin: Sequence[int],
     change: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Overwrite ``target`` with the changed values of a box, some rows at a time.
+    """Overwrite ``target``, of a box's shape, with changed values of :func:`normal` in the box.
 
-    Args:
-        target: of the box's shape, on any device.
-        seed: as of :func:`normal`, like the following ones.
-        name: of the tensor.
-        logical_shape: of the whole tensor.
-        origin: first index of the box.
-        change: of what :func:`normal` returns.
+    Some rows at a time, on any device.
     """
     if not target.numel():
         return
-    first, *rest = origin or (0,)
+    first, *columns = origin or (0,)
     lines = target if target.dim() else target.view(1)
     shape = logical_shape or (1,)
     rows = max(1, _ROWS * len(lines) // target.numel())
     for at, part in enumerate(lines.split(rows)):
-        begins = (first + at * rows, *rest)
+        begins = (first + at * rows, *columns)
         part.copy_(change(normal(seed, name, shape, begins, part.shape, part.device)))
 
 
@@ -107,20 +101,20 @@ def normal(
 
 def _sum_of_pieces(index: torch.Tensor, stream: int, scratch: torch.Tensor) -> torch.Tensor:
     """The sum of each index's 16-bit integers; everything is computed within ``scratch``."""
-    bits, other, pairs = scratch.unbind()
+    bits, shifted, pairs = scratch.unbind()
     pairs.zero_()
     for draw in range(_DRAWS):
         torch.mul(index, _signed(_DRAWS * _GOLDEN), out=bits)
         bits.add_(_signed(draw * _GOLDEN + stream))
         for by, factor in _MIX:
             # A logical shift: torch has no unsigned 64-bit arithmetic, and >> copies the sign.
-            torch.bitwise_right_shift(bits, by, out=other).bitwise_and_((1 << (64 - by)) - 1)
-            bits.bitwise_xor_(other).mul_(_signed(factor))
+            torch.bitwise_right_shift(bits, by, out=shifted).bitwise_and_((1 << (64 - by)) - 1)
+            bits.bitwise_xor_(shifted).mul_(_signed(factor))
         # Two sums at a time, one in each half: eight 16-bit integers need 19 bits.
-        pairs.add_(torch.bitwise_and(bits, _PAIR, out=other))
+        pairs.add_(torch.bitwise_and(bits, _PAIR, out=shifted))
         pairs.add_(bits.bitwise_right_shift_(16).bitwise_and_(_PAIR))
-    torch.bitwise_and(pairs, 0xFFFFFFFF, out=other)
-    pairs.bitwise_right_shift_(32).add_(other)
+    torch.bitwise_and(pairs, 0xFFFFFFFF, out=shifted)
+    pairs.bitwise_right_shift_(32).add_(shifted)
     return pairs
 
 

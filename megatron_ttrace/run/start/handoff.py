@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ttrace.capture.state import MOMENTS, bucketed, held_state
+from megatron_ttrace.capture.state import MOMENTS, StateTensor, bucketed, held_state
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
@@ -25,6 +25,7 @@ from megatron_ttrace.mcore.checkpoints.loading import Source
 from megatron_ttrace.mcore.optimizer import owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import buffers_of, like, parts_of, publish
+from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.run.agreement import Ranks
 from megatron_ttrace.run.start.moments import set_step
@@ -55,31 +56,34 @@ def write(model: TracedModel, directory: Path) -> str:
         is_partial = part.index is LoadedIndex.BUFFER and bool(part.place.placement)
         if is_cast or is_copy or is_partial or part.index is LoadedIndex.OTHER:
             continue
-        where, data = part.place, part.data
-        entry = Entry(
-            key=TraceKey(0, STEP_LEVEL, Kind.LOADED, where.name, part.index),
-            shape=tuple(data.shape),
-            dtype=str(data.dtype).removeprefix("torch."),
-            logical_shape=where.logical_shape,
-            placement=describe(where.placement),
-            boxes=where.boxes(model.mesh),
-        )
-        writer.add(entry, data)
-        marks.update(f"{where.name}/{part.index}/{checksum(data)}".encode())
+        writer.add(entry_of(part, model.mesh, 0), part.data)
+        marks.update(f"{part.place.name}/{part.index}/{checksum(part.data)}".encode())
     writer.close()
-    lines = (f"{json.dumps(codec.encode(each))}\n" for each in bucketed(model))
+    lines = (f"{json.dumps(codec.encode(piece))}\n" for piece in bucketed(model))
     atomic_write(directory / f"rank-{model.mesh.rank:05d}.{_BUCKETS}", "".join(lines))
     return marks.hexdigest()
 
 
+def entry_of(part: StateTensor, mesh: Mesh, iteration: int) -> Entry:
+    """The line of a rank's part of the state in its trace."""
+    place = part.place
+    return Entry.of(
+        TraceKey(iteration, STEP_LEVEL, Kind.LOADED, place.name, part.index),
+        part.data,
+        logical_shape=place.logical_shape,
+        placement=describe(place.placement),
+        boxes=place.boxes(mesh),
+    )
+
+
 def buckets(directory: Path) -> dict[str, list[Bucketed]]:
     """Where all ranks' parameters are in buckets, by name."""
-    found: defaultdict[str, list[Bucketed]] = defaultdict(list)
+    pieces: defaultdict[str, list[Bucketed]] = defaultdict(list)
     for path in sorted(directory.glob(f"rank-*.{_BUCKETS}")):
         for line in path.read_text(encoding="utf-8").splitlines():
             piece = codec.decode(Bucketed, json.loads(line))
-            found[piece.name].append(piece)
-    return found
+            pieces[piece.name].append(piece)
+    return pieces
 
 
 def steps_of(model: TracedModel) -> float | None:
@@ -108,9 +112,9 @@ def restore(model: TracedModel, directory: Path, step: float | None) -> None:
                 pieces[LoadedIndex(entry.key.index), entry.key.name].append(entry)
 
     def copy(index: LoadedIndex, place: ParameterPlace, target: torch.Tensor) -> None:
-        whole = _assemble(reader, pieces[index, place.name], place)
+        logical = _assemble(reader, pieces[index, place.name], place)
         for box in place.boxes(model.mesh):
-            local_view(target, box).copy_(logical_view(whole, box))
+            local_view(target, box).copy_(logical_view(logical, box))
 
     owned = owned_by(model.optimizer)
     with torch.no_grad():
@@ -145,12 +149,12 @@ def restore(model: TracedModel, directory: Path, step: float | None) -> None:
 def _assemble(reader: TraceReader, entries: list[Entry], place: ParameterPlace) -> torch.Tensor:
     if not entries or entries[0].logical_shape != place.logical_shape:
         raise TTraceError(f"the candidate's start state has no {place.name} of this shape")
-    whole = torch.zeros(place.logical_shape, dtype=torch.float32)
+    logical = torch.zeros(place.logical_shape, dtype=torch.float32)
     for entry in entries:
-        data = reader.tensor(entry).to(whole.dtype)
+        data = reader.tensor(entry).to(logical.dtype)
         for box in entry.boxes:
-            logical_view(whole, box).copy_(local_view(data, box))
-    return whole
+            logical_view(logical, box).copy_(local_view(data, box))
+    return logical
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,9 +200,9 @@ def hand_over(
     device: torch.device,
 ) -> Started:
     """Write the state that was loaded; called on all ranks."""
-    told = "handing over the loaded state"
-    ranks.from_one(0, told, lambda: owned.remove(directory))
-    digests = ranks.exchange(told, lambda: write(model, directory), device)
+    task = "handing over the loaded state"
+    ranks.from_one(0, task, lambda: owned.remove(directory))
+    digests = ranks.exchange(task, lambda: write(model, directory), device)
     started = Started(
         directory=str(directory.resolve()),
         step=steps_of(model),
@@ -208,7 +212,6 @@ def hand_over(
         content=fingerprint.digest({"ranks": digests}),
         source=loading.source_of(args) if ranks.rank == 0 else None,
     )
-    ranks.from_one(
-        0, told, lambda: seal(directory, {"role": "start", **dataclasses.asdict(started)})
-    )
+    meta = {"role": "start", **dataclasses.asdict(started)}
+    ranks.from_one(0, task, lambda: seal(directory, meta))
     return started

@@ -12,7 +12,7 @@ on several ranks does the same, each rank with its part of every tensor.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -67,14 +67,7 @@ class InCheckpoint:
         args: MegatronArguments,
         buckets: Mapping[str, Sequence[Bucketed]] = MappingProxyType({}),
     ) -> None:
-        """Load and open.
-
-        Args:
-            source: the checkpoint, if it is known.
-            model: of this process.
-            args: of this process.
-            buckets: where the ranks' parameters are in buckets.
-        """
+        """Load and open. ``buckets`` says where the ranks' parameters are in buckets."""
         self._model = model
         self._buckets = buckets
         self._source = source
@@ -83,11 +76,11 @@ class InCheckpoint:
         self._checkpoint: Checkpoint | None = None
         self._why = self._unread = "the checkpoint is unknown"
         self.unverified = Unverified()
-        held = model.held()
+        weights = model.held()
         if source is not None:
-            self._why = load_weights(source, model.chunks, [data for *_, data in held], args)
+            self._why = load_weights(source, model.chunks, [data for *_, data in weights], args)
             self._unread = self._open(source)
-        for _, place, data in held if not self._why else ():
+        for _, place, data in weights if not self._why else ():
             if not data.isnan().any():
                 self._weights[place.name] = data.detach().clone()
 
@@ -118,14 +111,14 @@ class InCheckpoint:
     def write(self, sink: Storing) -> None:
         """Write what every rank must have. The model has the state that was handed over by now."""
         stepped = owned_by(self._model.optimizer) if self._loads_optimizer else {}
-        held = {(part.index, part.place.name): part.data for part in held_state(self._model)}
+        state = {(part.index, part.place.name): part.data for part in held_state(self._model)}
         lines = _Lines(sink)
         weights, states = [], []
         for parameter, place in self._model.places():
             if self._write_weight(lines, parameter, place) is LoadedIndex.AGREED:
                 weights.append(place.name)
             for index in _STEPPED if parameter in stepped else ():
-                data = held.get((index, place.name))
+                data = state.get((index, place.name))
                 if (stored := self._stored(parameter, place, index, data)) is not None:
                     lines.add(place, index, stored)
                 elif (
@@ -139,7 +132,7 @@ class InCheckpoint:
             stored = self._stored(buffer, place, LoadedIndex.BUFFER, buffer)
             if stored is not None:
                 lines.add(place, LoadedIndex.BUFFER, stored)
-            elif self._is_stored(buffer, place, LoadedIndex.BUFFER):
+            elif self._find(buffer, place, LoadedIndex.BUFFER) is not None:
                 states.append(place.name)
         if self._checkpoint is not None and self._source is not None:
             for name, value in _comparable(self._checkpoint.numbers, self._source):
@@ -172,66 +165,71 @@ class InCheckpoint:
         tensor: torch.Tensor,
         place: ParameterPlace,
         index: LoadedIndex,
-        held: torch.Tensor | None,
+        candidate: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """This rank's part of what is stored, on the CPU; ``None`` if nothing is.
 
-        ``tensor`` is the parameter or buffer, ``held`` the candidate's.
+        ``tensor`` is the parameter or buffer, ``candidate`` what the candidate has of it.
         """
-        if self._checkpoint is None:
-            return None
         try:
-            item = Item(_STATES[index], self._stored_name(tensor, place))
-            found = self._checkpoint.find(item)
-            return None if found is None else self._part(found[1], place, held, tensor.shape)
+            stored = self._find(tensor, place, index)
+            return None if stored is None else self._part(stored, place, candidate, tensor.shape)
         except TTraceError as error:
             self._unread = self._unread or str(error)
             return None
 
+    def _find(
+        self, tensor: torch.Tensor, place: ParameterPlace, index: LoadedIndex
+    ) -> Stored | None:
+        """What is stored, in whatever shape."""
+        if self._checkpoint is None:
+            return None
+        item = Item(_STATES[index], self._stored_name(tensor, place))
+        match = self._checkpoint.find(item)
+        return match and match[1]
+
     def _part(
-        self, stored: Stored, place: ParameterPlace, held: torch.Tensor | None, shape: torch.Size
+        self,
+        stored: Stored,
+        place: ParameterPlace,
+        candidate: torch.Tensor | None,
+        shape: torch.Size,
     ) -> torch.Tensor | None:
         """This rank's part of a stored tensor; ``None`` if that has another shape.
 
         The rows that pad a vocabulary depend on the layout that saved it. Those that are not stored
         are the candidate's own.
         """
-        dtype = torch.float32 if held is None else held.dtype
+        dtype = torch.float32 if candidate is None else candidate.dtype
         boxes = place.boxes(self._model.mesh)
         if stored.shape == place.logical_shape:
-            whole = stored.read().to(dtype)
+            logical = stored.read().to(dtype)
         elif place.name not in _VOCABULARY or stored.shape[1:] != place.logical_shape[1:]:
             return None
         else:
-            whole = torch.zeros(place.logical_shape, dtype=dtype)
-            if held is not None:
-                for ours, theirs in box_views(held.detach().reshape(shape), whole, boxes):
-                    theirs.copy_(ours)
-            common = min(len(whole), stored.shape[0])
-            whole[:common] = stored.read()[:common]
+            logical = torch.zeros(place.logical_shape, dtype=dtype)
+            if candidate is not None:
+                for source, target in box_views(candidate.detach().reshape(shape), logical, boxes):
+                    target.copy_(source)
+            common = min(len(logical), stored.shape[0])
+            logical[:common] = stored.read()[:common]
         part = torch.zeros(shape, dtype=dtype)
-        for ours, theirs in box_views(part, whole, boxes):
-            ours.copy_(theirs)
+        for target, source in box_views(part, logical, boxes):
+            target.copy_(source)
         return part
-
-    def _is_stored(self, tensor: torch.Tensor, place: ParameterPlace, index: LoadedIndex) -> bool:
-        """Whether something is stored, in whatever shape."""
-        item = Item(_STATES[index], self._stored_name(tensor, place))
-        return self._checkpoint is not None and self._checkpoint.find(item) is not None
 
     @property
     def _loads_optimizer(self) -> bool:
         return self._source is not None and self._source.loads(Part.OPTIMIZER)
 
 
-def of_ranks(each: Iterable[Unverified]) -> Unverified:
+def of_ranks(ranks: Sequence[Unverified]) -> Unverified:
     """What any rank of a reference could not compare with the checkpoint."""
-    found = list(each)
     return Unverified(
-        next((rank.why for rank in found if rank.why), ""),
-        next((rank.unread for rank in found if rank.unread), ""),
-        tuple(dict.fromkeys(name for rank in found for name in rank.weights)),
-        tuple(dict.fromkeys(name for rank in found for name in rank.states)),
+        next((rank.why for rank in ranks if rank.why), ""),
+        next((rank.unread for rank in ranks if rank.unread), ""),
+        tuple(dict.fromkeys(name for rank in ranks for name in rank.weights)),
+        tuple(dict.fromkeys(name for rank in ranks for name in rank.states)),
     )
 
 
@@ -289,49 +287,45 @@ def compare(
 ) -> None:
     """Compare what this rank loaded, before anything overwrites it.
 
-    Args:
-        model: of this rank.
-        numbers: that it loaded.
-        reference: has what it must be.
-        iteration: under which the reference has it.
-        sink: compares.
+    ``numbers`` are those that it loaded. What they and the model's state must be is in the
+    reference, under an iteration.
     """
 
-    def key(name: str, index: LoadedIndex) -> TraceKey:
-        return TraceKey(iteration, STEP_LEVEL, Kind.LOADED, name, index)
+    def is_known(name: str, index: LoadedIndex) -> bool:
+        return TraceKey(iteration, STEP_LEVEL, Kind.LOADED, name, index) in reference
 
-    def put(data: torch.Tensor, place: ParameterPlace, indices: Iterable[LoadedIndex]) -> None:
-        for index in indices:
-            where = STEP_LEVEL, Kind.LOADED, place.name, index
-            sink.placed(where, data, place.logical_shape, place.placement)
+    def put(data: torch.Tensor, place: ParameterPlace, index: LoadedIndex) -> None:
+        where = STEP_LEVEL, Kind.LOADED, place.name, index
+        sink.placed(where, data, place.logical_shape, place.placement)
 
     for part in held_state(model):
         place, data = part.place, part.data
-        known = [part.index] if key(place.name, part.index) in reference else []
+        indices = [part.index]
         if part.index is LoadedIndex.WEIGHT:
-            known = [index for index in _WEIGHTS if key(place.name, index) in reference]
-            known = known or [LoadedIndex.ONE_DEVICE]
+            indices = [*_WEIGHTS]
         elif part.index is LoadedIndex.MAIN and part.parameter is not None:
-            put(data.detach().to(part.parameter.dtype), place, [LoadedIndex.ROUNDED])
-        put(data, place, known)
+            put(data.detach().to(part.parameter.dtype), place, LoadedIndex.ROUNDED)
+        known = [index for index in indices if is_known(place.name, index)]
+        if part.index is LoadedIndex.WEIGHT and not known:
+            known = [LoadedIndex.ONE_DEVICE]
+        for index in known:
+            put(data, place, index)
     for name, value in numbers.items():
-        # Groups that should agree and do not have a number.
-        alike = name if key(name, LoadedIndex.NUMBER) in reference else _first_alike(name)
-        if key(alike, LoadedIndex.NUMBER) in reference:
+        reference_name = name
+        if not is_known(name, LoadedIndex.NUMBER):
+            # Groups that should agree and do not have a number: those of the first one.
+            label, numbered, field = name.partition("#")
+            reference_name = f"{label}.{field.partition('.')[2]}" if numbered else name
+        if is_known(reference_name, LoadedIndex.NUMBER):
             data = torch.tensor(_number(value), dtype=torch.float64)
-            put(data, ParameterPlace(alike, (), ()), [LoadedIndex.NUMBER])
-
-
-def _first_alike(name: str) -> str:
-    label, marked, field = name.partition("#")
-    return f"{label}.{field.partition('.')[2]}" if marked else name
+            put(data, ParameterPlace(reference_name, (), ()), LoadedIndex.NUMBER)
 
 
 def notices(reference: TraceReader) -> Iterator[str]:
     """Which checkpoint was loaded, what was not, and what could not be compared with it."""
-    known = reference.reference.identity.get("start", {}).get("source")
-    if known is not None:
-        source = codec.decode(Source, known)
+    encoded = reference.reference.identity.get("start", {}).get("source")
+    if encoded is not None:
+        source = codec.decode(Source, encoded)
         yield f"started from {source.folder} ({source.format}){_left(source)}"
     unverified = reference.reference.loaded or Unverified()
     if unverified.weights:
@@ -362,12 +356,14 @@ _WORDS = {
 
 def _left(source: Source) -> str:
     """What the user chose not to load."""
-    left: dict[str, list[str]] = {}
+    by_option: dict[str, list[str]] = {}
     for part, option in source.left:
-        is_part_of = part is Part.SCHEDULE and not source.loads(Part.SCHEDULER)
-        if not is_part_of:
-            left.setdefault(option, []).append(_WORDS.get(part, "the scheduler's settings"))
-    return "".join(f"; not loaded ({option}): {', '.join(what)}" for option, what in left.items())
+        is_included = part is Part.SCHEDULE and not source.loads(Part.SCHEDULER)
+        if not is_included:
+            by_option.setdefault(option, []).append(_WORDS.get(part, "the scheduler's settings"))
+    return "".join(
+        f"; not loaded ({option}): {', '.join(parts)}" for option, parts in by_option.items()
+    )
 
 
 def _named(names: Sequence[str]) -> str:

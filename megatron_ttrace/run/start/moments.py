@@ -70,17 +70,17 @@ def prime(
             inner.initialize_state(part.key, remainders)
         for name, kind in part.moments.items():
             moment = torch.empty_like(part.main, dtype=torch.float32)
-            known, shape = f"{place.name}/{kind}", where.logical_shape
-            whole = stored.moment(known, shape) if stored else None
+            moment_name, shape = f"{place.name}/{kind}", where.logical_shape
+            logical = stored.moment(moment_name, shape) if stored else None
             for box in where.boxes(mesh):
                 target = local_view(moment, box)
-                if whole is not None:
-                    target.copy_(logical_view(whole, box))
+                if logical is not None:
+                    target.copy_(logical_view(logical, box))
                     continue
                 change = _square if kind is Kind.EXP_AVG_SQ else _mean
-                generate(target, seed, known, shape, box.logical, change)
+                generate(target, seed, moment_name, shape, box.logical, change)
             if keep is not None and tuple(moment.shape) == shape:
-                keep(known, moment)
+                keep(moment_name, moment)
             if reduced:
                 inner.set_scaled_state(part.key, name, like(part.key, _coarse(moment)))
             else:

@@ -79,13 +79,13 @@ def fill(
     ``stored`` may have that already, with the same bits.
     """
     shape, target = place.logical_shape, parameter.data
-    whole = stored.parameter(place.name, shape, target.dtype) if stored else None
+    logical = stored.parameter(place.name, shape, target.dtype) if stored else None
     mean, std = scale_of(place.name, shape, config, init)
     with torch.no_grad():
         for box in place.boxes(mesh):
             part = local_view(target, box)
-            if whole is not None:
-                part.copy_(logical_view(whole, box))
+            if logical is not None:
+                part.copy_(logical_view(logical, box))
                 continue
 
             def scaled(values: torch.Tensor) -> torch.Tensor:

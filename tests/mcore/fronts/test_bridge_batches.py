@@ -14,14 +14,14 @@ from megatron_ttrace.mcore.fronts.bridge_batches import Microbatches, Rejoined, 
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-def test_a_reference_reads_what_the_ranks_read(ranks, each, size):
+def test_a_reference_reads_what_the_ranks_read(ranks, per_rank, size):
     """Microbatch ``j`` of rank ``r`` is number ``j * ranks + r``; no sample is lost."""
-    count = ranks * each
+    count = ranks * per_rank
     positions = order(count * size, count, ranks)
     assert sorted(positions) == list(range(count * size))
     for rank in range(ranks):
         dealt = list(range(rank, count * size, ranks))
-        for number in range(each):
+        for number in range(per_rank):
             at = (number * ranks + rank) * size
             assert positions[at : at + size] == dealt[number * size : (number + 1) * size]
 
@@ -107,11 +107,11 @@ def test_padding_follows_from_the_layout(layout, fixed, multiple):
     """What Bridge derives for its candidate, a reference on one rank must be given."""
     options = types.SimpleNamespace(**{**SMALL, **layout})
     data = {"pad_to_max_length": False, "pad_to_multiple_of": 1}
-    found = padding(types.SimpleNamespace(**data), options)
-    assert found == {"pad_to_max_length": fixed, "pad_to_multiple_of": multiple}
+    fields = padding(types.SimpleNamespace(**data), options)
+    assert fields == {"pad_to_max_length": fixed, "pad_to_multiple_of": multiple}
     data |= {"enable_in_batch_packing": True, "in_batch_packing_pad_to_multiple_of": 1}
-    found = padding(types.SimpleNamespace(**data), options)
-    assert found == {"pad_to_max_length": fixed, "in_batch_packing_pad_to_multiple_of": multiple}
+    fields = padding(types.SimpleNamespace(**data), options)
+    assert fields == {"pad_to_max_length": fixed, "in_batch_packing_pad_to_multiple_of": multiple}
 
 
 def test_what_is_padded_already_stays_so():

@@ -144,9 +144,9 @@ def test_a_field_of_ones_own() -> None:
 
 
 def test_an_identity_has_every_field_by_its_option() -> None:
-    found = vars(Options(configuration()))
-    assert (found["num_experts"], found["vocab_size"]) == (8, 100)
-    assert found["model.ours"] == "new"
+    names = vars(Options(configuration()))
+    assert (names["num_experts"], names["vocab_size"]) == (8, 100)
+    assert names["model.ours"] == "new"
 
 
 def _classes(section: str) -> Iterator[type]:
@@ -192,27 +192,27 @@ def test_every_section_has_a_decision() -> None:
     cpu.activate()
     config: Any = importlib.import_module("megatron.bridge.training.config")
     sections = {field.name for field in dataclasses.fields(config.ConfigContainer)}
-    known = {*bridge_options.SECTIONS, *bridge_options.DROPPED, *bridge_options.OTHERS}
-    assert sections - known == {"_checkpoint_load_required"}
+    known_names = {*bridge_options.SECTIONS, *bridge_options.DROPPED, *bridge_options.OTHERS}
+    assert sections - known_names == {"_checkpoint_load_required"}
 
 
 def _read() -> set[str]:
     """The names of options that this package reads."""
-    found = {*SINGLE_DEVICE, *QUIET}
+    names = {*SINGLE_DEVICE, *QUIET}
     home = Path(megatron_ttrace.__file__).parent
     for path in home.rglob("*.py"):
         if {"evaluation", "cli"} & {*path.relative_to(home).parts}:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and _is_arguments(node.value):
-                found.add(node.attr)
+                names.add(node.attr)
             elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in (
                 *("getattr", "hasattr", "setattr"),
             ):
                 owner, name = node.args[:2]
                 if _is_arguments(owner) and isinstance(name, ast.Constant):
-                    found.add(str(name.value))
-    return found & {*ROLES, *SINGLE_DEVICE, *QUIET}
+                    names.add(str(name.value))
+    return names & {*ROLES, *SINGLE_DEVICE, *QUIET}
 
 
 def _is_arguments(node: ast.expr) -> bool:
@@ -229,9 +229,9 @@ def test_no_name_is_read_with_a_silent_default() -> None:
         for kind in _classes(section)
         for field in dataclasses.fields(kind)
     }
-    known = fields | {*RENAMED, *bridge_options._DERIVED}
-    assert _read() - known - ABSENT == set()
-    assert not ABSENT & known
+    known_names = fields | {*RENAMED, *bridge_options._DERIVED}
+    assert _read() - known_names - ABSENT == set()
+    assert not ABSENT & known_names
 
 
 @pytest.mark.bridge

@@ -18,12 +18,12 @@ RELEASES = versions.KNOWN
 
 def registered(release):
     """Flags and their options, as the release's parser was found to have them."""
-    found = {}
+    options = {}
     for line in Path(__file__).with_name("registered.txt").read_text().splitlines()[1:]:
         flag, option, *releases = line.split()
         if not releases or release in releases:
-            found[flag] = flag[2:].replace("-", "_") if option == "=" else option
-    return found
+            options[flag] = flag[2:].replace("-", "_") if option == "=" else option
+    return options
 
 
 @pytest.fixture(scope="module")
@@ -57,36 +57,36 @@ def test_the_installed_release_is_covered(installed):
 
 def test_nothing_is_decided_that_no_release_has():
     """A name with a typing error would decide nothing."""
-    known = {option for release in RELEASES for option in registered(release).values()}
-    assert set(ROLES) == known
+    registered_options = {option for release in RELEASES for option in registered(release).values()}
+    assert set(ROLES) == registered_options
     decided = {*decisions.SINGLE_DEVICE, *decisions.QUIET} - set(decisions.DERIVED)
-    assert decided <= known
-    assert set(decisions.ALIASES.values()) <= known
+    assert decided <= registered_options
+    assert set(decisions.ALIASES.values()) <= registered_options
 
 
 def test_layout_is_reset_and_the_model_is_kept():
     """As a whole: a single device has no layout."""
     for option in ROLES:
-        found = decision(option)
-        if found.role in (Role.AXIS, Role.LAYOUT):
-            assert found.action is Action.RESET, option
-        if found.role in (Role.CODE, Role.DATA, Role.SIZE):
-            assert found.action is Action.KEEP, option
-        assert (found.action is Action.REFUSE) == bool(found.why), option
+        chosen = decision(option)
+        if chosen.role in (Role.AXIS, Role.LAYOUT):
+            assert chosen.action is Action.RESET, option
+        if chosen.role in (Role.CODE, Role.DATA, Role.SIZE):
+            assert chosen.action is Action.KEEP, option
+        assert (chosen.action is Action.REFUSE) == bool(chosen.why), option
 
 
 def test_reset_values_are_what_megatron_would_parse(installed):
     """A boolean stays one, and a list a list."""
     for action in installed._actions:
-        found = decision(action.dest) if action.option_strings[0] != "-h" else None
-        if found is None or found.action is not Action.RESET or found.value is None:
+        chosen = decision(action.dest) if action.option_strings[0] != "-h" else None
+        if chosen is None or chosen.action is not Action.RESET or chosen.value is None:
             continue
         if action.nargs in ("+", "*"):
-            assert isinstance(found.value, list), action.dest
+            assert isinstance(chosen.value, list), action.dest
         elif isinstance(action.default, bool):
-            assert isinstance(found.value, bool), action.dest
+            assert isinstance(chosen.value, bool), action.dest
         if action.choices:
-            values = found.value if isinstance(found.value, list) else [found.value]
+            values = chosen.value if isinstance(chosen.value, list) else [chosen.value]
             assert set(values) <= set(action.choices), action.dest
 
 
@@ -106,19 +106,19 @@ WHERE = re.compile(r"(dir|path|file|filename|project|_map|_name|convert_save)$")
 
 def test_options_that_name_where_a_job_writes():
     """A run of ours must not write there: they, or what they need, are switched off."""
-    found = {
+    writing = {
         option
         for option, role in ROLES.items()
         if role in (Role.OPERATION, Role.CHECKPOINT) and WHERE.search(option)
     }
-    assert set(NEEDING) <= found
-    assert {NEEDING.get(option, option) for option in found} <= set(decisions.SILENT)
+    assert set(NEEDING) <= writing
+    assert {NEEDING.get(option, option) for option in writing} <= set(decisions.SILENT)
 
 
 @pytest.mark.parametrize("reports", [False, True])
 def test_silence(reports):
     """What would write or stop early is off; a check keeps where it logs and what it loads."""
-    given = {
+    values = {
         "tensorboard_dir": "a",
         "log_progress": True,
         "exit_interval": 1,
@@ -126,11 +126,11 @@ def test_silence(reports):
         "load": "b",
         "rerun_mode": "validate_results",
     }
-    args = argparse.Namespace(**given)
+    args = argparse.Namespace(**values)
     decisions.silence(args, reports=reports)
-    loading = {name: given[name] for name in ("load", "rerun_mode")}
+    loading = {name: values[name] for name in ("load", "rerun_mode")}
     kept = {
-        name: given[name] if reports else None
+        name: values[name] if reports else None
         for name in ("tensorboard_dir", "non_persistent_ckpt_type")
     }
     assert vars(args) == {**loading, **kept, "log_progress": False, "exit_interval": None}
@@ -175,10 +175,12 @@ def test_values_are_not_shared():
     assert decisions.derive(argparse.Namespace())["high_priority_stream_groups"] == []
 
 
-@pytest.mark.parametrize(("given", "derived"), [("torch", "torch"), ("fsdp_dtensor", "torch_dist")])
-def test_a_format_that_a_script_may_insist_on(given, derived):
+@pytest.mark.parametrize(
+    ("values", "derived"), [("torch", "torch"), ("fsdp_dtensor", "torch_dist")]
+)
+def test_a_format_that_a_script_may_insist_on(values, derived):
     """A reference writes no checkpoint; pretrain_vlm.py takes one format, Megatron-FSDP another."""
-    assert decisions.derive(argparse.Namespace(ckpt_format=given))["ckpt_format"] == derived
+    assert decisions.derive(argparse.Namespace(ckpt_format=values))["ckpt_format"] == derived
 
 
 def test_refusals_name_the_option():
@@ -190,5 +192,5 @@ def test_refusals_name_the_option():
 
 def test_reference_args_win_under_any_name():
     """A flag that switches something off names another option than it sounds like."""
-    found = reference_arguments.explicit("--no-overlap-p2p-communication --fp8-format=hybrid")
-    assert {"overlap_p2p_comm", "fp8"} <= found
+    options = reference_arguments.explicit("--no-overlap-p2p-communication --fp8-format=hybrid")
+    assert {"overlap_p2p_comm", "fp8"} <= options

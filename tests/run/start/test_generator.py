@@ -27,9 +27,9 @@ def test_a_slice_is_the_slice_of_the_whole(data):
         data.draw(st.integers(0, size - first)) for first, size in zip(origin, shape, strict=True)
     ]
     box = tuple(slice(s, s + n) for s, n in zip(origin, extent, strict=True))
-    found = normal(1, "w", shape, origin, extent)
-    assert found.dtype == torch.float64
-    assert torch.equal(found, whole(shape)[box])
+    values = normal(1, "w", shape, origin, extent)
+    assert values.dtype == torch.float64
+    assert torch.equal(values, whole(shape)[box])
 
 
 def test_chunks_do_not_show(monkeypatch):
@@ -57,11 +57,11 @@ def test_rows_do_not_show(data):
 def test_a_slice_of_a_tensor_too_large_for_memory():
     """A small slice of a huge tensor is cheap."""
     shape = (1 << 25, 1 << 24)
-    found = normal(1, "w", shape, (shape[0] - 2, 5), (2, 3))
+    values = normal(1, "w", shape, (shape[0] - 2, 5), (2, 3))
     flat = [(shape[0] - 2 + i) * shape[1] + 5 + j for i in range(2) for j in range(3)]
     line = (shape[0] * shape[1],)
     for position, index in enumerate(flat):
-        assert float(normal(1, "w", line, (index,), (1,))) == float(found.reshape(-1)[position])
+        assert float(normal(1, "w", line, (index,), (1,))) == float(values.reshape(-1)[position])
 
 
 def test_scalars_and_empty_boxes():
@@ -99,8 +99,8 @@ def test_the_distribution_is_normal():
 def test_neighbours_are_independent():
     """Along both dims, and over a stride of a power of two."""
     x = whole((1024, 1024))
-    for other in (x.roll(1, 0), x.roll(1, 1), x.roll(256, 1), x.t()):
-        assert abs(float((x * other).mean())) < 0.006
+    for different in (x.roll(1, 0), x.roll(1, 1), x.roll(256, 1), x.t()):
+        assert abs(float((x * different).mean())) < 0.006
 
 
 def test_rows_and_columns_differ():
@@ -132,13 +132,13 @@ def test_against_whole_numbers_of_any_size(seed, name, index):
 def test_names_and_seeds_are_streams_of_their_own():
     """Streams are uncorrelated, however similar the names are."""
     base = whole((200, 200))
-    for other in (
+    for different in (
         whole((200, 200), seed=2),
         whole((200, 200), name="v"),
         whole((200, 200), name="w/exp_avg"),
     ):
-        assert not torch.equal(base, other)
-        assert abs(float((base * other).mean())) < 0.03
+        assert not torch.equal(base, different)
+        assert abs(float((base * different).mean())) < 0.03
     assert len({stream_of(seed, f"layer{n}") for seed in range(20) for n in range(50)}) == 1000
     assert all(0 <= stream_of(1, str(n)) < 2**63 for n in range(100))
 
@@ -148,8 +148,8 @@ def test_threads_do_not_matter():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        one = whole((333, 77))
+        number = whole((333, 77))
         torch.set_num_threads(2)
-        assert torch.equal(whole((333, 77)), one)
+        assert torch.equal(whole((333, 77)), number)
     finally:
         torch.set_num_threads(before)

@@ -25,12 +25,15 @@ def trained(monkeypatch: pytest.MonkeyPatch, seed: int, width: int = 3) -> Simpl
     adam = torch.optim.Adam(layer.parameters())
     layer(torch.randn(4, 2)).square().sum().backward()
     adam.step()
-    owned = {one: Owned(one.data, adam, adam.param_groups[0]) for one in layer.parameters()}
-    for one, part in owned.items():
-        adam.state[part.main] = adam.state.pop(one)
+    owned = {
+        parameter: Owned(parameter.data, adam, adam.param_groups[0])
+        for parameter in layer.parameters()
+    }
+    for parameter, part in owned.items():
+        adam.state[part.main] = adam.state.pop(parameter)
     places = [
-        (one, place_parameter(name, one, SINGLE, gated=False))
-        for name, one in layer.named_parameters()
+        (parameter, place_parameter(name, parameter, SINGLE, gated=False))
+        for name, parameter in layer.named_parameters()
     ]
     for module in (handoff, state):
         monkeypatch.setattr(module, "owned_by", lambda optimizer: optimizer.owned)
@@ -41,7 +44,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, seed: int, width: int = 3) -> Simpl
         optimizer=optimizer,
         chunks=(),
         places=lambda: places,
-        held=lambda: [(one, place, one.data) for one, place in places],
+        held=lambda: [(parameter, place, parameter.data) for parameter, place in places],
         buffers=lambda: buffers,
     )
 
@@ -67,12 +70,15 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seal(tmp_path, {"role": "start"})
     second = trained(monkeypatch, 2)
     handoff.restore(second, tmp_path, 7.0)
-    for (here, _), (there, _) in zip(second.places(), first.places(), strict=True):
-        assert torch.equal(here, there)
-        mine, theirs = second.optimizer.owned[here].state, first.optimizer.owned[there].state
-        assert torch.equal(mine["exp_avg"], theirs["exp_avg"])
-        assert torch.equal(mine["exp_avg_sq"], theirs["exp_avg_sq"])
-        assert float(mine["step"]) == 7.0
+    for (restored, _), (written, _) in zip(second.places(), first.places(), strict=True):
+        assert torch.equal(restored, written)
+        restored_state, written_state = (
+            second.optimizer.owned[restored].state,
+            first.optimizer.owned[written].state,
+        )
+        assert torch.equal(restored_state["exp_avg"], written_state["exp_avg"])
+        assert torch.equal(restored_state["exp_avg_sq"], written_state["exp_avg_sq"])
+        assert float(restored_state["step"]) == 7.0
     assert handoff.steps_of(second) == 7.0
     assert torch.equal(second.buffers()[0][1], first.buffers()[0][1])
 
@@ -88,8 +94,8 @@ def test_a_sharded_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     part = WeightPart(rows, (0, len(rows)), rows, (0, len(rows)))
     monkeypatch.setattr(handoff, "parts_of", lambda chunks: {parameter: part})
     handoff.restore(second, tmp_path, None)
-    whole = {at.name: value for value, at in first.places()}[place.name]
-    assert torch.equal(rows, whole.flatten()[: len(rows)])
+    original = {at.name: value for value, at in first.places()}[place.name]
+    assert torch.equal(rows, original.flatten()[: len(rows)])
     assert torch.equal(parameter, before)
 
 

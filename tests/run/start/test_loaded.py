@@ -42,25 +42,25 @@ def model(monkeypatch):
     """A layer in bfloat16 whose optimizer has main weights and moments; and a buffer."""
     torch.manual_seed(1)
     layer = torch.nn.Linear(3, 2).bfloat16()
-    mains = [one.data.float() + 1e-5 for one in layer.parameters()]
+    mains = [parameter.data.float() + 1e-5 for parameter in layer.parameters()]
     adam = torch.optim.Adam(mains)
     for main in mains:
         main.grad = torch.randn(main.shape)
     adam.step()
-    for main, one in zip(mains, layer.parameters(), strict=True):
-        main.copy_(one.data.float() + 1e-5)
+    for main, parameter in zip(mains, layer.parameters(), strict=True):
+        main.copy_(parameter.data.float() + 1e-5)
     owned = {
-        one: Owned(main, adam, adam.param_groups[0])
-        for one, main in zip(layer.parameters(), mains, strict=True)
+        parameter: Owned(main, adam, adam.param_groups[0])
+        for parameter, main in zip(layer.parameters(), mains, strict=True)
     }
     places = [
-        (one, place_parameter(name, one, SINGLE, gated=False))
-        for name, one in layer.named_parameters()
+        (parameter, place_parameter(name, parameter, SINGLE, gated=False))
+        for name, parameter in layer.named_parameters()
     ]
     buffer = torch.randn(4)
     for module in (loaded, state):
         monkeypatch.setattr(module, "owned_by", lambda optimizer: owned)
-    stored = {one: place.name for one, place in places} | {buffer: "expert_bias"}
+    stored = {parameter: place.name for parameter, place in places} | {buffer: "expert_bias"}
     monkeypatch.setattr(loaded, "stored_names", lambda chunks: stored)
     return SimpleNamespace(
         optimizer=None,
@@ -68,7 +68,7 @@ def model(monkeypatch):
         owned=owned,
         mesh=SINGLE,
         places=lambda: places,
-        held=lambda: [(one, place, one.data) for one, place in places],
+        held=lambda: [(parameter, place, parameter.data) for parameter, place in places],
         buffers=lambda: [(ParameterPlace("expert_bias", (4,), ()), buffer)],
     )
 
@@ -98,12 +98,12 @@ class Sink:
 
     def __init__(self, reference):
         self._reference = {(key.name, key.index): reference.data(key) for key in reference}
-        self.found = {}
+        self.equal = {}
 
     def placed(self, place, data, logical_shape, placement):
         """Compare."""
         *_, name, index = place
-        self.found[name, index] = torch.equal(data, self._reference[name, index])
+        self.equal[name, index] = torch.equal(data, self._reference[name, index])
 
 
 @dataclasses.dataclass
@@ -129,10 +129,10 @@ class Start:
 
         self.patch.setattr(loaded, "load_weights", load)
         self.patch.setattr(loaded, "open_checkpoint", opened)
-        weights = {one: one.data.clone() for one, _ in self.model.places()}
+        weights = {parameter: parameter.data.clone() for parameter, _ in self.model.places()}
         device = loaded.InCheckpoint(self.source, self.model, SimpleNamespace(), self.buckets)
-        for one, weight in weights.items():
-            one.data.copy_(weight)
+        for parameter, weight in weights.items():
+            parameter.data.copy_(weight)
         writer = TraceWriter(self.directory, 0)
         device.write(WriteSink(writer, 1))
         writer.close()
@@ -142,8 +142,8 @@ class Start:
         reference = TraceReader(self.directory)
         sink = Sink(reference)
         loaded.compare(self.model, self.numbers, reference, 1, sink)
-        there = {(key.name, LoadedIndex(key.index)) for key in reference}
-        return sink.found, there, list(loaded.notices(reference))
+        in_reference = {(key.name, LoadedIndex(key.index)) for key in reference}
+        return sink.equal, in_reference, list(loaded.notices(reference))
 
 
 @pytest.fixture
@@ -152,21 +152,21 @@ def start(model, tmp_path, monkeypatch) -> Start:
     return Start(model, tmp_path, monkeypatch, checkpoint=checkpoint_of(model))
 
 
-def wrong(found) -> list:
+def wrong(equal: dict) -> list:
     """What differs."""
-    return [key for key, equal in found.items() if not equal]
+    return [key for key, is_equal in equal.items() if not is_equal]
 
 
 def test_a_right_start(start):
     """Every state and number is compared; of settings that are words, none."""
-    found, there, notices = start.compared()
-    assert set(found) == there
-    assert there == {
+    equal, in_reference, notices = start.compared()
+    assert set(equal) == in_reference
+    assert in_reference == {
         *((name, index) for name in NAMES for index in WHOLE),
         ("expert_bias", L.BUFFER),
         *((name, L.NUMBER) for name, value in NUMBERS.items() if not isinstance(value, str)),
     }
-    assert not wrong(found)
+    assert not wrong(equal)
     assert notices == ["started from there/iter_0000003 (torch_dist)"]
 
 
@@ -177,8 +177,8 @@ def test_what_ranks_lost(start):
     part.state["exp_avg_sq"].zero_()
     start.model.buffers()[0][1].zero_()
     start.numbers["param_groups[wd_mult=1]#2.step"] = 0
-    found, *_ = start.compared()
-    assert wrong(found) == [
+    equal, *_ = start.compared()
+    assert wrong(equal) == [
         ("weight", L.ROUNDED),
         ("weight", L.MAIN),
         ("weight", L.EXP_AVG_SQ),
@@ -192,8 +192,8 @@ def test_main_weights_that_were_saved_wrongly(start):
     part = start.model.owned[start.model.chunks[0].weight]
     part.main.copy_(part.main.flatten().roll(1).view_as(part.main))
     start.checkpoint = checkpoint_of(start.model)
-    found, *_ = start.compared()
-    assert wrong(found) == [("weight", L.ROUNDED)]
+    equal, *_ = start.compared()
+    assert wrong(equal) == [("weight", L.ROUNDED)]
 
 
 def test_one_device_loads_something_else(start):
@@ -203,26 +203,26 @@ def test_one_device_loads_something_else(start):
         weights[0].add_(1.0)
         return ""
 
-    found, *_ = start.compared(load)
-    assert wrong(found) == [("weight", L.ONE_DEVICE)]
-    assert found["weight", L.WEIGHT]
+    equal, *_ = start.compared(load)
+    assert wrong(equal) == [("weight", L.ONE_DEVICE)]
+    assert equal["weight", L.WEIGHT]
 
 
 def test_every_layout_loads_something_else(start):
     """Also one device."""
     weight = start.model.chunks[0].weight.data
     start.checkpoint.tensors[Item(State.WEIGHT, "weight")] = stored(weight + 1)
-    found, *_ = start.compared()
-    assert wrong(found) == [("weight", L.WEIGHT), ("weight", L.ROUNDED)]
-    assert found["weight", L.ONE_DEVICE]
+    equal, *_ = start.compared()
+    assert wrong(equal) == [("weight", L.WEIGHT), ("weight", L.ROUNDED)]
+    assert equal["weight", L.ONE_DEVICE]
 
 
 def test_lost_state_is_missing(start):
     """The reference has what no rank has, whatever its own optimizer got."""
     part = start.model.owned[start.model.chunks[0].weight]
     del part.inner.state[part.key]
-    found, there, _ = start.compared()
-    assert there - set(found) == {("weight", L.EXP_AVG), ("weight", L.EXP_AVG_SQ)}
+    equal, in_reference, _ = start.compared()
+    assert in_reference - set(equal) == {("weight", L.EXP_AVG), ("weight", L.EXP_AVG_SQ)}
 
 
 def test_a_padded_vocabulary(start):
@@ -233,11 +233,11 @@ def test_a_padded_vocabulary(start):
         data = tensors[item].read()
         rows = data[:1] if item.state is State.MAIN else torch.cat([data, data])
         tensors[item] = stored(rows)
-    found, *_ = start.compared()
-    assert not wrong(found)
+    equal, *_ = start.compared()
+    assert not wrong(equal)
     start.model.owned[start.model.chunks[0].weight].main[0, 0] += 1
-    found, *_ = start.compared()
-    assert ("weight", L.MAIN) in wrong(found)
+    equal, *_ = start.compared()
+    assert ("weight", L.MAIN) in wrong(equal)
 
 
 def test_another_shape(start):
@@ -245,9 +245,9 @@ def test_another_shape(start):
     tensors = start.checkpoint.tensors
     for item in [item for item in tensors if item.name == "weight"]:
         tensors[item] = stored(torch.ones(3, 2))
-    found, there, notices = start.compared()
-    assert not wrong(found)
-    assert ("weight", L.EXP_AVG) not in there
+    equal, in_reference, notices = start.compared()
+    assert not wrong(equal)
+    assert ("weight", L.EXP_AVG) not in in_reference
     assert "weight" in notices[-1]
 
 
@@ -258,10 +258,10 @@ def test_another_shape(start):
 def test_one_state_of_another_shape(start, state_of, name, index):
     """Main weights and buffers are named, too, though all else is compared."""
     start.checkpoint.tensors[Item(state_of, name)] = stored(torch.ones(3, 3))
-    found, there, notices = start.compared()
-    assert not wrong(found)
-    assert (name, index) not in there
-    assert ("weight", L.EXP_AVG) in there
+    equal, in_reference, notices = start.compared()
+    assert not wrong(equal)
+    assert (name, index) not in in_reference
+    assert ("weight", L.EXP_AVG) in in_reference
     assert name in notices[-1]
 
 
@@ -273,9 +273,9 @@ def test_damaged_tensors(start):
 
     tensors = start.checkpoint.tensors
     tensors[Item(State.EXP_AVG, "bias")] = Stored((2,), damaged)
-    found, there, notices = start.compared()
-    assert not wrong(found)
-    assert ("bias", L.EXP_AVG) not in there
+    equal, in_reference, notices = start.compared()
+    assert not wrong(equal)
+    assert ("bias", L.EXP_AVG) not in in_reference
     assert any("file 7" in notice for notice in notices)
 
 
@@ -286,9 +286,9 @@ def test_a_model_without_names(start):
         raise KeyError("names")
 
     start.patch.setattr(loaded, "stored_names", fails)
-    found, there, notices = start.compared()
-    assert not wrong(found)
-    assert ("weight", L.ONE_DEVICE) in there
+    equal, in_reference, notices = start.compared()
+    assert not wrong(equal)
+    assert ("weight", L.ONE_DEVICE) in in_reference
     assert any("names" in notice for notice in notices)
 
 
@@ -298,12 +298,12 @@ def test_what_the_user_did_not_load(start):
     part = start.model.owned[start.model.chunks[0].weight]
     del part.inner.state[part.key]
     start.numbers |= {"iteration": 0, "param_groups[wd_mult=1].step": 0}
-    found, there, (notice,) = start.compared()
-    assert there == {
+    equal, in_reference, (notice,) = start.compared()
+    assert in_reference == {
         *((name, index) for name in NAMES for index in (L.ONE_DEVICE, L.ROUNDED)),
         ("expert_bias", L.BUFFER),
     }
-    assert not wrong(found)
+    assert not wrong(equal)
     assert notice.count("--finetune") == 1
 
 
@@ -312,8 +312,8 @@ def test_a_schedule_of_the_users_own(start):
     start.source = dataclasses.replace(SOURCE, left=((Part.SCHEDULE, "--override"),))
     start.numbers |= {"opt_param_scheduler.max_lr": 7.0, "param_groups[wd_mult=1].lr": 7.0}
     start.numbers["opt_param_scheduler.num_steps"] = 0
-    found, *_ = start.compared()
-    assert wrong(found) == [("opt_param_scheduler.num_steps", L.NUMBER)]
+    equal, *_ = start.compared()
+    assert wrong(equal) == [("opt_param_scheduler.num_steps", L.NUMBER)]
 
 
 def test_buckets(start):
@@ -333,20 +333,20 @@ def test_buckets(start):
         for rank, half in enumerate(moment.clone().flatten().split(3))
     }
     start.checkpoint = dataclasses.replace(start.checkpoint, tensors=tensors, unread=unread)
-    found, *_ = start.compared()
-    assert found["weight", L.EXP_AVG]
+    equal, *_ = start.compared()
+    assert equal["weight", L.EXP_AVG]
     moment[1, 0] += 1
-    found, *_ = start.compared()
-    assert wrong(found) == [("weight", L.EXP_AVG)]
+    equal, *_ = start.compared()
+    assert wrong(equal) == [("weight", L.EXP_AVG)]
 
 
 def test_state_that_is_not_stored_by_parameter(start):
     """It is not verified, by name."""
     tensors = {item: data for item, data in start.checkpoint.tensors.items() if item.name != "bias"}
     start.checkpoint = dataclasses.replace(start.checkpoint, tensors=tensors)
-    found, there, notices = start.compared()
-    assert not wrong(found)
-    assert ("bias", L.EXP_AVG) not in there
+    equal, in_reference, notices = start.compared()
+    assert not wrong(equal)
+    assert ("bias", L.EXP_AVG) not in in_reference
     assert "bias" in notices[-1]
 
 
@@ -359,13 +359,13 @@ def test_what_cannot_be_read(start, refuses):
         weights[1].fill_(math.nan)
         return "Megatron: no" if refuses else ""
 
-    found, there, notices = start.compared(load)
+    equal, in_reference, notices = start.compared(load)
     weight = L.AGREED if refuses else L.ONE_DEVICE
-    assert set(found) == there
-    assert there == {
+    assert set(equal) == in_reference
+    assert in_reference == {
         *(("weight", index) for index in (weight, L.ROUNDED)),
         *(("bias", index) for index in (L.AGREED, L.ROUNDED)),
     }
-    assert not wrong(found)
+    assert not wrong(equal)
     assert any(("Megatron: no" if refuses else "bias") in notice for notice in notices)
     assert [("there: unreadable" in notice) for notice in notices] == [False, True, True]
