@@ -104,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
     small = dataclasses.replace(base, arguments=first.arguments, ranks=first.axes.ranks)
     space = combinations.Space(small if is_given else base, table.dimension)
     validity.prepare(Path(base.script))
-    hunt = Hunt(space, checker, Results(directory, ours), args.max_ranks, args.seed)
+    results = Results(directory, ours)
+    hunt = Hunt(space, checker, results, args.max_ranks, args.seed, fails=table.fails)
     row = hunt.given(base, shrunk.jobs)
     say(f"the shrunk command: {row.answer} {row.why[:120]}")
     if row.answer not in (Answer.EQUIVALENT, Answer.DIVERGED):

@@ -402,6 +402,19 @@ def stages_without_experts(sync, self, *args, **keywords):
     return sync(self, *args, **keywords)
 
 
+@FIXES["standalone-mtp"].append
+def standalone_mtp():
+    """Repeat the decoder's last layer also in a stage without decoder layers."""
+    from megatron.training.models import gpt
+
+    build = gpt.mtp_block_spec
+
+    def of_all_layers(config, _, vp_stage=None):
+        return build(config, None, vp_stage)
+
+    gpt.mtp_block_spec = of_all_layers
+
+
 FIXES.default_factory = None  # an unknown name is an error
 for name in os.environ.get("FIX", "").split():
     for put_in in FIXES[name]:

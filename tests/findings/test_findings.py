@@ -125,6 +125,13 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
         ),
         (
             "",
+            "standalone-mtp",
+            f"--transformer-impl local --position-embedding-type rope --mtp-num-layers 1 {EXPERTS} "
+            "--moe-layer-freq 2 --pipeline-model-parallel-size 2 "
+            "--pipeline-model-parallel-layout Ett|mL",
+        ),
+        (
+            "",
             "fsdp2-norm",
             f"{TE} {matrix.FLAGS['fsdp2']} --log-params-norm",
         ),

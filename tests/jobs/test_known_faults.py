@@ -35,6 +35,11 @@ EXPERTS = (
 IN_PIECES = (
     f"{EXPERTS} --moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --bf16"
 )
+PREDICTION = (
+    "--transformer-impl local --position-embedding-type rope --mtp-num-layers 1 --num-experts 4 "
+    "--disable-bias-linear --moe-layer-freq 2 --pipeline-model-parallel-size 2 "
+    "--pipeline-model-parallel-layout"
+)
 JOBS = [
     (MLA, 2, "MLA without sequence"),
     (f"{MLA} --sequence-parallel", 2, ""),
@@ -73,6 +78,8 @@ JOBS = [
         2,
         "`--reset-attention-mask` and pipelines",
     ),
+    (f"{PREDICTION} Ett|mL", 2, "Multi-token prediction in a stage without decoder layers"),
+    (f"{PREDICTION} Et|tmL", 2, ""),
     (
         "--bf16 --use-distributed-optimizer --optimizer muon --log-params-norm",
         2,

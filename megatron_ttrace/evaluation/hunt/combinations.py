@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.known_faults import Finding
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags, Flag
 from megatron_ttrace.trace import codec
 
@@ -58,10 +59,17 @@ class Dimension:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Table:
-    """``options.toml``: a small job, and what is combined around it."""
+    """``options.toml``: a small job, what is combined around it, and what is known to fail.
+
+    Attributes:
+        base: the job's arguments.
+        dimension: what is combined.
+        fails: what Megatron does not refuse before a job ends with an error.
+    """
 
     base: str
     dimension: tuple[Dimension, ...]
+    fails: tuple[Finding, ...]
 
 
 def table() -> Table:
@@ -124,7 +132,8 @@ class Space:
 
     def starts(self, pair: Pair, chance: random.Random) -> Combination:
         """A pair, with what gives its values an effect."""
-        combination = dict(pair)
+        # Sorted: the order of a set is another one in each process, and words decide a job's key.
+        combination = dict(sorted(pair))
         for name in [*combination]:
             within = self.dimensions[name].within
             if within and within not in combination:

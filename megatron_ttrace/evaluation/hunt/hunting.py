@@ -14,6 +14,7 @@ from megatron_ttrace.evaluation.recipes.collect import SmallJob
 from megatron_ttrace.evaluation.recipes.run import Answer, Checker, JobRow, Results
 from megatron_ttrace.jobs import known_faults, validity
 from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.known_faults import Finding
 from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.mcore.versions import megatron_core_version
@@ -62,6 +63,7 @@ class Hunt:
         results: Results,
         most: int,
         seed: int,
+        fails: Sequence[Finding] = (),
     ) -> None:
         """Nothing is checked yet.
 
@@ -71,9 +73,10 @@ class Hunt:
             results: where rows are kept.
             most: ranks of a job.
             seed: of the order of combinations.
+            fails: what is known to end with an error.
         """
         self._space, self._check, self._most = space, check, most
-        self._results = results
+        self._results, self._fails = results, fails
         self._version = megatron_core_version()
         self._jobs: dict[tuple[tuple[str, str], ...], plan.Job | None] = {}
         self._known: set[plan.Job] = set()
@@ -174,7 +177,7 @@ class Hunt:
             return None
         words = self._check.arguments(_small(command, job))
         options = validity.options(words, ranks)
-        if options is None:
+        if options is None or any(each.fits(options) for each in self._fails):
             return None
         if known_faults.finding_of(options, self._version):
             self._known.add(job)

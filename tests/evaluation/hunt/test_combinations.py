@@ -74,6 +74,8 @@ def test_all_pairs_are_covered(space):
     assert len(covering.excluded) == 1
     assert len(made) < len(space.pairs()) / 2
     assert made == run(Covering(space, valid, seed=1))
+    # In each process, whatever the order of a set there: a job's key depends on it.
+    assert all([*combination][:2] == sorted([*combination][:2]) for combination in made)
     assert made != run(Covering(space, valid, seed=2))
 
 

@@ -8,6 +8,8 @@ from megatron_ttrace.evaluation.hunt.combinations import Dimension, Space
 from megatron_ttrace.evaluation.recipes import run as running
 from megatron_ttrace.evaluation.recipes.run import Answer, JobRow, Results
 from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.known_faults import Finding
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 
 BASE = Command(
     "x.py", tuple("--num-layers 2 --hidden-size 64 --num-attention-heads 4".split()), ranks=1
@@ -47,14 +49,16 @@ class Checks:
 @pytest.fixture
 def everything_valid(monkeypatch):
     """Nothing of Megatron is imported."""
-    monkeypatch.setattr(hunting.validity, "options", lambda words, ranks: {})
+    monkeypatch.setattr(
+        hunting.validity, "options", lambda words, _: CommandFlags.parse(words).options()
+    )
     monkeypatch.setattr(running.fingerprint, "code", lambda script: {})
 
 
-def hunt(tmp_path):
+def hunt(tmp_path, fails=()):
     """All combinations, the rows, and the checks that were needed."""
     checks = Checks()
-    hunted = hunting.Hunt(Space(BASE, DIMENSIONS), checks, Results(tmp_path), 8, 0)
+    hunted = hunting.Hunt(Space(BASE, DIMENSIONS), checks, Results(tmp_path), 8, 0, fails=fails)
     return list(hunted.run(60.0)), checks
 
 
@@ -70,3 +74,12 @@ def test_what_fails_together_is_not_tried_again(tmp_path, everything_valid):
     again, idle = hunt(tmp_path)
     assert [each.row for each in again] == [each.row for each in tried]
     assert (idle.checked, idle.built) == ([], 0)
+
+
+def test_what_is_known_to_fail_is_not_tried(tmp_path, everything_valid):
+    """So no job fails."""
+    known = Finding("biases", {"swiglu": "*", "add_bias_linear": "*"})
+    tried, checks = hunt(tmp_path, [known])
+    assert len(tried) > 2
+    assert {each.row.answer for each in tried} == {Answer.EQUIVALENT}
+    assert checks.built == len(checks.checked)
