@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace blame``: which of the user's changes to Megatron make a job diverge."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace check``: the whole check of a training job on one machine."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

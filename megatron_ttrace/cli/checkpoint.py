@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace checkpoint``: whether two checkpoints hold the same state."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import Counter, defaultdict

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace ci``: check a pull request: the recipes that its changes can reach, and no others."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from contextlib import ExitStack

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace clean``: remove what checks have left."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

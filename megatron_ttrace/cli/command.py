@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What commands share: their parsers, progress lines, and checks before long work."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

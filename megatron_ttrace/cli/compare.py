@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace compare``: judge saved traces, without running anything."""
 
-from __future__ import annotations
-
 import argparse
 
 from megatron_ttrace.cli import command

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace data``: convert text files into a data set for Megatron."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace demo``: check a healthy run and a faulty one, on this machine, in about a minute."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

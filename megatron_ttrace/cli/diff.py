@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace diff``: any two runs against each other."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

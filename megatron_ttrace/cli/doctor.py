@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace doctor``: what is installed, what is missing, and where checks will run."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -88,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
     say = command.silent if args.quiet or args.json else command.progress()
     table = combinations.table()
     is_given = bool(args.command_words) or args.recipe is not None
-    base = training.command_of(args) if is_given else _tiny(table.base)
+    if is_given:
+        base = training.command_of(args)
+    else:
+        base = Command(str(launch_dir() / "pretrain_gpt.py"), tuple(table.base.split()), ranks=1)
     settings, words = split(base.arguments)
     # A reference is that of one job, and a report of the user's is not to be overwritten.
     alike = dataclasses.replace(settings, reference=None, wandb=True, wandb_online=False)
@@ -138,10 +141,6 @@ def _unknown(tried: list[Tried]) -> list[str]:
 
     rows = (job.row for job in tried)
     return [in_one_line(row.why) for row in rows if row.answer is Answer.COULD_NOT_CHECK]
-
-
-def _tiny(words: str) -> Command:
-    return Command(str(launch_dir() / "pretrain_gpt.py"), tuple(words.split()), ranks=1)
 
 
 def _answer(hunt: Hunt, tried: list[Tried]) -> dict[str, object]:

@@ -97,7 +97,7 @@ def _named(words: Sequence[str]) -> str:
 
 
 def _overview(_: argparse.Namespace) -> int:
-    """Of ``ttrace`` alone. Nothing was checked, so it is no success."""
+    """Of ``ttrace`` alone. Nothing was checked, so the exit code is not 0."""
     print(OVERVIEW, end="")
     return 2
 
@@ -148,6 +148,8 @@ def _guarded(
     argv: Sequence[str] | None, build: Callable[[Sequence[str]], argparse.ArgumentParser]
 ) -> int:
     """Run a command; every other end than its own answer is one line, and never exit code 1."""
+    import time
+
     from megatron_ttrace.trace.errors import ExitCode, TTraceError, one_line
 
     parsing = True
@@ -159,7 +161,8 @@ def _guarded(
         parser = build(words)
         disclosure.withhold(["ttrace", *words], known=dict(command.options(parser)))
         args = parser.parse_args(words)
-        args.began = _began(argv is None)
+        # As the shell counts, if this process is nothing else.
+        args.began = command.process_began() if argv is None else time.monotonic()
         parsing = False
         with signals.orderly():
             code = int(args.run(args))
@@ -184,15 +187,6 @@ def _guarded(
     stopped_by = signals.Stopped(signals.received())
     _tell(str(stopped_by))
     return stopped_by.exit_code
-
-
-def _began(is_process: bool) -> float:
-    """When this command began: as the shell counts, if the process is nothing else."""
-    import time
-
-    from megatron_ttrace.cli import command
-
-    return command.process_began() if is_process else time.monotonic()
 
 
 def _tell(text: str) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace patch``: add the flag to Megatron-LM's own script."""
 
-from __future__ import annotations
-
 import argparse
 import json
 

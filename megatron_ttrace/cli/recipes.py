@@ -84,6 +84,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Check the configurations and print the table."""
     from megatron_ttrace.evaluation.recipes.run import (
+        Answer,
         Checker,
         Results,
         coverage,
@@ -126,7 +127,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(table))
     else:
         _show(rows, [finished[key] for key in jobs if key in finished])
-    return _exit_code(rows)
+    answers = {row.answer for row in rows}
+    if Answer.DIVERGED in answers:
+        return ExitCode.DIVERGED
+    return ExitCode.COULD_NOT_CHECK if Answer.COULD_NOT_CHECK in answers else ExitCode.EQUIVALENT
 
 
 def _collect(args: argparse.Namespace) -> list[Recipe]:
@@ -140,15 +144,6 @@ def _collect(args: argparse.Namespace) -> list[Recipe]:
     if not args.checkout.is_dir():
         raise TTraceError(f"{args.checkout}: no such directory; give a checkout of Megatron-LM")
     return collect.collect(args.checkout.absolute(), args.only, args.max_ranks, anywhere=True)
-
-
-def _exit_code(rows: Sequence[RecipeRow]) -> ExitCode:
-    from megatron_ttrace.evaluation.recipes.run import Answer
-
-    if any(row.answer is Answer.DIVERGED for row in rows):
-        return ExitCode.DIVERGED
-    failed = any(row.answer is Answer.COULD_NOT_CHECK for row in rows)
-    return ExitCode.COULD_NOT_CHECK if failed else ExitCode.EQUIVALENT
 
 
 def _show(rows: Sequence[RecipeRow], jobs: Sequence[JobRow]) -> None:

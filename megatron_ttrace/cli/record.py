@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace record``: run a job once and keep its trace, to compare other runs with it."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -83,7 +81,7 @@ def kept(
     Raises ``TTraceError`` when the run has no complete trace.
     """
     settings = dataclasses.replace(settings, save_candidate=True)
-    # Too many unchecked tensors are no reason not to keep them.
+    # Tensors are kept even if too many of them are unchecked.
     report = training.check(job, settings, say, fork=fork, nproc=nproc, settle=False)
     reference = report.directory / "reference"
     if reference.is_symlink():

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace report DIR``: show a finished check again, from its files."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

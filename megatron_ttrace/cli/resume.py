@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace resume``: whether a job that is restarted from its checkpoint goes on as before."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

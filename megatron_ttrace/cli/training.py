@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands share that are given a training command: how it is read, and checked here."""
+"""What commands that take a training command share: how it is read, and checked here."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def parsed(words: list[str], user: str, nproc: int | None = None) -> Command:
 
 
 def _as_script(words: list[str]) -> Command | ShellScript | None:
-    """A script by whatever name, if there is such a file in this place; launchers are none."""
+    """A script by whatever name, if there is such a file here that does not launch scripts."""
     try:
         path = flags.path(words[0])
         if is_launcher(words[0]) or path.suffix == ".sh" or not path.is_file():

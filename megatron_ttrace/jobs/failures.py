@@ -121,7 +121,7 @@ def _known(error: BaseException, frames: tuple[Frame, ...]) -> KnownFailure | No
 
 def _is_communication(error: BaseException) -> bool:
     """Whether a collective failed, or the key-value store: mostly because another rank ended."""
-    if not isinstance(error, RuntimeError):  # of which PyTorch's errors of this kind are
+    if not isinstance(error, RuntimeError):  # PyTorch's errors of this kind are
         return False
     innermost = traceback.extract_tb(error.__traceback__)[-1:]
     return type(error).__name__.startswith("Dist") or any(

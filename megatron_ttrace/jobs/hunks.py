@@ -125,7 +125,7 @@ def _blocks(old: Sequence[str], new: Sequence[str]) -> Iterator[tuple[int, int, 
 
 
 def broken(changed: Mapping[str, str | None], good: Texts, bad: Texts) -> str:
-    """Why a combination of hunks is no program; empty if it may be one. This costs no check.
+    """Why a combination of hunks cannot run; empty if it may. This costs no check.
 
     It does not compile; or it uses a name, or imports one from another file that differs, which is
     bound in neither, though it is in the good or the bad version. ``changed`` are the files of the

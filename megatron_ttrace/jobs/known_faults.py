@@ -4,8 +4,6 @@
 This only labels a divergence; it changes no verdict.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import functools
@@ -61,7 +59,7 @@ def _is(value: object, wanted: str) -> bool:
 
 
 def _integer(value: object) -> int:
-    """0 for what is no number."""
+    """0 for texts that are not numbers."""
     text = str(value)
     return int(text) if text.isdecimal() and text.isascii() else 0
 

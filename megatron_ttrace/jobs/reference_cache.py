@@ -32,7 +32,7 @@ type Make = Callable[[Path], None]
 
 
 def mode() -> int:
-    """Of the directories of references: private, unless the cache is for others, too."""
+    """Of the directories of references: private, unless the cache is shared with others."""
     return 0o777 if os.environ.get(SHARED) else owned.PRIVATE_FOLDER
 
 

@@ -167,7 +167,7 @@ def refusal(layout: Layout, args: Any, *, world_size: int, devices: int | None) 
 
 
 def described(layout: Layout) -> str:
-    """What a report says of a reference in this layout."""
+    """A report's description of a reference in this layout."""
     return (
         f"reference: {layout} on {layout.ranks} ranks, itself checked against one device on a "
         "shrunk job"
@@ -175,7 +175,7 @@ def described(layout: Layout) -> str:
 
 
 def notice(layout: Layout, args: Any) -> str:
-    """The same, with the axes that a candidate with these arguments has, too."""
+    """The same, with the axes that it shares with a candidate with these arguments."""
     both = [
         f"{name}={size}"
         for name, option in _OPTIONS.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of which ``ttrace resume`` compares the states, made from one training command.
+"""The runs whose states ``ttrace resume`` compares, made from one training command.
 
 One run trains without interruption and saves once; the others restart from what it saved, in the
 same layout or in others. All have the job's own options for saving and loading, and the same

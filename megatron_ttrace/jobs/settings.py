@@ -407,7 +407,7 @@ class Early:
 
     @classmethod
     def read(cls, words: Sequence[str]) -> Self:
-        """From the words of a command line, of which wrong values are reported later."""
+        """From the words of a command line, whose wrong values are reported later."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         CHECK.add(parser, default=False)
         parser.add_argument(FLAGS["device"].name, default=Settings.device)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether Megatron accepts a job, decided by its own validation, without running it."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -13,15 +13,7 @@ from megatron_ttrace.cli.main import main
         (["--minutes", "soon"], "--minutes"),
         (["--", "python"], "no training script"),
         (
-            [
-                "--",
-                "torchrun",
-                "--nproc-per-node",
-                "3",
-                "x.py",
-                "--tensor-model-parallel-size",
-                "2",
-            ],
+            "-- torchrun --nproc-per-node 3 x.py --tensor-model-parallel-size 2".split(),
             "cannot be divided",
         ),
     ],

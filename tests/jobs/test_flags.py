@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that flags can have."""
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,15 +61,11 @@ def test_any_way_to_write_a_set_of_iterations(wanted, random):
 @given(st.text(max_size=12))
 def test_any_text_is_iterations_or_a_clear_error(text):
     """Never another exception; never an empty or descending answer."""
-    if len(text.replace("-", "")) > 6:
-        return  # ranges of billions of iterations are the user's business
-    try:
+    with contextlib.suppress(TTraceError):
         iterations = parse_iterations(text)
-    except TTraceError:
-        return
-    assert iterations
-    assert iterations == tuple(sorted(set(iterations)))
-    assert iterations[0] >= 1
+        assert iterations
+        assert iterations == tuple(sorted(set(iterations)))
+        assert iterations[0] >= 1
 
 
 def test_ranges_without_end_are_refused():

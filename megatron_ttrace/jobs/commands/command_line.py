@@ -68,7 +68,7 @@ class Command:
         script: the training script, as it is written.
         arguments: of the script.
         environment: what is assigned before it.
-        ranks: how many ranks it starts in all, or ``None`` if that is not said.
+        ranks: how many ranks it starts in all, or ``None`` where nothing shows that.
         nodes: on how many machines.
         unset: variables that it must not inherit.
         uncounted: what leaves the number of ranks to the machine, if something does.
@@ -97,7 +97,7 @@ class ShellScript:
 
 @dataclasses.dataclass
 class _Context:
-    """What the words before the script have said; ``uncounted``: see :class:`Command`."""
+    """What the words before the script set; ``uncounted``: see :class:`Command`."""
 
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     tasks: dict[str, int] = dataclasses.field(default_factory=dict)

@@ -177,7 +177,7 @@ def _shown(
         elif _is_separator(word):
             shown.append(word)
             remaining = 0
-        elif _is_flag(word):
+        elif word == "--" or _FLAG.fullmatch(word.partition("=")[0]):
             is_over = in_script and word == "--"
             flag, equals, value = word.partition("=")
             remaining = known.get(flag, _values_of(flag, in_script=in_script))
@@ -212,10 +212,6 @@ def _is_separator(word: str) -> bool:
     return bool(word) and not word.strip(_SEPARATORS)
 
 
-def _is_flag(word: str) -> bool:
-    return word == "--" or _FLAG.fullmatch(word.partition("=")[0]) is not None
-
-
 def _values_of(flag: str, *, in_script: bool) -> int | None:
     """How many words after a flag may be shown; ``None`` for a flag that is not known."""
     if flag in _SWITCHES:
@@ -237,7 +233,7 @@ def _value(flag: str, value: str) -> str:
 
 
 def _positional(word: str) -> str:
-    """A word before the script that is no value, no program and no file."""
+    """A word before the script that is neither a value nor a program or file."""
     if word in _SUBCOMMANDS or _NUMBER.fullmatch(word):
         return word
     parts = word.split()

@@ -52,7 +52,7 @@ _MARK = 7919
 _HANDLE = {
     "BASH_FUNC_command_not_found_handle%%": f'() {{ "{_UNFOUND}$1" "${{@:2}}"; }}',
 }
-"""Makes bash start programs that PATH lacks as well, so that they are seen."""
+"""Makes bash start programs that PATH lacks, so that they are seen."""
 _TASKS = "TTRACE_TASKS"
 """A variable with how many processes run the script that has it."""
 _PIPE = re.compile(r"/(?:dev|proc/self)/fd/(\d+)|/dev/stdin")

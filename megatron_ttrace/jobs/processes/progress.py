@@ -27,7 +27,7 @@ def say(line: str) -> None:
 
 
 class Progress:
-    """Says what is being done; :meth:`tick` says it again, with its duration, after a silence."""
+    """Reports what is being done; after a silence :meth:`tick` repeats it with its duration."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -35,13 +35,13 @@ class Progress:
         self._began = self._last = time.monotonic()
 
     def __call__(self, line: str) -> None:
-        """Say what begins now."""
+        """Report what begins now."""
         self._doing = line
         self._began = time.monotonic()
         self.note(line)
 
     def note(self, line: str) -> None:
-        """Say something in between."""
+        """Report something in between."""
         self._last = time.monotonic()
         self._say(line)
 

@@ -4,8 +4,6 @@
 ``jobs/shrink`` shrinks flags; what it changes is set in the configuration.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path

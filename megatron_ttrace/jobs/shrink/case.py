@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A large job and the axes of a small one: what the rules of shrinking share."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -22,6 +20,21 @@ class Change:
     values: tuple[str, ...] | None
     why: str
     lost: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Depth:
+    """Layers of a small job: of the whole model, and of its end stages where that is said.
+
+    ``per_chunk`` are those of a model chunk, if all are alike; ``stages`` are the layout string's,
+    if there is one.
+    """
+
+    layers: int
+    first: int | None = None
+    last: int | None = None
+    per_chunk: int = 2
+    stages: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,21 +105,6 @@ class Case:
     def depth(self) -> Depth:
         """The small number of layers, and how stages share them."""
         return _depth(self)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Depth:
-    """Layers of a small job: of the whole model, and of its end stages where that is said.
-
-    ``per_chunk`` are those of a model chunk, if all are alike; ``stages`` are the layout string's,
-    if there is one.
-    """
-
-    layers: int
-    first: int | None = None
-    last: int | None = None
-    per_chunk: int = 2
-    stages: tuple[str, ...] = ()
 
 
 def _depth(case: Case) -> Depth:

@@ -55,7 +55,7 @@ def suits(script: str) -> bool:
     try:
         return _MASKED not in Path(script).read_bytes()
     except OSError:
-        return True  # whoever runs the script says so
+        return True  # running it reports the reason
 
 
 def can_chat() -> bool:

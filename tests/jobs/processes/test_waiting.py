@@ -190,12 +190,6 @@ def test_a_command_line_error(tmp_path: Path) -> None:
         jobs.run(job(tmp_path, code, nproc=2), fork=True)
 
 
-def test_an_assertion_without_words(tmp_path: Path) -> None:
-    """For an error without text, the line that raised it."""
-    with pytest.raises(TTraceError, match=r"^rank 0 failed: AssertionError: assert 1 == 2, at "):
-        jobs.run(job(tmp_path, "assert 1 == 2", nproc=1), fork=False)
-
-
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     """A program that cannot be started is reported."""
     log = tmp_path / "log"
