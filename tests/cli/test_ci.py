@@ -109,62 +109,62 @@ def checked(tmp_path, monkeypatch):
     return stand_in
 
 
-def pull(*words):
-    """Check the pull request in the current directory."""
-    return main(["ci", ".", "--base", "main", "--recipes", "ci", "--quiet", *words])
+@pytest.fixture
+def pull(capsys):
+    """Checks the pull request in the current directory; returns what is printed."""
+
+    def check(*words, code=0):
+        capsys.readouterr()
+        assert main(["ci", ".", "--base", "main", "--recipes", "ci", "--quiet", *words]) == code
+        return capsys.readouterr().out
+
+    return check
 
 
-def test_only_what_changes_reach(fork, checked, capsys):
+def test_only_what_changes_reach(fork, checked, pull):
     """First all recipes run, then those that run a function that was changed."""
-    assert pull() == 0
+    pull()
     assert checked.asked == [("head", "pipeline"), ("head", "tensor")]
     edit(fork, LAYERS, "return 1", "return 2")
     edit(fork, LAYERS, "# {0}", "# nothing")
-    capsys.readouterr()
-    assert pull() == 0
+    out = pull()
     assert len(checked.asked) == 2
-    out = capsys.readouterr().out
     assert out.count("skipped: ci/") == 2
     assert "nothing was checked" in out
     edit(fork, LAYERS, "x + 0", "0 + x")
-    assert pull() == 0
+    assert "skipped: ci/pp.yaml" in pull()
     assert checked.asked[2:] == [("head", "tensor")]
-    assert "skipped: ci/pp.yaml" in capsys.readouterr().out
     assert not (fork / "ttrace-ci" / "trees").exists()
     assert git(fork, "worktree", "list").count("\n") == 0
 
 
-def test_a_faulty_change(fork, checked, capsys):
+def test_a_faulty_change(fork, checked, pull):
     """Diverges, each time again, and is annotated where it changed what ran."""
     edit(fork, PIPELINE, "return 1", "return 2")
     edit(fork, LAYERS, "x + 0", "x + 1")
     for _ in range(2):
-        assert pull("--format", "github") == 1
-        out = capsys.readouterr().out
+        out = pull("--format", "github", code=1)
         (line,) = (line for line in out.splitlines() if line.startswith("::error"))
         assert line.startswith(f"::error file={LAYERS},line=3,title=ttrace%3A diverged in decoder")
         assert f"changed code that it ran: {LAYERS} (run)" in line
         assert "%0Areport: " in line
     assert checked.asked[-2:] == [("head", "tensor"), ("base", "tensor")]
-    assert pull("--format", "gitlab") == 1
-    issues = json.loads(capsys.readouterr().out)
+    issues = json.loads(pull("--format", "gitlab", code=1))
     assert [(issue["severity"], issue["location"]) for issue in issues] == [
         ("critical", {"path": LAYERS, "lines": {"begin": 3}}),
         ("minor", {"path": PIPELINE, "lines": {"begin": 7}}),
     ]
-    assert pull() == 1
-    assert f"{LAYERS}:3: error: ttrace: diverged in" in capsys.readouterr().out
+    assert f"{LAYERS}:3: error: ttrace: diverged in" in pull(code=1)
 
 
-def test_the_change_to_blame(fork, checked, capsys):
+def test_the_change_to_blame(fork, checked, pull):
     """Its line has the error, wherever the culprit's code is, with what was proven."""
     edit(fork, PIPELINE, "return 1", "return 2")
     edit(fork, LAYERS, "x + 0", "x + 1")
     hunk = BlamedHunk(PIPELINE, 7, "other", ("a\n",), ("b\n",), Execution.NOT_KNOWN)
     change = BlamedChange((hunk,), ("decoder.layers.*.mlp",))
     checked.blamed = Blame(Blaming.PROVEN, "main", (change,))
-    assert pull("--format", "github") == 1
-    out = capsys.readouterr().out
+    out = pull("--format", "github", code=1)
     (line,) = (line for line in out.splitlines() if line.startswith("::error"))
     assert line.startswith(f"::error file={PIPELINE},line=7,title=ttrace%3A diverged in decoder")
     assert "%0Aproven: with this hunk on main the job diverges" in line
@@ -175,44 +175,39 @@ def test_the_change_to_blame(fork, checked, capsys):
     assert str(fork / "ttrace-ci" / "trees" / "head") in trial.environment["PYTHONPATH"]
 
 
-def test_a_culprit_in_code_that_did_not_change(fork, checked, capsys, monkeypatch):
+def test_a_culprit_in_code_that_did_not_change(fork, checked, pull, monkeypatch):
     """Its line is an error, and the changed code that ran is a warning."""
     edit(fork, LAYERS, "x + 0", "x + 1")
     monkeypatch.setattr(pull_request, "place", lambda *given: ("pretrain_gpt.py", 1))
-    assert pull("--format", "github") == 1
-    out = capsys.readouterr().out
+    out = pull("--format", "github", code=1)
     error, warning = (line for line in out.splitlines() if line.startswith("::"))
     assert error.startswith("::error file=pretrain_gpt.py,line=1,")
     assert warning.startswith(f"::warning file={LAYERS},line=3,")
     assert "this code ran%2C and has changed::ci/tp.yaml" in warning
 
 
-def test_a_fault_that_the_base_has(fork, checked, capsys):
+def test_a_fault_that_the_base_has(fork, checked, pull):
     """It is told, and is not the pull request's."""
     git(fork, "checkout", "-q", "main")
     edit(fork, LAYERS, "x + 0", "x + 1")
     git(fork, "checkout", "-q", "-B", "change")
     edit(fork, LAYERS, "return x + 1", "return (x) + 0 + x + 1")
-    assert pull("--format", "github") == 0
-    out = capsys.readouterr().out
+    out = pull("--format", "github")
     assert "::notice title=ttrace%3A not from this pull request::ci/tp.yaml" in out
     assert "::error" not in out
 
 
-def test_what_cannot_be_checked(fork, checked, capsys):
+def test_what_cannot_be_checked(fork, checked, pull):
     """Because of the pull request: an error. Before it, too: a warning, if anything was checked."""
     edit(fork, LAYERS, "    return x", "    raise x\n    return x")
-    assert pull("--format", "github") == 2
-    out = capsys.readouterr().out
+    out = pull("--format", "github", code=2)
     assert "::error title=ttrace could not check this pull request::ci/tp.yaml" in out
     assert "the rank died" in out
     git(fork, "branch", "-f", "main", "change")
     edit(fork, LAYERS, "raise x", "raise x + 0")
-    assert pull("--format", "github") == 2
-    assert "::warning title=ttrace could not check::" in capsys.readouterr().out
+    assert "::warning title=ttrace could not check::" in pull("--format", "github", code=2)
     edit(fork, PIPELINE, "x + 0", "0 + x")
-    assert pull("--format", "github") == 0
-    assert "::warning title=ttrace could not check::" in capsys.readouterr().out
+    assert "::warning title=ttrace could not check::" in pull("--format", "github")
 
 
 @pytest.mark.parametrize(
@@ -239,48 +234,42 @@ def test_bad_input(fork, checked, capsys, words, message):
     assert message in error[0]
 
 
-def test_a_recipe_that_is_removed_with_a_fault(fork, checked, capsys):
+def test_a_recipe_that_is_removed_with_a_fault(fork, checked, pull):
     """Its job is checked once more; alone, removing it fails the review by name."""
     git(fork, "rm", "-q", "ci/tp.yaml")
     commit(fork, "no tensor parallelism")
-    assert pull("--format", "github") == 2
-    out = capsys.readouterr().out
+    out = pull("--format", "github", code=2)
     assert "::error title=ttrace%3A recipe removed%3A ci/tp.yaml::" in out
     assert ("head", "tensor") in checked.asked
     edit(fork, LAYERS, "x + 0", "x + 1")
-    assert pull("--format", "github") == 1
-    assert f"::error file={LAYERS},line=3" in capsys.readouterr().out
+    assert f"::error file={LAYERS},line=3" in pull("--format", "github", code=1)
 
 
-def test_a_recipe_that_is_broken(fork, checked, capsys):
+def test_a_recipe_that_is_broken(fork, checked, pull):
     (fork / "ci" / "tp.yaml").write_text("MODEL_ARGS: [\n")
     edit(fork, LAYERS, "x + 0", "x + 1")
-    assert pull("--format", "github") == 1
-    out = capsys.readouterr().out
+    out = pull("--format", "github", code=1)
     assert "::error file=ci/tp.yaml,line=1,title=ttrace%3A recipe broken%3A ci/tp.yaml::" in out
     assert f"::error file={LAYERS},line=3" in out
 
 
-def test_a_recipe_that_is_renamed_or_changed(fork, checked, capsys):
+def test_a_recipe_that_is_renamed_or_changed(fork, checked, pull):
     """Under another name it is the same; with another job, the base's job is checked as well."""
     git(fork, "mv", "ci/tp.yaml", "ci/other.yaml")
     commit(fork, "another name")
-    assert pull("--format", "github") == 0
-    out = capsys.readouterr().out
+    out = pull("--format", "github")
     assert "renamed: ci/tp.yaml is now ci/other.yaml" in out
     assert "::" not in out
     edit(fork, "ci/pp.yaml", "pipeline", "context")
-    assert pull("--format", "github") == 0
-    assert "::warning file=ci/pp.yaml,line=1,title=ttrace%3A recipe changed::" in (
-        capsys.readouterr().out
-    )
+    out = pull("--format", "github")
+    assert "::warning file=ci/pp.yaml,line=1,title=ttrace%3A recipe changed::" in out
     assert ("head", "pipeline") in checked.asked
 
 
 @pytest.mark.parametrize("damage", ["empty", "partial", "other"])
-def test_damaged_records_skip_nothing(fork, checked, damage):
+def test_damaged_records_skip_nothing(fork, checked, pull, damage):
     """Records of a cache that are empty, cut off, or of other content are made again."""
-    assert pull() == 0
+    pull()
     file = fork / "ttrace-ci" / "reached.json"
     content = json.loads(file.read_text())
     for key, records in content["jobs"].items():
@@ -295,45 +284,41 @@ def test_damaged_records_skip_nothing(fork, checked, damage):
     file.write_text(json.dumps(content))
     edit(fork, LAYERS, "x + 0", "x + 1")
     count = len(checked.asked)
-    assert pull() == 1
+    pull(code=1)
     assert {("head", "tensor"), ("head", "pipeline")} <= {*checked.asked[count:]}
 
 
-def test_changed_code_that_no_recipe_runs(fork, checked, capsys):
+def test_changed_code_that_no_recipe_runs(fork, checked, pull):
     """A warning on the changed line; not for what runs, or what no training can import."""
     edit(fork, LAYERS, "return 1", "return 2")
     (fork / "megatron" / "unused.py").write_text("def idle():\n    return 0\n\n\ndef too(): ...\n")
     (fork / "tool.py").write_text("def idle():\n    return 0\n")
     edit(fork, PIPELINE, "x + 0", "0 + x")
-    assert pull("--format", "json") == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(pull("--format", "json"))
     assert {(row["level"], row["topic"]) for row in rows} == {("warning", "not_executed")}
     places = [(row["file"], row["line"], row["title"].rpartition(" ")[2]) for row in rows]
     unused = "megatron/unused.py"
     assert places == [(LAYERS, 7, "other"), (unused, 1, "idle"), (unused, 5, "too")]
-    assert pull("--format", "github") == 0
-    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("::")]
+    out = pull("--format", "github")
+    warnings = [line for line in out.splitlines() if line.startswith("::")]
     assert len(warnings) == len(rows)
     assert warnings[0].startswith(f"::warning file={LAYERS},line=7,title=ttrace%3A changed%2C but")
-    assert pull("--format", "gitlab") == 0
-    issues = json.loads(capsys.readouterr().out)
+    issues = json.loads(pull("--format", "gitlab"))
     assert [row["check_name"] for row in issues] == ["ttrace/not_executed"] * len(rows)
-    assert pull() == 0
-    assert f"{LAYERS}:7: warning: ttrace: changed, but not executed" in capsys.readouterr().out
+    assert f"{LAYERS}:7: warning: ttrace: changed, but not executed" in pull()
 
 
-def test_much_changed_code_that_no_recipe_runs(fork, checked, capsys):
+def test_much_changed_code_that_no_recipe_runs(fork, checked, pull):
     """A warning per file: hosts show ten of a kind."""
     code = "".join(f"def idle{number}():\n    return 0\n\n\n" for number in range(12))
     (fork / "megatron" / "unused.py").write_text(code)
     edit(fork, LAYERS, "return 1", "return 2")
-    assert pull("--format", "json") == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(pull("--format", "json"))
     assert [(row["file"], row["line"]) for row in rows] == [(LAYERS, 7), ("megatron/unused.py", 1)]
     assert "idle9, ...: changed" in rows[1]["message"]
 
 
-def test_no_secret_reaches_code_of_the_pull_request(fork, checked, monkeypatch):
+def test_no_secret_reaches_code_of_the_pull_request(fork, checked, pull, monkeypatch):
     """Neither the scripts that are read for their commands nor the checks see other variables."""
     seen = []
     (fork / "ci" / "more.sh").write_text("torchrun pretrain_gpt.py --num-layers 2\n")
@@ -350,7 +335,7 @@ def test_no_secret_reaches_code_of_the_pull_request(fork, checked, monkeypatch):
 
     monkeypatch.setattr(collect.shell_script, "resolve", look)
     before = dict(os.environ)
-    assert pull() == 0
+    pull()
     assert len(seen) == 1
     for environment in (*seen, checked.environment):
         assert "hidden" not in " ".join(environment.values())
@@ -364,7 +349,7 @@ def test_names_that_forge_commands(fork, checked, capsys):
     """A recipe's name is one line, and no command of the host of code."""
     (fork / "ci" / "x\n::error::forged\n##[error]forged.yaml").write_text("MODEL_ARGS: [\n")
     commit(fork, "a name")
-    pull("--format", "github")
+    main(["ci", ".", "--base", "main", "--recipes", "ci", "--quiet", "--format", "github"])
     printed = capsys.readouterr()
     lines = (printed.out + printed.err).splitlines()
     assert any("forged" in line for line in lines)
