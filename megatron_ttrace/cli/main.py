@@ -108,10 +108,9 @@ def main(
 ) -> int:
     """Run a command and return its exit code.
 
-    Args:
-        argv: the words of the command. ``None``: this process is the command, and its arguments,
-            signals and standard streams are handled.
-        build: makes the parser of a command line; by default :func:`build_parser`.
+    ``argv`` are its words. ``None``: this process is the command, whose arguments, signals and
+    standard streams are handled. ``build`` makes the parser of a command line, as
+    :func:`build_parser` does.
     """
     build = build or build_parser
     if argv is not None:

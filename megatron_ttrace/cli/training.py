@@ -208,19 +208,11 @@ def check(
     settle: bool = True,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> api.Report:
-    """Check a command in this process.
+    """Check a command in this process; flags of ours among its arguments override ``how``.
 
-    Args:
-        command_: with flags of ours among its arguments, perhaps; they override ``how``.
-        how: settings of the check.
-        say: called with each line of progress.
-        fork: fork the ranks, where that is possible.
-        nproc: number of ranks; by default as many as the command starts.
-        settle: as of ``api.run_check``.
-        environment: further variables of the ranks.
-
-    Raises:
-        TTraceError: when there is no report.
+    ``nproc`` is by default what the command starts, ``settle`` as of ``api.run_check``,
+    ``environment`` has further variables of the ranks. Raises ``TTraceError`` when there is no
+    report.
     """
     return api.run_check(
         Path(command_.script),

@@ -29,14 +29,9 @@ _COMMUNICATION = f"torch{os.sep}distributed{os.sep}"
 class KnownFailure:
     """An exception that a fault of Megatron's raises.
 
-    Attributes:
-        finding: the number of the fault in docs/findings.md.
-        error: the type of the exception.
-        file: of Megatron's innermost frame, below ``megatron/``.
-        function: that frame's.
-        when: whether a job with these validated arguments has the fault.
-        advice: what helps.
-        fixed: the series of Megatron that do not have it any more.
+    ``finding`` is the number of the fault in docs/findings.md. ``file`` and ``function`` are those
+    of Megatron's innermost frame, below ``megatron/``. ``when``: whether a job with these validated
+    arguments has the fault. ``fixed``: the series of Megatron that do not have it any more.
     """
 
     finding: int

@@ -146,10 +146,8 @@ def record(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: No
 def configuration(job: Job, *, fork: bool, say: Callable[[str], None]) -> list[str]:
     """What flags of Megatron-LM a script's configuration stands for (``jobs/shrink/bridge.py``).
 
-    The script runs as one rank, until it trains; ``fork`` as of :func:`run`.
-
-    Raises:
-        TTraceError: when it fails, or does not train.
+    The script runs as one rank, until it trains; ``fork`` as of :func:`run`. Raises ``TTraceError``
+    when it fails, or does not train.
     """
     file = job.directory / "flags.json"
     owned.remove(file)

@@ -84,10 +84,8 @@ def difference(tree: Tree, good: str | None) -> Difference:
     """What differs from a good tree: all Python files, committed or not.
 
     ``good`` is a directory, or a commit of the user's checkout. By default it is the last commit
-    that it has in common with a release, or the installed release of the same version.
-
-    Raises:
-        TTraceError: when there is no such tree.
+    that it has in common with a release, or the installed release of the same version. Raises
+    ``TTraceError`` when there is no such tree.
     """
     if good is not None and Path(good).is_dir():
         return _from_folder(tree, Path(good).resolve(), good)

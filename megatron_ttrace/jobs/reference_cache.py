@@ -40,13 +40,11 @@ def obtain(directory: Path, name: str, make: Make, patience: float) -> str:
     """Find the reference with fingerprint ``name``, in the cache if there is one, or make it.
 
     A run looks for it in ``directory``, a link if it is in the cache. Another run that is making
-    the same one is waited for, ``patience`` seconds.
+    the same one is waited for, ``patience`` seconds. Raises ``TTraceError`` when it cannot be
+    written, or another run kept it locked too long.
 
     Returns:
         The checksum of its ``meta.json``, which was verified with all its files.
-
-    Raises:
-        TTraceError: when it cannot be written, or another run kept it locked too long.
     """
     cache = os.environ.get("TTRACE_CACHE")
     checksum = None

@@ -47,11 +47,7 @@ _OPTIMIZERS = ("adam", "sgd")
 class Layout:
     """Sizes of the axes.
 
-    Attributes:
-        tp: tensor-parallel ranks.
-        pp: pipeline stages.
-        cp: context-parallel ranks.
-        ep: expert-parallel ranks; data-parallel ones are added where the others are too few.
+    Data-parallel ranks are added where the others are too few for the expert-parallel ones.
     """
 
     tp: int = 1

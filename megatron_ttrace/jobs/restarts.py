@@ -75,17 +75,10 @@ def plan(
     into: Sequence[str],
     folder: Path,
 ) -> Plan:
-    """The runs of a command.
+    """The runs of a command, whose ``arguments`` have no flags of ours.
 
-    Args:
-        arguments: of the training script, without flags of ours.
-        nproc: number of ranks.
-        steps: before the checkpoint.
-        into: flags of other layouts, each as one text.
-        folder: absolute; the checkpoint is saved below it.
-
-    Raises:
-        TTraceError: for a layout whose flags are none.
+    ``steps`` are those before the checkpoint, which is saved below ``folder`` (absolute); ``into``
+    has the flags of other layouts, each as one text. Raises ``TTraceError`` if they are not flags.
     """
     flags = CommandFlags.parse(arguments)
     notices = []

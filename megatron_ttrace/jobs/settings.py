@@ -360,10 +360,8 @@ def check_single(args: object, *names: str) -> None:
 def settings_of(args: object, base: Settings = Settings()) -> Settings:
     """The settings of a parsed command line, ours or Megatron's; they override those of ``base``.
 
-    They need not be valid: what follows may override them.
-
-    Raises:
-        TTraceError: for texts that mean nothing.
+    They need not be valid: what follows may override them. Raises ``TTraceError`` for texts that
+    mean nothing.
     """
     flags = {name: flag for name, flag in FLAGS.items() if hasattr(args, flag.dest)}
     check_single(args, *(flag.dest for flag in flags.values()))
@@ -378,8 +376,7 @@ def settings_of(args: object, base: Settings = Settings()) -> Settings:
 def split(arguments: Sequence[str], base: Settings = Settings()) -> tuple[Settings, list[str]]:
     """Our flags, which override ``base``, and the other arguments of a training script.
 
-    Raises:
-        TTraceError: when one of our flags cannot have its value, or does not exist.
+    Raises ``TTraceError`` when one of our flags cannot have its value, or does not exist.
     """
     parser = add_arguments(Parser(prog="ttrace check", add_help=False, allow_abbrev=False))
     ours, theirs = parser.parse_known_args(list(arguments))

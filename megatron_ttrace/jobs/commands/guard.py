@@ -139,12 +139,8 @@ def _install() -> int:
 class Request:
     """A file to be opened or a program to be started; it waits until one method is called.
 
-    Attributes:
-        process: that asks.
-        path: as it was given, and made absolute.
-        flags: of ``open``, or ``None`` for a program.
-        words: of a program, the first one as it was given.
-        environment: of a program.
+    ``path`` is made absolute; ``flags`` are those of ``open``, ``None`` for a program, which has
+    ``words``, the first one as it was given, and an environment.
     """
 
     process: int

@@ -33,12 +33,8 @@ type Word = list[tuple[str, bool]]
 def statements(text: str, *, lines: bool = False) -> Iterator[list[Word]]:
     """The commands of a text. Redirections and comments go.
 
-    Args:
-        text: what a shell would read.
-        lines: whether every line ends a statement, even if the next one begins with ``-``.
-
-    Raises:
-        TTraceError: when a quote is not closed, or has a meaning that only a shell knows.
+    ``lines``: whether every line ends a statement, even if the next one begins with ``-``. Raises
+    ``TTraceError`` when a quote is not closed, or has a meaning that only a shell knows.
     """
     statement: list[Word] = []
     for token in [*_tokens(text, lines=lines), None]:

@@ -32,10 +32,7 @@ _INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
 def interpreter_of(words: Sequence[str]) -> str:
     """The Python that a command names with its folder, or the one beside such a ``torchrun``.
 
-    Without either it is this process's.
-
-    Raises:
-        TTraceError: when there is none.
+    Without either it is this process's. Raises ``TTraceError`` when it does not exist.
     """
     for word in words:
         path = Path(word)
@@ -56,15 +53,11 @@ def ttrace(
     module: str = "megatron_ttrace",
     warm: bool = False,
 ) -> tuple[int, str]:
-    """Run ``ttrace WORDS``, or another module of ours, which ends with this process.
+    """Run ``ttrace WORDS``, or another ``module`` of ours, which ends with this process.
 
-    Args:
-        interpreter: the Python that runs it.
-        words: the arguments.
-        environment: all of the process's variables.
-        quiet: do not print its progress.
-        module: is run as ``python -m``.
-        warm: fork this process, after :func:`import_torch`, where ``interpreter`` allows that.
+    ``environment`` has all of its variables. With ``quiet`` its progress is not printed, and with
+    ``warm`` it is a fork of this process, after :func:`import_torch`, where ``interpreter`` allows
+    that.
 
     Returns:
         Its exit code, and why it failed: its own record, or the last it printed.

@@ -24,8 +24,7 @@ def run_subprocess(
 ) -> int:
     """Run the reference in a new process, which dies with this one; returns its exit code.
 
-    Raises:
-        OutOfTimeError: when it has not ended after ``timeout`` seconds; it is killed then.
+    After ``timeout`` seconds it is killed, and ``OutOfTimeError`` raised.
     """
     process = start(command, environment, log)
     waited = Waited("the reference run", process.pid, log, is_reference=True)

@@ -283,10 +283,7 @@ def request_ranks(
 ) -> tuple[int, int]:
     """Ask the parent to run ``[python, script, *args]`` on several ranks.
 
-    Args:
-        command: of each rank.
-        ranks: environment and log of each rank.
-        timeout: seconds for all of them.
+    ``ranks`` are the environment and the log of each.
 
     Returns:
         The exit code of the rank that failed first, and its number; the others are ended then. Zero

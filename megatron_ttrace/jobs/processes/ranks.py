@@ -36,10 +36,8 @@ class End:
 class Observed:
     """What was observed of a job's processes.
 
-    Attributes:
-        ends: of the ranks, in the order in which they ended, without those that we ended.
-        stopped: names of processes that were stopped (SIGSTOP) when the job ended.
-        stopped_log: log of the first of them.
+    ``ends`` are of the ranks, in the order in which they ended, without those that we ended;
+    ``stopped`` names processes that were stopped (SIGSTOP) when the job ended.
     """
 
     ends: list[End] = dataclasses.field(default_factory=list)
@@ -70,16 +68,10 @@ def run_ranks(
     their code is ``None``. No process of the job is left when this returns or raises, nor when this
     process is killed.
 
-    Args:
-        nproc: number of ranks.
-        command: of every rank.
-        logs: directory for their logs.
-        fork: fork this process (``forkserver.preload`` first) instead of starting new ones.
-        environment: added to each rank's environment.
-        progress: called several times per second.
-        patience: limits the waiting.
-        observed: is filled in.
-        world: ranks of the job, where only the first ``nproc`` of them are started.
+    With ``fork`` the ranks are forks of this process (``forkserver.preload`` first).
+    ``environment`` is added to each rank's, ``progress`` is called several times per second, and
+    ``observed`` is filled in. ``world``: ranks of the job, where only the first ``nproc`` of them
+    are started.
 
     Raises:
         OutOfTimeError: when ``patience`` has run out.

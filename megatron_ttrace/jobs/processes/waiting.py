@@ -67,8 +67,7 @@ class Patience:
     def look(self, waited: Sequence[Waited]) -> None:
         """To be called repeatedly with the processes that are waited for now.
 
-        Raises:
-            OutOfTimeError: when it took too long.
+        Raises ``OutOfTimeError`` when it took too long.
         """
         now = time.monotonic()
         if now - self._last < _LOOK_SECONDS or not waited:

@@ -105,11 +105,8 @@ def of_small(
     interleaving without overlapped communication 3 stages (``validate_args``), and several
     instances of the distributed optimizer 2 ranks each.
 
-    Args:
-        flags: of the large job.
-        large: its axes.
-        kept: the only axes to keep; the others become 1.
-        stages: of the pipeline, at most; only the third both receives and sends in each direction.
+    Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only the third both
+    receives and sends in each direction.
     """
 
     def size(name: str, most: int = 2) -> int:
