@@ -98,7 +98,9 @@ make_venv() {
   rm -f "$stamp"
   local pip=("$VENV/bin/python" -m pip --disable-pip-version-check install -qq -c "$CONSTRAINTS")
   "${pip[@]}" setuptools
-  "${pip[@]}" --no-build-isolation -e '.[test]'
+  "${pip[@]}" --no-build-isolation --no-compile -e '.[test]'
+  # pip would compile on one core. Some packages have files for other versions of Python.
+  "$VENV/bin/python" -m compileall -q -q -j 0 "$VENV/lib" || true
   echo "$want" >"$stamp"
   rm -f "$unfinished"
 }
@@ -128,7 +130,7 @@ put_beside() { # the folder of the package $1, for PYTHONPATH, with what the oth
     rm -rf "$unfinished"
     mkdir -p "$home"
     "$VENV/bin/python" -m pip --disable-pip-version-check install -qq --no-deps \
-      --no-build-isolation --target "$unfinished" "$@"
+      --no-build-isolation --no-compile --target "$unfinished" "$@"
     rm -rf "$unfinished/tests" # of verl: they would hide ours
     mv "$unfinished" "$home/$name"
   fi

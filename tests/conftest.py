@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of all tests."""
 
+import functools
 import gc
 import importlib.util
 import os
@@ -59,15 +60,22 @@ def _environment() -> Iterator[None]:
     errors._withheld.clear()
 
 
-@pytest.fixture
-def work(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory for a command that runs many checks; references are shared by all tests."""
+@pytest.fixture(scope="session", autouse=True)
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """References that all tests share, of all workers; ``integration/jobs.py`` reads where."""
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "references"
     shared.mkdir(exist_ok=True)
+    os.environ["TTRACE_TEST_REFERENCES"] = str(shared)
+    return shared
+
+
+@pytest.fixture
+def work(tmp_path: Path, references: Path) -> Path:
+    """A directory for a command that runs many checks."""
     folder = tmp_path / "work"
     folder.mkdir()
-    (folder / "references").symlink_to(shared)
+    (folder / "references").symlink_to(references)
     return folder
 
 
@@ -92,6 +100,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in nightly]
 
 
+@functools.cache
 def _starts_programs(module: ModuleType) -> bool:
     named = {value.__name__ for value in vars(module).values() if isinstance(value, ModuleType)}
     homes = {

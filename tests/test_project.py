@@ -313,11 +313,9 @@ def test_make_needs_no_network_for_help() -> None:
     assert {"demo", "test"} <= listed
 
 
-@pytest.mark.parametrize(
-    "module", ["megatron_ttrace", "megatron_ttrace.cli.data", "megatron_ttrace.cli.patch"]
-)
+@pytest.mark.parametrize("module", ["megatron_ttrace.cli.data", "megatron_ttrace.cli.patch"])
 def test_light_imports(module: str) -> None:
-    """Importing the package imports neither torch nor Megatron."""
+    """These commands import neither torch nor Megatron; test_off.py has the package itself."""
     program = f"import sys, {module}; print({{'torch', 'megatron', 'wandb'}} & sys.modules.keys())"
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -29,6 +30,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 _END_OF_START = 600.0
 _POLL = 0.02
+_LATER = (
+    *("numpy.ma.extras", "numpy.ctypeslib", "jinja2.ext"),
+    *(f"megatron_ttrace.{name}" for name in ("run.stall", "report.later", "report.html")),
+    *(f"megatron_ttrace.{name}" for name in ("cli.main", "jobs.job", "mcore.fronts.megatron_lm")),
+)
+"""What commands and ranks import when they need it, each of them anew."""
 
 _address: Path | None = None
 
@@ -118,6 +125,9 @@ def _serve(listening: socket.socket) -> None:
     forkserver.preload(ROOT / "launch" / "pretrain_gpt.py")
     if bridge.installed():
         forkserver.preload(ROOT / "tests" / "bridge" / "job.py")
+    for name in _LATER:
+        with contextlib.suppress(ImportError):  # what has moved is imported by each command
+            importlib.import_module(name)
     base = [entry for entry in sys.path if "site-packages" in entry or "lib" in Path(entry).parts]
     running: dict[int, socket.socket] = {}
     while os.getppid() == parent:

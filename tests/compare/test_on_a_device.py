@@ -5,13 +5,12 @@ A registered device and Triton's interpreter stay for the life of a process, and
 tests that fork ranks.
 """
 
-import pytest
-
 from tests import programs
 
+CASES = ("tests/compare/sums_on_a_device.py", "tests/compare/capture_on_a_device.py")
 
-@pytest.mark.parametrize("cases", ["sums_on_a_device", "capture_on_a_device"])
-def test_cases(cases: str) -> None:
-    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/compare/{cases}.py")
+
+def test_cases() -> None:
+    words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *CASES)
     done = programs.python(*words, timeout=840)
     assert done.returncode == 0, done.stdout + done.stderr

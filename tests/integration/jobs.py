@@ -13,7 +13,7 @@ from typing import Any
 from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Summary, Verdict
 from tests import programs, warm
-from tests.assay.planted.mistakes import PLANTED
+from tests.assay.planted.mistakes import PLANTED, load
 from tests.assay.planted.train import ORDER, SCRIPT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,9 +118,12 @@ def check(
     """``ttrace check FLAGS -- SCRIPT MODEL WORDS`` in ``cwd``, which must end with ``code``.
 
     With a ``mistake``, one of ``tests/assay/planted`` by name, its training script makes that.
+    Tests share references, but for those that contain the mistake.
     """
     if mistake:
         more[PLANTED] = mistake
+    if not (mistake and load()[mistake].everywhere) and "--ttrace-reference-layout" not in flags:
+        more.setdefault("TTRACE_CACHE", os.environ["TTRACE_TEST_REFERENCES"])
     ranks = ("--nproc-per-node", nproc) if nproc else ()
     done = ttrace(
         *("check", "--quiet", "--ttrace-no-wandb", *ranks, *flags, "--"),

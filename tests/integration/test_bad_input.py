@@ -88,25 +88,10 @@ def test_an_unknown_argument(tmp_path: Path) -> None:
     assert not [path for path in written if "canary" in path.read_text(errors="replace")]
 
 
-def test_an_unknown_bug(tmp_path: Path) -> None:
-    """The known ids are named."""
-    refused(check(tmp_path, "--ttrace-bug", "99"), "99", "01")
-
-
-def test_bad_iterations(tmp_path: Path) -> None:
-    """What an iteration list looks like is said."""
-    refused(check(tmp_path, "--ttrace-iterations", "0"), "ranges from 1")
-
-
 def test_no_script(tmp_path: Path) -> None:
     """A check needs something to run."""
     refused(ttrace("check", cwd=tmp_path), "no script given")
     refused(ttrace("check", "--", "absent.py", cwd=tmp_path), "absent.py: no such script")
-
-
-def test_a_reference_that_is_not_there(tmp_path: Path) -> None:
-    """A wrong path is found before anything is started."""
-    refused(check(tmp_path, "--ttrace-reference", "nowhere"), "no such directory")
 
 
 def test_a_reference_of_another_configuration(traced: Path, tmp_path: Path) -> None:
@@ -141,12 +126,6 @@ def test_compare_wants_a_reference_and_a_candidate(traced: Path, tmp_path: Path)
     )
     assert right.returncode == 0, right.stderr[-2000:]
     assert json.loads((tmp_path / "out/summary.json").read_text())["verdict"] == "equivalent"
-
-
-def test_an_unwritable_directory(tmp_path: Path) -> None:
-    """A --ttrace-dir that cannot be made is refused before anything is started."""
-    (tmp_path / "file").write_text("")
-    refused(check(tmp_path, "--ttrace-dir", tmp_path / "file" / "out"), "is not writable")
 
 
 def test_a_reference_run_that_crashes(tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ def test_faulty(faulty: Path, tmp_path: Path) -> None:
     assert str(faulty / "megatron") in "".join(done.stdout.split())
 
 
+@pytest.mark.nightly
 def test_reference_of_another_megatron(healthy: Path, faulty: Path, tmp_path: Path) -> None:
     """Refused in one line that names both."""
     flags = ["--ttrace-reference", healthy / "out" / "reference"]

@@ -20,7 +20,7 @@ def hunt(folder: Path, *words: object, timeout: float = 800, **more: str) -> dic
 
 def test_combinations(tmp_path: Path) -> None:
     """Some are checked and written; the same command goes on with them."""
-    words = ("--minutes", "0.05", "--max-ranks", "2", "--seed", "4")
+    words = ("--minutes", "0.02", "--max-ranks", "2", "--seed", "4")
     first = hunt(tmp_path, *words)
     assert first["combinations"][0]["values"] == {}
     assert first["combinations"][0]["answer"] == "equivalent"
@@ -29,8 +29,10 @@ def test_combinations(tmp_path: Path) -> None:
     rows = file.read_text().splitlines()
     again = hunt(tmp_path, *words)
     assert file.read_text().splitlines()[: len(rows)] == rows
-    known = {row["key"] for row in first["combinations"]}
-    assert known <= {row["key"] for row in again["combinations"]}
+    # What is known is not checked again, however far it comes in its time.
+    keys = [json.loads(row)["key"] for row in file.read_text().splitlines()]
+    assert len(set(keys)) == len(keys)
+    assert again["combinations"]
     page = (tmp_path / "ttrace-out-hunt" / "hunt.html").read_text()
     assert f"<h1>{len(again['combinations'])} combination" in page
     assert "--sequence-parallel" in page

@@ -64,15 +64,12 @@ def test_ctrl_c_while_restarting(tmp_path: Path, when: str) -> None:
     assert state_of(mine) == before
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "when"),
     [
         (("blame", "--quiet"), "ttrace-out/logs"),
-        pytest.param(
-            ("check", "--blame", "--once"),
-            "ttrace-out-blame/search-blame/checks/2/logs",
-            marks=pytest.mark.nightly,
-        ),
+        (("check", "--blame", "--once"), "ttrace-out-blame/search-blame/checks/2/logs"),
     ],
 )
 def test_ctrl_c_while_blaming(tmp_path: Path, words: tuple[str, ...], when: str) -> None:

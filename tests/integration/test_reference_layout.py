@@ -84,6 +84,7 @@ def test_no_layout(tmp_path):
     assert line.endswith("'tp=2 dp=2': a reference can be divided along tp, pp, cp, ep, not dp")
 
 
+@pytest.mark.nightly
 def test_a_known_bug_of_experts(tmp_path):
     """Two ranks with half of the experts each, and their own microbatches, are a reference."""
     flags = ("--ttrace-reference-layout", "ep=2", "--ttrace-bug", "08")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of several nodes must see the same --ttrace-dir."""
 
-import contextlib
 import errno
 import os
 import signal
@@ -172,26 +171,6 @@ def test_a_directory_that_was_removed(tmp_path: Path) -> None:
     rank = in_a_process(tmp_path / "gone", code, TTRACE_RUN_ID="0" * 16)
     assert "was removed or replaced" in line_of(rank)
     rank.wait()
-
-
-@pytest.mark.parametrize("name", [shared.MARK, shared.LOCK])
-def test_a_link_in_the_way(name: str, tmp_path: Path) -> None:
-    """What it leads to stays as it is."""
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).symlink_to(victim)
-    with contextlib.suppress(TTraceError), shared.claim(tmp_path / "out"):
-        pass
-    assert victim.read_text() == "precious"
-
-
-@pytest.mark.parametrize("name", [shared.MARK, shared.LOCK])
-def test_a_fifo_in_the_way(name: str, tmp_path: Path) -> None:
-    """Nobody waits for it."""
-    os.mkfifo(tmp_path / name)
-    with contextlib.suppress(TTraceError), shared.claim(tmp_path) as held:
-        assert (tmp_path / shared.MARK).read_text() == held.run
 
 
 def test_ranks_without_a_launcher(tmp_path: Path) -> None:

@@ -178,10 +178,9 @@ def test_two_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [("tp2-sp",), ("pp2", "--bf16"), ("recompute",)])
-def test_healthy_layouts(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_healthy_layout(tmp_path: Path) -> None:
     """A healthy job is equivalent, its tensors closer to the reference than their tolerance."""
-    checked = isolated(tmp_path, *words)
+    checked = isolated(tmp_path, "tp2-sp")
     assert checked.summary.culprits == ()
     assert checked.document["config"]["isolate"]
     assert max(verdict.margin or 0 for verdict in checked.verdicts) < 1

@@ -113,7 +113,7 @@ def test_all_is_continued(one):
     assert {seed: score["true"] for seed, score in seeds.items()} == {"2": 1, "3": 1}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_overlap_is_seen(tmp_path):
     """Overlap starts with the second step, and the traced step has it."""
     out = tmp_path / "mutants.json"
@@ -127,7 +127,7 @@ def test_overlap_is_seen(tmp_path):
     assert set(report["seeds"]) < days
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_not_reached(one):
     """A fault in a line that no job runs is not a mutant."""
     words = ["--layout", "tp2", "--directory", str(one[0])]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Under which names the modules are offered, and when they are not."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,31 +11,20 @@ from megatron_ttrace.cpu.te.releases import PINNED, current
 from megatron_ttrace.mcore.versions import KNOWN, megatron_core_version, series
 
 ROOT = Path(__file__).parents[3]
-
-
-def python(code, *paths, **more):
-    # A release of Megatron that is to be tested comes last.
-    path = [*map(str, (ROOT, *paths)), os.environ.get("PYTHONPATH", "")]
-    ran = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": ":".join(path), "PATH": "", **more},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.split()
-
-
-def default():
-    return PINNED[series(megatron_core_version())]
-
-
-def test_only_when_asked():
-    """And a half-installed TransformerEngine is no obstacle."""
-    code = """
-import sys
+FORKS = """
+import json, os, sys
 from megatron_ttrace.cpu import te
+
+for folder, code in json.loads(sys.argv[1]):
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+    else:
+        sys.path.insert(0, folder)
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+"""
+ASKED = """
 assert not te.emulated() and "transformer_engine" not in sys.modules
 te.install(); te.install()
 import transformer_engine as engine
@@ -46,26 +36,33 @@ try:
 except ModuleNotFoundError:
     print(engine.__version__, Linear.__module__, DelayedScaling.__module__)
 """
-    expected = [default(), "megatron_ttrace.cpu.te.linear", "transformer_engine.common.recipe"]
-    assert python(code) == expected
+FOUND = "te.install(); import transformer_engine as e; print(e.__version__, te.emulated())"
 
 
-def test_half_installed_engine_is_replaced(tmp_path):
-    package = tmp_path / "transformer_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text("__version__ = '1.0'")
-    (package / "pytorch.py").write_text("raise OSError('libcuda.so.1: cannot open')")
-    code = "from megatron_ttrace.cpu import te; te.install(); import transformer_engine as e\n"
-    assert python(code + "print(e.__version__, te.emulated())", tmp_path) == [default(), "True"]
-
-
-def test_real_engine_is_left_alone(tmp_path):
-    package = tmp_path / "transformer_engine"
-    package.mkdir()
-    (package / "__init__.py").write_text("__version__ = '1.0'")
-    (package / "pytorch.py").write_text("")
-    code = "from megatron_ttrace.cpu import te; te.install(); import transformer_engine as e\n"
-    assert python(code + "print(e.__version__, te.emulated())", tmp_path) == ["1.0", "False"]
+def test_what_is_offered(tmp_path):
+    """Only when it is asked for; in place of a half-installed engine, and not of a real one."""
+    for name, text in (("half", "raise OSError('libcuda.so.1: cannot open')"), ("real", "")):
+        package = tmp_path / name / "transformer_engine"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("__version__ = '1.0'")
+        (package / "pytorch.py").write_text(text)
+    programs = [(str(tmp_path / name), FOUND) for name in ("half", "real")]
+    # A release of Megatron that is to be tested comes last.
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKS, json.dumps([("", ASKED), *programs])],
+        env={"PYTHONPATH": path, "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stderr
+    pinned = PINNED[series(megatron_core_version())]
+    assert ran.stdout.splitlines() == [
+        f"{pinned} megatron_ttrace.cpu.te.linear transformer_engine.common.recipe",
+        f"{pinned} True",
+        "1.0 False",
+    ]
 
 
 def test_every_supported_megatron_has_its_release():

@@ -141,10 +141,8 @@ def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "parts", [["matrix"], pytest.param(["bugs", "matrix"], marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("parts", [["matrix"], ["bugs", "matrix"]])
 def test_the_command(tmp_path: Path, parts: list[str]) -> None:
     """Parts for real: kept, and logged offline."""
     out = tmp_path / "out"

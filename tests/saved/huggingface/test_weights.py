@@ -42,6 +42,7 @@ for config in json.load(sys.stdin):
 """
 
 
+@pytest.mark.nightly
 @needs_transformers
 def test_transformers_names():
     """In memory, transformers' models have exactly these names and shapes."""
