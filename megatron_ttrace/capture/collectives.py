@@ -303,8 +303,7 @@ class CollectiveTap:
         run = self._run
         waiting = [(t.grad_fn, "") for _, t in tensors_in(output) if t.grad_fn is not None]
         seen = {node for node, _ in waiting}
-        found: list[tuple[int, bool, str, str]] = []
-        scaler = ""
+        backward: list[tuple[int, bool, str]] = []
         while waiting and len(seen) < _NODES:
             node, user = waiting.pop()
             number = node._sequence_nr()
@@ -320,21 +319,17 @@ class CollectiveTap:
                 place = sources.function_place(kind.backward)
                 if place and not sources.in_torch(inspect.getfile(kind)):
                     accumulates = any(hasattr(one, "variable") for one in after)
-                    forward = sources.function_place(kind.forward)
-                    found.append((number, accumulates, place, forward))
+                    backward.append((number, accumulates, place))
                     user = place
-                    scaler = place if sources.scales_loss(kind) else scaler
             fresh = [one for one in after if one not in seen and not hasattr(one, "variable")]
             seen.update(fresh)
             waiting += ((one, user) for one in fresh)
         if seen:
-            found.sort()
-            weight = [place for _, accumulates, place, _ in found if accumulates]
+            backward.sort()
+            weight = [place for _, accumulates, place in backward if accumulates]
             self._functions[name] = ModuleCode(
-                backward=found[0][2] if found else "",
+                backward=backward[0][2] if backward else "",
                 weight=weight[0] if weight else "",
-                scaler=scaler,
-                output=found[-1][3] if found else "",
             )
 
     # Collectives

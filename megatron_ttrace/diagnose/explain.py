@@ -15,7 +15,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from megatron_ttrace.compare import initial
 from megatron_ttrace.compare.measured import Problem
@@ -25,7 +24,7 @@ from megatron_ttrace.diagnose.gather import Traces, sort_of
 from megatron_ttrace.diagnose.search import Composition, alternative, repeated, search
 from megatron_ttrace.trace.captured import Separate, Share
 from megatron_ttrace.trace.codec import CodecError
-from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
+from megatron_ttrace.trace.collectives import Ledger
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import (
@@ -55,13 +54,7 @@ _log = logging.getLogger(__name__)
 class Explainer:
     """Explains failed tensors, each once; what explains a tensor is tried first in other layers."""
 
-    def __init__(
-        self,
-        traces: Traces,
-        *,
-        ledger: Ledger = UNRECORDED,
-        counted: Mapping[TraceKey, Finding] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, traces: Traces, ledger: Ledger, counted: Mapping[TraceKey, Finding]) -> None:
         """``counted``: what was found out about elements that are counted, and about updates."""
         self._traces = traces
         self._ledger = ledger

@@ -61,7 +61,7 @@ def cite(verdict: Judged, finding: Finding | None, ledger: Ledger) -> Citation |
     ]
     ours = {(call.operation, call.group) for call in ran}
     common = theirs[0] if theirs else ()
-    lacking = tuple(c for c in common if c not in ours and all(c in each for each in theirs))
+    lacking = tuple(c for c in common if c not in ours and all(c in sibling for sibling in theirs))
     if ledger.unseen and not ran and not lacking:
         return None
     return Citation(phase, ran, _without(axes, ran, ledger.unseen), lacking, len(siblings))

@@ -21,7 +21,7 @@ MOST = 60
 """Tensors that are looked at: the worst of each name and kind, the worst of all first."""
 
 WORST = 6
-_RANKS = 8
+_RANKS, _BOXES = 8, 4
 ELEMENTS = 1 << 26
 """After so many elements no further tensor is looked at. The same on every machine, unlike time."""
 
@@ -111,11 +111,11 @@ def _worst(
         yield tuple(s + int(i) for s, i in zip(box.logical, inside, strict=True)), size
 
 
-def _spans(boxes: tuple[Box, ...], limit: int = 4) -> str:
+def _spans(boxes: tuple[Box, ...]) -> str:
     """Logical slices as one would write them in Python: ``[0:8, 0:64] [16:24, 0:64]``."""
     slices = (
         ", ".join(f"{s}:{s + e}" for s, e in zip(box.logical, box.extent, strict=True))
-        for box in boxes[:limit]
+        for box in boxes[:_BOXES]
     )
-    more = f" and {len(boxes) - limit} more" if len(boxes) > limit else ""
+    more = f" and {len(boxes) - _BOXES} more" if len(boxes) > _BOXES else ""
     return " ".join(f"[{box}]" for box in slices) + more

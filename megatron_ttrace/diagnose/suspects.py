@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
 
 from megatron_ttrace.diagnose.code import BUILDING, Code
 from megatron_ttrace.diagnose.start import WEIGHTS
@@ -51,7 +50,7 @@ class Suspects:
         *,
         few: bool,
         whole: bool,
-        logged: Mapping[str, bool] = MappingProxyType({}),
+        logged: Mapping[str, bool],
     ) -> None:
         """Find them.
 
@@ -165,7 +164,7 @@ class Suspects:
         self._set_for(self.module, 1.0 if of_scale else 0.3)
         # What attaches a loss to the graph was given what is logged.
         where = pattern(self.module), _F
-        for _, twin in self._autograd(where[0], "forward"):
+        for _, twin in self._autograd(where[0]):
             for caller in self._code.callers(twin, where):
                 self.weights[caller] *= 1.0 if right else 0.6
 
@@ -275,18 +274,18 @@ class Suspects:
     def _differentiated(self, module: str, weight: float) -> None:
         """Autograd functions whose backward ran in a module, with all that they call."""
         name, code = pattern(module), self._code
-        for number, twin in self._autograd(name, "forward"):
+        for number, twin in self._autograd(name):
             self._take(code.below(number, (name, _B)), weight)
             self._take(code.below(twin, (name, _F)), weight * 0.8)
             self._take(code.callers(twin, (name, _F)), weight * 0.7)
 
-    def _autograd(self, module: str, method: str) -> Iterator[tuple[int, int]]:
-        """Backward functions that ran in a module, and another method of their classes."""
+    def _autograd(self, module: str) -> Iterator[tuple[int, int]]:
+        """Backward functions that ran in a module, and the forward functions of their classes."""
         code = self._code
         for number in list(code.at.get((module, _B), ())):
             function = code.functions[number]
             head, _, name = function.name.rpartition(".")
-            twin = code.named(function.file, f"{head}.{method}")
+            twin = code.named(function.file, f"{head}.forward")
             if name == "backward" and twin is not None:
                 yield number, twin
 

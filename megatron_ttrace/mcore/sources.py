@@ -152,15 +152,6 @@ def is_schedule(file: str) -> bool:
     return file.startswith(f"{megatron_folder()}core/pipeline_parallel/") and in_megatron(file)
 
 
-def scales_loss(function: type) -> bool:
-    """Whether an autograd function adds the gradient of a loss of its own.
-
-    All of Megatron's do it with a scale that schedules set (``MoEAuxLossAutoScaler`` in
-    megatron/core/transformer/moe/moe_utils.py).
-    """
-    return hasattr(function, "set_loss_scale")
-
-
 def enters_autograd(code: CodeType) -> bool:
     """Whether a function starts autograd's engine: what it calls was called by the engine.
 

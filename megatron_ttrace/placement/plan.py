@@ -24,9 +24,9 @@ Placements = tuple[Step, ...]
 """Steps, outermost first. Axes that are not named replicate. A ``FlatShard`` comes last."""
 
 
-def describe(placement: Placements, partial_over: str = "") -> str:
+def describe(placement: Placements) -> str:
     """``"cp:ZigZag(0) tp:Shard(0)"``; ``"Replicate"`` for the empty placement."""
-    return describe_partial(" ".join(map(str, placement)) or "Replicate", partial_over)
+    return " ".join(map(str, placement)) or "Replicate"
 
 
 def describe_partial(words: str, axis: str) -> str:

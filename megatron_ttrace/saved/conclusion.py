@@ -144,7 +144,7 @@ def conclude(
         if holding.measured.key in failed or start.is_start(holding.measured.key)
     )
     traces = Traces.read(reference, candidate, tolerances, by_rank(of_interest))
-    explainer = Explainer(traces, ledger=ledger, counted=coverage.findings)
+    explainer = Explainer(traces, ledger, coverage.findings)
     stages = start.stages_of(traces.started, traces.meshes)
     verdicts = start.without_consequences(start.claims(verdicts, stages))
     # With isolation nothing is computed from a wrong tensor.

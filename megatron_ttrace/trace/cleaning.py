@@ -54,10 +54,13 @@ def _below(folder: Path) -> Iterator[Left]:
         return
     # A run may hold others: those that it was compared with.
     skipped = shared.NAMES if sort is Sort.RUN else ()
-    with contextlib.suppress(OSError):
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-            if entry.is_dir(follow_symlinks=False) and entry.name not in skipped:
-                yield from _below(Path(entry.path))
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False) and entry.name not in skipped:
+            yield from _below(Path(entry.path))
 
 
 def _sort_of(folder: Path) -> Sort | None:

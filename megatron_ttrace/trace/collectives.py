@@ -165,8 +165,6 @@ class ModuleCode:
         weight: the same for the function that computes the gradient of its weight.
         user: the code that uses its output: ``backward`` of an autograd function, which makes the
             gradient of that, else what called the module.
-        scaler: ``backward`` of the autograd function that adds the gradient of a further loss.
-        output: ``forward`` of its own last autograd function, not of one of a module inside it.
         built: its class's constructor.
         described: its class's description for checkpoints.
     """
@@ -175,8 +173,6 @@ class ModuleCode:
     backward: str = ""
     weight: str = ""
     user: str = ""
-    scaler: str = ""
-    output: str = ""
     built: str = ""
     described: str = ""
 

@@ -9,7 +9,7 @@ as ``run.id``. The summary also holds the checksum of the verdicts, and of its o
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_ttrace.trace import codec, owned, shared
 from megatron_ttrace.trace.codec import Record
@@ -100,19 +100,8 @@ def write_summary(path: Path, summary: Summary, run_id: str | None = None) -> No
     files = (path.with_name(name) for name in (VERDICTS, COLLECTIVES))
     sealed = {file.name: checksum_of_file(file)[1] for file in files if file.is_file()}
     # Whatever JSON does not know becomes text.
-    plain = json.loads(json.dumps(strict({**content, "files": sealed}), default=str))
+    plain = json.loads(json.dumps({**content, "files": sealed}, default=str))
     write_atomically(path, [seal_json(plain, indent=2)])
-
-
-def strict(value: Any) -> Any:
-    """A copy that is strict JSON whatever the configuration holds: other programs read it."""
-    if isinstance(value, dict):
-        return {str(key): strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [strict(item) for item in value]
-    if isinstance(value, float) and value - value != 0:
-        return str(value)
-    return value
 
 
 class _Sealed(NamedTuple):

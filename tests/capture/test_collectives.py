@@ -154,7 +154,6 @@ def test_functions_of_modules(group: dist.ProcessGroup) -> None:
         model(torch.ones(2, SIZE, requires_grad=True)).backward()
     column = tap.functions("layers.1.column")
     assert column.backward.endswith("(Copy.backward)")
-    assert column.output.endswith("(Copy.forward)")
     assert tap.functions("layers.1") == tap.functions("layers.7") == ModuleCode()
 
 
@@ -193,7 +192,6 @@ def test_what_uses_an_output(group: dist.ProcessGroup) -> None:
         name: tap.functions(name).user.rpartition(" ")[2] for name in ("gate", "norm", "model")
     }
     assert users == {"gate": "(Scaled.backward)", "norm": "", "model": ""}
-    assert tap.functions("model").scaler.endswith("(Scaled.backward)")
 
 
 def test_the_schedule_that_calls_the_model(group: dist.ProcessGroup) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random faults that are no composition of repairs, on random tensors of random jobs."""
+"""Random faults that no composition of repairs explains, on random tensors of random jobs."""
 
 import dataclasses
 import random

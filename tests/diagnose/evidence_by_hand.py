@@ -84,7 +84,7 @@ def failed(key: TraceKey, outcome: Outcome = Outcome.DIVERGED) -> Judged:
 
 
 def text(finding: Finding | None, key: TraceKey = WEIGHT) -> str:
-    """What is said of a finding."""
+    """The explanation of a finding."""
     assert finding is not None
     return explanation_text(Explanation(finding), failed(key))
 

@@ -12,7 +12,7 @@ from tests.diagnose.evidence_by_hand import evidence_of, meshes
 
 
 def explained(numbers: range) -> tuple[int, list[str]]:
-    """How many of these cases fail, and the causes that are told."""
+    """How many of these cases fail, and the causes that are reported."""
     failing, causes = 0, []
     for number in numbers:
         failure = case(number)

@@ -66,7 +66,7 @@ def parameters(absent, outcome):
     ],
 )
 def test_a_module_that_is_absent_as_a_whole(outcome, absent, named):
-    """It is told once, and not by each module in it."""
+    """It is reported once, and not by each module in it."""
     culprits = localise(parameters(absent, outcome))
     assert [culprit.name for culprit in culprits] == named
 
@@ -132,7 +132,7 @@ def miscounted(name, index):
     ],
 )
 def test_values_do_not_change_what_an_optimizer_has(statistic, name, kinds):
-    """It reads a gradient where this rank has none: that is no wrong gradient."""
+    """It reads a gradient where this rank has none: that gradient is not wrong."""
     wrong = verdict("mlp.weight", Kind.MAIN_GRAD, Outcome.DIVERGED, margin=9.0)
     culprits = localise([wrong, miscounted(name, statistic.number)])
     assert [culprit.kind for culprit in culprits] == kinds

@@ -300,7 +300,7 @@ def failing(*margins: tuple[str, Kind, float]) -> list[Judged]:
             ),
             ["mtp.linear#1"],
         ),
-        # ``layers.1`` is no parent of ``layers.10``.
+        # ``layers.1`` is not a parent of ``layers.10``.
         (failing(*((n, Kind.OUTPUT, 2.0) for n in ("a.1", "a.10"))), ["a.1", "a.10"]),
         # The same bug in both layers, whose error rounding swallowed in between.
         (run(is_(Kind.OUTPUT, *LEAVES[::5])), LEAVES[::5]),
@@ -359,7 +359,7 @@ def test_what_no_stage_explains_is_named_all_the_same(kind: Kind) -> None:
 
 
 def test_the_explanation_is_asked_for_every_culprit() -> None:
-    """With the verdict that stands for it."""
+    """With the verdict that represents it."""
     asked = []
 
     def explain(v: Judged) -> Explanation:

@@ -80,9 +80,8 @@ def explainer_of(
     )
     moved = {key: Moved(128, float(value.norm()), (1e-6,)) for key, value in data.items()}
     tolerances = Tolerances(moved, dict.fromkeys(data, "float32"))
-    ledger = Ledger()
     traces = Traces.read(TraceReader(reference), candidate, tolerances, measured)
-    return Explainer(traces, ledger=ledger, counted=counted), candidate
+    return Explainer(traces, Ledger(), counted), candidate
 
 
 def test_one_sentence(made: tuple[Explainer, Path]) -> None:
@@ -100,7 +99,7 @@ def test_one_sentence(made: tuple[Explainer, Path]) -> None:
 
 
 def test_every_failing_part_is_tested(made: tuple[Explainer, Path]) -> None:
-    """A repair of two ranks' parts is no cause where a third one fails, too."""
+    """A repair of two ranks' parts is not the cause where a third rank fails too."""
     verdict = dataclasses.replace(failed(keys()[0]), ranks=(0, 1, 2))
     assert made[0].explain(verdict).finding is None
 
@@ -183,7 +182,7 @@ def test_nothing_kept_is_unknown(made: tuple[Explainer, Path], tmp_path: Path) -
     """A candidate of which nothing was kept has no explanations."""
     traces = made[0]._traces
     traces = Traces.read(traces.reference, tmp_path / "none", traces.tolerances, {})
-    explainer = Explainer(traces)
+    explainer = Explainer(traces, Ledger(), {})
     assert explainer.explain(failed(keys()[0])).finding is None
     assert explainer.explain(failed(keys()[0], Outcome.MISSING)).finding is None
 

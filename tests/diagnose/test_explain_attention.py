@@ -133,7 +133,7 @@ def test_blocks_that_do_not_count_once(index: int, times: float, words: str) -> 
 
 
 def test_no_mask() -> None:
-    """On one rank, too."""
+    """Also on one rank."""
     given = inputs()
     finding = attention.blocks(evidence(given, gradients(given, torch.ones(S, S))[0], 0, 1))
     assert finding is not None
@@ -141,14 +141,14 @@ def test_no_mask() -> None:
 
 
 def test_other_errors_are_not_explained() -> None:
-    """Noise is no mask and no missing block."""
+    """Noise is neither a mask nor a missing block."""
     given = inputs()
     wrong = gradients(given, causal())[0] + values(S, B, H, D, seed=9)
     assert attention.blocks(evidence(given, wrong, 0, 2)) is None
 
 
 def test_an_attention_that_is_not_this_one() -> None:
-    """Where the formula does not give the reference's own gradient, nothing is said."""
+    """Where the formula does not give the reference's own gradient, nothing is reported."""
     given = inputs()
     wrong = gradients(given, torch.ones(S, S))[0]
     failed = evidence(given, wrong, 0, 1)

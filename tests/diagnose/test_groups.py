@@ -48,7 +48,7 @@ def shares(held: dict[tuple[int, ...], tuple[float, ...]], *, missing: bool) -> 
     ("ratios", "expected"), [((1.5, 1.5049, 1.497), [1, 1, 1]), ((1.5, 1.6, 1.7), [1, 2, 3])]
 )
 def test_equal_factors_are_one_cause(ratios: tuple[float, ...], expected: list[int]) -> None:
-    """Also one that is no size of the layout, whatever its last digits are."""
+    """Also if they are not a size of the layout, whatever their last digits are."""
     assert groups(*(ConstantFactor(Cause.TOO_SMALL, ratio=ratio) for ratio in ratios)) == expected
 
 

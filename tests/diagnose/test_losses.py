@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults of one loss's share of a gradient, told apart from faults of the whole gradient."""
+"""Faults of one loss's share of a gradient, distinguished from faults of the whole gradient."""
 
 import math
 from collections.abc import Callable

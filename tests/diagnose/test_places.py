@@ -75,7 +75,7 @@ def places(
 @pytest.mark.parametrize(
     ("kind", "name", "finding", "calls", "first", "clue"),
     [
-        # A primitive that other modules call, too: the caller.
+        # A primitive that other modules call too: its caller.
         (Kind.OUTPUT, LINEAR, large("tp"), (FORWARD,), "Linear.forward", Clue.REDUCES),
         (Kind.MAIN_GRAD, WEIGHT, large("tp"), (NORMS, GRADIENTS), "reduce_norms", Clue.REDUCES),
         (Kind.MAIN_GRAD, WEIGHT, large("dp"), (NORMS, GRADIENTS), "sync_grads", Clue.REDUCES),
@@ -263,7 +263,7 @@ def test_a_parameter_with_torn_shards(torn: bool) -> None:
 
 
 def test_what_the_reduction_never_counts() -> None:
-    """The reduction, not the norm, which sums as well."""
+    """The reduction, not the norm, which is a sum too."""
     calls = GRADIENTS, collective("clip_by_norm", direction=U)
     verdict = judged(Kind.COUNTED, WEIGHT, Outcome.DIVERGED, index=Statistic.REDUCED.number)
     ranked = Places(record(*calls), [verdict]).ranked(

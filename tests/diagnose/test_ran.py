@@ -40,8 +40,6 @@ LINEAR = ModuleCode(
     "layers.py:2 (Linear.backward)",
     "w.py:3 (W)",
     "activation.py:1 (Fused.backward)",
-    "losses.py:1 (Scaler.backward)",
-    "layers.py:3 (Linear.forward)",
     "layers.py:0 (Column.__init__)",
 )
 SOURCES = Sources(
@@ -50,11 +48,7 @@ SOURCES = Sources(
     (
         LINEAR,
         ModuleCode("block.py:4 (Block.forward)"),
-        ModuleCode(
-            "layer.py:5 (Layer.forward)",
-            output="add.py:1 (Add.forward)",
-            built="layer.py:1 (Layer.__init__)",
-        ),
+        ModuleCode("layer.py:5 (Layer.forward)", built="layer.py:1 (Layer.__init__)"),
     ),
     optimizer="optimizer.py:5 (step)",
     finalize="finalize.py:6 (finalize)",

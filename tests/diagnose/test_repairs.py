@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each repair explains the fault that it stands for, in these words, and not what is like it."""
+"""Each repair explains its fault, in these words, and not what only resembles it."""
 
 import dataclasses
 import math
@@ -417,7 +417,7 @@ def test_the_norm_that_is_fused_with_a_product() -> None:
 
 
 def test_what_is_no_cast() -> None:
-    """A size of the layout; an error that is no factor; another kind of tensor."""
+    """A size of the layout; an error that is not a factor; another kind of tensor."""
     finding = scaling.product(product(2.0, 2.0))
     assert finding is not None
     assert (finding.cause, finding.dtype) == (Cause.FACTOR, "")

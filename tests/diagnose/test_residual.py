@@ -48,7 +48,7 @@ def test_indices_are_those_of_the_whole_tensor() -> None:
 
 
 def test_replicas_stand_side_by_side() -> None:
-    """The worst elements of one rank as the other has them, too."""
+    """The worst elements of a rank, with the other rank's values."""
     held = {0: REFERENCE + 1e-3, 1: REFERENCE + 1e-3}
     held[1][5, 2] += 2.0
     details = residual.residual(evidence_of(REFERENCE, meshes(2, tp=2), held))

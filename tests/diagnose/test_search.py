@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compositions of repairs: a composed fault is found again, and noise is no fault."""
+"""Compositions of repairs: a composed fault is found again, and noise is not a fault."""
 
 import math
 
@@ -143,7 +143,7 @@ def test_noise_has_no_cause(
 
 
 def test_two_repairs_in_words() -> None:
-    """Partial sums that were scaled as well."""
+    """Partial sums that were also scaled."""
     ranks = layout(2, 3, 1)
     held = everywhere(unreduced(right(ranks, False), ranks, "tp"), lambda own: own * 3)
     finding = explain(evidence_of(REFERENCE, ranks, held))
@@ -173,7 +173,7 @@ def test_the_simpler_is_told_and_the_other_mentioned() -> None:
 
 
 def test_a_search_ends_with_its_work() -> None:
-    """What was found before it did is told."""
+    """Causes that were found until then are reported."""
     evidence = evidence_of(REFERENCE, layout(2, 2, 2), lambda rank, own: own + rank + 1)
     evidence.work = Work(1e6)
     assert search.search(evidence) == []

@@ -40,10 +40,14 @@ def weighted(
     trace: Trace, *weights: float, ranks: int = 1, off: float = 0.0, tolerance: float = 1e-4
 ) -> Evidence:
     """The gradient, with each microbatch's share counted so often."""
-    each = torch.stack(products(trace))
-    wrong = (each * torch.tensor(weights)[:, None, None]).sum(0) + off * values(12, 8, seed=9)
+    products_by_microbatch = torch.stack(products(trace))
+    wrong = (products_by_microbatch * torch.tensor(weights)[:, None, None]).sum(0) + off * values(
+        12, 8, seed=9
+    )
     held = dict.fromkeys(range(ranks), wrong)
-    return evidence_of(each.sum(0), meshes(ranks), held, trace=trace, tolerance=tolerance)
+    return evidence_of(
+        products_by_microbatch.sum(0), meshes(ranks), held, trace=trace, tolerance=tolerance
+    )
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_all_parameters_of_a_failed_start_are_one_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("taken", "found"),
+    ("taken", "division"),
     [
         ((4, 6), (("tp",), 0, False)),
         ((8, 12), (("tp",), 1, True)),
@@ -76,10 +76,10 @@ def test_all_parameters_of_a_failed_start_are_one_group() -> None:
         ((8,), None),
     ],
 )
-def test_a_part_that_is_taken_for_the_whole(taken, found) -> None:
+def test_a_part_that_is_taken_for_the_whole(taken, division) -> None:
     """Its shape is right if it is divided over an axis of this size; one dim is."""
     other = start.other_division((8, 6), [taken, taken], meshes(4, tp=2), ("tp",))
-    assert (other and (other.axes, other.dim, other.inverse)) == found
+    assert (other and (other.axes, other.dim, other.inverse)) == division
 
 
 def test_ranks_that_take_different_shapes_are_not_explained() -> None:

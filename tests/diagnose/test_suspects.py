@@ -82,7 +82,7 @@ def test_what_sets_a_scale() -> None:
     ],
 )
 def test_what_is_wrong_before_the_input(finding: Finding | None, whole: bool, first: str) -> None:
-    """If the weight's gradient is wrong, too, so is what the last backward function is given."""
+    """If the weight's gradient is wrong too, so is the input of the last backward function."""
     weights = suspects(Kind.GRAD_INPUT, LINEAR, finding, whole=whole).weights
     among = ("Product.backward", "Linear.forward")
     assert max(among, key=lambda name: weights[NAMES.index(name)]) == first

@@ -26,20 +26,20 @@ def mesh_of(
     etp = tp if etp is None else etp
     dense = {"tp": tp, "cp": cp, "pp": pp, "ep": 1, "dp": world_size // (tp * cp * pp)}
     expert = {"tp": etp, "cp": 1, "pp": pp, "ep": ep, "dp": world_size // (etp * ep * pp)}
-    here = _coordinates(rank, order, dense)
-    expert_here = _coordinates(rank, order, expert)
+    dense_at = _coordinates(rank, order, dense)
+    expert_at = _coordinates(rank, order, expert)
     return Mesh(
         rank=rank,
         world_size=world_size,
         sizes=Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dense["dp"], edp=expert["dp"]),
         coordinates=Axes(
-            tp=here["tp"],
-            cp=here["cp"],
-            pp=here["pp"],
-            ep=expert_here["ep"],
-            etp=expert_here["tp"],
-            dp=here["dp"],
-            edp=expert_here["dp"],
+            tp=dense_at["tp"],
+            cp=dense_at["cp"],
+            pp=dense_at["pp"],
+            ep=expert_at["ep"],
+            etp=expert_at["tp"],
+            dp=dense_at["dp"],
+            edp=expert_at["dp"],
         ),
         vpp=vpp,
     )

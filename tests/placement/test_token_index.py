@@ -135,7 +135,7 @@ def test_columns_table(local, logical, etp, gated, words, columns):
 
 @pytest.mark.parametrize(("local", "logical"), [((5, 5), (5, 6)), ((5, 6, 1), (5, 6))])
 def test_columns_that_fit_nothing(local, logical):
-    """Are said, not guessed."""
+    """The shapes are refused, not guessed."""
     with pytest.raises(NoPlacementError):
         expert_boxes((), local, logical, mesh_of(0, 2, tp=2), gated=False)
 

@@ -86,7 +86,7 @@ def ledger(job: Job, rank: int) -> RankLedger:
     for axis in ("tp", "pp", "world"):
         add(Operation.ALL_REDUCE, axis, "", Phase.OPTIMIZER)
     names = [f"decoder.layers.{n}.{leaf}" for n in layers for leaf, *_ in ATTENTION]
-    code = ModuleCode(*(f"megatron/core/transformer/{n}.py:100 (forward)" for n in range(7)))
+    code = ModuleCode(*(f"megatron/core/transformer/{n}.py:100 (forward)" for n in range(6)))
     codes = tuple(dataclasses.replace(code, built=f"{n}.py:1 (init)") for n in range(20))
     return RankLedger(
         tuple(calls),

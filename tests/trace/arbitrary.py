@@ -13,7 +13,7 @@ from megatron_ttrace.trace.codec import Bounds
 from megatron_ttrace.trace.index import Entry
 from megatron_ttrace.trace.records import Outcome, Run, Summary
 
-_COUNTS = st.dictionaries(st.sampled_from([str(each) for each in Outcome]), st.integers(0, 9))
+_COUNTS = st.dictionaries(st.sampled_from([str(outcome) for outcome in Outcome]), st.integers(0, 9))
 _CONSTRAINED: dict[tuple[Any, str], st.SearchStrategy[Any]] = {
     (Run, "id"): st.text("0123456789abcdef", min_size=16, max_size=16),
     (Summary, "counts"): _COUNTS,
@@ -30,7 +30,7 @@ def arbitrary(wanted: Any) -> st.SearchStrategy[Any]:
     """Values that the codec reads as this type; none contradicts itself."""
     origin, args = typing.get_origin(wanted), typing.get_args(wanted)
     if origin is Annotated:
-        bounds = next((each for each in args if isinstance(each, Bounds)), None)
+        bounds = next((arg for arg in args if isinstance(arg, Bounds)), None)
         if bounds is None:
             return arbitrary(args[0])
         return _number(args[0], bounds)

@@ -48,7 +48,7 @@ def used():
     ],
 )
 def test_changes(old, new, expected):
-    """New and different functions, and lines outside of them; comments are no change."""
+    """New and different functions, and lines outside of them; comments do not count."""
     assert old in SOURCE
     assert changes.changes(SOURCE.encode(), SOURCE.replace(old, new).encode()) == expected
 

@@ -69,9 +69,9 @@ def test_the_files_of_others_stay(home):
     """A directory with a file that no check writes stays, with that file."""
     for folder in ("run", "run/candidate", "run/reference", "cache/abc"):
         (home / folder / "notes.txt").write_text("mine")
-    assert all(cleaning.remove(one) for one in cleaning.find(home))
+    assert all(cleaning.remove(entry) for entry in cleaning.find(home))
     files = [path for path in home.rglob("*") if path.is_file()]
-    left = {str(one.relative_to(home)) for one in files if not owned.MANIFEST.match(one.name)}
+    left = {str(file.relative_to(home)) for file in files if not owned.MANIFEST.match(file.name)}
     assert left - {"cache/.def.lock"} == {
         "cache/abc/notes.txt",
         "own/meta.json",

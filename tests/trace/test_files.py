@@ -152,7 +152,7 @@ def test_the_answer_of_one_run(diverged: Check, tmp_path: Path) -> None:
 
 
 def test_no_directory(tmp_path: Path) -> None:
-    """A path that is no directory is said to be none."""
+    """A path that is not a directory is refused."""
     with pytest.raises(TTraceError, match="is not a directory"):
         files.load_report(tmp_path / "nowhere")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every single flipped bit of a trace and of a report is noticed, and told in one line."""
+"""Every single flipped bit of a trace and of a report is noticed, and reported in one line."""
 
 from collections.abc import Callable
 from pathlib import Path

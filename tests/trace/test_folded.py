@@ -43,7 +43,7 @@ def test_nothing_is_lost(values_by_rank, random):
         messages = [sent(folded.merge(messages[:some])), *messages[some:]]
     by_rank = folded.unfold(messages[0]) if messages else {}
     assert list(by_rank) == sorted(values_by_rank)
-    assert {rank: exactly(one) for rank, one in by_rank.items()} == {
+    assert {rank: exactly(value) for rank, value in by_rank.items()} == {
         rank: exactly(value) for rank, value in values_by_rank.items()
     }
 
@@ -94,6 +94,6 @@ def test_what_is_one_object_is_read_once():
 )
 def test_a_foreign_message(message):
     """It is refused, whoever reads it."""
-    for read in (folded.unfold, lambda one: folded.merge([one])):
+    for read in (folded.unfold, lambda message: folded.merge([message])):
         with pytest.raises(CodecError):
             read(message)

@@ -97,7 +97,7 @@ def test_a_name_that_is_taken(tmp_path: Path, name: str, kind: str) -> None:
         with pytest.raises(TTraceError, match=FOREIGN):
             use(tmp_path / name)
     owned.discard(tmp_path / name)
-    after = {one: text for one, text in state_of(tmp_path).items() if one in before}
+    after = {path: text for path, text in state_of(tmp_path).items() if path in before}
     assert after == before
 
 

@@ -159,7 +159,7 @@ def test_ranks_have_their_own_files(tmp_path):
         writer.close()
     seal(tmp_path, {"role": "candidate"})
     reader = TraceReader(tmp_path)
-    assert {rank: [e.key.name for e in found] for rank, found in reader.ranks.items()} == {
+    assert {rank: [e.key.name for e in entries] for rank, entries in reader.ranks.items()} == {
         0: ["of 0"],
         11: ["of 11"],
     }
