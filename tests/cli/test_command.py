@@ -51,10 +51,18 @@ def test_commands_that_moved_have_their_old_names(name: str) -> None:
             "doctor more",
             "unrecognized arguments: 1 more than this command has (see ttrace doctor --help)",
         ),
+        ("hunt --minutes soon", "--minutes: 'soon': give a number"),
+        ("hunt -- absent.py --num-layers 2", "absent.py: no such script"),
+        ("hunt -- python", "no training script"),
+        (
+            f"hunt -- torchrun --nproc-per-node 3 {ROOT}/launch/pretrain_gpt.py "
+            "--tensor-model-parallel-size 2",
+            "cannot be divided",
+        ),
     ],
 )
-def test_typing_errors(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line with what may have been meant, and exit code 2."""
+def test_bad_input(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line with what is wrong, or may have been meant, and exit code 2."""
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

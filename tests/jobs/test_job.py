@@ -242,7 +242,8 @@ def test_an_answer(tmp_path, result, code):
     assert summary.verdict is result
     assert summary.timings["step"] == 1.0
     assert summary.timings["wall"] > 0
-    assert lines == ["starting 2 ranks", "measuring"]
+    # A machine with much to do needs a line in between.
+    assert [line for line in lines if "so far)" not in line] == ["starting 2 ranks", "measuring"]
 
 
 @pytest.mark.parametrize(
