@@ -105,10 +105,10 @@ def choose_local_norm(normalization: str) -> None:
     """
     fused = importlib.import_module("megatron.core.fusions.fused_layer_norm").FusedLayerNorm
     wrapped = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
-    wanted, other = (fused, wrapped) if normalization == "LayerNorm" else (wrapped, fused)
+    chosen, replaced = (fused, wrapped) if normalization == "LayerNorm" else (wrapped, fused)
     for name, module in list(sys.modules.items()):
         if not name.startswith("megatron.core."):
             continue
         for variable in ("LNImpl", "LayerNormImpl"):
-            if vars(module).get(variable) is other:
-                setattr(module, variable, wanted)
+            if vars(module).get(variable) is replaced:
+                setattr(module, variable, chosen)

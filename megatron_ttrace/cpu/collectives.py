@@ -136,8 +136,8 @@ def _install_coalescing() -> None:
             group = group if group is not None else dist.distributed_c10d._get_default_group()
             waiting = world.pg_coalesce_state.get(group, [])
             if dist.get_world_size(group) == 1:
-                waiting[:] = [one for one in waiting if not _is_in_place(one)]
-            in_place = (one.tensor for one in waiting if one.dst_tensor is None)
+                waiting[:] = [operation for operation in waiting if not _is_in_place(operation)]
+            in_place = (operation.tensor for operation in waiting if operation.dst_tensor is None)
             # Empty tensors have no address of their own.
             buffers = [tensor.data_ptr() for tensor in in_place if tensor.numel()]
             if len(set(buffers)) < len(buffers):

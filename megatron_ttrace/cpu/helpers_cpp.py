@@ -62,13 +62,13 @@ def compiled_elsewhere(source: Path) -> Path | None:
     content = source.read_bytes() if source.is_file() else None
     for entry in sys.path:
         folder = Path(entry, "megatron", "core", "datasets")
-        same = folder / _SOURCE
-        if content is None or not same.is_file() or same.read_bytes() != content:
+        source_copy = folder / _SOURCE
+        if content is None or not source_copy.is_file() or source_copy.read_bytes() != content:
             continue
         for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-            found = folder / f"helpers_cpp{suffix}"
-            if found.is_file():
-                return found
+            extension = folder / f"helpers_cpp{suffix}"
+            if extension.is_file():
+                return extension
     return None
 
 

@@ -26,10 +26,10 @@ class _TwoDevices(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _IS_CUDA:
             return id(args[0]) not in self._host
-        found = func(*args, **(kwargs or {}))
-        if torch.is_tensor(found) and (func is torch.Tensor.cpu or id(args[0]) in self._host):
-            self._host[id(found)] = found
-        return found
+        result = func(*args, **(kwargs or {}))
+        if torch.is_tensor(result) and (func is torch.Tensor.cpu or id(args[0]) in self._host):
+            self._host[id(result)] = result
+        return result
 
 
 def keep_apart() -> None:

@@ -45,10 +45,9 @@ def equal_scales(chunks: Iterable[torch.nn.Module], backward_scale: float) -> No
 
 
 def backward_scale(tokens: float) -> float:
-    """A gradient's first scale: a power of two, which adds no rounding.
+    """A gradient's first scale, for a loss that is averaged over this many tokens.
 
-    Args:
-        tokens: over which the loss is averaged.
+    A power of two, which adds no rounding.
     """
     return float(2.0 ** math.floor(math.log2(tokens))) * HEADROOM
 

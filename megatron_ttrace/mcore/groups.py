@@ -60,12 +60,7 @@ def described(group: Any, mesh: Mesh) -> str:
 
 
 def axes_of(members: Sequence[int], meshes: Sequence[Mesh]) -> str:
-    """The axes that a group without a description spans; ``ranks`` if it is not made of axes.
-
-    Args:
-        members: global ranks.
-        meshes: of all ranks.
-    """
+    """The axes that a group of global ranks spans; ``ranks`` if it is not made of axes."""
     for layout in _LAYOUTS:
         axes = [a for a in layout if len({meshes[rank].at(a) for rank in members}) > 1]
         if axes and len(members) == math.prod(meshes[0].size(axis) for axis in axes):

@@ -61,9 +61,7 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
     """Name everything in an unwrapped chunk.
 
-    Args:
-        chunk: a model chunk (``unwrap`` it first).
-        expert_offset: global number of this expert-parallel rank's first expert.
+    ``expert_offset`` is the global number of this expert-parallel rank's first expert.
     """
     modules: dict[str, torch.nn.Module] = {}
     canonical: dict[int, str] = {}

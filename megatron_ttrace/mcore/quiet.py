@@ -3,7 +3,7 @@
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -107,20 +107,13 @@ def metrics_kept() -> Iterator[None]:
 
 def _trackers() -> Iterator[dict[str, Any]]:
     """Where modules sum up metrics over the microbatches of a step."""
-    with suppress(ImportError, AttributeError):
-        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from megatron.core.transformer.experimental_attention_variant import dsa
+    from megatron.core.transformer.moe import moe_logging
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-        yield MTPLossLoggingHelper.tracker
-    with suppress(ImportError, AttributeError):
-        from megatron.core.transformer.experimental_attention_variant.dsa import (
-            DSAIndexerLossLoggingHelper,
-        )
-
-        yield DSAIndexerLossLoggingHelper.tracker
-    with suppress(ImportError, AttributeError):
-        from megatron.core.transformer.moe import moe_logging
-
-        yield moe_logging.get_moe_metrics_tracker()._metrics
+    yield MTPLossLoggingHelper.tracker
+    yield dsa.DSAIndexerLossLoggingHelper.tracker
+    yield moe_logging.get_moe_metrics_tracker()._metrics
 
 
 def state_of_divided(*, experts: bool) -> torch.Tensor | None:

@@ -47,11 +47,8 @@ def deal_to(ranks: int, sampler: Any) -> None:
     """Let shuffling samplers read what this many data-parallel ranks would.
 
     Microbatch ``j`` of rank ``r`` is number ``j * ranks + r`` of the global batch. Called before
-    data loaders are built.
-
-    Args:
-        ranks: how many.
-        sampler: the class ``MegatronPretrainingRandomSampler``, Megatron-LM's or another one.
+    data loaders are built, with the class ``MegatronPretrainingRandomSampler`` of Megatron-LM or
+    Megatron-Bridge.
     """
     original = sampler.__iter__
 

@@ -48,7 +48,7 @@ class Cause:
     Attributes:
         rank: the rank that failed.
         host: its host.
-        what: what it was doing.
+        task: what it was doing.
         why: the error, in one line (a reference's last lines may follow).
         of_everyone: whether the reason concerns the whole job, not this rank.
         lost: whether the rank only lost its connection to the others.
@@ -56,7 +56,7 @@ class Cause:
 
     rank: int
     host: str
-    what: str
+    task: str
     why: str
     of_everyone: bool = False
     lost: bool = False
@@ -66,7 +66,7 @@ class Cause:
         """One line for the user."""
         if self.of_everyone:
             return self.why
-        return f"rank {self.rank} on {self.host}, {self.what}: {self.why}"
+        return f"rank {self.rank} on {self.host}, {self.task}: {self.why}"
 
     @classmethod
     def of_message(cls, text: str) -> Self:
@@ -114,11 +114,11 @@ class Ranks:
         self._counts = {"check": 0, "back": 0}
         self._given_up: GivenUpError | None = None
 
-    def meet(self, what: str) -> None:
+    def meet(self, task: str) -> None:
         """Wait for all ranks. Raises as :meth:`together`."""
-        self.together(what, lambda: None)
+        self.together(task, lambda: None)
 
-    def together[T](self, what: str, work: Callable[[], T]) -> T:
+    def together[T](self, task: str, work: Callable[[], T]) -> T:
         """Do something on every rank; return when all ranks have.
 
         Raises:
@@ -132,14 +132,14 @@ class Ranks:
         except (GivenUpError, EndError):
             raise
         except Exception as error:
-            raise self.give_up(error, what) from error
+            raise self.give_up(error, task) from error
         except BaseException as error:
-            self.give_up(error, what)  # interrupted: the others should not wait
+            self.give_up(error, task)  # interrupted: the others should not wait
             raise
-        self._arrive("check", what)
+        self._arrive("check", task)
         return value
 
-    def from_one(self, source: int, what: str, work: Callable[[], Any]) -> Any:
+    def from_one(self, source: int, task: str, work: Callable[[], Any]) -> Any:
         """Do something on one rank; all ranks get its result, a JSON value.
 
         Raises:
@@ -148,7 +148,7 @@ class Ranks:
         if self._given_up is not None:
             raise self._given_up
         if self.size == 1:
-            return self.together(what, work)
+            return self.together(task, work)
         key = f"check/{self._counts['check'] + 1}/value"
 
         def publish() -> None:
@@ -157,24 +157,24 @@ class Ranks:
                     value = work()
                 self._store.set(_key(key), json.dumps(value))
 
-        self.together(what, publish)
+        self.together(task, publish)
         return json.loads(self._ask(lambda: self._store.get(_key(key))).decode())
 
-    def exchange(self, what: str, value: Callable[[], Any], device: torch.device) -> list[Any]:
+    def exchange(self, task: str, value: Callable[[], Any], device: torch.device) -> list[Any]:
         """The JSON values of all ranks, by rank, on every rank.
 
         Raises:
             GivenUpError: on every rank, when any could not provide one.
             EndError: when the collective failed.
         """
-        text = self.together(what, lambda: channel.encode(value()))
+        text = self.together(task, lambda: channel.encode(value()))
         if self.size == 1:
             return [channel.decode(text, 0)]
         with self.watching():
             length = torch.tensor([len(text)], dtype=torch.int64, device=device)
-            lengths = [int(size.item()) for size in self._moved(what, channel.gather, length)]
-            message = self.together(what, lambda: channel.buffer(text, max(lengths), device))
-            messages = self._moved(what, channel.gather, message)
+            lengths = [int(size.item()) for size in self._moved(task, channel.gather, length)]
+            message = self.together(task, lambda: channel.buffer(text, max(lengths), device))
+            messages = self._moved(task, channel.gather, message)
             return [
                 channel.decode(bytes(received[:size].cpu().numpy()), rank)
                 for rank, (received, size) in enumerate(zip(messages, lengths, strict=True))
@@ -182,7 +182,7 @@ class Ranks:
 
     def collect[T](
         self,
-        what: str,
+        task: str,
         value: Callable[[], T],
         merge: Callable[[list[T]], T],
         device: torch.device,
@@ -196,64 +196,64 @@ class Ranks:
             GivenUpError: on every rank, when any could not provide or merge its part.
             EndError: when a message could not be sent.
         """
-        merged = self.together(what, value)
+        merged = self.together(task, value)
         groups, up = channel.tree(self.rank, self.size)
         failed = False
         with self.watching():
             for group in groups:
-                parts = [(rank, self._moved(what, channel.receive, rank, device)) for rank in group]
+                parts = [(rank, self._moved(task, channel.receive, rank, device)) for rank in group]
                 try:
                     if not failed:
                         values = [channel.unpacked(message, rank) for rank, message in parts]
                         merged = merge([merged, *values])
                 except Exception as error:  # noqa: BLE001 - the rank above still waits for a message
-                    self.give_up(error, what)
+                    self.give_up(error, task)
                     failed = True
             if up is not None:
                 message = b"" if failed else channel.packed(merged)
-                self._moved(what, channel.send, message, up, device)
+                self._moved(task, channel.send, message, up, device)
 
-        self.meet(what)
+        self.meet(task)
         return merged if up is None else None
 
     def reduce[T](
         self,
-        what: str,
+        task: str,
         value: Callable[[], T],
         merge: Callable[[list[T]], T],
         device: torch.device,
     ) -> T:
         """The merged JSON values of all ranks on every rank. Raises as :meth:`collect`."""
-        merged = self.collect(what, value, merge, device)
+        merged = self.collect(task, value, merge, device)
         if self.size == 1:
             return merged  # type: ignore[return-value]
-        text = self.together(what, lambda: b"" if merged is None else channel.packed(merged))
+        text = self.together(task, lambda: b"" if merged is None else channel.packed(merged))
         with self.watching():
-            message = self._moved(what, channel.broadcast, text, self.size - 1, device)
-        return self.together(what, lambda: channel.unpacked(message, self.size - 1))  # type: ignore[no-any-return]
+            message = self._moved(task, channel.broadcast, text, self.size - 1, device)
+        return self.together(task, lambda: channel.unpacked(message, self.size - 1))  # type: ignore[no-any-return]
 
-    def _moved[*P, T](self, what: str, move: Callable[[*P], T], *args: *P) -> T:
+    def _moved[*P, T](self, task: str, move: Callable[[*P], T], *args: *P) -> T:
         """Communicate. A rank that fails in it leaves the others waiting."""
         try:
             return move(*args)
         except Exception as error:
-            raise self.end(error, what) from error
+            raise self.end(error, task) from error
 
-    def give_up(self, error: BaseException, what: str) -> GivenUpError | EndError:
+    def give_up(self, error: BaseException, task: str) -> GivenUpError | EndError:
         """Announce that this rank failed; returns the error to raise."""
         if isinstance(error, GivenUpError | EndError):
             return error
         if self._given_up is None:
-            cause = self._announce("failed", self._cause(error, what))
+            cause = self._announce("failed", self._cause(error, task))
             self._given_up = GivenUpError(cause)
             self._wake()
         return self._given_up
 
-    def end(self, error: BaseException, what: str) -> EndError:
+    def end(self, error: BaseException, task: str) -> EndError:
         """Announce that the job must end; returns the error to raise."""
         if isinstance(error, EndError):
             return error
-        cause = self._announce("fatal", self._cause(error, what))
+        cause = self._announce("fatal", self._cause(error, task))
         self._announce("failed", cause)
         self._wake()
         return EndError(cause)
@@ -267,12 +267,12 @@ class Ranks:
         Raises:
             EndError: when the store is lost.
         """
-        what = "restoring the training state"
+        task = "restoring the training state"
         try:
-            self._arrive("back", what)
+            self._arrive("back", task)
         except _LateError as late:
             if self.rank in (0, self.size - 1):
-                print(f"ttrace: {what}: {late}; training waits for it", file=sys.stderr, flush=True)
+                print(f"ttrace: {task}: {late}; training waits for it", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -328,7 +328,7 @@ class Ranks:
                 self._store.add(_key("left"), 1)
             os._exit(int(ExitCode.COULD_NOT_CHECK))
 
-    def _arrive(self, lane: str, what: str) -> None:
+    def _arrive(self, lane: str, task: str) -> None:
         self._counts[lane] += 1
         if self.size == 1:
             return
@@ -337,11 +337,11 @@ class Ranks:
         if self._ask(lambda: self._store.add(_key(f"{at}/arrived"), 1)) == self.size:
             self._ask(lambda: self._store.compare_set(_key(f"{at}/done"), "", _OK))
         try:
-            if self._await(at, what) == _OK:
+            if self._await(at, task) == _OK:
                 return
         except _LateError as late:
             if lane == "check":
-                raise self.give_up(late, what) from late
+                raise self.give_up(late, task) from late
             raise
         cause = Cause.of_message(self._ask(lambda: self._store.get(_key("failed"))).decode())
         if self._ask(lambda: self._store.check([_key("fatal")])):
@@ -349,7 +349,7 @@ class Ranks:
         self._given_up = GivenUpError(cause)
         raise self._given_up
 
-    def _await(self, at: str, what: str) -> str:
+    def _await(self, at: str, task: str) -> str:
         """How a point ended. Raises ``_LateError`` when a rank shows no sign of life for long."""
         began = alive = time.monotonic()
         beat, asked, is_reported = -1, began, False
@@ -367,7 +367,7 @@ class Ranks:
             if now - began > _REPORT_AFTER_SECONDS and not is_reported:
                 is_reported = True
                 if self.rank in (0, self.size - 1):
-                    print(f"ttrace: waiting for {self._missing(at)}: {what}", flush=True)
+                    print(f"ttrace: waiting for {self._missing(at)}: {task}", flush=True)
             time.sleep(pause)
             pause = min(2 * pause, longest)
         return str(self._ask(lambda: self._store.get(_key(f"{at}/done"))).decode())
@@ -424,15 +424,15 @@ class Ranks:
 
     def _lost(self) -> EndError:
         why = "lost the connection to the job's key-value store (rank 0 or the launcher ended)"
-        what = "agreeing with other ranks"
-        return EndError(Cause(self.rank, socket.gethostname(), what, why, lost=True))
+        task = "agreeing with other ranks"
+        return EndError(Cause(self.rank, socket.gethostname(), task, why, lost=True))
 
-    def _cause(self, error: BaseException, what: str) -> Cause:
+    def _cause(self, error: BaseException, task: str) -> Cause:
         ours = isinstance(error, TTraceError)
         return Cause(
             self.rank,
             socket.gethostname(),
-            what,
+            task,
             str(error) if ours else one_line(error),
             of_everyone=self.size == 1 or (ours and self.rank == 0),
         )

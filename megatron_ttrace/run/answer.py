@@ -148,7 +148,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         own_shards=own_shards.depends_on_layout(args)[0],
         iterations=tuple(settings.iterations),
         isolate=isolates(args, settings),
-        logs=fronts.current().logs(),
+        logs=fronts.current().logs,
         init=settings.init,
         reference=str(settings.directory / "reference"),
         arithmetic=_arithmetic(model, args, settings),

@@ -57,7 +57,10 @@ def _say(notice: str) -> None:
 
 
 class CandidateSession:
-    """Checks the run that it is part of."""
+    """Checks the run that it is part of; after :meth:`begin` it has ``rehearsal`` and ``model``."""
+
+    rehearsal: Rehearsal
+    model: TracedModel
 
     def __init__(
         self,
@@ -73,7 +76,6 @@ class CandidateSession:
         self.budget = Budget(settings.memory_mb << 20)
         self.finished = False
         self.judged = False  # a verdict was reported, whatever fails later
-        self._rehearsal: Rehearsal | None = None
         self._initial: list[Initial] = []
         self._comparison: Comparison | None = None
         self._started: Started | None = None
@@ -107,7 +109,7 @@ class CandidateSession:
     ) -> None:
         """Hand the state of a run that starts from a checkpoint to the reference first."""
         requirements.require_iterations(self.args, self.settings)
-        self._rehearsal = Rehearsal(
+        self.rehearsal = Rehearsal(
             chunks,
             optimizer,
             scheduler,
@@ -116,6 +118,7 @@ class CandidateSession:
             ranks=self.ranks,
             budget=self.budget,
         )
+        self.model = self.rehearsal.model
         if not_initial := uninitialised(self.args, is_loaded=self.is_loaded):
             self._notice(not_initial)
         else:
@@ -138,17 +141,6 @@ class CandidateSession:
             for text in loaded.notices(reference):
                 self._notice(text)
         self.comparison.initial(first, self._initial)
-
-    @property
-    def rehearsal(self) -> Rehearsal:
-        """This rank's traced steps, once the model exists."""
-        assert self._rehearsal is not None, "begin() comes first"
-        return self._rehearsal
-
-    @property
-    def model(self) -> TracedModel:
-        """This rank's part of the model, once it exists."""
-        return self.rehearsal.model
 
     @property
     def comparison(self) -> Comparison:

@@ -89,7 +89,7 @@ def tree(rank: int, size: int) -> tuple[list[list[int]], int | None]:
         if up := place % (stride * FAN_IN):
             return groups, rank + up
         reach = min(size, place + stride * FAN_IN)
-        groups.append([size - 1 - other for other in range(place + stride, reach, stride)])
+        groups.append([size - 1 - child for child in range(place + stride, reach, stride)])
         stride *= FAN_IN
     return groups, None
 

@@ -72,7 +72,9 @@ class Comparison:
 
     def take_loaded(self, earlier: Self) -> None:
         """Take what an earlier comparison measured of the loaded state."""
-        self._measured += (one for one in earlier.findings() if one.key.kind is Kind.LOADED)
+        self._measured += (
+            measured for measured in earlier.findings() if measured.key.kind is Kind.LOADED
+        )
 
     @contextmanager
     def step(

@@ -89,9 +89,9 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
     if settings.reference is not None:
         document = verify(settings.reference)
         meta = meta_as(ReferenceMeta, settings.reference, document)
-        other = fingerprint.other_megatron(identity, meta.identity)
-        if other and not settings.allow_other_megatron:
-            raise TTraceError(f"--ttrace-reference {settings.reference}: {other}")
+        difference = fingerprint.other_megatron(identity, meta.identity)
+        if difference and not settings.allow_other_megatron:
+            raise TTraceError(f"--ttrace-reference {settings.reference}: {difference}")
         differences = fingerprint.differences(
             identity, meta.identity, any_megatron=settings.allow_other_megatron
         )

@@ -175,10 +175,10 @@ class Watch:
             from megatron_ttrace.run.sharded_reference import ShardedReferenceSession as Kind
         return Kind(args, self._settings, self._ranks, order)
 
-    def _attempt[T](self, what: str, work: Callable[[], T]) -> T | None:
+    def _attempt[T](self, task: str, work: Callable[[], T]) -> T | None:
         """Run a part of the check on all ranks; if it fails on any, all give up or exit."""
         try:
-            return self._ranks.together(what, work)
+            return self._ranks.together(task, work)
         except EndError as error:
             _show(error)
             say_end(error.cause, self._ranks.rank, error)
@@ -188,7 +188,7 @@ class Watch:
             self._give_up(error)
         return None
 
-    def _alone[T](self, what: str, work: Callable[[], T]) -> T | None:
+    def _alone[T](self, task: str, work: Callable[[], T]) -> T | None:
         """Run a part of the check that needs no other rank; all ranks learn if it fails."""
         try:
             return work()
@@ -198,7 +198,7 @@ class Watch:
         def fail() -> T:
             raise error
 
-        return self._attempt(what, fail)
+        return self._attempt(task, fail)
 
     def _give_up(self, error: GivenUpError) -> None:
         cause = error.cause

@@ -28,12 +28,9 @@ reference, as Python writes numbers."""
 
 
 def merge(directory: Path, stages: Sequence[int], writer: TraceWriter) -> None:
-    """Write the logical tensors of all ranks' shards.
+    """Write the logical tensors of all ranks' shards; the writer stays open.
 
-    Args:
-        directory: of the shards.
-        stages: the pipeline stage of each rank.
-        writer: of the merged trace; it stays open.
+    ``stages`` are the pipeline stages of the ranks.
 
     Raises:
         TTraceError: when ranks lack a part of a tensor, or disagree on one.

@@ -186,11 +186,8 @@ def perturbed(
 ) -> Iterator[None]:
     """Within this context the model's next step runs perturbed; parameters are *not* restored.
 
-    Args:
-        chunks: of the model.
-        seed: of the random signs; :data:`UNPERTURBED` for none.
-        optimizer: Megatron's, if its arithmetic is perturbed as well.
-        spread: of a model on several ranks.
+    ``seed`` is that of the random signs, or :data:`UNPERTURBED`. With an optimizer its arithmetic
+    is perturbed as well.
     """
     if seed == UNPERTURBED:
         yield

@@ -54,7 +54,13 @@ _MORE_OF_A_PARAMETER = 7 * 4
 
 
 class ReferenceSession:
-    """Makes a reference trace out of the first training steps, then ends the process."""
+    """Makes a reference trace out of the first training steps, then ends the process.
+
+    After :meth:`begin` it has ``rehearsal`` and ``model``.
+    """
+
+    rehearsal: Rehearsal
+    model: TracedModel
 
     def __init__(
         self, args: MegatronArguments, settings: Settings, ranks: Ranks, order: Order
@@ -63,7 +69,6 @@ class ReferenceSession:
         self.settings = settings
         self.ranks = ranks
         self.finished = self.judged = False
-        self._rehearsal: Rehearsal | None = None
         self._initial: list[Initial] = []
         self._order = order
         self._directory = Path(order.directory)
@@ -89,7 +94,7 @@ class ReferenceSession:
         """Continue where the candidate stands in the data and the schedule, if it was loaded."""
         if started := self._order.started:
             started.resume(self.args, scheduler)
-        self._rehearsal = Rehearsal(
+        self.rehearsal = Rehearsal(
             chunks,
             optimizer,
             scheduler,
@@ -98,24 +103,14 @@ class ReferenceSession:
             ranks=self.ranks,
             budget=Budget(self.settings.memory_mb << 20),
         )
+        self.model = self.rehearsal.model
         if started:
-            self._rehearsal.start = Path(started.directory), started.step
+            self.rehearsal.start = Path(started.directory), started.step
         if not uninitialised(self.args, is_loaded=started is not None):
             self._initial = initial_values(self.model)
         if started and self._order.separation is None:
             buckets = handoff.buckets(Path(started.directory))
             self._loaded = InCheckpoint(started.source, self.model, self.args, buckets)
-
-    @property
-    def rehearsal(self) -> Rehearsal:
-        """This rank's traced steps, once the model exists."""
-        assert self._rehearsal is not None, "begin() comes first"
-        return self._rehearsal
-
-    @property
-    def model(self) -> TracedModel:
-        """This rank's part of the model, once it exists."""
-        return self.rehearsal.model
 
     def traces(self, step: int) -> bool:
         """Everything is done before the first step."""
@@ -152,7 +147,7 @@ class ReferenceSession:
             microbatches=microbatches * self.model.mesh.size("dp"),
             loss_scales=self._loss_scales,
             counted=tuple(counted.encode(counts)),
-            logs=fronts.current().logs(),
+            logs=fronts.current().logs,
             seconds=self._seconds,
             numbers=self._calls.numbers() if is_recorded else {},
             layout=None if layout is None else dataclasses.asdict(layout),

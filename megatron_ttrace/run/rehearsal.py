@@ -7,6 +7,7 @@ A candidate and a reference both have one (``candidate.py``, ``reference_run.py`
 import copy
 import dataclasses
 import functools
+import math
 import os
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
@@ -32,7 +33,6 @@ from megatron_ttrace.run.agreement import EndError, Ranks
 from megatron_ttrace.run.start import handoff
 from megatron_ttrace.run.start.moments import awaken, prime
 from megatron_ttrace.run.start.parameters import fill
-from megatron_ttrace.run.start.tokens import spread_batch
 from megatron_ttrace.trace.budget import Budget, host_room
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.copies import Copies
@@ -44,6 +44,7 @@ from megatron_ttrace.trace.start import StartValues
 type DataIterator = Iterator[Any] | list[Iterator[Any]] | None
 """What Megatron gives to ``train_step``; a list has one iterator per virtual-pipeline chunk."""
 
+_IDS = ("tokens", "labels", "input_ids")
 _RANKS_OF_A_HOST = 8
 """At most, if the launcher does not say."""
 
@@ -106,6 +107,32 @@ def settle(model: TracedModel, args: MegatronArguments) -> None:
     if not getattr(args, "overlap_param_gather", False):
         return
     fronts.current().synchronise(model.chunks, model.optimizer)
+
+
+def spread_ids(item: Any, vocabulary: int) -> Any:
+    """A loader's batch with its ids permuted within the (padded) vocabulary; others are unchanged.
+
+    A tensor-parallel rank holds a range of the vocabulary. Bytes of English text, or the first
+    batch of any data set, leave most ranges unused, and a fault in an unused range is invisible. So
+    ids are permuted, in both runs alike. Sequences keep their structure; masks and document borders
+    were computed from the original ids.
+    """
+    if not isinstance(item, Mapping):
+        return item
+    # Near the golden section of the vocabulary, so that neighbours are moved far apart.
+    factor = max(1, int(vocabulary * 0.618))
+    while math.gcd(factor, vocabulary) != 1:
+        factor += 1
+
+    def permuted(ids: torch.Tensor) -> torch.Tensor:
+        renamed = (ids * factor + 1) % vocabulary
+        # An ignored label is negative.
+        return torch.where((ids >= 0) & (ids < vocabulary), renamed, ids)
+
+    return {
+        name: permuted(value) if name in _IDS and torch.is_tensor(value) else value
+        for name, value in item.items()
+    }
 
 
 class Rehearsal:
@@ -255,7 +282,7 @@ class Rehearsal:
         """Serve fetched batches to a rehearsal, with ids that use the whole vocabulary."""
         vocabulary = getattr(self._args, "padded_vocab_size", None)
         if self._settings.init == "reveal" and vocabulary:
-            served.serve(lambda item: spread_batch(item, vocabulary))
+            served.serve(lambda item: spread_ids(item, vocabulary))
         else:
             served.serve()
 

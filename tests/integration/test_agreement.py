@@ -217,9 +217,9 @@ json_values = st.recursive(
 
 
 @given(st.integers(0, 9), st.text(), st.text(), st.text(), st.booleans())
-def test_a_cause_travels(rank: int, host: str, what: str, why: str, whole: bool) -> None:
+def test_a_cause_travels(rank: int, host: str, task: str, why: str, of_everyone: bool) -> None:
     """A cause is received as it was announced."""
-    cause = Cause(rank, host, what, why, whole)
+    cause = Cause(rank, host, task, why, of_everyone)
     assert Cause.of_message(json.dumps(vars(cause))) == cause
 
 

@@ -34,7 +34,7 @@ def test_replays_for_losses(
         "args": SimpleNamespace(num_experts=4, moe_z_loss_coeff=z_loss),
         "settings": settings,
         "_comparison": first,
-        "_rehearsal": SimpleNamespace(model=None),
+        "model": None,
         "_timings": {},
         "_notices": [],
         "_edits": None,

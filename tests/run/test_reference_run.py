@@ -32,8 +32,8 @@ class Replays(ReferenceSession):
         # Not the base class's: it needs Megatron's arguments.
         self.settings = Settings(directory=directory, seeds=seeds)
         self.args: Any = SimpleNamespace(seq_length=4, bf16=True)
-        model = SimpleNamespace(gated=False, names=[], optimizer=None, mesh=SINGLE)
-        self._rehearsal: Any = SimpleNamespace(model=model, trace=lambda *_: None)
+        self.model: Any = SimpleNamespace(gated=False, names=[], optimizer=None, mesh=SINGLE)
+        self.rehearsal: Any = SimpleNamespace(trace=lambda *_: None)
         self._directory = directory
         self._distances = distances
         self.seeds: list[int] = []

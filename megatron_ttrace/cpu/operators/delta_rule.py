@@ -58,7 +58,7 @@ def chunk_gated_delta_rule(
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
     repeats = v.shape[2] // q.shape[2]
-    queries, keys = (one.float().repeat_interleave(repeats, dim=2) for one in (q, k))
+    queries, keys = (tensor.float().repeat_interleave(repeats, dim=2) for tensor in (q, k))
     queries = queries * (q.shape[-1] ** -0.5 if scale is None else scale)
     inputs = (queries, keys, v.float(), g.float(), beta.float())
     bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
@@ -68,7 +68,7 @@ def chunk_gated_delta_rule(
         if initial_state is not None:
             rows = slice(None) if cu_seqlens is None else slice(number, number + 1)
             state = initial_state[rows].float()
-        output, state = _sequence([one[:, start:end] for one in inputs], state)
+        output, state = _sequence([tensor[:, start:end] for tensor in inputs], state)
         outputs.append(output)
         states.append(state)
     out = torch.cat(outputs, dim=1).to(v.dtype)
@@ -77,7 +77,9 @@ def chunk_gated_delta_rule(
 
 def _sequence(inputs: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     outputs = []
-    for query, key, value, decay, rate in zip(*(one.unbind(1) for one in inputs), strict=True):
+    for query, key, value, decay, rate in zip(
+        *(tensor.unbind(1) for tensor in inputs), strict=True
+    ):
         state = state * decay.exp()[..., None, None]
         error = (value - (state * key[..., None]).sum(dim=-2)) * rate[..., None]
         state = state + key[..., None] * error[..., None, :]

@@ -43,7 +43,7 @@ def flex_attention(
         NotImplementedError: for further results.
     """
     del kernel_options
-    if return_lse or any(other is not None for other in others.values()):
+    if return_lse or any(value is not None for value in others.values()):
         raise NotImplementedError("flex_attention on a CPU returns its output only")
     if enable_gqa:
         repeats = query.shape[1] // key.shape[1]

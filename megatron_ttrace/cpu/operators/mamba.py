@@ -75,7 +75,7 @@ def mamba_chunk_scan_combined(
     steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
     repeats = heads // B.shape[2]
     values = x.float() * steps[..., None]
-    keys, queries = (one.float().repeat_interleave(repeats, dim=2) for one in (B, C))
+    keys, queries = (tensor.float().repeat_interleave(repeats, dim=2) for tensor in (B, C))
     decay = steps * A.float()
     state = x.new_zeros(batch, heads, x.shape[3], B.shape[3], dtype=torch.float32)
     if initial_states is not None:

@@ -11,10 +11,10 @@ def hadamard_transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     A last dim that is not a power of two is filled up with zeros, and cut off again.
     """
     size = x.shape[-1]
-    whole = 1 << (size - 1).bit_length()
-    values = F.pad(x.float(), (0, whole - size))
+    padded_size = 1 << (size - 1).bit_length()
+    values = F.pad(x.float(), (0, padded_size - size))
     half = 1
-    while half < whole:
+    while half < padded_size:
         pairs = values.unflatten(-1, (-1, 2, half))
         first, second = pairs.unbind(-2)
         values = torch.stack((first + second, first - second), dim=-2).flatten(-3)

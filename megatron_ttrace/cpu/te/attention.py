@@ -191,9 +191,9 @@ class DotProductAttention(TransformerEngineBaseModule):
         return output, max_score
 
 
-def _refuse(**given: Any) -> None:
+def _refuse(**arguments: Any) -> None:
     """Refuse arguments that TransformerEngine takes, and this does not."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and value is not False:
             raise NotImplementedError(f"attention with {name} on a CPU")
 

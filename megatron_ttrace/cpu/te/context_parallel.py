@@ -70,10 +70,10 @@ def held_tokens(local_length: int, size: int, rank: int, cu_seqlens: torch.Tenso
     length = local_length * size
     if cu_seqlens is None:
         return Tokens(zigzag(length, size, rank))
-    everything = packed_tokens(cu_seqlens, length)
-    mine = thd_get_partitioned_indices(cu_seqlens, length, size, rank).long()
-    assert everything.sequence is not None
-    return Tokens(everything.position[mine], everything.sequence[mine])
+    packed = packed_tokens(cu_seqlens, length)
+    indices = thd_get_partitioned_indices(cu_seqlens, length, size, rank).long()
+    assert packed.sequence is not None
+    return Tokens(packed.position[indices], packed.sequence[indices])
 
 
 class GatherSequence(torch.autograd.Function):
@@ -83,14 +83,14 @@ class GatherSequence(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         """Gather, and give the result in the type that attention computes in."""
         ctx.group, ctx.dtype = group, tensor.dtype
-        whole = gather_along_first_dim(tensor.permute(2, 0, 1, 3), group)
-        return whole.permute(1, 2, 0, 3).to(compute_dtype(tensor.dtype))
+        gathered = gather_along_first_dim(tensor.permute(2, 0, 1, 3), group)
+        return gathered.permute(1, 2, 0, 3).to(compute_dtype(tensor.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Sum over the ranks' queries before rounding."""
-        mine = reduce_scatter_along_first_dim(grad.permute(2, 0, 1, 3), ctx.group)
-        return mine.permute(1, 2, 0, 3).to(ctx.dtype), None
+        part = reduce_scatter_along_first_dim(grad.permute(2, 0, 1, 3), ctx.group)
+        return part.permute(1, 2, 0, 3).to(ctx.dtype), None
 
 
 def _exchange(tensor: torch.Tensor, group: Group) -> torch.Tensor:

@@ -39,9 +39,11 @@ class CrossEntropyFunction(torch.autograd.Function):
         lse = total.log() + largest
 
         local = (target - first).clamp(0, part - 1)
-        here = (target >= first) & (target < first + part)
-        own = scores.gather(-1, local[..., None])[..., 0]
-        target_score = all_reduce(torch.where(here, own, torch.zeros_like(own)), group)
+        is_local = (target >= first) & (target < first + part)
+        local_score = scores.gather(-1, local[..., None])[..., 0]
+        target_score = all_reduce(
+            torch.where(is_local, local_score, torch.zeros_like(local_score)), group
+        )
         loss = lse - target_score
         if label_smoothing > 0:
             mean_score = all_reduce(scores.sum(-1), group) / vocabulary
@@ -53,7 +55,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         divisor = tokens if reduced else 1
         gradient = (exponentials / total[..., None] - label_smoothing / vocabulary) / divisor
         gradient = gradient.to(logits.dtype).to(scores.dtype)
-        hit = here[..., None].to(scores.dtype) * ((1 - label_smoothing) / divisor)
+        hit = is_local[..., None].to(scores.dtype) * ((1 - label_smoothing) / divisor)
         gradient = gradient.scatter_add(-1, local[..., None], -hit) * counted[..., None]
         ctx.save_for_backward(gradient.to(logits.dtype))
         ctx.dtype = logits.dtype

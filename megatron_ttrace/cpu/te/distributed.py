@@ -134,9 +134,9 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """Run again with recording, and go back through it."""
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        tensors, values = iter(ctx.saved_tensors), iter(ctx.others)
         args = [
-            _detached(next(tensors)) if is_tensor else next(others) for is_tensor in ctx.is_tensor
+            _detached(next(tensors)) if is_tensor else next(values) for is_tensor in ctx.is_tensor
         ]
         now = _RandomStates(ctx.get_tracker)
         ctx.random_states.restore()

@@ -167,12 +167,12 @@ class LinearFunction(torch.autograd.Function):
                 grad = operand
                 if ctx.keep_rounded:
                     return weight_gradient(grad, Operand(saved, saved), weight.dtype)
-                whole = _gathered(saved, layout.gathers_input, settings)
+                gathered = _gathered(saved, layout.gathers_input, settings)
                 if precision.wgrad_in_high_precision:
-                    total = Operand(whole, whole)
+                    total = Operand(gathered, gathered)
                     grad = Operand(total_grad, total_grad)
                 else:
-                    total = precision.input(whole, again=True)
+                    total = precision.input(gathered, again=True)
                 return weight_gradient(grad, total, weight.dtype)
 
             grad_weight = now_or_later(settings.delayed, compute)

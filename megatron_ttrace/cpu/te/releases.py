@@ -31,13 +31,13 @@ def current() -> str:
 def _megatron_series() -> str:
     """``0.19`` for the Megatron that would be imported; nothing of it is imported."""
     try:
-        found = importlib.util.find_spec("megatron.core")
+        spec = importlib.util.find_spec("megatron.core")
     except ModuleNotFoundError:
-        found = None
-    if found is None or found.origin is None:
+        spec = None
+    if spec is None or spec.origin is None:
         return ""
     try:
-        text = Path(found.origin).with_name("package_info.py").read_text(encoding="utf-8")
+        text = Path(spec.origin).with_name("package_info.py").read_text(encoding="utf-8")
     except OSError:
         return ""
     parts = [re.search(rf"^{name} *= *([0-9]+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR")]

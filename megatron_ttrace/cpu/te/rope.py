@@ -21,10 +21,10 @@ def _rotate(t: torch.Tensor, freqs: torch.Tensor, interleaved: bool) -> torch.Te
     """Rotate the first channels of ``t`` by the angles ``freqs``, which broadcast against it."""
     dtype = compute_dtype(t.dtype)
     channels = freqs.shape[-1]
-    turned, rest = t[..., :channels].to(dtype), t[..., channels:]
+    turned, unrotated = t[..., :channels].to(dtype), t[..., channels:]
     angles = freqs.to(dtype)
     turned = turned * angles.cos() + _rotate_half(turned, interleaved) * angles.sin()
-    return torch.cat((turned.to(t.dtype), rest), -1)
+    return torch.cat((turned.to(t.dtype), unrotated), -1)
 
 
 def apply_rotary_pos_emb(

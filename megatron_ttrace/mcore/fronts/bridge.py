@@ -150,10 +150,6 @@ class Bridge(Front):
 
         return norm
 
-    def logs(self) -> bool:
-        """It can always be called."""
-        return True
-
     def log(
         self, writer: Any, chunks: list[torch.nn.Module], optimizer: Any, step: StepNumbers
     ) -> None:

@@ -31,11 +31,9 @@ class Watch(Protocol):
         """Model and optimizer exist; a checkpoint, if there is one, is loaded."""
 
     def step(self, run: Callable[[], Any], iterator: Any) -> Any:
-        """Instead of a training step; returns what ``run`` returns.
+        """Instead of the training step ``run``, whose microbatches come from ``iterator``.
 
-        Args:
-            run: the step.
-            iterator: what it takes its microbatches from.
+        Returns what the step returns.
         """
 
 
@@ -65,12 +63,14 @@ class Front(ABC):
         unloaded: why a checkpoint is not also loaded on one device, for comparison; empty if it is.
         only_in_plans: arguments that the loop gives to ``build_schedule_plan`` of a model, and not
             to its ``forward``.
+        logs: whether :meth:`log` reports anything.
     """
 
     marks: tuple[str, ...] = ()
     has_flags = False
     unloaded = ""
     only_in_plans: tuple[str, ...] = ()
+    logs = True
 
     @abstractmethod
     def arguments(self) -> MegatronArguments:
@@ -114,10 +114,6 @@ class Front(ABC):
     @abstractmethod
     def parameters_norm(self) -> Callable[..., Any]:
         """The function that computes the norm of all parameters, for the log."""
-
-    @abstractmethod
-    def logs(self) -> bool:
-        """Whether :meth:`log` reports anything."""
 
     @abstractmethod
     def log(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from types import FunctionType, MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import torch
@@ -92,10 +92,6 @@ class MegatronLM(Front):
         """``calc_params_l2_norm``."""
         return _training().calc_params_l2_norm  # type: ignore[no-any-return]
 
-    def logs(self) -> bool:
-        """Whether this Megatron has a ``training_log`` that can be called."""
-        return _log_of(_training()) is not None
-
     def log(
         self, writer: Any, chunks: list[torch.nn.Module], optimizer: Any, step: StepNumbers
     ) -> None:
@@ -104,8 +100,6 @@ class MegatronLM(Front):
 
         training, args = _training(), self.arguments()
         log = _log_of(training)
-        if log is None:
-            return
         writers = dict.fromkeys(_WRITERS, lambda: None) | {_WRITERS[0]: lambda: writer}
         values: list[tuple[Any, str, Any]] = [(args, *option) for option in _UNWATCHED.items()]
         values += [(training, *function) for function in writers.items()]
@@ -153,16 +147,12 @@ def _training() -> Any:
     return training
 
 
-def _log_of(training: ModuleType) -> Callable[..., Any] | None:
+def _log_of(training: Any) -> Callable[..., Any]:
     """Megatron's own ``training_log``: a script's wrapper of it must not see a rehearsal."""
-    current = getattr(training, "training_log", None)
-    if current is None:
-        return None
+    current: Callable[..., Any] = training.training_log
     if getattr(current, "__globals__", None) is vars(training):
-        return current  # type: ignore[no-any-return]
-    module: Any = training.__spec__.loader.get_code(training.__name__)  # type: ignore[union-attr]
-    for code in module.co_consts:
-        if getattr(code, "co_name", "") == "training_log":
-            # Arguments without a value are None, as with Megatron's own defaults.
-            return FunctionType(code, vars(training), None, (None,) * code.co_argcount)
-    return None
+        return current
+    constants = training.__spec__.loader.get_code(training.__name__).co_consts
+    code = next(c for c in constants if getattr(c, "co_name", "") == "training_log")
+    # Arguments without a value are None, as with Megatron's own defaults.
+    return FunctionType(code, vars(training), None, (None,) * code.co_argcount)

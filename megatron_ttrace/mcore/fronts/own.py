@@ -76,6 +76,8 @@ class OwnLoop(Front):
         known: options that follow from neither.
     """
 
+    logs = False
+
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
@@ -166,12 +168,8 @@ class OwnLoop(Front):
         """None is logged."""
         raise TTraceError("this loop logs no norm of parameters")
 
-    def logs(self) -> bool:
-        """What it logs is not known."""
-        return False
-
     def log(self, *_: Any) -> None:
-        """Nothing."""
+        """Nothing: what such a loop logs is not known."""
 
     def notices(self) -> list[str]:
         """What is not compared."""

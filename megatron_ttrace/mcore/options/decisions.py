@@ -358,7 +358,7 @@ def derive(args: object) -> dict[str, Any]:
     if getattr(args, "use_torch_fsdp2", False) and getattr(args, "bf16", False):
         # What it does to gradients: it has no buffers of another precision for them.
         values["grad_reduce_in_bf16"] = True
-    for (name, found), instead in SINGLE_DEVICE_VALUES.items():
-        if getattr(args, name, None) == found:
+    for (name, value), instead in SINGLE_DEVICE_VALUES.items():
+        if getattr(args, name, None) == value:
             values[name] = instead
     return {name: copy.copy(value) for name, value in values.items()}

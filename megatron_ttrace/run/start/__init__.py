@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same parameters, moments and token ids for every layout."""
+"""The same parameters and moments for every layout."""

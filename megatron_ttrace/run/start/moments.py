@@ -51,12 +51,8 @@ def prime(
 ) -> None:
     """Give every optimizer moments as in the middle of training; unknown ones are unchanged.
 
-    Args:
-        owned: what this rank's optimizers step.
-        mesh: of this rank.
-        seed: of the run.
-        stored: may have the values already, with the same bits.
-        keep: is given each moment's name and values in float32, if they are a whole tensor's.
+    ``stored`` may have the values already, with the same bits. ``keep`` is called with each
+    moment's name and values in float32, if they are those of a whole tensor.
     """
     for place, part in owned:
         if not part.moments or part.group.get("momentum") == 0:
