@@ -11,7 +11,7 @@ import torch
 from megatron_ttrace.cpu.te import context_parallel
 from megatron_ttrace.cpu.te.attention_core import AttentionSettings, FusedAttention
 from megatron_ttrace.cpu.te.base import TransformerEngineBaseModule
-from megatron_ttrace.cpu.te.masks import CAUSAL, MaskRule, Tokens, canonical_kind
+from megatron_ttrace.cpu.te.masks import CAUSAL, MaskRule, Tokens
 from megatron_ttrace.cpu.te.parallel import all_reduce, group_size
 
 _TO_BHSD = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
@@ -63,7 +63,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         super().__init__()
         _refuse(bottom_right_diagonal=bottom_right_diagonal)
         self.qkv_format = qkv_format
-        self.attn_mask_type = canonical_kind(attn_mask_type)
+        self.attn_mask_type = attn_mask_type
         self.window_size = window_size
         self.tp_group, self.tp_size = tp_group, tp_size
         self.sequence_parallel = sequence_parallel
@@ -118,7 +118,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     def _rule(
         self, kind: str | None, window: tuple[int, int] | None, queries: int, keys: int
     ) -> MaskRule:
-        kind = self.attn_mask_type if kind is None else canonical_kind(kind)
+        kind = self.attn_mask_type if kind is None else kind
         window = self.window_size if window is None else window
         bottom_right = kind.endswith("bottom_right") or kind not in CAUSAL
         return MaskRule(

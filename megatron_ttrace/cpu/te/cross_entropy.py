@@ -22,21 +22,17 @@ class CrossEntropyFunction(torch.autograd.Function):
         ctx: Any,
         logits: torch.Tensor,
         target: torch.Tensor,
-        label_smoothing: float,
         group: Group,
         ignore_index: int,
-        reduced: bool,
     ) -> torch.Tensor:
-        """``[..., v / tp]`` and ``[...]`` to the losses ``[...]`` in float32, or to their mean."""
+        """``[..., v / tp]`` and ``[...]`` to the losses ``[...]`` in float32."""
         scores = logits.to(compute_dtype(logits.dtype))
         part = scores.shape[-1]
-        vocabulary = part * group_size(group)
         first = part * (dist.get_rank(group) if group_size(group) > 1 else 0)
 
         largest = all_reduce(scores.amax(-1), group, dist.ReduceOp.MAX)
         exponentials = (scores - largest[..., None]).exp()
         total = all_reduce(exponentials.sum(-1), group)
-        lse = total.log() + largest
 
         local = (target - first).clamp(0, part - 1)
         is_local = (target >= first) & (target < first + part)
@@ -44,29 +40,23 @@ class CrossEntropyFunction(torch.autograd.Function):
         target_score = all_reduce(
             torch.where(is_local, local_score, torch.zeros_like(local_score)), group
         )
-        loss = lse - target_score
-        if label_smoothing > 0:
-            mean_score = all_reduce(scores.sum(-1), group) / vocabulary
-            loss = (1 - label_smoothing) * loss + label_smoothing * (lse - mean_score)
+        loss = total.log() + largest - target_score
         counted = target != ignore_index
         loss = torch.where(counted, loss, torch.zeros_like(loss))
 
-        tokens = int(counted.sum().clamp(min=1))
-        divisor = tokens if reduced else 1
-        gradient = (exponentials / total[..., None] - label_smoothing / vocabulary) / divisor
-        gradient = gradient.to(logits.dtype).to(scores.dtype)
-        hit = is_local[..., None].to(scores.dtype) * ((1 - label_smoothing) / divisor)
+        gradient = (exponentials / total[..., None]).to(logits.dtype).to(scores.dtype)
+        hit = is_local[..., None].to(scores.dtype)
         gradient = gradient.scatter_add(-1, local[..., None], -hit) * counted[..., None]
         ctx.save_for_backward(gradient.to(logits.dtype))
         ctx.dtype = logits.dtype
-        return loss.sum() / tokens if reduced else loss
+        return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Gradient of the logits."""
         (gradient,) = ctx.saved_tensors
         result = gradient.to(grad_loss.dtype) * grad_loss[..., None]
-        return result.to(ctx.dtype), None, None, None, None, None
+        return result.to(ctx.dtype), None, None, None
 
 
 def parallel_cross_entropy(
@@ -78,8 +68,12 @@ def parallel_cross_entropy(
     ignore_idx: int = -100,
     is_cg_capturable: bool = False,
 ) -> torch.Tensor:
-    """Losses ``[...]`` of logits ``[..., v / tp]``; their mean if ``reduce_loss``."""
-    loss: torch.Tensor = CrossEntropyFunction.apply(
-        inp, target, label_smoothing, dist_process_group, ignore_idx, reduce_loss
-    )
+    """Losses ``[...]`` of logits ``[..., v / tp]``.
+
+    Raises:
+        NotImplementedError: for smoothed labels, or the mean: no supported Megatron asks for them.
+    """
+    if label_smoothing or reduce_loss:
+        raise NotImplementedError("cross entropy with smoothed labels, or their mean, on a CPU")
+    loss: torch.Tensor = CrossEntropyFunction.apply(inp, target, dist_process_group, ignore_idx)
     return loss

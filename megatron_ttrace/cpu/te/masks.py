@@ -49,6 +49,10 @@ class MaskRule:
     window: tuple[int, int] = UNLIMITED
     offset: int = 0
 
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"attention mask type {self.kind} is not one of {', '.join(KINDS)}")
+
     def allowed(self, queries: Tokens, keys: Tokens) -> torch.Tensor | None:
         """Boolean ``[queries, keys]``; none when everything is allowed."""
         left, right = self.window
@@ -70,13 +74,3 @@ class MaskRule:
     def windowed(self) -> bool:
         """Whether a sliding window limits how far back a query sees."""
         return self.window[0] >= 0 or self.window[1] > 0
-
-
-def canonical_kind(kind: str) -> str:
-    """Give the one spelling of a mask type that may name its parts in any order."""
-    parts = set(kind.replace(",", "_").split("_")) if "," in kind else None
-    if parts is not None:
-        kind = "_".join(word for word in ("padding", "causal") if word in parts)
-    if kind not in KINDS:
-        raise ValueError(f"attention mask type {kind} is not one of {', '.join(KINDS)}")
-    return kind

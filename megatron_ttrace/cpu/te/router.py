@@ -4,12 +4,6 @@
 import torch
 
 
-def _require_bytemap(routing_map_format: int | str) -> None:
-    """Refuse another form of the routing map than one byte per token and expert."""
-    if routing_map_format not in (0, "bytemap"):
-        raise NotImplementedError("a routing map of bits, on a CPU")
-
-
 def _activated(logits: torch.Tensor, score_function: str) -> torch.Tensor:
     if score_function == "softmax":
         return torch.softmax(logits.float(), -1)
@@ -44,10 +38,8 @@ def fused_topk_with_score_function(
     scaling_factor: float | None,
     score_function: str,
     expert_bias: torch.Tensor | None,
-    routing_map_format: int | str = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and choice of experts, both ``[tokens, experts]``; weights in the logits' type."""
-    _require_bytemap(routing_map_format)
     if score_function == "softmax" and not use_pre_softmax:
         indices = _choose(logits, topk, num_groups, group_topk)
         chosen = torch.softmax(logits.gather(1, indices).float(), -1)
@@ -71,10 +63,9 @@ def fused_topk_with_score_function(
 
 
 def fused_compute_score_for_moe_aux_loss(
-    logits: torch.Tensor, topk: int, score_function: str, routing_map_format: int | str = 0
+    logits: torch.Tensor, topk: int, score_function: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choice and normalised scores of all experts, both ``[tokens, experts]``."""
-    _require_bytemap(routing_map_format)
     scores = _activated(logits, score_function)
     if score_function != "softmax":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
