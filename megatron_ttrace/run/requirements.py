@@ -173,18 +173,18 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
         notices.append(low_precision.NOTICE)
     if options := balancing.depends_on_layout(args):
         notices.append(
-            f"{' and '.join(options.values())}: looks at all tokens of a rank, which has a part of "
-            "a microbatch in this layout: another choice than a single device's by design; both "
-            "runs take the reference's"
+            f"{' and '.join(options.values())}: routing depends on all tokens of a rank, which has "
+            "a part of a microbatch in this layout, so by design it differs from one device's; "
+            "both runs use the reference's routing"
         )
     if option := own_shards.depends_on_layout(args)[1]:
         notices.append(
-            f"{option}: every tensor-parallel rank updates its own shard of a matrix, which is "
-            "another update than a single device's by design: unchecked; gradients are judged"
+            f"{option}: every tensor-parallel rank updates its own shard of a matrix, so by design "
+            "updates differ from a single device's: they are unchecked; gradients are judged"
         )
     if samples.is_by_sample(args, exits=settings.exit_after):
         notices.append(
-            "--fim-data: each sample is rearranged by random numbers of its own, not by those of "
+            "--fim-data: each sample is rearranged with a random generator of its own, not that of "
             "the rank that reads it, so that all layouts have the same samples"
         )
     notices += fronts.current().notices()

@@ -5,9 +5,9 @@
 
 Each process has what a rank of Kimi K2's first stage holds (tests/placement/scale.py) and sums of
 differences that all pass, or with ``--failing`` all fail in one layer; and the counts and the
-collectives of such a rank (tests/run/told.py). Nothing is trained. Prints one JSON object:
-seconds from the first to the last rank, messages and records of the last rank. "Told" are counts
-and collectives; they are judged, too.
+collectives of such a rank (tests/run/rank_records.py). Nothing is trained. Prints one JSON object:
+seconds from the first to the last rank, messages and records of the last rank. "Recorded" are
+counts and collectives; they are judged, too.
 
     python -m tests.run.gathering --stage 16384
 
@@ -46,7 +46,7 @@ from megatron_ttrace.trace import counted, folded
 from megatron_ttrace.trace.records import Outcome, TraceKey
 from tests.placement.scale import JOBS, planners
 from tests.placement.trillion import Job
-from tests.run import told
+from tests.run import rank_records
 
 FAILING = "layers.1.mlp"
 
@@ -62,13 +62,13 @@ class Limits:
 
 def measured(job: Job, rank: int, *, failing: bool) -> list[Measured]:
     """What a rank of the first stage holds, with sums; replicas have the same."""
-    found = []
+    measurements = []
     for planned in planners(job, rank).values():
-        for one in planned():
-            n = sum(box.numel for box in one.boxes)
+        for tensor in planned():
+            n = sum(box.numel for box in tensor.boxes)
             # Numbers of a tensor's own, as long in JSON as real ones.
-            seed = number(one.key) ^ (hash(one.region) & 0xFFFFFFFF)
-            error = 0.5 if failing and FAILING in one.key.name else 1e-6 * (seed % 997) / 997
+            seed = number(tensor.key) ^ (hash(tensor.region) & 0xFFFFFFFF)
+            error = 0.5 if failing and FAILING in tensor.key.name else 1e-6 * (seed % 997) / 997
             sums = Sums(
                 n=n,
                 diff=error**2 * n,
@@ -79,14 +79,14 @@ def measured(job: Job, rank: int, *, failing: bool) -> list[Measured]:
                 nonfinite=0,
                 checksum=seed,
             )
-            found.append(dataclasses.replace(one, sums=sums))
-    return found
+            measurements.append(dataclasses.replace(tensor, sums=sums))
+    return measurements
 
 
 def compared(job: Job, rank: int, *, failing: bool = False) -> Any:
     """What stands for a rank's comparison."""
-    mine, counts = measured(job, rank, failing=failing), [told.counted(job, rank)]
-    return SimpleNamespace(findings=lambda: mine, tolerances=Limits(), counted=counts)
+    measurements, counts = measured(job, rank, failing=failing), [rank_records.counted(job, rank)]
+    return SimpleNamespace(findings=lambda: measurements, tolerances=Limits(), counted=counts)
 
 
 def of_stage(job: Job) -> dict[str, Any]:
@@ -97,31 +97,31 @@ def of_stage(job: Job) -> dict[str, Any]:
     def arrived(rank: int) -> tuple[bytes, float, int]:
         """What a rank sends on, processor seconds until then, and bytes that it received."""
         comparison = compared(job, rank)
-        recorded = told.ledger(job, rank).to_json()
+        recorded = rank_records.ledger(job, rank).to_json()
         began = time.process_time()
-        own = answer.findings_of(rank, job.mesh(rank), comparison, recorded)
+        findings = answer.findings_of(rank, job.mesh(rank), comparison, recorded)
         path, received = time.process_time() - began, 0
         for group in channel.tree(rank, size)[0]:
-            below = [arrived(other) for other in group]
+            below = [arrived(child) for child in group]
             received += sum(len(message) for message, *_ in below)
             began = time.process_time()
             parts = [channel.unpacked(message, rank) for message, *_ in below]
-            own = answer.merged([own, *parts], (), comparison, args)
+            findings = answer.merged([findings, *parts], (), comparison, args)
             path = max(path, *(spent for _, spent, _ in below)) + time.process_time() - began
         began = time.process_time()
-        message = channel.packed(own)
+        message = channel.packed(findings)
         return message, path + time.process_time() - began, received
 
     message, path, received = arrived(size - 1)
-    found = channel.unpacked(message, 0)
+    findings = channel.unpacked(message, 0)
     began = time.process_time()
-    counts = counts_in(found["each"])
+    counts = counts_in(findings["each"])
     read = time.process_time()
     verdicts = compare_counted.judge((), counts).verdicts
     judging = time.process_time() - read
-    assert {one.verdict for one in verdicts} == {Outcome.PASS}
+    assert {verdict.verdict for verdict in verdicts} == {Outcome.PASS}
     tracemalloc.start()
-    counts = counts_in(found["each"])
+    counts = counts_in(findings["each"])
     taken = tracemalloc.get_traced_memory()[0]
     return {
         "ranks": job.world,
@@ -129,21 +129,21 @@ def of_stage(job: Job) -> dict[str, Any]:
         "processor seconds on the longest path": round(path, 2),
         "bytes received by the last rank": received,
         "bytes sent on": len(message),
-        "records merged": len(decode(found["held"])),
-        "bytes told by all ranks": len(json.dumps(found["each"])),
-        "nodes": len(found["each"]["nodes"]),
+        "records merged": len(decode(findings["held"])),
+        "bytes recorded by all ranks": len(json.dumps(findings["each"])),
+        "nodes": len(findings["each"]["nodes"]),
         "processor seconds to read counts": round(read - began, 2),
         "to judge them": round(judging, 2),
         "bytes of memory that they take": taken,
     }
 
 
-def counts_in(each: Any) -> dict[int, list[counted.Counted]]:
+def counts_in(records: Any) -> dict[int, list[counted.Counted]]:
     """By rank."""
     once = folded.Once()
     return {
-        rank: [counted.expanded(one, once) for one in said]
-        for rank, (_, said, _) in folded.unfold(each).items()
+        rank: [counted.expanded(step, once) for step in steps]
+        for rank, (_, steps, _) in folded.unfold(records).items()
     }
 
 
@@ -154,7 +154,7 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
     agreed = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     ranks = Ranks(600, store=agreed, rank=rank, size=job.world)
     comparison = compared(job, rank, failing=failing)
-    recorded = told.ledger(job, rank).to_json()
+    recorded = rank_records.ledger(job, rank).to_json()
     args: Any = SimpleNamespace(optimizer="adam")
     cpu = torch.device("cpu")
     ranks.meet("planning")
@@ -175,11 +175,11 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
         lambda parts: answer.merged(parts, failed, comparison, args),
         cpu,
     )
-    spent, own = time.monotonic() - began, time.process_time()
+    spent, cpu_seconds = time.monotonic() - began, time.process_time()
     if merged is not None:
         began = time.process_time()
         answer.merged([merged], failed, comparison, args)
-        rate = len(held := decode(merged["held"])) / (time.process_time() - began)
+        rate = len(tensors := decode(merged["held"])) / (time.process_time() - began)
         began = time.process_time()
         folded.merge([merged["each"]])
         folding = time.process_time() - began
@@ -188,15 +188,15 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
             "ranks": job.world,
             "failing tensors": len(failed),
             "records of a rank": len(comparison.findings()),
-            "records of all ranks": sum(len(one.ranks) for one in held),
-            "records merged": len(held),
+            "records of all ranks": sum(len(tensor.ranks) for tensor in tensors),
+            "records merged": len(tensors),
             "bytes received by the last rank": sum(sent),
             "bytes of the merged records": len(json.dumps(merged["held"])),
             "seconds": round(spent, 2),
-            "processor seconds of the last rank": round(own, 2),
+            "processor seconds of the last rank": round(cpu_seconds, 2),
             "records merged per processor second": round(rate),
-            "bytes told by a rank": len(alone),
-            "bytes told by all ranks": len(json.dumps(merged["each"])),
+            "bytes recorded by a rank": len(alone),
+            "bytes recorded by all ranks": len(json.dumps(merged["each"])),
             "compressed": len(channel.packed(merged["each"])),
             "nodes folded per processor second": round(len(merged["each"]["nodes"]) / folding),
             **judged(merged["each"]),
@@ -205,14 +205,14 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
     ranks.meet("leaving")
 
 
-def judged(each: dict[str, Any]) -> dict[str, float]:
-    """Processor seconds of reading and judging what ranks told; everything must be right."""
+def judged(records: dict[str, Any]) -> dict[str, float]:
+    """Processor seconds of reading and judging what ranks recorded; everything must be right."""
     began = time.process_time()
-    counts, once = counts_in(each), folded.Once()
-    ledgers = [recording.decoded(said, once) for *_, said in folded.unfold(each).values()]
+    counts, once = counts_in(records), folded.Once()
+    ledgers = [recording.decoded(message, once) for *_, message in folded.unfold(records).values()]
     read = time.process_time()
     verdicts = compare_counted.judge((), counts).verdicts
-    assert {one.verdict for one in verdicts} == {Outcome.PASS}
+    assert {verdict.verdict for verdict in verdicts} == {Outcome.PASS}
     counting = time.process_time()
     ledger = collectives.merge(ledgers, lambda _: "", compute="bfloat16", gradients="bfloat16")
     assert ledger.collectives
@@ -251,7 +251,7 @@ def main() -> None:
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     server = _serve()
     # What is computed and collected here is shared by all ranks' memory.
-    compared(job, 0), told.ledger(job, 0)
+    compared(job, 0), rank_records.ledger(job, 0)
     gc.collect()
     gc.freeze()
     with tempfile.TemporaryDirectory() as folder:

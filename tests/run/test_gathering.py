@@ -29,9 +29,9 @@ def test_256_ranks() -> None:
     assert large["failing tensors"] == 0
     assert large["records merged"] < 3 * small["records merged"]
     assert large["records merged"] < large["records of all ranks"] / 5
-    size = "bytes told by all ranks"
+    size = "bytes recorded by all ranks"
     assert large[size] < 4 * small[size]
-    assert large[size] < 256 * large["bytes told by a rank"] / 15
+    assert large[size] < 256 * large["bytes recorded by a rank"] / 15
     failing = gathered(32, "--failing")
     assert failing["failing tensors"] > 0
     assert failing["records merged"] > small["records merged"]

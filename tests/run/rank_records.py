@@ -32,24 +32,24 @@ def groups(job: Job, rank: int) -> dict[str, Runs]:
     first = mesh.at("pp") * stage
     strides = {"tp": (job.tp, 1), "cp": (job.cp, job.tp), "ep": (job.ep, job.etp)}
     strides |= {"dp": (job.dp, job.tp * job.cp), "edp": (job.edp, job.etp * job.ep)}
-    found: dict[str, Runs] = {"world": ((0, job.world - 1, 1),)}
+    ranks_of: dict[str, Runs] = {"world": ((0, job.world - 1, 1),)}
     for axis, (size, stride) in strides.items():
         start = rank - mesh.at(axis) * stride
-        found[axis] = ((start, start + (size - 1) * stride, stride),)
-    found["dp-cp"] = ((first + mesh.at("tp"), first + stage - job.tp + mesh.at("tp"), job.tp),)
-    found["pp"] = ((rank % stage, job.world - stage + rank % stage, stage),)
-    return {axis: runs for axis, runs in found.items() if runs[0][0] != runs[0][1]}
+        ranks_of[axis] = ((start, start + (size - 1) * stride, stride),)
+    ranks_of["dp-cp"] = ((first + mesh.at("tp"), first + stage - job.tp + mesh.at("tp"), job.tp),)
+    ranks_of["pp"] = ((rank % stage, job.world - stage + rank % stage, stage),)
+    return {axis: runs for axis, runs in ranks_of.items() if runs[0][0] != runs[0][1]}
 
 
 def ledger(job: Job, rank: int) -> RankLedger:
     """As of one step with sequence parallelism, overlapping reductions, and an all-to-all."""
-    own = groups(job, rank)
-    numbers = {axis: number for number, axis in enumerate(own)}
+    ranks_of = groups(job, rank)
+    numbers = {axis: number for number, axis in enumerate(ranks_of)}
     calls: list[Call] = []
     sizes: list[tuple[Size, ...]] = []
 
     def add(operation: Operation, axis: str, module: str, phase: Phase, *, varies: bool = False):
-        if axis not in own:
+        if axis not in ranks_of:
             return
         calls.append(
             Call(
@@ -93,7 +93,7 @@ def ledger(job: Job, rank: int) -> RankLedger:
         tuple(sizes),
         tuple(
             Group(axis, runs, f"{axis}{runs[0][0]}", f"{hash(axis) & 0xFFFFFFFF:016x}")
-            for axis, runs in own.items()
+            for axis, runs in ranks_of.items()
         ),
         Sources({name: n % 20 for n, name in enumerate(names)}, codes),
     )
@@ -101,8 +101,8 @@ def ledger(job: Job, rank: int) -> RankLedger:
 
 def counted(job: Job, rank: int) -> Counted:
     """As of one step with the distributed optimizer."""
-    mesh, own = job.mesh(rank), groups(job, rank)
-    held: dict[bool, list[Part]] = {True: [], False: []}
+    mesh, ranks_of = job.mesh(rank), groups(job, rank)
+    parts_of: dict[bool, list[Part]] = {True: [], False: []}
     copies: set[str] = set()  # on each tensor-parallel rank
     shards: dict[bool, list[Part]] = {True: [], False: []}
 
@@ -113,23 +113,24 @@ def counted(job: Job, rank: int) -> Counted:
 
     for chunk in job.chunks[mesh.at("pp")]:
         dense, experts = list(job.dense(chunk)), list(job.of_experts(chunk, mesh.at("ep")))
-        for is_expert, found in ((False, dense), (True, experts)):
-            held[is_expert] += map(part, found)
-            copies |= {one.name for one in found if not one.tensor_model_parallel and not is_expert}
+        for is_expert, tensors in ((False, dense), (True, experts)):
+            parts_of[is_expert] += map(part, tensors)
+            if not is_expert:
+                copies |= {tensor.name for tensor in tensors if not tensor.tensor_model_parallel}
             replicas = job.edp if is_expert else job.dp * job.cp
             at = mesh.at("edp") if is_expert else mesh.at("dp") * job.cp + mesh.at("cp")
-            if found:
-                ranges = Zero.of(found, job, replicas).ranges(at)
-                shards[is_expert] += [part(one, (start, end)) for one, start, end in ranges]
+            if tensors:
+                ranges = Zero.of(tensors, job, replicas).ranges(at)
+                shards[is_expert] += [part(tensor, (start, end)) for tensor, start, end in ranges]
 
     parts: list[Part] = []
 
-    def numbered(found: list[Part]) -> tuple[Term, ...]:
-        parts.extend(found)
-        return tuple(Term(n) for n in range(len(parts) - len(found), len(parts)))
+    def numbered(new_parts: list[Part]) -> tuple[Term, ...]:
+        parts.extend(new_parts)
+        return tuple(Term(n) for n in range(len(parts) - len(new_parts), len(parts)))
 
     stepped = numbered(shards[False]), numbered(shards[True])
-    own_parts = tuple(term.number for which in (False, True) for term in numbered(held[which]))
+    own_parts = tuple(term.number for which in (False, True) for term in numbered(parts_of[which]))
     reduced, unreduced = [], list[Term]()
     for is_expert, axis in ((False, "dp-cp"), (True, "edp")):
         replicas = job.edp if is_expert else job.dp * job.cp
@@ -137,33 +138,33 @@ def counted(job: Job, rank: int) -> Counted:
         terms = numbered(
             [
                 Part(
-                    one.name,
-                    (replicas, *one.shape),
-                    tuple(Box((at, *b.logical), (1, *b.extent), (0, *b.local)) for b in one.boxes),
+                    held.name,
+                    (replicas, *held.shape),
+                    tuple(Box((at, *b.logical), (1, *b.extent), (0, *b.local)) for b in held.boxes),
                 )
-                for one in held[is_expert]
+                for held in parts_of[is_expert]
             ]
         )
-        if axis in own:
+        if axis in ranks_of:
             size = -(-len(terms) // BUCKETS)
             buckets = [terms[n : n + size] for n in range(0, len(terms), size)]
-            reduced += [Sum(own[axis], order, found) for order, found in enumerate(buckets)]
+            reduced += [Sum(ranks_of[axis], n, bucket) for n, bucket in enumerate(buckets)]
         else:
             unreduced += terms
-    world = own["world"]
+    world = ranks_of["world"]
     summed = tuple(
         term
         for term in (*stepped[0], *stepped[1])
         if not mesh.at("tp") or parts[term.number].name not in copies
     )
     norms = [
-        Counting(one, (Sum(world, 0, summed),), (), (Term(0),))
-        for one in (Statistic.GRAD_NORM, Statistic.PARAMS_NORM)
+        Counting(norm, (Sum(world, 0, summed),), (), (Term(0),))
+        for norm in (Statistic.GRAD_NORM, Statistic.PARAMS_NORM)
     ]
     gathered, ungathered = [], list[Term]()
     for axis, terms in zip(("dp-cp", "edp"), stepped, strict=True):
-        if axis in own:
-            gathered.append(Sum(own[axis], 0, terms))
+        if axis in ranks_of:
+            gathered.append(Sum(ranks_of[axis], 0, terms))
         else:
             ungathered += terms
 
