@@ -22,7 +22,8 @@ def place(hunk: BlamedHunk) -> str:
 
 def lines(hunk: BlamedHunk) -> list[str]:
     """The hunk as a diff without context, its indentation removed."""
-    text = textwrap.dedent("".join(line.rstrip("\n") + "\n" for line in _all(hunk)))
+    both = (*hunk.removed, *hunk.added)
+    text = textwrap.dedent("".join(line.rstrip("\n") + "\n" for line in both))
     signs = ["-"] * len(hunk.removed) + ["+"] * len(hunk.added)
     shown = [
         f"{sign} {clean(line, NOTE_LIMIT)}".rstrip()
@@ -65,7 +66,3 @@ def suggestion(changed: ChangedCode | None) -> str:
         return ""
     since = clean(changed.since)
     return f"your Megatron differs from {since}; ttrace blame -- COMMAND finds the change to blame"
-
-
-def _all(hunk: BlamedHunk) -> tuple[str, ...]:
-    return (*hunk.removed, *hunk.added)

@@ -22,8 +22,7 @@ from megatron_ttrace.run import recording
 from megatron_ttrace.run.agreement import Ranks
 from megatron_ttrace.run.comparison import Comparison, dispatcher, gradient_factor
 from megatron_ttrace.run.requirements import isolates
-from megatron_ttrace.saved.answer import Answer
-from megatron_ttrace.saved.conclusion import conclude
+from megatron_ttrace.saved.conclusion import Answer, conclude
 from megatron_ttrace.trace import codec, counted, folded
 from megatron_ttrace.trace.captured import Separate
 from megatron_ttrace.trace.executed import Edits

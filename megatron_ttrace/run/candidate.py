@@ -40,7 +40,7 @@ from megatron_ttrace.run.rehearsal import Block, DataIterator, Rehearsal
 from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.run.start import loaded
 from megatron_ttrace.run.start.handoff import Started, hand_over
-from megatron_ttrace.saved.answer import Answer, publish
+from megatron_ttrace.saved.conclusion import Answer, publish
 from megatron_ttrace.trace import cleaning, mapped, owned, shared
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Share

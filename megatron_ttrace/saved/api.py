@@ -277,8 +277,6 @@ def _compared(
     own_summary: Summary | None = None,
 ) -> Report:
     """Judge a saved candidate and write the report to ``folder``."""
-    import io
-
     from rich.console import Console
 
     from megatron_ttrace.compare import tolerance
@@ -335,7 +333,7 @@ def _compared(
             folder,
             wandb=wandb,
             wandb_online=wandb_online,
-            console=None if show else Console(file=io.StringIO()),
+            console=Console(quiet=not show),
             run_id=run,
             collectives=ledger.collectives,
         )
@@ -348,8 +346,6 @@ def rewritten(report: Report, summary: Summary) -> Report:
     Raises:
         TTraceError: when it cannot be written.
     """
-    import io
-
     from rich.console import Console
 
     from megatron_ttrace.report import publish
@@ -362,7 +358,7 @@ def rewritten(report: Report, summary: Summary) -> Report:
             report.verdicts,
             report.directory,
             wandb=False,
-            console=Console(file=io.StringIO()),
+            console=Console(quiet=True),
             run_id=run,
         )
     return dataclasses.replace(report, summary=summary)

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from megatron_ttrace import report
 from megatron_ttrace.compare import (
     by_design,
     collectives,
@@ -32,11 +35,11 @@ from megatron_ttrace.diagnose.places import Places
 from megatron_ttrace.diagnose.ran import in_culprits
 from megatron_ttrace.diagnose.residual import residuals
 from megatron_ttrace.jobs import provenance
-from megatron_ttrace.jobs.settings import DEFAULT_ALLOW_UNCHECKED
-from megatron_ttrace.mcore import own_shards
+from megatron_ttrace.jobs.settings import DEFAULT_ALLOW_UNCHECKED, Settings
+from megatron_ttrace.mcore import fronts, own_shards
 from megatron_ttrace.mcore.roles import is_beyond
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.report import explanations, wording
+from megatron_ttrace.report import explanations, later, wording
 from megatron_ttrace.trace.captured import Separate
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
@@ -251,3 +254,52 @@ def unjudged(
 def _is_evidence(verdict: Judged) -> bool:
     """Whether this pass says anything about the computation; start values and tokens are inputs."""
     return verdict.verdict is Outcome.PASS and verdict.direction is not Direction.START
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one rank concludes from the findings of all."""
+
+    summary: Summary
+    verdicts: list[Verdict]
+    ledger: Ledger
+
+    def settled(self, alone: Summary, timings: Mapping[str, float]) -> Answer:
+        """This answer, and what a check with modules isolated found."""
+        texts = wording.isolated_texts(alone.culprits)
+        summary = dataclasses.replace(
+            self.summary,
+            notices=(*(f"isolated: {text}" for text in texts), *self.summary.notices),
+            timings={**self.summary.timings, **timings},
+        )
+        return dataclasses.replace(self, summary=summary)
+
+
+def publish(answer: Answer, settings: Settings) -> None:
+    """Write the report; send it to the trackers that Megatron has opened.
+
+    Where training goes on, only what is short is done at once: the verdict's files, and what goes
+    into the job's own log and trackers. A process makes the rest.
+    """
+    tensorboard, wandb = fronts.current().writers()
+    # The loop's own run, or one that the script has opened. ``getattr`` would import a package that
+    # nothing has used yet (``forkserver.preload``).
+    run = getattr(wandb, "run", None) or vars(sys.modules.get("wandb", sys)).get("run")
+    report.publish(
+        answer.summary,
+        answer.verdicts,
+        settings.directory,
+        wandb_run=run,
+        tensorboard=tensorboard,
+        wandb=settings.wandb,
+        wandb_online=settings.wandb_online,
+        collectives=answer.ledger.collectives,
+        pages=settings.exit_after,
+    )
+    if not settings.exit_after:
+        later.start(
+            settings.directory,
+            html=run is None or not settings.wandb,
+            wandb=settings.wandb and run is None,
+            online=settings.wandb_online,
+        )

@@ -148,11 +148,6 @@ class Moves:
     perturbed: Recorded
     restarted: Recorded
 
-    @classmethod
-    def of(cls, perturbed: Recorded | None, restarted: Recorded | None) -> Moves | None:
-        """Of two restarts; ``None`` if one was not made."""
-        return cls(perturbed, restarted) if perturbed and restarted else None
-
     def scalar(self, what: What, name: str) -> float:
         """The tolerance of a number that is logged."""
         moved = []

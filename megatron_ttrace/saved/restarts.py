@@ -168,7 +168,7 @@ def _answers(
             layout,
             stored=stored.read,
             numbers=stored.numbers,
-            moves=Moves.of(perturbed, restarted),
+            moves=Moves(perturbed, restarted) if perturbed and restarted else None,
         )
 
     runner.say("restarting in the same layout")

@@ -256,7 +256,11 @@ class _Comparison:
         old, new = self._before.numbers(Point.SAVED), self._after.numbers(Point.LOADED)
         if any(old[name] != new.get(name) for name in old if name.startswith(SCHEDULER)):
             # It sets these when it is loaded.
-            old = {name: value for name, value in old.items() if _field(name) not in SCHEDULED}
+            old = {
+                name: value
+                for name, value in old.items()
+                if name.rpartition("].")[2] not in SCHEDULED  # the field of a parameter group
+            }
         counted = old.pop(_BOOKKEEPING, frozenset())
         if not self._layout and counted != new.get(_BOOKKEEPING):
             self._notices.append(f"not restored, and only logged: {_BOOKKEEPING}")
@@ -422,11 +426,6 @@ def _listed(names: Iterable[str], most: int = 3) -> str:
     shown = list(names)
     more = f" and {len(shown) - most} more" if len(shown) > most else ""
     return ", ".join(shown[:most]) + more
-
-
-def _field(name: str) -> str:
-    """What a number is of a parameter group, or of something else."""
-    return name.rpartition("].")[2]
 
 
 def _flag(option: str) -> str:

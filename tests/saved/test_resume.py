@@ -162,7 +162,7 @@ def test_another_layout(tmp_path: Path) -> None:
     restarted = recordings.restarted(tmp_path / "b")
     perturbed = recordings.restarted(tmp_path / "p", steps=near)
     before = recordings.uninterrupted(tmp_path / "a")
-    moves = Moves.of(perturbed, restarted)
+    moves = Moves(perturbed, restarted)
     for steps, verdict in ((near, Result.EQUIVALENT), (far, Result.DIVERGED)):
         after = recordings.restarted(tmp_path / verdict.value, steps=steps)
         found = compare(before, after, "--tensor-model-parallel-size 1", moves=moves)

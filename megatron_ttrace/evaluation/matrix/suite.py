@@ -24,11 +24,11 @@ class MatrixRow:
 
     name: str
     verdict: Result
-    tensors: int
-    unchecked: int
-    worst_margin: float
-    worst: str
-    seconds: float
+    tensors: int = 0
+    unchecked: int = 0
+    worst_margin: float = 0.0
+    worst: str = ""
+    seconds: float = 0.0
     why: str = ""
     exact: int = 0
     inexact: int = 0
@@ -43,17 +43,11 @@ def check(configuration: Configuration, name: str, seed: int, runner: Runner) ->
         summary, verdicts = checked.summary, checked.verdicts()
     except TTraceError as error:
         # Log lines belong to some errors, and their text is foreign.
-        why = clean(" / ".join(str(error).splitlines()), NOTE_LIMIT)
-        seconds = time.monotonic() - began
         return MatrixRow(
             name=name,
             verdict=Result.COULD_NOT_CHECK,
-            tensors=0,
-            unchecked=0,
-            worst_margin=0.0,
-            worst="",
-            seconds=seconds,
-            why=why,
+            seconds=time.monotonic() - began,
+            why=clean(" / ".join(str(error).splitlines()), NOTE_LIMIT),
         )
     worst = max(verdicts, key=suites.margin_of)
     return MatrixRow(

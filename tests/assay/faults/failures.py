@@ -53,7 +53,7 @@ ACTIONS = (
     ),
     Failure("trace/shared.py:prepare", 1, 0, layout="zero", outcome=TRAINS),
     Failure("run/launch.py:ensure", 1, 0, layout="zero", outcome=TRAINS),
-    Failure("saved/answer.py:publish", 1, 1, layout="zero", outcome=TRAINS),
+    Failure("saved/conclusion.py:publish", 1, 1, layout="zero", outcome=TRAINS),
     Failure("saved/conclusion.py:conclude", 1, 1, layout="zero", outcome=TRAINS),
     Failure(f"{SINK}tensor", 70, 1, layout="zero", outcome=TRAINS),
     Failure(f"{STEP}_update", 2, 0, layout="zero", outcome=TRAINS),
