@@ -33,10 +33,7 @@ _DOCUMENTS, _LONGEST = 2048, 120
 def data_arguments(data: Data, directory: Path, words: int) -> tuple[str, ...]:
     """Megatron's arguments for a data set, which is written below ``directory`` on first use.
 
-    Args:
-        data: which one.
-        directory: of the suite.
-        words: size of the vocabulary; its last id ends a document.
+    The vocabulary has so many ``words``; the last one ends a document.
     """
     if data is Data.MOCK:
         return ("--mock-data",)

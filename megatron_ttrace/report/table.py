@@ -308,9 +308,7 @@ def by_cause(culprits: Iterable[Culprit]) -> list[list[Culprit]]:
 def folded(culprits: Sequence[Culprit], order: Iterable[str]) -> list[str]:
     """Names of culprits, the same module of several layers as one: ``... (in all 64 layers)``.
 
-    Args:
-        culprits: of one cause.
-        order: names of all modules of the run.
+    The culprits have one cause; ``order`` has the names of all modules of the run.
     """
     modules: dict[str, set[str]] = {}
     for name in order:

@@ -51,13 +51,7 @@ def log(
 ) -> str:
     """Log a check and return one line that says where it is. Never raises.
 
-    Args:
-        summary: the answer.
-        verdicts: all verdicts, in execution order.
-        html_path: the page to attach; left out when it does not exist.
-        run: as for :func:`logged`.
-        directory: where a run of our own keeps its files.
-        online: whether the user allows a run of our own to be sent (``--ttrace-wandb``).
+    The page is attached if it exists. The other arguments are those of :func:`logged`.
     """
     about = summary.run.to_json() if summary.run else {}
     return logged(

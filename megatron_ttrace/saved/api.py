@@ -383,10 +383,7 @@ def consistent(reference: Path, candidate: Path) -> Iterator[None]:
 
 
 def load_report(directory: PathLike) -> Report:
-    """Read the report of a finished check or comparison, as ``ttrace report`` does.
-
-    Args:
-        directory: the ``--ttrace-dir`` of the check.
+    """Read the report in the ``--ttrace-dir`` of a finished check, as ``ttrace report`` does.
 
     Raises:
         TTraceError: when a file is missing, damaged, foreign, or of another run than the others.

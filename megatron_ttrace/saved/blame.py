@@ -75,13 +75,7 @@ class _Checked:
 
 
 def blame(tree: Tree, difference: Difference, trial: Trial, say: Say) -> api.Report:
-    """Check the user's tree and, if it diverges, find the hunks to blame.
-
-    Args:
-        tree: the user's.
-        difference: from a good tree.
-        trial: how a job is checked with a tree.
-        say: called with each line of progress.
+    """Check the user's tree and, if it diverges, find the hunks of the difference to blame.
 
     Returns:
         The report of the user's tree, on disk too; with ``summary.blame`` if it diverged.
@@ -105,13 +99,7 @@ def run_apart(trial: Trial, script: Path, good: str | None, *, quiet: bool) -> a
     """Run ``ttrace blame`` in a process of its own, for a job that was checked and diverges.
 
     Its directories are in :attr:`Trial.beside`: the report of the first check only gains the
-    answer, whatever the search makes of the job.
-
-    Args:
-        trial: how the job was checked.
-        script: the training script.
-        good: as of ``--good``.
-        quiet: do not print its progress.
+    answer, whatever the search makes of the job. ``good`` is the value of ``--good``.
 
     Returns:
         The report of the first check, on disk too, with ``summary.blame``.

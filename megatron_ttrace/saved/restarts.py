@@ -50,16 +50,9 @@ def resume(
     fork: bool,
     say: Callable[[str], None],
 ) -> Resumed:
-    """Run everything, and write ``resume.json``.
+    """Run everything, and write ``resume.json`` in the directory of the settings.
 
-    Args:
-        command: the job, without flags of ours.
-        settings: its directory is where everything is written.
-        nproc: number of ranks.
-        steps: before the checkpoint.
-        into: flags of other layouts.
-        fork: fork the ranks, where that is possible.
-        say: called with each line of progress.
+    ``steps`` precede the checkpoint; ``into`` are flags of other layouts.
 
     Raises:
         TTraceError: when the uninterrupted run or the restart in the same layout gives no state.
@@ -193,12 +186,7 @@ def _answers(
 
 
 class _Checkpoint:
-    """What was saved, as it is stored.
-
-    Args:
-        folder: of the checkpoint.
-        saved: the run that saved it.
-    """
+    """What a run saved, as it is stored in the checkpoint's folder."""
 
     def __init__(self, folder: Path, saved: Recorded) -> None:
         self._names = {name: key for rank in saved.ranks for name, key in rank.stored.items()}

@@ -76,10 +76,7 @@ def apply(patches: Sequence[SourcePatch]) -> list[tuple[FunctionType, CodeType]]
 def rewrite(module: str, change: Change, origin: str) -> list[tuple[FunctionType, CodeType]]:
     """Change the source of one module; only bodies of functions may differ.
 
-    Args:
-        module: its name.
-        change: makes the new source.
-        origin: the kind of change, for messages.
+    ``origin`` says in messages what kind of change it is.
 
     Returns:
         As :func:`apply`.

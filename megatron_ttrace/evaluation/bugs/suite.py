@@ -203,13 +203,9 @@ def exit_code(rows: Sequence[BugRow]) -> ExitCode:
 def run(
     bugs: Sequence[Bug], variant: Variant, directory: Path, say: Callable[[str], None]
 ) -> Iterator[BugRow]:
-    """Run the cases one after the other; they share references and healthy runs.
+    """Run the bugs one after the other, in each layout that the variant's model can run.
 
-    Args:
-        bugs: to run, in each of their layouts that the variant's model can run.
-        variant: model and precision.
-        directory: where to work.
-        say: called with each line of progress.
+    They share references and healthy runs.
     """
     say("importing Megatron")
     suite = _Suite(variant, Runner(directory, flags=(*_FLAGS, *variant.flags)))

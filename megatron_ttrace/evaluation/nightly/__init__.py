@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every night: known bugs, healthy configurations, mutants; what came out, and what changed."""
+"""Every night: known bugs, healthy configurations, recipes, a hunt; results, and what changed."""

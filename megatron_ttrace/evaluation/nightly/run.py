@@ -69,13 +69,7 @@ class Options:
 
 
 def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
-    """Run all parts.
-
-    Args:
-        options: what to run.
-        directory: where to work; logs and outputs of the parts stay there.
-        say: called with each line of progress.
-    """
+    """Run all parts; their logs and outputs stay in the directory."""
     began, clock = datetime.datetime.now().astimezone(), time.monotonic()
     owned.make(directory, ignored=True)
     cases: list[NightCase] = []

@@ -19,11 +19,8 @@ COLUMNS = ("part", "case", "state", "reached", "margin", "seconds", "note")
 def log(night: Night, changes: Sequence[str], *, directory: Path, online: bool) -> str:
     """Log a night and return one line that says where the run is. Never raises.
 
-    Args:
-        night: to log.
-        changes: what is wrong and what changed, for the alert.
-        directory: where an offline run is kept.
-        online: whether the run may be sent to the server.
+    ``changes``, which say what is wrong and what changed, are the text of the alert. The other
+    arguments are those of :func:`logged`.
     """
     return logged(
         "night",

@@ -209,12 +209,9 @@ class Records:
         write_atomically(path, [json.dumps(codec.encode(self))], sealed=False)
 
     def of_job(self, key: str, tree: str, root: Path) -> Files | None:
-        """What a job ran in a commit; ``None`` if that is not known.
+        """What a job ran in the commit whose files are in ``root``; ``None`` if that is not known.
 
-        Args:
-            key: of the job.
-            tree: git's id of the content of the commit.
-            root: the files of the commit, whose digests must be those of the record.
+        The files must have the digests of the record.
         """
         for record in self.jobs.get(key, ()):
             if record.tree == tree and not any(changed(record.ran, root)):

@@ -91,12 +91,7 @@ class Results:
     """The finished jobs below a directory. Of other code, or a repaired one, nothing is known."""
 
     def __init__(self, directory: Path, flags: Sequence[str] = ()) -> None:
-        """Read what an earlier run left; a line that was cut off is ignored.
-
-        Args:
-            directory: where ``jobs.jsonl`` is.
-            flags: ``--ttrace-*`` flags of all jobs.
-        """
+        """Read what an earlier run left; a line that was cut off is ignored."""
         owned.make(directory, ignored=True)
         self._file, self._flags = directory / RESULTS, list(flags)
         self._codes: dict[str, str] = {}
@@ -164,14 +159,10 @@ class Checker:
         data: Callable[[Path], Callable[[SmallJob], Sequence[str]]],
         flags: Sequence[str] = (),
     ) -> None:
-        """Import that checkout's Megatron.
+        """Import the Megatron of the script's checkout.
 
-        Args:
-            directory: where to work.
-            script: a training script of the checkout.
-            seconds: after which a job is ended.
-            data: writes data in a directory; what it returns says the arguments for it.
-            flags: ``--ttrace-*`` flags of all jobs.
+        ``data`` writes data to a directory, and returns what gives a job its arguments for them.
+        A job is ended after so many ``seconds``.
         """
         self._seconds = seconds
         self._runner = Runner(directory / "jobs", flags=(NO_WANDB, *flags), script=script)
@@ -235,12 +226,8 @@ class Checker:
         """Whether a job fails without a check, too; false where nothing is known of it.
 
         Only our own scripts run without one: another may go on after the steps that a check ends
-        it after.
-
-        Args:
-            job: to run.
-            early: only if the first rank's model and optimizer cannot even be built, which takes a
-                tenth of a second to find out.
+        it after. ``early``: only if the first rank's model and optimizer cannot even be built,
+        which takes a tenth of a second to find out.
         """
         if Path(job.script).parent != launch_dir():
             return False

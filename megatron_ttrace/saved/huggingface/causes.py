@@ -145,12 +145,9 @@ def _heads(right: torch.Tensor, wrong: torch.Tensor, sizes: Sizes) -> Diagnosis 
 
 
 def permutation(right: torch.Tensor, wrong: torch.Tensor, size: int = 1) -> list[int] | None:
-    """The blocks of ``right`` that are the blocks of ``wrong``, each of them once.
+    """The blocks of ``size`` rows of ``right`` that are the blocks of ``wrong``, each of them once.
 
-    Args:
-        right: a tensor.
-        wrong: one of this shape and dtype.
-        size: rows of a block.
+    Both have the same shape and dtype.
 
     Returns:
         The permutation; of equal blocks each stays where it is if it can. ``None`` without one.

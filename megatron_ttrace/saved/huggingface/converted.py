@@ -109,12 +109,9 @@ def compare_any(a: Path, b: Path, *, weights_only: bool = False) -> Comparison:
 
 
 def compare(files: Files, checkpoint: Checkpoint, *, swapped: bool = False) -> Comparison:
-    """Compare every weight of a model with those of a checkpoint, bit by bit.
+    """Compare every weight of a model with those of Megatron's checkpoint, bit by bit.
 
-    Args:
-        files: the model.
-        checkpoint: Megatron's.
-        swapped: whether the checkpoint is A, the original, and the model was made of it.
+    ``swapped``: the checkpoint is A, the original, and the model was made of it.
 
     Raises:
         TTraceError: when a file is damaged, or the files do not fit their config.
@@ -199,11 +196,8 @@ class _Conversion:
         """What is wrong with the rows that only one has, of which Megatron's softmax has its own.
 
         Some converters append zeros, Megatron-LM's (tools/checkpoint) repeats the last row. A
-        checkpoint that is itself the original may have trained them.
-
-        Args:
-            pair: the tensor.
-            rows: the last of the vocabulary, and Megatron's after it.
+        checkpoint that is itself the original may have trained them. ``rows`` are the last one of
+        the vocabulary, and Megatron's after it.
         """
         if len(rows) == 1:
             return Diagnosis(Cause.CUT)

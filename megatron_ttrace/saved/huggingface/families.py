@@ -416,11 +416,7 @@ def read_config(path: Path) -> Config:
 
 
 def family_of(config: Config, *, weights_only: bool = False) -> Family:
-    """The family of a model.
-
-    Args:
-        config: its ``config.json``.
-        weights_only: whether its computation does not matter.
+    """The family of a model; ``weights_only``: its computation does not matter.
 
     Raises:
         TTraceError: when it is not supported.

@@ -163,11 +163,8 @@ class Table:
     ) -> Table:
         """The table for a model.
 
-        Args:
-            family: of the model.
-            config: its ``config.json``.
-            megatron: whether Megatron's model has a tensor of this name.
-            hf: whether transformers' has; by default its names are those in memory.
+        ``megatron`` and ``hf`` tell whether either model has a tensor of a name. Without ``hf``,
+        transformers' names are those in memory.
 
         Raises:
             TTraceError: when a size is absent.
@@ -192,11 +189,7 @@ class Table:
         return cls(sizes, tuple(pairs), tuple(missing))
 
     def join(self, pair: Pair, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Megatron's tensor, without padding.
-
-        Args:
-            pair: which.
-            parts: ``pair.parts``, as transformers has them (of an expert only its part).
+        """Megatron's tensor, without padding, from ``pair.parts`` as transformers has them.
 
         Raises:
             TTraceError: when the number of rows is not the config's.
@@ -291,11 +284,8 @@ def load_weights(
     The gradients of parameters can be converted likewise. A tied head has its own name in state
     dicts, and is there if it is the embedding.
 
-    Args:
-        family: of the model (:func:`family_of`).
-        config: its ``config.json``, with the padded size of the vocabulary to keep padded rows.
-        megatron: by canonical name or by name in a checkpoint, with the numbers of layers and
-            experts, for instance ``decoder.layers.0.mlp.linear_fc1.weight``.
+    The tensors in ``megatron`` have canonical names, or those of a checkpoint, with the numbers of
+    layers and experts. Padded rows are kept if the config has the padded size of the vocabulary.
 
     Raises:
         TTraceError: when a tensor has another number of rows.
@@ -321,13 +311,7 @@ def megatron_weights(
     state: Mapping[str, torch.Tensor],
     names: Collection[str],
 ) -> dict[str, torch.Tensor]:
-    """The inverse of :func:`load_weights`, without padding.
-
-    Args:
-        family: of the model.
-        config: its ``config.json``.
-        state: of transformers' model.
-        names: of Megatron's tensors.
+    """The inverse of :func:`load_weights`, without padding, for Megatron's tensors of these names.
 
     Raises:
         TTraceError: when a tensor is absent or has another number of rows.

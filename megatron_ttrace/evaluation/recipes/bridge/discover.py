@@ -95,12 +95,7 @@ def title(function: str) -> str:
 
 
 def collect(patterns: Sequence[str], most: int) -> list[Recipe]:
-    """Find and shrink the recipes.
-
-    Args:
-        patterns: of titles; all if there are none.
-        most: ranks that a small job may have.
-    """
+    """Find the recipes whose titles match, and shrink them to at most so many ranks."""
     wanted = [
         function
         for function in functions(folder())
@@ -151,9 +146,5 @@ def prepare() -> None:
 
 
 def write_data(place: Path) -> list[str]:
-    """Write texts to fine-tune on, once, and a tokenizer; the script's arguments that name them.
-
-    Args:
-        place: the directory.
-    """
+    """Write texts to fine-tune on, once, and a tokenizer; the script's arguments that name them."""
     return [sizes.DATA, str(documents.write_tuning(place / "text"))]
