@@ -22,21 +22,21 @@ def tokens(data: Data, folder: Path) -> NDArray[np.uint16]:
 
 def test_documents(tmp_path: Path) -> None:
     """From a token to several sequences of the matrix; the last id ends them; written once."""
-    found = tokens(Data.DOCUMENTS, tmp_path)
+    ids = tokens(Data.DOCUMENTS, tmp_path)
     prefix = Path(suites.data_arguments(Data.DOCUMENTS, tmp_path, WORDS)[1])
     written = prefix.with_suffix(".bin").stat().st_mtime_ns
     suites.data_arguments(Data.DOCUMENTS, tmp_path, WORDS)
     assert prefix.with_suffix(".bin").stat().st_mtime_ns == written
-    lengths = np.diff(np.flatnonzero(found == WORDS - 1))
+    lengths = np.diff(np.flatnonzero(ids == WORDS - 1))
     assert lengths.min() <= 2
     assert lengths.max() > 3 * 32
-    assert found.max() == WORDS - 1
+    assert ids.max() == WORDS - 1
 
 
 def test_uneven(tmp_path: Path) -> None:
     """Stretches of 96 tokens have a share of ends from almost none to nearly all."""
-    found = tokens(Data.UNEVEN, tmp_path)
-    shares = (found.reshape(-1, 96) == WORDS - 1).mean(axis=1)
+    ids = tokens(Data.UNEVEN, tmp_path)
+    shares = (ids.reshape(-1, 96) == WORDS - 1).mean(axis=1)
     assert shares.min() < 0.02
     assert shares.max() > 0.85
 

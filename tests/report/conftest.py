@@ -10,8 +10,8 @@ from tests.report.synthetic_report import embedding_bug, healthy_verdicts, make_
 @pytest.fixture
 def healthy() -> tuple[Summary, list[Verdict]]:
     """A check that passes."""
-    found = healthy_verdicts()
-    return make_summary(found), found
+    verdicts = healthy_verdicts()
+    return make_summary(verdicts), verdicts
 
 
 @pytest.fixture

@@ -115,12 +115,12 @@ def keys(layers: int, microbatches: int) -> Iterator[tuple[int, Kind, str]]:
 def healthy_verdicts(layers: int = 4, microbatches: int = 4, seed: int = 0) -> list[Verdict]:
     """Rounding everywhere, well inside its tolerance; one tensor in fifty blind."""
     rng = random.Random(seed)
-    found = []
+    verdicts = []
     for position, (microbatch, kind, name) in enumerate(keys(layers, microbatches)):
         tolerance = 4e-3 * (1 + position % 7)
         exact = kind in (Kind.TOKENS, Kind.PARAM)
         blind = kind is Kind.GRAD_INPUT and position % 50 == 0
-        found.append(
+        verdicts.append(
             make_verdict(
                 name,
                 kind,
@@ -133,7 +133,7 @@ def healthy_verdicts(layers: int = 4, microbatches: int = 4, seed: int = 0) -> l
                 reason=Reason.BLIND if blind else None,
             )
         )
-    return found
+    return verdicts
 
 
 def make_summary(verdicts: list[Verdict], culprits: tuple[Culprit, ...] = ()) -> Summary:
@@ -175,7 +175,7 @@ def culprit_of(verdict: Verdict, reason: str, explanation: str, **more: Any) -> 
 
 def embedding_bug(layers: int = 4, microbatches: int = 4) -> tuple[Summary, list[Verdict]]:
     """Known bug 01: the embedding masks wrong rows, and everything after it diverges."""
-    found = []
+    verdicts = []
     born = False
     for verdict in healthy_verdicts(layers, microbatches):
         if verdict.kind is Kind.OUTPUT and verdict.name == "embedding.word_embeddings":
@@ -184,7 +184,7 @@ def embedding_bug(layers: int = 4, microbatches: int = 4) -> tuple[Summary, list
             verdict.kind is Kind.INPUT and verdict.name.startswith("embedding")
         )
         if born and not untouched:
-            depth = len(found) % 90
+            depth = len(verdicts) % 90
             verdict = make_verdict(
                 verdict.name,
                 verdict.kind,
@@ -195,8 +195,8 @@ def embedding_bug(layers: int = 4, microbatches: int = 4) -> tuple[Summary, list
                 ranks=(1, 3),
                 note="an exact zero on 50% of rows",
             )
-        found.append(verdict)
-    first = next(v for v in found if v.verdict.is_failure)
+        verdicts.append(verdict)
+    first = next(v for v in verdicts if v.verdict.is_failure)
     culprit = culprit_of(
         first,
         "its input passes and its output does not",
@@ -205,12 +205,12 @@ def embedding_bug(layers: int = 4, microbatches: int = 4) -> tuple[Summary, list
         where="VocabParallelEmbedding in megatron/core/tensor_parallel/layers.py:185",
         cause=Cause.TOKEN_IDS,
     )
-    return make_summary(found, (culprit,)), found
+    return make_summary(verdicts, (culprit,)), verdicts
 
 
 def norm_bug() -> tuple[Summary, list[Verdict]]:
     """Known bug 11: a norm's gradient is not reduced over the sequence-parallel ranks."""
-    found = []
+    verdicts = []
     for verdict in healthy_verdicts():
         name = "decoder.final_layernorm.weight"
         if verdict.name == name and verdict.kind is Kind.MAIN_GRAD:
@@ -222,8 +222,8 @@ def norm_bug() -> tuple[Summary, list[Verdict]]:
                 margin=0.71 / (verdict.tolerance or 1),
                 note="replicas on ranks 2 and 3 differ and sum to the reference",
             )
-        found.append(verdict)
-    bad = next(v for v in found if v.verdict.is_failure)
+        verdicts.append(verdict)
+    bad = next(v for v in verdicts if v.verdict.is_failure)
     culprit = culprit_of(
         bad,
         "activations and their gradients pass, the main gradient differs between replicas",
@@ -233,4 +233,4 @@ def norm_bug() -> tuple[Summary, list[Verdict]]:
         cause=Cause.PARTIAL,
     )
     assert culprit.direction is Direction.GRADIENT
-    return make_summary(found, (culprit,)), found
+    return make_summary(verdicts, (culprit,)), verdicts

@@ -62,16 +62,16 @@ def test_the_reports():
     summary = dataclasses.replace(summary, blame=PROVEN)
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     terminal.render(summary, verdicts, console, directory=html.Path("ttrace-out"))
-    said = console.export_text()
-    assert max(map(len, said.splitlines())) <= 80
-    assert said.index("layers.py:7 (A.forward)") < said.index("culprit  ")
-    assert "(61 hunks since core_v0.19.2, 40 did not run; 7 checks, 31 s)" in said
+    text_of_log = console.export_text()
+    assert max(map(len, text_of_log.splitlines())) <= 80
+    assert text_of_log.index("layers.py:7 (A.forward)") < text_of_log.index("culprit  ")
+    assert "(61 hunks since core_v0.19.2, 40 did not run; 7 checks, 31 s)" in text_of_log
     page = html.render(summary, verdicts)
     for text in ("The change to blame", "layers.py:7 (A.forward)", "+ if y:", "ran in the culprit"):
         assert text in page
     # One piece of advice is enough.
-    assert "ttrace blame" not in said
-    assert "--ttrace-isolate" not in said
+    assert "ttrace blame" not in text_of_log
+    assert "--ttrace-isolate" not in text_of_log
 
 
 @pytest.mark.parametrize("ran", Execution)
@@ -82,9 +82,9 @@ def test_the_suggestion(ran):
     summary = dataclasses.replace(summary, changed_code=changed)
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     terminal.render(summary, verdicts, console, directory=html.Path("ttrace-out"))
-    said = " ".join(console.export_text().split())
+    printed = " ".join(console.export_text().split())
     text = (
         "your Megatron differs from core_v0.19.2; ttrace blame -- COMMAND finds the change to blame"
     )
-    assert (text in said) == (ran is not Execution.NOT_RUN)
+    assert (text in printed) == (ran is not Execution.NOT_RUN)
     assert blame.suggestion(None) == ""

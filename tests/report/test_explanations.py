@@ -49,8 +49,8 @@ def reason_text(grounds: Grounds, verdict: Judged = VERDICT, **around: Any) -> s
 
 def types_of_findings() -> set[type]:
     """All of them, as they are defined."""
-    found = (one for one in vars(findings).values() if isinstance(one, type))
-    return {one for one in found if issubclass(one, Finding)}
+    types = (kind for kind in vars(findings).values() if isinstance(kind, type))
+    return {kind for kind in types if issubclass(kind, Finding)}
 
 
 def test_every_type_of_finding_has_a_renderer() -> None:
@@ -74,7 +74,7 @@ def test_every_member_has_words(enum: type[Enum]) -> None:
     """No enumeration is rendered in part."""
     assert {*messages(enum)} == {*enum}
     partly = {"Phase", "Reason", "Ran", "Note", "Zero", "Suspects", "Finding", "sizes"}
-    assert MESSAGES.keys() == {each.__name__ for each in ENUMS} | partly
+    assert MESSAGES.keys() == {member_type.__name__ for member_type in ENUMS} | partly
     assert {*messages(Statistic, "Suspects")} == {*Statistic}
 
 
@@ -125,9 +125,11 @@ def test_initial_values_are_explained_by_their_note() -> None:
 
 def test_shares_of_several_modules_and_ranks() -> None:
     """Each group of ranks has its own part of the sentence."""
-    one = ShareWeights("a", "microbatch", ((1, 0.0), (2, 0.0)), True)
-    two = ShareWeights("b", "dp", ((0, 1.5),), False)
-    shares = UnequalShares(Cause.WEIGHTS, ("dp",), by_ranks=(((0,), (one, two)), ((1, 2), (two,))))
+    lost = ShareWeights("a", "microbatch", ((1, 0.0), (2, 0.0)), True)
+    uneven = ShareWeights("b", "dp", ((0, 1.5),), False)
+    shares = UnequalShares(
+        Cause.WEIGHTS, ("dp",), by_ranks=(((0,), (lost, uneven)), ((1, 2), (uneven,)))
+    )
     text = explanations.explanation_text(Explanation(shares), VERDICT)
     assert text == (
         "on rank 0 a's share of microbatch 1..2 is missing; b's shares count unequally (dp 0: "

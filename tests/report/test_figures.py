@@ -43,15 +43,15 @@ def test_a_culprit_has_one_frame() -> None:
     """Around weight and bias, but not around what lies between two culprits; folded rows too."""
     names = [f"decoder.layers.{n}.{m}" for n in range(3) for m in ("a.weight", "a.bias", "b.bias")]
     verdicts = [make_verdict(name, Kind.MAIN_GRAD, verdict=Outcome.DIVERGED) for name in names]
-    found = table.heat_map(verdicts)
-    places = {verdict.name: place for verdict, place in zip(verdicts, found.places, strict=True)}
+    heat_map = table.heat_map(verdicts)
+    places = {verdict.name: place for verdict, place in zip(verdicts, heat_map.places, strict=True)}
     culprits = [
         {places[f"decoder.layers.{n}.a.weight"], places[f"decoder.layers.{n}.a.bias"]}
         for n in range(3)
     ]
-    figure = figures.heat_map_figure(found, culprits)
-    folded, whole = figure.maps
-    (panel,) = whole.panels
+    figure = figures.heat_map_figure(heat_map, culprits)
+    folded, unfolded = figure.maps
+    (panel,) = unfolded.panels
     assert [width for _, _, width in panel.origins] == [2 * figure.pitch] * 3
     assert len({y for _, y, _ in panel.origins}) == 3
     assert [width for _, _, width in folded.panels[0].origins] == [2 * figure.pitch]
@@ -64,21 +64,21 @@ def curves_of(verdicts: list[Verdict]) -> list[figures.Curve]:
     return figures.curves(verdicts, table.heat_map(verdicts))
 
 
-def ranks_of(found: figures.RankMap) -> list[figures.RankCell]:
+def ranks_of(rank_map: figures.RankMap) -> list[figures.RankCell]:
     """All ranks, row by row."""
-    return [cell for _, stages in found.rows for stage in stages for cell in stage]
+    return [cell for _, stages in rank_map.rows for stage in stages for cell in stage]
 
 
 def test_curves_run_from_embedding_to_output(diverged: Check) -> None:
     """All four directions, one x axis: the depth of the model."""
-    found = curves_of(diverged[1])
-    assert [curve.title.split(":")[0] for curve in found] == [
+    curves = curves_of(diverged[1])
+    assert [curve.title.split(":")[0] for curve in curves] == [
         "forward",
         "backward",
         "gradient",
         "update",
     ]
-    for curve in found:
+    for curve in curves:
         labels = [band[4] for band in curve.bands if band[4]]
         assert labels[:5] == ["embedding", "0", "1", "2", "3"]
         places = [point[0] for point in curve.points]
@@ -115,12 +115,12 @@ def test_curves_survive_extremes() -> None:
 )
 def test_rank_layout(config: dict, place: dict[int, str] | None) -> None:
     """Ranks lie where Megatron puts them; what cannot be drawn is left out."""
-    found = figures.rank_map(config, [], [])
+    rank_map = figures.rank_map(config, [], [])
     if place is None:
-        assert found is None
+        assert rank_map is None
         return
-    assert found is not None
-    cells = {cell.rank: cell for cell in ranks_of(found)}
+    assert rank_map is not None
+    cells = {cell.rank: cell for cell in ranks_of(rank_map)}
     assert sorted(cells) == list(range(int(config["world_size"])))
     for rank, words in place.items():
         assert words in cells[rank].title
@@ -129,9 +129,9 @@ def test_rank_layout(config: dict, place: dict[int, str] | None) -> None:
 def test_failing_ranks_are_marked(diverged: Check) -> None:
     """Ranks of the culprit and of other failures stand out."""
     conflict = dataclasses.replace(diverged[1][-1], ranks=(0,))
-    found = figures.rank_map(diverged[0].config, [*diverged[1], conflict], [1, 3])
-    assert found is not None
-    assert [one.state for one in ranks_of(found)] == ["failing", "culprit", "fine", "culprit"]
+    rank_map = figures.rank_map(diverged[0].config, [*diverged[1], conflict], [1, 3])
+    assert rank_map is not None
+    assert [cell.state for cell in ranks_of(rank_map)] == ["failing", "culprit", "fine", "culprit"]
 
 
 @pytest.mark.parametrize(
@@ -147,25 +147,25 @@ def test_failing_ranks_are_marked(diverged: Check) -> None:
 )
 def test_arrangements_by_hand(widths: list[int], expected: list[tuple[int, str]]) -> None:
     """Labels of 90 pixels, gaps of 10."""
-    found = [
-        (one.width, "".join("01"[start] for start in one.starts))
-        for one in figures.arrangements(widths, 90, 10)
+    shown = [
+        (arrangement.width, "".join("01"[start] for start in arrangement.starts))
+        for arrangement in figures.arrangements(widths, 90, 10)
     ]
-    assert found == expected
+    assert shown == expected
 
 
 @given(st.lists(st.integers(8, 900), min_size=1, max_size=5))
 def test_every_width_has_its_lines(widths: list[int]) -> None:
     """Narrowest first, fewer lines the wider, one line last, and every line within the width."""
-    found = figures.arrangements(widths, 160, 14)
-    assert found[-1].starts == (True,) + (False,) * (len(widths) - 1)
-    assert found[0].width == 160 + 14 + max(widths) + 14
-    for one in found:
+    arrangements = figures.arrangements(widths, 160, 14)
+    assert arrangements[-1].starts == (True,) + (False,) * (len(widths) - 1)
+    assert arrangements[0].width == 160 + 14 + max(widths) + 14
+    for arrangement in arrangements:
         line = 0
-        for width, starts in zip(widths, one.starts, strict=True):
+        for width, starts in zip(widths, arrangement.starts, strict=True):
             line = 160 + 14 if starts else line
             line += width + 14
-            assert line <= one.width
-    for narrow, wide in pairwise(found):
+            assert line <= arrangement.width
+    for narrow, wide in pairwise(arrangements):
         assert narrow.width < wide.width
         assert sum(narrow.starts) > sum(wide.starts)

@@ -301,10 +301,10 @@ def test_layers_alike_are_folded(browser: chromium.Browser, tmp_path: Path) -> N
     assert browser.js(f"{cells}.length") > 500
     browser.click("#map > div:not([hidden]) rect[data-c]", at=99)
     heading = "document.querySelector('#detail h3').textContent"
-    here = browser.js(heading)
+    first = browser.js(heading)
     browser.js("document.getElementById('map').focus()")
     browser.key("ArrowDown")
-    assert browser.js(heading) != here
+    assert browser.js(heading) != first
     browser.key("Escape")
     browser.js("document.querySelector('#unfold').click()")
     assert "decoder.layers.0-23" in browser.js(labels)

@@ -66,6 +66,6 @@ def test_a_report_that_cannot_be_read_is_one_line(
     monkeypatch.setattr(later.os, "nice", lambda _: 0)
     monkeypatch.setattr(later.signal, "alarm", lambda _: 0)
     later.main([str(tmp_path), "--html"])
-    said = capsys.readouterr().out
-    assert said.startswith("ttrace: WARNING: the report was left out: ")
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("ttrace: WARNING: the report was left out: ")
+    assert printed.count("\n") == 1

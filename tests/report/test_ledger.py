@@ -160,14 +160,14 @@ def test_the_page() -> None:
 
 def test_files(tmp_path: Path) -> None:
     """A line per collective, with the id of the run; the summary is the same when read again."""
-    said = io.StringIO()
+    log = io.StringIO()
     made = summary()
     verdicts = healthy_verdicts()
-    publish(made, verdicts, tmp_path, console=Console(file=said), wandb=False, collectives=[RAN])
+    publish(made, verdicts, tmp_path, console=Console(file=log), wandb=False, collectives=[RAN])
     (line,) = (tmp_path / files.COLLECTIVES).read_text().splitlines()
     document = json.loads(line)
     assert set(document) == {field.name for field in dataclasses.fields(Collective)} | {"run"}
     assert Collective.from_json(document) == RAN
-    found, _ = files.load_report(tmp_path)
-    assert (found.collectives, found.collective_findings) == ((ROW,), (COUNT,))
-    assert "ran unequally often" in " ".join(said.getvalue().split())
+    read, _ = files.load_report(tmp_path)
+    assert (read.collectives, read.collective_findings) == ((ROW,), (COUNT,))
+    assert "ran unequally often" in " ".join(log.getvalue().split())

@@ -15,8 +15,10 @@ from megatron_ttrace.report.review import (
 
 def test_escapes():
     """As GitHub's toolkit escapes: the message, and more in properties."""
-    one = Annotation(Level.ERROR, Topic.DIVERGED, "a: 5 %, b", "10 %\r\nc: d, e", "x,y:z.py", 3)
-    assert workflow_command(one) == (
+    annotation = Annotation(
+        Level.ERROR, Topic.DIVERGED, "a: 5 %, b", "10 %\r\nc: d, e", "x,y:z.py", 3
+    )
+    assert workflow_command(annotation) == (
         "::error file=x%2Cy%3Az.py,line=3,title=a%3A 5 %25%2C b::10 %25%0D%0Ac: d, e"
     )
 
@@ -24,11 +26,11 @@ def test_escapes():
 def test_foreign_text_is_no_command():
     """Neither a file's name nor a message begins a line that a host of code obeys."""
     evil = "x\n::error file=a::b\r::add-mask::c ##[error]d\x1b[0Ksection_start:1:e"
-    one = Annotation(Level.ERROR, Topic.DIVERGED, evil, evil, evil, 3)
-    for shown in (text(one), workflow_command(one)):
+    annotation = Annotation(Level.ERROR, Topic.DIVERGED, evil, evil, evil, 3)
+    for shown in (text(annotation), workflow_command(annotation)):
         assert not any(line.strip().startswith("::") for line in shown.splitlines()[1:])
         assert "\x1b" not in shown
         assert "\r" not in shown
-    assert "##[" not in text(one)
-    assert len(workflow_command(one).splitlines()) == 1
-    assert "\x1b" not in json.loads(code_quality([one]))[0]["description"]
+    assert "##[" not in text(annotation)
+    assert len(workflow_command(annotation).splitlines()) == 1
+    assert "\x1b" not in json.loads(code_quality([annotation]))[0]["description"]

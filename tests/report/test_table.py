@@ -91,9 +91,9 @@ def alike(layers: int, *odd: int) -> list[Verdict]:
 )
 def test_layers_alike_are_one_row(verdicts: list[Verdict], rows: list[str]) -> None:
     """At least three neighbours that pass and fail in the same cells, whatever their margins."""
-    found = table.heat_map(verdicts)
-    names = table.folds(found)
-    assert list(dict.fromkeys(names.get(layer, layer) for layer in found.layers)) == rows
+    heat_map = table.heat_map(verdicts)
+    names = table.folds(heat_map)
+    assert list(dict.fromkeys(names.get(layer, layer) for layer in heat_map.layers)) == rows
 
 
 def test_rows_with_failures_are_in_the_order_of_the_error() -> None:
@@ -181,9 +181,9 @@ def test_heat_map_keeps_the_worst_of_each_cell() -> None:
         make_verdict(rel_err=error, microbatch=microbatch)
         for microbatch, error in enumerate((1e-4, 3e-3, 2e-4, 1e-5))
     ]
-    found = table.heat_map(verdicts)
+    heat_map = table.heat_map(verdicts)
     column = table.Column(Direction.FORWARD, "mlp", Kind.OUTPUT)
-    cell = found.cells[("decoder.layers.0", column)]
+    cell = heat_map.cells[("decoder.layers.0", column)]
     assert cell.worst is verdicts[1]
     assert cell.total == 4
 
@@ -191,12 +191,12 @@ def test_heat_map_keeps_the_worst_of_each_cell() -> None:
 def test_heat_map_covers_everything() -> None:
     """Columns come direction by direction; cells count every verdict once."""
     _, verdicts = embedding_bug()
-    found = table.heat_map(verdicts)
-    directions = [list(Direction).index(column.direction) for column in found.columns]
+    heat_map = table.heat_map(verdicts)
+    directions = [list(Direction).index(column.direction) for column in heat_map.columns]
     assert directions == sorted(directions)
-    assert sum(cell.total for cell in found.cells.values()) == len(verdicts)
-    assert set(found.layers) == {layer for layer, _ in found.cells}
-    assert (found.layers[0], found.layers[-1]) == ("embedding", table.WHOLE_STEP)
+    assert sum(cell.total for cell in heat_map.cells.values()) == len(verdicts)
+    assert set(heat_map.layers) == {layer for layer, _ in heat_map.cells}
+    assert (heat_map.layers[0], heat_map.layers[-1]) == ("embedding", table.WHOLE_STEP)
 
 
 def test_unchecked_reasons_are_grouped() -> None:
@@ -224,7 +224,7 @@ def test_tally_adds_up() -> None:
 def test_a_parameter_after_the_step_is_part_of_the_update() -> None:
     """The start shows what was there before; what the step made of it stands with its change."""
     name = "decoder.layers.0.mlp.linear_fc1.weight"
-    found = table.heat_map(
+    heat_map = table.heat_map(
         [
             make_verdict(name, Kind.INITIAL),
             make_verdict(name, Kind.PARAM),
@@ -234,7 +234,7 @@ def test_a_parameter_after_the_step_is_part_of_the_update() -> None:
     )
     cells = {
         (column.direction, column.kind): (group.total, group.failures)
-        for (_, column), group in found.cells.items()
+        for (_, column), group in heat_map.cells.items()
     }
     assert cells == {
         (Direction.START, Kind.PARAM): (2, 0),

@@ -42,8 +42,8 @@ def test_own_run(diverged: Check, tmp_path: Path, capfd: pytest.CaptureFixture[s
     assert "\n" not in line
     assert "wandb:" not in "".join(capfd.readouterr())
 
-    found = run.tables()
-    table = found["ttrace_verdicts"]
+    tables = run.tables()
+    table = tables["ttrace_verdicts"]
     assert table["columns"] == list(sink.COLUMNS)
     assert table["data"][0][:4] == [
         "decoder.layers.3",
@@ -52,7 +52,7 @@ def test_own_run(diverged: Check, tmp_path: Path, capfd: pytest.CaptureFixture[s
         "self_attention.core_attention input.0",
     ]
     assert len(table["data"]) > 20
-    chart = found["ttrace_worst_margin_per_layer_table"]["data"]
+    chart = tables["ttrace_worst_margin_per_layer_table"]["data"]
     assert [row[0] for row in chart][:3] == ["tokens", "embedding", "decoder.layers.0"]
     assert list((run.folder / "files/media/html").glob("ttrace_report*.html"))
 
@@ -87,9 +87,9 @@ def texts_of(value: object) -> Iterator[str]:
 def test_hostile_names(tmp_path: Path) -> None:
     """Table, chart, summary, configuration and alert hold clean texts; the page is whole."""
     checks = [check_with(name, name) for name in HOSTILE]
-    verdicts = [verdict for _, found in checks for verdict in found]
+    verdicts = [verdict for _, of_check in checks for verdict in of_check]
     summary = dataclasses.replace(
-        make_summary(verdicts, tuple(c for one, _ in checks for c in one.culprits)),
+        make_summary(verdicts, tuple(c for checked, _ in checks for c in checked.culprits)),
         config={name: name for name in HOSTILE} | {"tp": 2, "ratio": float("nan")},
         versions={name: name for name in HOSTILE},
     )
@@ -100,14 +100,14 @@ def test_hostile_names(tmp_path: Path) -> None:
     (page,) = (run.folder / "files/media/html").glob("ttrace_report*.html")
     assert page.read_text() == (tmp_path / "report.html").read_text()
     (alert,) = run.alerts()
-    found = run.tables()
+    tables = run.tables()
     config = [
         (item.key, item.value_json)
         for record in run.records()
         for item in [*record.run.config.update, *record.config.update]
     ]
     assert any(key == "layout" for key, _ in config)
-    texts = [alert.title, alert.text, *texts_of(run.summary()), *texts_of(found)]
+    texts = [alert.title, alert.text, *texts_of(run.summary()), *texts_of(tables)]
     texts += [text for _, value in config for text in texts_of(json.loads(value))]
     assert len(texts) > 100
     assert not [text for text in texts if not is_harmless(text)]
@@ -129,8 +129,8 @@ def test_a_given_run_is_used_and_left_open(how: str, conflict: Check, tmp_path: 
     run = wandb.init(dir=str(tmp_path), mode="offline", settings=wandb.Settings(silent=True))
     try:
         run.log({"loss": 3.0}, step=1)
-        given = {"run": run, "module": wandb, "active": None}[how]
-        line = sink.log(*conflict, tmp_path / "none", run=given, directory=tmp_path / "other")
+        passed = {"run": run, "module": wandb, "active": None}[how]
+        line = sink.log(*conflict, tmp_path / "none", run=passed, directory=tmp_path / "other")
         assert "offline run" in line
         assert wandb.run is run
         run.log({"loss": 2.0}, step=2)

@@ -44,9 +44,9 @@ def records(path: Path, patience: float = 20.0) -> list[Any]:
     """All records of a finished run; wandb's service writes the last ones after ``finish()``."""
     deadline = time.monotonic() + patience
     while True:
-        found = list(_parsed(path.read_bytes()))
-        if any(r.WhichOneof("record_type") == "exit" for r in found):
-            return found
+        parsed = list(_parsed(path.read_bytes()))
+        if any(r.WhichOneof("record_type") == "exit" for r in parsed):
+            return parsed
         assert time.monotonic() < deadline, f"{path} never ends"
         time.sleep(0.05)
 

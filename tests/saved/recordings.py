@@ -57,13 +57,13 @@ def run(
         folder = home / FOLDER / point
         for rank in range(2):
             writer = TraceWriter(folder, rank)
-            for index, whole in tensors.items():
-                half = len(whole) // 2
-                local = whole[rank * half : (rank + 1) * half]
+            for index, tensor in tensors.items():
+                half = len(tensor) // 2
+                local = tensor[rank * half : (rank + 1) * half]
                 key = TraceKey(2, STEP_LEVEL, Kind.LOADED, NAME, index)
                 box = Box((rank * half,), (half,), (0,))
                 writer.add(
-                    Entry.of(key, local, logical_shape=tuple(whole.shape), boxes=(box,)), local
+                    Entry.of(key, local, logical_shape=tuple(tensor.shape), boxes=(box,)), local
                 )
             for index, rows in (replicas or {}).items() if point is Point.END else ():
                 key = TraceKey(2, STEP_LEVEL, Kind.LOADED, NAME, index)

@@ -16,8 +16,8 @@ def test_sixty_four_commits():
             asked.append(number)
             return Answer.BAD if number >= fault else Answer.GOOD
 
-        found = first_bad(64, check)
-        assert (found.number, found.suspects) == (fault, ())
+        bad = first_bad(64, check)
+        assert (bad.number, bad.suspects) == (fault, ())
         assert len(asked) <= 7
         assert len(set(asked)) == len(asked)
 
@@ -35,11 +35,11 @@ def test_some_cannot_be_checked(count, data):
             return Answer.SKIPPED
         return Answer.BAD if number >= fault else Answer.GOOD
 
-    found = first_bad(count, check)
-    assert fault in (found.number, *found.suspects)
-    assert set(found.suspects) <= skipped
+    bad = first_bad(count, check)
+    assert fault in (bad.number, *bad.suspects)
+    assert set(bad.suspects) <= skipped
     if not skipped:
-        assert found.suspects == ()
+        assert bad.suspects == ()
     assert len(set(asked)) == len(asked)
 
 
@@ -67,8 +67,8 @@ def test_either_of_two_is_enough():
 def test_few_of_many():
     """Far fewer checks than parts, where little is needed."""
     asked = []
-    found = smallest(range(256), lambda kept: asked.append(1) or 77 in kept)
-    assert found == [77]
+    needed = smallest(range(256), lambda kept: asked.append(1) or 77 in kept)
+    assert needed == [77]
     assert len(asked) < 40
 
 
@@ -88,8 +88,8 @@ def test_one_cause_among_harmless_changes(count, data):
         asked.append(tuple(parts))
         return Answer.BAD if cause in parts else Answer.GOOD
 
-    found = causes([*range(count)], check, pivots)
-    assert found == Causes(((cause,),), Answer.GOOD)
+    answer = causes([*range(count)], check, pivots)
+    assert answer == Causes(((cause,),), Answer.GOOD)
     assert {(cause,), (), tuple(part for part in range(count) if part != cause)} <= set(asked)
     assert len(set(asked)) == len(asked) <= 2 * log2(count) + 6
     assert len(asked) <= log2(count) + 5 + len(pivots)
@@ -121,19 +121,19 @@ def test_parts_that_matter_together_and_apart(count, data):
     def check(some):
         if 0 < len(some) < count and any((a in some) != (b in some) for a, b in broken):
             return Answer.SKIPPED
-        return Answer.BAD if any(one <= set(some) for one in bad) else Answer.GOOD
+        return Answer.BAD if any(cause <= set(some) for cause in bad) else Answer.GOOD
 
-    found = causes(parts, check)
-    assert found.sets
-    for one in found.sets:
-        assert check(one) is Answer.BAD
-        assert not any(check([p for p in one if p != part]) is Answer.BAD for part in one)
-    blamed = {part for one in found.sets for part in one}
-    assert check([part for part in parts if part not in blamed]) is found.without is not Answer.BAD
+    answer = causes(parts, check)
+    assert answer.sets
+    for cause in answer.sets:
+        assert check(cause) is Answer.BAD
+        assert not any(check([p for p in cause if p != part]) is Answer.BAD for part in cause)
+    blamed = {part for cause in answer.sets for part in cause}
+    assert check([part for part in parts if part not in blamed]) is answer.without is not Answer.BAD
 
 
 def test_no_cause():
     """Nothing to find: the parts are not bad together, or the reason is none of them."""
     for all_, none in ((Answer.GOOD, Answer.GOOD), (Answer.BAD, Answer.BAD)):
-        found = causes([1, 2], lambda some, a=all_, n=none: a if some else n)
-        assert found == Causes((), all_)
+        answer = causes([1, 2], lambda some, a=all_, n=none: a if some else n)
+        assert answer == Causes((), all_)

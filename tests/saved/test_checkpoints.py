@@ -39,12 +39,12 @@ def test_any_element(wrong):
     """The same, or not if any element differs."""
     data = torch.randn(5, 4)
     a = {"w": held(data)}
-    assert [one.same for one in compare(a, {"w": held(data.clone())})] == [Same.SAME]
+    assert [tensor.same for tensor in compare(a, {"w": held(data.clone())})] == [Same.SAME]
     other = data.clone()
     other.view(-1)[wrong] += 1
-    (found,) = compare(a, {"w": held(other)})
-    assert found.same is Same.DIFFERENT
-    assert found.rel_err == pytest.approx(float(1 / data.norm()), rel=1e-4)
+    (wrong_tensor,) = compare(a, {"w": held(other)})
+    assert wrong_tensor.same is Same.DIFFERENT
+    assert wrong_tensor.rel_err == pytest.approx(float(1 / data.norm()), rel=1e-4)
 
 
 def test_other_dtypes():
@@ -52,10 +52,10 @@ def test_other_dtypes():
     data = torch.randn(4, 4)
     a, b = {"w": held(data)}, {"w": held(data.bfloat16())}
     for first, second in ((a, b), (b, a)):
-        (found,) = compare(first, second)
-        assert (found.same, found.note) == (Same.ROUNDED, "bfloat16 and float32")
-    (found,) = compare(a, {"w": held((data * 1.1).bfloat16())})
-    assert found.same is Same.DIFFERENT
+        (tensor,) = compare(first, second)
+        assert (tensor.same, tensor.note) == (Same.ROUNDED, "bfloat16 and float32")
+    (tensor,) = compare(a, {"w": held((data * 1.1).bfloat16())})
+    assert tensor.same is Same.DIFFERENT
 
 
 @pytest.mark.parametrize("narrow", [torch.int8, torch.uint16, torch.int32])
@@ -83,12 +83,12 @@ def test_layers_in_a_stack():
     stack = {"decoder.layers.mlp.w": held(data)}
     alone = {f"decoder.layers.{n}.mlp.w": held(data[n]) for n in range(3)}
     for first, second in ((stack, alone), (alone, stack)):
-        found = list(compare(first, second))
-        assert [one.name for one in found] == list(alone)
-        assert {one.same for one in found} == {Same.SAME}
+        tensors = list(compare(first, second))
+        assert [tensor.name for tensor in tensors] == list(alone)
+        assert {tensor.same for tensor in tensors} == {Same.SAME}
     alone["decoder.layers.1.mlp.w"] = held(data[0])
-    found = [one.same for one in compare(stack, alone)]
-    assert found == [Same.SAME, Same.DIFFERENT, Same.SAME]
+    tensors = [tensor.same for tensor in compare(stack, alone)]
+    assert tensors == [Same.SAME, Same.DIFFERENT, Same.SAME]
 
 
 def test_a_padded_vocabulary():
@@ -97,17 +97,18 @@ def test_a_padded_vocabulary():
     data = torch.randn(8, 3)
     a, b = {name: held(data)}, {name: held(data[:6])}
     for first, second in ((a, b), (b, a)):
-        (found,) = compare(first, second)
-        assert found.same is Same.SAME
-        assert "padded rows" in found.note
+        (tensor,) = compare(first, second)
+        assert tensor.same is Same.SAME
+        assert "padded rows" in tensor.note
 
 
 def test_what_is_not_there():
     """Other names and other shapes are differences."""
-    one = held(torch.ones(2, 2))
+    square = held(torch.ones(2, 2))
     other = held(torch.ones(2, 3))
-    found = {w.name: w.same for w in compare({"a": one, "c": one}, {"b": one, "c": other})}
-    assert found == {"a": Same.ONLY_A, "c": Same.SHAPE, "b": Same.ONLY_B}
+    tensors = compare({"a": square, "c": square}, {"b": square, "c": other})
+    same = {tensor.name: tensor.same for tensor in tensors}
+    assert same == {"a": Same.ONLY_A, "c": Same.SHAPE, "b": Same.ONLY_B}
 
 
 def test_nan():
@@ -115,8 +116,8 @@ def test_nan():
     data = torch.tensor([1.0, float("nan")])
     a = {"w": held(data)}
     assert [w.same for w in compare(a, {"w": held(data)})] == [Same.SAME]
-    (found,) = compare(a, {"w": held(torch.ones(2))})
-    assert (found.same, found.rel_err) == (Same.DIFFERENT, float("inf"))
+    (tensor,) = compare(a, {"w": held(torch.ones(2))})
+    assert (tensor.same, tensor.rel_err) == (Same.DIFFERENT, float("inf"))
 
 
 def test_a_scalar():
@@ -161,8 +162,8 @@ def test_main_weights_of_one_side():
     other = trained()
     other.tensors[Item(State.MAIN, "decoder.layers.w")] = held(torch.ones(2, 6))
     for a, b, side in ((trained(), other, "B"), (other, trained(), "A")):
-        found = checkpoints.compare(a, b).tensors
-        (wrong,) = (tensor for tensor in found if not tensor.same.is_same)
+        tensors = checkpoints.compare(a, b).tensors
+        (wrong,) = (tensor for tensor in tensors if not tensor.same.is_same)
         assert (wrong.state, wrong.same) == (State.MAIN, Same.DIFFERENT)
         assert wrong.note.endswith(f"in {side} they do not round to the weights")
         assert "round" not in checkpoints.compare(other, other).tensors[1].note
@@ -215,9 +216,9 @@ def test_a_stack_with_more_layers():
     stack = {"decoder.layers.w": held(data)}
     alone = {f"decoder.layers.{n}.w": held(data[n]) for n in range(2)}
     for a, b, same in ((stack, alone, Same.ONLY_A), (alone, stack, Same.ONLY_B)):
-        found = compare(a, b)
-        assert [tensor.same for tensor in found] == [Same.SAME, Same.SAME, same]
-        assert found[-1].note == "4 of 12 elements"
+        tensors = compare(a, b)
+        assert [tensor.same for tensor in tensors] == [Same.SAME, Same.SAME, same]
+        assert tensors[-1].note == "4 of 12 elements"
 
 
 def bucket(data, *padding):

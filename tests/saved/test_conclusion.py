@@ -96,16 +96,16 @@ class Job:
 
     def answer(self, allowed: float, *, error: float = 0.0) -> Summary:
         """The conclusion; ``error`` is the relative error of the last tensor."""
-        found = [
+        measured = [
             Measured(key, "Replicate", product([whole(4)]), (4,), Sums(4, 0.0, 4.0, 4.0, 4.0))
             for key in self.keys
         ]
         wrong = Sums(4, 4.0 * error**2, 4.0, 4.0, 4.0)
-        found[-1] = dataclasses.replace(found[-1], sums=wrong)
+        measured[-1] = dataclasses.replace(measured[-1], sums=wrong)
         summary, _ = conclude(
             TraceReader(self.directory / "reference"),
             Tolerances(self.moved, dict.fromkeys(self.keys, "float32")),
-            of_ranks({0: found}),
+            of_ranks({0: measured}),
             candidate=self.directory / "candidate",
             mesh=mesh_of(0, 2, tp=2),
             config=RunConfig(),
@@ -194,9 +194,9 @@ def test_the_share_that_is_named_is_enough(blind: int, seen: int, allowed: float
     """With the share that the notice suggests there is no such notice."""
     verdicts = [verdict(Kind.OUTPUT, Outcome.UNCHECKED)] * blind
     verdicts += [verdict(Kind.OUTPUT, Outcome.PASS)] * seen
-    told = not_enough(verdicts, allowed)
-    assert bool(told) == (blind > 0 and blind / (blind + seen) > allowed)
-    if told:
-        named = float(too_few_text(told).split("--ttrace-allow-unchecked ")[1].split()[0])
+    too_few = not_enough(verdicts, allowed)
+    assert bool(too_few) == (blind > 0 and blind / (blind + seen) > allowed)
+    if too_few:
+        named = float(too_few_text(too_few).split("--ttrace-allow-unchecked ")[1].split()[0])
         assert named <= 1
         assert not not_enough(verdicts, named)

@@ -54,7 +54,7 @@ def test_a_difference_that_neither_reference_has(tmp_path, a):
     b = kept.run(tmp_path / "b", changed)
     report = api.diff(a, b, output=tmp_path / "out")
     assert report.verdict is Result.DIVERGED
-    assert [one.key for one in report.failures()] == [kept.GRADIENT]
+    assert [verdict.key for verdict in report.failures()] == [kept.GRADIENT]
     assert report.culprits[0].name == "decoder.layers.0.mlp.linear_fc1"
 
 
@@ -89,18 +89,20 @@ def test_what_one_run_lacks_is_named(tmp_path, a):
     for first, second in ((a, b), (b, a)):
         report = api.diff(first, second, output=tmp_path / "out", allow_unchecked=1.0)
         assert report.verdict is Result.EQUIVALENT
-        reasons = [one.reason for one in report.verdicts if one.verdict is Outcome.UNCHECKED]
+        reasons = [
+            verdict.reason for verdict in report.verdicts if verdict.verdict is Outcome.UNCHECKED
+        ]
         assert reasons == [Reason.ONE_RUN] * 2
-        told = " / ".join(report.summary.notices)
-        assert "exp_avg" in told
-        assert "decoder.extra" in told
+        notices = " / ".join(report.summary.notices)
+        assert "exp_avg" in notices
+        assert "decoder.extra" in notices
     more[dataclasses.replace(kept.OUTPUT, microbatch=1)] = torch.ones(4, 4)
     report = api.diff(a, kept.run(tmp_path / "c", more), output=tmp_path / "out")
-    assert [one.verdict for one in report.failures()] == [Outcome.EXTRA]
+    assert [verdict.verdict for verdict in report.failures()] == [Outcome.EXTRA]
 
 
 def test_a_known_difference(tmp_path, a):
-    """It is not a failure between these versions, and is told with its reason."""
+    """It is not a failure between these versions, and is reported with its reason."""
     changed = kept.tensors()
     changed[kept.OUTPUT] = -changed[kept.OUTPUT]
     listed = tmp_path / "known.toml"
@@ -120,9 +122,9 @@ def test_a_known_difference(tmp_path, a):
 
 def test_other_parameters(tmp_path):
     """Runs whose parameters have other names start from other values: there is no answer."""
-    own = kept.tensors()
-    renamed = {**own, kept.OUTPUT: own[kept.OUTPUT] * 2}
-    for name, tensors in (("norm.weight", own), ("fused.norm_weight", renamed)):
+    usual = kept.tensors()
+    renamed = {**usual, kept.OUTPUT: usual[kept.OUTPUT] * 2}
+    for name, tensors in (("norm.weight", usual), ("fused.norm_weight", renamed)):
         tensors[TraceKey(1, -1, Kind.PARAM, name)] = torch.ones(2, 2)
         kept.run(tmp_path / name, tensors)
     sides = tmp_path / "norm.weight", tmp_path / "fused.norm_weight"
@@ -141,7 +143,7 @@ def test_other_parameters(tmp_path):
     ],
 )
 def test_runs_that_cannot_be_compared(tmp_path, a, options, said):
-    """The reason is told before anything is compared."""
+    """The reason is reported before anything is compared."""
     b = kept.run(tmp_path / "b", kept.tensors(), **options)
     with pytest.raises(TTraceError, match=said):
         api.diff(a, b, output=tmp_path / "out")
@@ -153,21 +155,21 @@ def test_another_padded_vocabulary(tmp_path):
     logits = TraceKey(1, 0, Kind.OUTPUT, "output_layer")
 
     def side(name, size, embedding=rows):
-        own = {**kept.tensors(), kept.EMBEDDING: embedding[:size], logits: rows[:size].t()}
-        own[kept.GRADIENT] = own[kept.GRADIENT] * size
-        return kept.run(tmp_path / name, own)
+        tensors = {**kept.tensors(), kept.EMBEDDING: embedding[:size], logits: rows[:size].t()}
+        tensors[kept.GRADIENT] = tensors[kept.GRADIENT] * size
+        return kept.run(tmp_path / name, tensors)
 
     for first, second in ((side("4", 4), side("8", 8)), (side("6", 6), side("2", 2))):
         report = api.diff(first, second, output=tmp_path / "out", allow_unchecked=0.5)
         assert report.verdict is Result.EQUIVALENT
-        found = by_key(report)
-        assert found[kept.EMBEDDING].verdict is found[logits].verdict is Outcome.PASS
-        assert found[kept.GRADIENT].reason is Reason.PADDED
+        verdicts = by_key(report)
+        assert verdicts[kept.EMBEDDING].verdict is verdicts[logits].verdict is Outcome.PASS
+        assert verdicts[kept.GRADIENT].reason is Reason.PADDED
         assert any("padded to" in notice for notice in report.summary.notices)
     other = rows.clone()
     other[1] += 1
     report = api.diff(side("a", 4), side("b", 8, other), output=tmp_path / "out")
-    assert [one.key for one in report.failures()] == [kept.EMBEDDING]
+    assert [verdict.key for verdict in report.failures()] == [kept.EMBEDDING]
 
 
 def test_two_references(tmp_path, a):

@@ -19,28 +19,28 @@ reason = "counted per layer since 0.19"
 
 def test_our_own_list_is_valid():
     """And gives a reason for each."""
-    assert all(one.reason for one in known.read(known.OWN_LIST))
+    assert all(difference.reason for difference in known.read(known.OWN_LIST))
 
 
 def test_a_table(tmp_path):
     """Names are patterns, kinds are exact, versions are in any order and may be longer."""
     file = tmp_path / "known.toml"
     file.write_text(TABLE)
-    (found,) = known.read(file)
-    assert found.applies(("0.19.2", "0.18.2"))
-    assert found.applies(("0.18.2+abc", "0.19"))
-    assert not found.applies(("0.18.2", "0.18.2"))
-    assert not found.applies(("0.18.2", "0.190.1"))
-    assert found.explains(TraceKey(1, 0, Kind.METRIC, "decoder.layers.3.router"))
-    assert not found.explains(TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.3.router"))
-    assert not found.explains(TraceKey(1, 0, Kind.METRIC, "decoder.layers.3.mlp"))
+    (difference,) = known.read(file)
+    assert difference.applies(("0.19.2", "0.18.2"))
+    assert difference.applies(("0.18.2+abc", "0.19"))
+    assert not difference.applies(("0.18.2", "0.18.2"))
+    assert not difference.applies(("0.18.2", "0.190.1"))
+    assert difference.explains(TraceKey(1, 0, Kind.METRIC, "decoder.layers.3.router"))
+    assert not difference.explains(TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.3.router"))
+    assert not difference.explains(TraceKey(1, 0, Kind.METRIC, "decoder.layers.3.mlp"))
 
 
 def test_any_two_runs():
     """Without versions and kinds, a name is enough."""
-    found = Difference("*", "wanted")
-    assert found.applies(("", ""))
-    assert found.explains(TraceKey(1, 0, Kind.OUTPUT, "a"))
+    difference = Difference("*", "wanted")
+    assert difference.applies(("", ""))
+    assert difference.explains(TraceKey(1, 0, Kind.OUTPUT, "a"))
 
 
 @pytest.mark.parametrize(

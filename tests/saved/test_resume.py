@@ -31,8 +31,8 @@ def answer(tmp_path: Path, layout: str = "", **restart: object) -> Restart:
 
 def test_the_same(tmp_path: Path) -> None:
     """Nothing differs."""
-    found = answer(tmp_path)
-    assert (found.verdict, found.differences, found.compared) == (Result.EQUIVALENT, (), 3)
+    restart = answer(tmp_path)
+    assert (restart.verdict, restart.differences, restart.compared) == (Result.EQUIVALENT, (), 3)
 
 
 @pytest.mark.parametrize(
@@ -49,28 +49,38 @@ def test_a_lost_moment(tmp_path: Path, stored: float | None, blame: Blame) -> No
             return None if stored is None else torch.full((4,), stored)
         return None
 
-    found = answer(tmp_path, loaded=loaded, stored=read)
-    (one,) = found.differences
-    assert (one.what, one.how, one.blame, one.name) == (What.EXP_AVG, How.DIFFERENT, blame, NAME)
-    assert (one.rel_err, one.wrong, one.total, one.ranks) == (1.0, 4, 4, (0, 1))
+    restart = answer(tmp_path, loaded=loaded, stored=read)
+    (difference,) = restart.differences
+    assert (difference.what, difference.how, difference.blame, difference.name) == (
+        What.EXP_AVG,
+        How.DIFFERENT,
+        blame,
+        NAME,
+    )
+    assert (difference.rel_err, difference.wrong, difference.total, difference.ranks) == (
+        1.0,
+        4,
+        4,
+        (0, 1),
+    )
     line = 2 if blame is Blame.LOADING else 1
-    assert one.where.startswith(f"megatron/optimizer.py:{line}")
-    assert found.verdict is Result.DIVERGED
+    assert difference.where.startswith(f"megatron/optimizer.py:{line}")
+    assert restart.verdict is Result.DIVERGED
 
 
 def test_one_rank(tmp_path: Path) -> None:
     """The part that one rank has wrong is named."""
     loaded = state() | {LoadedIndex.MAIN: torch.tensor([0.0, 1.0, 2.0, 4.0])}
-    (one,) = answer(tmp_path, loaded=loaded).differences
-    assert (one.ranks, one.part, one.wrong) == ((1,), "[2:4]", 1)
+    (difference,) = answer(tmp_path, loaded=loaded).differences
+    assert (difference.ranks, difference.part, difference.wrong) == ((1,), "[2:4]", 1)
 
 
 def test_missing(tmp_path: Path) -> None:
     """State that was not restored at all; a moment that was zero is not missed."""
     loaded = state()
     del loaded[LoadedIndex.EXP_AVG]
-    (one,) = answer(tmp_path, loaded=loaded).differences
-    assert (one.what, one.how) == (What.EXP_AVG, How.MISSING)
+    (difference,) = answer(tmp_path, loaded=loaded).differences
+    assert (difference.what, difference.how) == (What.EXP_AVG, How.MISSING)
 
 
 def test_otherwise_stored(tmp_path: Path) -> None:
@@ -79,9 +89,9 @@ def test_otherwise_stored(tmp_path: Path) -> None:
     def read(what: What, name: str) -> torch.Tensor | None:
         return torch.zeros(4) if what is What.WEIGHT else None
 
-    found = answer(tmp_path, stored=read)
-    assert found.verdict is Result.EQUIVALENT
-    assert any("other values" in notice for notice in found.notices)
+    restart = answer(tmp_path, stored=read)
+    assert restart.verdict is Result.EQUIVALENT
+    assert any("other values" in notice for notice in restart.notices)
 
 
 def test_weights_stored_with_more_bits(tmp_path: Path) -> None:
@@ -91,18 +101,23 @@ def test_weights_stored_with_more_bits(tmp_path: Path) -> None:
     def read(what: What, name: str) -> torch.Tensor | None:
         return torch.arange(4.0) * (1 + 1e-4) if what is What.WEIGHT else None
 
-    (one,) = answer(tmp_path, loaded=loaded, stored=read).differences
-    assert (one.what, one.blame) == (What.WEIGHT, Blame.LOADING)
+    (difference,) = answer(tmp_path, loaded=loaded, stored=read).differences
+    assert (difference.what, difference.blame) == (What.WEIGHT, Blame.LOADING)
 
 
 def test_a_number(tmp_path: Path) -> None:
     """A number that is stored right was lost in loading."""
     name = "consumed_train_samples"
     numbers = NUMBERS | {name: 0.0}
-    found = answer(tmp_path, numbers=numbers, numbers_stored={name: 8})
-    (one,) = found.differences
-    assert (one.what, one.name, one.before, one.after) == (What.NUMBER, name, 8.0, 0.0)
-    assert one.blame is Blame.LOADING
+    restart = answer(tmp_path, numbers=numbers, numbers_stored={name: 8})
+    (difference,) = restart.differences
+    assert (difference.what, difference.name, difference.before, difference.after) == (
+        What.NUMBER,
+        name,
+        8.0,
+        0.0,
+    )
+    assert difference.blame is Blame.LOADING
 
 
 def test_a_schedule(tmp_path: Path) -> None:
@@ -115,24 +130,26 @@ def test_a_schedule(tmp_path: Path) -> None:
         numbers=NUMBERS | {schedule: 8.0},
     )
     after = recordings.restarted(tmp_path / "b", numbers=NUMBERS | {schedule: 0.0, rate: 0.5})
-    assert [one.name for one in compare(before, after, "").differences] == [schedule]
+    assert [difference.name for difference in compare(before, after, "").differences] == [schedule]
 
 
 def test_other_samples(tmp_path: Path) -> None:
     """All state is right, and the data begins from the start."""
     steps = [step(3, samples=(("sample 1",),)), step(4)]
-    (one,) = answer(tmp_path, steps=steps).differences
-    assert (one.what, one.blame) == (What.SAMPLES, Blame.TRAINING)
+    (difference,) = answer(tmp_path, steps=steps).differences
+    assert (difference.what, difference.blame) == (What.SAMPLES, Blame.TRAINING)
 
 
 def test_random_states(tmp_path: Path) -> None:
     """They are a cause if the following steps differ, else a notice."""
-    found = answer(tmp_path, random="b")
-    assert found.verdict is Result.EQUIVALENT
-    assert any("random state torch" in notice for notice in found.notices)
+    restart = answer(tmp_path, random="b")
+    assert restart.verdict is Result.EQUIVALENT
+    assert any("random state torch" in notice for notice in restart.notices)
     steps = [step(3, losses={"lm loss": 5.0}), step(4)]
-    found = answer(tmp_path / "steps", random="b", steps=steps)
-    assert {(one.what, one.blame) for one in found.differences} == {(What.RANDOM, Blame.EITHER)}
+    restart = answer(tmp_path / "steps", random="b", steps=steps)
+    assert {(difference.what, difference.blame) for difference in restart.differences} == {
+        (What.RANDOM, Blame.EITHER)
+    }
 
 
 @pytest.mark.parametrize(("read", "blame"), [("a", Blame.LOADING), ("b", Blame.SAVING)])
@@ -152,8 +169,12 @@ def test_random_states_that_were_read(tmp_path: Path, read: str, blame: Blame) -
 def test_a_loss(tmp_path: Path) -> None:
     """In the same layout to the bit; not a number is equal to itself."""
     steps = [step(3, losses={"lm loss": math.nextafter(4 / 3, 2)}), step(4)]
-    (one,) = answer(tmp_path, steps=steps).differences
-    assert (one.what, one.blame, one.tolerance) == (What.LOSS, Blame.TRAINING, 0.0)
+    (difference,) = answer(tmp_path, steps=steps).differences
+    assert (difference.what, difference.blame, difference.tolerance) == (
+        What.LOSS,
+        Blame.TRAINING,
+        0.0,
+    )
 
 
 def test_another_layout(tmp_path: Path) -> None:
@@ -165,24 +186,24 @@ def test_another_layout(tmp_path: Path) -> None:
     moves = Moves(perturbed, restarted)
     for steps, verdict in ((near, Result.EQUIVALENT), (far, Result.DIVERGED)):
         after = recordings.restarted(tmp_path / verdict.value, steps=steps)
-        found = compare(before, after, "--tensor-model-parallel-size 1", moves=moves)
-        assert found.verdict is verdict
+        restart = compare(before, after, "--tensor-model-parallel-size 1", moves=moves)
+        assert restart.verdict is verdict
 
 
 def test_nothing_of_the_optimizer(tmp_path: Path) -> None:
     """With ``--no-load-optim`` weights are compared, and the rest is a notice."""
     loaded = {LoadedIndex.WEIGHT: state()[LoadedIndex.WEIGHT]}
     steps = [step(3, losses={"lm loss": 5.0}), step(4)]
-    found = answer(tmp_path, loaded=loaded, omitted=("no_load_optim",), steps=steps)
-    assert (found.verdict, found.compared) == (Result.EQUIVALENT, 1)
-    assert any("--no-load-optim" in notice for notice in found.notices)
+    restart = answer(tmp_path, loaded=loaded, omitted=("no_load_optim",), steps=steps)
+    assert (restart.verdict, restart.compared) == (Result.EQUIVALENT, 1)
+    assert any("--no-load-optim" in notice for notice in restart.notices)
 
 
 def test_the_state_after_the_steps(tmp_path: Path) -> None:
     """Everything else was equal."""
     end = state() | {LoadedIndex.MAIN: torch.ones(4)}
-    (one,) = answer(tmp_path, end=end).differences
-    assert (one.what, one.blame) == (What.MAIN, Blame.TRAINING)
+    (difference,) = answer(tmp_path, end=end).differences
+    assert (difference.what, difference.blame) == (What.MAIN, Blame.TRAINING)
 
 
 def test_values_of_ranks_after_the_steps(tmp_path: Path) -> None:
@@ -197,6 +218,6 @@ def test_values_of_ranks_after_the_steps(tmp_path: Path) -> None:
         home = tmp_path / f"{old}{new}"
         before = recordings.uninterrupted(home / "a", replicas=ends[old])
         after = recordings.restarted(home / "b", replicas=ends[new])
-        found = compare(before, after, "").differences
-        assert [(one.how, one.ranks) for one in found] == expected
-        assert all(one.blame is Blame.TRAINING for one in found)
+        differences = compare(before, after, "").differences
+        assert [(difference.how, difference.ranks) for difference in differences] == expected
+        assert all(difference.blame is Blame.TRAINING for difference in differences)

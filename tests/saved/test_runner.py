@@ -53,13 +53,13 @@ def test_a_case_becomes_a_job(asked, tmp_path):
         environment={"K": "v"},
         limit=3,
     )
-    found = runner.run(case)
+    checked = runner.run(case)
     [(device, script)] = asked
     assert (device, script.name) == ("cpu", "pretrain_gpt.py")
-    assert found.summary.config == {"fork": True}
-    environment = dict(found.job.environment)
-    assert json.loads(environment.pop(provenance.COMMAND)) == found.job.checking()
-    assert dataclasses.replace(found.job, environment=environment) == jobs.Job(
+    assert checked.summary.config == {"fork": True}
+    environment = dict(checked.job.environment)
+    assert json.loads(environment.pop(provenance.COMMAND)) == checked.job.checking()
+    assert dataclasses.replace(checked.job, environment=environment) == jobs.Job(
         script=script,
         arguments=("--x", "1"),
         nproc=2,

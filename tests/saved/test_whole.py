@@ -45,8 +45,8 @@ def test_two_parts_along_a_dim(tmp_path_factory, rows, columns, cut, factor):
         more = {"logical_shape": (rows, columns), "boxes": (box,), "factor": factor}
         shards.append(Entry.of(KEY, local, **more))
         data.append(local)
-    found = saved(tmp_path_factory.mktemp("whole"), shards, data)
-    assert torch.equal(found.tensor(KEY), whole)
+    tensors = saved(tmp_path_factory.mktemp("whole"), shards, data)
+    assert torch.equal(tensors.tensor(KEY), whole)
 
 
 @pytest.mark.parametrize("axis", ["", "tp"])
@@ -55,8 +55,8 @@ def test_terms_of_a_sum(tmp_path, axis):
     terms = [torch.full((2, 2), 3.0), torch.full((2, 2), 4.0)]
     box = Box((0, 0), (2, 2), (0, 0))
     more = {"logical_shape": (2, 2), "boxes": (box,), "partial_over": axis}
-    found = saved(tmp_path, [Entry.of(KEY, term, **more) for term in terms], terms)
-    assert torch.equal(found.tensor(KEY), torch.full((2, 2), 7.0 if axis else 3.0))
+    tensors = saved(tmp_path, [Entry.of(KEY, term, **more) for term in terms], terms)
+    assert torch.equal(tensors.tensor(KEY), torch.full((2, 2), 7.0 if axis else 3.0))
 
 
 def test_a_part_that_nobody_holds(tmp_path):
@@ -73,5 +73,5 @@ def test_what_depends_on_the_layout(tmp_path):
     local = torch.ones(1, 2)
     boxes = [Box((row, 0), (1, 2), (0, 0)) for row in (0, 1)]
     shards = [Entry.of(key, local, logical_shape=(2, 2), boxes=(box,)) for box in boxes]
-    found = saved(tmp_path, shards, [local, local], own_shards=(Kind.PARAM_DELTA,))
-    assert found.unjudged(key) is Reason.OWN_SHARD
+    tensors = saved(tmp_path, shards, [local, local], own_shards=(Kind.PARAM_DELTA,))
+    assert tensors.unjudged(key) is Reason.OWN_SHARD

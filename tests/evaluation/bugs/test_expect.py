@@ -65,11 +65,11 @@ def test_assessment(
     changes: dict[str, Any], expected: Expected, reached: tuple[bool, bool | None], problem: str
 ) -> None:
     """Module, kind, direction, verdict, cause and axes are as expected; no words are read."""
-    found = assess(summary(dataclasses.replace(CULPRIT, **changes)), expected)
-    assert found.detected
-    assert (found.localised, found.explained) == reached
-    assert found.met == (not problem)
-    assert problem in found.problem
+    assessment = assess(summary(dataclasses.replace(CULPRIT, **changes)), expected)
+    assert assessment.detected
+    assert (assessment.localised, assessment.explained) == reached
+    assert assessment.met == (not problem)
+    assert problem in assessment.problem
 
 
 def test_margin() -> None:
@@ -81,9 +81,9 @@ def test_margin() -> None:
 def test_a_stray_is_not_localised() -> None:
     """Blaming an innocent module besides the guilty one is a mistake too."""
     stray = dataclasses.replace(CULPRIT, name="output_layer")
-    found = assess(summary(CULPRIT, stray), EXPECTED)
-    assert not found.localised
-    assert "also names output_layer" in found.problem
+    assessment = assess(summary(CULPRIT, stray), EXPECTED)
+    assert not assessment.localised
+    assert "also names output_layer" in assessment.problem
     assert assess(summary(CULPRIT, stray), dataclasses.replace(EXPECTED, only="*")).localised
 
 
@@ -91,17 +91,17 @@ def test_a_stray_is_not_localised() -> None:
 def test_all_but_the_last_layer(layers: int, localised: bool) -> None:
     """Where the last layer must not be named, its number comes from the report."""
     names = [f"decoder.layers.{layer}.mlp" for layer in range(layers)]
-    found = summary(*(dataclasses.replace(CULPRIT, name=name) for name in names[:3]))
-    found = dataclasses.replace(found, execution_order=("embedding", *names, "output_layer"))
+    report = summary(*(dataclasses.replace(CULPRIT, name=name) for name in names[:3]))
+    report = dataclasses.replace(report, execution_order=("embedding", *names, "output_layer"))
     expected = dataclasses.replace(EXPECTED, only="decoder.layers.[!{last}].*")
-    assert assess(found, expected).localised == localised
+    assert assess(report, expected).localised == localised
 
 
 def test_nothing_found() -> None:
     """An equivalent run is a missed bug."""
-    found = assess(summary(verdict=Result.EQUIVALENT), EXPECTED)
-    assert (found.detected, found.localised, found.met) == (False, False, False)
-    assert found.problem == "found equivalent"
+    assessment = assess(summary(verdict=Result.EQUIVALENT), EXPECTED)
+    assert (assessment.detected, assessment.localised, assessment.met) == (False, False, False)
+    assert assessment.problem == "found equivalent"
 
 
 def test_who_reads_the_flag() -> None:

@@ -63,18 +63,18 @@ CASES = [
 @pytest.mark.parametrize(("layout", "model"), CASES)
 def test_everything_that_the_bug_needs_is_kept(layout, model):
     """Every flag of the catalogue's job, and every axis along which it is spread."""
-    found = plan.shrink(large_job(layout, model))
+    shrunk = plan.shrink(large_job(layout, model))
     small = axes.of_large(
         CommandFlags.parse([*MODELS[model].split(), *layout.arguments]), layout.nproc
     )
     wanted = set(small.spread())
-    holding = [job for job in found.jobs if wanted <= set(job.axes.spread())]
+    holding = [job for job in shrunk.jobs if wanted <= set(job.axes.spread())]
     assert holding, f"no job has all of {wanted}"
     for job in holding:
-        given = CommandFlags.parse(job.arguments)
+        kept = CommandFlags.parse(job.arguments)
         for flag in CommandFlags.parse(layout.arguments).flags:
-            assert given.has(flag.option), flag.name
+            assert kept.has(flag.option), flag.name
             if flag.option not in SIZES:
-                assert given.text(flag.option) == " ".join(flag.values)
+                assert kept.text(flag.option) == " ".join(flag.values)
         if layout.healthy:
-            assert given.integer("num_layers") % job.axes.pp
+            assert kept.integer("num_layers") % job.axes.pp

@@ -32,8 +32,8 @@ def ttrace(folder: Path | None, *words: str, timeout: float = 840) -> tuple[int,
 
 
 def rows(output: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(output)
-    return found
+    parsed: list[dict[str, Any]] = json.loads(output)
+    return parsed
 
 
 def verdicts(directory: Path) -> list[str]:
@@ -63,7 +63,7 @@ def scrambled(texts: Sequence[str]) -> list[str]:
     """Each bug with the next one's expectation, as if their ids had been mixed up."""
     parts = [text.split("[expected]") for text in texts]
     expected = [part[1] for part in (*parts[1:], parts[0])]
-    return [f"{own[0]}[expected]{text}" for own, text in zip(parts, expected, strict=True)]
+    return [f"{part[0]}[expected]{text}" for part, text in zip(parts, expected, strict=True)]
 
 
 def run(

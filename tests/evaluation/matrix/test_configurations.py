@@ -23,7 +23,7 @@ FINDINGS = Path(__file__).parents[3] / "docs" / "findings.md"
 
 def test_names_are_unique():
     """A row of a result table means one job."""
-    names = [one.name for one in configurations()]
+    names = [configuration.name for configuration in configurations()]
     assert len(set(names)) == len(names)
 
 
@@ -38,23 +38,25 @@ def test_rows_have_known_fields_only():
 
 def test_the_promised_size():
     """At least sixty over all axes, alone and combined, on 2, 4 and 8 ranks."""
-    healthy = [one for one in configurations() if not one.finding]
+    healthy = [configuration for configuration in configurations() if not configuration.finding]
     assert len(healthy) >= 60
-    assert {1, 2, 4, 8} <= {one.nproc for one in healthy}
+    assert {1, 2, 4, 8} <= {configuration.nproc for configuration in healthy}
 
 
 def test_every_finding_is_written_up():
     """A configuration that must diverge names a heading of docs/findings.md."""
     headings = [line for line in FINDINGS.read_text().splitlines() if line.startswith("## ")]
-    for finding in {one.finding for one in configurations() if one.finding}:
+    for finding in {
+        configuration.finding for configuration in configurations() if configuration.finding
+    }:
         assert any(finding in heading for heading in headings), finding
 
 
 def test_uneven_documents_take_the_place_of_the_mock_data(tmp_path):
     """The rest of the command line is the same."""
-    mock, one = select(configurations(), ["dp2/gpt/fp32", "eod-dp2/gpt/fp32"])
+    mock, uneven = select(configurations(), ["dp2/gpt/fp32", "eod-dp2/gpt/fp32"])
     assert "--mock-data" in mock.case(tmp_path).arguments
-    words = one.case(tmp_path).arguments
+    words = uneven.case(tmp_path).arguments
     assert "--mock-data" not in words
     assert set(mock.arguments) <= set(words)
     assert Path(words[words.index("--data-path") + 1]).with_suffix(".bin").exists()
@@ -74,7 +76,7 @@ def test_uneven_documents_take_the_place_of_the_mock_data(tmp_path):
 )
 def test_exit_code(rows: list[tuple[Result, str]], code: int) -> None:
     """1 for a healthy job that diverged only; a finding that is not found is outdated."""
-    found = [
+    matrix_rows = [
         MatrixRow("x", verdict, 1, 0, 0.0, "", 0.0, finding=finding) for verdict, finding in rows
     ]
-    assert exit_code(found) == code
+    assert exit_code(matrix_rows) == code

@@ -102,10 +102,10 @@ SINCE = "since the last good night, 2026-01-07T02:00:00+00:00:"
 )
 def test_changes(tonight: Night, lines: list[str]) -> None:
     """What is wrong, then versions and options that changed since a good night."""
-    found = history.changes(tonight, night(day=7))
+    changes = history.changes(tonight, night(day=7))
     for line in lines:
-        assert any(each.startswith(line) for each in found), found
-    assert bool(found) == bool(lines)
+        assert any(change.startswith(line) for change in changes), changes
+    assert bool(changes) == bool(lines)
 
 
 def test_no_good_night_yet() -> None:

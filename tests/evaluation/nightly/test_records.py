@@ -35,10 +35,10 @@ def test_rows_made_by_hand_are_like_those_of_the_suite() -> None:
 )
 def test_bug(changes: dict, state: State) -> None:
     """State, margin, marks and note of a known bug."""
-    found = records.known_bug(bug_row(**changes))
-    assert found.state is state
-    assert found.name == "01 tp-embedding-mask [TP 2]"
-    assert found.note == changes.get("problem", "they all hold row 0")
+    case = records.known_bug(bug_row(**changes))
+    assert case.state is state
+    assert case.name == "01 tp-embedding-mask [TP 2]"
+    assert case.note == changes.get("problem", "they all hold row 0")
 
 
 def test_margins() -> None:
@@ -59,9 +59,9 @@ def test_margins() -> None:
 )
 def test_configuration(verdict: str, state: State) -> None:
     """State, margin, marks and note of a healthy job."""
-    found = records.configuration(matrix_row(verdict=verdict))
-    assert found.state is state
-    assert (found.margin is None) == (state is State.BROKEN)
+    case = records.configuration(matrix_row(verdict=verdict))
+    assert case.state is state
+    assert (case.margin is None) == (state is State.BROKEN)
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_configuration(verdict: str, state: State) -> None:
 def test_a_fault_of_megatrons(verdict: str, state: State, words: str) -> None:
     """It must be found, and its margin says nothing about healthy jobs."""
     row = matrix_row(verdict=verdict, finding="MTP and CP", worst_margin="1e6")
-    found = records.configuration(row)
-    assert found.state is state
-    assert found.margin is None
-    assert words in found.note
+    case = records.configuration(row)
+    assert case.state is state
+    assert case.margin is None
+    assert words in case.note
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_recipe(changes: dict, state: State) -> None:
         JobRow(key="1a2b", answer=Answer.EQUIVALENT, ranks=2, tensors=9, why="why")
     )
     row = json.loads(json.dumps(row)) | changes
-    found = records.small_job(NightPart.RECIPES, row)
-    assert (found.name, found.state) == ("1a2b", state)
-    assert "why" in found.note
+    case = records.small_job(NightPart.RECIPES, row)
+    assert (case.name, case.state) == ("1a2b", state)
+    assert "why" in case.note
     # A combination of options need not train.
     fails = row["answer"] == "fails without ttrace too"
     assert records.small_job(NightPart.HUNT, row).state is (State.GOOD if fails else state)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pull request adds, and where it is told; the rest is in tests/cli/test_ci.py."""
+"""What a pull request adds, and where it is annotated; the rest is in tests/cli/test_ci.py."""
 
 import dataclasses
 from pathlib import Path
@@ -12,10 +12,10 @@ from tests.cli.test_bisect import culprit
 
 def test_culprits_that_the_base_has():
     """In another layer they are the same; another module is new."""
-    one, other = culprit("", "decoder.layers.0.mlp"), culprit("", "decoder.layers.1.mlp")
-    attention = dataclasses.replace(one, name="decoder.layers.1.self_attention")
-    found = Checked(Result.DIVERGED, (one, other, attention))
-    assert new_culprits(found, Checked(Result.DIVERGED, (other,))) == (attention,)
+    mlp, other = culprit("", "decoder.layers.0.mlp"), culprit("", "decoder.layers.1.mlp")
+    attention = dataclasses.replace(mlp, name="decoder.layers.1.self_attention")
+    head = Checked(Result.DIVERGED, (mlp, other, attention))
+    assert new_culprits(head, Checked(Result.DIVERGED, (other,))) == (attention,)
 
 
 def test_where_the_culprit_is():

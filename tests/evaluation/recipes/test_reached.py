@@ -65,9 +65,9 @@ def ran(tmp_path: Path) -> reached.Files:
     (tmp_path / "layer.py").write_text(SOURCE.replace("@os.fspath\n", ""))
     subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=600)
     assert reached.read_log(tmp_path / "log", tmp_path, ranks=3) is None
-    found = reached.read_log(tmp_path / "log", tmp_path, ranks=2)
-    assert found is not None
-    return found
+    files = reached.read_log(tmp_path / "log", tmp_path, ranks=2)
+    assert files is not None
+    return files
 
 
 def test_what_ran(ran: reached.Files, tmp_path: Path) -> None:
@@ -144,11 +144,13 @@ RAN = {"megatron/b.py": {"": "1", "f": "2"}}
 
 def test_records_in_a_file(tmp_path: Path) -> None:
     """Complete ones are found again, under their names."""
-    whole, empty = (reached.Record.of("a", "tree", ran) for ran in (RAN, {}))
-    records = reached.Records({"a": (whole, empty), "b": (whole,)}, {"a": whole, "c": whole})
+    complete, empty = (reached.Record.of("a", "tree", ran) for ran in (RAN, {}))
+    records = reached.Records(
+        {"a": (complete, empty), "b": (complete,)}, {"a": complete, "c": complete}
+    )
     records.save(tmp_path / "records.json")
     assert reached.Records.load(tmp_path / "records.json") == reached.Records(
-        {"a": (whole,)}, {"a": whole}
+        {"a": (complete,)}, {"a": complete}
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in tree's configurations are found, shrunk, run once, and told in a table."""
+"""A stand-in tree's configurations are found, shrunk, run once, and listed in a table."""
 
 import json
 import re
@@ -68,8 +68,8 @@ def checkout(tmp_path):
 
 def test_configurations_are_found_and_equal_jobs_are_one(checkout):
     """By what they run, not by their sizes or names."""
-    found = {one.name: one for one in collect.collect(checkout)}
-    assert {name: one.kind for name, one in found.items()} == {
+    recipes = {recipe.name: recipe for recipe in collect.collect(checkout)}
+    assert {name: recipe.kind for name, recipe in recipes.items()} == {
         "gpt/inference": Kind.OTHER,
         "gpt/pp4": Kind.TRAINING,
         "gpt/tp2": Kind.TRAINING,
@@ -77,17 +77,20 @@ def test_configurations_are_found_and_equal_jobs_are_one(checkout):
         "t5/tp1": Kind.NOT_SHRUNK,
         "examples/gpt3/train.sh": Kind.TRAINING,
     }
-    assert found["gpt/tp2"].jobs == found["gpt/tp4"].jobs
-    assert len(running.jobs_of(found.values())) == 3
-    (job,) = found["gpt/tp2"].jobs
+    assert recipes["gpt/tp2"].jobs == recipes["gpt/tp4"].jobs
+    assert len(running.jobs_of(recipes.values())) == 3
+    (job,) = recipes["gpt/tp2"].jobs
     assert job.environment == (("NCCL_ALGO", "Ring"),)
     assert not (checkout / "made").exists()
-    assert "--load" in found["examples/gpt3/train.sh"].lost[0]
+    assert "--load" in recipes["examples/gpt3/train.sh"].lost[0]
 
 
 def test_patterns(checkout, tmp_path):
     """Choose by name."""
-    assert [one.name for one in collect.collect(checkout, ["gpt/tp*"])] == ["gpt/tp2", "gpt/tp4"]
+    assert [recipe.name for recipe in collect.collect(checkout, ["gpt/tp*"])] == [
+        "gpt/tp2",
+        "gpt/tp4",
+    ]
     with pytest.raises(TTraceError, match="give a checkout of Megatron-LM"):
         collect.collect(tmp_path / "megatron_ttrace")
 
@@ -97,8 +100,8 @@ def test_a_folder_of_scripts(checkout):
     folder = checkout / "examples"
     (folder / "pretrain_gpt.py").touch()
     (folder / "gpt3" / "download.sh").write_text("curl https://example.org\n")
-    (found,) = collect.collect(folder, anywhere=True)
-    assert (found.name, found.kind) == ("gpt3/train.sh", Kind.TRAINING)
+    (recipe,) = collect.collect(folder, anywhere=True)
+    assert (recipe.name, recipe.kind) == ("gpt3/train.sh", Kind.TRAINING)
     assert collect.collect(folder, ["other/*"], anywhere=True) == []
     with pytest.raises(TTraceError, match="give a checkout"):
         collect.collect(folder)
@@ -132,7 +135,7 @@ def test_results_are_those_of_their_code(checkout, tmp_path, monkeypatch):
 
 
 def test_refusals_are_megatrons_own(tmp_path):
-    """Told by where it was raised, never by what it says."""
+    """By where the error was raised, never by its message."""
     logs = tmp_path / "logs"
     logs.mkdir()
     log = logs / "rank0.log"

@@ -402,7 +402,7 @@ def stacked(config: Mapping[str, Any], ours: Mapping[str, torch.Tensor]) -> dict
             for n in ours
             if re.search(rf"\b{word}\.\d", n)
         }
-        ours = {n: torch.stack(held) if n in many else held[0] for n, held in stacks.items()}
+        ours = {n: torch.stack(parts) if n in many else parts[0] for n, parts in stacks.items()}
     return dict(ours)
 
 

@@ -58,8 +58,8 @@ def test_the_same_model(run) -> None:
     report = run()
     assert report.verdict is Result.EQUIVALENT
     reasons = {v.key: v.reason for v in report.verdicts if v.verdict is Outcome.UNCHECKED}
-    others = (kept.EMBEDDING, NORM, EXPERT, MOMENT, LATER)
-    assert reasons == dict.fromkeys(others, Reason.NO_COUNTERPART)
+    without_counterpart = (kept.EMBEDDING, NORM, EXPERT, MOMENT, LATER)
+    assert reasons == dict.fromkeys(without_counterpart, Reason.NO_COUNTERPART)
     assert any(text.startswith("iteration 2 of the trace: ") for text in report.summary.notices)
     assert "LlamaForCausalLM 5.0, in float32" in report.summary.notices[0]
     assert "num_hidden_layers is the trace's 1, not 9" in report.summary.notices
@@ -96,8 +96,8 @@ def test_what_a_killed_comparison_leaves(run, tmp_path) -> None:
 
 def test_what_a_model_does_not_exercise(run) -> None:
     """Parallelism and updates were not asked of it; a window that hides nothing was."""
-    found = run(requested=Requested(window=40, seq_length=32)).summary.not_exercised
-    assert [each.what for each in found] == [Unexercised.WINDOW]
+    features = run(requested=Requested(window=40, seq_length=32)).summary.not_exercised
+    assert [feature.what for feature in features] == [Unexercised.WINDOW]
 
 
 def test_a_counterpart_that_was_not_computed(run) -> None:

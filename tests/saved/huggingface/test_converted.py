@@ -36,8 +36,8 @@ def saved(
     names = [f"model-{n + 1:05d}-of-{shards:05d}.safetensors" for n in range(shards)]
     where = {name: names[n % shards] for n, name in enumerate(state)}
     for file in names:
-        held = {name: state[name].contiguous() for name in state if where[name] == file}
-        save_file(held, folder / file)
+        tensors = {name: state[name].contiguous() for name in state if where[name] == file}
+        save_file(tensors, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     return converted.open_files(folder)
 
@@ -77,17 +77,19 @@ def test_blocks_of_a_mixer(tmp_path: Path) -> None:
         names, (("z", "x", "B", "C", "dt"), *2 * [("x", "B", "C")]), strict=True
     ):
         sizes = {"z": 12, "x": 12, "B": 10, "C": 10, "dt": 4}
-        whole = f"decoder.layers.0.mixer.{name}"
-        parts = ours.pop(whole).split([sizes[block] for block in blocks])
-        ours |= {f"{whole}.{block}": part for block, part in zip(blocks, parts, strict=True)}
+        block_name = f"decoder.layers.0.mixer.{name}"
+        parts = ours.pop(block_name).split([sizes[block] for block in blocks])
+        ours |= {f"{block_name}.{block}": part for block, part in zip(blocks, parts, strict=True)}
     folder = saved(tmp_path, config, state)
     assert converted.compare(folder, held(ours)).code is ExitCode.EQUIVALENT
-    first, second = (ours[f"{whole}.{block}"] for block in "BC")
+    first, second = (ours[f"{block_name}.{block}"] for block in "BC")
     first[:], second[:] = second.clone(), first.clone()
     wrong = [
-        each for each in converted.compare(folder, held(ours)).tensors if each.same is not Same.SAME
+        tensor
+        for tensor in converted.compare(folder, held(ours)).tensors
+        if tensor.same is not Same.SAME
     ]
-    assert [(each.name, each.same) for each in wrong] == [(whole, Same.DIFFERENT)]
+    assert [(tensor.name, tensor.same) for tensor in wrong] == [(block_name, Same.DIFFERENT)]
 
 
 def one_wrong(

@@ -17,6 +17,13 @@ def test_the_page_has_the_list() -> None:
 
 def test_refusals_and_notices_say_what_to_do() -> None:
     """In one line each."""
-    shown = [each for each in DIFFERENCES if each.effect in (Effect.REFUSED, Effect.NOTICE)]
+    shown = [
+        difference
+        for difference in DIFFERENCES
+        if difference.effect in (Effect.REFUSED, Effect.NOTICE)
+    ]
     assert shown
-    assert all(each.instead and "\n" not in each.why + each.instead for each in shown)
+    assert all(
+        difference.instead and "\n" not in difference.why + difference.instead
+        for difference in shown
+    )

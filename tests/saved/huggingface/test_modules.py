@@ -29,12 +29,12 @@ def test_queries_keys_and_values_by_group() -> None:
     assert [source.module for source in row.sources] == [
         f"model.layers.1.self_attn.{x}_proj" for x in heads
     ]
-    found = row.layout(parts, SIZES).view(s, b, 2, 4, d)
+    grouped = row.layout(parts, SIZES).view(s, b, 2, 4, d)
     q, k, v = (part.view(b, s, -1, d) for part in parts)
     for group in range(2):
-        assert found[1, 0, group, 1].equal(q[0, 1, 2 * group + 1])
-        assert found[2, 1, group, 2].equal(k[1, 2, group])
-        assert found[0, 1, group, 3].equal(v[1, 0, group])
+        assert grouped[1, 0, group, 1].equal(q[0, 1, 2 * group + 1])
+        assert grouped[2, 1, group, 2].equal(k[1, 2, group])
+        assert grouped[0, 1, group, 3].equal(v[1, 0, group])
 
 
 def test_routers_are_in_the_order_of_tokens() -> None:
@@ -43,15 +43,15 @@ def test_routers_are_in_the_order_of_tokens() -> None:
     weights = torch.rand(6, 2)
     correspondence = Correspondence(())
     probabilities, marked, choice = (
-        correspondence.row(key(f"{LAYER}.mlp.router", *what))
-        for what in ((Kind.OUTPUT, 0), (Kind.OUTPUT, 1), (Kind.ROUTING, RoutingIndex.CHOICE))
+        correspondence.row(key(f"{LAYER}.mlp.router", *tensor))
+        for tensor in ((Kind.OUTPUT, 0), (Kind.OUTPUT, 1), (Kind.ROUTING, RoutingIndex.CHOICE))
     )
     assert probabilities is not None
     assert marked is not None
     assert choice is not None
-    found = probabilities.layout([weights, chosen], SIZES)
-    assert found[1].tolist() == [weights[3, 1], 0, 0, weights[3, 0]]  # position 0, sample 1
-    assert marked.layout([chosen], SIZES).equal(found > 0)
+    of_all = probabilities.layout([weights, chosen], SIZES)
+    assert of_all[1].tolist() == [weights[3, 1], 0, 0, weights[3, 0]]  # position 0, sample 1
+    assert marked.layout([chosen], SIZES).equal(of_all > 0)
     assert modules.by_sample(choice.layout([chosen], SIZES), SIZES).equal(chosen)
 
 
@@ -77,11 +77,11 @@ def test_the_gradient_of_what_experts_read_too() -> None:
 )
 def test_norms_inside_modules(module: str, norm: str, weight: str, fused: bool) -> None:
     """A module that contains the norm before it has the norm's input, else the norm's output."""
-    found = Correspondence([] if fused else [f"{LAYER}.{weight}.weight"]).row(
+    row = Correspondence([] if fused else [f"{LAYER}.{weight}.weight"]).row(
         key(f"{LAYER}.{module}", Kind.GRAD_INPUT)
     )
-    assert found is not None
-    assert found.sources == (modules.Source(f"model.layers.1.{norm}", fused),)
+    assert row is not None
+    assert row.sources == (modules.Source(f"model.layers.1.{norm}", fused),)
 
 
 def test_rows_of_a_family() -> None:
@@ -164,13 +164,13 @@ def test_gates_of_mixers() -> None:
 def test_angles() -> None:
     """Those of a layer's embedding are the model's."""
     correspondence = Correspondence((), modules.LATENT)
-    whole, layer = (
+    model, layer = (
         correspondence.row(key(name))
         for name in ("rotary_pos_emb", f"{LAYER}.self_attention.rotary_pos_emb")
     )
-    assert whole is not None
+    assert model is not None
     assert layer is not None
-    assert whole.sources == layer.sources
+    assert model.sources == layer.sources
     angles = layer.layout([torch.tensor([1.0, 0.5])], SIZES)
     assert angles[2, 0, 0].tolist() == [2.0, 1.0, 2.0, 1.0]
 

@@ -26,12 +26,12 @@ def test_functions_that_return_a_configuration(tmp_path):
     folder = tmp_path / "llama" / "h100"
     folder.mkdir(parents=True)
     (folder / "llama3.py").write_text(SOURCE)
-    found = discover.functions(tmp_path)
-    assert found == [
+    recipes = discover.functions(tmp_path)
+    assert recipes == [
         "llama.h100.llama3:small_pretrain_1gpu_config",
         "llama.h100.llama3:quoted_sft_config",
     ]
-    assert discover.title(found[0]) == "llama/small_pretrain_1gpu"
+    assert discover.title(recipes[0]) == "llama/small_pretrain_1gpu"
 
 
 def test_plans_become_recipes(monkeypatch, tmp_path):
@@ -47,15 +47,15 @@ def test_plans_become_recipes(monkeypatch, tmp_path):
         planned("third", "HUB", "its processor"),
         planned("fourth", "REFUSED", "not for this model"),
     ]
-    wanted = [*(one.name for one in plans), "m:crashes"]
+    wanted = [*(plan.name for plan in plans), "m:crashes"]
     monkeypatch.setattr(discover, "folder", lambda: tmp_path)
     monkeypatch.setattr(discover, "functions", lambda place: wanted)
     monkeypatch.setattr(discover, "_planned", lambda names, most: {p.name: p for p in plans})
-    found = discover.collect((), 8)
-    assert found[1].jobs == found[0].jobs[:1]
-    assert found[0].jobs[0].arguments == ("--recipe", "m:first", "--num-layers", "2")
-    assert [one.kind for one in found[2:]] == [Kind.HUB, Kind.REFUSED, Kind.NOT_SHRUNK]
-    answers = [row.answer for row in run.coverage(found, {})]
+    recipes = discover.collect((), 8)
+    assert recipes[1].jobs == recipes[0].jobs[:1]
+    assert recipes[0].jobs[0].arguments == ("--recipe", "m:first", "--num-layers", "2")
+    assert [plan.kind for plan in recipes[2:]] == [Kind.HUB, Kind.REFUSED, Kind.NOT_SHRUNK]
+    answers = [row.answer for row in run.coverage(recipes, {})]
     hub, refused, failed = run.Answer.HUB, run.Answer.REFUSED, run.Answer.COULD_NOT_CHECK
     assert answers == [None, None, hub, refused, failed]
 
