@@ -4,15 +4,18 @@
 import argparse
 import contextlib
 import dataclasses
+import faulthandler
 import importlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_ttrace.cli import command
@@ -20,6 +23,7 @@ from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.fronts import bridge_release
 from megatron_ttrace.trace import compiled
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.sanitise import log_line
 
 _EPILOG = """\
 example:
@@ -67,7 +71,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Inspect everything and show the findings."""
-    with versions.quiet_imports():
+    with versions.quiet_imports(), _quiet_libraries() as messages:
         needed = [_attempt(subject, look, "missing") for subject, look in _NEEDED.items()]
         optional = _OPTIONAL | ({"releases": _releases} if args.online else {})
         findings = [_attempt(subject, look, "optional") for subject, look in optional.items()]
@@ -77,7 +81,35 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
     else:
         _show(findings)
+    for message in messages if broken else ():
+        print(log_line(message), file=sys.stderr)
     return ExitCode.COULD_NOT_CHECK if broken else ExitCode.EQUIVALENT
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[list[str]]:
+    """Collect what libraries write to standard error while they are imported.
+
+    They warn of hardware and drivers that are absent, which is in the table. A crash is reported.
+    """
+    messages: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file:
+        original = os.dup(2)
+        reports_crash = not faulthandler.is_enabled()
+        if reports_crash:
+            faulthandler.enable(original)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield messages
+        finally:
+            sys.stderr.flush()
+            os.dup2(original, 2)
+            if reports_crash:
+                faulthandler.disable()
+            os.close(original)
+            file.seek(0)
+            messages += file.read().decode(errors="replace").splitlines()
 
 
 def _attempt(subject: str, look: Callable[[], Finding], state: str) -> Finding:

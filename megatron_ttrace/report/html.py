@@ -126,7 +126,10 @@ def _origins(
     heat_map: table.HeatMap,
 ) -> list[set[table.Place]]:
     """The cells of each culprit: of the tensor that stands for it, and of its other parameters."""
-    known = {(one.name, one.kind): heat_map.places[number[id(one)]] for one in reversed(failures)}
+    known = {
+        (verdict.name, verdict.kind): heat_map.places[number[id(verdict)]]
+        for verdict in reversed(failures)
+    }
     origins = []
     for culprit in summary.culprits[:MAX_ALIKE]:
         shown = culprit.shown_by(failures)

@@ -2,6 +2,7 @@
 """``ttrace doctor`` on this machine, and on machines that lack something."""
 
 import json
+import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,6 +53,29 @@ def test_what_is_missing_is_told(
     assert rows["megatron-core"]["state"] == "missing"
     assert "pip install" in rows["megatron-core"]["found"]
     assert rows["checks"]["advice"] == "first fix megatron-core"
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_warnings_of_libraries(
+    is_broken: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A compiled library's are shown below the table, and only if something required is missing."""
+
+    def noisy() -> doctor.Finding:
+        os.write(2, b"[W] no driver \x1b[31m\n")
+        if is_broken:
+            raise OSError("libcudart.so.13")
+        return doctor.Finding("torch", "ok", "2.15")
+
+    monkeypatch.setattr(doctor, "_NEEDED", {"torch": noisy})
+    monkeypatch.setattr(doctor, "_OPTIONAL", {})
+    monkeypatch.setattr(doctor, "_checks", lambda broken: doctor.Finding("checks", "ok", ""))
+    assert doctor.run(Namespace(json=False, online=False)) == 2 * is_broken
+    printed = capfd.readouterr()
+    assert "torch" in printed.out
+    assert printed.err.startswith("[W] no driver ") == is_broken
+    assert bool(printed.err) == is_broken
+    assert "\x1b" not in printed.err
 
 
 def test_a_machine_with_nothing_gets_an_answer(

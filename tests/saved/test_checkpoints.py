@@ -67,8 +67,8 @@ def test_integers(narrow):
     for wide, same in ((data, Same.ROUNDED), (data + 2**32, Same.DIFFERENT)):
         for pair in (({"w": held(wide)}, b), (b, {"w": held(wide)})):
             assert [tensor.same for tensor in compare(*pair)] == [same]
-    (found,) = compare(a, {"w": held(data.bfloat16())})
-    assert (found.same, found.note) == (Same.ROUNDED, "bfloat16 and int64")
+    (rounded,) = compare(a, {"w": held(data.bfloat16())})
+    assert (rounded.same, rounded.note) == (Same.ROUNDED, "bfloat16 and int64")
 
 
 def test_no_elements():

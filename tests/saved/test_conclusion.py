@@ -162,13 +162,14 @@ def test_numbers_that_one_run_logs(tmp_path: Path, reference, candidate, result)
     key, other = TraceKey(1, -1, Kind.METRIC, "z_loss"), TraceKey(1, 0, Kind.OUTPUT, "a")
     writer = TraceWriter(tmp_path / "reference", 0)
     sink = WriteSink(writer, 1)
-    for one, shape in ((other, (4,)), (key, ())):
-        sink.placed((one.microbatch, one.kind, one.name, 0), torch.ones(shape), shape, ())
+    for logged, shape in ((other, (4,)), (key, ())):
+        place = (logged.microbatch, logged.kind, logged.name, 0)
+        sink.placed(place, torch.ones(shape), shape, ())
     writer.close()
     meta = {"role": "reference", "epsilon": epsilon("float32"), "logs": reference}
     seal(tmp_path / "reference", meta)
     same = Measured(other, "Replicate", product([whole(4)]), (4,), Sums(4, 0.0, 4.0, 4.0, 4.0))
-    moved = {one: Moved(4, 2.0, (1e-6,)) for one in (key, other)}
+    moved = {tensor: Moved(4, 2.0, (1e-6,)) for tensor in (key, other)}
     summary, verdicts = conclude(
         TraceReader(tmp_path / "reference"),
         Tolerances(moved, dict.fromkeys(moved, "float32")),
@@ -180,7 +181,7 @@ def test_numbers_that_one_run_logs(tmp_path: Path, reference, candidate, result)
     )
     assert summary.verdict is result
     assert len(summary.notices) == (result is Result.EQUIVALENT)
-    wrong = [(one.name, one.verdict) for one in verdicts if one.verdict.is_failure]
+    wrong = [(v.name, v.verdict) for v in verdicts if v.verdict.is_failure]
     assert wrong == [("z_loss", Outcome.MISSING)] * (result is Result.DIVERGED)
 
 

@@ -135,17 +135,17 @@ def test_other_parameters(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"microbatches": 2}, "train on different batches"),
         ({"init": "megatron"}, "differ in start values"),
         ({"isolate": True}, "share a reference"),
     ],
 )
-def test_runs_that_cannot_be_compared(tmp_path, a, options, said):
+def test_runs_that_cannot_be_compared(tmp_path, a, options, message):
     """The reason is reported before anything is compared."""
     b = kept.run(tmp_path / "b", kept.tensors(), **options)
-    with pytest.raises(TTraceError, match=said):
+    with pytest.raises(TTraceError, match=message):
         api.diff(a, b, output=tmp_path / "out")
 
 

@@ -44,7 +44,7 @@ def test_any_two_runs():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[[difference]", "not a list of known differences"),
         ('[[difference]]\nname = "a"\n', "reason: is missing"),
@@ -58,13 +58,13 @@ def test_any_two_runs():
         ("a = " + "[" * 99999, "recursion"),
     ],
 )
-def test_bad_lists(tmp_path, text, said):
+def test_bad_lists(tmp_path, text, message):
     """A slip must not be taken for a list that explains nothing."""
     file = tmp_path / "known.toml"
     file.write_text(text)
     with pytest.raises(TTraceError, match=r"known\.toml") as error:
         known.read(file)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_an_absent_list(tmp_path):

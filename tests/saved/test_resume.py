@@ -159,11 +159,11 @@ def test_random_states_that_were_read(tmp_path: Path, read: str, blame: Blame) -
     steps = [step(3, losses={"lm loss": 5.0}), step(4)]
     after = recordings.restarted(tmp_path / "b", random="b", steps=steps)
     ranks = tuple(
-        dataclasses.replace(one, random=one.random | {Point.READ: {"torch": read}})
-        for one in after.ranks
+        dataclasses.replace(rank, random=rank.random | {Point.READ: {"torch": read}})
+        for rank in after.ranks
     )
-    found = compare(before, dataclasses.replace(after, ranks=ranks), "")
-    assert {one.blame for one in found.differences} == {blame}
+    restart = compare(before, dataclasses.replace(after, ranks=ranks), "")
+    assert {difference.blame for difference in restart.differences} == {blame}
 
 
 def test_a_loss(tmp_path: Path) -> None:

@@ -36,9 +36,8 @@ SIZES = {*LARGE, "train_iters", "eval_iters", "tokenizer_type", "vocab_size", "l
 def large_job(layout, model):
     """The layout's flags at production sizes: TP 8, PP 8, CP 4, EP 16, and DP 16."""
     words = [*MODELS[model].split(), *layout.arguments]
-    given = CommandFlags.parse(words)
     arguments = {}
-    for flag in given.flags:
+    for flag in CommandFlags.parse(words).flags:
         values = flag.values
         if flag.option in LARGE:
             values = (str(LARGE[flag.option]),)

@@ -174,17 +174,17 @@ def test_the_table_without_running(checkout, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["absent"], "absent: no such directory"),
         (["CHECKOUT", "--only", "nothing*"], r"no configuration matches nothing\*"),
     ],
 )
-def test_bad_input(checkout, capsys, words, said):
+def test_bad_input(checkout, capsys, words, message):
     """One line."""
     words = [str(checkout) if word == "CHECKOUT" else word for word in words]
     assert main(["recipes", *words]) == 2
-    assert re.search(said, capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_a_known_finding_excuses_no_divergence():
@@ -204,7 +204,7 @@ def test_a_job_that_cannot_be_checked(tmp_path, monkeypatch, codes, answer):
     def fails(self, case):
         raise TTraceError("rank 0 failed")
 
-    def alone(nproc, command, logs, **others):
+    def alone(nproc, command, logs, **options):
         commands.append(command)
         return codes
 
@@ -227,8 +227,8 @@ def test_a_model_that_cannot_be_built(tmp_path, monkeypatch):
     """A job fails before anything is checked, if all of its ranks fail without a check, too."""
     started = []
 
-    def alone(nproc, command, logs, **others):
-        started.append((nproc, others["world"], command[2:]))
+    def alone(nproc, command, logs, **options):
+        started.append((nproc, options["world"], command[2:]))
         return [1] * nproc
 
     def check(self, case):

@@ -82,11 +82,11 @@ class Twin:
     without: tuple[str, ...] = ()
     script: str = "pretrain_gpt.py"
 
-    def write(self, folder: Path, **others: Any) -> Path:
+    def write(self, folder: Path, **changes: Any) -> Path:
         """Its ``config.json``, with other values of some fields, and without those of ``...``."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "config.json"
-        fields = {**_CONFIG, **self.config, **others}
+        fields = {**_CONFIG, **self.config, **changes}
         path.write_text(json.dumps({k: v for k, v in fields.items() if v is not ...}))
         return path
 

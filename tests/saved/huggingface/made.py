@@ -20,8 +20,8 @@ _BASE = {
     "tie_word_embeddings": False,
 }
 CONFIGS: Mapping[str, dict[str, Any]] = {
-    name: {**_BASE, "model_type": name, **others}
-    for name, others in {
+    name: {**_BASE, "model_type": name, **fields}
+    for name, fields in {
         "llama": {},
         "mistral": {"head_dim": 8},
         "qwen2": {"tie_word_embeddings": True},

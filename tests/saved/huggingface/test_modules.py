@@ -94,14 +94,14 @@ def test_rows_of_a_family() -> None:
         layer=(angles, modules.Row("mlp.router", Kind.OUTPUT, (modules.Source("mlp.x"),))),
     )
     correspondence = Correspondence((), rows)
-    for each, name in {
+    for tensor, name in {
         router: "model.layers.1.block.x",
         dataclasses.replace(router, kind=Kind.ROUTING): "model.layers.1.block.router",
         mlp: "model.layers.1.block.down_proj",
         key("decoder.final_layernorm"): "model.last",
         key(f"{LAYER}.self_attention.rope"): frequencies.module,
     }.items():
-        row = correspondence.row(each)
+        row = correspondence.row(tensor)
         assert row is not None
         assert row.sources[0].module == name
 
