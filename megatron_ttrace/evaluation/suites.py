@@ -74,9 +74,9 @@ def margin_of(verdict: Verdict) -> float:
     return 0.0 if silent else verdict.margin or 0.0
 
 
-def culprits_of(summary: Summary, most: int) -> str:
+def culprits_of(summary: Summary) -> str:
     """The first culprits, in words."""
-    return "; ".join(f"{c.name} {c.kind} ({c.verdict})" for c in summary.culprits[:most])
+    return "; ".join(f"{c.name} {c.kind} ({c.verdict})" for c in summary.culprits[:3])
 
 
 def exit_code(*, alarm: bool, met: bool) -> ExitCode:

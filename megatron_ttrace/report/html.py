@@ -90,7 +90,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
 
 
 def environment() -> jinja2.Environment:
-    """For templates, in which whatever is printed is harmless."""
+    """For templates that print foreign text: it is escaped, and has no control characters."""
     made = jinja2.Environment(
         autoescape=True,
         undefined=jinja2.StrictUndefined,

@@ -20,7 +20,7 @@ from megatron_ttrace.trace.errors import one_line
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
 SECONDS = 180
-"""After which the process ends, whatever it waits for, and which a job that ends waits for it."""
+"""The process ends after this time. A job that ends earlier waits for it so long."""
 
 
 def start(directory: Path, *, html: bool, wandb: bool, online: bool) -> None:

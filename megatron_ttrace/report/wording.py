@@ -332,7 +332,7 @@ def hyperparameters_text(values: Iterable[tuple[str, float, float]]) -> str:
 
 
 def notes_text(notes: Iterable[Note]) -> str:
-    """What is said of a tensor beside its outcome."""
+    """Remarks on a tensor, beside its outcome."""
     return "; ".join(map(note_text, notes))
 
 

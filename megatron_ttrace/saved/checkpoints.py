@@ -84,7 +84,7 @@ class Comparison:
     Attributes:
         tensors: each with whether it is the same.
         numbers: those that differ.
-        notices: what was left out, and why that is no difference.
+        notices: what was left out, and why it is not a difference.
         weights_only: whether nothing else was compared.
     """
 

@@ -21,7 +21,7 @@ import torch
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.offline import meshes_of
-from megatron_ttrace.saved.known import Difference
+from megatron_ttrace.saved.known import Difference, unchecked
 from megatron_ttrace.saved.whole import WholeTensors
 from megatron_ttrace.trace import files, owned
 from megatron_ttrace.trace.errors import TTraceError
@@ -386,25 +386,26 @@ class Review:
         after_loss = key.direction not in (Direction.START, Direction.FORWARD)
         other_values = verdict.verdict in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT)
         if self._padded and other_values and (after_loss or key.kind is Kind.LOSS):
-            return _unchecked(verdict, Reason.PADDED, Note(Reason.PADDED))
+            return unchecked(verdict, Reason.PADDED)
         if reason := self._left_out.get(key):
-            return _unchecked(verdict, reason, Note(reason))
+            return unchecked(verdict, reason)
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
             has, lacks = (1, 0) if verdict.verdict is Outcome.EXTRA else (0, 1)
             whose = self._sides[has].directory
             if key.kind not in self._kinds[lacks]:
                 self._say(f"only {whose} has tensors of this kind, not compared", key.kind.value)
-                return _unchecked(verdict, Reason.ONE_RUN, _lacking(f"no {key.kind} at all"))
+                return unchecked(verdict, Reason.ONE_RUN, _lacking(f"no {key.kind} at all"))
             if key.name not in self._names[lacks]:
                 self._say(f"only {whose} has these modules or parameters, not compared", key.name)
-                return _unchecked(verdict, Reason.ONE_RUN, _lacking("nothing of this name"))
+                return unchecked(verdict, Reason.ONE_RUN, _lacking("nothing of this name"))
         for difference in self._known:
             if difference.explains(key):
                 self._say(f"known difference ({difference.reason})", f"{key.name} {key.kind}")
-                return _unchecked(verdict, Reason.KNOWN, Note(Reason.KNOWN, text=difference.reason))
+                note = Note(Reason.KNOWN, text=difference.reason)
+                return unchecked(verdict, Reason.KNOWN, note)
         if self._other_start and other_values and key.direction is not Direction.START:
             # Start values follow from names: a renamed parameter starts from others.
-            return _unchecked(verdict, Reason.OTHER_START, Note(Reason.OTHER_START))
+            return unchecked(verdict, Reason.OTHER_START)
         return verdict
 
     def _say(self, subject: str, name: str) -> None:
@@ -413,10 +414,6 @@ class Review:
 
 def _lacking(lacking: str) -> Note:
     return Note(Remark.LACKING, text=f"not compared: the other run has {lacking}")
-
-
-def _unchecked(verdict: Judged, reason: Reason, note: Note) -> Judged:
-    return dataclasses.replace(verdict, verdict=Outcome.UNCHECKED, reason=reason, notes=(note,))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -124,12 +124,12 @@ class State:
         return "" if has_all else _slices(entry.boxes)
 
 
-def _slices(boxes: tuple[Box, ...], most: int = 2) -> str:
+def _slices(boxes: tuple[Box, ...]) -> str:
     shown = (
         "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(b.logical, b.extent, strict=True)) + "]"
-        for b in boxes[:most]
+        for b in boxes[:2]
     )
-    return " ".join(shown) + (" ..." if len(boxes) > most else "")
+    return " ".join(shown) + (" ..." if len(boxes) > 2 else "")
 
 
 def merged(all_numbers: Iterable[Mapping[str, float]]) -> dict[str, frozenset[float]]:

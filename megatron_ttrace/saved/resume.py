@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -38,6 +38,8 @@ _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 """Weights with a row per token, the last ones padding that depends on the layout."""
 _NUMBERS_OF_OPTIMIZER = ("param_groups", "opt_param_scheduler", "grad_scaler", "loss_scale")
 _COUNT = ".step"
+_NAMED = 3
+"""Tensors that a notice lists."""
 _BOOKKEEPING = "num_floating_point_operations_so_far"
 """A number that is only logged; it depends on the layout."""
 
@@ -163,7 +165,7 @@ class _Comparison:
                 self._differ(*item, How.EXTRA, Blame.LOADING)
 
     def _by_rank(self, item: tuple[What, str], old: State, new: State, blame: Blame) -> None:
-        """What each rank has a value of its own of, in the same layout."""
+        """State of which each rank has another value, in the same layout."""
         theirs = new.parts(item) if item in new else {}
         parts = old.parts(item)
         if wrong := [
@@ -422,10 +424,9 @@ class _Comparison:
             )
 
 
-def _listed(names: Iterable[str], most: int = 3) -> str:
-    shown = list(names)
-    more = f" and {len(shown) - most} more" if len(shown) > most else ""
-    return ", ".join(shown[:most]) + more
+def _listed(names: Collection[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join([*names][:_NAMED]) + more
 
 
 def _flag(option: str) -> str:
@@ -437,7 +438,7 @@ def _equal(a: float | None, b: float | None) -> bool:
 
 
 def _common_rows(name: str, a: torch.Tensor, b: torch.Tensor) -> int | None:
-    """Rows that are no padding in either; ``None`` if the shapes differ otherwise."""
+    """Rows that are not padding in either; ``None`` if the shapes differ in another way."""
     if not name.endswith(_VOCABULARY) or a.dim() != b.dim() or a.shape[1:] != b.shape[1:]:
         return None
     return min(len(a), len(b))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of a tensor beside its outcome."""
+"""Remarks on a tensor, beside its outcome."""
 
 import pytest
 

@@ -58,7 +58,7 @@ def check(configuration: Configuration, name: str, seed: int, runner: Runner) ->
         worst_margin=suites.margin_of(worst),
         worst=f"{worst.name} {worst.kind}.{worst.index}",
         seconds=time.monotonic() - began,
-        why=suites.culprits_of(summary, 3),
+        why=suites.culprits_of(summary),
         finding=configuration.finding,
         exact=summary.exactness.expected if summary.exactness else 0,
         inexact=summary.exactness.lost if summary.exactness else 0,

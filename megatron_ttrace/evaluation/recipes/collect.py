@@ -106,7 +106,7 @@ def collect(
         most: ranks that a small job may have.
         places: files and folders in the checkout in which to look, instead of those that
             Megatron-LM has.
-        anywhere: whether all configurations and scripts of a folder count that is no checkout.
+        anywhere: whether the folder may be one of scripts and configurations, not a checkout.
 
     Raises:
         TTraceError: when there are none.

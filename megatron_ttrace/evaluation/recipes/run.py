@@ -217,13 +217,13 @@ class Checker:
             tensors=len(verdicts),
             unchecked=sum(verdict.verdict is Outcome.UNCHECKED for verdict in verdicts),
             seconds=time.monotonic() - began,
-            why=suites.culprits_of(summary, 3),
+            why=suites.culprits_of(summary),
             finding=summary.known_fault,
             modules=tuple(sorted({_NUMBER.sub("", culprit.name) for culprit in summary.culprits})),
         )
 
     def fails(self, job: SmallJob, *, early: bool = False) -> bool:
-        """Whether a job fails without a check, too; false where nothing is known of it.
+        """Whether a job also fails without a check; false if that is not known.
 
         Only our own scripts run without one: another may go on after the steps that a check ends
         it after. ``early``: only if the first rank's model and optimizer cannot even be built,

@@ -7,7 +7,6 @@ judged as a run on one rank.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 import sys
@@ -20,7 +19,7 @@ from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.saved.huggingface import differences
 from megatron_ttrace.saved.huggingface.families import family_of, read_config
 from megatron_ttrace.saved.huggingface.inputs import Inputs
-from megatron_ttrace.saved.known import Difference
+from megatron_ttrace.saved.known import Difference, unchecked
 from megatron_ttrace.trace import budget
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Note
@@ -80,7 +79,7 @@ def avoided(config: Path, folder: Path) -> list[str]:
 
 
 class Compared:
-    """A model of ``transformers``, run on a reference's trace, and what becomes of the verdicts."""
+    """A model of ``transformers``, run on a reference's trace, and a review of the verdicts."""
 
     not_asked = frozenset({Unexercised.ONE_RANK, Unexercised.UPDATE})
     """Features of a job: the model computes on one device, without an optimizer, by design."""
@@ -143,17 +142,14 @@ class Compared:
         key, is_open = verdict.key, verdict.verdict in (Outcome.MISSING, Outcome.UNCHECKED)
         is_later = key.iteration != self.inputs.iteration
         if is_open and (is_later or self._correspondence.row(key) is None):
-            return _unchecked(verdict, Reason.NO_COUNTERPART, differences.why(self.inputs, key))
+            note = Note(Reason.NO_COUNTERPART, text=differences.why(self.inputs, key))
+            return unchecked(verdict, Reason.NO_COUNTERPART, note)
         for difference in self._known if verdict.verdict.is_failure else ():
             if difference.explains(verdict.key):
                 self._explained[difference.reason] += 1
-                return _unchecked(verdict, Reason.KNOWN, difference.reason)
+                note = Note(Reason.KNOWN, text=difference.reason)
+                return unchecked(verdict, Reason.KNOWN, note)
         return verdict
-
-
-def _unchecked(verdict: Judged, reason: Reason, text: str) -> Judged:
-    notes = (Note(reason, text=text),)
-    return dataclasses.replace(verdict, verdict=Outcome.UNCHECKED, reason=reason, notes=notes)
 
 
 def _run(config: Path, reference: Path, directory: Path, *, by_layer: bool) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron and ``transformers`` do differently by design, and what a comparison makes of it.
+"""What Megatron and ``transformers`` do differently by design, and how a comparison treats it.
 
 :data:`DIFFERENCES` is the whole list: refusals, notices, reasons and the table in
 docs/huggingface.md come from it.
@@ -243,7 +243,7 @@ def avoided(inputs: Inputs) -> list[str]:
 
 
 def notices(inputs: Inputs) -> list[str]:
-    """What the report says of this comparison."""
+    """Notices for the report of this comparison."""
     return [
         f"{seen}: {difference.why}: {difference.instead}"
         for difference in DIFFERENCES

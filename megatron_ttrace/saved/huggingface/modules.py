@@ -192,7 +192,7 @@ def _router(
     scores: tuple[Source, ...], layout: Layout, weights: Source, chosen: Source
 ) -> tuple[Row, ...]:
     return (
-        # The experts read it, too.
+        # The experts read it as well.
         Row("mlp.router", Kind.INPUT, (Source(_NORM_2),), has_gradient=False),
         Row("mlp.router", Kind.ROUTING, scores, layout, RoutingIndex.SCORES),
         Row("mlp.router", Kind.ROUTING, (chosen,), _token_order, RoutingIndex.CHOICE),

@@ -107,7 +107,7 @@ class Campaign:
         try:
             summary = self._run(layout, {train.COVERAGE: str(folder)}, _MOST_SECONDS)
             healthy = summary.verdict is Result.EQUIVALENT
-            problem = "" if healthy else suites.culprits_of(summary, 2)
+            problem = "" if healthy else suites.culprits_of(summary)
             self.alarmed |= summary.verdict is Result.DIVERGED
         except TTraceError as error:
             problem = _last_line(error)
@@ -175,7 +175,7 @@ class Campaign:
             summary = self._run(layout, {train.MUTANT: train.encode(mutant)}, limit)
             survived = summary.verdict is Result.EQUIVALENT
             fate = Fate.SURVIVED if survived else Fate.DIVERGED
-            told, culprits = suites.culprits_of(summary, 2), summary.culprits[:_CULPRITS]
+            told, culprits = suites.culprits_of(summary), summary.culprits[:_CULPRITS]
         except OutOfTimeError as error:
             fate, told = Fate.HUNG, str(error)
         except TTraceError as error:

@@ -47,7 +47,7 @@ class PlannedJob:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """What ``driver.py`` says of a recipe; ``kind`` is the name of a :class:`Kind`."""
+    """The answer of ``driver.py`` for a recipe; ``kind`` is the name of a :class:`Kind`."""
 
     name: str
     kind: str

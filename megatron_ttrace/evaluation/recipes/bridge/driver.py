@@ -102,7 +102,7 @@ def make_small(cfg: Any, arguments: Sequence[str]) -> None:
 
     Raises:
         NoHubError: when its data needs a processor.
-        TTraceError: when it is no model of text.
+        TTraceError: when it is not a model of text.
     """
     if hasattr(cfg.dataset, "hf_processor_path"):
         raise NoHubError("the processor of its images or sound is on the hub")
