@@ -16,6 +16,8 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-.venv}
 VERSIONS="3.12 3.13" # the versions of megatron-core's wheels, the preferred one first
 CONSTRAINTS=requirements/constraints.txt
+# pip waits 15 seconds for an answer, which is short where much else happens.
+export PIP_DEFAULT_TIMEOUT=${PIP_DEFAULT_TIMEOUT:-60} PIP_RETRIES=${PIP_RETRIES:-10}
 
 fail() {
   echo "ttrace: $*" >&2

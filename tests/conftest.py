@@ -20,7 +20,8 @@ STARTERS = ("tests.warm", "tests.documents", "tests.integration.jobs")
 HAS = {name: importlib.util.find_spec(name) is not None for name in ("megatron.bridge", "verl")}
 
 # No deadlines: on a shared machine that is slow for a moment an example would fail for no reason.
-settings.register_profile("steady", deadline=None, print_blob=True)
+# Nightly tests draw more examples.
+settings.register_profile("steady", deadline=None, print_blob=True, max_examples=50)
 # On CI the same examples for the same code, so that a change is judged by what it changes.
 settings.register_profile("ci", settings.get_profile("steady"), derandomize=True)
 settings.register_profile(
@@ -31,6 +32,8 @@ settings.register_profile(
 )
 # An error in a test of a repair, which a run survives, is an error here.
 os.environ.setdefault("TTRACE_STRICT", "1")
+# Seconds until W&B's service has started, of which a busy machine needs many.
+os.environ.setdefault("WANDB__SERVICE_WAIT", "300")
 
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 

@@ -20,8 +20,9 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def test_commit_of_a_checkout(tmp_path: Path) -> None:
+def test_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its commit and whether it is dirty; an untracked file inside it has neither."""
+    monkeypatch.setattr(provenance, "_GIT_SECONDS", 300.0)
     tracked, other = tmp_path / "a" / "one.py", tmp_path / "a" / "two.py"
     tracked.parent.mkdir()
     tracked.touch()

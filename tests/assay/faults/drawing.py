@@ -338,7 +338,7 @@ def representative(seed: int) -> list[Fault]:
 _WANTED = {
     **dict.fromkeys((Family.RANKS, Family.DISK, Family.CACHE, Family.TWO, Family.HOSTILE), 1),
     Family.SIGNALS: 2,
-    **dict.fromkeys((Family.TRAINING, Family.INPUTS, Family.FOREIGN), 1),
+    Family.TRAINING: 1,
 }
 _NAMED = (
     "planted-zero_stale_parameter",

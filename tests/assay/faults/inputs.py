@@ -31,7 +31,7 @@ class Input:
         before = state_of(home)
         variables = {"HOME": str(home), "TTRACE_CACHE": str(x.home / "cache")}
         command = Command(words=tuple(words), home=x.home, variables=variables)
-        x.watch(Started(command), limit=90, report=False, is_check=False)
+        x.watch(Started(command), limit=1.5 * x.limit, report=False, is_check=False)
         x.problems += changed(before, home)
 
 

@@ -90,8 +90,12 @@ def test_the_list_is_drawn_by_its_seed() -> None:
 
 
 def test_representative_faults_cover_all_families() -> None:
-    """At least one of each, but for those that another test represents."""
-    others = {Family.SECRETS, Family.PULLS}
+    """At least one of each, but for those that ``tests/integration`` represents.
+
+    ``test_owned.py`` has secrets and foreign files, ``test_pull_request.py`` changes of a fork,
+    ``test_bad_input.py`` wrong input.
+    """
+    others = {Family.SECRETS, Family.FOREIGN, Family.PULLS, Family.INPUTS}
     assert {fault.family for fault in representative(3)} == set(Family) - others - {Family.DAMAGED}
 
 
