@@ -207,52 +207,29 @@ def groups(splices: Sequence[Splice], good: Texts, bad: Texts) -> list[tuple[int
     mention a name that only one version binds: a new function, parameter or import and its uses, a
     renamed variable.
     """
-    sets = _Sets(len(splices))
-    by_file: dict[str, list[int]] = defaultdict(list)
+    by_file: dict[str, list[tuple[int, Splice]]] = defaultdict(list)
     for number, splice in enumerate(splices):
-        by_file[splice.file].append(number)
-    for file, numbers in by_file.items():
-        numbered = [(number, splices[number]) for number in numbers]
-        _join_statements(sets, numbered, good.get(file, ""), bad.get(file, ""))
-        _join_moved(sets, numbered)
-        _join_local_names(sets, numbered, good.get(file, ""), bad.get(file, ""))
-    _join_names(
-        sets,
-        list(enumerate(splices)),
-        _global_names(good, by_file) ^ _global_names(bad, by_file),
-    )
-    return sets.listed()
-
-
-class _Sets:
-    """Disjoint sets of numbers."""
-
-    def __init__(self, count: int) -> None:
-        self._parent = list(range(count))
-
-    def join(self, numbers: Iterable[int]) -> None:
-        """Make one set of those that these numbers are in."""
-        roots = sorted({self._root(number) for number in numbers})
-        for root in roots[1:]:
-            self._parent[root] = roots[0]
-
-    def listed(self) -> list[tuple[int, ...]]:
-        """All sets, by their smallest numbers."""
-        by_root: dict[int, list[int]] = defaultdict(list)
-        for number in range(len(self._parent)):
-            by_root[self._root(number)].append(number)
-        return [tuple(numbers) for numbers in by_root.values()]
-
-    def _root(self, number: int) -> int:
-        while self._parent[number] != number:
-            number = self._parent[number]
-        return number
+        by_file[splice.file].append((number, splice))
+    together: list[list[int]] = []
+    for file, numbered in by_file.items():
+        old, new = good.get(file, ""), bad.get(file, "")
+        together += _of_statements(numbered, old, new)
+        together += _of_moved_lines(numbered)
+        together += _of_local_names(numbered, old, new)
+    names = _global_names(good, by_file) ^ _global_names(bad, by_file)
+    together += _of_names(list(enumerate(splices)), names)
+    sets = [{number} for number in range(len(splices))]
+    for numbers in together:
+        union = set[int]().union(*(sets[number] for number in numbers))
+        for number in union:
+            sets[number] = union
+    return sorted({tuple(sorted(numbers)) for numbers in sets})
 
 
 type _Numbered = Sequence[tuple[int, Splice]]
 
 
-def _join_statements(sets: _Sets, numbered: _Numbered, good: str, bad: str) -> None:
+def _of_statements(numbered: _Numbered, good: str, bad: str) -> Iterator[list[int]]:
     """Hunks in one simple statement, or in one header of a compound one, of either version."""
     for text, is_old in ((good, True), (bad, False)):
         spans = list(_statements(text))
@@ -263,8 +240,7 @@ def _join_statements(sets: _Sets, numbered: _Numbered, good: str, bad: str) -> N
             for span in spans:
                 if first <= span[1] and first + count - 1 >= span[0]:
                     by_span[span].append(number)
-        for numbers in by_span.values():
-            sets.join(numbers)
+        yield from by_span.values()
 
 
 def _statements(text: str) -> Iterator[tuple[int, int]]:
@@ -279,7 +255,7 @@ def _statements(text: str) -> Iterator[tuple[int, int]]:
             yield node.lineno, last
 
 
-def _join_moved(sets: _Sets, numbered: _Numbered) -> None:
+def _of_moved_lines(numbered: _Numbered) -> Iterator[list[int]]:
     """Hunks of a line that is removed in one and added in another."""
     removed: dict[str, list[int]] = defaultdict(list)
     added: dict[str, list[int]] = defaultdict(list)
@@ -290,25 +266,24 @@ def _join_moved(sets: _Sets, numbered: _Numbered) -> None:
                     by_line[line.strip()].append(number)
     for line, numbers in removed.items():
         if line in added:
-            sets.join([*numbers, *added[line]])
+            yield [*numbers, *added[line]]
 
 
-def _join_local_names(sets: _Sets, numbered: _Numbered, good: str, bad: str) -> None:
+def _of_local_names(numbered: _Numbered, good: str, bad: str) -> Iterator[list[int]]:
     """Hunks in one function that mention a name that it binds in one version alone."""
     old, new = _Functions(good), _Functions(bad)
     for function in {splice.function for _, splice in numbered} - {""}:
         names = old.bound(function) ^ new.bound(function)
-        _join_names(sets, [pair for pair in numbered if pair[1].function == function], names)
+        yield from _of_names([pair for pair in numbered if pair[1].function == function], names)
 
 
-def _join_names(sets: _Sets, numbered: _Numbered, names: Collection[str]) -> None:
+def _of_names(numbered: _Numbered, names: Collection[str]) -> Iterable[list[int]]:
     by_name: dict[str, list[int]] = defaultdict(list)
     for number, splice in numbered:
         text = "".join((*splice.removed, *splice.added))
         for name in {*_NAME.findall(text)}.intersection(names):
             by_name[name].append(number)
-    for numbers in by_name.values():
-        sets.join(numbers)
+    return by_name.values()
 
 
 def _global_names(texts: Texts, files: Iterable[str]) -> set[str]:

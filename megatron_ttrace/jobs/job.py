@@ -87,10 +87,7 @@ class Job:
 
 
 def prepare(
-    device: str = "auto",
-    script: Path | None = None,
-    *,
-    arguments: Sequence[str] = (),
+    device: str = "auto", script: Path | None = None, *, arguments: Sequence[str] = ()
 ) -> bool:
     """Import Megatron into this process if ranks can be forked; returns whether they can.
 
@@ -155,8 +152,7 @@ def configuration(job: Job, *, fork: bool, say: Callable[[str], None]) -> list[s
     record(dataclasses.replace(job, settings=settings, nproc=1), fork=fork, say=say)
     if not file.is_file():
         raise TTraceError(f"{job.script} ended before pretrain() or finetune() of Megatron-Bridge")
-    words: list[str] = json.loads(file.read_text(encoding="utf-8"))
-    return words
+    return [str(word) for word in json.loads(file.read_text(encoding="utf-8"))]
 
 
 def _run_ranks(

@@ -100,12 +100,7 @@ def find(checkout: Path) -> Checkout:
     path = resources.patches_dir() / "megatron-lm" / f"core_v{series}.patch"
     patch = parse(path.read_text(encoding="utf-8"))
     script = checkout / patch.path
-    try:
-        content = codec.read(script, _MOST_BYTES)
-    except codec.CodecError as error:
-        raise TTraceError(f"{script}: {error}") from error
-    except OSError as error:
-        raise TTraceError(f"{script}: cannot be read: {error.strerror or error}") from error
+    content = _read(script)
     return Checkout(version=version, patch_file=path, patch=patch, script=script, content=content)
 
 
@@ -154,18 +149,23 @@ def write(checkout: Checkout, content: bytes) -> bool:
 
 def _version(checkout: Path) -> str:
     # Read, not imported: importing it would import all of that checkout's Megatron.
-    try:
-        text = codec.read(checkout / _PACKAGE_INFO, _MOST_BYTES).decode("utf-8", "replace")
-    except codec.CodecError as error:
-        raise TTraceError(f"{checkout / _PACKAGE_INFO}: {error}") from error
-    except OSError as error:
-        raise TTraceError(
-            f"{checkout}: not a checkout of Megatron-LM: it has no {_PACKAGE_INFO.as_posix()}"
-        ) from error
-    version = versions.version_in(text)
+    absent = f"{checkout}: not a checkout of Megatron-LM: it has no {_PACKAGE_INFO.as_posix()}"
+    version = versions.version_in(
+        _read(checkout / _PACKAGE_INFO, absent).decode("utf-8", "replace")
+    )
     if not version:
         raise TTraceError(f"{checkout / _PACKAGE_INFO}: no version found in this file")
     return version
+
+
+def _read(file: Path, absent: str = "") -> bytes:
+    try:
+        return codec.read(file, _MOST_BYTES)
+    except codec.CodecError as error:
+        raise TTraceError(f"{file}: {error}") from error
+    except OSError as error:
+        reason = absent or f"{file}: cannot be read: {error.strerror or error}"
+        raise TTraceError(reason) from error
 
 
 def _texts(lines: list[bytes]) -> list[str]:
