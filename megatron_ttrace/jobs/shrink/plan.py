@@ -100,25 +100,19 @@ def of_flags(command: Command, most: int) -> Plan:
     flags = CommandFlags.parse(command.arguments)
     require_checkable(flags)
     large = axes.of_large(flags, command.ranks)
-    made = [_job(_case(command, flags, large, small)) for small in axes.jobs(flags, large, most)]
-    first, rows, kept, lost = made[0]
-    spread, smalls = large.spread(), [job.axes for job, *_ in made]
+    smalls = axes.jobs(flags, large, most)
+    first, *further = (_plan(command, flags, large, small) for small in smalls)
+    spread, lost = large.spread(), list(first.lost)
     if not any(small.spread() == spread for small in smalls):
         names = ", ".join(spread)
-        lost = [*lost, f"all axes in one job ({names}): {len(made)} jobs have all pairs of them"]
-    if large.pp > 2 and first.axes.pp == 2:
+        lost.append(f"all axes in one job ({names}): {len(smalls)} jobs have all pairs of them")
+    if large.pp > 2 and smalls[0].pp == 2:
         alone = "one job has them alone" if smalls[-1].pp > 2 else f"{most} ranks are too few"
-        lost = [*lost, f"middle stages of the pipeline with the other axes: {alone}"]
-    why = "2 per axis" + (", 3 pipeline stages" if first.axes.pp == 3 else "")
-    ranks = Row("ranks", str(command.ranks or "not said"), str(first.axes.ranks), why)
-    return Plan(
-        command,
-        large,
-        tuple(job for job, *_ in made),
-        (ranks, *rows),
-        tuple(kept),
-        tuple(lost),
-    )
+        lost.append(f"middle stages of the pipeline with the other axes: {alone}")
+    why = "2 per axis" + (", 3 pipeline stages" if smalls[0].pp == 3 else "")
+    ranks = Row("ranks", str(command.ranks or "not said"), str(smalls[0].ranks), why)
+    jobs = (*first.jobs, *(job for plan in further for job in plan.jobs))
+    return dataclasses.replace(first, jobs=jobs, rows=(ranks, *first.rows), lost=tuple(lost))
 
 
 def with_axes(command: Command, kept: tuple[str, ...], most: int = DEFAULT_RANKS) -> Job:
@@ -131,7 +125,7 @@ def with_axes(command: Command, kept: tuple[str, ...], most: int = DEFAULT_RANKS
     small = axes.of_small(flags, large, kept)
     if not small.edp or small.ranks > most:
         raise TTraceError(f"{', '.join(kept)}: do not fit {most} ranks")
-    return _job(_case(command, flags, large, small))[0]
+    return _plan(command, flags, large, small).jobs[0]
 
 
 def as_it_is(command: Command) -> Plan:
@@ -141,8 +135,7 @@ def as_it_is(command: Command) -> Plan:
     """
     flags = CommandFlags.parse(command.arguments)
     large = axes.of_large(flags, command.ranks)
-    job, rows, kept, lost = _job(_case(command, flags, large, large))
-    return Plan(command, large, (job,), tuple(rows), tuple(kept), tuple(lost))
+    return _plan(command, flags, large, large)
 
 
 def require_checkable(flags: CommandFlags) -> None:
@@ -157,12 +150,10 @@ def require_checkable(flags: CommandFlags) -> None:
         )
 
 
-def _case(command: Command, flags: CommandFlags, large: Axes, small: Axes) -> Case:
+def _plan(command: Command, flags: CommandFlags, large: Axes, small: Axes) -> Plan:
+    """The plan of one small job."""
     own_data = not documents.suits(command.script)
-    return Case(flags, large, small, own_data, documents.can_chat())
-
-
-def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:
+    case = Case(flags, large, small, own_data, documents.can_chat())
     changes: dict[str, Change] = {}
     for rule in RULES:
         for change in rule(case):
@@ -175,7 +166,7 @@ def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:
     kept: list[str] = []
     lost: list[str] = []
     gone: dict[Role, list[Flag]] = {}
-    for flag in case.flags.flags:
+    for flag in flags.flags:
         option = flag.option or ""
         becomes = changes.pop(option, None)
         known = decision(option)
@@ -189,7 +180,7 @@ def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:
             becomes is None
             and known is not None
             and known.role in DROPPED
-            and not (case.own_data and known.role is Role.INPUT)
+            and not (own_data and known.role is Role.INPUT)
         ):
             gone.setdefault(known.role, []).append(flag)
             if option in _LOST:
@@ -197,14 +188,15 @@ def _job(case: Case) -> tuple[Job, list[Row], list[str], list[str]]:
         else:
             kept.append(str(flag))
             words += flag.words()
-    for role, flags in gone.items():
-        rows.append(Row(_names(flags), "", None, DROPPED[role]))
+    for role, dropped in gone.items():
+        rows.append(Row(_names(dropped), "", None, DROPPED[role]))
     for change in changes.values():
         name = "--" + change.option.replace("_", "-")
         if change.values is not None:
             rows.append(_row(name, (), change))
             words += [name, *change.values]
-    return Job(case.small, tuple(words)), rows, kept, lost
+    jobs = (Job(small, tuple(words)),)
+    return Plan(command, large, jobs, tuple(rows), tuple(kept), tuple(lost))
 
 
 def _row(name: str, values: Sequence[str], change: Change) -> Row:
