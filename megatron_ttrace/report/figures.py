@@ -248,8 +248,9 @@ def _frames(corners: Iterable[tuple[int, int]], pitch: int) -> list[tuple[int, i
 
 
 CURVE_KINDS = (Kind.OUTPUT, Kind.GRAD_INPUT, Kind.MAIN_GRAD, Kind.PARAM_DELTA)
-_CURVE_WIDTH, _CURVE_HEIGHT = 560, 210
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 26
+CURVE_WIDTH, CURVE_HEIGHT = 560, 210
+PLOT = (46, 8, CURVE_WIDTH - 8, CURVE_HEIGHT - 26)
+"""Left, top, right and bottom of the plot in a curve, in pixels."""
 _MAX_POINTS = 300
 
 
@@ -262,9 +263,6 @@ class Curve:
     """
 
     title: str
-    width: int
-    height: int
-    plot: tuple[int, int, int, int]
     error: str
     tolerance: str
     points: list[tuple[float, float, bool, int, str]]
@@ -317,18 +315,18 @@ def _curve(
         return None
     low = min(max(math.floor(math.log10(min(numbers))), -20), 19)
     high = max(min(math.ceil(math.log10(max(numbers))), 20), low + 1)
-    right, bottom = _CURVE_WIDTH - _RIGHT, _CURVE_HEIGHT - _BOTTOM
-    step = (right - _LEFT) / len(points)
+    left, top, right, bottom = PLOT
+    step = (right - left) / len(points)
 
     def x_of(position: float) -> float:
-        return round(_LEFT + step * position, 1)
+        return round(left + step * position, 1)
 
     def y_of(value: float) -> float:
         if not math.isfinite(value):
-            return _TOP
+            return top
         level = math.log10(value) if value > 0 else low
         share = (min(max(level, low), high) - low) / (high - low)
-        return round(bottom - share * (bottom - _TOP), 1)
+        return round(bottom - share * (bottom - top), 1)
 
     error, tolerance, dots = [], [], []
     for position, row in enumerate(points):
@@ -346,9 +344,6 @@ def _curve(
     skip = max(1, math.ceil((high - low) / 6))
     return Curve(
         title=f"{kind.direction.value}: {kind.value}",
-        width=_CURVE_WIDTH,
-        height=_CURVE_HEIGHT,
-        plot=(_LEFT, _TOP, right, bottom),
         error=" ".join(error),
         tolerance=" ".join(tolerance),
         points=dots,
@@ -368,7 +363,7 @@ def _bands(
         left, right = x_of(start), x_of(start + size)
         label = clean(layer.rsplit(".", 1)[-1], 16)
         half = 3.0 * len(label)
-        centre = min((left + right) / 2, _CURVE_WIDTH - half)
+        centre = min((left + right) / 2, CURVE_WIDTH - half)
         if centre - half < free_from:
             label = ""
         else:

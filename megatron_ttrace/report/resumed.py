@@ -124,7 +124,7 @@ def _cause(alike: Sequence[Difference]) -> Iterator[str]:
                 "elements"
             )
         if worst.ranks:
-            ranks = ", ".join(map(str, worst.ranks[:8]))
+            ranks = ", ".join(map(str, worst.ranks[:8])) + ", ..." * (len(worst.ranks) > 8)
             has = f", which has {worst.part}" if worst.part and len(worst.ranks) == 1 else ""
             yield f"wrong on rank{'s' if len(worst.ranks) > 1 else ''} {ranks}{has}"
     elif worst.what is What.NUMBER:

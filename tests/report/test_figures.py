@@ -83,7 +83,10 @@ def test_curves_run_from_embedding_to_output(diverged: Check) -> None:
         assert labels[:5] == ["embedding", "0", "1", "2", "3"]
         places = [point[0] for point in curve.points]
         assert places == sorted(places)
-        assert all(0 <= x <= curve.width and 0 <= y <= curve.height for x, y, *_ in curve.points)
+        assert all(
+            0 <= x <= figures.CURVE_WIDTH and 0 <= y <= figures.CURVE_HEIGHT
+            for x, y, *_ in curve.points
+        )
 
 
 def test_curves_survive_extremes() -> None:
