@@ -371,7 +371,7 @@ class _Comparison:
         self, what: What, name: str, pair: tuple[float | None, float | None], tolerance: float
     ) -> None:
         before, after = pair
-        if _equal(before, after):
+        if before == after or (before != before and after != after):  # both are not a number
             return
         error = math.inf
         if before and after is not None:
@@ -431,10 +431,6 @@ def _listed(names: Collection[str]) -> str:
 
 def _flag(option: str) -> str:
     return f"--{option.replace('_', '-')}"
-
-
-def _equal(a: float | None, b: float | None) -> bool:
-    return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
 
 
 def _common_rows(name: str, a: torch.Tensor, b: torch.Tensor) -> int | None:

@@ -56,7 +56,12 @@ def assess(summary: Summary, expected: Expected) -> Assessment:
     right = [culprit for culprit in culprits if _matches(culprit, expected)]
     allowed = (expected.only or expected.module).replace("{last}", str(_last_layer(summary)))
     strays = [culprit for culprit in culprits if not fnmatchcase(culprit.name, allowed)]
-    explained = None if expected.cause is None else any(_explains(c, expected) for c in right)
+    explained = None
+    if expected.cause is not None:
+        explained = any(
+            culprit.cause is expected.cause and set(expected.axes) <= set(culprit.axes)
+            for culprit in right
+        )
     problem = ""
     if not detected:
         problem = "found equivalent"
@@ -88,10 +93,6 @@ def _matches(culprit: Culprit, expected: Expected) -> bool:
         and expected.index in (None, culprit.index)
         and culprit.verdict in expected.verdicts
     )
-
-
-def _explains(culprit: Culprit, expected: Expected) -> bool:
-    return culprit.cause is expected.cause and set(expected.axes) <= set(culprit.axes)
 
 
 def _named(culprits: list[Culprit] | tuple[Culprit, ...]) -> str:
