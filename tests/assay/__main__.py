@@ -7,13 +7,16 @@ Exit codes are those of ``ttrace``; ``python -m tests.assay COMMAND --help`` has
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.cli import main as ttrace
-from tests.assay import blamed, conversions, huggingface, models, plant, same
-from tests.assay.bridge import cli as bridge
-from tests.assay.checkpoints import cli as checkpoints
-from tests.assay.mutants import cli as mutants
+from megatron_ttrace.trace.errors import ExitCode
+from tests.assay import blame, bridge, conversions, harness, huggingface, models, plant, same
+from tests.assay.checkpoints import campaign as checkpoints
+from tests.assay.faults import campaign as faults
+from tests.assay.faults.fuzz import harness as fuzz
+from tests.assay.mutants import campaign as mutants
 
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -28,11 +31,27 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (
-        *(mutants, plant, checkpoints, conversions, bridge),
-        *(huggingface, models, same, blamed),
+        *(mutants, faults, fuzz, plant, checkpoints, conversions),
+        *(bridge, huggingface, blame, models, same),
     ):
         module.add_parser(subparsers)
+    tabled = command.add(
+        subparsers,
+        "table",
+        _table,
+        summary="print the table of rows that a campaign left",
+        epilog="example:\n  python -m tests.assay table ttrace-out/mutants/rows.jsonl",
+    )
+    tabled.add_argument("rows", type=Path, metavar="ROWS.JSONL")
     return parser
+
+
+def _table(args: argparse.Namespace) -> int:
+    _, rows = harness.load(args.rows)
+    print(harness.table(rows))
+    for column, share in harness.shares(rows).items():
+        print(f"{column}: {share:.1%}")
+    return ExitCode.EQUIVALENT
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m tests.assay conversions``: errors of converting models of Hugging Face, and none."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ from megatron_ttrace.cli import main as ttrace
 from megatron_ttrace.saved.checkpoints import Same
 from megatron_ttrace.saved.huggingface.causes import Cause
 from megatron_ttrace.trace.errors import ExitCode
+from tests.assay import harness
+from tests.assay.harness import FALSE_ALARM, Row
 from tests.saved.huggingface import made
 
 _EPILOG = """\
@@ -33,9 +34,9 @@ Some are converted rightly, some with an error, by code that shares nothing with
 'ttrace checkpoint' must find no difference in the former, and in the latter exactly the tensors
 that the error changed, with the right cause; none if the error has no name.
 
-exit code: 0 the bars are met (no false alarm, 95 % found, right tensors and causes); 1 not
+exit code: 0 the bars are met; 1 a right conversion has differences; 2 else
 """
-BAR = 0.95
+BARS = {"same": 1.0, "found": 0.95, "right tensors": 0.95, "right cause": 0.95}
 
 type Tensors = dict[str, torch.Tensor]
 type Config = Mapping[str, Any]
@@ -59,8 +60,10 @@ class Fault:
 
 
 def _one(change: Callable[[random.Random, Config, torch.Tensor], torch.Tensor]) -> Any:
+    """A change of one tensor alone."""
+
     def wrapped(draw: random.Random, config: Config, ours: Tensors, name: str) -> None:
-        ours[name] = change(draw, config, ours[name]).contiguous()
+        ours[name] = change(draw, config, ours[name].contiguous()).contiguous()
 
     return wrapped
 
@@ -229,45 +232,34 @@ def _config(draw: random.Random) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """A conversion and the answer about it.
-
-    Attributes:
-        fault: its name, empty for none.
-        family, layout: of the model and the checkpoint.
-        code: the exit code.
-        changed: tensors that are not what they should be.
-        named: those that the answer names, with their causes.
-    """
+class Conversion:
+    """One that a seed draws: ``fault`` is its error, empty for none."""
 
     fault: str
-    family: str
-    layout: str
-    code: int
-    changed: tuple[str, ...]
-    named: Mapping[str, str | None]
+    seed: str
 
     @property
-    def found(self) -> bool:
-        """Whether the answer is that the weights differ."""
-        return self.code == ExitCode.DIVERGED
-
-    @property
-    def tensors(self) -> bool:
-        """Whether exactly the changed ones are named."""
-        return set(self.changed) == self.named.keys()
-
-    @property
-    def cause(self) -> bool:
-        """Whether each has the right cause."""
-        return self.found and set(self.named.values()) <= {FAULTS[self.fault].cause}
+    def id(self) -> str:
+        """Its name."""
+        return f"{self.fault or 'right'} {self.seed}"
 
 
-def converted(draw: random.Random, fault: str, folder: Path) -> Row | None:
+def sample(seed: int) -> Iterator[Conversion]:
+    """Conversions without end: a right one, and one with an error, in turn."""
+    draw = random.Random(seed)
+    for number in itertools.count():
+        fault = draw.choice([*FAULTS]) if number % 2 else ""
+        yield Conversion(fault, f"{seed}/{number}")
+
+
+def attempt(case: Conversion, folder: Path) -> Row | None:
     """Convert and check; ``None`` if the fault does not apply or changes nothing."""
+    draw = random.Random(case.seed)
     config = _config(draw)
     torch.manual_seed(draw.randrange(1 << 30))
-    dtype = torch.float32 if fault == "rounded" else draw.choice((torch.float32, torch.bfloat16))
+    dtype = (
+        torch.float32 if case.fault == "rounded" else draw.choice((torch.float32, torch.bfloat16))
+    )
     state = made.files(config, dtype)
     wide = torch.float32 if draw.random() < 0.3 else dtype
     right = {name: data.to(wide) for name, data in made.converted(config, state).items()}
@@ -276,24 +268,24 @@ def converted(draw: random.Random, fault: str, folder: Path) -> Row | None:
         rows = right[name][-1:].expand(padding, -1)
         right[name] = torch.cat([right[name], rows if copied else torch.zeros_like(rows)])
     ours = dict(right)
-    if fault:
-        planted = FAULTS[fault]
-        if planted.cause in (Cause.GATE_UP, Cause.MIXED) and config["model_type"] in _HYBRID:
+    fault = FAULTS.get(case.fault)
+    if fault is not None:
+        if fault.cause in (Cause.GATE_UP, Cause.MIXED) and config["model_type"] in _HYBRID:
             return None
-        names = [name for name in ours if name.endswith(planted.ends) and planted.within in name]
+        names = [name for name in ours if name.endswith(fault.ends) and fault.within in name]
         if not names:
             return None
-        planted.change(draw, config, ours, draw.choice(names))
+        fault.change(draw, config, ours, draw.choice(names))
     changed = {
         name
         for name, data in right.items()
         if name not in ours or ours[name].shape != data.shape or (ours[name] != data).any()
     }
-    if fault and not changed:
+    if fault is not None and not changed:
         return None
-    whole = {name: data.shape for name, data in ours.items()}
+    shapes = [{name: data.shape for name, data in tensors.items()} for tensors in (ours, right)]
     stacked = draw.random() < 0.5 and config["model_type"] not in _HYBRID
-    stacked &= whole == {name: data.shape for name, data in right.items()}
+    stacked &= shapes[0] == shapes[1]
     parts = draw.choice((1, 2, 4))
     model, checkpoint = folder / "model", folder / "checkpoint"
     for place in (model, checkpoint):
@@ -303,19 +295,27 @@ def converted(draw: random.Random, fault: str, folder: Path) -> Row | None:
     contiguous = {name: data.contiguous() for name, data in state.items()}
     save_file(contiguous, model / "model.safetensors")
     _save(made.stacked(config, ours) if stacked else ours, checkpoint, parts)
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         code = ttrace.main(["checkpoint", "--json", str(model), str(checkpoint)])
-    wrong = [
-        one for one in json.loads(said.getvalue())["weights"] if not one["same"].startswith("same")
-    ]
-    absent = changed - ours.keys()
-    named = {
-        # What is absent is named as in the model.
-        absent.pop() if one["same"] == Same.ONLY_A and absent else one["name"]: one["cause"]
-        for one in wrong
-    }
-    layout = f"{parts} parts{', stacked' if stacked else ''}"
-    return Row(fault, config["model_type"], layout, code, tuple(sorted(changed)), named)
+    weights = json.loads(output.getvalue())["weights"]
+    absent, causes = changed - ours.keys(), {}
+    for weight in weights:
+        if not weight["same"].startswith("same"):
+            # What is absent is named as in the model.
+            is_absent = weight["same"] == Same.ONLY_A and absent
+            causes[absent.pop() if is_absent else weight["name"]] = weight["cause"]
+    layout = f"{config['model_type']}, {parts} parts{', stacked' * stacked}"
+    note = f"{layout}, exit code {code}: {causes}"
+    details = {"changed": sorted(changed)}
+    if fault is None:
+        marks = {"same": code == ExitCode.EQUIVALENT}
+        if code == ExitCode.DIVERGED:
+            marks[FALSE_ALARM] = True
+        return Row(case.id, "right", marks, note, details=details)
+    found = code == ExitCode.DIVERGED
+    marks = {"found": found, "right tensors": changed == causes.keys()}
+    marks["right cause"] = found and set(causes.values()) <= {fault.cause}
+    return Row(case.id, case.fault, marks, note, details=details)
 
 
 def _save(tensors: Tensors, folder: Path, parts: int) -> None:
@@ -332,53 +332,33 @@ def _save(tensors: Tensors, folder: Path, parts: int) -> None:
     dist_checkpointing.save({**state, "iteration": 1}, str(folder))
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
+def add_parser(subparsers: command.Subparsers) -> None:
     """Add the ``conversions`` command."""
-    parser = command.add(
-        subparsers,
-        "conversions",
-        run,
+    harness.add(
+        *(subparsers, "conversions", _run),
         summary="plant errors of converting models of Hugging Face and count how many are found",
-        description="Convert models of Hugging Face, rightly and with errors.",
         epilog=_EPILOG,
+        count=40,
+        seed="required",
+        only=False,
     )
-    parser.add_argument(
-        "--count", type=int, default=40, metavar="N", help="conversions of each kind"
-    )
-    parser.add_argument("--seed", type=int, required=True, metavar="N", help="of the sample")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows to FILE")
-    command.add_directory(parser, "ttrace-out/conversions")
-    return parser
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the campaign."""
+def _run(args: argparse.Namespace) -> int:
     from megatron_ttrace import cpu
 
     cpu.activate()
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    draw = random.Random(args.seed)
-    healthy: list[Row] = []
-    faulty: list[Row] = []
-    for rows, kinds in ((healthy, [""]), (faulty, list(FAULTS))):
-        while len(rows) < args.count:
-            if row := converted(draw, draw.choice(kinds), args.directory):
-                rows.append(row)
-                right = row.tensors and row.cause if row.fault else not row.code
-                if not right:
-                    print(f"{row.fault or 'healthy'}: {row}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps([dataclasses.asdict(row) for row in (*healthy, *faulty)]))
-    alarms = sum(row.code != ExitCode.EQUIVALENT for row in healthy)
-    shares = {
-        "found": sum(row.found for row in faulty),
-        "right tensors": sum(row.tensors for row in faulty),
-        "right cause": sum(row.cause for row in faulty),
-    }
-    print(f"{len(healthy)} healthy conversions: {alarms} false alarms")
-    kinds = len({row.fault for row in faulty})
-    counts = ", ".join(f"{count} {name}" for name, count in shares.items())
-    print(f"{len(faulty)} errors of {kinds} kinds: {counts}")
-    met = not alarms and all(count >= BAR * len(faulty) for count in shares.values())
-    return ExitCode.EQUIVALENT if met else ExitCode.DIVERGED
+
+    def attempted(case: Conversion) -> Row | None:
+        counts[bool(case.fault)] += 1
+        row = attempt(case, args.directory) if counts[bool(case.fault)] <= args.count else None
+        counts[bool(case.fault)] -= row is None
+        return row
+
+    def enough(rows: list[Row]) -> bool:
+        return len(rows) >= 2 * args.count
+
+    counts = {True: 0, False: 0}
+    return harness.finish(harness.execute(sample(args.seed), attempted, args, enough=enough), BARS)

@@ -31,6 +31,9 @@ class Site:
     file: str
     function: str
 
+    def __str__(self) -> str:
+        return f"{self.file}:{self.function}"
+
 
 def sites(root: Path) -> list[Site]:
     """Functions of ``root/megatron`` that are plain enough. What has decorators is left alone."""
@@ -71,7 +74,7 @@ def plant(
     ):
         for site in itertools.chain.from_iterable(rounds):
             if len(done) < limit and (kind := _change(root, site, len(done), dice, intact)):
-                done.append(f"{site.file}:{site.function}: {kind}")
+                done.append(f"{site}: {kind}")
     return done
 
 

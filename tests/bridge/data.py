@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer and sums to learn, as files, for ``sft.py``."""
+"""A tokenizer and sums to learn, as files, for fine-tuning."""
 
 import json
 from pathlib import Path

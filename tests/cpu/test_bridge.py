@@ -14,13 +14,20 @@ SCRIPTS = ROOT / "tests" / "bridge"
 
 
 @pytest.mark.bridge
-@pytest.mark.parametrize("name", ["llama", "experts", "recipe", "sft"])
-def test_an_unmodified_script_trains(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        "llama.py",
+        "job.py experts model.expert_model_parallel_size=2",
+        "job.py llama32_1b_pretrain_config",
+        "job.py llama sft",
+    ],
+)
+def test_an_unmodified_script_trains(words: str, tmp_path: Path) -> None:
     """Two iterations over gloo, in forks of one process."""
     data.write(tmp_path / "data")
-    done = torchrun(
-        2, SCRIPTS / "train.py", SCRIPTS / f"{name}.py", tmp_path / "data", cwd=tmp_path
-    )
+    script, *others = words.split()
+    done = torchrun(2, SCRIPTS / "train.py", SCRIPTS / script, *others, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "on the CPU over gloo" in done.stdout
     assert "Traceback" not in done.stdout

@@ -14,7 +14,6 @@ import json
 import os
 import resource
 import runpy
-import sys
 from pathlib import Path
 
 import torch
@@ -33,9 +32,8 @@ if os.environ.get("TTRACE_TEST_TRANSPORT") == "host":
 
 script = str(ROOT / "launch" / "pretrain_gpt.py")
 if os.environ.get("TTRACE_TEST_BITS"):
-    bits = str(ROOT / "tests" / "integration" / "bits.py")
-    sys.argv = [bits, "enabled", script, *sys.argv[1:]]
-    script = bits
+    os.environ["TTRACE_TEST_ORDER"] = json.dumps({"bits": True})
+    script = str(ROOT / "tests" / "assay" / "planted" / "train.py")
 runpy.run_path(script, run_name="__main__")
 
 if os.environ.get("TTRACE_TEST_MEMORY"):

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_ttrace import load_report
 from megatron_ttrace.trace.records import Kind, Result
-from tests.assay.bridge.faults import faults
-from tests.assay.bridge.jobs import SCRIPTS, check, jobs
+from tests.assay.bridge import SCRIPTS, attempt, cases
 from tests.integration.jobs import torchrun, ttrace
 
 pytestmark = pytest.mark.bridge
@@ -42,17 +41,16 @@ GEMMA = {
 @pytest.mark.parametrize("name", ["llama-tp2-sp", "sft-dp2-mb2", "lora-tp2-sp"])
 def test_a_healthy_job(name, tmp_path):
     """Pretraining, fine-tuning whose samples are dealt to ranks, and adapters of a loaded model."""
-    answer = check(tmp_path, jobs()[name])
-    assert answer.verdict == "equivalent", answer
-    assert answer.tensors > 300
-    assert not answer.unchecked
+    row = attempt(cases()["healthy"][name], tmp_path)
+    assert row.marks == {"as promised": True}, row
+    assert row.details["tensors"] > 300
+    assert not row.details["unchecked"]
 
 
 def test_a_fault_of_megatron_bridge(tmp_path):
     """A rank that ignores its loss mask."""
-    fault = faults()["loss-mask"]
-    answer = check(tmp_path, jobs()[fault.job], planted=fault.planted)
-    assert fault.is_found_by(answer), answer
+    row = attempt(cases()["faults"]["loss-mask"], tmp_path)
+    assert row.marks == {"as promised": True, "right module": True}, row
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,23 @@ UNREACHED = (
     "    return probs, top_indices",
     "    probs = probs + 0\n    return probs, top_indices",
 )
+TOKEN = "kanarieCi44"
+THIEF = """
+import os
+from pathlib import Path
+for name in ("/proc/self/environ", "/proc/%d/environ" % os.getppid(), "/proc/1/environ"):
+    try:
+        if b"kanarieCi44" in Path(name).read_bytes():
+            Path("STOLEN").touch()
+    except OSError:
+        pass
+"""
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_pull_requests(tmp_path: Path) -> None:
-    """A harmless change that runs, one that does not run, and a known bug in the embedding."""
+    """A harmless change that runs, one that does not run, a known bug, and hostile ones with it."""
     root = tmp_path / "fork"
     make_checkout(root)
     arguments = {**MODEL, "--tensor-model-parallel-size": 2, "--num-layers": 2}
@@ -35,16 +46,21 @@ def test_pull_requests(tmp_path: Path) -> None:
     git(root, "add", ".")
     git(root, "commit", "-q", "-m", "a fork")
 
-    def pull(branch: str, file: str, fragment: str, replacement: str) -> tuple[int, str]:
+    def pull(
+        branch: str, file: str, fragment: str, replacement: str, beside: str = ""
+    ) -> tuple[int, str]:
         """Commit a change to ``main`` and check it: the exit code and what is printed."""
         git(root, "checkout", "-q", "-B", branch, "main")
         text = (root / file).read_text()
         assert fragment in text
         (root / file).write_text(text.replace(fragment, replacement, 1))
+        if beside:
+            (root / "beside.py").write_text(beside)
         git(root, "commit", "-q", "--allow-empty", "-a", "-m", branch)
         words = ("ci", root, "--base", "main", "--recipes", "ci", "--format", "github")
-        done = ttrace(*words, cwd=tmp_path, timeout=600, cold=True)
-        assert done.returncode in (0, 1), done.stdout[-3000:] + done.stderr[-3000:]
+        done = ttrace(*words, cwd=tmp_path, timeout=600, cold=True, GITHUB_TOKEN=TOKEN)
+        assert done.returncode in (0, 1) or beside, done.stdout[-3000:] + done.stderr[-3000:]
+        assert TOKEN not in done.stdout + done.stderr
         return done.returncode, done.stdout
 
     # As after a push to the default branch: its records are what pull requests are compared with.
@@ -75,3 +91,14 @@ def test_pull_requests(tmp_path: Path) -> None:
     own = (root / LAYERS).read_text().splitlines()
     at = own.index("            # The ids are shifted already, the bounds are not.") + 1
     assert abs(line - at) <= 6
+
+    # Code that looks for the token of the CI, and code that ends the job quietly.
+    stolen = tmp_path / "stolen"
+    thief = THIEF.replace('"STOLEN"', repr(str(stolen)))
+    code, _ = pull("thief", LAYERS, patch.fragment, patch.replacement, thief)
+    assert code == 1
+    assert not stolen.exists()
+    code, _ = pull(
+        *("quiet", LAYERS, patch.fragment, patch.replacement), "import os\nos._exit(0)\n"
+    )
+    assert code != 0

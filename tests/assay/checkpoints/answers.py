@@ -26,6 +26,7 @@ _STATES = {
     "fp32_param": "main",
     "master_param": "main",
 }
+_SIDES = {"saving": "save", "loading": "load"}
 _STORED = re.compile(r"optimizer\.state\.(\w+?)\.(?=decoder|embedding|output|mtp)")
 _SYNONYMS = {
     "max_lr": ("lr", "hyperparameters"),
@@ -55,14 +56,17 @@ class Answer:
     Attributes:
         verdict: ``diverged``, ``equivalent``, or why there is none.
         named: what differs, the first first.
-        seconds: it took.
         text: the end of what it printed, for those who read the report.
     """
 
     verdict: str
     named: tuple[Named, ...]
-    seconds: float
     text: str
+
+    def __str__(self) -> str:
+        first = self.named[0] if self.named else None
+        side = first and (first.side or "side unknown")
+        return f"{self.verdict} {first.state} {first.name} ({side})" if first else self.verdict
 
     @property
     def is_found(self) -> bool:
@@ -82,29 +86,30 @@ def resume(directory: Path, job: Job, into: Sequence[Layout], fault: str = "") -
     words += ["--", script, *job.base, *job.layout.flags]
     done, document = _run(directory, words, "out/resume.json", fault)
     if document is None:
-        return Answer(f"exit code {done.returncode}", (), 0.0, _end(done))
+        return Answer(f"exit code {done.returncode}: {done.stderr.strip()[-200:]}", (), _end(done))
     named = [
-        Named(_state(one["what"]), one["name"], _side(one["blame"]))
+        Named(_state(difference["what"]), difference["name"], _SIDES.get(difference["blame"], ""))
         for restart in document["restarts"]
-        for one in restart["differences"]
+        for difference in restart["differences"]
     ]
     reasons = [restart.get("reason", "") for restart in document["restarts"]]
     verdict = document["verdict"]
     if verdict != "diverged" and any(reasons):
         verdict = next(filter(None, reasons))
-    return Answer(verdict, tuple(named), document["seconds"], _end(done))
+    return Answer(verdict, tuple(named), _end(done))
 
 
-def check(directory: Path, job: Job, layout: Layout, checkpoint: Path, fault: str) -> Answer:
+def check(directory: Path, job: Job, layout: Layout, checkpoint: Path, fault: str = "") -> Answer:
     """``ttrace check`` of the job that goes on from a healthy checkpoint."""
     words: list[object] = ["check", "--quiet", "--ttrace-no-wandb", "--ttrace-dir", "out"]
     words += ["--nproc-per-node", layout.nproc, "--", TRAIN, *job.base, *job.layout.flags]
     words += [*layout.changed(job.layout), "--load", checkpoint]
     done, document = _run(directory, words, "out/summary.json", fault)
     if document is None:
-        return Answer(f"exit code {done.returncode}", (), 0.0, _end(done))
+        return Answer(f"exit code {done.returncode}: {done.stderr.strip()[-200:]}", (), _end(done))
     _, verdicts = load_report(directory / "out")
-    failed = [one for one in verdicts if one.kind is Kind.LOADED and one.verdict.is_failure]
+    loaded = [verdict for verdict in verdicts if verdict.kind is Kind.LOADED]
+    failed = [verdict for verdict in loaded if verdict.verdict.is_failure]
     named: list[Named] = []
     for culprit in document["culprits"]:
         if culprit["kind"] != Kind.LOADED:
@@ -113,11 +118,11 @@ def check(directory: Path, job: Job, layout: Layout, checkpoint: Path, fault: st
         # Of a module the tensors that failed.
         below = f"{culprit['name']}."
         named += [
-            Named(_loaded(one.index), one.name)
-            for one in failed
-            if f"{one.name}.".startswith(below)
+            Named(_loaded(verdict.index), verdict.name)
+            for verdict in failed
+            if f"{verdict.name}.".startswith(below)
         ]
-    return Answer(document["verdict"], tuple(named), 0.0, _end(done))
+    return Answer(document["verdict"], tuple(named), _end(done))
 
 
 def _run(
@@ -140,10 +145,6 @@ def _end(done: Any) -> str:
 
 def _state(what: str) -> str:
     return _STATES.get(what, what)
-
-
-def _side(blame: str) -> str:
-    return {"saving": "save", "loading": "load"}.get(blame, "")
 
 
 def _loaded(index: int) -> str:

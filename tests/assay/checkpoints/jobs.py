@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs of ``jobs.toml``: what saves a checkpoint, and the layouts it is loaded in."""
+"""The jobs of ``jobs.toml``, the layouts their checkpoints are loaded in, and samples of faults."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 import re
 import tomllib
 from collections.abc import Iterator
@@ -12,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.evaluation.matrix import configurations as matrix
+from tests.assay.planted.checkpoint_faults import MECHANISMS, Mechanism, Side
+from tests.assay.planted.checkpoints import Fault
 
-FILE = Path(__file__).with_name("jobs.toml")
 SAVED, LAST = 2, 4
 """The iteration that is saved, and the last one."""
+_SEED_BITS = 32
+_BY_LAYOUT = {"tp", "ep", "deep", "dropout"}
+"""What a job needs in the layout in which the fault is made, or shows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,25 +82,28 @@ class Job:
         return (*model, "--mock-data", *_table()["common"].split(), *arguments(words))
 
     @property
+    def id(self) -> str:
+        """Its name."""
+        return self.name
+
+    @property
     def words(self) -> frozenset[str]:
         """What mechanisms may need (``Mechanism.needs``)."""
-        words = {*self.more.split(), *self.layout.words.split()}
-        layers = 4 if {"deep", "vpp2"} & words else 2
-        found = {"decay", *({self.dtype} - {"fp32"}), *({"dropout"} & words)}
-        if self.dtype != "fp32":
-            found.add("main")
-        if "swiglu" in matrix.MODELS[self.model]:
-            found.add("gated")
-        if "--num-experts" in matrix.MODELS[self.model]:
-            found.add("experts")
-        if "--moe-router-enable-expert-bias" in matrix.MODELS[self.model]:
-            found.add("bias")
-        found |= {re.sub(r"\d", "", word) for word in words if re.fullmatch(r"(tp|ep|pp)\d", word)}
-        if layers > 2 or "pp" not in found:
-            found.add("deep")
-        if not {"torch", "fsdp"} & words:
-            found.add("torch_dist")
-        return frozenset(found)
+        words, model = {*self.more.split(), *self.layout.words.split()}, matrix.MODELS[self.model]
+        is_deep = {"deep", "vpp2"} & words
+        held = {
+            "decay": True,
+            self.dtype: True,
+            "main": self.dtype != "fp32",
+            "dropout": "dropout" in words,
+            "gated": "swiglu" in model,
+            "experts": "--num-experts" in model,
+            "bias": "--moe-router-enable-expert-bias" in model,
+            "deep": is_deep or "pp2" not in words,
+            "torch_dist": not {"torch", "fsdp"} & words,
+        }
+        axes = {word[:2] for word in words if re.fullmatch(r"(tp|ep|pp)\d", word)}
+        return frozenset({name for name, holds in held.items() if holds} | axes)
 
 
 def arguments(words: str) -> tuple[str, ...]:
@@ -106,7 +114,9 @@ def arguments(words: str) -> tuple[str, ...]:
 
 @functools.cache
 def _table() -> dict[str, Any]:
-    table: dict[str, Any] = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    table: dict[str, Any] = tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    )
     return table
 
 
@@ -120,8 +130,48 @@ def _job(name: str, row: dict[str, Any]) -> Job:
     return Job(name=name, layout=layout, into=into, **row)
 
 
-def pairs() -> Iterator[tuple[Job, Layout]]:
-    """All (save in X, load in Y)."""
-    for job in jobs().values():
-        for layout in job.into:
-            yield job, layout
+@dataclasses.dataclass(frozen=True)
+class Planted:
+    """A fault in a job, and the layout in which it is looked for.
+
+    Attributes:
+        fault: what is wrong.
+        job: what saves.
+        into: what loads; the job is restarted in its own layout in any case.
+    """
+
+    fault: Fault
+    job: Job
+    into: Layout
+
+    @property
+    def id(self) -> str:
+        """Unique in a sample."""
+        into = f"-{self.into}".replace(" ", "-")
+        return f"{self.fault.side}-{self.fault.mechanism}-{self.job.name}{into}-{self.fault.seed}"
+
+
+def sample(seed: int) -> Iterator[Planted]:
+    """Faults without end: rounds over all mechanisms in random order.
+
+    Side, job, layout and state are drawn uniformly from those that are possible.
+    """
+    chance = random.Random(seed)
+    rows = [job for job in jobs().values() if job.faults]
+    while True:
+        for name in chance.sample(sorted(MECHANISMS), len(MECHANISMS)):
+            kind = MECHANISMS[name]
+            side = chance.choice(kind.sides)
+            job = chance.choice([job for job in rows if kind.needs <= job.words])
+            into = chance.choice(_layouts(kind, side, job))
+            yield Planted(Fault(side, name, chance.getrandbits(_SEED_BITS)), job, into)
+
+
+def _layouts(kind: Mechanism, side: Side, job: Job) -> list[Layout]:
+    """Those in which the fault can be seen."""
+    others = [layout for layout in job.into if layout != job.layout]
+    if kind.describes:
+        return others or [job.layout]
+    if (side is Side.LOAD and kind.needs & _BY_LAYOUT) or "dropout" in kind.needs:
+        return [job.layout]
+    return [job.layout, *others]

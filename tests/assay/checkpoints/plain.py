@@ -9,12 +9,10 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_ttrace.trace.errors import TTraceError
 from tests import warm
-from tests.assay.checkpoints.faults import Planted
-from tests.assay.checkpoints.jobs import LAST, SAVED, Job, Layout
+from tests.assay.checkpoints.jobs import LAST, SAVED, Job, Layout, Planted
 from tests.assay.planted.checkpoint_faults import MECHANISMS, Side
 from tests.assay.planted.checkpoints import TRUTH
 from tests.assay.planted.mistakes import PLANTED
@@ -41,14 +39,6 @@ class Run:
     bits: tuple[str, ...]
     truth: tuple[tuple[str, str], ...]
     error: str
-
-    def logged(self, iteration: int) -> list[float]:
-        """Loss and norm of a step."""
-        for line in self.bits:
-            _, number, *values = line.split()
-            if number == str(iteration) and values[0] != "weights":
-                return [float.fromhex(value) for value in values[:-1] if value != "skipped"]
-        return []
 
 
 def run(directory: Path, nproc: int, job: Job, words: Sequence[object], fault: str = "") -> Run:
@@ -122,12 +112,6 @@ class Proof:
     differs: tuple[str, ...] = ()
     trains: bool = False
 
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Proof:
-        """From JSON."""
-        truth = tuple((state, name) for state, name in fields["truth"])
-        return cls(fields["loud"], truth, tuple(fields["differs"]), fields["trains"])
-
     @property
     def is_real(self) -> bool:
         """Whether Megatron says nothing, and training begins with, or goes on to, other values."""
@@ -145,6 +129,11 @@ class Workshop:
     def folder(self, job: Job) -> Path:
         """Where a job's healthy checkpoint ``ck`` is."""
         return self._directory / job.name
+
+    def saved_in(self, job: Job) -> Path:
+        """The healthy checkpoint, which is made if it is not there."""
+        self.saved(job)
+        return (self.folder(job) / "ck").resolve()
 
     def saved(self, job: Job) -> Run:
         """The uninterrupted run."""

@@ -62,7 +62,7 @@ class Baseline:
     Attributes:
         folder: ``cache`` (a shared cache with one reference), ``other`` (one of another
             configuration), ``healthy`` and ``faulty`` (traces of a check each), ``local`` (a cache
-            for trainings), ``checkpoint``, ``fork`` (a checkout for pull requests).
+            for trainings), ``checkpoint``.
         fresh: seconds of a check that makes its reference.
         cached: seconds of a check that finds it.
         start: seconds that a cold start takes before it.
@@ -181,17 +181,10 @@ def prepare(
             _compare(folder / name, code)
     if families & {Family.CACHE, Family.DISK}:
         _run(folder / "another", 0, cache=folder / "other", job=("--seed", "4321"))
-    if Family.PULLS in families:
-        from tests.assay.faults.pulls import prepare
-
-        prepare(folder / "fork")
     return _trained(base, layouts) if layouts else base
 
 
-_NO_CHECKS = {
-    *(Family.LOCAL, Family.TRAINING, Family.PLANTED, Family.SECRETS),
-    *(Family.INPUTS, Family.FOREIGN, Family.PULLS),
-}
+_NO_CHECKS = {Family.LOCAL, Family.TRAINING, Family.PLANTED, Family.INPUTS, Family.FOREIGN}
 
 
 def _run(home: Path, code: int, *flags: str, **more: object) -> float:

@@ -3,28 +3,30 @@
 
 import random
 import signal
+from collections.abc import Callable, Iterator
 
-from tests.assay.faults import failures, inputs, planted, pulls, secrets
+from tests.assay.faults import failures, inputs, planted
 from tests.assay.faults.actions import (
-    Damage,
-    Full,
     Harm,
-    Hostile,
-    InTheWay,
-    Limit,
-    Signal,
-    Stop,
     Thing,
-    Two,
-    Vanish,
     Vanishing,
     Where,
+    damage,
+    damage_in_use,
+    full,
+    hostile,
+    in_the_way,
+    limit,
+    signals,
+    stop,
+    two,
+    vanish,
 )
 from tests.assay.faults.fault import Action, Family, Fault, Promise
 from tests.assay.faults.processes import Stream, Target
-from tests.assay.faults.training import Disturbed, Event, Failure
+from tests.assay.faults.training import Event, disturb, fail
 
-LISTS = (failures, planted, secrets, inputs, pulls)
+LISTS = (failures, planted, inputs)
 """Faults that are the same for every seed."""
 SIGNALLED = r"(?i)signal|\bSIG[A-Z]+|killed"
 WAITED = r"(?i)time|wait|answer|respon|still|stopped|signal|lost|gone"
@@ -34,41 +36,23 @@ DISK_SAID = (
 LATEST = 1.05
 
 
-class _Chooser:
-    """Draws faults family by family, each family from numbers of its own."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self.faults: list[Fault] = []
-
-    def numbers(self, family: Family) -> random.Random:
-        return random.Random(f"{self._seed}/{family.name}")
-
-    def add(
-        self,
-        family: Family,
-        action: Action,
-        promise: Promise,
-        *,
-        faulty: bool,
-        rerun: bool = False,
-    ) -> None:
-        count = sum(fault.family is family for fault in self.faults)
-        name = f"{family.name.lower()}-{count:03d}"
-        self.faults.append(Fault(name, family, action, promise, faulty, rerun))
-
-
 def choose(seed: int) -> list[Fault]:
-    """All faults of a campaign."""
-    chooser = _Chooser(seed)
-    for draw in (_signals, _ranks, _disk, _cache, _local, _two, _hostile, _training):
-        draw(chooser)
-    return [*chooser.faults, *(fault for listed in LISTS for fault in listed.FAULTS)]
+    """All faults of a campaign: those that a seed draws family by family, and the lists."""
+    faults: list[Fault] = []
+    for family, draw in _DRAWN.items():
+        cases = draw(random.Random(f"{seed}/{family.name}"))
+        faults += [
+            Fault(f"{family.name.lower()}-{number:03d}", family, *case)
+            for number, case in enumerate(cases)
+        ]
+    return [*faults, *(fault for listed in LISTS for fault in listed.FAULTS)]
 
 
-def _signals(chooser: _Chooser) -> None:
-    family = Family.SIGNALS
-    numbers = chooser.numbers(family)
+type _Case = tuple[Action, Promise, bool] | tuple[Action, Promise, bool, bool]
+"""Action, promise, whether the candidate is faulty, and whether a healthy check follows."""
+
+
+def _signals(numbers: random.Random) -> Iterator[_Case]:
     codes = {
         signal.SIGINT: (130, 2, -2),
         signal.SIGTERM: (143, 2, -15),
@@ -78,166 +62,113 @@ def _signals(chooser: _Chooser) -> None:
     for number in range(60):
         kind = list(codes)[number % 4]
         twice = kind is signal.SIGINT and number % 12 == 4
-        action = Signal(
+        action = signals(
             target=Target.GROUP if number % 7 == 3 else Target.LAUNCHER,
-            signals=(kind, kind) if twice else (kind,),
+            numbers=(kind, kind) if twice else (kind,),
             moment=numbers.uniform(0, LATEST),
             gap=numbers.uniform(0.01, 0.3),
             fresh=number % 3 == 0,
             cold=number % 20 == 12,
         )
-        chooser.add(
-            family,
-            action,
-            Promise(codes[kind]),
-            faulty=numbers.random() < 0.5,
-            rerun=number % 6 == 3,
-        )
+        yield action, Promise(codes[kind]), numbers.random() < 0.5, number % 6 == 3
 
 
-def _ranks(chooser: _Chooser) -> None:
-    family = Family.RANKS
-    numbers = chooser.numbers(family)
+def _ranks(numbers: random.Random) -> Iterator[_Case]:
     deadly = (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGINT)
     targets = (Target.RANK0, Target.RANK1, Target.REFERENCE)
     for number in range(36):
         target = targets[number % 3]
         kind = deadly[0] if number % 2 else deadly[number // 2 % len(deadly)]
+        fresh = target is Target.REFERENCE or number % 4 == 0
+        action = signals(target, (kind,), numbers.uniform(0, LATEST), fresh=fresh)
         # A rank that is interrupted ends by an exception, not by a signal.
-        reason = "" if kind is signal.SIGINT else SIGNALLED
-        chooser.add(
-            family,
-            Signal(
-                target,
-                (kind,),
-                numbers.uniform(0, LATEST),
-                fresh=target is Target.REFERENCE or number % 4 == 0,
-            ),
-            Promise(reason=reason),
-            faulty=numbers.random() < 0.5,
-            rerun=number % 6 == 5,
-        )
+        promise = Promise(reason="" if kind is signal.SIGINT else SIGNALLED)
+        yield action, promise, numbers.random() < 0.5, number % 6 == 5
     for number in range(14):
         target = targets[number % 3]
-        chooser.add(
-            family,
-            Stop(target, numbers.uniform(0, 0.9), None, fresh=target is Target.REFERENCE),
-            Promise(reason=WAITED),
-            faulty=numbers.random() < 0.5,
-            rerun=number % 7 == 6,
-        )
+        fresh = target is Target.REFERENCE
+        action = stop(target, numbers.uniform(0, 0.9), None, fresh=fresh)
+        yield action, Promise(reason=WAITED), numbers.random() < 0.5, number % 7 == 6
     for number in range(10):
         target = (*targets, Target.LAUNCHER)[number % 4]
-        chooser.add(
-            family,
-            Stop(
-                target,
-                numbers.uniform(0, 0.9),
-                numbers.uniform(0.2, 3),
-                fresh=target is Target.REFERENCE,
-            ),
-            Promise(()),
-            faulty=numbers.random() < 0.5,
-        )
+        moment, seconds = numbers.uniform(0, 0.9), numbers.uniform(0.2, 3)
+        action = stop(target, moment, seconds, fresh=target is Target.REFERENCE)
+        yield action, Promise(()), numbers.random() < 0.5
     odd = (signal.SIGBUS, signal.SIGQUIT, signal.SIGUSR1, signal.SIGALRM, signal.SIGPIPE)
     for number in range(10):
         target = targets[number % 3]
         fresh = target is Target.REFERENCE
-        action = Signal(target, (odd[number % 5],), numbers.uniform(0, LATEST), fresh=fresh)
-        chooser.add(family, action, Promise(), faulty=number % 2 == 0)
+        action = signals(target, (odd[number % 5],), numbers.uniform(0, LATEST), fresh=fresh)
+        yield action, Promise(), number % 2 == 0
 
 
-def _disk(chooser: _Chooser) -> None:
-    family = Family.DISK
-    numbers = chooser.numbers(family)
+def _disk(numbers: random.Random) -> Iterator[_Case]:
     actions: list[Action] = [
-        *(Full(Where.DIRECTORY, kib=round(4 * 2 ** numbers.uniform(0, 10))) for _ in range(8)),
-        *(Full(Where.CACHE, kib=round(4 * 2 ** numbers.uniform(0, 10))) for _ in range(4)),
-        Full(Where.TMPDIR, kib=4),
-        *(Full(Where.DIRECTORY, inodes=numbers.randrange(2, 16)) for _ in range(3)),
-        *(Full(Where.DIRECTORY, moment=numbers.uniform(0, 0.9)) for _ in range(4)),
-        Full(Where.CACHE, moment=numbers.uniform(0, 0.9)),
-        *(Full(where, read_only=True) for where in Where),
-        *(Vanish(how, numbers.uniform(0.05, 0.9)) for how in Vanishing for _ in range(2)),
-        *(Limit(round(2 ** numbers.uniform(10, 20))) for _ in range(4)),
+        *(full(Where.DIRECTORY, kib=round(4 * 2 ** numbers.uniform(0, 10))) for _ in range(8)),
+        *(full(Where.CACHE, kib=round(4 * 2 ** numbers.uniform(0, 10))) for _ in range(4)),
+        full(Where.TMPDIR, kib=4),
+        *(full(Where.DIRECTORY, inodes=numbers.randrange(2, 16)) for _ in range(3)),
+        *(full(Where.DIRECTORY, moment=numbers.uniform(0, 0.9)) for _ in range(4)),
+        full(Where.CACHE, moment=numbers.uniform(0, 0.9)),
+        *(full(where, kib=0) for where in Where),
+        *(vanish(how, numbers.uniform(0.05, 0.9)) for how in Vanishing for _ in range(2)),
+        *(limit(round(2 ** numbers.uniform(10, 20))) for _ in range(4)),
     ]
     written = ("summary.json", "verdicts.jsonl", "report.html", "junit.xml", ".ttrace-run", ".lock")
-    for name in written:
-        thing = numbers.choice([thing for thing in Thing if thing is not Thing.FILE])
-        actions.append(InTheWay(name, thing))
-    actions.append(InTheWay("summary.json", Thing.DIRECTORY))
-    actions.append(InTheWay("reference", Thing.OUTSIDE_DIRECTORY))
+    others = [thing for thing in Thing if thing is not Thing.FILE]
+    actions += [in_the_way(name, numbers.choice(others)) for name in written]
+    actions.append(in_the_way("summary.json", Thing.DIRECTORY))
+    actions.append(in_the_way("reference", Thing.OUTSIDE_DIRECTORY))
     folders = (Thing.FILE, Thing.DANGLING, Thing.LOOP, Thing.FIFO)
     for name in ("candidate", "logs", "reference", "", "reference.log", "logs/rank-00001.log"):
-        thing = numbers.choice((*folders, Thing.FULL) if name.endswith(".log") else folders)
-        actions.append(InTheWay(name, thing))
+        things = (*folders, Thing.FULL) if name.endswith(".log") else folders
+        actions.append(in_the_way(name, numbers.choice(things)))
     for number, action in enumerate(actions):
-        chooser.add(
-            family,
-            action,
-            Promise(reason=DISK_SAID),
-            faulty=numbers.random() < 0.5,
-            rerun=isinstance(action, Full | Vanish)
-            and not getattr(action, "read_only", False)
-            and number % 4 == 0,
-        )
+        is_over = action.name in ("full", "vanish") and action.arguments.get("kib") != 0
+        rerun = is_over and number % 4 == 0
+        yield action, Promise(reason=DISK_SAID), numbers.random() < 0.5, rerun
 
 
-def _cache(chooser: _Chooser) -> None:
-    family = Family.CACHE
-    numbers = chooser.numbers(family)
+def _cache(numbers: random.Random) -> Iterator[_Case]:
     for number in range(44):
         offline = number % 4 >= 2
-        harm = Harm.BIT if number % 2 else list(Harm)[number // 2 % len(Harm)]
-        action = Damage(
-            harm,
+        action = damage(
+            Harm.BIT if number % 2 else list(Harm)[number // 2 % len(Harm)],
             side="candidate" if offline and number % 8 >= 6 else "reference",
             file=(number * 0.381966) % 1,
             position=numbers.random(),
             offline=offline,
         )
         # Online a damaged reference is made again; offline there is nobody who could.
-        chooser.add(family, action, Promise(verdict=not offline), faulty=numbers.random() < 0.7)
+        yield action, Promise(verdict=not offline), numbers.random() < 0.7
     in_use = (Harm.CUT, Harm.EMPTY, Harm.OVERWRITTEN, Harm.FIFO, Harm.DELETED, Harm.DIRECTORY)
     for number in range(16):
-        action = Damage(in_use[number % 6], moment=numbers.uniform(0.2, 0.7))
-        chooser.add(family, action, Promise(), faulty=number % 2 == 0)
+        moment = numbers.uniform(0.2, 0.7)
+        yield damage_in_use(in_use[number % 6], moment), Promise(), number % 2 == 0
 
 
-def _local(chooser: _Chooser) -> None:
-    family = Family.LOCAL
-    numbers = chooser.numbers(family)
+def _local(numbers: random.Random) -> Iterator[_Case]:
     errors = ("RuntimeError", "OSError", "MemoryError", "KeyError", "TTraceError")
     for number in range(44):
         exits = number % 3 == 2
         function, call = numbers.random(), numbers.random() ** 2
-        error = errors[number % len(errors)]
-        action = Failure(function, call, number % 2, error, checks=exits)
-        chooser.add(family, action, Promise(), faulty=exits and numbers.random() < 0.6)
+        action = fail(function, call, number % 2, errors[number % len(errors)], checks=exits)
+        yield action, Promise(), exits and numbers.random() < 0.6
 
 
-def _two(chooser: _Chooser) -> None:
-    family = Family.TWO
-    numbers = chooser.numbers(family)
-    orders = ((True, False), (False, True))
+def _two(numbers: random.Random) -> Iterator[_Case]:
     for number in range(12):
         share = Where.CACHE if number % 3 == 2 else Where.DIRECTORY
         killed = number in (4, 9)
-        action = Two(
-            share,
-            orders[number % 2],
-            numbers.uniform(0, 0.9) if number > 1 else 0.0,
-            killed=killed,
-            fresh=number % 4 != 3,
-        )
+        order = (False, True) if number % 2 else (True, False)
+        delay = numbers.uniform(0, 0.9) if number > 1 else 0.0
+        action = two(share, order, delay, killed=killed, fresh=number % 4 != 3)
         # Whoever finds the directory taken may say so; a shared cache takes nobody's answer.
         refused = share is Where.DIRECTORY and not killed
-        chooser.add(family, action, Promise((2,) if refused else ()), faulty=True)
+        yield action, Promise((2,) if refused else ()), True
 
 
-def _hostile(chooser: _Chooser) -> None:
-    family = Family.HOSTILE
-    numbers = chooser.numbers(family)
+def _hostile(numbers: random.Random) -> Iterator[_Case]:
     right = Promise(())
     any_line = Promise()
     elastic = (
@@ -255,54 +186,52 @@ def _hostile(chooser: _Chooser) -> None:
     )
     slurm = (("SLURM_PROCID", "5"), ("SLURM_NTASKS", "16"), ("SLURM_LOCALID", "5"))
     actions: list[tuple[Action, Promise]] = [
-        (Hostile(directory="a  b c"), right),
-        (Hostile(directory="line\nbreak\tand tab"), any_line),
-        (Hostile(directory="\x1b[31mred\x07"), any_line),
-        (Hostile(directory="größe-テスト-🜚"), right),
-        (Hostile(directory="quote'\"$(touch x)`;&|"), right),
-        (Hostile(directory="%s{0}[bold]%n"), right),
-        (Hostile(directory="--ttrace-exit"), any_line),
-        (Hostile(directory="x" * 200), right),
-        (Hostile(directory="x" * 300), any_line),
-        (Hostile(directory="/".join(["deep"] * 60)), right),
-        (Hostile(directory="undecodable\udcff"), any_line),
-        (Hostile(home="\x1b]0;title\x07"), any_line),
-        (Hostile(home="[link=x]home[/link]"), right),
-        (Hostile(script="\x1b[2Jabsent.py"), Promise(verdict=False)),
-        (Hostile(script="absent\nttrace: equivalent"), Promise(verdict=False)),
-        (Hostile(variables=elastic[:1]), right),
-        (Hostile(variables=elastic), right),
-        (Hostile(variables=distributed), right),
-        (Hostile(variables=slurm), right),
-        (Hostile(variables=(("HOME", None),)), right),
-        (Hostile(variables=(("HOME", "/nonexistent"),)), right),
-        (Hostile(variables=(("LANG", "C"), ("LC_ALL", "C")), directory="ünï", cold=True), right),
-        (Hostile(variables=(("PYTHONIOENCODING", "ascii"),), cold=True), right),
-        (Hostile(variables=(("PYTHONPATH", "{root}:/nonexistent::"),), cold=True), right),
-        (Hostile(variables=(("TMPDIR", "/nonexistent"),)), right),
-        (Hostile(variables=(("TMPDIR", "/proc"),)), any_line),
-        (Hostile(variables=(("TTRACE_CACHE", "relative cache"),)), right),
-        (Hostile(variables=(("TTRACE_CACHE", "/proc/none"),)), any_line),
-        (Hostile(variables=(("TTRACE_CACHE", ""),)), right),
-        (Hostile(variables=(("OMP_NUM_THREADS", "junk"),)), any_line),
-        (Hostile(variables=(("COLUMNS", "3"), ("TERM", "dumb"))), right),
-        (Hostile(variables=(("PYTHONHASHSEED", "7"), ("PYTHONUNBUFFERED", "1")), cold=True), right),
-        (Hostile(stdin=Stream.CLOSED), right),
-        (Hostile(stdout=Stream.CLOSED, cold=True), right),
-        (Hostile(stderr=Stream.CLOSED, cold=True), right),
-        (Hostile(stdin=Stream.CLOSED, stdout=Stream.CLOSED, stderr=Stream.CLOSED), right),
-        (Hostile(stdout=Stream.FULL), right),
-        (Hostile(stderr=Stream.FULL), right),
-        (Hostile(stdout=Stream.BROKEN), right),
-        (Hostile(stdout=Stream.BROKEN, stderr=Stream.BROKEN, cold=True), right),
+        (hostile(directory="a  b c"), right),
+        (hostile(directory="line\nbreak\tand tab"), any_line),
+        (hostile(directory="\x1b[31mred\x07"), any_line),
+        (hostile(directory="größe-テスト-🜚"), right),
+        (hostile(directory="quote'\"$(touch x)`;&|"), right),
+        (hostile(directory="%s{0}[bold]%n"), right),
+        (hostile(directory="--ttrace-exit"), any_line),
+        (hostile(directory="x" * 200), right),
+        (hostile(directory="x" * 300), any_line),
+        (hostile(directory="/".join(["deep"] * 60)), right),
+        (hostile(directory="undecodable\udcff"), any_line),
+        (hostile(home="\x1b]0;title\x07"), any_line),
+        (hostile(home="[link=x]home[/link]"), right),
+        (hostile(script="\x1b[2Jabsent.py"), Promise(verdict=False)),
+        (hostile(script="absent\nttrace: equivalent"), Promise(verdict=False)),
+        (hostile(variables=elastic[:1]), right),
+        (hostile(variables=elastic), right),
+        (hostile(variables=distributed), right),
+        (hostile(variables=slurm), right),
+        (hostile(variables=(("HOME", None),)), right),
+        (hostile(variables=(("HOME", "/nonexistent"),)), right),
+        (hostile(variables=(("LANG", "C"), ("LC_ALL", "C")), directory="ünï", cold=True), right),
+        (hostile(variables=(("PYTHONIOENCODING", "ascii"),), cold=True), right),
+        (hostile(variables=(("PYTHONPATH", "{root}:/nonexistent::"),), cold=True), right),
+        (hostile(variables=(("TMPDIR", "/nonexistent"),)), right),
+        (hostile(variables=(("TMPDIR", "/proc"),)), any_line),
+        (hostile(variables=(("TTRACE_CACHE", "relative cache"),)), right),
+        (hostile(variables=(("TTRACE_CACHE", "/proc/none"),)), any_line),
+        (hostile(variables=(("TTRACE_CACHE", ""),)), right),
+        (hostile(variables=(("OMP_NUM_THREADS", "junk"),)), any_line),
+        (hostile(variables=(("COLUMNS", "3"), ("TERM", "dumb"))), right),
+        (hostile(variables=(("PYTHONHASHSEED", "7"), ("PYTHONUNBUFFERED", "1")), cold=True), right),
+        (hostile(stdin=Stream.CLOSED), right),
+        (hostile(stdout=Stream.CLOSED, cold=True), right),
+        (hostile(stderr=Stream.CLOSED, cold=True), right),
+        (hostile(stdin=Stream.CLOSED, stdout=Stream.CLOSED, stderr=Stream.CLOSED), right),
+        (hostile(stdout=Stream.FULL), right),
+        (hostile(stderr=Stream.FULL), right),
+        (hostile(stdout=Stream.BROKEN), right),
+        (hostile(stdout=Stream.BROKEN, stderr=Stream.BROKEN, cold=True), right),
     ]
     for number, (action, promise) in enumerate(actions):
-        chooser.add(family, action, promise, faulty=(number + numbers.randrange(2)) % 2 == 0)
+        yield action, promise, (number + numbers.randrange(2)) % 2 == 0
 
 
-def _training(chooser: _Chooser) -> None:
-    family = Family.TRAINING
-    numbers = chooser.numbers(family)
+def _training(numbers: random.Random) -> Iterator[_Case]:
     layouts = ("tp", "pp", "zero", "load")
     processes = (Target.RANK0, Target.RANK1, Target.REFERENCE, Target.LAUNCHER, Target.HELPER)
     for number in range(60):
@@ -314,7 +243,7 @@ def _training(chooser: _Chooser) -> None:
         target = numbers.choice(targets)
         # Some time before the end of a training its reference is made.
         is_early = target is Target.REFERENCE and event in (Event.KILL, Event.STOP, Event.PAUSE)
-        action = Disturbed(
+        action = disturb(
             event,
             target,
             numbers.uniform(0, 0.3 if is_early else 0.95),
@@ -322,7 +251,19 @@ def _training(chooser: _Chooser) -> None:
             kib=round(4 * 2 ** numbers.uniform(0, 10)) if event is Event.SMALL else 0,
             cached=numbers.random() < 0.5 and not is_early,
         )
-        chooser.add(family, action, Promise(()), faulty=False)
+        yield action, Promise(()), False
+
+
+_DRAWN: dict[Family, Callable[[random.Random], Iterator[_Case]]] = {
+    Family.SIGNALS: _signals,
+    Family.RANKS: _ranks,
+    Family.DISK: _disk,
+    Family.CACHE: _cache,
+    Family.LOCAL: _local,
+    Family.TWO: _two,
+    Family.HOSTILE: _hostile,
+    Family.TRAINING: _training,
+}
 
 
 def representative(seed: int) -> list[Fault]:
@@ -345,7 +286,7 @@ _NAMED = (
     *(
         fault.id
         for fault in failures.FAULTS
-        if fault.action.layout == "tp" and fault.action.function in failures.REPRESENTATIVE
+        if fault.layout == "tp" and fault.action.arguments["function"] in failures.REPRESENTATIVE
     ),
 )
 
@@ -356,11 +297,12 @@ def _is_dear(fault: Fault) -> bool:
     Ranks that are not yet connected wait for one that has ended; others notice at once. After
     the end there is nothing to disturb.
     """
-    action = fault.action
-    if fault.family is Family.RANKS and isinstance(action, Signal):
-        return action.cold or action.fresh or not 0.5 < action.moment < 0.9
-    if isinstance(action, Stop):
-        return action.seconds is None
-    if isinstance(action, Disturbed):
-        return action.layout != "tp" or action.event is Event.STOP
-    return bool(getattr(action, "cold", False) or getattr(action, "fresh", False))
+    name, given = fault.action.name, fault.action.arguments
+    is_slow = bool(given.get("cold") or given.get("fresh"))
+    if name == "signals" and fault.family is Family.RANKS:
+        return is_slow or not 0.5 < given["moment"] < 0.9
+    if name == "stop":
+        return given["seconds"] is None
+    if name == "disturb":
+        return given["layout"] != "tp" or given["event"] is Event.STOP
+    return is_slow

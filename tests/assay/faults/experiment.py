@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 from tests.assay.faults.baseline import Baseline, check
-from tests.assay.faults.fault import Fault, Problem, Row, of_command, text
+from tests.assay.faults.fault import Fault, Problem, of_command, text
 from tests.assay.faults.processes import Command, Started, Target, bury
+from tests.assay.harness import Row
 
 _LIMIT = 60.0
 _COLD_LIMIT = 150.0
@@ -50,7 +51,6 @@ class Experiment:
 
     def run(self) -> Row:
         """Inject, observe, clean up."""
-        began = time.monotonic()
         try:
             for _ in range(ATTEMPTS):
                 self._unmount()
@@ -58,7 +58,7 @@ class Experiment:
                 self.home.mkdir(parents=True)
                 self.codes, self.said = [], ""
                 self._expected = self._took = None
-                self.fault.action.inject(self)
+                self.fault.action(self)
                 if self.injected or self.problems or not self._too_late():
                     break
             if self.fault.rerun and self.injected:
@@ -69,15 +69,17 @@ class Experiment:
             self._unmount()
         if not self.problems:
             shutil.rmtree(self.home, ignore_errors=True)
-        return self.row(time.monotonic() - began)
+        return self.row()
 
-    def row(self, seconds: float = 0.0) -> Row:
+    def row(self) -> Row:
         """What became of the fault."""
-        fault, codes, problems = self.fault, tuple(self.codes), tuple(self.problems)
-        said = self.said
-        return Row(
-            fault.id, fault.family, fault.what, self.injected, codes, problems, said, seconds
-        )
+        marks = {"injected": self.injected}
+        if self.injected or self.problems:
+            marks["as promised"] = not self.problems
+        marks |= {str(problem): True for problem, _ in self.problems}
+        problems = "; ".join(f"{problem}: {details!r}" for problem, details in self.problems)
+        note = f"{self.fault}: exit codes {self.codes}; {problems or self.said}"
+        return Row(self.fault.id, self.fault.family, marks, note, details={"codes": self.codes})
 
     def _too_late(self) -> bool:
         """Whether the run ended before its moment, and was faster than the healthy ones."""

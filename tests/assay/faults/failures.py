@@ -3,7 +3,7 @@
 
 from megatron_ttrace.trace import mapped
 from tests.assay.faults.fault import Family, Fault, Outcome
-from tests.assay.faults.training import Failure
+from tests.assay.faults.training import fail
 
 CANDIDATE, REHEARSAL = "run/candidate.py:CandidateSession.", "run/rehearsal.py:Rehearsal."
 COMPARISON, OPTIMIZER = "run/comparison.py:Comparison.", "mcore/optimizer.py:Snapshot."
@@ -40,47 +40,47 @@ SUMS = "compare/native.py:sums"
 ROUTER = "capture/experts.py:RouterTap.remove"
 ACTIONS = (
     *(
-        Failure(place, 1, rank, layout="zero", outcome=outcome)
+        fail(place, 1, rank, layout="zero", outcome=outcome)
         for outcome, places in PLACES.items()
         for place in places
         for rank in (0, 1)
     ),
     *(
         # Only the first tensor-parallel rank has batches to match.
-        Failure(place, 1, int("match" not in place), outcome=outcome)
+        fail(place, 1, int("match" not in place), outcome=outcome)
         for outcome, places in PLACES.items()
         for place in places
     ),
-    Failure("trace/shared.py:prepare", 1, 0, layout="zero", outcome=TRAINS),
-    Failure("run/launch.py:ensure", 1, 0, layout="zero", outcome=TRAINS),
-    Failure("saved/conclusion.py:publish", 1, 1, layout="zero", outcome=TRAINS),
-    Failure("saved/conclusion.py:conclude", 1, 1, layout="zero", outcome=TRAINS),
-    Failure(f"{SINK}tensor", 70, 1, layout="zero", outcome=TRAINS),
-    Failure(f"{STEP}_update", 2, 0, layout="zero", outcome=TRAINS),
-    Failure(f"{STORE}tensor", 3, 1, "OSError", "zero", TRAINS),
-    Failure(f"{COMPARISON}findings", 1, 1, "OSError", "zero", TRAINS),
-    Failure(f"{REHEARSAL}_fill", 1, 0, "MemoryError", "zero", TRAINS),
-    Failure(f"{REHEARSAL}trace", 1, 1, "SIGKILL", "zero", DIES),
-    Failure("trace/shared.py:require", 1, 0, "SIGKILL", "zero", DIES),
-    Failure(f"{SINK}tensor", 5, 1, layout="experts", outcome=TRAINS),
-    Failure(f"{SINK}positions", 1, 1, layout="experts", outcome=TRAINS),
-    Failure("capture/experts.py:DispatchTap._follow", 1, 0, layout="experts", outcome=TRAINS),
-    Failure(ROUTER, 1, 1, layout="experts", outcome=TRAINS),
-    Failure(ROUTER, 0, 0, layout="experts", outcome=ENDS),
-    Failure("capture/modules.py:ModuleTap.__exit__", 1, 1, layout="experts", outcome=TRAINS),
-    Failure(f"{SINK}tensor", 5, 1, layout="pp", outcome=TRAINS),
-    Failure(f"{REHEARSAL}trace", 1, 0, layout="pp", outcome=TRAINS),
-    Failure(MODEL, 1, 0, layout="pp", outcome=ENDS),
-    Failure(f"{REHEARSAL}_fill", 1, 1, layout="fsdp", outcome=TRAINS),
-    Failure(f"{SINK}tensor", 5, 0, layout="fsdp", outcome=TRAINS),
-    Failure(f"{OPTIMIZER}restore", 1, 0, layout="fsdp", outcome=ENDS),
-    Failure(f"{SINK}replace", 3, 1, layout="fp8", outcome=TRAINS),
-    Failure("run/low_precision.py:restart_scales", 1, 1, layout="fp8", outcome=TRAINS),
-    Failure(f"{REHEARSAL}trace", 1, 1, layout="exit", outcome=EXITS),
-    Failure(f"{SINK}tensor", 5, 1, layout="exit", outcome=EXITS),
-    Failure("saved/conclusion.py:conclude", 1, 1, layout="exit", outcome=EXITS),
+    fail("trace/shared.py:prepare", 1, 0, layout="zero", outcome=TRAINS),
+    fail("run/launch.py:ensure", 1, 0, layout="zero", outcome=TRAINS),
+    fail("saved/conclusion.py:publish", 1, 1, layout="zero", outcome=TRAINS),
+    fail("saved/conclusion.py:conclude", 1, 1, layout="zero", outcome=TRAINS),
+    fail(f"{SINK}tensor", 70, 1, layout="zero", outcome=TRAINS),
+    fail(f"{STEP}_update", 2, 0, layout="zero", outcome=TRAINS),
+    fail(f"{STORE}tensor", 3, 1, "OSError", "zero", TRAINS),
+    fail(f"{COMPARISON}findings", 1, 1, "OSError", "zero", TRAINS),
+    fail(f"{REHEARSAL}_fill", 1, 0, "MemoryError", "zero", TRAINS),
+    fail(f"{REHEARSAL}trace", 1, 1, "SIGKILL", "zero", DIES),
+    fail("trace/shared.py:require", 1, 0, "SIGKILL", "zero", DIES),
+    fail(f"{SINK}tensor", 5, 1, layout="experts", outcome=TRAINS),
+    fail(f"{SINK}positions", 1, 1, layout="experts", outcome=TRAINS),
+    fail("capture/experts.py:DispatchTap._follow", 1, 0, layout="experts", outcome=TRAINS),
+    fail(ROUTER, 1, 1, layout="experts", outcome=TRAINS),
+    fail(ROUTER, 0, 0, layout="experts", outcome=ENDS),
+    fail("capture/modules.py:ModuleTap.__exit__", 1, 1, layout="experts", outcome=TRAINS),
+    fail(f"{SINK}tensor", 5, 1, layout="pp", outcome=TRAINS),
+    fail(f"{REHEARSAL}trace", 1, 0, layout="pp", outcome=TRAINS),
+    fail(MODEL, 1, 0, layout="pp", outcome=ENDS),
+    fail(f"{REHEARSAL}_fill", 1, 1, layout="fsdp", outcome=TRAINS),
+    fail(f"{SINK}tensor", 5, 0, layout="fsdp", outcome=TRAINS),
+    fail(f"{OPTIMIZER}restore", 1, 0, layout="fsdp", outcome=ENDS),
+    fail(f"{SINK}replace", 3, 1, layout="fp8", outcome=TRAINS),
+    fail("run/low_precision.py:restart_scales", 1, 1, layout="fp8", outcome=TRAINS),
+    fail(f"{REHEARSAL}trace", 1, 1, layout="exit", outcome=EXITS),
+    fail(f"{SINK}tensor", 5, 1, layout="exit", outcome=EXITS),
+    fail("saved/conclusion.py:conclude", 1, 1, layout="exit", outcome=EXITS),
     # Between the check of a file's size and the access to its mapping.
-    *((Failure(SUMS, 3, 1, "truncated", outcome=TRAINS),) if mapped.is_compiled() else ()),
+    *((fail(SUMS, 3, 1, "truncated", outcome=TRAINS),) if mapped.is_compiled() else ()),
 )
 REPRESENTATIVE = (f"{STEP}_gradients", f"{OPTIMIZER}restore", SUMS)
 """In a hook, while the training state is put back, and while the reference is truncated."""

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import inspect
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tests.assay.faults.processes import Command, Started, Stream
 from tests.integration.jobs import bits_of
@@ -37,21 +39,17 @@ class Family(StrEnum):
     HOSTILE = "hostile names and environments"
     TRAINING = "faults while a training is traced"
     PLANTED = "mistakes of one rank or layout"
-    SECRETS = "secrets"
     INPUTS = "bad input"
     FOREIGN = "directories of somebody else"
-    PULLS = "hostile pull requests"
-    DAMAGED = "damaged files of parsers"
 
 
 class Problem(StrEnum):
-    """How a promise was broken."""
+    """How a promise was broken: columns of the table."""
 
     WRONG_EQUIVALENT = "a faulty candidate passed"
     FALSE_ALARM = "a healthy candidate diverged"
     HARMED = "harmed"
     FOREIGN = "somebody's file changed"
-    SECRET = "a secret is shown"
     HANG = "hung"
     MEMORY = "takes the machine's memory"
     ORPHAN = "processes left behind"
@@ -74,11 +72,36 @@ class Outcome(StrEnum):
     EITHER = "it goes on, or the job ends"
 
 
-class Action(Protocol):
-    """What is done."""
+@dataclasses.dataclass(frozen=True)
+class Action:
+    """What is done: a function of this room, and its arguments without the experiment."""
 
-    def inject(self, experiment: Experiment) -> None:
+    name: str
+    arguments: Mapping[str, Any]
+
+    def __call__(self, experiment: Experiment) -> None:
         """Do it; what goes wrong is added to the experiment's problems."""
+        _ACTIONS[self.name](experiment, **self.arguments)
+
+    def __str__(self) -> str:
+        words = (f"{name} {value!s:.300}" for name, value in self.arguments.items())
+        return f"{self.name.replace('_', ' ')}: {', '.join(words)}"
+
+
+_ACTIONS: dict[str, Callable[..., None]] = {}
+
+
+def action(function: Callable[..., None]) -> Callable[..., Action]:
+    """Let a call of this function, without its experiment, describe what is done in one."""
+    signature = inspect.signature(function)
+    _ACTIONS[function.__name__] = function
+
+    @functools.wraps(function)
+    def describe(*args: Any, **more: Any) -> Action:
+        _, *arguments = signature.bind(None, *args, **more).arguments.items()
+        return Action(function.__name__, dict(arguments))
+
+    return describe
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,38 +139,11 @@ class Fault:
     @property
     def layout(self) -> str:
         """Of the training that is disturbed, if there is one."""
-        layout: str = getattr(self.action, "layout", "")
-        return layout
+        default = "tp" if self.action.name == "fail" else ""
+        return str(self.action.arguments.get("layout", default))
 
-    @property
-    def what(self) -> str:
-        """What is done, in words."""
-        words = []
-        for field in dataclasses.fields(self.action):  # type: ignore[arg-type]
-            value = getattr(self.action, field.name)
-            if value not in ("", b"", (), None, False):
-                words.append(f"{field.name} {value!s:.300}")
-        candidate = "faulty" if self.faulty else "healthy"
-        return f"{candidate} candidate, {type(self.action).__name__}: {', '.join(words)}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What became of one fault. ``problems``: name of the :class:`Problem`, and details."""
-
-    id: str
-    family: Family
-    what: str
-    injected: bool
-    codes: tuple[int | None, ...]
-    problems: tuple[tuple[Problem, str], ...]
-    said: str
-    seconds: float
-
-    @property
-    def kept(self) -> bool:
-        """Whether all was as promised."""
-        return self.injected and not self.problems
+    def __str__(self) -> str:
+        return f"{'faulty' if self.faulty else 'healthy'} candidate, {self.action!s:.400}"
 
 
 Problems = list[tuple[Problem, str]]

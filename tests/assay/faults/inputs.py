@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input and foreign files: one line and exit code 2, and nothing of somebody's changes."""
 
-import dataclasses
 import os
 from pathlib import Path
 
 from tests.assay.faults.experiment import Experiment
-from tests.assay.faults.fault import Family, Fault, Promise, changed, state_of
+from tests.assay.faults.fault import Family, Fault, Promise, action, changed, state_of
 from tests.assay.faults.processes import Command, Started
 from tests.integration.jobs import SCRIPT, TINY
 
@@ -15,29 +14,27 @@ _ALIASES = "a: &a [x, x]\n" + "".join(f"b{n}: &b{n} [*a, *a]\n" for n in range(9
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Input:
-    """A command in a home directory. ``HOME`` is that, ``FILE`` a file with ``content``."""
+@action
+def run(x: Experiment, words: str, content: bytes = b"") -> None:
+    """A command in a home directory, of which nothing changes.
 
-    words: str
-    content: bytes = b""
-
-    def inject(self, experiment: Experiment) -> None:
-        """Run it: nothing of what lies in that directory changes."""
-        x, x.injected = experiment, True
-        home, file = _home(x.home), x.home / "input.yaml"
-        file.write_bytes(self.content.replace(b"HOME", os.fsencode(home)))
-        words = self.words.replace("HOME", str(home)).replace("FILE", str(file)).split()
-        before = state_of(home)
-        variables = {"HOME": str(home), "TTRACE_CACHE": str(x.home / "cache")}
-        command = Command(words=tuple(words), home=x.home, variables=variables)
-        x.watch(Started(command), limit=1.5 * x.limit, report=False, is_check=False)
-        x.problems += changed(before, home)
+    ``HOME`` is that directory, ``FILE`` a file with ``content``.
+    """
+    x.injected, home, file = True, _home(x.home), x.home / "input.yaml"
+    file.write_bytes(content.replace(b"HOME", os.fsencode(home)))
+    before = state_of(home)
+    command = Command(
+        words=tuple(words.replace("HOME", str(home)).replace("FILE", str(file)).split()),
+        home=x.home,
+        variables={"HOME": str(home), "TTRACE_CACHE": str(x.home / "cache")},
+    )
+    x.watch(Started(command), limit=1.5 * x.limit, report=False, is_check=False)
+    x.problems += changed(before, home)
 
 
 def _bad(name: str, words: str, content: bytes = b"", codes=(2,), kind="input") -> Fault:
     family = Family.INPUTS if kind == "input" else Family.FOREIGN
-    return Fault(f"{kind}-{name}", family, Input(words, content), Promise(codes, verdict=False))
+    return Fault(f"{kind}-{name}", family, run(words, content), Promise(codes, verdict=False))
 
 
 _JOB = f"-- {SCRIPT} {' '.join(TINY)}"

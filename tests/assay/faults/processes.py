@@ -19,10 +19,12 @@ import sys
 import time
 import tomllib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from megatron_ttrace.jobs.processes import forkserver
 
 ROOT = Path(__file__).resolve().parents[3]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -130,35 +132,8 @@ class Started:
 
 
 def warm() -> None:
-    """Import in this process what the commands need, and what they would compute anew each time."""
-    import argparse
-    import functools
-    import inspect
-
-    from megatron_ttrace import cpu
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    cpu.activate()
-    import torch
-
-    torch.set_num_threads(1)
-    # Half of a small job is Megatron's parser, which reads its help texts out of its own source.
-    inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]
-    import megatron.core.models.gpt
-    import megatron.training.arguments as arguments
-    import megatron.training.training  # noqa: F401
-
-    arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    for name in (
-        "megatron_ttrace.run.candidate",
-        "megatron_ttrace.run.reference_run",
-        "megatron_ttrace.trace.files",
-        "megatron_ttrace.report.terminal",
-        "numpy.ma",
-    ):
-        # These move; what is not imported here is imported by each command.
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+    """Import in this process what the commands need."""
+    forkserver.preload(ROOT / "launch" / "pretrain_gpt.py")
     gc.collect()
     gc.freeze()
 
@@ -182,26 +157,26 @@ def descendants(root: int) -> list[int]:
         with contextlib.suppress(OSError):
             state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
             children.setdefault(int(parent), []).append((int(entry), state))
-    found: list[int] = []
+    living: list[int] = []
     queue = [root]
     while queue:
         for pid, state in children.get(queue.pop(), []):
             queue.append(pid)
             if state not in "ZX":
-                found.append(pid)
-    return found
+                living.append(pid)
+    return living
 
 
-def bury(seconds: float, *, spare: Sequence[int] = ()) -> list[str]:
+def bury(seconds: float) -> list[str]:
     """Give all processes below this one time to end; kill the others and say what they were."""
     deadline = time.monotonic() + seconds
     while True:
         _reap()
-        left = [pid for pid in descendants(os.getpid()) if pid not in spare]
+        left = descendants(os.getpid())
         if not left or time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    told = [_describe(pid) for pid in left]
+    descriptions = [_describe(pid) for pid in left]
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -209,7 +184,7 @@ def bury(seconds: float, *, spare: Sequence[int] = ()) -> list[str]:
         _reap()
         time.sleep(0.01)
     _reap()
-    return told
+    return descriptions
 
 
 def _reap() -> None:

@@ -2,8 +2,6 @@
 """Faults injected into real runs: a few always, all of them nightly."""
 
 import ast
-import dataclasses
-import json
 import os
 import signal
 from pathlib import Path
@@ -11,38 +9,38 @@ from pathlib import Path
 import pytest
 
 from tests import programs
-from tests.assay.faults import baseline, campaign, failures
-from tests.assay.faults.actions import Signal
+from tests.assay import harness
+from tests.assay.faults import failures
+from tests.assay.faults.actions import signals
 from tests.assay.faults.baseline import Baseline
 from tests.assay.faults.drawing import choose, representative
 from tests.assay.faults.experiment import Experiment
-from tests.assay.faults.fault import Family, Fault, Outcome, Problem, Promise, Row, of_training
+from tests.assay.faults.fault import Family, Fault, Outcome, Problem, Promise, of_training
 from tests.assay.faults.processes import ROOT, Command, Started, Stream, Target
+from tests.assay.harness import Row
 from tests.integration.jobs import python
 
 SEED = 1
 
 
-def inject(
-    out: Path, *words: str, seed: int = SEED, timeout: float, cold: bool = True
-) -> dict[str, Row]:
+def inject(out: Path, *words: object, timeout: float, cold: bool) -> dict[str, Row]:
     """Run a campaign in a process of its own; its rows by fault.
 
     Faults of commands that start cold need to know how long such a start takes.
     """
-    command = ["-m", "tests.assay.faults.campaign", "--seed", str(seed), "--out", str(out), *words]
+    command = ("-m", "tests.assay", "faults", "--directory", out, *words)
     done = python(*command, cwd=ROOT, timeout=timeout, cold=cold)
     print(done.stdout[-20000:])
-    file = out / "results.jsonl"
+    file = out / "rows.jsonl"
     assert file.is_file(), done.stdout[-3000:] + done.stderr[-3000:]
-    return {row.id: row for row in campaign.read(file)}
+    return {row.id: row for row in harness.load(file)[1]}
 
 
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
     """The representative faults, injected."""
     out = tmp_path_factory.mktemp("faults")
-    return inject(out, "--representative", timeout=1700, cold=False)
+    return inject(out, "--seed", SEED, "--representative", timeout=1700, cold=False)
 
 
 @pytest.mark.timeout(1800)
@@ -50,9 +48,9 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
 def test_a_fault(fault: Fault, sample: dict[str, Row]) -> None:
     """The promise holds; what could not be injected here (no mounts) says nothing."""
     row = sample[fault.id]
-    if not row.injected and not row.problems:
+    if "as promised" not in row.marks:
         pytest.skip("not injected")
-    assert row.kept, f"{row.what}\n{row.codes}\n{row.problems}"
+    assert row.marks["as promised"], row
 
 
 @pytest.mark.nightly
@@ -61,14 +59,17 @@ def test_all_faults(tmp_path: Path) -> None:
     """At least 500 faults, all as promised; the table is printed, and kept where asked for."""
     kept = os.environ.get("TTRACE_FAULTS_OUT")
     seed = int(os.environ.get("TTRACE_FAULTS_SEED", SEED))
-    rows = inject(Path(kept) if kept else tmp_path, seed=seed, timeout=7000)
+    out = Path(kept) if kept else tmp_path
+    rows = inject(out, "--seed", seed, timeout=7000, cold=True)
     assert len(rows) == len(choose(seed))
-    broken = [f"{row.id}: {row.what}: {row.problems}" for row in rows.values() if row.problems]
+    broken = [str(row) for row in rows.values() if not row.marks.get("as promised", True)]
     assert not broken, "\n".join(broken)
-    assert sum(row.injected for row in rows.values()) >= 500
+    assert sum(row.marks["injected"] for row in rows.values()) >= 500
 
 
-@pytest.mark.parametrize("name", sorted({action.function for action in failures.ACTIONS}))
+@pytest.mark.parametrize(
+    "name", sorted({action.arguments["function"] for action in failures.ACTIONS})
+)
 def test_functions_that_fail_exist(name: str) -> None:
     """A fault in a function that has another name by now would never happen."""
     file, _, path = name.partition(":")
@@ -86,96 +87,53 @@ def test_the_list_is_drawn_by_its_seed() -> None:
     assert faults == choose(7)
     assert faults != choose(8)
     assert len({fault.id for fault in faults}) == len(faults) >= 500
-    assert {fault.family for fault in faults} == set(Family) - {Family.DAMAGED}
-
-
-def test_representative_faults_cover_all_families() -> None:
-    """At least one of each, but for those that ``tests/integration`` represents.
-
-    ``test_owned.py`` has secrets and foreign files, ``test_pull_request.py`` changes of a fork,
-    ``test_bad_input.py`` wrong input.
-    """
-    others = {Family.SECRETS, Family.FOREIGN, Family.PULLS, Family.INPUTS}
-    assert {fault.family for fault in representative(3)} == set(Family) - others - {Family.DAMAGED}
-
-
-def test_the_table_counts() -> None:
-    """Each row counts once in a column, however many problems it has."""
-    row = Row("a", Family.DISK, "", True, (0,), (), "", 1.0)
-    problems = ((Problem.WRONG_EQUIVALENT, ""), (Problem.SUMMARY, ""), (Problem.NO_LINE, ""))
-    bad = dataclasses.replace(row, problems=problems)
-    skipped = dataclasses.replace(row, injected=False)
-    disk, everything = campaign.table([row, bad, skipped])
-    assert disk == {
-        "family": "disks and directories",
-        "injected": 2,
-        "as promised": 1,
-        "wrong equivalent": 1,
-        "false alarm": 0,
-        "harmed": 0,
-        "foreign files": 0,
-        "secrets": 0,
-        "hangs": 0,
-        "orphans": 0,
-        "said wrongly": 1,
-        "not injected": 1,
-    }
-    assert everything == disk | {"family": "all"}
-    assert campaign.markdown([disk]).count("\n") == 3
+    assert {fault.family for fault in faults} == set(Family)
+    # tests/integration represents these: test_bad_input.py and test_owned.py.
+    others = {Family.FOREIGN, Family.INPUTS}
+    assert {fault.family for fault in representative(3)} == set(Family) - others
 
 
 def started(folder: Path, program: str, *, seconds: float = 20, **more: object) -> Started:
     """Run a few lines of Python as the harness runs a training script."""
     script = folder / "script.py"
     script.write_text(program)
-    done = Started(Command(words=(), home=folder, script=script, **more))  # type: ignore[arg-type]
+    done = Started(Command(words=(), home=folder, script=script, **more))
     done.wait(seconds)
     return done
 
 
-def problems_of(done: Started, folder: Path, *, faulty: bool, promise: Promise) -> set[Problem]:
-    """What the harness says of a command that ended."""
-    action = Signal(Target.LAUNCHER, (signal.SIGINT,), 0.5)
-    fault = Fault("one", Family.SIGNALS, action, promise, faulty)
-    one = Experiment(fault, Baseline(folder), folder, mounts=False)
-    one.judge(done, faulty=faulty, report=False)
-    return {kind for kind, _ in one.problems}
-
-
 @pytest.mark.parametrize(
-    ("program", "code", "expected"),
+    ("program", "faulty", "code", "expected"),
     [
-        ("", 0, {Problem.WRONG_EQUIVALENT}),
-        ("raise SystemExit(1)", 1, set()),
-        ("import sys; sys.exit('ttrace: no')", 1, set()),
-        ("import sys; print('ttrace: why', file=sys.stderr); sys.exit(2)", 2, set()),
-        ("raise SystemExit(2)", 2, {Problem.NO_LINE}),
-        ("raise SystemExit(3)", 3, {Problem.EXIT_CODE}),
-        ("1 / 0", 1, {Problem.TRACEBACK}),
-        ("print(chr(27)); raise SystemExit(1)", 1, {Problem.CONTROL}),
-        ("raise KeyboardInterrupt", -2, {Problem.EXIT_CODE, Problem.TRACEBACK}),
+        ("", True, 0, {Problem.WRONG_EQUIVALENT}),
+        ("raise SystemExit(1)", True, 1, set()),
+        ("raise SystemExit(1)", False, 1, {Problem.FALSE_ALARM}),
+        ("import sys; print('ttrace: why', file=sys.stderr); sys.exit(2)", True, 2, set()),
+        ("raise SystemExit(2)", True, 2, {Problem.NO_LINE}),
+        ("raise SystemExit(3)", True, 3, {Problem.EXIT_CODE}),
+        ("1 / 0", True, 1, {Problem.TRACEBACK}),
+        ("print(chr(27)); raise SystemExit(1)", True, 1, {Problem.CONTROL}),
+        ("raise KeyboardInterrupt", True, -2, {Problem.EXIT_CODE, Problem.TRACEBACK}),
+        ("import time; time.sleep(60)", False, None, {Problem.HANG}),
     ],
 )
-def test_what_is_judged(program: str, code: int, expected: set[Problem], tmp_path: Path) -> None:
+def test_what_is_judged(
+    program: str, faulty: bool, code: int | None, expected: set[Problem], tmp_path: Path
+) -> None:
     """Every broken promise has its name."""
-    done = started(tmp_path, program)
+    done = started(tmp_path, program, seconds=20 if code is not None else 0.5)
     assert done.code == code
-    assert problems_of(done, tmp_path, faulty=True, promise=Promise()) == expected
-
-
-def test_a_healthy_candidate_that_diverges(tmp_path: Path) -> None:
-    """Exit code 1 is as wrong for a healthy candidate as 0 for a faulty one."""
-    done = started(tmp_path, "raise SystemExit(1)")
-    found = problems_of(done, tmp_path, faulty=False, promise=Promise())
-    assert found == {Problem.FALSE_ALARM}
-
-
-def test_a_hang(tmp_path: Path) -> None:
-    """What does not end is said to hang."""
-    done = started(tmp_path, "import time; time.sleep(60)", seconds=0.5)
-    assert problems_of(done, tmp_path, faulty=False, promise=Promise()) == {Problem.HANG}
-    os.kill(done.pid, signal.SIGKILL)
-    done.wait(20)
+    action = signals(Target.LAUNCHER, (signal.SIGINT,), 0.5)
+    fault = Fault("one", Family.SIGNALS, action, Promise(), faulty)
+    experiment = Experiment(fault, Baseline(tmp_path), tmp_path, mounts=False)
+    experiment.judge(done, faulty=faulty, report=False)
+    experiment.injected = True
+    assert {kind for kind, _ in experiment.problems} == expected
+    marks = experiment.row().marks
+    assert marks == {"injected": True, "as promised": not expected, **dict.fromkeys(expected, True)}
+    if code is None:
+        os.kill(done.pid, signal.SIGKILL)
+        done.wait(20)
 
 
 def test_streams(tmp_path: Path) -> None:
@@ -201,19 +159,6 @@ def test_an_orphan(tmp_path: Path) -> None:
     """A process that outlives its launcher is found, in whatever session, and ended."""
     done = programs.python("-c", ORPHAN, tmp_path, timeout=600)
     assert done.stdout.split() == ["1", "0"], done.stderr
-
-
-def test_rows_come_back(tmp_path: Path) -> None:
-    """What is written can be read."""
-    row = Row("a", Family.TWO, "what", True, (0, None), ((Problem.HANG, "x"),), "said", 1.5)
-    file = tmp_path / "results.jsonl"
-    file.write_text(json.dumps(dataclasses.asdict(row)) + "\n")
-    assert campaign.read(file) == [row]
-
-
-def test_the_job_is_small() -> None:
-    """Two ranks: fewer have nobody to wait for, more have no core to run on."""
-    assert baseline.NPROC == 2
 
 
 LOG = "BITS 1 a\nttrace: rank 1 on x, y: z; training goes on, UNCHECKED\n"

@@ -12,8 +12,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import CodeType, FunctionType
 
-from megatron_ttrace.evaluation.bugs.patching import functions
+from megatron_ttrace.evaluation.bugs.patching import functions, rewrite
 from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants.operators import OPERATORS
 from tests.assay.mutants.records import Mutant
@@ -168,3 +169,19 @@ def sample(mutants: Iterable[Mutant], count: int, seed: int) -> list[Mutant]:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def introduce(mutant: Mutant) -> list[tuple[FunctionType, CodeType]]:
+    """Put a mutant into this process; returns the changed function with its former code.
+
+    Raises:
+        TTraceError: when the installed Megatron has other code at this place.
+    """
+
+    def change(text: str, path: Path) -> str:
+        source = Source(mutant.module, text)
+        if source.between(mutant.span) != mutant.fragment:
+            raise TTraceError(f"{mutant.id}: {path} is not the file in which it was found")
+        return source.replace(mutant.span, mutant.replacement)
+
+    return rewrite(mutant.module, change, "a mutant")

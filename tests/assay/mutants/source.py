@@ -2,8 +2,17 @@
 """A module's source as operators see it, and the replacement of a piece of it."""
 
 import ast
+import dataclasses
 
-from tests.assay.mutants.records import Span
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of source; as in ``ast``, lines count from 1 and columns (bytes) from 0."""
+
+    first_line: int
+    first_column: int
+    last_line: int
+    last_column: int
 
 
 class Source:

@@ -1,39 +1,124 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a mutant has no effect."""
+"""One mutant from the scan to its row, and when a mutant has no effect."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from tests.assay.mutants import campaign, survivors, train
-from tests.assay.mutants.records import Explanation, Fate
+from megatron_ttrace.mcore.versions import megatron_core_version, series
+from tests import warm
+from tests.assay import harness
+from tests.assay.harness import Row
+from tests.assay.mutants import campaign, scan
+from tests.integration.jobs import ROOT, environment
+
+OVERLAPPED = "distributed.param_and_grad_buffer:*.register_grad_ready:drop-collective:*"
+DOUBLED = "tensor_parallel.mappings:_ReduceFromModelParallelRegion.forward:double-collective:*"
+
+
+def mutants(*words):
+    command = ["-m", "tests.assay", "mutants", *words]
+    return warm.run(command, cwd=ROOT, env=environment(), timeout=840)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The directory of a run of one mutant."""
+    home = tmp_path_factory.mktemp("one")
+    done = mutants("run", "--only", DOUBLED, "--layout", "tp2", "--directory", home, "--all")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return home
+
+
+def test_one_mutant(folder):
+    """It is found in a job that runs its line, at the module whose collective it doubles."""
+    _, (row,) = harness.load(folder / "rows.jsonl")
+    assert all(row.marks[column] for column in ("found", "right module", "cause true"))
+    assert row.note.startswith("tp2: embedding.word_embeddings output (diverged)")
+
+
+def test_the_checker_knows_nothing(folder):
+    """No file of the check names the mutant, or the command that put it in."""
+    job = folder / "tp2"
+    files = [job / "summary.json", job / "verdicts.jsonl", *job.glob("logs/*.log")]
+    assert len(files) == 4
+    named = ("double-collective", "_ReduceFromModelParallelRegion", "--only", "tests.assay mutants")
+    assert not [word for word in named for path in files if word in path.read_text()]
 
 
 @pytest.mark.parametrize(
-    ("trained", "inert"),
+    ("words", "message"),
     [
-        ([["a"], ["a"]], True),
-        ([["a"], ["b"]], False),
-        ([["a"], [], ["a"]], True),
-        ([["a"], [], ["b"]], False),
-        ([["a"], [], []], False),
-        ([[], ["a"], ["a"], ["a"]], True),
+        (("run", "--only", "nothing:*"), "nothing matches nothing:*"),
+        (("run", "--only", DOUBLED, "--layout", "tp3"), "nothing matches tp3"),
+        (("list", "--checkout", "no/such"), "--checkout no/such: has no megatron/core"),
+    ],
+)
+def test_wrong_use(words, message):
+    """A clear message, exit code 2."""
+    done = mutants(*words)
+    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.nightly
+def test_overlap_is_seen(tmp_path):
+    """Overlap starts with the second step, and the traced step has it."""
+    words = ("--only", OVERLAPPED, "--layout", "dp2", "--directory", tmp_path)
+    done = mutants("run", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, (row,) = harness.load(tmp_path / "rows.jsonl")
+    assert row.marks.get("found", True)
+
+
+@pytest.mark.nightly
+def test_not_reached(folder):
+    """A fault in a line that no job runs is not a mutant."""
+    words = ("--only", "tensor_parallel.inference_layers:*", "--layout", "tp2")
+    done = mutants("run", *words, "--directory", folder)
+    assert done.returncode == 2
+    assert "no job runs the line" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("trained", "marks"),
+    [
+        ([["a"], ["a"]], {"inert": True}),
+        ([["a"], ["b"]], {"found": False}),
+        ([["a"], [], ["a"]], {"inert": True}),
+        ([["a"], [], ["b"]], {"found": False}),
+        ([["a"], [], []], {"found": False}),
+        ([[], ["a"], ["a"], ["a"]], {"inert": True}),
     ],
     ids=["same", "other", "failed-same", "failed-other", "failed-twice", "healthy-failed"],
 )
-def test_a_run_that_the_machine_ended(monkeypatch, trained, inert):
+def test_a_run_that_the_machine_ended(monkeypatch, trained, marks):
     """What survives its check trains to its end: a run that did not is repeated, once."""
     one = object.__new__(campaign.Campaign)
-    one._healthy, one._survivors, one._unfinished = {}, (), False
+    one._healthy = {}
     results = iter(trained)
-    survived = SimpleNamespace(fate=Fate.SURVIVED)
-    monkeypatch.setattr(one, "_fits", lambda mutant: True)
-    monkeypatch.setattr(one, "_trained", lambda layout, variables: next(results))
-    monkeypatch.setattr(one, "_try", lambda mutant, layout: survived)
-    monkeypatch.setattr(train, "encode", lambda mutant: "")
-    monkeypatch.setattr(survivors, "explanation_of", lambda *_: (None, ""))
-    monkeypatch.setattr(campaign, "MutantRow", lambda *fields: fields)
-    [row] = one.run([("mutant", [SimpleNamespace(name="tp2")])])
-    assert row[-1] is inert
+    monkeypatch.setattr(campaign.codec, "encode", lambda mutant: "")
+    monkeypatch.setattr(one, "_trained", lambda layout, order: next(results))
+    monkeypatch.setattr(one, "layouts_of", lambda mutant: [SimpleNamespace(name="tp2")])
+    monkeypatch.setattr(one, "_judged", lambda mutant, job: Row("m", "o", {"found": False}))
+    assert one._tried(SimpleNamespace(id="m")).marks == marks
     assert not list(results)
-    assert row[2] is not Explanation.EQUIVALENT
+
+
+def test_explained_survivors_exist():
+    """An explanation whose mutant is gone explains nothing."""
+    if series(megatron_core_version()) != "0.19":
+        pytest.skip("survivors.toml describes megatron-core 0.19")
+    assert not campaign.survivors().keys() - {mutant.id for mutant in scan.scan()}
+    assert {sort for sort, _ in campaign.survivors().values()} == {"equivalent", "dormant"}
+
+
+def test_the_table_of_jobs():
+    """Its words are known, and jobs to try first exist."""
+    jobs = {job.name: job for job in campaign.layouts([])}
+    words = [word for job in jobs.values() for word in job.arguments]
+    assert not {"tp2", "zero", "buckets", "aux", "accumulate"} & {*words}
+    for package in scan.PACKAGES:
+        order = campaign.in_order(package.removeprefix("megatron.core."), jobs.values())
+        assert len(order) == len(jobs) > 30
+    assert json.dumps([job.arguments for job in jobs.values()]).count("mtp-num-layers") == 2

@@ -9,16 +9,139 @@ import pytest
 from tests.assay.mutants.operators import DATA, OPERATORS, TENSOR
 from tests.assay.mutants.source import Source, span_of
 
-LAYERS = "megatron.core.tensor_parallel.layers"
-BUFFER = "megatron.core.distributed.param_and_grad_buffer"
-RANKS = '__import__("torch").distributed.get_world_size()'
-AVERAGE = '__import__("torch").distributed.ReduceOp.AVG'
+SHORT = {
+    "DATA": DATA,
+    "TENSOR": TENSOR,
+    "RANKS": '__import__("torch").distributed.get_world_size()',
+    "AVERAGE": '__import__("torch").distributed.ReduceOp.AVG',
+}
+# An operator, and below it: the body of a function -> the bodies that it can become.
+CASES = r"""
+drop-collective
+    torch.distributed.all_reduce(x, group=g) -> None
+    bucket_group.start_grad_sync() -> None
+    _allreduce_word_embedding_grads(model, config) -> None
+    y = reduce_from_tensor_model_parallel_region(x) -> y = (x)
+    y = all_to_all(self.ep_group, x, sizes) -> y = (x)
+    handle = torch.distributed.all_reduce(x, async_op=True) ->
+    y = reduce(x) ->
+    torch.add(x, y) ->
+double-collective
+    dist.all_reduce(x) -> (dist.all_reduce(x), dist.all_reduce(x))[1]
+    y = _reduce(async_op=True) -> y = (_reduce(async_op=True).wait(), _reduce(async_op=True))[1]
+    y = _reduce(x, g) -> y = _reduce(_reduce(x, g), g)
+    dist.all_gather(parts, x) ->
+    dist.broadcast(x, src=0) ->
+wrong-group
+    dist.all_reduce(x, group=tp_group) -> dist.all_reduce(x, group=DATA)
+    dist.all_reduce(x, group=group) -> dist.all_reduce(x, group=DATA)
+    y = _reduce(x, get_tensor_model_parallel_group()) -> y = _reduce(x, DATA)
+    y = all_to_all(self.ep_group, x) -> y = all_to_all(TENSOR, x)
+    dist.all_reduce(x) ->
+    f(group=tp_group) ->
+wrong-group of buffers
+    dist.all_reduce(x, group=group) -> dist.all_reduce(x, group=TENSOR)
+    dist.all_reduce(x, group=self.dp_cp_group) -> dist.all_reduce(x, group=TENSOR)
+wrong-lookup
+    g = get_group(with_context_parallel=True) -> g = get_group(with_context_parallel=False)
+    g = self.pg_collection.expt_tp -> g = self.pg_collection.tp
+    g = pg_collection.dp_cp -> g = pg_collection.dp
+    g = self.intra_expt_dp_group -> g = self.intra_dp_cp_group
+    pg_collection.dp_cp = g ->
+    assert pg_collection.dp_cp is not None ->
+    g = pg_collection.tp ->
+    f(with_context_parallel=True) ->
+    x = config.dp ->
+wrong-op
+    op = torch.distributed.ReduceOp.SUM -> op = torch.distributed.ReduceOp.AVG
+    op = ReduceOp.AVG -> op = ReduceOp.SUM
+    dist.all_reduce(x, op=dist.ReduceOp.MAX) -> dist.all_reduce(x, op=dist.ReduceOp.SUM)
+    dist.all_reduce(\n    x,\n) -> dist.all_reduce(\n    x, op=AVERAGE)
+    dist.all_gather(parts, x) ->
+    y = _reduce(x) ->
+lost-scale
+    y = x / world_size -> y = (x)
+    y = coeff * x -> y = (x)
+    x *= factor -> pass
+    g.mul_(s) -> (g)
+    n = rows * size ->
+    n = rows // world_size ->
+    g.mul_(2) ->
+double-scale
+    y = x / world_size -> y = ((x / world_size) / (world_size))
+    y = coeff * x -> y = ((coeff * x) * (coeff))
+    x /= num_microbatches -> x /= (num_microbatches) * (num_microbatches)
+    g.mul_(s) -> g.mul_(s).mul_(s)
+    n = rows * size ->
+lost-coefficient
+    if a:\n    scale = 1 / n -> if a:\n    scale = 1.0
+    if a:\n    scale = 1.0\nelse:\n    scale = x -> if a:\n    scale = 1.0\nelse:\n    scale = 1.0
+    scale = f(x) if a else y -> scale = 1.0 if a else y | scale = f(x) if a else 1.0
+    scale = 1 / n ->
+    if a:\n    grad_scaler = f(x) ->
+rank-share
+    total_loss += aux -> total_loss += (aux) * RANKS
+    y = torch.mean(x) -> y = torch.sum(x)
+    y = x.mean(dim=0) -> y = x.sum(dim=0)
+    index += 1 ->
+    total_loss -= aux ->
+off-by-one
+    mask = ids < self.vocab_start_index -> mask = ids <= self.vocab_start_index
+    if rank > last: pass -> if rank >= last: pass
+    y = ids - start_index -> y = ids - (start_index + 1)
+    y = offset + n -> y = (offset + 1) + n
+    start_index = rank * n -> start_index = rank * n + 1
+    y = x[a:b] -> y = x[(a) + 1 : (b) + 1]
+    y = x[:b] ->
+    if a < b: pass ->
+    if rank == 0: pass ->
+    size = rank * n ->
+even-offset
+    offset = rank * n + first_stage -> offset = (rank * n)
+    if a:\n    offset -= 1 -> if a:\n    pass
+    offset = rank * n ->
+    size = rank * n + first ->
+    for i in x:\n    offset += i ->
+lost-mark
+    setattr(w, 'allreduce', not expert) -> None
+    w.sequence_parallel = config.sequence_parallel -> w.sequence_parallel = False
+    if getattr(p, 'sequence_parallel', False): pass -> if False: pass
+    expert = not getattr(p, 'allreduce', True) -> expert = not True
+    w.sequence_parallel = False ->
+    setattr(w, 'colour', 1) ->
+    sequence_parallel = True ->
+partial-mark
+    x = getattr(self.weight, 'sequence_parallel', False) ->
+    x = getattr(p, 'allreduce', True) ->
+skip-item
+    for b in self.buckets: f(b) -> for b in list(self.buckets)[1:]: f(b)
+    for i in range(3): f(i) ->
+stale-buffer
+    a.data.copy_(b) -> None
+    a.zero_() -> None
+    y = a.clone() + 1 -> y = (a) + 1
+    y = torch.empty(3).fill_(1) ->
+    y = torch.clone(a) ->
+"""
 
 
-def changes(operator: str, body: str, module: str = "megatron.core.optimizer.x") -> list[str]:
+def cases():
+    """Operator, module, body, and the bodies that it becomes."""
+    for line in CASES.strip().splitlines():
+        if not line.startswith(" "):
+            operator, _, of = line.partition(" of ")
+            package = "distributed" if of else "tensor_parallel"
+            continue
+        body, _, becomes = line.replace(r"\n", "\n").partition(" ->")
+        for name, text in SHORT.items():
+            becomes = becomes.replace(name, text)
+        bodies = [part.strip() for part in becomes.split(" | ") if part.strip()]
+        yield operator, f"megatron.core.{package}.x", body.strip(), bodies
+
+
+def changes(operator: str, module: str, body: str) -> list[str]:
     """The bodies that a function with this body can become; each must be valid Python."""
-    text = "def f():\n" + textwrap.indent(textwrap.dedent(body).strip(), "    ") + "\n"
-    source = Source(module, text)
+    source = Source(module, "def f():\n" + textwrap.indent(body, "    ") + "\n")
     found = []
     for node in ast.walk(source.tree):
         for target, replacement in OPERATORS[operator](node, source):
@@ -28,208 +151,19 @@ def changes(operator: str, body: str, module: str = "megatron.core.optimizer.x")
     return found
 
 
-@pytest.mark.parametrize(
-    ("operator", "body", "becomes"),
-    [
-        ("drop-collective", "torch.distributed.all_reduce(x, group=g)", ["None"]),
-        ("drop-collective", "dist.broadcast(x, src=0)", ["None"]),
-        ("drop-collective", "bucket_group.start_grad_sync()", ["None"]),
-        ("drop-collective", "_allreduce_word_embedding_grads(model, config)", ["None"]),
-        ("drop-collective", "y = reduce_from_tensor_model_parallel_region(x)", ["y = (x)"]),
-        ("drop-collective", "y = _reduce(x, group)", ["y = (x)"]),
-        ("drop-collective", "y = all_to_all(self.ep_group, x, sizes)", ["y = (x)"]),
-        # Its handle is waited for: without it, the run crashes for everyone to see.
-        ("drop-collective", "handle = torch.distributed.all_reduce(x, async_op=True)", []),
-        ("drop-collective", "y = reduce(x)", []),
-        ("drop-collective", "torch.add(x, y)", []),
-        (
-            "double-collective",
-            "dist.all_reduce(x)",
-            ["(dist.all_reduce(x), dist.all_reduce(x))[1]"],
-        ),
-        (
-            "double-collective",
-            "h = dist.all_reduce(x, async_op=True)",
-            [
-                "h = (dist.all_reduce(x, async_op=True).wait(), "
-                "dist.all_reduce(x, async_op=True))[1]"
-            ],
-        ),
-        ("double-collective", "y = _reduce(x, g)", ["y = _reduce(_reduce(x, g), g)"]),
-        (
-            "double-collective",
-            "y = reduce_from_tensor_model_parallel_region(x, group=g)",
-            [
-                "y = reduce_from_tensor_model_parallel_region("
-                "reduce_from_tensor_model_parallel_region(x, group=g), group=g)"
-            ],
-        ),
-        # Doing these twice changes nothing.
-        ("double-collective", "dist.all_gather(parts, x)", []),
-        ("double-collective", "dist.broadcast(x, src=0)", []),
-        (
-            "wrong-op",
-            "op = torch.distributed.ReduceOp.SUM",
-            ["op = torch.distributed.ReduceOp.AVG"],
-        ),
-        ("wrong-op", "op = ReduceOp.AVG", ["op = ReduceOp.SUM"]),
-        (
-            "wrong-op",
-            "dist.all_reduce(x, op=dist.ReduceOp.MAX)",
-            ["dist.all_reduce(x, op=dist.ReduceOp.SUM)"],
-        ),
-        ("wrong-op", "dist.all_reduce(x, group=g)", [f"dist.all_reduce(x, group=g, op={AVERAGE})"]),
-        ("wrong-op", "dist.all_reduce(\n    x,\n)", [f"dist.all_reduce(\n    x, op={AVERAGE})"]),
-        ("wrong-op", "dist.all_gather(parts, x)", []),
-        ("wrong-op", "y = _reduce(x)", []),
-        (
-            "off-by-one",
-            "mask = ids < self.vocab_start_index",
-            ["mask = ids <= self.vocab_start_index"],
-        ),
-        ("off-by-one", "mask = ids >= end_index", ["mask = ids > end_index"]),
-        ("off-by-one", "if rank > last: pass", ["if rank >= last: pass"]),
-        ("off-by-one", "y = ids - start_index", ["y = ids - (start_index + 1)"]),
-        ("off-by-one", "y = offset + n", ["y = (offset + 1) + n"]),
-        ("off-by-one", "start_index = rank * n", ["start_index = rank * n + 1"]),
-        ("off-by-one", "y = x[a:b]", ["y = x[(a) + 1 : (b) + 1]"]),
-        # Shapes and other numbers.
-        ("off-by-one", "y = x[:b]", []),
-        ("off-by-one", "if a < b: pass", []),
-        ("off-by-one", "if rank == 0: pass", []),
-        ("off-by-one", "size = rank * n", []),
-        ("lost-mark", "setattr(w, 'sequence_parallel', config.sequence_parallel)", ["None"]),
-        ("lost-mark", "setattr(w, 'allreduce', not expert)", ["None"]),
-        (
-            "lost-mark",
-            "w.sequence_parallel = config.sequence_parallel",
-            ["w.sequence_parallel = False"],
-        ),
-        ("lost-mark", "w.allreduce = False", ["w.allreduce = True"]),
-        ("lost-mark", "if getattr(p, 'sequence_parallel', False): pass", ["if False: pass"]),
-        ("lost-mark", "expert = not getattr(p, 'allreduce', True)", ["expert = not True"]),
-        # No change, and no mark.
-        ("lost-mark", "w.sequence_parallel = False", []),
-        ("lost-mark", "setattr(w, 'colour', 1)", []),
-        ("lost-mark", "sequence_parallel = True", []),
-        (
-            "wrong-lookup",
-            "g = get_data_parallel_group(with_context_parallel=True)",
-            ["g = get_data_parallel_group(with_context_parallel=False)"],
-        ),
-        (
-            "wrong-lookup",
-            "g = get_data_parallel_group(x=False, partial_data_parallel=True)",
-            ["g = get_data_parallel_group(x=False, partial_data_parallel=False)"],
-        ),
-        ("wrong-lookup", "g = self.pg_collection.expt_tp", ["g = self.pg_collection.tp"]),
-        ("wrong-lookup", "g = pg_collection.dp_cp", ["g = pg_collection.dp"]),
-        ("wrong-lookup", "g = self.intra_expt_dp_group", ["g = self.intra_dp_cp_group"]),
-        # It is set here, without experts there is one group only, and these are no groups.
-        ("wrong-lookup", "pg_collection.dp_cp = g", []),
-        ("wrong-lookup", "assert pg_collection.dp_cp is not None", []),
-        ("wrong-lookup", "g = pg_collection.tp", []),
-        ("wrong-lookup", "f(with_context_parallel=True)", []),
-        ("wrong-lookup", "x = config.dp", []),
-        ("lost-coefficient", "if a:\n    scale = 1 / n", ["if a:\n    scale = 1.0"]),
-        (
-            "lost-coefficient",
-            "if a:\n    factor = 1.0\nelse:\n    factor = x",
-            ["if a:\n    factor = 1.0\nelse:\n    factor = 1.0"],
-        ),
-        (
-            "lost-coefficient",
-            "loss_scale = f(x) if a else y",
-            ["loss_scale = 1.0 if a else y", "loss_scale = f(x) if a else 1.0"],
-        ),
-        # On no path of its own, and no coefficient.
-        ("lost-coefficient", "scale = 1 / n", []),
-        ("lost-coefficient", "if a:\n    grad_scaler = f(x)", []),
-        (
-            "rank-share",
-            "total_loss += aux",
-            [f"total_loss += (aux) * {RANKS}"],
-        ),
-        ("rank-share", "y = torch.mean(x)", ["y = torch.sum(x)"]),
-        ("rank-share", "y = x.mean(dim=0)", ["y = x.sum(dim=0)"]),
-        ("rank-share", "index += 1", []),
-        ("rank-share", "total_loss -= aux", []),
-        ("even-offset", "offset = rank * n + first_stage", ["offset = (rank * n)"]),
-        ("even-offset", "offset = a * n + first + rank * m", ["offset = (a * n) + rank * m"]),
-        ("even-offset", "if a:\n    offset -= 1", ["if a:\n    pass"]),
-        ("even-offset", "offset = rank * n", []),
-        ("even-offset", "size = rank * n + first", []),
-        ("even-offset", "for i in x:\n    offset += i", []),
-        (
-            "partial-mark",
-            "if getattr(p, 'sequence_parallel', False): pass",
-            [
-                f"if (getattr(p, 'sequence_parallel', False) if p.dim() {kind} else False): pass"
-                for kind in ("> 1", "== 1")
-            ],
-        ),
-        # Not of a loop's parameter, and a mark of matrices.
-        ("partial-mark", "x = getattr(self.weight, 'sequence_parallel', False)", []),
-        ("partial-mark", "x = getattr(p, 'allreduce', True)", []),
-        ("skip-item", "for b in self.buckets: f(b)", ["for b in list(self.buckets)[1:]: f(b)"]),
-        (
-            "skip-item",
-            "for p, g in zip(params, grads): f(p)",
-            ["for p, g in list(zip(params, grads))[1:]: f(p)"],
-        ),
-        ("skip-item", "for i in range(3): f(i)", []),
-        ("stale-buffer", "a.data.copy_(b)", ["None"]),
-        ("stale-buffer", "a.zero_()", ["None"]),
-        ("stale-buffer", "a.fill_(1)", ["None"]),
-        ("stale-buffer", "y = a.clone() + 1", ["y = (a) + 1"]),
-        # Its result is used: nothing is left that could be meant.
-        ("stale-buffer", "y = torch.empty(3).fill_(1)", []),
-        ("stale-buffer", "y = torch.clone(a)", []),
-    ],
-)
-def test_changes(operator: str, body: str, becomes: list[str]) -> None:
+@pytest.mark.parametrize(("operator", "module", "body", "becomes"), cases())
+def test_changes(operator: str, module: str, body: str, becomes: list[str]) -> None:
     """As the operator's docstring says, and nothing else."""
-    assert changes(operator, body) == becomes
+    assert changes(operator, module, body) == becomes
 
 
-@pytest.mark.parametrize(
-    ("body", "lost", "doubled"),
-    [
-        ("y = x / world_size", ["y = (x)"], ["y = ((x / world_size) / (world_size))"]),
-        ("y = x * loss_scale", ["y = (x)"], ["y = ((x * loss_scale) * (loss_scale))"]),
-        ("y = coeff * x", ["y = (x)"], ["y = ((coeff * x) * (coeff))"]),
-        ("x *= factor", ["pass"], ["x *= (factor) * (factor)"]),
-        ("x /= num_microbatches", ["pass"], ["x /= (num_microbatches) * (num_microbatches)"]),
-        ("g.mul_(s)", ["(g)"], ["g.mul_(s).mul_(s)"]),
-        # Not scales: numbers of elements, and a constant.
-        ("n = rows * size", [], []),
-        ("n = rows // world_size", [], []),
-        ("g.mul_(2)", [], []),
-    ],
-)
-def test_scales(body: str, lost: list[str], doubled: list[str]) -> None:
-    """Lost and doubled."""
-    assert changes("lost-scale", body) == lost
-    assert changes("double-scale", body) == doubled
+def test_marks_of_one_kind() -> None:
+    """Of vectors only, or of matrices only."""
+    read = "getattr(p, 'sequence_parallel', False)"
+    both = [f"x = ({read} if p.dim() {kind} else False)" for kind in ("> 1", "== 1")]
+    assert changes("partial-mark", "megatron.core.optimizer.x", f"x = {read}") == both
 
 
-@pytest.mark.parametrize(
-    ("module", "body", "becomes"),
-    [
-        (LAYERS, "dist.all_reduce(x, group=tp_group)", [f"dist.all_reduce(x, group={DATA})"]),
-        (LAYERS, "dist.all_reduce(x, group=group)", [f"dist.all_reduce(x, group={DATA})"]),
-        (BUFFER, "dist.all_reduce(x, group=group)", [f"dist.all_reduce(x, group={TENSOR})"]),
-        (
-            BUFFER,
-            "dist.all_reduce(x, group=self.dp_cp_group)",
-            [f"dist.all_reduce(x, group={TENSOR})"],
-        ),
-        (LAYERS, "y = _reduce(x, get_tensor_model_parallel_group())", [f"y = _reduce(x, {DATA})"]),
-        (LAYERS, "y = all_to_all(self.ep_group, x)", [f"y = all_to_all({TENSOR}, x)"]),
-        (LAYERS, "dist.all_reduce(x)", []),
-        (LAYERS, "f(group=tp_group)", []),
-    ],
-)
-def test_groups(module: str, body: str, becomes: list[str]) -> None:
-    """A plain ``group`` is that of the package."""
-    assert changes("wrong-group", body, module) == becomes
+def test_every_operator_has_a_case() -> None:
+    """One that is added has to be listed here."""
+    assert {operator for operator, *_ in cases()} == set(OPERATORS)

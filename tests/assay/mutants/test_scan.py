@@ -1,25 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scanning: pure, complete, with names that last."""
+"""Scanning: complete, with names that last; samples by a seed; mutants that are put in."""
 
 import ast
-import subprocess
+import importlib
 import sys
 from collections import Counter
 
 import pytest
 
 from megatron_ttrace.evaluation.bugs.patching import functions
-from megatron_ttrace.mcore.versions import megatron_core_version, series
-from tests.assay.mutants import survivors
+from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants.operators import OPERATORS
-from tests.assay.mutants.scan import (
-    PACKAGES,
-    autograd_files,
-    modules,
-    sample,
-    scan,
-    scan_source,
-)
+from tests.assay.mutants.scan import PACKAGES, introduce, modules, sample, scan, scan_source
 from tests.assay.mutants.source import Source
 
 MODULE = "megatron.core.tensor_parallel.made_up"
@@ -44,16 +36,12 @@ def found():
 
 
 def test_every_package_and_operator(found):
-    """Packages have at least sixty; the one single module has fewer."""
+    """Packages have at least sixty; the one single module has fewer. Ids are unique."""
     counts = Counter(mutant.package for mutant in found)
     assert set(counts) == {name.removeprefix("megatron.core.") for name in PACKAGES}
     assert counts.pop("transformer.transformer_layer") >= 15
     assert min(counts.values()) >= 60
     assert {mutant.operator for mutant in found} == set(OPERATORS)
-
-
-def test_ids_are_unique(found):
-    """No two mutants have the same id."""
     assert len({mutant.id for mutant in found}) == len(found)
 
 
@@ -74,130 +62,87 @@ def functions_of(tree):
 
 def test_only_what_runs_when_the_function_does():
     """Neither module level, nor decorators, nor defaults."""
-    found = list(scan_source(MODULE, TEXT))
-    assert {mutant.qualname for mutant in found} == {"Layer.forward"}
-    assert {mutant.lines.start for mutant in found} == {11}
-    assert {mutant.operator for mutant in found} == {
-        "drop-collective",
-        "double-collective",
-        "wrong-op",
+    mutants = list(scan_source(MODULE, TEXT))
+    assert {(mutant.qualname, mutant.span.first_line) for mutant in mutants} == {
+        ("Layer.forward", 11)
     }
+    operators = {mutant.operator for mutant in mutants}
+    assert operators == {"drop-collective", "double-collective", "wrong-op"}
 
 
 def test_ids_last():
     """Through new lines above and other line breaks; not through another statement."""
     ids = {mutant.id for mutant in scan_source(MODULE, TEXT)}
-    moved = "# more\n" * 7 + TEXT.replace(
-        "all_reduce(x)", "all_reduce(\n                x\n            )"
-    )
-    assert {mutant.id for mutant in scan_source(MODULE, moved)} == ids
+    broken = TEXT.replace("all_reduce(x)", "all_reduce(\n                x\n            )")
+    assert {mutant.id for mutant in scan_source(MODULE, "# more\n" * 7 + broken)} == ids
     other = TEXT.replace("all_reduce(x)", "all_reduce(y)")
     assert not ids & {mutant.id for mutant in scan_source(MODULE, other)}
+    call = "        torch.distributed.all_reduce(x)"
+    twins = TEXT.replace("        inner()", f"        inner()\n{call}")
+    assert len({mutant.id for mutant in scan_source(MODULE, twins)}) == 6
 
 
-def test_classes_near_a_statement():
-    """In it, and in the branch that it is in, but not in the whole function."""
-    text = """
-def f(x, n):
-    if n:
-        scale = x / world_size
-        First.apply(scale)
-    Second.apply(x / world_size)
-    Third.apply(x)
-"""
-    found = [m for m in scan_source(MODULE, text) if m.operator == "lost-scale"]
-    assert [m.classes for m in found] == [("First",), ("Second",)]
+@pytest.mark.parametrize(
+    ("text", "classes"),
+    [
+        # In the branch of the statement, but not in the whole function.
+        (
+            "def f(x, n):\n    if n:\n        scale = x / world_size\n        First.apply(scale)\n"
+            "    Second.apply(x / world_size)\n    Third.apply(x)\n",
+            [("First",), ("Second",)],
+        ),
+        # In the function that finds what the statement calls.
+        (
+            "def _find(config):\n    return Scaler.set_loss_scale if config.scaled else None\n"
+            "def f(x, config):\n    function = _find(config)\n    function(x / world_size)\n"
+            "    other(x / world_size)\n",
+            [("Scaler",), ()],
+        ),
+    ],
+)
+def test_classes_near_a_statement(text, classes):
+    """They tell where a number goes that a schedule hands to a class."""
+    lost = [mutant for mutant in scan_source(MODULE, text) if mutant.operator == "lost-scale"]
+    assert [mutant.classes for mutant in lost] == classes
 
 
-def test_classes_behind_a_name():
-    """In the function that finds what the statement calls."""
-    text = """
-def _find(config):
-    from other import Scaler
-    return Scaler.set_loss_scale if config.scaled else None
-
-def f(x, config):
-    function = _find(config)
-    function(x / world_size)
-    other(x / world_size)
-"""
-    found = [m for m in scan_source(MODULE, text) if m.operator == "lost-scale"]
-    assert [m.classes for m in found] == [("Scaler",), ()]
-
-
-def test_autograd_functions_are_watched_anywhere():
-    """Schedules hand scales to classes of files that are not scanned."""
-    watched = {path.name for path in autograd_files()}
-    assert {"multi_token_prediction.py", "dsa.py", "mappings.py"} <= watched
-
-
-def test_twins_have_their_own_ids():
-    """The same statement twice in one function."""
-    twice = TEXT.replace(
-        "        inner()", "        inner()\n        torch.distributed.all_reduce(x)"
-    )
-    assert len({mutant.id for mutant in scan_source(MODULE, twice)}) == 6
-
-
-def test_nothing_heavy_is_imported():
-    """Listing needs neither torch nor Megatron."""
-    program = (
-        "import sys; from tests.assay.mutants.scan import scan\n"
-        "assert scan(['tensor_parallel.mappings:*'])\n"
-        "print([name for name in ('torch', 'megatron.core') if name in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
-def test_explained_survivors_exist(found):
-    """An explanation whose mutant is gone explains nothing."""
-    if series(megatron_core_version()) != "0.19":
-        pytest.skip("survivors.toml describes megatron-core 0.19")
-    ids = {mutant.id for mutant in found}
-    explained = [name for survivor in survivors.load() for name in survivor.ids]
-    assert not set(explained) - ids
-    assert len(set(explained)) == len(explained)
-
-
-def test_modules_are_the_ones_in_use():
-    """A package's own file is the package: imported as ``.__init__`` it would be a second one."""
-    names = [name for name, _ in modules()]
-    assert "megatron.core.optimizer" in names
-    assert not [name for name in names if name.endswith("__init__")]
-
-
-def strata(mutants):
-    return Counter((mutant.package, mutant.operator) for mutant in mutants)
-
-
-def test_repeats(found):
-    """The same seed gives the same sample, in any order of the input."""
+def test_samples(found):
+    """Chosen by the seed, in any order of the input; no stratum has two before each has one."""
     assert sample(found, 60, 1) == sample(reversed(found), 60, 1)
     assert sample(found, 60, 1) != sample(found, 60, 2)
-
-
-def test_some_of_everything(found):
-    """No stratum has two before each has one."""
-    everything = strata(found)
-    dealt = strata(sample(found, len(everything), 1))
-    assert set(dealt) == set(everything)
-    assert set(dealt.values()) == {1}
-
-
-def test_all(found):
-    """A sample that is large enough has all mutants."""
-    assert sorted(mutant.id for mutant in sample(found, 10**6, 1)) == sorted(
-        mutant.id for mutant in found
-    )
+    strata = Counter((mutant.package, mutant.operator) for mutant in found)
+    dealt = Counter((mutant.package, mutant.operator) for mutant in sample(found, len(strata), 1))
+    assert dealt == dict.fromkeys(strata, 1)
+    assert {mutant.id for mutant in sample(found, 10**6, 1)} == {mutant.id for mutant in found}
 
 
 def test_newcomers_move_nobody(found):
     """Within a stratum, the mutants that stay keep their order."""
-    chosen = [mutant for mutant in found if mutant.operator == "wrong-op"]
+    chosen = [
+        mutant
+        for mutant in found
+        if (mutant.operator, mutant.package) == ("wrong-op", "distributed")
+    ]
     order = sample(chosen, len(chosen), 1)
-    fewer = sample(chosen[1:], len(chosen), 1)
-    one = [mutant for mutant in order if mutant.package == "distributed" and mutant != chosen[0]]
-    assert [mutant for mutant in fewer if mutant.package == "distributed"] == one
+    order.remove(chosen[0])
+    assert sample(chosen[1:], len(chosen), 1) == order
+
+
+def test_introduce(tmp_path, monkeypatch):
+    """Who holds the function already runs the fault; in other code it is refused."""
+    text = "def mean(total, world_size):\n    é = total / world_size\n    return é\n"
+    (tmp_path / "mutated_here.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mean = importlib.import_module("mutated_here").mean
+    try:
+        (lost,) = (m for m in scan_source("mutated_here", text) if m.operator == "lost-scale")
+        ((function, code),) = introduce(lost)
+        assert mean(6, 2) == 6
+        function.__code__ = code
+        assert mean(6, 2) == 3
+        other = text.replace("total /", "sum(total) /")
+        (lost,) = (m for m in scan_source("mutated_here", other) if m.operator == "lost-scale")
+        with pytest.raises(TTraceError, match="is not the file in which it was found"):
+            introduce(lost)
+    finally:
+        del sys.modules["mutated_here"]

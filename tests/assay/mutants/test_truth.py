@@ -2,18 +2,32 @@
 """What a right diagnosis is."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from megatron_ttrace.trace.findings import Cause
-from megatron_ttrace.trace.records import Kind
+from megatron_ttrace.trace.records import Culprit, Kind, Outcome
 from tests.assay.mutants.operators import MARKS, OPERATORS
-from tests.assay.mutants.records import Phase, Ran
-from tests.assay.mutants.synthetic import culprit, mutant
+from tests.assay.mutants.records import Mutant, Phase, Ran
+from tests.assay.mutants.source import Span
 from tests.assay.mutants.truth import implied, right_cause, right_module
 
 ROUTER = Ran(("decoder.layers.*.mlp.router",))
 HEAD = Ran(("model",))
+
+
+def culprit(name: str, kind: Kind = Kind.OUTPUT, **more: Any) -> Culprit:
+    values = {"reason": "", "iteration": 0, "explanation": "", "microbatch": 0, "index": 0}
+    values |= {"ranks": (0,), "rel_err_eps": 1.0, "tolerance": 0.1, "margin": 10.0}
+    values |= {"direction": kind.direction, "verdict": Outcome.DIVERGED, "rel_err": 1.0, **more}
+    return Culprit(name=name, kind=kind, **values)
+
+
+def mutant(operator: str = "lost-scale", statement: str = "") -> Mutant:
+    span = Span(1, 0, 1, 1)
+    module = "megatron.core.tensor_parallel.x"
+    return Mutant("m:f:o:0", module, "f", operator, span, statement, "y", statement)
 
 
 @pytest.mark.parametrize(

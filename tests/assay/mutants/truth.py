@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import ROOT, Culprit, Kind
+from tests.assay.mutants import scan
 from tests.assay.mutants.coverage import folded
 from tests.assay.mutants.records import Mutant, Phase, Ran
 
@@ -16,11 +17,13 @@ _PHASES = {
 }
 
 
-def phase_of(module: str) -> Phase | None:
-    """The phase that a module's code belongs to where it runs outside of the model."""
-    return next(
-        (phase for name, phase in _PHASES.items() if f"{module}.".startswith(f"{name}.")), None
-    )
+def watched() -> dict[str, Phase | None]:
+    """All files whose code is recorded, with the phase of what runs outside of the model."""
+    phases: dict[str, Phase | None] = dict.fromkeys(map(str, scan.autograd_files()))
+    for module, path in scan.modules():
+        names = (name for name in _PHASES if f"{module}.".startswith(f"{name}."))
+        phases[str(path)] = next(map(_PHASES.get, names), None)
+    return phases
 
 
 _ACTIVATIONS = {Kind.INPUT, Kind.OUTPUT, Kind.GRAD_OUTPUT, Kind.GRAD_INPUT}

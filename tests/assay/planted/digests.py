@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checksum of everything a rank has when training begins, to prove that a fault is real.
+"""Checksums of everything a rank has when training begins or ends, to prove that a fault is real.
 
 Nothing of the checker is used: tensors are listed as PyTorch's modules and optimizers list them.
 Two runs of the same layout are compared, so no name has to mean the same elsewhere.
@@ -8,7 +8,8 @@ Two runs of the same layout are compared, so no name has to mean the same elsewh
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +17,78 @@ import torch
 
 from tests.assay.planted.mistakes import global_rank, wrap
 
+_SETUP = "megatron.training.training:setup_model_and_optimizer"
+_TIMING = re.compile(r"\[\d{4}-|elapsed|throughput|power|energy|memory")
+"""Parts of a line of Megatron's log that differ from run to run."""
 
-def watch(directory: Path) -> None:
+
+def at_start(directory: Path) -> None:
     """Write the checksums to ``directory/RANK.json`` when the model is set up."""
 
     def setup(old: Any, *args: Any, **more: Any) -> Any:
-        model, optimizer, scheduler = found = old(*args, **more)
-        content = dict(_everything(model, optimizer, scheduler))
-        Path(directory, f"{global_rank()}.json").write_text(json.dumps(content), encoding="utf-8")
-        return found
+        model, optimizer, scheduler = built = old(*args, **more)
+        _write(
+            directory, {**dict(_tensors(model, optimizer)), **dict(_numbers(optimizer, scheduler))}
+        )
+        return built
 
-    wrap("megatron.training.training:setup_model_and_optimizer", setup)
+    wrap(_SETUP, setup)
 
 
-def _everything(model: Any, optimizer: Any, scheduler: Any) -> Iterator[tuple[str, str]]:
-    from megatron.core import tensor_parallel
-    from megatron.training import get_args
+def at_end(directory: Path) -> Callable[[], None]:
+    """Watch a training; what is returned writes its checksums and its log after it."""
+    state: list[Any] = []
+    log: list[str] = []
 
-    args = get_args()
+    def setup(old: Any, *args: Any, **more: Any) -> Any:
+        built = old(*args, **more)
+        state[:] = built[:2]
+        return built
+
+    def print_rank_last(old: Any, message: str) -> None:
+        parts = (part.strip() for part in str(message).split("|"))
+        log.extend(part for part in parts if part and not _TIMING.search(part))
+        old(message)
+
+    wrap(_SETUP, setup)
+    wrap("megatron.training.training:print_rank_last", print_rank_last)
+    return lambda: _write(directory, {**dict(_tensors(*state)), "log": log})
+
+
+def _write(directory: Path, content: dict[str, Any]) -> None:
+    Path(directory, f"{global_rank()}.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+def _tensors(model: Any, optimizer: Any) -> Iterator[tuple[str, str]]:
     for number, chunk in enumerate(model):
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
             yield f"model{number}.{name}", _digest(tensor)
     for number, leaf in enumerate(_leaves(optimizer)):
-        inner = leaf.optimizer
-        for order, group in enumerate(inner.param_groups):
+        for order, group in enumerate(leaf.optimizer.param_groups):
             for index, main in enumerate(group["params"]):
                 yield f"optimizer{number}.{order}.{index}", _digest(main)
-                for state, value in sorted(inner.state.get(main, {}).items()):
-                    yield f"optimizer{number}.{order}.{index}.{state}", _digest(value)
+                for state, value in sorted(leaf.optimizer.state.get(main, {}).items()):
+                    if torch.is_tensor(value):
+                        yield f"optimizer{number}.{order}.{index}.{state}", _digest(value)
+
+
+def _numbers(optimizer: Any, scheduler: Any) -> Iterator[tuple[str, str]]:
+    from megatron.core import tensor_parallel
+    from megatron.training import get_args
+
+    for number, leaf in enumerate(_leaves(optimizer)):
+        for order, group in enumerate(leaf.optimizer.param_groups):
             for field, value in group.items():
                 if field != "params":
                     yield f"optimizer{number}.{order}.{field}", _digest(value)
+            for index, main in enumerate(group["params"]):
+                for state, value in sorted(leaf.optimizer.state.get(main, {}).items()):
+                    if not torch.is_tensor(value):
+                        yield f"optimizer{number}.{order}.{index}.{state}", _digest(value)
         if getattr(leaf, "grad_scaler", None) is not None:
             yield f"optimizer{number}.scale", repr(leaf.grad_scaler.state_dict())
     yield "scheduler", repr(scheduler.state_dict())
+    args = get_args()
     for name in ("iteration", "consumed_train_samples", "skipped_train_samples"):
         yield name, repr(getattr(args, name, None))
     states = tensor_parallel.get_cuda_rng_tracker().get_states()

@@ -51,21 +51,12 @@ def decay_of_another_head(old, self):
 
 @mistake(
     "transformer.moe.router:TopKRouter.sinkhorn_load_balancing",
-    "sinkhorn-tp2-sp/moe-te/fp32",
+    *("sinkhorn-tp2-sp/moe-te/fp32", "sinkhorn-cp2/moe-te/bf16"),
     place="decoder.layers.0.mlp.router",
 )
 def squashed_twice(old, self, logits):
     scores, chosen = old(self, logits)
     return torch.sigmoid(scores) * chosen, chosen
-
-
-@mistake(
-    "transformer.moe.router:TopKRouter.sinkhorn_load_balancing",
-    "sinkhorn-cp2/moe-te/bf16",
-    place="decoder.layers.0.mlp.router",
-)
-def squashed_twice_with_cp(old, self, logits):
-    return squashed_twice(old, self, logits)
 
 
 @mistake(
@@ -87,13 +78,11 @@ def twice_the_factor(old, *args, **more):
     return probabilities * 1.01, chosen
 
 
-@mistake("optimizer.grad_scaler:MegatronGradScaler.inv_scale", "tp2/gpt-te/fp16")
+@mistake(
+    "optimizer.grad_scaler:MegatronGradScaler.inv_scale",
+    *("tp2/gpt-te/fp16", "dp4-zero-overlap/llama-te/fp16"),
+)
 def unscaled_by_another(old, self):
-    return old(self) * 1.01
-
-
-@mistake("optimizer.grad_scaler:MegatronGradScaler.inv_scale", "dp4-zero-overlap/llama-te/fp16")
-def unscaled_by_another_with_zero(old, self):
     return old(self) * 1.01
 
 

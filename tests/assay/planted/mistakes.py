@@ -64,14 +64,18 @@ MISTAKES: dict[str, Mistake] = {}
 
 
 def mistake(
-    target: str = "", job: str = "", *, ranks: int = 2, place: str = "", everywhere: bool = False
+    target: str = "", *jobs: str, ranks: int = 2, place: str = "", everywhere: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function that replaces ``target``, or without one, calls :func:`wrap` itself."""
+    """Register a function that replaces ``target``, or without one, calls :func:`wrap` itself.
+
+    With several jobs it is as many mistakes, whose names are numbered from the second.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__name__
         plant = functools.partial(wrap, target, function) if target else function
-        MISTAKES[name] = Mistake(name, plant, job, ranks, place, everywhere)
+        for number, job in enumerate(jobs or [""], start=1):
+            name = function.__name__ if number == 1 else f"{function.__name__}_{number}"
+            MISTAKES[name] = Mistake(name, plant, job, ranks, place, everywhere)
         return function
 
     return register

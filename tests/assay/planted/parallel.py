@@ -171,7 +171,7 @@ def late_sum_of_wrong_summands(old, *args, **more):
     return reduce(output), bias
 
 
-@mistake(job="gpt tp2")
+@mistake("", "gpt tp2")
 def late_reduction_also_in_the_gradient():
     def doubled(old, ctx, grad):
         first, *others = old(ctx, grad)
@@ -387,7 +387,7 @@ def dp_learning_rate_of_one_rank(old, self, group):
     return old(self, group) * (1.001 if global_rank() else 1)
 
 
-@mistake(job="gpt per-token")
+@mistake("", "gpt per-token")
 def dp_per_token_count_of_one_rank():
     def finalize(old, model, tokens=None, *args, **more):
         return old(
@@ -398,18 +398,13 @@ def dp_per_token_count_of_one_rank():
     wrap("megatron.training.training:finalize_model_grads", finalize)
 
 
-@mistake(f"{SAMPLERS}MegatronPretrainingRandomSampler.__init__", "gpt --dataloader-type cyclic")
+@mistake(
+    f"{SAMPLERS}MegatronPretrainingRandomSampler.__init__",
+    *("gpt --dataloader-type cyclic", "gpt --dataloader-type cyclic --no-data-sharding"),
+)
 def dp_same_samples_on_all_ranks(old, self, *args, **more):
     old(self, *args, **more)
     self.data_parallel_rank = 0
-
-
-@mistake(
-    f"{SAMPLERS}MegatronPretrainingRandomSampler.__init__",
-    "gpt --dataloader-type cyclic --no-data-sharding",
-)
-def dp_same_samples_without_sharding(old, self, *args, **more):
-    dp_same_samples_on_all_ranks(old, self, *args, **more)
 
 
 @mistake(f"{SAMPLERS}MegatronPretrainingRandomSampler.__iter__", "gpt --dataloader-type cyclic")

@@ -2,11 +2,13 @@
 """Train as launch/pretrain_gpt.py does, with what a test asks for in the environment.
 
 ``TTRACE_TEST_PLANTED`` names a mistake of ``mistakes.py``, or is a fault of ``checkpoints.py``.
-``TTRACE_TEST_ORDER``, which is gone
-before the script starts, so that a reference does not see it, is a JSON object:
+``TTRACE_TEST_ORDER``, which is gone before the script starts, so that neither the checker nor a
+reference sees it, is a JSON object:
 
 - ``bits``: print all bits of what each step logs and of the weights it leaves.
 - ``states``: a directory for checksums of what each rank begins with (``digests.py``).
+- ``mutant``: one to introduce; ``lines``: a directory for a record of the lines that run;
+  ``end``: one for checksums of what training ends with; ``script``: what trains.
 - ``mode``: ``bare`` runs Megatron on the CPU backend, without the rest of this package;
   ``spilling`` keeps no copy of the training state in memory, and prints their size in files.
 - a rank's number: ``record`` (a file) counts calls of our functions; ``raise`` fails in one.
@@ -25,6 +27,9 @@ from collections import Counter
 from pathlib import Path
 from types import CodeType
 from typing import Any
+
+# A rank starts with this folder as its path, as any script does.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import megatron_ttrace
 from tests.assay.planted import digests
@@ -214,27 +219,39 @@ def main() -> None:
         spill()
     if order.get("bits"):
         print_bits()
-    sys.path.insert(0, str(SCRIPT.parent))
+    hybrid = "--hybrid-layer-pattern" in sys.argv
+    default = SCRIPT.with_name("pretrain_hybrid.py") if hybrid else SCRIPT
+    script = Path(order.get("script", default))
+    sys.path.insert(0, str(script.parent))
     if mine:
         watch(mine)
     if "states" in order:
-        digests.watch(Path(order["states"]))
+        digests.at_start(Path(order["states"]))
+    end = digests.at_end(Path(order["end"])) if "end" in order else lambda: None
+    if "mutant" in order:
+        from megatron_ttrace.trace import codec
+        from tests.assay.mutants import records, scan
+
+        scan.introduce(codec.decode(records.Mutant, order["mutant"]))
+    if "lines" in order:
+        from tests.assay.mutants import coverage, truth
+
+        coverage.record(truth.watched(), Path(order["lines"], f"rank-{os.environ['RANK']}.jsonl"))
     if PLANTED in os.environ:
         plant(os.environ[PLANTED])
         # sys.argv stays as it is: a reference runs this file, too.
         import pretrain_gpt
 
-        if "--hybrid-layer-pattern" in sys.argv:
+        if hybrid:
             import pretrain_hybrid
 
             pretrain_gpt.main(pretrain_hybrid.provide_model, "hybrid_config_from_args")
         else:
             pretrain_gpt.main()
     else:
-        hybrid = "--hybrid-layer-pattern" in sys.argv
-        script = SCRIPT.with_name("pretrain_hybrid.py") if hybrid else SCRIPT
         sys.argv[0] = str(script)
         runpy.run_path(str(script), run_name="__main__")
+    end()
     if "record" in mine:
         os._exit(0)
 

@@ -5,34 +5,32 @@ The candidate of two ranks has one wrong tensor: whatever is damaged, the answer
 "equivalent".
 """
 
+import argparse
 import json
 import os
 import random
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
 from megatron_ttrace.compare import wire
 from megatron_ttrace.compare.gathered import of_rank
 from megatron_ttrace.compare.offline import measure_saved
-from megatron_ttrace.compare.planning import RankLayout
-from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.compare.tolerance import Moved, write
-from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.jobs import script_patch
-from megatron_ttrace.placement.placements import Shard
-from megatron_ttrace.placement.plan import Step
+from megatron_ttrace.jobs import resources, script_patch, settings
+from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec, files
+from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.moments import moments_of
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.sealing import checksum_of, seal_json
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from megatron_ttrace.trace.store import Entry, TraceReader, seal
 from tests.assay.faults.fuzz import mutations
 from tests.assay.faults.fuzz.harness import Attempt, WrongError, command
+from tests.assay.small_run import save
 from tests.compare.traces import step_level
-from tests.placement.meshes import mesh_of
 
 EQUIVALENT = 0
 _OUT = (0, Kind.OUTPUT, "decoder.layers.0", 0)
@@ -63,69 +61,32 @@ def build(home: Path) -> Path:
         _PARTIAL: torch.randn(16, 2, 6, generator=generator),
         _WEIGHT: weight + 1,
     }
-    reference_dir, candidate_dir = home / "reference", home / "candidate"
-    writer = TraceWriter(reference_dir, 0)
-    sink = WriteSink(writer, 1)
-    for place, data in known.items():
-        sink.tensor((place,), data)
-    writer.add(_initial(weight), None)
-    writer.close()
-    moved = {
-        TraceKey(1, *place): Moved(data.numel(), float(data.double().norm()), (0.003,))
-        for place, data in known.items()
-        if place != _TOKENS
-    }
-    write(reference_dir, moved)
-    seal(reference_dir, {"role": "reference", "epsilon": 2.0**-7, "microbatches": 1})
-    reference = TraceReader(reference_dir)
-    meshes = [mesh_of(rank, 2, tp=2) for rank in range(2)]
-    for rank, mesh in enumerate(meshes):
-        writer = TraceWriter(candidate_dir, rank)
-        layout = RankLayout(
-            mesh, 16, False, 2.0, partials={(Kind.GRAD_INPUT, "decoder.layers.0", 0): "tp"}
-        )
-        compare = CompareSink(reference, 1, layout, writer=writer, keep_all=True)
-        for place, data in known.items():
-            if place in (_WEIGHT, _START):
-                part = data.chunk(2)[rank].clone()
-                compare.placed(place, part, data.shape, (Step("tp", Shard(0)),))
-            elif place in (_TOKENS, _PARTIAL):
-                compare.tensor((place,), data)
-            else:
-                part = data.chunk(2)[rank] * (2 if place == _GRAD else 1)
-                compare.tensor((place,), part * 1.5 if place == _WRONG and rank else part)
-        writer.add(_initial(weight), None)
-        writer.close()
-    seal(
-        candidate_dir,
-        {
-            "role": "candidate",
-            "complete": True,
-            "config": _CONFIG,
-            "meshes": [_mesh(mesh) for mesh in meshes],
-        },
+
+    def part_of(place: Place, part: torch.Tensor, rank: int) -> torch.Tensor:
+        return part * {_GRAD: 2, _WRONG: 1 + 0.5 * rank}.get(place, 1)
+
+    save(
+        home,
+        known,
+        dict.fromkeys(known.keys() - {_TOKENS}, 0.003),
+        part_of=part_of,
+        whole=[_TOKENS],
+        partial=[_PARTIAL],
+        entries=[_initial(weight)],
+        config=_CONFIG,
     )
-    argv = ["compare", str(reference_dir), str(candidate_dir), "--output", str(home / "report")]
-    if command(argv) != 1:
+    traces = [str(home / "reference"), str(home / "candidate")]
+    if command(["compare", *traces, "--output", str(home / "report")]) != 1:
         raise AssertionError("the undamaged run has to be told from its reference")
     return home
 
 
 def _initial(weight: torch.Tensor) -> Entry:
-    found = moments_of(weight)
-    sums = tuple(getattr(found, name) for name in found.__slots__)
+    moments = moments_of(weight)
+    sums = tuple(getattr(moments, name) for name in moments.__slots__)
     key = TraceKey(1, *step_level(Kind.INITIAL, "w"))
     box = ((0, 0), (8, 6), (0, 0))
-    from megatron_ttrace.placement.boxes import Box
-
     return Entry(key, (8, 6), "float32", logical_shape=(8, 6), boxes=(Box(*box),), sums=sums)
-
-
-def _mesh(mesh: object) -> dict[str, object]:
-    import dataclasses
-
-    found: dict[str, object] = codec.encode(dataclasses.asdict(mesh))  # type: ignore[call-overload]
-    return found
 
 
 def _never_equivalent(code: int) -> int:
@@ -134,7 +95,7 @@ def _never_equivalent(code: int) -> int:
     return code
 
 
-def trace_file(home: Path, side: str, name: str, *, resealed: bool, plant: bool = False) -> Attempt:
+def trace_file(home: Path, side: str, name: str, *, resealed: bool) -> Attempt:
     """Damage a file of a trace, and compare.
 
     Args:
@@ -143,7 +104,6 @@ def trace_file(home: Path, side: str, name: str, *, resealed: bool, plant: bool 
         name: of the file; the values of a resealed ``meta.json`` change instead of its bytes.
         resealed: whether ``meta.json`` is of the damaged file: then the parsers behind it are
             reached. Some such damage cannot be told from another run, so a verdict is no error.
-        plant: whether to plant errors instead.
     """
 
     def attempt(dice: random.Random) -> int:
@@ -163,9 +123,6 @@ def trace_file(home: Path, side: str, name: str, *, resealed: bool, plant: bool 
         except (TypeError, ValueError, AttributeError):
             return 2
         traces = [str(work / "reference"), str(work / "candidate")]
-        if plant:
-            command(["plant", *traces, "--trials", "1"])
-            return 2
         code = command(["compare", *traces, "--output", str(work / "out"), "--json"])
         return code if resealed else _never_equivalent(code)
 
@@ -184,10 +141,10 @@ def report(home: Path, name: str, *, resealed: bool) -> Attempt:
             path.write_bytes(mutations.damage(path.read_bytes(), dice))
             _reseal_report(work / "report", _document(work / "report"))
         else:
-            found = mutations.change(_document(work / "report"), dice)
-            if not isinstance(found, dict) or not found:
+            changed = mutations.change(_document(work / "report"), dice)
+            if not isinstance(changed, dict) or not changed:
                 return 2
-            _reseal_report(work / "report", found)
+            _reseal_report(work / "report", changed)
         how = dice.choice(([], [], ["--json"], ["--html", str(work / "x.html")]))
         how = [*how, *dice.choice(([], [], ["--junit", str(work / "x.xml")]))]
         return _never_equivalent(command(["report", str(work / "report"), *how]))
@@ -214,8 +171,6 @@ def messages(home: Path) -> Attempt:
 
 def patch(home: Path) -> Attempt:
     """Damage a patch, the script that it is for, or what says which release that is."""
-    from megatron_ttrace.jobs import resources
-
     folder = resources.patches_dir() / "megatron-lm"
     diff = max(folder.glob("*.patch")).read_text(encoding="utf-8")
     change = script_patch.parse(diff)
@@ -254,7 +209,7 @@ def data(home: Path) -> Attempt:
             ([], ["--glob", dice.choice(("*", "", "[", "**", "../*", "/x", "\x00"))])
         )
         sources += [Path(dice.choice(PATHS))] * (dice.random() < 0.2)
-        words = [f"./{one}" if str(one).startswith("-") else str(one) for one in sources]
+        words = [f"./{path}" if str(path).startswith("-") else str(path) for path in sources]
         return command(["data", *words, "--output", str(output), *how, *glob])
 
     return attempt
@@ -296,29 +251,22 @@ _FLAGS = {
 
 def flags(home: Path) -> Attempt:
     """Values that no flag takes, and paths that no file has."""
-    import argparse
-
-    from megatron_ttrace.jobs import settings as ours
 
     def attempt(dice: random.Random) -> int:
-        number, path = dice.choice(NUMBERS), dice.choice(PATHS)
-        flag = dice.choice(sorted(_FLAGS))
+        path, flag = dice.choice(PATHS), dice.choice(sorted(_FLAGS))
         value = dice.choice(_FLAGS[flag])
-        match dice.randrange(6):
+        sides = [str(home / "reference"), str(home / "candidate")]
+        match dice.randrange(4):
             case 0:
-                return command(["plant", path, path, "--trials", number])
-            case 1:
-                return command(["plant", *_sides(home), "--trials", "1", f"--seed={number}"])
-            case 2:
                 return command(["report", path, dice.choice(("--html", "--junit")), path])
-            case 3:
-                return command(["compare", *_sides(home)[:1], path])
-            case 4:
-                where = ["compare", *_sides(home), "--output", path, "--json"]
+            case 1:
+                return command(["compare", sides[0], path])
+            case 2:
+                where = ["compare", *sides, "--output", path, "--json"]
                 return _never_equivalent(command(where))
         try:
-            parsed = ours.add_arguments(_Quiet()).parse_args([f"{flag}={value}"])
-            ours.settings_of(parsed).require_valid()
+            parsed = settings.add_arguments(_Quiet()).parse_args([f"{flag}={value}"])
+            settings.settings_of(parsed).require_valid()
         except (TTraceError, SystemExit, argparse.ArgumentError):
             return 2
         return 0
@@ -326,18 +274,9 @@ def flags(home: Path) -> Attempt:
     return attempt
 
 
-def _Quiet() -> object:  # noqa: N802
-    import argparse
-
-    class Parser(argparse.ArgumentParser):
-        def error(self, message: str) -> None:  # type: ignore[override]
-            raise SystemExit(2)
-
-    return Parser()
-
-
-def _sides(home: Path) -> list[str]:
-    return [str(home / "reference"), str(home / "candidate")]
+class _Quiet(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SystemExit(2)
 
 
 def targets(home: Path) -> dict[str, list[Attempt]]:
@@ -363,12 +302,6 @@ def targets(home: Path) -> dict[str, list[Attempt]]:
         "patch": [patch(home)],
         "data": [data(home)],
         "flags": [flags(home)],
-        "plant": [
-            trace_file(home, side, name, resealed=True, plant=True)
-            for parser, (name, where) in files_of_traces.items()
-            if parser != "meta"
-            for side in where
-        ],
     }
 
 
@@ -385,15 +318,12 @@ def _copy(home: Path) -> Path:
 
 
 def _unsealed(path: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("files", "format", "checksum"):
-        found.pop(name, None)
-    return found
+    meta: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    return {name: meta[name] for name in meta if name not in ("files", "format", "checksum")}
 
 
 def _document(directory: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((directory / files.SUMMARY).read_text(encoding="utf-8"))
-    return found
+    return json.loads((directory / files.SUMMARY).read_text(encoding="utf-8"))
 
 
 def _reseal_report(directory: Path, document: dict[str, object]) -> None:
@@ -410,10 +340,9 @@ def _header(content: bytes, dice: random.Random) -> bytes | None:
         return None
     size = int.from_bytes(content[:8], "little")
     head = mutations.damage(content[8 : 8 + size], dice)
-    rest = content[8 + size :]
     wrong = dice.choice((0, 1 << 40, (1 << 64) - 1, 1))
-    told = wrong if dice.random() < 0.1 else len(head)
-    return told.to_bytes(8, "little") + head + rest
+    length = wrong if dice.random() < 0.1 else len(head)
+    return length.to_bytes(8, "little") + head + content[8 + size :]
 
 
 def _maybe(content: bytes, dice: random.Random) -> bytes:

@@ -1,27 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors planted into a saved run of two ranks, made by hand."""
 
-import json
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.planning import RankLayout
-from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.compare.tolerance import Moved, write
-from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.placement.placements import Shard
-from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
-from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
-from tests.assay import __main__
-from tests.assay.planting import SHAPES, WHOLE_SIZE, Field, random_box, sweep
+from megatron_ttrace.trace.store import seal
+from tests.assay import __main__, harness
+from tests.assay.plant import SHAPES, WHOLE_SIZE, Field, attempt, kinds, random_box
+from tests.assay.small_run import save
 from tests.compare.traces import step_level
-from tests.placement.meshes import mesh_of
 
 OUT = (0, Kind.OUTPUT, "decoder.layers.0", 0)
 GRAD = (0, Kind.GRAD_OUTPUT, "decoder.layers.0", 0)
@@ -50,34 +41,15 @@ def saved(tmp_path_factory):
     """Directories of a reference and of a candidate on two tensor-parallel ranks."""
     home = tmp_path_factory.mktemp("saved")
     known = tensors()
-    writer = TraceWriter(home / "reference", 0)
-    sink = WriteSink(writer, 1)
-    for place, data in known.items():
-        sink.tensor((place,), data)
-    writer.close()
-    write(
-        home / "reference",
-        {
-            TraceKey(1, *place): Moved(
-                data.numel(), float(data.double().norm()), (0.5 if place == BLIND else 0.003,)
-            )
-            for place, data in known.items()
-        },
+    moved = {place: 0.5 if place == BLIND else 0.003 for place in known}
+    double = {GRAD: 2}
+    save(
+        home,
+        known,
+        moved,
+        part_of=lambda place, part, rank: part * double.get(place, 1),
+        config={"layers": 1},
     )
-    seal(home / "reference", {"role": "reference", "epsilon": 2.0**-7})
-    reference = TraceReader(home / "reference")
-    for rank in range(2):
-        writer = TraceWriter(home / "candidate", rank)
-        layout = RankLayout(mesh_of(rank, 2, tp=2), 16, False, 2.0)
-        sink = CompareSink(reference, 1, layout, writer=writer, keep_all=True)
-        for place, data in known.items():
-            if place in (WEIGHT, START):
-                part = data.chunk(2)[rank].clone()
-                sink.placed(place, part, data.shape, (Step("tp", Shard(0)),))
-            else:
-                sink.tensor((place,), data.chunk(2)[rank] * (2 if place == GRAD else 1))
-        writer.close()
-    seal(home / "candidate", {"role": "candidate", "complete": True, "config": {"layers": 1}})
     return home / "reference", home / "candidate"
 
 
@@ -122,16 +94,13 @@ def test_up_to_half_a_tolerance_no_error_is_flagged(field, shape, size, seed):
     assert trial.margin < 0.75
 
 
-def test_a_sweep_has_every_sort_and_is_reproducible(field):
+def test_every_kind_is_planted_and_reproducible(field):
     """Shapes times sizes, then those with a size of their own."""
-    first = sweep(field, (0.5, 2.0), 3)
-    assert len(first) == 2 * len(SHAPES) + len(WHOLE_SIZE)
-    assert all(len(trials) == 3 for trials in first.values())
-    again = sweep(field, (0.5, 2.0), 3)
-    assert [t.key for ts in first.values() for t in ts] == [
-        t.key for ts in again.values() for t in ts
-    ]
-    assert all(t.found for (_, size), ts in first.items() if math.isnan(size) for t in ts)
+    rows = [attempt(3, 1, kind) for kind in kinds(field)]
+    assert rows == [attempt(3, 1, kind) for kind in kinds(field)]
+    assert {row.id.partition(",")[0] for row in rows} == {*SHAPES, *WHOLE_SIZE}
+    assert all(row.details["found"] == 1 for row in rows if not row.details["size"] < 2)
+    assert all(row.details["found"] == 0 for row in rows if row.details["size"] == 0.5)
 
 
 def test_a_random_box_is_a_view():
@@ -144,15 +113,14 @@ def test_a_random_box_is_a_view():
     assert random_box(torch.tensor(1.0), generator).shape == ()
 
 
-def test_the_command(saved, capsys):
-    """Rows as JSON, exit code 0 when the bars are met, and one line on a trace that is none."""
-    assert __main__.main(["plant", *map(str, saved), "--trials", "5", "--json"]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {row["shape"] for row in rows} == {*SHAPES, *WHOLE_SIZE}
-    assert all(row["found"] == 1.0 for row in rows if row["size"] is None or row["size"] >= 2)
-    assert __main__.main(["plant", *map(str, saved), "--trials", "5"]) == 0
-    assert "right rank" in capsys.readouterr().out
-    assert __main__.main(["plant", *map(str, saved), "--trials", "0"]) == 2
+def test_the_command(saved, tmp_path, capsys):
+    """A row for each kind, exit code 0 when the bars are met."""
+    words = ["plant", *map(str, saved), "--directory", str(tmp_path), "--trials"]
+    assert __main__.main([*words, "5"]) == 0
+    assert "6 places" in capsys.readouterr().out
+    _, rows = harness.load(tmp_path / "rows.jsonl")
+    assert {row.id.partition(",")[0] for row in rows} == {*SHAPES, *WHOLE_SIZE}
+    assert __main__.main([*words, "0"]) == 2
 
 
 def test_a_trace_of_failed_tensors_is_not_enough(saved, tmp_path):
