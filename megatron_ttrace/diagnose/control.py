@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.trace.counted import Statistic
@@ -31,23 +31,6 @@ _READ = {
 _FROM_GRADIENT = (Kind.GRAD_NORM, *MOMENTS, Kind.PARAM_DELTA)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prediction:
-    """At least one of these tensors differs by the relative error ``change`` or more."""
-
-    verdicts: tuple[Judged, ...]
-    change: float = math.inf
-
-    @property
-    def is_contradicted(self) -> bool:
-        """Whether some of them were judged, and all of these pass and would not with the change."""
-        judged = [verdict for verdict in self.verdicts if verdict.verdict is not Outcome.UNCHECKED]
-        return bool(judged) and all(
-            verdict.verdict is Outcome.PASS and 2 * (verdict.tolerance or 0.0) < self.change
-            for verdict in judged
-        )
-
-
 def controlled(explain: Explain, verdicts: Sequence[Judged], tolerances: Tolerances) -> Explain:
     """``explain`` without findings that measured verdicts contradict.
 
@@ -62,13 +45,25 @@ def controlled(explain: Explain, verdicts: Sequence[Judged], tolerances: Toleran
         later = verdicts[places[verdict.key] + 1 :]
         predictions = (
             *_of_finding(verdict, why.finding, verdicts, tolerances),
-            Prediction(tuple(_users(verdict, verdicts, later))),
+            (_users(verdict, verdicts, later), math.inf),
         )
-        if not any(prediction.is_contradicted for prediction in predictions):
+        if not any(_contradict(*prediction) for prediction in predictions):
             return why
         return dataclasses.replace(why, finding=None, other=None, alike=None)
 
     return explained
+
+
+def _contradict(verdicts: Iterable[Judged], change: float) -> bool:
+    """Whether some of these tensors were judged, and all of these pass and would not if changed.
+
+    At least one of them would differ by the relative error ``change`` or more.
+    """
+    judged = [verdict for verdict in verdicts if verdict.verdict is not Outcome.UNCHECKED]
+    return bool(judged) and all(
+        verdict.verdict is Outcome.PASS and 2 * (verdict.tolerance or 0.0) < change
+        for verdict in judged
+    )
 
 
 def _users(
@@ -95,15 +90,15 @@ def _users(
 
 def _of_finding(
     verdict: Judged, finding: Finding, verdicts: Sequence[Judged], tolerances: Tolerances
-) -> Iterator[Prediction]:
-    """What follows from the numbers of a finding."""
+) -> Iterator[tuple[list[Judged], float]]:
+    """Tensors that the numbers of a finding change, and by how much."""
     now = [v for v in verdicts if v.iteration == verdict.iteration]
     if isinstance(finding, OtherHyperparameters):
         changes = [
             abs(ours / right - 1) for n, ours, right in finding.values if n == _RATE and right
         ]
-        updates = (v for v in now if (v.kind, v.name) == (Kind.PARAM_DELTA, verdict.name))
-        yield Prediction(tuple(updates), max(changes, default=0.0))
+        updates = [v for v in now if (v.kind, v.name) == (Kind.PARAM_DELTA, verdict.name)]
+        yield updates, max(changes, default=0.0)
     if isinstance(finding, Miscounted) and finding.statistic is Statistic.GRAD_NORM:
         # Of a part of a parameter it is not known how large it is.
         again = finding.most - 1 if finding.least == finding.most else 0
@@ -115,4 +110,4 @@ def _of_finding(
         total = sum(squares.values())
         more = again * sum(squares.get(name, 0.0) for name in finding.names)
         change = abs(math.sqrt(max(0.0, 1 + more / total)) - 1) if total else 0.0
-        yield Prediction(tuple(v for v in now if v.kind is Kind.GRAD_NORM), change)
+        yield [v for v in now if v.kind is Kind.GRAD_NORM], change

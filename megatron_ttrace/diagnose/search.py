@@ -141,17 +141,6 @@ class _State:
     evidence: Evidence
     steps: tuple[tuple[Step, Finding], ...] = ()
 
-    @property
-    def next_steps(self) -> tuple[Step, ...]:
-        """Each step is taken at most once, in one order: the others give the same values."""
-        return STEP[STEP.index(self.steps[-1][0]) + 1 :] if self.steps else STEP
-
-    @property
-    def closings(self) -> list[Closing]:
-        scaled = any(step is scaling.rescaled for step, _ in self.steps)
-        useless = (*(_OF_UNCHANGED if self.steps else ()), *(_ALREADY_SCALED if scaled else ()))
-        return [closing for closing in CLOSING if closing not in useless]
-
 
 def search(evidence: Evidence, failed: Failed | None = None) -> list[Composition]:
     """Compositions that make every failing part right, the simplest first.
@@ -209,7 +198,9 @@ def repeated(evidence: Evidence, known: Composition) -> Finding | None:
 
 
 def _closed(state: _State, failed: Failed | None) -> Iterator[Composition]:
-    for closing in state.closings:
+    scaled = any(step is scaling.rescaled for step, _ in state.steps)
+    useless = (*(_OF_UNCHANGED if state.steps else ()), *(_ALREADY_SCALED if scaled else ()))
+    for closing in (closing for closing in CLOSING if closing not in useless):
         finding = _limited(closing.__name__, closing, state.evidence, failed)
         if finding is not None:
             yield Composition(state.steps, closing, finding)
@@ -217,7 +208,8 @@ def _closed(state: _State, failed: Failed | None) -> Iterator[Composition]:
 
 def _stepped(state: _State, failed: Failed | None) -> Iterator[_State]:
     before = state.evidence
-    for step in state.next_steps:
+    # Each step is taken at most once, in one order: the others give the same values.
+    for step in STEP[STEP.index(state.steps[-1][0]) + 1 :] if state.steps else STEP:
         taken = _limited(step.__name__, functools.partial(_taken, step), before, failed)
         for finding, after in taken or ():
             evidence = dataclasses.replace(after, work=before.work, chosen=before.chosen + _CHOICE)

@@ -118,12 +118,17 @@ class Claim:
 
 
 def claim(directory: Path) -> Claim:
-    """Take a directory for a new run and remove what an earlier run left in it."""
+    """Take a directory for a new run; of an earlier run in it, only the reference is left."""
     run = secrets.token_hex(8)
 
     def clean(directory: Path) -> None:
         _await_ranks(directory)
-        clean_up(directory)
+        _remove_reports(directory)
+        for name in _OF_LOGS:
+            owned.remove(directory / name)
+        for folder in directory.glob(f"{SHARES}*"):
+            owned.discard(folder)
+        remove_traces(directory)
         owned.compact(directory)
         owned.write(directory / MARK, [run])
 
@@ -145,36 +150,29 @@ def claim_report(directory: Path, run: str) -> Claim:
 
 
 def _lock_of_ours(directory: Path, names: Sequence[str]) -> Lock:
-    """The lock on a directory in which nothing else has one of our names."""
+    """The lock on a directory in which nothing else has one of our names; it is made if missing."""
     if not os.path.lexists(directory / LOCK):
         # Before the lock's file is left in a directory that is refused.
         owned.require(directory, names)
-    lock = lock_of(directory)
+    owned.make(directory, ignored=True)
+    lock = Lock(directory / LOCK)
+    if not lock.acquire():
+        raise TTraceError(
+            f"{directory} is in use by another check ({lock.holder()}): "
+            "choose another directory, or wait for it"
+        )
     try:
         owned.require(directory, names)
     except BaseException:
         lock.release()
         raise
+    if not lock.supported:
+        print(
+            f"ttrace: the file system of {directory} has no locks: "
+            "run only one check in it at a time",
+            flush=True,
+        )
     return lock
-
-
-def lock_of(directory: Path) -> Lock:
-    """The exclusive lock on a directory, which is made where it is missing."""
-    with _writing(directory):
-        owned.make(directory, ignored=True)
-        lock = Lock(directory / LOCK)
-        if not lock.acquire():
-            raise TTraceError(
-                f"{directory} is in use by another check ({lock.holder()}): "
-                "choose another directory, or wait for it"
-            )
-        if not lock.supported:
-            print(
-                f"ttrace: the file system of {directory} has no locks: "
-                "run only one check in it at a time",
-                flush=True,
-            )
-        return lock
 
 
 @contextlib.contextmanager
@@ -199,16 +197,6 @@ def _await_ranks(directory: Path) -> None:
             )
         time.sleep(0.05)
     ranks.release()
-
-
-def clean_up(directory: Path) -> None:
-    """Remove the files of an earlier run, but not its reference. Raises ``OSError``."""
-    _remove_reports(directory)
-    for name in _OF_LOGS:
-        owned.remove(directory / name)
-    for folder in directory.glob(f"{SHARES}*"):
-        owned.discard(folder)
-    remove_traces(directory)
 
 
 def remove_traces(directory: Path) -> None:
