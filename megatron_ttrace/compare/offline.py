@@ -55,9 +55,8 @@ def measure_saved(
     alike = Counter(_part(entry) for entries in candidate.ranks.values() for entry in entries)
     measured: dict[int, list[Measured]] = {rank: [] for rank in candidate.ranks}
     for rank, entries in candidate.ranks.items():
-        for number in range(len(entries)):
+        for number, entry in enumerate(entries):
             with _line(candidate, rank, number):
-                entry = candidate.resolve(rank, number)
                 ranks = alike[_part(entry)]
                 measured[rank].append(_measure(reference, candidate, entry, ranks, tolerances))
     return measured

@@ -21,7 +21,7 @@ from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.findings import Cause, Finding, OtherTensor, OtherTime
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
-from megatron_ttrace.trace.store import TraceReader
+from megatron_ttrace.trace.store import Entry, TraceReader
 
 _SEARCH = 400
 _WHOLE = 1 << 22
@@ -120,19 +120,18 @@ class Traces:
         return ratios
 
     @functools.cached_property
-    def _shards(self) -> dict[TraceKey, list[tuple[int, int]]]:
-        """Rank and number of the shards that were kept of each tensor."""
-        shards: dict[TraceKey, list[tuple[int, int]]] = {}
+    def _shards(self) -> dict[TraceKey, list[tuple[int, Entry]]]:
+        """The shards that were kept of each tensor, with their ranks."""
+        shards: dict[TraceKey, list[tuple[int, Entry]]] = {}
         for rank, entries in (self.kept.ranks if self.kept else {}).items():
-            for number, entry in enumerate(entries):
-                shards.setdefault(entry.key, []).append((rank, number))
+            for entry in entries:
+                shards.setdefault(entry.key, []).append((rank, entry))
         return shards
 
     def _parts(self, kept: TraceReader, key: TraceKey) -> Iterator[FailedPart]:
         shards = self._shards.get(key, [])
         limit = max(1, ELEMENTS // max(1, len(shards)))
-        for rank, number in shards:
-            entry = kept.resolve(rank, number)
+        for rank, entry in shards:
             if not (entry.partial_over or entry.sums) and (entry.boxes or not entry.logical_shape):
                 local = kept.tensor(entry)
                 yield FailedPart.of(local, self.meshes[rank], entry.boxes, entry.factor, limit)

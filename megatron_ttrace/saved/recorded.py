@@ -107,7 +107,7 @@ class State:
         """What each rank has of a tensor, as it has it."""
         holders = self._shards.holders(self._keys[item])
         return {
-            rank: self._trace.tensor(self._trace.resolve(rank, number)) for rank, number in holders
+            rank: self._trace.tensor(self._trace.ranks[rank][number]) for rank, number in holders
         }
 
     def shape(self, item: tuple[What, str]) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ class Shards:
         return self._held[key]
 
     def _entries(self, key: TraceKey) -> list[Entry]:
-        return [self._trace.resolve(*where) for where in self._held[key]]
+        return [self._trace.ranks[rank][number] for rank, number in self._held[key]]
 
     def moments(self, key: TraceKey) -> tuple[Entry, Moments] | None:
         """One entry and the moments of a parameter's initial values; of replicas the first."""
@@ -106,7 +106,7 @@ class Shards:
         """
         ranks = []
         for rank, number in self._held[key]:
-            entry = self._trace.resolve(rank, number)
+            entry = self._trace.ranks[rank][number]
             pairs = () if entry.partial_over else self._pairs(entry, whole)
             if not all(_is_same(ours, right) for ours, right in pairs):
                 ranks.append(rank)

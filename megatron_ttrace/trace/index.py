@@ -35,7 +35,8 @@ class Entry:
         shape: of what is stored.
         file: with the data; empty if there is none.
         tensor: name of the data in the file.
-        same_as: number of the line that this one repeats, or -1.
+        same_as: number of the line that this one repeats, or -1; once read, ``file`` and ``tensor``
+            are that line's.
         logical_shape: of the whole tensor; in a reference, the same as ``shape``.
         placement: in words.
         boxes: which stored elements are which logical ones.
@@ -164,6 +165,9 @@ def read_index(path: Path, files: Collection[str] | None = None) -> list[Entry]:
         for line in codec.lines(path, json.loads):
             entry = decode(line)
             validate(entry, entries, files)
+            if entry.same_as >= 0:
+                source = entries[entry.same_as]
+                entry = dataclasses.replace(entry, file=source.file, tensor=source.tensor)
             entries.append(entry)
     except (OSError, ValueError, RecursionError) as error:
         raise TTraceError(

@@ -367,8 +367,9 @@ class TraceReader:
         return iter(self._where)
 
     def entry(self, key: TraceKey) -> Entry:
-        """The entry of ``key`` with its data location resolved. Raises ``KeyError``."""
-        return self.resolve(*self._where[key])
+        """The first entry of ``key``. Raises ``KeyError``."""
+        rank, number = self._where[key]
+        return self.ranks[rank][number]
 
     def primary(self, key: TraceKey) -> TraceKey:
         """The first name under which this tensor was traced."""
@@ -376,18 +377,9 @@ class TraceReader:
         entry = self.ranks[rank][number]
         return self.ranks[rank][entry.same_as].key if entry.same_as >= 0 else key
 
-    def resolve(self, rank: int, number: int) -> Entry:
-        """The entry at a line; if it repeats another line, with that line's data."""
-        entry = self.ranks[rank][number]
-        if entry.same_as < 0:
-            return entry
-        source = self.ranks[rank][entry.same_as]
-        return dataclasses.replace(entry, file=source.file, tensor=source.tensor)
-
     def shape(self, key: TraceKey) -> tuple[int, ...] | None:
         """The shape of a tensor; ``None`` if there is no such tensor."""
-        where = self._where.get(key)
-        return None if where is None else self.ranks[where[0]][where[1]].shape
+        return self.entry(key).shape if key in self else None
 
     def data(self, key: TraceKey) -> torch.Tensor:
         """The tensor of a key. Raises as :meth:`tensor`, and ``KeyError``."""

@@ -124,9 +124,7 @@ class Field:
             for measured in tensors:
                 self._measured.setdefault(measured.key, {}).setdefault(rank, []).append(measured)
         entries = [
-            (rank, self._candidate.resolve(rank, number))
-            for rank, entries in self._candidate.ranks.items()
-            for number in range(len(entries))
+            (rank, entry) for rank, entries in self._candidate.ranks.items() for entry in entries
         ]
         self._factors = {(rank, entry.key): entry.factor for rank, entry in entries}
         self._spots = [spot for spot in entries if self._is_fertile(*spot)]

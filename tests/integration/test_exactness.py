@@ -19,8 +19,7 @@ KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.1.mlp.linear_fc2")
 def flip_a_bit(candidate: Path, rank: int) -> None:
     """The last bit of one element of one saved tensor."""
     reader = TraceReader(candidate)
-    entries = [reader.resolve(rank, number) for number in range(len(reader.ranks[rank]))]
-    entry = next(entry for entry in entries if entry.key == KEY)
+    entry = next(entry for entry in reader.ranks[rank] if entry.key == KEY)
     tensors = load_file(candidate / entry.file)
     tensors[entry.tensor].view(torch.int32).view(-1)[7] ^= 1
     save_file(tensors, candidate / entry.file)
