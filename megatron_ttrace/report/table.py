@@ -89,9 +89,6 @@ class Group:
 
     Attributes:
         worst: the most severe verdict, the earliest of equals.
-        total: number of verdicts.
-        failures: how many of them fail.
-        unchecked: how many were not checked.
     """
 
     worst: Verdict

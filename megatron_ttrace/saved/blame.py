@@ -38,12 +38,8 @@ class Trial:
     """How a tree is checked.
 
     Attributes:
-        interpreter: the Python that runs the job.
-        arguments: of the training script.
-        ranks: how many.
         settings: of the check; the report of the user's tree is written to their directory.
         environment: all of it, with which the script imports the user's tree.
-        fork: whether ranks may be forks.
     """
 
     interpreter: str
@@ -64,7 +60,6 @@ class _Checked:
     """The answer for some hunks on the good tree.
 
     Attributes:
-        result: the answer.
         names: of the culprits, layers' numbers as ``*``; one is empty if nothing is known.
         why: it could not be checked.
     """

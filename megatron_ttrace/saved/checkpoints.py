@@ -51,7 +51,6 @@ class Tensor(Record):
 
     Attributes:
         name: of its parameter, in A if it has another one in B.
-        same: whether it is the same.
         rel_err: ``||b - a|| / ||a||``, 0 where it is the same, ``None`` where it was not measured.
         note: its shapes, dtypes or layers, where they differ.
         state: what of the parameter it is.
@@ -82,8 +81,6 @@ class Comparison:
     """Two checkpoints.
 
     Attributes:
-        tensors: each with whether it is the same.
-        numbers: those that differ.
         notices: what was left out, and why it is not a difference.
         weights_only: whether nothing else was compared.
     """

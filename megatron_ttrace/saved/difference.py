@@ -42,7 +42,6 @@ class Side:
     """One of the two runs.
 
     Attributes:
-        directory: that was given.
         candidate: its saved tensors, if it is more than a reference.
         reference: its reference, if that is there.
         summary: how it compares with its own reference, if that is known.

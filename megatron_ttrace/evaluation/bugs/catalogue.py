@@ -47,12 +47,10 @@ class BugLayout:
     """A job that shows the bug.
 
     Attributes:
-        nproc: number of ranks.
         arguments: Megatron's, in addition to those of the suite's small model.
         healthy: further arguments of the healthy run, if Megatron without the bug rejects the
             layout.
         flags: ``--ttrace-*`` flags of both runs.
-        data: what it is trained on.
         models: those of the suite's models that can run it.
     """
 
@@ -84,8 +82,6 @@ class Expected:
 
     Attributes:
         module: pattern (fnmatch) of the canonical name of a culprit.
-        kind: of that culprit's tensor.
-        direction: in which it went wrong.
         verdicts: any of these.
         index: number of that tensor, if only this one may be named.
         only: pattern that the names of all culprits must match; empty: that of ``module``.

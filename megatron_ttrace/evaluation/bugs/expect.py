@@ -30,7 +30,6 @@ class Assessment:
     """How a report compares with the expectation.
 
     Attributes:
-        detected: whether the run was found diverged.
         localised: whether the expected culprit is named, and no other.
         explained: whether its cause is the expected one; ``None`` if none is expected.
         margin: the smallest of the culprits' margins.

@@ -73,11 +73,7 @@ class BugRow:
     """One bug in one layout.
 
     Attributes:
-        healthy: of the run without the bug.
-        faulty: of the run with it.
-        assessment: of the faulty run's report.
         healthy_margin: the largest of the healthy run; 1 would be a false alarm.
-        error: why it could not be run, if so.
     """
 
     bug: Bug
@@ -150,7 +146,6 @@ class Totals:
     """The result by bug: the variants of one (04a, 04b) count together.
 
     Attributes:
-        bugs: how many were run.
         detected, localised, explained: how many were so in all of their layouts.
         healthy: healthy runs found equivalent, of ``cases``.
         weakest: smallest margin of a culprit, and the bug's id.

@@ -54,12 +54,7 @@ class Layout:
     """How a job is spread over ranks.
 
     Attributes:
-        name: its usual name.
-        nproc: number of ranks.
         arguments: Megatron's, with the words of :data:`FLAGS`.
-        models: of :data:`MODELS`, those that can run it.
-        dtypes: of :data:`DTYPES`.
-        data: what it is trained on.
         finding: words of a heading in docs/findings.md, if a proven fault of Megatron makes the
             layout diverge.
     """

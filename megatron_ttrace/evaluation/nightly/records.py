@@ -41,11 +41,8 @@ class NightCase:
     """One bug, healthy job, recipe's small job, or combination of options.
 
     Attributes:
-        part: that it belongs to.
         name: the same every night, e.g. ``04a dp-average-twice [DP]``.
-        state: the result.
         margin: of a bug the smallest of its culprits', of a healthy job the largest, or ``None``.
-        seconds: that it took.
         marks: what was reached, e.g. ``detected, localised``.
         note: what is wrong, or the explanation in the report.
     """
@@ -74,10 +71,8 @@ class Night:
 
     Attributes:
         began: ISO 8601, with the offset to UTC.
-        seconds: that it took.
         versions: of everything that can change a number.
         options: of the command, those that choose what is run.
-        cases: in the order in which they ran.
         gaps: parts that are missing or incomplete.
     """
 

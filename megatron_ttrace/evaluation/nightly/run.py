@@ -39,13 +39,11 @@ class Options:
     """What to run.
 
     Attributes:
-        parts: to run.
         bugs: ids; empty for all.
         bugs_flags: further arguments of ``ttrace eval bugs run``, e.g. ``--bf16``.
         matrix: name patterns; empty for all.
         recipes: a Megatron-LM checkout with training configurations, or ``None``.
         hunt: minutes for combinations of options, other ones every day.
-        seconds: time limit of the night, or ``None``.
     """
 
     parts: tuple[NightPart, ...] = tuple(NightPart)

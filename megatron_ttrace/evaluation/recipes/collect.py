@@ -40,9 +40,7 @@ class SmallJob:
     """A small job.
 
     Attributes:
-        script: the training script.
         arguments: without those of the data.
-        ranks: how many.
         environment: variables of the configuration that the training sees.
     """
 
@@ -75,9 +73,6 @@ class Recipe:
 
     Attributes:
         name: its folder or script, below the checkout.
-        kind: what it is for.
-        jobs: what it becomes, if it is for training.
-        why: if it becomes nothing, the reason.
         lost: what the small jobs do not do.
         file: its path below the checkout.
     """

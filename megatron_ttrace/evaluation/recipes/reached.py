@@ -153,7 +153,6 @@ class Record:
 
     Attributes:
         tree: git's id of the content of the commit that was checked.
-        ran: the code.
         seal: checksum of this record, its name, and the versions that it was made with.
     """
 

@@ -59,15 +59,9 @@ class JobRow:
     """The result of a small job.
 
     Attributes:
-        key: of the job.
-        answer: what came out.
-        ranks: of the job.
-        tensors: how many were compared.
         unchecked: how many of them say nothing.
-        seconds: of the whole check.
         why: culprits, or the reason that there is no answer.
         finding: the heading in docs/findings.md of a fault that jobs with its options show.
-        command: that repeats the check.
         modules: the culprits' names without the numbers of layers.
         code: what it is the result of (:meth:`Results.code`).
         together: values of a combination (``ttrace hunt``) that fail together, by dimension.
@@ -269,11 +263,7 @@ class RecipeRow:
     """The result of a configuration: the worst of its jobs.
 
     Attributes:
-        name: of the configuration.
         answer: ``None`` if it is not for training, or not all of its jobs have run.
-        why: the reason.
-        finding: as of a job.
-        jobs: keys.
         lost: what the small jobs do not do.
     """
 

@@ -43,14 +43,7 @@ _CONFIG, _INDEX, _ALONE = "config.json", "model.safetensors.index.json", "model.
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """A model's directory.
-
-    Attributes:
-        folder: of the files.
-        config: the model's.
-        family: of the model.
-        tensors: by name; read when they are asked for.
-    """
+    """A model's directory; its tensors, by name, are read when they are asked for."""
 
     folder: Path
     config: families.Config

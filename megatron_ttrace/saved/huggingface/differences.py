@@ -41,7 +41,6 @@ class Difference:
     Attributes:
         what: it is.
         why: it cannot be compared as it is.
-        effect: on the comparison.
         instead: what the user can do.
         seen: where a trace has it, in words; nothing where it does not.
         covers: whether it is the reason why a tensor has no counterpart.

@@ -72,7 +72,6 @@ class Rule:
         megatron: names, of which a model has one: TransformerEngine puts a norm into the linear
             layer after it; experts are grouped, sequential, or in a checkpoint.
         hf: alternative lists of parts. First those that transformers 5 has in memory.
-        order: of the rows of these parts.
         needs, unless: a field of the config that must be true, or must not.
         padded: whether Megatron may append rows to the vocabulary.
         option: of Megatron, without which its model has no such tensor.
@@ -94,7 +93,6 @@ class Family:
 
     Attributes:
         architecture: transformers' class.
-        rules: for all its tensors.
         defaults: values of fields that a ``config.json`` may lack.
         rows: how its modules differ from those of most.
         only: fields that must have these values for its computation to be compared.

@@ -37,11 +37,8 @@ class Inputs:
     """A model's config, with the trace's sizes, and the tensors of the trace.
 
     Attributes:
-        path: of the config.
         config: what the file holds, with the trace's sizes.
         replaced: values of the file that the trace's sizes replaced.
-        family: of the model.
-        trace: a reference's.
     """
 
     path: Path

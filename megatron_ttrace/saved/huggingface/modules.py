@@ -150,8 +150,6 @@ class Row:
         kind: ``INPUT``, ``OUTPUT`` or ``ROUTING``.
         sources: what it is made of. Within a layer their modules are the layer's too, unless
             their names begin with ``model.``.
-        layout: how.
-        index: of the tensor's key.
         has_gradient: whether gradients correspond too: the layout is a permutation, and nothing
             without a counterpart reads the tensor, whose gradient would be in the sum.
     """

@@ -37,10 +37,8 @@ class Sizes:
     """What the table needs of a config.
 
     Attributes:
-        layers: their number.
         heads, groups, head: numbers of query heads and of key and value heads, and rows of each.
         experts: their number in layers that have them.
-        vocabulary: rows of the embedding.
         tied: whether the head is the embedding.
         kinds: of each layer, the parts of the model that it belongs to.
     """
@@ -126,9 +124,6 @@ class Pair:
     """A tensor of Megatron's and the parts that it is made of.
 
     Attributes:
-        megatron: its name.
-        parts: of transformers' tensors.
-        rule: by which they correspond.
         layer, expert: their numbers in the whole model.
     """
 
@@ -144,7 +139,6 @@ class Table:
     """All tensors of a model.
 
     Attributes:
-        sizes: of the model.
         pairs: in the order of the family's rules.
         missing: likewise, but Megatron's model lacks them; their names are only one of several.
     """

@@ -35,8 +35,6 @@ class PlannedJob:
     """A small job of a recipe.
 
     Attributes:
-        arguments: flags of Megatron-LM's.
-        ranks: how many.
         digest: the same for equal configurations.
     """
 
