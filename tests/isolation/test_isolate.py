@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--ttrace-isolate``: tensors go on with the reference's values, graphs and runs stay whole."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +8,8 @@ import pytest
 import torch
 
 from megatron_ttrace.capture.isolate import clipped_by, substitute
-from megatron_ttrace.capture.modules import ModuleTap
-from megatron_ttrace.mcore.names import canonical_names
-from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import Kind
+from tests.capture.recorder import Recorder, tapped
 from tests.integration.jobs import TP, Checked, check
 
 LLAMA = (
@@ -39,37 +36,6 @@ LAYOUTS = {
 }
 
 
-class Recorder:
-    """An isolating sink: notes what it sees and puts given values in the place of some tensors."""
-
-    def __init__(self, values: dict[tuple[Kind, str], torch.Tensor]) -> None:
-        self.values = values
-        self.seen: dict[tuple[Kind, str], torch.Tensor] = {}
-
-    def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
-        for _, kind, name, _ in places:
-            self.seen[kind, name] = data.detach().clone()
-
-    def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
-        self.tensor([place], data)
-
-    def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
-        values = self.values.get((place[1], place[2]))
-        return None if values is None else values.clone()
-
-
-def tapped(values: dict[tuple[Kind, str], torch.Tensor]) -> tuple[Recorder, torch.nn.Module]:
-    """Two linear layers, run forward and backward under a tap; the input is all ones."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
-    sink = Recorder(values)
-    errors: list[BaseException] = []
-    with ModuleTap([canonical_names(model)], sink, [0], errors.append):
-        model(torch.ones(2, 3)).sum().backward()
-    assert errors == []
-    return sink, model
-
-
 def test_substitute_keeps_the_graph() -> None:
     """The values of one tensor, exactly, and the gradient path of the other."""
     x = torch.randn(4, requires_grad=True)
@@ -91,40 +57,16 @@ def test_substitute_is_no_view() -> None:
     assert torch.equal(x.grad, torch.full((4,), 6.0))
 
 
-def test_forward_goes_on_with_the_values() -> None:
-    """An output is seen as it was computed; the next module computes from the replacement."""
-    plain, _ = tapped({})
-    mine = torch.full((2, 3), 5.0)
-    sink, model = tapped({(Kind.OUTPUT, "0"): mine})
-    assert torch.equal(sink.seen[Kind.OUTPUT, "0"], plain.seen[Kind.OUTPUT, "0"])
-    assert torch.equal(sink.seen[Kind.INPUT, "1"], mine)
-    second = model[1]  # type: ignore[index]
-    assert torch.equal(sink.seen[Kind.OUTPUT, "1"], second(mine))
-    assert torch.equal(second.weight.grad, torch.ones(2, 3).T @ mine)
-
-
-def test_backward_goes_on_with_the_values() -> None:
-    """A gradient is seen as it was computed; the module before computes from the replacement."""
-    plain, _ = tapped({})
-    mine = torch.full((2, 3), 5.0)
-    sink, model = tapped({(Kind.GRAD_OUTPUT, "0"): mine})
-    assert torch.equal(sink.seen[Kind.GRAD_OUTPUT, "0"], plain.seen[Kind.GRAD_OUTPUT, "0"])
-    assert torch.equal(model[0].weight.grad, mine.T @ torch.ones(2, 3))  # type: ignore[index]
-
-
 def test_replaced_tensors_are_still_one_tensor() -> None:
     """The gradient of an output and of the input it becomes are one, replaced or not."""
-    sink, _ = tapped({(Kind.OUTPUT, "0"): torch.ones(2, 3), (Kind.INPUT, "1"): torch.zeros(2, 3)})
-    assert torch.equal(sink.seen[Kind.GRAD_OUTPUT, "0"], sink.seen[Kind.GRAD_INPUT, "1"])
-
-
-def test_without_isolation_nothing_changes() -> None:
-    """A sink that replaces nothing leaves gradients bit for bit what they are without a tap."""
-    _, model = tapped({})
-    expected = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
-    model.zero_grad()
-    model(torch.ones(2, 3)).sum().backward()
-    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))  # type: ignore[arg-type]
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    sink = Recorder()
+    sink.instead[0, Kind.OUTPUT, "0", 0] = torch.ones(2, 3)
+    sink.instead[0, Kind.INPUT, "1", 0] = torch.zeros(2, 3)
+    with tapped([model], sink):
+        model(torch.ones(2, 3)).sum().backward()
+    out, into = sink.values[0, Kind.GRAD_OUTPUT, "0", 0], sink.values[0, Kind.GRAD_INPUT, "1", 0]
+    assert torch.equal(out, into)
 
 
 def test_gradients_are_clipped_by_the_references_norm(monkeypatch: pytest.MonkeyPatch) -> None:
