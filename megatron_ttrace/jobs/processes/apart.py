@@ -3,7 +3,6 @@
 
 import atexit
 import contextlib
-import gc
 import importlib
 import os
 import re
@@ -19,7 +18,7 @@ from typing import NoReturn
 
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.processes import forkserver, signals
-from megatron_ttrace.jobs.processes.tether import die_with, tethered
+from megatron_ttrace.jobs.processes.tether import tethered
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import log_line
@@ -147,19 +146,10 @@ class _Fork:
     ) -> NoReturn:
         code = int(ExitCode.COULD_NOT_CHECK)
         try:
-            gc.freeze()
             # Temporary directories of the parent are its own to remove.
             atexit._clear()
-            die_with(parent)
             null = os.open(os.devnull, os.O_RDWR)
-            for stream, target in enumerate((null, null, stderr)):
-                os.dup2(target, stream)
-            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-            sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-            signals.reset()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
-            os.environ.clear()
-            os.environ.update(environment)
+            forkserver.begin(parent, (null, null, stderr), environment)
             # As a new interpreter reads them.
             sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
             sys.pycache_prefix = environment.get("PYTHONPYCACHEPREFIX") or None

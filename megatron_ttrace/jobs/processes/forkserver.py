@@ -182,30 +182,35 @@ def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
     return child
 
 
+def begin(parent: int, streams: Sequence[int], environment: Mapping[str, str]) -> None:
+    """Make a fork of ``parent`` like a new process: its three streams, handlers and variables."""
+    # What the parent imported is not garbage: looking at it would copy its pages.
+    gc.freeze()
+    tether.die_with(parent)
+    for stream, target in enumerate(streams):
+        os.dup2(target, stream)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    # Not before: a Ctrl-C that arrived in the terminal's group is then written to the log.
+    signals.reset()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: Path) -> NoReturn:
     """The child, from its first instruction to its last."""
     code = 1
     try:
-        # What the parent imported is not garbage: looking at it would copy its pages.
-        gc.freeze()
-        tether.die_with(parent)
         os.setpgid(0, 0)
         # A group in the background that reads from the terminal is stopped.
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        null = os.open(os.devnull, os.O_RDONLY)
         try:
             output = owned.create(log, owned.PRIVATE_FILE)
         except OSError:
-            # The parent finds out why; here nobody reads what would be said.
+            # The parent finds out why; here nobody reads a message.
             os._exit(code)
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        # Not before: a Ctrl-C that arrived in the terminal's group is then written to the log.
-        signals.reset()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
-        os.environ.clear()
-        os.environ.update(environment)
+        begin(parent, (null, output, output), environment)
         _, script, *arguments = command
         scripts.run(script, arguments, scripts.search_path(script))
         code = 0
