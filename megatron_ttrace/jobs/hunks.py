@@ -133,19 +133,18 @@ def broken(changed: Mapping[str, str | None], good: Texts, bad: Texts) -> str:
     """
     texts = {file: changed.get(file, good.get(file)) for file in {*good, *bad}}
     for file, text in changed.items():
-        if text is not None and (names := _names(text)) is None:
+        if text is not None and not _names(text).compiles:
             return f"{file} would not compile"
     for file, text in changed.items():
-        names = _names(text or "") or _Names()
-        known = [_names(version.get(file, "")) or _Names() for version in (good, bad)]
+        names = _names(text or "")
+        known = [_names(version.get(file, "")) for version in (good, bad)]
         for name in sorted(names.missing - known[0].missing - known[1].missing):
             return f"{file} would use {name}, which is not defined"
         for module, name in sorted(names.imported):
             ends = (f"{module}.py", f"{module}/__init__.py")
             for other in sorted(path for path in texts if f"/{path}".endswith(ends)):
-                names_there = _names(texts[other] or "") or _Names()
-                versions = (_names(version.get(other, "")) or _Names() for version in (good, bad))
-                is_bound = texts[other] is not None and name in names_there.bound
+                versions = (_names(version.get(other, "")) for version in (good, bad))
+                is_bound = texts[other] is not None and name in _names(texts[other] or "").bound
                 if not is_bound and any(name in version.bound for version in versions):
                     return f"{file} would import {name} from {other}, which lacks it"
     return ""
@@ -163,17 +162,17 @@ class _Names:
     bound: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
     imported: frozenset[tuple[str, str]] = frozenset()
+    compiles: bool = True
 
 
 @functools.lru_cache(maxsize=64)
-def _names(text: str) -> _Names | None:
-    """``None`` if it does not compile."""
+def _names(text: str) -> _Names:
     try:
         with warnings.catch_warnings(action="ignore"):
             compile(text, "", "exec", dont_inherit=True)
             tree, top = ast.parse(text), symtable.symtable(text, "", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+        return _Names(compiles=False)
     tables = [top]
     for table in tables:
         tables += table.get_children()
@@ -192,7 +191,7 @@ def _names(text: str) -> _Names | None:
         frozenset(bound),
         frozenset() if has_star else frozenset(used - bound),
         frozenset(
-            (f"/{(node.module or '').replace('.', '/')}", alias.name)
+            (f"/{node.module.replace('.', '/')}", alias.name)
             for node in imports
             for alias in node.names
             if node.module
