@@ -175,10 +175,20 @@ def test_an_undecided_check_is_a_report(tmp_path: Path) -> None:
     assert check(tmp_path, code).verdict is Result.COULD_NOT_CHECK
 
 
-def test_a_check_without_a_report_raises(tmp_path: Path) -> None:
-    """``tests/jobs/test_job.py`` has those whose report is not believed."""
+@pytest.mark.parametrize(
+    "code",
+    [
+        "sys.exit(2)",
+        "answer(Result.EQUIVALENT)\nsys.exit(2)",
+        "answer(Result.COULD_NOT_CHECK, 'f' * 16)\nsys.exit(2)",
+        "answer(Result.COULD_NOT_CHECK)\n(directory / files.VERDICTS).write_text('{}')\n"
+        "sys.exit(2)",
+    ],
+)
+def test_a_check_without_a_report_raises(tmp_path: Path, code: str) -> None:
+    """No report was written, or one that is not valid."""
     with pytest.raises(TTraceError):
-        check(tmp_path, "sys.exit(2)")
+        check(tmp_path, code)
 
 
 @pytest.mark.parametrize(
