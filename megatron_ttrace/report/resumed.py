@@ -33,10 +33,10 @@ def by_cause(differences: Sequence[Difference]) -> list[list[Difference]]:
     """Differences with the same kind of state, wrong in the same way and on the same way."""
     groups: dict[object, list[Difference]] = {}
     for difference in differences:
-        what, name = difference.what, difference.name
+        kind, name = difference.what, difference.name
         # Numbers of several parameter groups belong together.
-        field = "" if what.is_tensor else name.rpartition(".")[2]
-        key = what, difference.how, difference.blame, field, difference.before, difference.after
+        field = "" if kind.is_tensor else name.rpartition(".")[2]
+        key = kind, difference.how, difference.blame, field, difference.before, difference.after
         groups.setdefault(key, []).append(difference)
     return list(groups.values())
 

@@ -148,14 +148,18 @@ class Moves:
     perturbed: Recorded
     restarted: Recorded
 
-    def scalar(self, what: What, name: str) -> float:
+    def scalar(self, kind: What, name: str) -> float:
         """The tolerance of a number that is logged."""
         moved = []
         for number in range(len(self.restarted.steps)):
-            (losses, norm), (others, other) = (
+            (losses, norm), (perturbed_losses, perturbed_norm) = (
                 run.logged(number) for run in (self.restarted, self.perturbed)
             )
-            pair = (losses.get(name), others.get(name)) if what is What.LOSS else (norm, other)
+            pair = (
+                (losses.get(name), perturbed_losses.get(name))
+                if kind is What.LOSS
+                else (norm, perturbed_norm)
+            )
             if pair[0] and pair[1] is not None:
                 moved.append(abs(pair[1] - pair[0]) / abs(pair[0]))
         # Sums over all elements, whose terms are added in another order.

@@ -216,13 +216,13 @@ class _Checkpoint:
         self.numbers = {name: min(by_rank) for name, by_rank in values.items() if len(by_rank) == 1}
         self.notice = ""
 
-    def read(self, what: What, name: str) -> torch.Tensor | None:
+    def read(self, kind: What, name: str) -> torch.Tensor | None:
         """A tensor; ``None`` if it is stored in no logical form."""
         if self._read is not None:
-            return self._read.tensor((what, name)) if (what, name) in self._read else None
+            return self._read.tensor((kind, name)) if (kind, name) in self._read else None
         if self._checkpoint is None:
             return None
         parameter, _, slot = name.partition("/")
         stored = self._names.get(parameter, parameter)
-        match = self._checkpoint.find(Item(_STATES[what], stored, slot))
+        match = self._checkpoint.find(Item(_STATES[kind], stored, slot))
         return None if match is None else match[1].read()

@@ -49,7 +49,7 @@ def compare(
     after: Recorded,
     layout: str,
     *,
-    stored: Stored = lambda what, name: None,
+    stored: Stored = lambda kind, name: None,
     numbers: Mapping[str, object] | None = None,
     moves: Moves | None = None,
 ) -> Restart:
@@ -221,9 +221,9 @@ class _Comparison:
         blame: Blame,
         **more: object,
     ) -> None:
-        what, name = item
+        kind, name = item
         self._differ(
-            what,
+            kind,
             name,
             How.DIFFERENT,
             blame,
@@ -233,23 +233,23 @@ class _Comparison:
             **more,
         )
 
-    def _differ(self, what: What, name: str, how: How, blame: Blame, **more: object) -> None:
-        where = self._where(what, name, blame)
-        difference = Difference(what=what, name=name, how=how, blame=blame, where=where)
+    def _differ(self, kind: What, name: str, how: How, blame: Blame, **more: object) -> None:
+        where = self._where(kind, name, blame)
+        difference = Difference(what=kind, name=name, how=how, blame=blame, where=where)
         difference = dataclasses.replace(difference, **more)  # type: ignore[arg-type]
         # Not all of these matter: a buffer may be scratch, and a generator unused.
-        is_buffer = what is What.BUFFER and name not in self._names_stored
-        to = self._suspects if what is What.RANDOM or is_buffer else self.differences
+        is_buffer = kind is What.BUFFER and name not in self._names_stored
+        to = self._suspects if kind is What.RANDOM or is_buffer else self.differences
         to.append(difference)
 
-    def _where(self, what: What, name: str, blame: Blame) -> str:
+    def _where(self, kind: What, name: str, blame: Blame) -> str:
         """The code that saves or loads it."""
-        if what.is_tensor and what not in _OF_OPTIMIZER:
+        if kind.is_tensor and kind not in _OF_OPTIMIZER:
             return self._described.get(name, "")
         places = self._before.ranks[0].places
         # A number's name begins with what it belongs to.
-        belongs = What.MAIN if what in _OF_OPTIMIZER else re.split(r"[.[]", name)[0]
-        code = places.get(belongs) or places.get(what)
+        belongs = What.MAIN if kind in _OF_OPTIMIZER else re.split(r"[.[]", name)[0]
+        code = places.get(belongs) or places.get(kind)
         if code is None or blame is Blame.TRAINING:
             return ""
         return code.loads if blame is Blame.LOADING else code.saves
@@ -358,17 +358,17 @@ class _Comparison:
         old = {name: value for name, value in old.items() if not name.endswith(_COUNT)}
         new = merged(rank.numbers for rank in self._after.steps[number])
         self._compare_numbers(old, new, lambda name, value: Blame.TRAINING)
-        (losses, norm), (others, other) = self._before.logged(at), self._after.logged(number)
+        (losses, norm), (new_losses, new_norm) = self._before.logged(at), self._after.logged(number)
         for name in losses:
-            pair = losses[name], others.get(name)
+            pair = losses[name], new_losses.get(name)
             tolerance = moves.scalar(What.LOSS, name) if moves else 0.0
             self._scalar(What.LOSS, f"{name} of iteration {iteration}", pair, tolerance)
         tolerance = moves.scalar(What.GRAD_NORM, "") if moves else 0.0
         name = f"grad norm of iteration {iteration}"
-        self._scalar(What.GRAD_NORM, name, (norm, other), tolerance)
+        self._scalar(What.GRAD_NORM, name, (norm, new_norm), tolerance)
 
     def _scalar(
-        self, what: What, name: str, pair: tuple[float | None, float | None], tolerance: float
+        self, kind: What, name: str, pair: tuple[float | None, float | None], tolerance: float
     ) -> None:
         before, after = pair
         if before == after or (before != before and after != after):  # both are not a number
@@ -382,7 +382,7 @@ class _Comparison:
             )
         elif not error <= tolerance:
             more = {"rel_err": error, "tolerance": tolerance, "before": before, "after": after}
-            self._differ(what, name, How.DIFFERENT, Blame.TRAINING, **more)
+            self._differ(kind, name, How.DIFFERENT, Blame.TRAINING, **more)
 
     def _ends(self, moves: Moves | None) -> None:
         """The state after the last step."""

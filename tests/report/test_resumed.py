@@ -11,10 +11,10 @@ from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.resumed import Blame, Difference, How, Logged, Restart, Resumed, What
 
 
-def moment(name: str, what: What = What.EXP_AVG) -> Difference:
+def moment(name: str, kind: What = What.EXP_AVG) -> Difference:
     """State that was saved wrongly."""
     more = {"rel_err": 0.7, "wrong": 3, "total": 4, "ranks": (1,), "where": "a.py:1 (f)"}
-    return Difference(what=what, name=name, how=How.DIFFERENT, blame=Blame.SAVING, **more)
+    return Difference(what=kind, name=name, how=How.DIFFERENT, blame=Blame.SAVING, **more)
 
 
 def printed(*restarts: Restart) -> str:

@@ -111,11 +111,11 @@ def test_nothing_is_suggested_that_would_be_refused(diverged: Check) -> None:
     assert "--ttrace-isolate" not in file.getvalue()
 
 
-@pytest.mark.parametrize("what", Unexercised)
-def test_what_was_not_exercised(what: Unexercised) -> None:
+@pytest.mark.parametrize("feature", Unexercised)
+def test_what_was_not_exercised(feature: Unexercised) -> None:
     """Each in words, in 80 columns, without a place for a number left open."""
     names = tuple(f"decoder.layers.{layer}.mlp.router" for layer in range(7))
-    text = text_of(healthy(not_exercised=(NotExercised(what, 1234, 5000, names),)))
+    text = text_of(healthy(not_exercised=(NotExercised(feature, 1234, 5000, names),)))
     assert "notice     not exercised: " in text
     assert max(map(len, text.splitlines())) <= 80
     assert not set("{}") & set(text)

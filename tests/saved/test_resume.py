@@ -24,7 +24,7 @@ def answer(tmp_path: Path, layout: str = "", **restart: object) -> Restart:
         recordings.uninterrupted(tmp_path / "a"),
         recordings.restarted(tmp_path / "b", **restart),  # type: ignore[arg-type]
         layout,
-        stored=more.get("stored", lambda what, name: None),  # type: ignore[arg-type]
+        stored=more.get("stored", lambda kind, name: None),  # type: ignore[arg-type]
         numbers=more.get("numbers_stored"),  # type: ignore[arg-type]
     )
 
@@ -43,9 +43,9 @@ def test_a_lost_moment(tmp_path: Path, stored: float | None, blame: Blame) -> No
     """What is stored decides whether saving or loading lost it; zeros are of no tensor."""
     loaded = state() | {LoadedIndex.EXP_AVG: torch.zeros(4)}
 
-    def read(what: What, name: str) -> torch.Tensor | None:
+    def read(kind: What, name: str) -> torch.Tensor | None:
         assert name == NAME
-        if what is What.EXP_AVG:
+        if kind is What.EXP_AVG:
             return None if stored is None else torch.full((4,), stored)
         return None
 
@@ -86,8 +86,8 @@ def test_missing(tmp_path: Path) -> None:
 def test_otherwise_stored(tmp_path: Path) -> None:
     """Wrong in the checkpoint, and loaded as it was: a notice, for this restart goes on."""
 
-    def read(what: What, name: str) -> torch.Tensor | None:
-        return torch.zeros(4) if what is What.WEIGHT else None
+    def read(kind: What, name: str) -> torch.Tensor | None:
+        return torch.zeros(4) if kind is What.WEIGHT else None
 
     restart = answer(tmp_path, stored=read)
     assert restart.verdict is Result.EQUIVALENT
@@ -98,8 +98,8 @@ def test_weights_stored_with_more_bits(tmp_path: Path) -> None:
     """They are what was saved if they round to it."""
     loaded = state() | {LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16)}
 
-    def read(what: What, name: str) -> torch.Tensor | None:
-        return torch.arange(4.0) * (1 + 1e-4) if what is What.WEIGHT else None
+    def read(kind: What, name: str) -> torch.Tensor | None:
+        return torch.arange(4.0) * (1 + 1e-4) if kind is What.WEIGHT else None
 
     (difference,) = answer(tmp_path, loaded=loaded, stored=read).differences
     assert (difference.what, difference.blame) == (What.WEIGHT, Blame.LOADING)
