@@ -200,7 +200,7 @@ def _compare(home: Path, code: int) -> None:
 def _end(started: Started, code: int) -> float:
     """Seconds that a run took; it leaves nothing behind."""
     started.wait(PATIENCE)
-    left = bury(5)
+    left = bury(60)
     if started.code != code or left:
         said = text(started.command.output("stderr"))
         name = started.command.home.name
