@@ -27,8 +27,6 @@ from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
-_DEFAULT = Budget()
-
 
 class Comparison:
     """What one rank measures, from the first traced step to the last.
@@ -47,7 +45,7 @@ class Comparison:
         *,
         keep_all: bool,
         isolate: bool,
-        budget: Budget = _DEFAULT,
+        budget: Budget,
     ) -> None:
         if keep_all:
             # All ranks together keep each tensor of the reference at least once.

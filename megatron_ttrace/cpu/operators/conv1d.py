@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal convolution over a sequence, one filter per channel (``causal_conv1d``)."""
 
-from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +13,8 @@ def causal_conv1d_fn(
     bias: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     initial_states: torch.Tensor | None = None,
-    return_final_states: bool = False,
-    final_states_out: torch.Tensor | None = None,
     activation: str | None = None,
-) -> Any:
+) -> torch.Tensor:
     """``out[t] = act(bias + sum_k weight[k] x[t - width + 1 + k])``, in float32.
 
     Args:
@@ -27,8 +24,6 @@ def causal_conv1d_fn(
         seq_idx: [batch, length], number of the sequence that a position belongs to; what lies in
             another one is zero.
         initial_states: [batch, channels, width - 1], what comes before the first position.
-        return_final_states: also return the last ``width - 1`` inputs.
-        final_states_out: is filled with them.
         activation: ``None``, ``"silu"`` or ``"swish"`` (the same).
 
     Raises:
@@ -50,29 +45,13 @@ def causal_conv1d_fn(
         out = out + term
     if bias is not None:
         out = out + bias.float()[:, None]
-    out = (out if activation is None else F.silu(out)).to(x.dtype)
-    if not return_final_states:
-        return out
-    final = padded[:, :, length:].to(x.dtype)
-    return out, final if final_states_out is None else final_states_out.copy_(final)
+    return (out if activation is None else F.silu(out)).to(x.dtype)
 
 
-def causal_conv1d_varlen_states(
-    x: torch.Tensor, cu_seqlens: torch.Tensor, state_len: int
-) -> torch.Tensor:
-    """The last inputs of each packed sequence, right-aligned, zeros before a short one.
+def causal_conv1d_varlen_states(*args: Any, **kwargs: Any) -> NoReturn:
+    """Only the name, which Megatron imports beside the convolution.
 
-    Args:
-        x: [tokens, channels].
-        cu_seqlens: [sequences + 1], where each sequence starts, and the end.
-        state_len: number of inputs.
-
-    Returns:
-        [sequences, channels, state_len].
+    Raises:
+        NotImplementedError: always: inference alone uses states.
     """
-    bounds = cu_seqlens.tolist()
-    states = x.new_zeros(len(bounds) - 1, x.shape[1], state_len)
-    for number, (start, end) in enumerate(pairwise(bounds)):
-        last = x[max(start, end - state_len) : end]
-        states[number, :, state_len - len(last) :] = last.T
-    return states
+    raise NotImplementedError("states of a convolution are for inference")

@@ -30,7 +30,7 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: torch.Tensor | None = None,
     **more: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, None]:
     """The recurrence.
 
     Args:
@@ -40,19 +40,22 @@ def chunk_gated_delta_rule(
         g: [batch, length, heads], logarithms of the decay.
         beta: [batch, length, heads].
         scale: of the output, ``keys ** -0.5`` by default.
-        initial_state: [sequences, heads, keys, values].
-        output_final_state: whether the last state is returned, too.
+        initial_state: not implemented.
+        output_final_state: not implemented.
         use_qk_l2norm_in_kernel: whether queries and keys are normalised first.
         cu_seqlens: [sequences + 1], bounds of the sequences that are packed into one; a state is
             carried within one only.
         **more: options of other callers.
 
     Returns:
-        [batch, length, heads, values] in the dtype of ``v``, and the last states or ``None``.
+        [batch, length, heads, values] in the dtype of ``v``, and ``None``.
 
     Raises:
-        NotImplementedError: for options that Megatron does not use.
+        NotImplementedError: for states, which inference alone uses, and options that Megatron does
+            not use.
     """
+    if initial_state is not None or output_final_state:
+        raise NotImplementedError("states of gated delta nets are for inference")
     if any(value is not None and value is not False for value in more.values()):
         raise NotImplementedError(f"chunk_gated_delta_rule: {', '.join(more)}")
     if use_qk_l2norm_in_kernel:
@@ -62,20 +65,14 @@ def chunk_gated_delta_rule(
     queries = queries * (q.shape[-1] ** -0.5 if scale is None else scale)
     inputs = (queries, keys, v.float(), g.float(), beta.float())
     bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
-    outputs, states = [], []
-    for number, (start, end) in enumerate(pairwise(bounds)):
+    outputs = []
+    for start, end in pairwise(bounds):
         state = v.new_zeros(q.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
-        if initial_state is not None:
-            rows = slice(None) if cu_seqlens is None else slice(number, number + 1)
-            state = initial_state[rows].float()
-        output, state = _sequence([tensor[:, start:end] for tensor in inputs], state)
-        outputs.append(output)
-        states.append(state)
-    out = torch.cat(outputs, dim=1).to(v.dtype)
-    return out, torch.cat(states) if output_final_state else None
+        outputs.append(_sequence([tensor[:, start:end] for tensor in inputs], state))
+    return torch.cat(outputs, dim=1).to(v.dtype), None
 
 
-def _sequence(inputs: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _sequence(inputs: list[torch.Tensor], state: torch.Tensor) -> torch.Tensor:
     outputs = []
     for query, key, value, decay, rate in zip(
         *(tensor.unbind(1) for tensor in inputs), strict=True
@@ -84,7 +81,7 @@ def _sequence(inputs: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Te
         error = (value - (state * key[..., None]).sum(dim=-2)) * rate[..., None]
         state = state + key[..., None] * error[..., None, :]
         outputs.append((state * query[..., None]).sum(dim=-2))
-    return torch.stack(outputs, dim=1), state
+    return torch.stack(outputs, dim=1)
 
 
 def l2norm(

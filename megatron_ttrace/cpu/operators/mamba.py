@@ -18,8 +18,6 @@ import torch.nn.functional as F
 
 from megatron_ttrace.cpu.operators.conv1d import causal_conv1d_fn
 
-_UNLIMITED = (0.0, math.inf)
-
 
 def mamba_chunk_scan_combined(
     x: torch.Tensor,
@@ -35,11 +33,10 @@ def mamba_chunk_scan_combined(
     seq_idx: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = _UNLIMITED,
     return_final_states: bool = False,
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
-) -> Any:
+) -> torch.Tensor:
     """The scan.
 
     Args:
@@ -52,13 +49,12 @@ def mamba_chunk_scan_combined(
         D: [heads] or [heads, headdim], the direct share of the input.
         z: as ``x``; the output is multiplied by ``silu(z)``.
         dt_bias: [heads], added to ``dt``.
-        initial_states: [batch, heads, headdim, dstate].
+        initial_states: not implemented.
         seq_idx: [batch, length], number of the sequence that a position belongs to; a state is
             carried within one only.
-        cu_seqlens: only together with ``return_varlen_states``.
+        cu_seqlens: not implemented.
         dt_softplus: whether ``softplus`` is applied to ``dt``.
-        dt_limit: bounds of ``dt`` after that.
-        return_final_states: also return the state after the last position.
+        return_final_states: not implemented.
         return_varlen_states: not implemented.
         state_dtype: of states that are carried between chunks; float32 by default.
 
@@ -66,20 +62,19 @@ def mamba_chunk_scan_combined(
         [batch, length, heads, headdim] in the dtype of ``x``.
 
     Raises:
-        NotImplementedError: for ``return_varlen_states``, which inference alone uses.
+        NotImplementedError: for states that are passed or returned, which inference alone uses.
     """
-    if return_varlen_states or cu_seqlens is not None:
-        raise NotImplementedError("the states of packed sequences are not returned on a CPU")
+    is_returned = return_final_states or return_varlen_states
+    if is_returned or cu_seqlens is not None or initial_states is not None:
+        raise NotImplementedError("states of Mamba layers are for inference")
     batch, length, heads, _ = x.shape
     steps = dt.float() if dt_bias is None else dt.float() + dt_bias.float()
-    steps = (F.softplus(steps) if dt_softplus else steps).clamp(*dt_limit)
+    steps = F.softplus(steps) if dt_softplus else steps
     repeats = heads // B.shape[2]
     values = x.float() * steps[..., None]
     keys, queries = (tensor.float().repeat_interleave(repeats, dim=2) for tensor in (B, C))
     decay = steps * A.float()
     state = x.new_zeros(batch, heads, x.shape[3], B.shape[3], dtype=torch.float32)
-    if initial_states is not None:
-        state = initial_states.float()
     numbers = seq_idx if seq_idx is not None else decay.new_zeros(batch, length)
     carried = numbers[:, 0]
     parts = []
@@ -97,7 +92,7 @@ def mamba_chunk_scan_combined(
         y = y + x.float() * (D.float()[:, None] if D.dim() == 1 else D.float())
     if z is not None:
         y = y * F.silu(z.float())
-    return (y.to(x.dtype), state) if return_final_states else y.to(x.dtype)
+    return y.to(x.dtype)
 
 
 def _chunk(
@@ -142,30 +137,23 @@ def mamba_split_conv1d_scan_combined(
     A: torch.Tensor,
     D: torch.Tensor,
     chunk_size: int,
-    initial_states: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
-    dt_limit: tuple[float, float] = _UNLIMITED,
-    return_final_states: bool = False,
     activation: str = "silu",
-    rmsnorm_weight: torch.Tensor | None = None,
-    rmsnorm_eps: float = 1e-6,
-    outproj_weight: torch.Tensor | None = None,
-    outproj_bias: torch.Tensor | None = None,
     headdim: int | None = None,
     ngroups: int = 1,
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
-) -> Any:
-    """Split, convolve, scan, gate; then normalise and project, where weights for it are given.
+) -> torch.Tensor:
+    """Split, convolve, scan and gate.
 
     ``zxbcdt`` is [batch, length, 2 * dim + 2 * ngroups * dstate + heads]: gate, input, B, C, dt.
     ``conv1d_weight`` is [dim + 2 * ngroups * dstate, width], ``D`` [heads], then ``headdim`` must
-    be given, or [heads, headdim], ``rmsnorm_weight`` [dim]: without one the scan's output is gated
-    and not normalised. ``outproj_weight`` is [out, dim]. ``norm_before_gate`` says that the gate
-    comes after the norm. The others are those of :func:`mamba_chunk_scan_combined`.
+    be given, or [heads, headdim]. ``norm_before_gate`` is about the kernel's own norm and
+    projection, for which no supported Megatron passes weights. The others are those of
+    :func:`mamba_chunk_scan_combined`.
 
     Returns:
-        [batch, length, dim or out].
+        [batch, length, dim].
     """
     heads = D.shape[0]
     size = heads * (D.shape[1] if D.dim() == 2 else int(headdim or 0))
@@ -179,7 +167,7 @@ def mamba_split_conv1d_scan_combined(
         activation=activation,
     ).transpose(1, 2)
     x, b, c = convolved.split([size, ngroups * state, ngroups * state], dim=-1)
-    y, final = mamba_chunk_scan_combined(
+    y = mamba_chunk_scan_combined(
         x.unflatten(-1, (heads, -1)),
         dt,
         A,
@@ -187,45 +175,17 @@ def mamba_split_conv1d_scan_combined(
         c.unflatten(-1, (ngroups, -1)),
         chunk_size,
         D=D,
-        z=z.unflatten(-1, (heads, -1)) if rmsnorm_weight is None else None,
+        z=z.unflatten(-1, (heads, -1)),
         dt_bias=dt_bias,
-        initial_states=initial_states,
         seq_idx=seq_idx,
         dt_softplus=True,
-        dt_limit=dt_limit,
-        return_final_states=True,
         state_dtype=state_dtype,
     )
-    y = y.flatten(2)
-    if rmsnorm_weight is not None:
-        y = gated_rms_norm(y, rmsnorm_weight, z, rmsnorm_eps, size // ngroups, norm_before_gate)
-    if outproj_weight is not None:
-        y = F.linear(y.to(outproj_weight.dtype), outproj_weight, outproj_bias)
-    return (y, final) if return_final_states else y
-
-
-def gated_rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    z: torch.Tensor | None,
-    eps: float,
-    group_size: int | None,
-    norm_before_gate: bool,
-) -> torch.Tensor:
-    """RMS norm over groups of the last dim, with a gate before or after it."""
-    gated = x.float()
-    if z is not None and not norm_before_gate:
-        gated = gated * F.silu(z.float())
-    groups = gated.unflatten(-1, (-1, group_size or x.shape[-1]))
-    normed = groups * torch.rsqrt(groups.square().mean(dim=-1, keepdim=True) + eps)
-    values: torch.Tensor = normed.flatten(-2) * weight.float()
-    if z is not None and norm_before_gate:
-        values = values * F.silu(z.float())
-    return values.to(x.dtype)
+    return y.flatten(2)
 
 
 class RMSNorm(torch.nn.Module):
-    """``mamba_ssm.ops.triton.layernorm_gated.RMSNorm``."""
+    """``mamba_ssm.ops.triton.layernorm_gated.RMSNorm``: over groups of the last dim."""
 
     def __init__(
         self,
@@ -244,5 +204,13 @@ class RMSNorm(torch.nn.Module):
         self.norm_before_gate = norm_before_gate
 
     def forward(self, x: torch.Tensor, z: torch.Tensor | None = None) -> torch.Tensor:
-        """``x`` [..., hidden_size], gated by ``z`` if there is one."""
-        return gated_rms_norm(x, self.weight, z, self.eps, self.group_size, self.norm_before_gate)
+        """``x`` [..., hidden_size], gated by ``z`` if there is one, before or after the norm."""
+        gated = x.float()
+        if z is not None and not self.norm_before_gate:
+            gated = gated * F.silu(z.float())
+        groups = gated.unflatten(-1, (-1, self.group_size or x.shape[-1]))
+        normed = groups * torch.rsqrt(groups.square().mean(dim=-1, keepdim=True) + self.eps)
+        values: torch.Tensor = normed.flatten(-2) * self.weight.float()
+        if z is not None and self.norm_before_gate:
+            values = values * F.silu(z.float())
+        return values.to(x.dtype)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 
@@ -65,7 +64,7 @@ class InCheckpoint:
         source: Source | None,
         model: TracedModel,
         args: MegatronArguments,
-        buckets: Mapping[str, Sequence[Bucketed]] = MappingProxyType({}),
+        buckets: Mapping[str, Sequence[Bucketed]],
     ) -> None:
         """Load and open. ``buckets`` says where the ranks' parameters are in buckets."""
         self._model = model

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from megatron_ttrace.cpu.operators.mamba import (
     RMSNorm,
-    gated_rms_norm,
     mamba_chunk_scan_combined,
     mamba_split_conv1d_scan_combined,
 )
@@ -40,11 +39,10 @@ def recurrence(x, dt, A, B, C, D, z, dt_bias, numbers=None):  # noqa: N803 - as 
     """One step after the other, one head after the other."""
     steps = F.softplus(dt + dt_bias)
     out = torch.zeros_like(x)
-    last = torch.zeros(BATCH, HEADS, HEADDIM, STATE, dtype=x.dtype)
     for sample in range(BATCH):
         for head in range(HEADS):
             group = head // (HEADS // GROUPS)
-            state = last[sample, head]
+            state = torch.zeros(HEADDIM, STATE, dtype=x.dtype)
             for t in range(x.shape[1]):
                 if numbers is not None and t and numbers[sample, t] != numbers[sample, t - 1]:
                     state = torch.zeros_like(state)
@@ -52,8 +50,7 @@ def recurrence(x, dt, A, B, C, D, z, dt_bias, numbers=None):  # noqa: N803 - as 
                     x[sample, t, head] * steps[sample, t, head], B[sample, t, group]
                 )
                 out[sample, t, head] = state @ C[sample, t, group] + D[head] * x[sample, t, head]
-            last[sample, head] = state
-    return out * F.silu(z), last
+    return out * F.silu(z)
 
 
 @settings(max_examples=15, deadline=None)
@@ -62,27 +59,18 @@ def test_scan(length, chunk, packed):
     """Any length, in chunks of any size, of one sequence or of several, is the recurrence."""
     x, dt, a, b, c, d, z, bias = inputs(length, seed=length)
     numbers = (torch.arange(length) // 4).expand(BATCH, -1) if packed else None
-    found, state = mamba_chunk_scan_combined(
-        x, dt, a, b, c, chunk, D=d, z=z, dt_bias=bias, dt_softplus=True, seq_idx=numbers,
-        return_final_states=True,
-    )  # fmt: skip
-    expected, last = recurrence(x, dt, a, b, c, d, z, bias, numbers)
+    found = mamba_chunk_scan_combined(
+        x, dt, a, b, c, chunk, D=d, z=z, dt_bias=bias, dt_softplus=True, seq_idx=numbers
+    )
+    expected = recurrence(x, dt, a, b, c, d, z, bias, numbers)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(state.double(), last, rtol=1e-4, atol=1e-4)
 
 
-def test_scan_goes_on_from_a_state():
-    """Two halves, the second from the first one's state, are the whole."""
-    x, dt, a, b, c, d, _, bias = inputs(8)
-    rest = {"D": d, "dt_bias": bias, "dt_softplus": True}
-    whole = mamba_chunk_scan_combined(x, dt, a, b, c, 4, **rest)
-    first, state = mamba_chunk_scan_combined(
-        x[:, :5], dt[:, :5], a, b[:, :5], c[:, :5], 4, return_final_states=True, **rest
-    )
-    second = mamba_chunk_scan_combined(
-        x[:, 5:], dt[:, 5:], a, b[:, 5:], c[:, 5:], 4, initial_states=state, **rest
-    )
-    torch.testing.assert_close(torch.cat([first, second], dim=1), whole, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("option", ["initial_states", "cu_seqlens", "return_final_states"])
+def test_states_are_for_inference(option):
+    x, dt, a, b, c, *_ = inputs(4)
+    with pytest.raises(NotImplementedError, match="inference"):
+        mamba_chunk_scan_combined(x, dt, a, b, c, 2, **{option: torch.ones(1)})
 
 
 def test_gradients():
@@ -114,30 +102,21 @@ def differentiable(x, dt, A, B, C, D, z, dt_bias):  # noqa: N803 - as in the for
     return torch.stack(out, dim=1) * F.silu(z), state
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_split(normed):
-    """Convolution, scan, gate and norm one after the other are the combined operator."""
+def test_split():
+    """Convolution, scan and gate one after the other are the combined operator."""
     x, dt, a, b, c, d, z, bias = inputs(6)
     mixed = torch.cat([x.flatten(2), b.flatten(2), c.flatten(2)], dim=-1)
     weight = torch.randn(mixed.shape[-1], 4, dtype=torch.float64)
     shift = torch.randn(mixed.shape[-1], dtype=torch.float64)
-    scale = torch.rand(HEADS * HEADDIM, dtype=torch.float64) if normed else None
     found = mamba_split_conv1d_scan_combined(
         torch.cat([z.flatten(2), mixed, dt], dim=-1), weight, shift, bias, a, d, 4,
-        headdim=HEADDIM, ngroups=GROUPS, rmsnorm_weight=scale, norm_before_gate=False,
+        headdim=HEADDIM, ngroups=GROUPS, norm_before_gate=False,
     )  # fmt: skip
     convolved = F.conv1d(F.pad(mixed.mT, (3, 0)), weight[:, None], shift, groups=mixed.shape[-1]).mT
     sizes = [HEADS * HEADDIM, GROUPS * STATE, GROUPS * STATE]
     x2, b2, c2 = F.silu(convolved).split(sizes, dim=-1)
     parts = x2.unflatten(-1, (HEADS, -1)), b2.unflatten(-1, (GROUPS, -1))
-    gate = torch.full_like(z, 30.0) if normed else z  # silu(30) is 30
-    expected, _ = recurrence(
-        parts[0], dt, a, parts[1], c2.unflatten(-1, (GROUPS, -1)), d, gate, bias
-    )
-    if normed:
-        expected = gated_rms_norm(
-            expected.flatten(2) / 30, scale, z.flatten(2), 1e-6, HEADS * HEADDIM // GROUPS, False
-        )
+    expected = recurrence(parts[0], dt, a, parts[1], c2.unflatten(-1, (GROUPS, -1)), d, z, bias)
     torch.testing.assert_close(found, expected.reshape(found.shape), rtol=1e-4, atol=1e-4)
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_ttrace.cpu.operators.conv1d import causal_conv1d_fn, causal_conv1d_varlen_states
+from megatron_ttrace.cpu.operators.conv1d import causal_conv1d_fn
 from megatron_ttrace.cpu.operators.delta_rule import (
     causal_conv1d,
     chunk_gated_delta_rule,
@@ -52,13 +52,16 @@ def test_delta_rule():
 def test_packed_sequences():
     """Packed sequences are computed apart."""
     whole = inputs(length=7, batch=1)
-    found, states = chunk_gated_delta_rule(
-        **whole, cu_seqlens=torch.tensor([0, 3, 7]), output_final_state=True
-    )
+    found, _ = chunk_gated_delta_rule(**whole, cu_seqlens=torch.tensor([0, 3, 7]))
     parts = [{name: one[:, at] for name, one in whole.items()} for at in (slice(3), slice(3, 7))]
     expected = torch.cat([recurrence(**part) for part in parts], dim=1)
     torch.testing.assert_close(found, expected)
-    assert states.shape == (2, 4, 3, 5)
+
+
+@pytest.mark.parametrize("option", ["initial_state", "output_final_state"])
+def test_states_are_for_inference(option):
+    with pytest.raises(NotImplementedError, match="inference"):
+        chunk_gated_delta_rule(**inputs(), **{option: torch.ones(1)})
 
 
 def test_options_that_are_not_there():
@@ -91,19 +94,12 @@ def test_convolution_of_packed_sequences():
 
 
 def test_convolution_goes_on_from_a_state():
-    """The final state of one part is what comes before the next."""
+    """The last inputs of one part come before the next."""
     x, weight = torch.randn(2, 4, 9), torch.randn(4, 3)
     whole = causal_conv1d_fn(x, weight)
-    first, state = causal_conv1d_fn(x[:, :, :5], weight, return_final_states=True)
-    second = causal_conv1d_fn(x[:, :, 5:], weight, initial_states=state)
+    first = causal_conv1d_fn(x[:, :, :5], weight)
+    second = causal_conv1d_fn(x[:, :, 5:], weight, initial_states=x[:, :, 3:5])
     torch.testing.assert_close(torch.cat([first, second], dim=2), whole)
-
-
-def test_last_inputs():
-    """Right-aligned, with zeros before a short sequence."""
-    x = torch.arange(1.0, 6.0)[:, None]
-    found = causal_conv1d_varlen_states(x, torch.tensor([0, 1, 5]), 3)
-    assert found[:, 0].tolist() == [[0, 0, 1], [3, 4, 5]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
