@@ -84,7 +84,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Check the configurations and print the table."""
     from megatron_ttrace.evaluation.recipes.run import (
-        Answer,
         Checker,
         Results,
         coverage,
@@ -127,6 +126,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(table))
     else:
         _show(rows, [finished[key] for key in jobs if key in finished])
+    return _exit_code(rows)
+
+
+def _exit_code(rows: Sequence[RecipeRow]) -> ExitCode:
+    from megatron_ttrace.evaluation.recipes.run import Answer
+
     answers = {row.answer for row in rows}
     if Answer.DIVERGED in answers:
         return ExitCode.DIVERGED
