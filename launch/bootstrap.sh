@@ -102,7 +102,7 @@ make_venv() {
   "${pip[@]}" setuptools
   "${pip[@]}" --no-build-isolation --no-compile -e '.[test]'
   # pip would compile on one core. Some packages have files for other versions of Python.
-  "$VENV/bin/python" -m compileall -q -q -j 0 "$VENV/lib" || true
+  "$VENV/bin/python" -W ignore -m compileall -q -q -j 0 "$VENV/lib" || true
   echo "$want" >"$stamp"
   rm -f "$unfinished"
 }
