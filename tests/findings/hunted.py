@@ -24,9 +24,16 @@ ERRORS = {
     "Tensors must have same number of dimensions": "finding 57",
     "does not support attention sinks": "refused by TransformerEngine",
     "When not using pp-last rank ordering": "refused when groups are made",
+    "Cannot average in collective": "refused when the model is built",
+    "emerging optimizer with fp16": "refused when the optimizer is built",
+    "Only Adam, HybridDeviceOptimizer": "refused when the optimizer is built",
+    "_collect_main_grad_data_for_unscaling": "finding 57",
+    "an optimizer other than Adam: Megatron supports it only with --bf16": "finding 22",
+    "most: own shard": "SOAP updates shards by themselves, by design",
+    "--moe-pad-expert-input-to-capacity": "padding depends on a rank's tokens, by design",
     "has no attribute 'scale_mode'": "0.19 needs Emerging-Optimizers 0.2.0",
 }
-"""What jobs fail with without ttrace, and what is known of it."""
+"""Why jobs have no verdict, and what is known of it."""
 
 
 def read():
@@ -53,7 +60,7 @@ def line_of(row, numbers, seed, commit):
         heading = row["finding"] or known_faults.finding_of(options, "0.19.2")
         line["finding"] = number_of(heading)
     else:
-        line["error"] = row["why"][:200]
+        line["error"] = re.sub(r"^rank \d+ on [^,]+, ", "", row["why"])[:200]
     return {**line, "values": numbers}
 
 
