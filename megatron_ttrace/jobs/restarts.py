@@ -162,8 +162,8 @@ def _into(restarted: Run, text: str, number: int) -> Run:
     if split(words)[1] != words or not all(CommandFlags.parse(words).flags):
         raise TTraceError(f"--into {text!a}: give flags of the script, and {_NPROC}")
     if not CommandFlags.parse(words).has("make_vocab_size_divisible_by"):
-        own = CommandFlags.parse(restarted.arguments)
-        words += CommandFlags.parse([*restarted.arguments, *words]).padding(own.padded_multiple())
+        base = CommandFlags.parse(restarted.arguments)
+        words += CommandFlags.parse([*restarted.arguments, *words]).padding(base.padded_multiple())
     name = f"{INTO}{number}"
     return dataclasses.replace(
         restarted, name=name, arguments=(*restarted.arguments, *words), nproc=nproc, layout=text
