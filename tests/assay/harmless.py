@@ -93,7 +93,7 @@ def _change(
         lines = text.split("\n")
         lines[changed[0] : changed[1]] = changed[2]
         new = "\n".join(lines)
-        if all(new.count(one) == text.count(one) for one in intact):
+        if all(new.count(part) == text.count(part) for part in intact):
             compile(new, str(path), "exec")
             path.write_text(new)
             return kind.__name__[1:]
@@ -107,7 +107,7 @@ def _functions(text: str) -> Iterator[tuple[str, ast.FunctionDef]]:
     """Functions that are plain enough, with three statements at least; qualified names first."""
     tree = ast.parse(text)
     outer = [("", tree.body)]
-    outer += [(f"{one.name}.", one.body) for one in tree.body if isinstance(one, ast.ClassDef)]
+    outer += [(f"{node.name}.", node.body) for node in tree.body if isinstance(node, ast.ClassDef)]
     for prefix, node in ((prefix, node) for prefix, body in outer for node in body):
         if not isinstance(node, ast.FunctionDef) or node.decorator_list or len(node.body) < 3:
             continue
@@ -166,18 +166,16 @@ def _rename(lines: list[str], function: ast.FunctionDef, dice: random.Random) ->
 def _swap(lines: list[str], function: ast.FunctionDef, dice: random.Random) -> _Change:
     """Two assignments that do not depend on each other, the other way round."""
     del dice
-    for one, two in zip(function.body, function.body[1:], strict=False):
-        pair = (one, two)
-        if not all(isinstance(each, ast.Assign) and _is_pure(each) for each in pair):
+    for pair in itertools.pairwise(function.body):
+        if not all(isinstance(statement, ast.Assign) and _is_pure(statement) for statement in pair):
             continue
-        if one.end_lineno != one.lineno or two.end_lineno != two.lineno:
+        at = pair[0].lineno - 1
+        ends = [(statement.lineno, statement.end_lineno) for statement in pair]
+        if ends != [(at + 1, at + 1), (at + 2, at + 2)] or ";" in lines[at] + lines[at + 1]:
             continue
-        if two.lineno != one.lineno + 1 or ";" in lines[one.lineno - 1] + lines[two.lineno - 1]:
-            continue
-        targets = [each.targets[0].id for each in pair]  # type: ignore[attr-defined]
-        used = [set(re.findall(r"\w+", ast.unparse(each.value))) for each in pair]  # type: ignore[attr-defined]
+        targets = [statement.targets[0].id for statement in pair]
+        used = [set(re.findall(r"\w+", ast.unparse(statement.value))) for statement in pair]
         if targets[0] != targets[1] and targets[0] not in used[1] and targets[1] not in used[0]:
-            at = one.lineno - 1
             return at, at + 2, [lines[at + 1], lines[at]]
     return None
 
@@ -210,7 +208,7 @@ def _invert(lines: list[str], function: ast.FunctionDef, dice: random.Random) ->
 def _compute(lines: list[str], function: ast.FunctionDef, dice: random.Random) -> _Change:
     """A local variable that nothing uses."""
     at = _statement(function, dice)
-    names = [one.arg for one in function.args.args] or ["__name__"]
+    names = [argument.arg for argument in function.args.args] or ["__name__"]
     line = f"not_used = [id({dice.choice(names)}) % {dice.randint(2, 9)}] * {dice.randint(2, 9)}"
     return at.lineno - 1, at.lineno - 1, [" " * at.col_offset + line]
 

@@ -59,8 +59,8 @@ def header_of(script: Path) -> re.Match[str]:
 def row_of(script: Path, results: Mapping[str, Mapping[str, Any]]) -> str:
     """The row of a script, by the names of recipes."""
     header = header_of(script)
-    found = shell_script.resolve(ShellScript((str(script),)))
-    large = axes.of_large(CommandFlags.parse(found.arguments), found.ranks)
+    command_line = shell_script.resolve(ShellScript((str(script),)))
+    large = axes.of_large(CommandFlags.parse(command_line.arguments), command_line.ranks)
     layout = ", ".join(f"{name} {getattr(large, name)}" for name in large.spread())
     recipe = header["source"].removeprefix(_BRIDGE)
     cells = (

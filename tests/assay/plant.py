@@ -224,8 +224,8 @@ class Kind:
 
 def kinds(field: Field) -> list[Kind]:
     """All kinds of errors; those with a size of their own come last."""
-    own = [Kind(field, shape, math.nan) for shape in WHOLE_SIZE]
-    return [Kind(field, shape, size) for shape in SHAPES for size in SIZES] + own
+    sized = [Kind(field, shape, size) for shape in SHAPES for size in SIZES]
+    return sized + [Kind(field, shape, math.nan) for shape in WHOLE_SIZE]
 
 
 def attempt(trials: int, seed: int, kind: Kind) -> Row:

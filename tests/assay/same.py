@@ -55,10 +55,8 @@ def differences(before: dict[str, Path], after: dict[str, Path]) -> Iterator[str
         if name not in before or name not in after:
             yield f"{name}: only {'before' if name in before else 'after'}"
             continue
-        one, other = answer(before[name]), answer(after[name])
-        changed = [
-            f"{part}: {one[part]} -> {other[part]}" for part in one if one[part] != other[part]
-        ]
+        old, new = answer(before[name]), answer(after[name])
+        changed = [f"{part}: {old[part]} -> {new[part]}" for part in old if old[part] != new[part]]
         if changed:
             yield f"{name}: {'; '.join(changed)}"[:1000]
 

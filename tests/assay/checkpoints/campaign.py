@@ -106,13 +106,14 @@ def _healthy(args: argparse.Namespace) -> int:
         folder = args.directory / job.name
         if args.check:
             place = workshop.saved_in(job)
-            found = [
+            answered = [
                 answers.check(folder / str(number), job, layout, place)
                 for number, layout in enumerate(job.into)
             ]
         else:
-            found = [answers.resume(folder, job, job.into)]
-        worst = next((answer for answer in found if answer.verdict != "equivalent"), found[0])
+            answered = [answers.resume(folder, job, job.into)]
+        failed = (answer for answer in answered if answer.verdict != "equivalent")
+        worst = next(failed, answered[0])
         marks = {"equivalent": worst.verdict == "equivalent"}
         if worst.is_found:
             marks[FALSE_ALARM] = True

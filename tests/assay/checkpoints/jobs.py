@@ -91,7 +91,7 @@ class Job:
         """What mechanisms may need (``Mechanism.needs``)."""
         words, model = {*self.more.split(), *self.layout.words.split()}, matrix.MODELS[self.model]
         is_deep = {"deep", "vpp2"} & words
-        held = {
+        features = {
             "decay": True,
             self.dtype: True,
             "main": self.dtype != "fp32",
@@ -103,7 +103,7 @@ class Job:
             "torch_dist": not {"torch", "fsdp"} & words,
         }
         axes = {word[:2] for word in words if re.fullmatch(r"(tp|ep|pp)\d", word)}
-        return frozenset({name for name, holds in held.items() if holds} | axes)
+        return frozenset({name for name, has in features.items() if has} | axes)
 
 
 def arguments(words: str) -> tuple[str, ...]:

@@ -221,8 +221,8 @@ def damage(
     """
     if offline:
         name = "faulty" if x.fault.faulty else "healthy"
-        for each in ("reference", "candidate"):
-            shutil.copytree((x.base.folder / name / "out" / each).resolve(), x.home / each)
+        for folder in ("reference", "candidate"):
+            shutil.copytree((x.base.folder / name / "out" / folder).resolve(), x.home / folder)
         trace = x.home / side
         words = ("compare", "reference", "candidate", "--output", "out")
         command = Command(words=words, home=x.home)
@@ -233,7 +233,7 @@ def damage(
     files.append(trace / "meta.json")
     chosen = files[int(file * len(files))]
     x.injected = spoil(chosen, harm, x.base.folder / "other", position)
-    x.said = chosen.name
+    x.output = chosen.name
     if x.injected:
         x.watch(Started(command))
 

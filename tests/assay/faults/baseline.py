@@ -202,9 +202,9 @@ def _end(started: Started, code: int) -> float:
     started.wait(PATIENCE)
     left = bury(60)
     if started.code != code or left:
-        said = text(started.command.output("stderr"))
+        stderr = text(started.command.output("stderr"))
         name = started.command.home.name
-        raise NoBaselineError(f"{name}: exit code {started.code}, not {code}: {said[-2000:]}")
+        raise NoBaselineError(f"{name}: exit code {started.code}, not {code}: {stderr[-2000:]}")
     assert started.ended is not None
     return started.ended - started.began
 

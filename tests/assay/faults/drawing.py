@@ -297,12 +297,12 @@ def _is_dear(fault: Fault) -> bool:
     Ranks that are not yet connected wait for one that has ended; others notice at once. After
     the end there is nothing to disturb.
     """
-    name, given = fault.action.name, fault.action.arguments
-    is_slow = bool(given.get("cold") or given.get("fresh"))
+    name, arguments = fault.action.name, fault.action.arguments
+    is_slow = bool(arguments.get("cold") or arguments.get("fresh"))
     if name == "signals" and fault.family is Family.RANKS:
-        return is_slow or not 0.5 < given["moment"] < 0.9
+        return is_slow or not 0.5 < arguments["moment"] < 0.9
     if name == "stop":
-        return given["seconds"] is None
+        return arguments["seconds"] is None
     if name == "disturb":
-        return given["layout"] != "tp" or given["event"] is Event.STOP
+        return arguments["layout"] != "tp" or arguments["event"] is Event.STOP
     return is_slow

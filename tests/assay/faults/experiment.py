@@ -32,7 +32,7 @@ class Experiment:
         injected: whether the fault happened; set by the action.
         problems: broken promises.
         codes: exit codes of what was judged.
-        said: what was printed, for the row.
+        output: what was printed, for the row.
         share: part of a healthy run's duration that this one took, where its action has a moment.
     """
 
@@ -44,7 +44,7 @@ class Experiment:
         self.injected = False
         self.problems: list[tuple[Problem, str]] = []
         self.codes: list[int | None] = []
-        self.said = ""
+        self.output = ""
         self._mounted: list[Path] = []
         self._expected: float | None = None
         self._took: float | None = None
@@ -56,7 +56,7 @@ class Experiment:
                 self._unmount()
                 shutil.rmtree(self.home, ignore_errors=True)
                 self.home.mkdir(parents=True)
-                self.codes, self.said = [], ""
+                self.codes, self.output = [], ""
                 self._expected = self._took = None
                 self.fault.action(self)
                 if self.injected or self.problems or not self._too_late():
@@ -78,7 +78,7 @@ class Experiment:
             marks["as promised"] = not self.problems
         marks |= {str(problem): True for problem, _ in self.problems}
         problems = "; ".join(f"{problem}: {details!r}" for problem, details in self.problems)
-        note = f"{self.fault}: exit codes {self.codes}; {problems or self.said}"
+        note = f"{self.fault}: exit codes {self.codes}; {problems or self.output}"
         return Row(self.fault.id, self.fault.family, marks, note, details={"codes": self.codes})
 
     def _too_late(self) -> bool:
@@ -183,8 +183,8 @@ class Experiment:
         """Compare a command's end with the promise."""
         self.codes.append(started.code)
         self.took(started)
-        said = text(started.command.output("stderr")).strip()[:400]
-        self.said = " | ".join(filter(None, [self.said, said]))
+        stderr = text(started.command.output("stderr")).strip()[:400]
+        self.output = " | ".join(filter(None, [self.output, stderr]))
         self.problems += of_command(
             started, self.fault.promise, faulty=faulty, report=report, is_check=is_check
         )
@@ -206,8 +206,8 @@ class Experiment:
         started.wait(self.limit)
         self.bury(hung=False)
         if started.code != 0:
-            said = text(started.command.output("stderr"))
-            self.problem(Problem.RERUN, f"exit code {started.code}: {said[-300:]}")
+            stderr = text(started.command.output("stderr"))
+            self.problem(Problem.RERUN, f"exit code {started.code}: {stderr[-300:]}")
 
 
 def own_mounts() -> bool:

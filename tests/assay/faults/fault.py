@@ -203,10 +203,10 @@ def of_training(
         outcome: which is promised.
         rank: which one failed, if it has to be named.
     """
-    said = "".join(logs)
-    problems, logged = [], bits_of(said)
+    output = "".join(logs)
+    problems, logged = [], bits_of(output)
     if outcome in (Outcome.TRAINS, Outcome.EITHER):
-        problems += printed(said, controls=False)
+        problems += printed(output, controls=False)
     is_whole = set(codes) == {0}
     if not set(logged) <= set(expected) or (is_whole and logged != list(expected)):
         problems.append((Problem.HARMED, f"losses {logged}, not {expected}"))
@@ -219,7 +219,7 @@ def of_training(
     }[outcome]
     if wrong:
         kind = Problem.HARMED if outcome is Outcome.TRAINS else Problem.EXIT_CODE
-        problems.append((kind, f"exit codes {list(codes)}, promised: {outcome}; {said[-600:]}"))
+        problems.append((kind, f"exit codes {list(codes)}, promised: {outcome}; {output[-600:]}"))
     elif rank is not None and (problem := _unnamed(logs, outcome, rank, is_whole)):
         problems.append((Problem.NO_LINE, problem))
     return problems

@@ -105,8 +105,8 @@ class Started:
     def poll(self) -> int | None:
         """The exit code, once there is one; negative for a signal."""
         if self.code is None:
-            found, status = os.waitpid(self.pid, os.WNOHANG)
-            if found:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
                 self.code = os.waitstatus_to_exitcode(status)
                 self.ended = time.monotonic()
         return self.code

@@ -82,7 +82,7 @@ def disturb(
     ranks = (Target.RANK0, Target.RANK1, Target.LAUNCHER)
     is_fatal = event is Event.KILL and target in ranks
     outcome = Outcome.EITHER if is_fatal or hung else Outcome.TRAINS
-    x.said = text(x.home / "run.stderr.txt")[-300:]
+    x.output = text(x.home / "run.stderr.txt")[-300:]
     if x.injected or not is_fatal:
         x.problems += of_training(codes or [None], logs, x.base.bits[layout], outcome)
 
@@ -117,9 +117,9 @@ def _happen(
         def there() -> bool:
             """Whether there is a reference by now."""
             folders = (x.home / "cache", out)
-            found = (path for folder in folders for path in folder.rglob("*.safetensors"))
+            paths = (path for folder in folders for path in folder.rglob("*.safetensors"))
             with contextlib.suppress(OSError):
-                files.update(path.resolve() for path in found)
+                files.update(path.resolve() for path in paths)
             return bool(files)
 
         started.wait(x.limit, there)
@@ -161,7 +161,7 @@ def fail(
     mark = x.home / "raised.txt"
     failure = {"function": name, "call": number, "error": error, "mark": str(mark)}
     order = {str(rank): {"raise": failure}}
-    x.said = f"{name} call {number}"
+    x.output = f"{name} call {number}"
     cache = x.cache("local")
     if checks:
         variables = {train.ORDER: json.dumps(order)}

@@ -86,13 +86,13 @@ def add_parser(subparsers: command.Subparsers) -> None:
 
 def layouts(names: Sequence[str]) -> list[Configuration]:
     """The jobs with names that match; all if no name is given."""
-    found = []
+    jobs = []
     for name in harness.chosen(_TABLE["jobs"], names):
         nproc, model, *words = _TABLE["jobs"][name].split()
         text = " ".join(_TABLE["words"].get(word, word) for word in words)
         script = SCRIPTS.get(model, "pretrain_gpt.py")
-        found.append(Configuration(name, int(nproc), arguments_of(model, text), script=script))
-    return found
+        jobs.append(Configuration(name, int(nproc), arguments_of(model, text), script=script))
+    return jobs
 
 
 def in_order(package: str, jobs: Iterable[Configuration]) -> list[Configuration]:
@@ -199,11 +199,11 @@ class Campaign:
             return Row(job.name, "no mutant", marks, _last_line(error))
         if summary.verdict is not Result.EQUIVALENT:
             return Row(job.name, "no mutant", marks | {FALSE_ALARM: True}, _culprits(summary))
-        found = coverage.read(folder.glob("rank-*.jsonl"))
+        covered = coverage.read(folder.glob("rank-*.jsonl"))
         # Later runs of this job do not make a reference.
         seconds = summary.timings["wall"] - summary.timings.get("reference", 0.0)
-        self._reached[job.name] = Reach(found, seconds)
-        note = f"{len(found.lines)} lines of parallel code"
+        self._reached[job.name] = Reach(covered, seconds)
+        note = f"{len(covered.lines)} lines of parallel code"
         return Row(job.name, "no mutant", {"healthy": True}, note, seconds)
 
     def layouts_of(self, mutant: Mutant) -> list[Configuration]:

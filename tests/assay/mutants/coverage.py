@@ -54,10 +54,10 @@ class Coverage:
         around = [f for f in self.functions if f.file == file and f.first <= line <= f.last]
         if not around:
             return Ran()
-        own = max(around, key=lambda f: (f.first, -f.last)).ran
+        innermost = max(around, key=lambda f: (f.first, -f.last)).ran
         theirs = (f for f in self.functions if f.qualname.split(".")[0] in classes)
-        found = {name for f in theirs for name in f.ran.modules}
-        return Ran(tuple(sorted(found.union(own.modules))), own.phases)
+        modules = {name for f in theirs for name in f.ran.modules}
+        return Ran(tuple(sorted(modules.union(innermost.modules))), innermost.phases)
 
 
 def record(files: Mapping[str, Phase | None], log: Path) -> None:
@@ -145,13 +145,13 @@ class _Inside:
         for code, built in self.pending:
             if id(built) in self._names:
                 self.write(code, "module", self._names[id(built)])
-        self.pending = [one for one in self.pending if id(one[1]) not in self._names]
+        self.pending = [pair for pair in self.pending if id(pair[1]) not in self._names]
 
     def places(self, frame: FrameType) -> Iterator[tuple[str, Any]]:
         """Where a function that starts in this frame runs: what sort of place, and which."""
-        own = self._files[frame.f_code.co_filename]
-        if own in (Phase.GRADIENTS, Phase.OPTIMIZER):
-            yield "phase", own
+        phase = self._files[frame.f_code.co_filename]
+        if phase in (Phase.GRADIENTS, Phase.OPTIMIZER):
+            yield "phase", phase
             caller = frame.f_back and self._files.get(frame.f_back.f_code.co_filename)
             if caller:
                 yield "phase", caller
@@ -206,7 +206,7 @@ def read(logs: Iterable[Path]) -> Coverage:
             Function(
                 *code,
                 Ran(
-                    tuple(sorted(modules[code].union(*(ran_in[code[0], one] for one in theirs)))),
+                    tuple(sorted(modules[code].union(*(ran_in[code[0], name] for name in theirs)))),
                     tuple(sorted(phases[code])),
                 ),
             )

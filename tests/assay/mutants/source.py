@@ -66,8 +66,8 @@ class Source:
 
     def finder(self, name: str) -> str:
         """The text of the module's function whose result has this name; empty if none has."""
-        found = self._functions.get(self._found_by.get(name, ""))
-        return "" if found is None else ast.unparse(found)
+        function = self._functions.get(self._found_by.get(name, ""))
+        return "" if function is None else ast.unparse(function)
 
     def is_statement(self, node: ast.AST) -> bool:
         """Whether the value of a call is ignored."""

@@ -50,13 +50,10 @@ _LOGGED = re.compile(r"log|metric|track")
 _NO_MODULE = (Kind.GRAD_NORM, Kind.METRIC, Kind.TOKENS)
 
 
-def told(culprits: Sequence[Culprit]) -> tuple[Culprit, ...]:
+def first_group(culprits: Sequence[Culprit]) -> list[Culprit]:
     """The first culprit and those of its group."""
-    return tuple(
-        one
-        for number, one in enumerate(culprits)
-        if number == 0 or (one.group and one.group == culprits[0].group)
-    )
+    first, others = culprits[:1], culprits[1:]
+    return [*first, *(c for c in others if c.group and c.group == first[0].group)]
 
 
 def right_module(mutant: Mutant, ran: Ran, culprits: Sequence[Culprit]) -> bool:
@@ -70,12 +67,12 @@ def right_module(mutant: Mutant, ran: Ran, culprits: Sequence[Culprit]) -> bool:
     if _LOGGED.search(f"{mutant.qualname} {mutant.statement}"):
         phases.add(Phase.LOGGING)
     return any(
-        any(_belongs(one, phase) for phase in phases)
+        any(_belongs(culprit, phase) for phase in phases)
         or (
-            one.kind not in _NO_MODULE
-            and any(_related(folded(one.name), name) for name in ran.modules)
+            culprit.kind not in _NO_MODULE
+            and any(_related(folded(culprit.name), name) for name in ran.modules)
         )
-        for one in told(culprits)
+        for culprit in first_group(culprits)
     )
 
 
@@ -180,11 +177,11 @@ def _word(word: str, mutant: Mutant) -> bool:
 
 
 def right_cause(mutant: Mutant, culprits: Sequence[Culprit]) -> bool | None:
-    """Whether the cause that is told first is implied by the change; ``None`` if none is told.
+    """Whether the cause that is reported first is implied by the change; ``None`` without one.
 
     The sum of a collective is over the axes of its group, if the group's name says which.
     """
-    first = next((one for one in told(culprits) if one.cause is not None), None)
+    first = next((c for c in first_group(culprits) if c.cause is not None), None)
     if first is None:
         return None
     if first.cause not in implied(mutant):

@@ -121,12 +121,17 @@ def exchanged_states(live: Live, chance: random.Random) -> None:
     for key in sorted(tensors):
         if key[0] not in ("weight", "buffer"):
             shapes.setdefault((key[0], tuple(tensors[key].shape)), []).append(key)
-    pairs = {(one, other) for same in shapes.values() for one, other in itertools.pairwise(same)}
-    one, other = chance.choice(sorted(set().union(*gathered(pairs))))
-    if (one, other) in pairs:
-        first, second = tensors[one].clone(), tensors[other].clone()
-        live.change(one, lambda old: second)
-        live.change(other, lambda old: first)
+    pairs = {pair for keys in shapes.values() for pair in itertools.pairwise(keys)}
+    pair = chance.choice(sorted(set().union(*gathered(pairs))))
+    if pair in pairs:
+        _exchange(live, *pair)
+
+
+def _exchange(live: Live, first: Key, second: Key) -> None:
+    tensors = live.tensors()
+    values = tensors[first].clone(), tensors[second].clone()
+    live.change(first, lambda old: values[1])
+    live.change(second, lambda old: values[0])
 
 
 @mechanism()
@@ -147,8 +152,8 @@ def missing_shard(live: Live, chance: random.Random) -> None:
 
 
 def _rank_with(live: Live, chance: random.Random, key: Key) -> int:
-    held = gathered(key in live.tensors() and bool(live.tensors()[key].any()))
-    return chance.choice([rank for rank, has in enumerate(held) if has])
+    holders = gathered(key in live.tensors() and bool(live.tensors()[key].any()))
+    return chance.choice([rank for rank, holds in enumerate(holders) if holds])
 
 
 @mechanism("gated")
@@ -157,18 +162,10 @@ def swapped_halves(live: Live, chance: random.Random) -> None:
     _, name = live.choose(
         chance, lambda state, name: state == "weight" and ".linear_fc1.weight" in name
     )
-    shape = _whole(live, name)
+    shape = live.parameters[name].shape if name in live.parameters else None
     for key in live.related(chance, name):
         # A range of the flattened parameter (ZeRO) has no halves of its own.
-        live.change(key, lambda old: _swapped(old) if tuple(old.shape) == shape else old)
-
-
-def _whole(live: Live, name: str) -> tuple[int, ...]:
-    return tuple(live.parameters[name].shape) if name in live.parameters else ()
-
-
-def _swapped(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat(tensor.chunk(2)[::-1])
+        live.change(key, lambda old: torch.cat(old.chunk(2)[::-1]) if old.shape == shape else old)
 
 
 @mechanism("tp")
@@ -209,8 +206,7 @@ def experts_of_other_ranks(live: Live, chance: random.Random) -> None:
     module = name.partition(".experts.")[0]
     leaf = name.rpartition(".linear_fc")[2][:1]
     group = mpu.get_expert_model_parallel_group()
-    states = sorted({key[0] for key in live.tensors() if ".experts." in key[1]})
-    states = chance.choice([states, [state for state in states if state != "weight"] or states])
+    states = _some(chance, {key[0] for key in live.tensors() if ".experts." in key[1]})
     keys = [
         key
         for key in sorted(live.tensors())
@@ -222,29 +218,28 @@ def experts_of_other_ranks(live: Live, chance: random.Random) -> None:
     _from_others(live, keys, group, by_order=True)
 
 
+def _some(chance: random.Random, states: set[str]) -> list[str]:
+    """All states, or those of the optimizer only."""
+    everything = sorted(states)
+    return chance.choice([everything, [s for s in everything if s != "weight"] or everything])
+
+
 @mechanism("experts")
 def experts_exchanged(live: Live, chance: random.Random) -> None:
     """Two experts of a rank have each other's state."""
     _, name = live.choose(chance, lambda state, name: state == "weight" and ".experts." in name)
-    tensors = live.tensors()
-    states = sorted({state for state, other in tensors if other == name})
-    states = chance.choice([states, [state for state in states if state != "weight"] or states])
+    tensors, names = live.tensors(), sorted(live.parameters)
+    states = _some(chance, {state for state, owner in tensors if owner == name})
     module = name.rstrip("0123456789")
-    same = [other for other in sorted(live.parameters) if other.rstrip("0123456789") == module]
+    experts = [other for other in names if other.rstrip("0123456789") == module]
     if ".local_experts." in name:
-        before, _, rest = name.partition(".local_experts.")
-        leaf = rest.partition(".")[2]
-        same = [
-            other
-            for other in sorted(live.parameters)
-            if other.startswith(f"{before}.local_experts.") and other.endswith(leaf)
-        ]
+        before, local, after = name.partition(".local_experts.")
+        leaf = after.partition(".")[2]
+        experts = [n for n in names if n.startswith(before + local) and n.endswith(leaf)]
     for state in states:
-        keys = [(state, other) for other in same[:2]]
+        keys = [(state, expert) for expert in experts[:2]]
         if len(keys) == 2 and all(key in tensors for key in keys):
-            first, second = (tensors[key].clone() for key in keys)
-            live.change(keys[0], lambda old, new=second: new)
-            live.change(keys[1], lambda old, new=first: new)
+            _exchange(live, *keys)
 
 
 def _from_others(
@@ -266,10 +261,10 @@ def _from_others(
 def layers_off_by_one(live: Live, chance: random.Random) -> None:
     """The layers of one pipeline stage are numbered in a circle from the second."""
     layers = sorted({_layer(name) for _, name in live.tensors()} - {-1})
-    rank = chance.choice([r for r, held in enumerate(gathered(layers)) if len(held) > 1])
-    states = sorted(set().union(*gathered({state for state, _ in live.tensors()})) - {"buffer"})
-    states = chance.choice([states, [state for state in states if state != "weight"] or states])
-    stage = gathered(layers)[rank]
+    stages = gathered(layers)
+    rank = chance.choice([rank for rank, stage in enumerate(stages) if len(stage) > 1])
+    everything = set().union(*gathered({state for state, _ in live.tensors()}))
+    states, stage = _some(chance, everything - {"buffer"}), stages[rank]
     tensors = {key: value.clone() for key, value in live.tensors().items()}
     for key in sorted(tensors):
         state, name = key
@@ -412,7 +407,7 @@ def _turn(live: Live, chance: random.Random, *, experts: bool) -> None:
     mine = shards.get(name, ())
     spans = [_span(shard) for shard in mine]
     for shard, (axis, first, _) in zip(mine, spans, strict=True):
-        begin, end = min(one[1] for one in spans), max(one[2] for one in spans)
+        begin, end = min(span[1] for span in spans), max(span[2] for span in spans)
         offsets = list(shard.global_offset)
         offsets[axis] = shard.global_shape[axis] - end + first - begin
         shard.global_offset = tuple(offsets)
@@ -425,8 +420,8 @@ def _values(tree: Any) -> Iterator[Any]:
     if isinstance(tree, (str, bytes)) or not isinstance(tree, Iterable):
         yield tree
     elif not torch.is_tensor(tree):
-        for one in tree:
-            yield from _values(one)
+        for value in tree:
+            yield from _values(value)
 
 
 def _sizes(shard: Any) -> list[int]:

@@ -109,9 +109,8 @@ def _plant_saving(live: Live, fault: Fault) -> None:
         return old(*args, **more)
 
     def setup(old: Any, *args: Any, **more: Any) -> Any:
-        model, live.optimizer, live.scheduler = found = old(*args, **more)
-        live.chunks = model
-        return found
+        live.chunks, live.optimizer, live.scheduler = built = old(*args, **more)
+        return built
 
     def get_rng_state(old: Any, *args: Any, **more: Any) -> Any:
         # The first line of save_checkpoint that reads any state.

@@ -396,11 +396,11 @@ def parts_of_a_checkpoint_that_are_not_loaded():
         result = old(model, optimizer, scheduler, *args, **more)
         with torch.no_grad():
             for name, parameter in model[0].named_parameters():
-                found = owned_by(optimizer).get(parameter)
-                if found and name.endswith("layers.1.self_attention.linear_qkv.weight"):
-                    found.state["exp_avg_sq"].zero_()
-                if found and name.endswith("layers.0.self_attention.linear_proj.weight"):
-                    found.main.copy_(found.main.roll(1))
+                part = owned_by(optimizer).get(parameter)
+                if part and name.endswith("layers.1.self_attention.linear_qkv.weight"):
+                    part.state["exp_avg_sq"].zero_()
+                if part and name.endswith("layers.0.self_attention.linear_proj.weight"):
+                    part.main.copy_(part.main.roll(1))
             for name, buffer in model[0].named_buffers():
                 if name.endswith("layers.0.mlp.router.expert_bias"):
                     buffer.zero_()

@@ -66,23 +66,23 @@ class Live:
         from megatron_ttrace.mcore.optimizer import owned_by
 
         owned = owned_by(self.optimizer)
-        found: dict[Key, torch.Tensor] = {}
+        tensors: dict[Key, torch.Tensor] = {}
         for name, parameter in self.parameters.items():
             weight = local(parameter.data)
-            found["weight", name] = weight
+            tensors["weight", name] = weight
             part = owned.get(parameter)
             if part is None:
                 continue
             main = local(part.main.data)
             if main.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
-                found["main", name] = main
+                tensors["main", name] = main
             for state, value in part.inner.state.get(part.key, {}).items():
                 if torch.is_tensor(value) and local(value).numel() > 1:
-                    found[state, name] = local(value)
+                    tensors[state, name] = local(value)
         for names in self._names:
             for name, buffer in names.buffers.items():
-                found["buffer", name] = buffer
-        return {key: value for key, value in found.items() if value.numel()}
+                tensors["buffer", name] = buffer
+        return {key: value for key, value in tensors.items() if value.numel()}
 
     def leaves(self) -> Iterator[Any]:
         """Megatron's optimizers that step parameters."""
@@ -102,8 +102,8 @@ class Live:
 
     def choose(self, chance: random.Random, wanted: Callable[[str, str], bool]) -> Key:
         """A key that some rank has with values other than zero; the same on all ranks."""
-        held = {key for key, value in self.tensors().items() if wanted(*key) and bool(value.any())}
-        return chance.choice(sorted(set().union(*gathered(held))) or [("", "")])
+        keys = {key for key, value in self.tensors().items() if wanted(*key) and bool(value.any())}
+        return chance.choice(sorted(set().union(*gathered(keys))) or [("", "")])
 
     def change(self, key: Key, new: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace the values of a key, if this rank has it."""
@@ -132,8 +132,8 @@ class Live:
         everything = sorted(
             set().union(*gathered({key for key in self.tensors() if key[1] == name}))
         )
-        own = [key for key in everything if key[0] != "weight"]
-        return chance.choice([everything, own or everything, [chance.choice(own or everything)]])
+        inner = [key for key in everything if key[0] != "weight"] or everything
+        return chance.choice([everything, inner, [chance.choice(inner)]])
 
 
 def _write(tensor: torch.Tensor, old: torch.Tensor) -> None:
@@ -143,9 +143,9 @@ def _write(tensor: torch.Tensor, old: torch.Tensor) -> None:
 
 def gathered(mine: Any, group: Any = None) -> list[Any]:
     """One object of each rank."""
-    found = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(found, mine, group=group)
-    return found
+    objects = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(objects, mine, group=group)
+    return objects
 
 
 def random_state() -> tuple[Any, ...]:

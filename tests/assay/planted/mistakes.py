@@ -117,6 +117,6 @@ def plant(name: str) -> None:
     if name.startswith("{"):
         importlib.import_module("tests.assay.planted.checkpoints").plant(name)
         return
-    found = load()[name]
-    if found.everywhere or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        found.plant()
+    mistake = load()[name]
+    if mistake.everywhere or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        mistake.plant()

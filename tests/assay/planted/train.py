@@ -177,17 +177,17 @@ def print_bits() -> None:
 
     def training_log(losses: dict[str, Any], *args: Any, **more: Any) -> Any:
         names = ("total", "rate", "iteration", "scale", "memory", "skipped", "norm")
-        given = dict(zip(names, args, strict=False))
+        logged = dict(zip(names, args, strict=False))
         values = [float(value).hex() for value in losses.values()]
-        modules = [found for found in gc.get_objects() if isinstance(found, torch.nn.Module)]
+        modules = [o for o in gc.get_objects() if isinstance(o, torch.nn.Module)]
         hooks = sum(len(getattr(module, name)) for module in modules for name in _HOOKS)
         if rank == size - 1:
             # A step that an overflow skips has no norm.
-            norm = "skipped" if given["norm"] is None else float(given["norm"]).hex()
-            print("BITS", given["iteration"], *values, norm, hooks, flush=True)
+            norm = "skipped" if logged["norm"] is None else float(logged["norm"]).hex()
+            print("BITS", logged["iteration"], *values, norm, hooks, flush=True)
             watched = originals != (training.setup_model_and_optimizer, training.train_step)
             print("LOOP", "watched" if watched else "untouched", flush=True)
-        print("BITS", given["iteration"], "weights of", rank, _digest(chunks), flush=True)
+        print("BITS", logged["iteration"], "weights of", rank, _digest(chunks), flush=True)
         return log(losses, *args, **more)
 
     training.training_log, training.setup_model_and_optimizer = training_log, setup_model
