@@ -4,7 +4,7 @@
 ``sys.monitoring`` reports each start of a function; code that is not Megatron's is reported once.
 A function that showed nothing new in :data:`_ENOUGH` starts is not reported again until something
 new begins, so a traced step costs little, and the next ones nothing. Arguments and results are
-looked at for numbers and process groups; what returned neither is not asked again.
+looked at for numbers and process groups; what returned neither is rarely asked again.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.capture.starts import Starts
+from megatron_ttrace.capture.starts import Runs
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import (
@@ -38,6 +38,8 @@ _VALUES = 16
 _FRAMES = 8
 """Frames of PyTorch's between two of Megatron's: a module's call has three."""
 _NAME = "ttrace calls"
+_INSIDE = (None, Phase.SCHEDULE)
+"""Parts whose functions may be called in modules."""
 _NOBODY = 0
 """Stands for a caller that is not Megatron's."""
 _NUMBERS = frozenset(
@@ -61,6 +63,7 @@ class _Seen:
     Attributes:
         code: of the function.
         part: of the step that its file belongs to.
+        is_inside: whether it may be a part of a module.
         arguments: their names.
         starts: since it showed something new.
         results: that were looked at.
@@ -70,6 +73,7 @@ class _Seen:
 
     code: CodeType
     part: Phase | None
+    is_inside: bool
     arguments: tuple[str, ...] = ()
     starts: int = 0
     results: int = 0
@@ -89,28 +93,30 @@ class CallTap:
         self._lookups: dict[tuple[int, int, Any], tuple[str, Phase]] = {}
         self._others: list[CodeType] = []
         self._context: Context | None = None
-        self._reports = Starts(_NAME)
+        self._reports = Runs(_NAME)
         self._phases: set[int] = set()
-        self._is_quiet = False
+        self._silent: list[CodeType] = []
+        """Of which no more is heard."""
 
     def start(self) -> None:
         """Record from now on what builds the model. Never raises."""
-        self.error = self._reports.report(self._started, self._returned)
+        self.error = self._reports.report(self._found, self._started, self._returned)
 
     def in_steps(self, context: Context) -> None:
         """The model is built: from now on ``context`` says where functions run."""
         self._context = context
         for seen in filter(None, self._seen.values()):
             seen.starts, seen.results, seen.phase = 0, 0, None
-        self._reports.again()
+        self._silent.clear()
+        self._reports.again(self._reports.followed)
 
     def entered(self) -> None:
         """A sort of module, or a part of a step, is entered for the first time."""
-        if self._is_quiet:
-            self._is_quiet = False
+        if self._silent:
             for seen in filter(None, self._seen.values()):
                 seen.starts = 0
-            self._reports.again()
+            self._reports.again(self._silent)
+            self._silent.clear()
 
     def stop(self) -> None:
         """Record no longer."""
@@ -155,10 +161,18 @@ class CallTap:
         functions = tuple(map(sources.function_of, codes))
         return Calls(functions, calls, marks, lookups)
 
+    def _found(self, code: CodeType, _: int) -> Any:
+        """A function starts for the first time."""
+        try:
+            if not self.error and id(code) not in self._seen and (seen := self._of(code)):
+                self._note(seen, sys._getframe(1))
+        except Exception as error:  # noqa: BLE001 - recording never harms training
+            self.error = one_line(error)
+        return sys.monitoring.DISABLE
+
     def _started(self, code: CodeType, _: int) -> Any:
         try:
-            # Most have been seen: a call of :meth:`_of` would take as long as all of this.
-            seen = self._seen.get(id(code)) or self._of(code)
+            seen = self._seen[id(code)]
             if seen is None or self.error:
                 return sys.monitoring.DISABLE
             return self._note(seen, sys._getframe(1))
@@ -191,7 +205,9 @@ class CallTap:
         if seen is None and id(code) not in self._seen:
             if code.co_name != "<module>" and sources.in_megatron(code.co_filename):
                 arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-                seen = _Seen(code, sources.part_of(code.co_filename), arguments)
+                part = sources.part_of(code.co_filename)
+                seen = _Seen(code, part, part in _INSIDE, arguments)
+                self._reports.follow(code)
             else:
                 # It is kept, so that no other code gets its identity.
                 self._others.append(code)
@@ -208,7 +224,8 @@ class CallTap:
         near = code, module, id(phase)
         if near in seen.near:
             seen.phase = phase
-            return self._known(seen)
+            seen.starts += 1
+            return None if seen.starts < _ENOUGH else self._silenced(seen)
         if phase:
             seen.near.add(near)
         caller, by = self._megatrons(back)
@@ -229,14 +246,12 @@ class CallTap:
                 else:
                     self._keep(seen, name, value)
             return None
-        return self._known(seen)
-
-    def _known(self, seen: _Seen) -> Any:
-        """A start showed nothing new."""
         seen.starts += 1
-        if seen.starts < _ENOUGH:
-            return None
-        self._is_quiet = True
+        return None if seen.starts < _ENOUGH else self._silenced(seen)
+
+    def _silenced(self, seen: _Seen) -> Any:
+        """Hear no more of a function until something new begins."""
+        self._silent.append(seen.code)
         return sys.monitoring.DISABLE
 
     def _megatrons(self, frame: FrameType | None) -> tuple[FrameType | None, _Seen | None]:
@@ -277,10 +292,10 @@ class CallTap:
         """The module that a function may be a part of, and the part of the step there."""
         if self._context is None:
             return "", Phase.CONSTRUCTION
-        if seen.part is None or seen.part is Phase.SCHEDULE:
-            module, phase = self._context()
-            return (_folded(module), phase) if module else ("", phase)
-        return "", None
+        if not seen.is_inside:
+            return "", None
+        module, phase = self._context()
+        return _folded(module) if module else "", phase
 
 
 def _tells(value: Any) -> bool:

@@ -188,9 +188,10 @@ class CollectiveTap:
     def around(self) -> tuple[str, Phase | None]:
         """The module that runs now on this thread, cheaply; ``None`` outside of modules."""
         run = self._runs.get(threading.get_ident()) or self._run
-        recomputes = is_recomputing()
+        # The calls of this are counted in thousands: is_recomputing is one more for each.
+        recomputes = torch._C._current_graph_task_id() != -1
         if run.stack:
-            return run.stack[-1], _PASSES[recomputes]
+            return run.stack[-1], Phase.RECOMPUTATION if recomputes else Phase.FORWARD
         if not recomputes or (node := torch._C._current_autograd_node()) is None:
             return "", None
         module = (run if run is self._main else self._main).made(node._sequence_nr())
@@ -300,7 +301,7 @@ class CollectiveTap:
 
     def _find_functions(self, name: str, output: Any) -> None:
         """Find the Python autograd functions among the graph nodes that a module made itself."""
-        run = self._run
+        run, inside = self._run, f"{name}."
         waiting = [(t.grad_fn, "") for _, t in tensors_in(output) if t.grad_fn is not None]
         seen = {node for node, _ in waiting}
         backward: list[tuple[int, bool, str]] = []
@@ -308,7 +309,7 @@ class CollectiveTap:
             node, user = waiting.pop()
             number = node._sequence_nr()
             maker = run.made(number)
-            if not (maker == name or maker.startswith(f"{name}.") or (maker and name == ROOT)):
+            if not (maker == name or maker.startswith(inside) or (maker and name == ROOT)):
                 continue
             if maker != name and user:
                 self._users.setdefault(maker, user)
@@ -318,10 +319,10 @@ class CollectiveTap:
             if kind is not None and maker == name:
                 place = sources.function_place(kind.backward)
                 if place and not sources.in_torch(inspect.getfile(kind)):
-                    accumulates = any(hasattr(one, "variable") for one in after)
+                    accumulates = any(_accumulates(one) for one in after)
                     backward.append((number, accumulates, place))
                     user = place
-            fresh = [one for one in after if one not in seen and not hasattr(one, "variable")]
+            fresh = [one for one in after if one not in seen and not _accumulates(one)]
             seen.update(fresh)
             waiting += ((one, user) for one in fresh)
         if seen:
@@ -458,6 +459,11 @@ def _site(operation: Operation) -> tuple[CodeType | None, int, Phase | None, boo
             other = own, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return (code, line, phase, nested) if code is not None else (*other, phase, nested)
+
+
+def _accumulates(node: Any) -> bool:
+    """Whether a graph node is the end of the graph, at a leaf."""
+    return hasattr(type(node), "variable")
 
 
 def _reduction(given: Iterable[Any]) -> str:

@@ -3,7 +3,7 @@
 
 import atexit
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
@@ -15,6 +15,7 @@ type OnReturn = Callable[[CodeType, int, Any], Any]
 """The same, with what the function returns."""
 
 _TOOLS = range(6)
+_EVENTS = sys.monitoring.events
 
 
 class Starts:
@@ -25,24 +26,15 @@ class Starts:
         self._name = name
         self._tool: int | None = None
 
-    def report(self, to: OnStart, returned: OnReturn | None = None) -> str:
-        """Report to these functions from now on; returns why that is impossible. Never raises."""
-        monitoring = sys.monitoring
+    def report(self, to: OnStart) -> str:
+        """Report to this function from now on; returns why that is impossible. Never raises."""
         try:
             if self._tool is None:
-                tool = next(tool for tool in _TOOLS if monitoring.get_tool(tool) is None)
-                monitoring.use_tool_id(tool, self._name)
-                self._tool = tool
+                self._tool = _tool(self._name)
                 # While the interpreter ends, modules lose their contents before code stops.
                 atexit.register(self.stop)
-            events = monitoring.events.PY_START
-            monitoring.register_callback(self._tool, events, to)
-            if returned is not None:
-                monitoring.register_callback(self._tool, monitoring.events.PY_RETURN, returned)
-                events |= monitoring.events.PY_RETURN
-            monitoring.set_events(self._tool, events)
-        except StopIteration:
-            return "all tools of sys.monitoring are in use"
+            sys.monitoring.register_callback(self._tool, _EVENTS.PY_START, to)
+            sys.monitoring.set_events(self._tool, _EVENTS.PY_START)
         except ValueError as error:
             return one_line(error)
         return ""
@@ -56,7 +48,72 @@ class Starts:
         """Report no longer."""
         if self._tool is not None:
             sys.monitoring.set_events(self._tool, 0)
-            for event in (sys.monitoring.events.PY_START, sys.monitoring.events.PY_RETURN):
+            sys.monitoring.register_callback(self._tool, _EVENTS.PY_START, None)
+            sys.monitoring.free_tool_id(self._tool)
+            self._tool = None
+
+
+class Runs:
+    """Reports starts and returns of some functions, which another tool finds when they start.
+
+    All other code is reported once. To hear of all again would report all of PyTorch's, too.
+    """
+
+    def __init__(self, name: str) -> None:
+        """``name``: of the tools."""
+        self._found = Starts(f"{name}: found")
+        self._name = name
+        self._tool: int | None = None
+        self.followed: list[CodeType] = []
+
+    def report(self, found: OnStart, started: OnStart, returned: OnReturn) -> str:
+        """Report from now on; returns why that is impossible. Never raises.
+
+        Args:
+            found: is given code that starts for the first time, and may :meth:`follow` it.
+            started: is given code that is followed, each time it starts but the first.
+            returned: is given the same when it returns.
+        """
+        try:
+            if self._tool is None:
+                self._tool = _tool(self._name)
+                atexit.register(self.stop)
+            sys.monitoring.register_callback(self._tool, _EVENTS.PY_START, started)
+            sys.monitoring.register_callback(self._tool, _EVENTS.PY_RETURN, returned)
+            self.again(self.followed)
+        except ValueError as error:
+            return one_line(error)
+        return self._found.report(found)
+
+    def follow(self, code: CodeType) -> None:
+        """Report this code from now on, also the return of the present call."""
+        self.followed.append(code)
+        self.again([code])
+
+    def again(self, codes: Iterable[CodeType]) -> None:
+        """Also report what no more was to be heard of in code that is followed."""
+        if self._tool is not None:
+            for code in codes:
+                sys.monitoring.set_local_events(self._tool, code, 0)
+                both = _EVENTS.PY_START | _EVENTS.PY_RETURN
+                sys.monitoring.set_local_events(self._tool, code, both)
+
+    def stop(self) -> None:
+        """Report no longer."""
+        self._found.stop()
+        if self._tool is not None:
+            for code in self.followed:
+                sys.monitoring.set_local_events(self._tool, code, 0)
+            for event in (_EVENTS.PY_START, _EVENTS.PY_RETURN):
                 sys.monitoring.register_callback(self._tool, event, None)
             sys.monitoring.free_tool_id(self._tool)
             self._tool = None
+
+
+def _tool(name: str) -> int:
+    """A tool of the interpreter that was free. Raises ``ValueError``."""
+    for tool in _TOOLS:
+        if sys.monitoring.get_tool(tool) is None:
+            sys.monitoring.use_tool_id(tool, name)
+            return tool
+    raise ValueError("all tools of sys.monitoring are in use")

@@ -14,19 +14,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import xxhash
 
 from megatron_ttrace.compare import native
-from megatron_ttrace.compare.native import blocks
+from megatron_ttrace.compare.native import blocks, checksum_of
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.checksum import checksum, joined
+from megatron_ttrace.trace.checksum import joined
 from megatron_ttrace.trace.codec import Count, Word
 from megatron_ttrace.trace.moments import Total
-from megatron_ttrace.trace.views import box_views, memory
+from megatron_ttrace.trace.views import box_views
 
-_SMALL = 1 << 22
-"""Bytes of a tensor that is copied as a whole to be read in order."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The dtype that has the bits of elements of so many bytes."""
 
@@ -119,10 +116,10 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
         return Sums()
     compiled = native.sums(here, there, 1.0 / factor)
     if compiled is not None:
-        numbers, equal = compiled
-        return Sums(here.numel(), *numbers, checksum=_digest(here, equal and factor == 1.0))
+        numbers, digest = compiled
+        return Sums(here.numel(), *numbers, checksum=digest)
     row = plain_sums(here, there, factor)
-    digest = _digest(here, factor == 1.0 and _same_bits(here, there))
+    digest = 0 if factor == 1.0 and _same_bits(here, there) else checksum_of(here)
     nonfinite, undefined = row[5:].tolist()
     diff, reference, candidate, dot, worst = row[:5].view(torch.float64).tolist()
     return Sums(
@@ -167,15 +164,3 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape are bitwise equal."""
     bits = _BITS[a.itemsize]
     return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
-
-
-def _digest(data: torch.Tensor, as_reference: bool) -> int:
-    """The checksum, without a copy of a whole large tensor; 0 if the bits are the reference's."""
-    if as_reference:
-        return 0
-    if data.nbytes <= _SMALL or data.is_contiguous():
-        return checksum(data)
-    digest = xxhash.xxh3_64()
-    for block, _ in blocks(data, data):
-        digest.update(memory(block))
-    return digest.intdigest()

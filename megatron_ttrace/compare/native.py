@@ -12,8 +12,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+import xxhash
 
 from megatron_ttrace.trace import compiled
+from megatron_ttrace.trace.checksum import checksum
+from megatron_ttrace.trace.views import memory
 
 BLOCK = 1 << 15
 """Elements of a block: in float64, two blocks take half a megabyte, and stay in a core's cache."""
@@ -23,13 +26,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 """Those of which ``sums.c`` has the arithmetic."""
 _MOST = 16
 """Dimensions that ``sums.c`` has room for."""
+_PIECE = 1 << 19
+"""Bytes of a tensor that are summed before they are read again for the checksum."""
+_SMALL = 1 << 22
+"""Bytes of a tensor that is copied as a whole to be read in order."""
 _FIVE = ctypes.c_double * 5
-
 
 type Five = tuple[float, float, float, float, float]
 """The fields of ``Sums`` from ``diff`` to ``worst``."""
-type _Piece = tuple[torch.Tensor, torch.Tensor, Sequence[int]]
-"""Two tensors, and their dimensions as ``sums.c`` wants them."""
+type _Piece = tuple[int, int, Sequence[int], int]
+"""Addresses in both tensors, the dimensions as ``sums.c`` wants them, and the number of bytes of
+the candidate up to the end of the piece."""
 
 
 @functools.cache
@@ -45,35 +52,73 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def sums(candidate: torch.Tensor, reference: torch.Tensor, by: float) -> tuple[Five, bool] | None:
-    """The sums over two CPU tensors of one shape, and whether all bits are equal.
+def sums(candidate: torch.Tensor, reference: torch.Tensor, by: float) -> tuple[Five, int] | None:
+    """The sums over two CPU tensors of one shape, and the checksum of the candidate's bits.
 
-    ``None`` where PyTorch has to do it: nothing is compiled, the dtypes are others or differ, or
-    not all elements are finite. The candidate's elements are multiplied by ``by``.
+    The candidate's elements are multiplied by ``by``. The checksum is 0 if that is 1 and all bits
+    are equal. ``None`` where PyTorch has to do it: nothing is compiled, the dtypes are others or
+    differ, or not all elements are finite.
     """
     native = library()
     if native is None or candidate.dtype != reference.dtype or candidate.dtype not in DTYPES:
         return None
-    totals, equal = _FIVE(), True
-    if candidate.is_contiguous() and reference.is_contiguous():
-        pairs: list[_Piece] = [(candidate, reference, (candidate.numel(), 1, 1))]
-    else:
-        pairs = _rows(candidate, reference)
-    for c, r, layout in pairs:
-        there = c.data_ptr(), r.data_ptr(), c.itemsize, by, len(layout) // 3
-        same = native.ttrace_sums(*there, (ctypes.c_int64 * len(layout))(*layout), totals)
+    bits = memory(candidate) if candidate.is_contiguous() else None
+    digest, hashed, equal = xxhash.xxh3_64(), 0, by == 1.0
+    totals = _FIVE()
+    for c, r, layout, end in _pieces(candidate, reference):
+        pair = c, r, candidate.itemsize, by, len(layout) // 3
+        same = native.ttrace_sums(*pair, (ctypes.c_int64 * len(layout))(*layout), totals)
         equal = equal and bool(same)
+        if bits is not None and not equal:
+            digest.update(bits[hashed:end])
+            hashed = end
     diff, norm, other, dot, worst = totals
-    return ((diff, norm, other, dot, worst), equal) if math.isfinite(norm + other) else None
+    if not math.isfinite(norm + other):
+        return None
+    five = diff, norm, other, dot, worst
+    if equal:
+        return five, 0
+    return five, checksum_of(candidate) if bits is None else digest.intdigest()
 
 
-def _rows(a: torch.Tensor, b: torch.Tensor) -> list[_Piece]:
-    """Both, in pieces with contiguous last dimensions; what has none is copied block by block."""
-    layout = dims(a, b)
+def _pieces(candidate: torch.Tensor, reference: torch.Tensor) -> Iterator[_Piece]:
+    """Both tensors in pieces that a core's cache can hold until their checksum is computed.
+
+    A candidate that is not contiguous is one piece; what has no contiguous rows is copied block by
+    block.
+    """
+    is_contiguous, item = candidate.is_contiguous(), candidate.itemsize
+    if is_contiguous and reference.is_contiguous():
+        layout = [(candidate.numel(), 1, 1)]
+    else:
+        layout = dims(candidate, reference)
     size, *strides = layout[-1]
-    if a.dim() > _MOST or (size > 1 and strides != [1, 1]):
-        return [(x, y, (x.numel(), 1, 1)) for x, y in blocks(a, b)]
-    return [(a, b, [*itertools.chain(*zip(*layout, strict=True))])]
+    if candidate.dim() > _MOST or (size > 1 and strides != [1, 1]):
+        end = 0
+        for x, y in blocks(candidate, reference):
+            end += x.nbytes
+            yield x.data_ptr(), y.data_ptr(), (x.numel(), 1, 1), end
+        return
+    rows, *strides = layout[0]
+    row = candidate.numel() // rows * item
+    most = max(1, _PIECE // row) if is_contiguous else rows
+    sizes, *others = zip(*layout, strict=True)
+    more = (*sizes[1:], *itertools.chain(*others))
+    c, r = candidate.data_ptr(), reference.data_ptr()
+    for first in range(0, rows, most):
+        count = min(most, rows - first)
+        of_c, of_r = (first * stride * item for stride in strides)
+        yield c + of_c, r + of_r, (count, *more), (first + count) * row
+
+
+def checksum_of(data: torch.Tensor) -> int:
+    """The checksum of a CPU tensor, without a copy of a whole large one."""
+    if data.nbytes <= _SMALL or data.is_contiguous():
+        return checksum(data)
+    digest = xxhash.xxh3_64()
+    for block, _ in blocks(data, data):
+        digest.update(memory(block))
+    return digest.intdigest()
 
 
 def blocks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -222,7 +222,8 @@ def _record_anew(watch: Any, *, on: bool) -> None:
     tap._phases.clear()
     recording = watch._session._recording
     tapped = recording._tap
-    tapped._sorts.clear()
+    for known in (tapped._sorts, tapped._functions, tapped._users):
+        known.clear()
     tapped._new = {module: pattern(name) for module, name in tapped._modules.items()}
     vars(recording).pop("step", None)
     if on:

@@ -91,6 +91,7 @@ def way(request):
 
 def in_blocks_of(size, patch):
     patch.setattr(native, "BLOCK", size)
+    patch.setattr(native, "_PIECE", size)
 
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, *FP8)
