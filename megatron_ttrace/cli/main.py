@@ -143,6 +143,17 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
+def _file_error(error: BaseException) -> str:
+    """What prevents writing a file, such as a full disk; empty for other errors."""
+    import errno
+
+    refused = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+    if not isinstance(error, OSError) or error.errno not in refused:
+        return ""
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "a file"
+    return f"{name} cannot be used ({os.strerror(error.errno)})"
+
+
 def _guarded(
     argv: Sequence[str] | None, build: Callable[[Sequence[str]], argparse.ArgumentParser]
 ) -> int:
@@ -177,7 +188,8 @@ def _guarded(
         if parsing and isinstance(error, SystemExit):
             raise  # argparse has printed an error, or the help
         if not signals.received():
-            _tell(f"internal error: {one_line(error)} (set TTRACE_DEBUG=1 for the traceback)")
+            internal = f"internal error: {one_line(error)} (set TTRACE_DEBUG=1 for the traceback)"
+            _tell(_file_error(error) or internal)
             return int(ExitCode.COULD_NOT_CHECK)
     else:
         if not signals.received():

@@ -160,6 +160,19 @@ def test_an_internal_error(tmp_path: Path, body: str, message: str) -> None:
     assert "Traceback" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        ("OSError(errno.ENOSPC, 'x', 'logs')", "logs cannot be used (No space left on device)"),
+        ("PermissionError(errno.EACCES, 'x')", "a file cannot be used (Permission denied)"),
+    ],
+)
+def test_a_file_that_cannot_be_used(tmp_path: Path, error: str, line: str) -> None:
+    """A full disk is not called an internal error."""
+    done = shell(talks(tmp_path, f"import errno; raise {error}"), tmp_path)
+    assert (done.returncode, done.stderr) == (2, f"ttrace: {line}\n")
+
+
 def test_a_damaged_installation(tmp_path: Path) -> None:
     """A command that cannot be imported ends with exit code 2."""
     (tmp_path / "rich.py").write_text("raise ImportError('no rich')")
