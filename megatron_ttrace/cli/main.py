@@ -147,11 +147,14 @@ def _file_error(error: BaseException) -> str:
     """What prevents writing a file, such as a full disk; empty for other errors."""
     import errno
 
-    refused = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-    if not isinstance(error, OSError) or error.errno not in refused:
+    no_room = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    if not isinstance(error, OSError) or error.errno is None:
         return ""
-    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "a file"
-    return f"{name} cannot be used ({os.strerror(error.errno)})"
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
+    # Without a file's name, a refusal may be of a signal or a socket.
+    if error.errno in no_room or (name and error.errno in (errno.EACCES, errno.EPERM, errno.EIO)):
+        return f"{name or 'a file'} cannot be used ({os.strerror(error.errno)})"
+    return ""
 
 
 def _guarded(

@@ -144,6 +144,7 @@ def test_a_hostile_recipe(tmp_path: Path, recipe: str) -> None:
     [
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("raise MemoryError", "MemoryError"),
+        ("raise PermissionError(1, 'kill')", "PermissionError: [Errno 1] kill"),
         ("sys.exit(1)", "SystemExit: 1"),
         ("sys.exit(0)", "SystemExit: 0"),
         ("raise ValueError('\\x1b[31mred')", "ValueError: \\x1b[31mred"),
@@ -164,7 +165,8 @@ def test_an_internal_error(tmp_path: Path, body: str, message: str) -> None:
     ("error", "line"),
     [
         ("OSError(errno.ENOSPC, 'x', 'logs')", "logs cannot be used (No space left on device)"),
-        ("PermissionError(errno.EACCES, 'x')", "a file cannot be used (Permission denied)"),
+        ("OSError(errno.ENOSPC, 'x')", "a file cannot be used (No space left on device)"),
+        ("PermissionError(errno.EACCES, 'x', 'a')", "a cannot be used (Permission denied)"),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path: Path, error: str, line: str) -> None:
