@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sums of ``measure.py`` in one reading, by ``sums.c``.
 
-setup.py compiles that where there is a C compiler. Elsewhere, and for other dtypes, PyTorch reads
-each block several times.
+setup.py compiles that where there is a C compiler. Elsewhere PyTorch reads each block
+several times.
 """
 
 import ctypes
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 import xxhash
@@ -56,17 +56,19 @@ def sums(candidate: torch.Tensor, reference: torch.Tensor, by: float) -> tuple[F
     """The sums over two CPU tensors of one shape, and the checksum of the candidate's bits.
 
     The candidate's elements are multiplied by ``by``. The checksum is 0 if that is 1 and all bits
-    are equal. ``None`` where PyTorch has to do it: nothing is compiled, the dtypes are others or
-    differ, or not all elements are finite.
+    are equal. ``None`` where PyTorch has to do it: nothing is compiled, the elements are integers,
+    or not all are finite.
     """
     native = library()
-    if native is None or candidate.dtype != reference.dtype or candidate.dtype not in DTYPES:
+    dtypes = {candidate.dtype, reference.dtype}
+    if native is None or not all(dtype.is_floating_point for dtype in dtypes):
         return None
     bits = memory(candidate) if candidate.is_contiguous() else None
-    digest, hashed, equal = xxhash.xxh3_64(), 0, by == 1.0
+    digest, hashed, equal = xxhash.xxh3_64(), 0, by == 1.0 and len(dtypes) == 1
     totals = _FIVE()
-    for c, r, layout, end in _pieces(candidate, reference):
-        pair = c, r, candidate.itemsize, by, len(layout) // 3
+    summed = _summed(dtypes)
+    for c, r, layout, end in _pieces(candidate, reference, summed):
+        pair = c, r, summed.itemsize, by, len(layout) // 3
         same = native.ttrace_sums(*pair, (ctypes.c_int64 * len(layout))(*layout), totals)
         equal = equal and bool(same)
         if bits is not None and not equal:
@@ -81,11 +83,20 @@ def sums(candidate: torch.Tensor, reference: torch.Tensor, by: float) -> tuple[F
     return five, checksum_of(candidate) if bits is None else digest.intdigest()
 
 
-def _pieces(candidate: torch.Tensor, reference: torch.Tensor) -> Iterator[_Piece]:
+def _summed(dtypes: Set[torch.dtype]) -> torch.dtype:
+    """The dtype that elements of both tensors have without rounding, and ``sums.c`` can read."""
+    if len(dtypes) == 1 and not dtypes.isdisjoint(DTYPES):
+        return next(iter(dtypes))
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _pieces(
+    candidate: torch.Tensor, reference: torch.Tensor, summed: torch.dtype
+) -> Iterator[_Piece]:
     """Both tensors in pieces that a core's cache can hold until their checksum is computed.
 
-    A candidate that is not contiguous is one piece; what has no contiguous rows is copied block by
-    block.
+    A candidate that is not contiguous is one piece; what has no contiguous rows, or another dtype
+    than ``summed``, is copied block by block.
     """
     is_contiguous, item = candidate.is_contiguous(), candidate.itemsize
     if is_contiguous and reference.is_contiguous():
@@ -93,10 +104,12 @@ def _pieces(candidate: torch.Tensor, reference: torch.Tensor) -> Iterator[_Piece
     else:
         layout = dims(candidate, reference)
     size, *strides = layout[-1]
-    if candidate.dim() > _MOST or (size > 1 and strides != [1, 1]):
+    as_they_are = candidate.dtype == reference.dtype == summed
+    if not as_they_are or candidate.dim() > _MOST or (size > 1 and strides != [1, 1]):
         end = 0
         for x, y in blocks(candidate, reference):
             end += x.nbytes
+            x, y = x.to(summed), y.to(summed)
             yield x.data_ptr(), y.data_ptr(), (x.numel(), 1, 1), end
         return
     rows, *strides = layout[0]

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import itertools
 import opcode
 import os
 import re
@@ -124,27 +125,35 @@ def function_of(code: CodeType) -> Function:
     variables = *code.co_varnames, *code.co_cellvars, *code.co_freevars
     names = [*code.co_names, *variables, *strings, *keywords]
     words = {word for name in names for word in name.lower().split("_")}
+    axes = frozenset(itertools.chain.from_iterable(map(_axes_of, words)))
     arguments = code.co_argcount + code.co_kwonlyargcount
     local = {*code.co_varnames[arguments:], *code.co_cellvars} - {*code.co_varnames[:arguments]}
-    steps = list(zip(code.co_code[::2], code.co_code[1::2], strict=True))
+    operations, operands = code.co_code[::2], code.co_code[1::2]
     return Function(
         file=_relative(code.co_filename),
         line=code.co_firstlineno,
         name=code.co_qualname.replace(".<locals>", ""),
         part=part_of(code.co_filename),
         size=len(code.co_code),
-        scales=any(op == _BINARY_OP and arg in _PRODUCTS for op, arg in steps)
+        scales=any(
+            operation == _BINARY_OP and operand in _PRODUCTS
+            for operation, operand in zip(operations, operands, strict=True)
+        )
         or any(not _SCALING.isdisjoint(name.split("_")) for name in code.co_names),
         moves=not _MOVING.isdisjoint(code.co_names),
-        loops=any(op == _FOR_ITER for op, _ in steps),
+        loops=_FOR_ITER in operations,
         marks=tuple(mark for mark in MARKS if mark in strings or mark in code.co_names),
-        axes=tuple(
-            axis for axis, pattern in _AXES.items() if any(re.fullmatch(pattern, w) for w in words)
-        ),
+        axes=tuple(axis for axis in _AXES if axis in axes),
         strings=tuple(dict.fromkeys(strings)),
         sets=tuple(name for name in sorted(local) if _FACTOR.search(name)),
         factors=tuple(dict.fromkeys(name for name in names if _FACTOR.search(name))),
     )
+
+
+@functools.cache
+def _axes_of(word: str) -> tuple[str, ...]:
+    """The axes that a word in a name stands for: thousands of functions share few words."""
+    return tuple(axis for axis, pattern in _AXES.items() if re.fullmatch(pattern, word))
 
 
 def is_schedule(file: str) -> bool:
@@ -167,6 +176,7 @@ def shown(code: CodeType, line: int = 0) -> str:
     return f"{_relative(code.co_filename)}:{line or code.co_firstlineno} ({function})"
 
 
+@functools.cache
 def _relative(file: str) -> str:
     """A path from the folder that the package was imported from."""
     if in_megatron(file):
