@@ -104,6 +104,9 @@ def product(
     if gradient is None or fed_with is None or gradient.ndim != fed_with.ndim:
         return None
     if positions is not None:
+        if not len(gradient) == len(fed_with) == evidence.seq_length:
+            # An expert has the tokens that were routed to it.
+            return None
         gradient, fed_with = gradient[positions], fed_with[positions]
     left, right = gradient.float().flatten(0, -2), normed(evidence, fed, fed_with.float())
     if len(left) != len(right):

@@ -290,6 +290,19 @@ def adaptive_muon_runs():
     Adaptive.scale_mode, Adaptive.extra_scale_factor = "spectral", 1.0
 
 
+@fix(
+    "distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel",
+    "finish_grad_sync",
+)
+def fsdp2_experts(original, self, *args, **keywords):
+    """With ``--expert-tensor-parallel-size 1``: sum experts' gradients over TP ranks' tokens."""
+    original(self, *args, **keywords)
+    for parameter in self.parameters():
+        if not getattr(parameter, "allreduce", True) and parameter.grad is not None:
+            group = parallel_state.get_tensor_model_parallel_group()
+            dist.all_reduce(parameter.grad.to_local(), group=group)
+
+
 @fix("optimizer.optimizer:MixedPrecisionOptimizer", "step")
 def unclipped_norm(step, self):
     """Compute the norm that is logged also where nothing is clipped."""

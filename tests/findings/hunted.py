@@ -22,6 +22,8 @@ ERRORS = {
     "has no attribute 'data_parallel_group'": "finding 57",
     "param.decoupled_grad.dtype": "finding 57",
     "Tensors must have same number of dimensions": "finding 57",
+    "tensor._base is None": "finding 57",
+    "p2p does not support sliding windows": "refused by TransformerEngine",
     "does not support attention sinks": "refused by TransformerEngine",
     "When not using pp-last rank ordering": "refused when groups are made",
     "should be divisible by config.pipeline_model_parallel_size": "four layers for eight stages",

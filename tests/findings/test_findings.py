@@ -135,6 +135,12 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "fsdp2-norm",
             f"{TE} {matrix.FLAGS['fsdp2']} --log-params-norm",
         ),
+        (
+            "",
+            "fsdp2-experts",
+            f"{TE} {matrix.FLAGS['fsdp2']} {EXPERTS} --moe-token-dispatcher-type alltoall "
+            "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+        ),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
