@@ -32,7 +32,7 @@ from megatron_ttrace.trace.collectives import (
 )
 from megatron_ttrace.trace.errors import one_line
 
-_ENOUGH = 16
+_ENOUGH = 8
 _VALUES = 16
 """Of each number, and results of each function, that are kept."""
 _FRAMES = 8

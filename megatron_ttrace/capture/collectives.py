@@ -111,6 +111,13 @@ _FUNCTIONAL = {
 }
 
 
+class _Sort(NamedTuple):
+    """What modules of all layers have in common that run the same code."""
+
+    pattern: str
+    kind: type[torch.nn.Module]
+
+
 class _Place(NamedTuple):
     """Where a collective ran: in a module, a part of the step, and the code that called it."""
 
@@ -166,14 +173,15 @@ class CollectiveTap:
             entered: called when the forward pass of a sort of module begins for the first time.
         """
         self._mesh = mesh
-        self._new = {module: pattern(name) for n in chunks for name, module in n.modules.items()}
         self._sorts: set[str] = set()
         self._entered = entered
-        self._modules = {module: name for names in chunks for name, module in names.modules.items()}
+        named = [(name, module) for names in chunks for name, module in names.modules.items()]
+        self._modules = {module: name for name, module in named}
+        self._sort = {name: _Sort(pattern(name), type(module)) for name, module in named}
         self._groups: dict[Any, Group | None] = {}
         self._calls: dict[_Call, collections.Counter[int]] = {}
         self._order: dict[str, Any] = {}
-        self._functions: dict[str, ModuleCode] = {}
+        self._functions: dict[_Sort, ModuleCode] = {}
         self._users: dict[str, str] = {}
         self._main = _Run()
         self._runs = {threading.get_ident(): self._main}
@@ -181,9 +189,14 @@ class CollectiveTap:
         self.error = ""
 
     def functions(self, module: str) -> ModuleCode:
-        """The code that ran in a module and after it, but its class's."""
-        seen = self._functions.get(module, ModuleCode())
-        return dataclasses.replace(seen, user=self._users.get(module, ""))
+        """The code that ran in a module and after it, but its class's.
+
+        It is that of the first module of its sort.
+        """
+        if (sort := self._sort.get(module)) is None:
+            return ModuleCode()
+        seen = self._functions.get(sort, ModuleCode())
+        return dataclasses.replace(seen, user=self._users.get(sort.pattern, ""))
 
     def around(self) -> tuple[str, Phase | None]:
         """The module that runs now on this thread, cheaply; ``None`` outside of modules."""
@@ -274,11 +287,12 @@ class CollectiveTap:
         name = self._modules.get(module)
         if name is not None:
             run = self._run
-            if (sort := self._new.pop(module, None)) not in self._sorts and sort is not None:
+            sort = self._sort[name].pattern
+            if sort not in self._sorts:
                 self._sorts.add(sort)
                 self._guard(self._entered)
-            if name not in self._users and not run.stack:
-                self._guard(self._find_caller, name)
+            if not run.stack and sort not in self._users:
+                self._guard(self._find_caller, sort)
             run.stack.append(name)
             run.changed()
 
@@ -288,16 +302,16 @@ class CollectiveTap:
             return
         run.stack.pop()
         run.changed()
-        if name not in self._functions:
+        if self._sort[name] not in self._functions:
             self._guard(self._find_functions, name, output)
 
-    def _find_caller(self, name: str) -> None:
+    def _find_caller(self, sort: str) -> None:
         """What calls the model: the schedule, which also scales its loss."""
         frame = sys._getframe(1)
         while frame is not None and not sources.is_schedule(frame.f_code.co_filename):
             frame = frame.f_back  # type: ignore[assignment]
         if frame is not None:
-            self._users[name] = sources.shown(frame.f_code, frame.f_lineno)
+            self._users[sort] = sources.shown(frame.f_code, frame.f_lineno)
 
     def _find_functions(self, name: str, output: Any) -> None:
         """Find the Python autograd functions among the graph nodes that a module made itself."""
@@ -312,7 +326,7 @@ class CollectiveTap:
             if not (maker == name or maker.startswith(inside) or (maker and name == ROOT)):
                 continue
             if maker != name and user:
-                self._users.setdefault(maker, user)
+                self._users.setdefault(self._sort[maker].pattern, user)
                 user = ""
             after = [one for one, _ in node.next_functions if one is not None]
             kind = getattr(type(node), "_forward_cls", None)
@@ -328,7 +342,7 @@ class CollectiveTap:
         if seen:
             backward.sort()
             weight = [place for _, accumulates, place in backward if accumulates]
-            self._functions[name] = ModuleCode(
+            self._functions[self._sort[name]] = ModuleCode(
                 backward=backward[0][2] if backward else "",
                 weight=weight[0] if weight else "",
             )

@@ -43,6 +43,7 @@ def megatron_folder() -> str:
     return str(Path(spec.origin).parents[1]) + os.sep
 
 
+@functools.cache
 def in_megatron(file: str) -> bool:
     """Whether a source file is one of Megatron's."""
     folder = megatron_folder()

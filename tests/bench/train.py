@@ -27,7 +27,6 @@ from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.jobs import argv
 from megatron_ttrace.run import loop
 from megatron_ttrace.run.candidate import CandidateSession
-from megatron_ttrace.trace.collectives import pattern
 from tests.bench.memory import Peak, Turn
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
@@ -224,7 +223,6 @@ def _record_anew(watch: Any, *, on: bool) -> None:
     tapped = recording._tap
     for known in (tapped._sorts, tapped._functions, tapped._users):
         known.clear()
-    tapped._new = {module: pattern(name) for module, name in tapped._modules.items()}
     vars(recording).pop("step", None)
     if on:
         assert tap._context is not None
