@@ -13,6 +13,7 @@ import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat
 from megatron_ttrace.diagnose.scaling import constant_factor
+from megatron_ttrace.diagnose.sources import laid_out
 from megatron_ttrace.trace.findings import Cause, Finding, InPart, Span, WrongRows, WrongTokens
 from megatron_ttrace.trace.records import ROOT, Kind
 from megatron_ttrace.trace.views import logical_view
@@ -143,13 +144,12 @@ def _tokens(evidence: Evidence) -> tuple[torch.Tensor, torch.Tensor, WrongTokens
     if key.kind is not Kind.OUTPUT or evidence.reference.ndim != 3:
         return None
     # What the model was given, which may be the batch's ids renamed.
-    tokens = evidence.tensor(Kind.INPUT, ROOT)
+    tokens = laid_out(evidence.tensor(Kind.INPUT, ROOT), shape)
     table = evidence.parameter(f"{key.name}.weight")
     if tokens is None or table is None:
         return None
-    tokens = tokens if tokens.shape == shape else tokens.T
     wrong, values = _wrong(evidence, (2,))
-    if tokens.shape != shape or wrong is None or not wrong.any():
+    if wrong is None or not wrong.any():
         return None
     bad, good = tokens[wrong].unique(), tokens[~wrong].unique()
     low, high = int(bad.min()), int(bad.max())

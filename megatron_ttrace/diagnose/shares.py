@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, flat
-from megatron_ttrace.diagnose.sources import by_microbatch, product, standardised
+from megatron_ttrace.diagnose.sources import by_microbatch, laid_out, product, standardised
 from megatron_ttrace.diagnose.summands import ROUGH, weights_of
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
 from megatron_ttrace.mcore.roles import HEAD, LOOKED_UP
@@ -143,15 +143,15 @@ def _share(
     if leaf == "weight" and looked_up is None and evidence.reference.ndim > 1:
         return product(evidence, module, module, microbatch, positions)
     gradient = evidence.tensor(Kind.GRAD_OUTPUT, module, microbatch)
-    if gradient is None:
+    if gradient is None or gradient.ndim < 2:
         return None
     # What an embedding looks up are the model's ids.
     fed, index = (module, 0) if looked_up is None else (ROOT, looked_up)
     other = evidence.tensor(Kind.INPUT, fed, microbatch, index)
     if looked_up is not None and leaf == "weight":
-        if other is None or other.numel() * gradient.shape[-1] != gradient.numel():
+        other = laid_out(other, gradient.shape[:-1])
+        if other is None:
             return None
-        other = other if other.shape == gradient.shape[:-1] else other.T
     if positions is not None:
         if len(gradient) != evidence.seq_length or other is None or len(other) != len(gradient):
             return None
@@ -166,7 +166,7 @@ def _share(
         gradient = gradient @ weight.float()
     if leaf.endswith("bias"):
         return gradient.sum(0)
-    if other is None:
+    if other is None or (looked_up is None and other.ndim < 2):
         return None
     if looked_up is None:
         rows = other.float().flatten(0, -2)

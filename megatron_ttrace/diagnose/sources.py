@@ -101,7 +101,7 @@ def product(
     """
     gradient = evidence.tensor(Kind.GRAD_OUTPUT, module, microbatch)
     fed_with = evidence.tensor(Kind.INPUT, fed, microbatch)
-    if gradient is None or fed_with is None or gradient.ndim != fed_with.ndim:
+    if gradient is None or fed_with is None or not 2 <= gradient.ndim == fed_with.ndim:
         return None
     if positions is not None:
         if not len(gradient) == len(fed_with) == evidence.seq_length:
@@ -113,6 +113,13 @@ def product(
         return None
     evidence.work.spend(left.numel() * right.shape[1] // _PER_ELEMENT)
     return left.T @ right
+
+
+def laid_out(ids: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+    """Token ids as a module has its rows: as they are, or transposed; else ``None``."""
+    if ids is None or ids.shape == shape:
+        return ids
+    return ids.mT if ids.ndim == 2 and ids.mT.shape == shape else None
 
 
 def normed(evidence: Evidence, module: str, fed: torch.Tensor) -> torch.Tensor:

@@ -173,7 +173,7 @@ def _terms(evidence: Evidence) -> dict[Term, torch.Tensor]:
             terms = {Term.LOGARITHM: total.T, Term.LABEL: -label.T}
         else:
             gradient = evidence.tensor(Kind.GRAD_OUTPUT, ROOT)
-            if gradient is None or gradient.T.shape != labels.shape:
+            if gradient is None or gradient.ndim != 2 or gradient.T.shape != labels.shape:
                 continue
             scale = gradient.T[..., None].float()
             ones = torch.zeros_like(logits).scatter_(-1, labels[..., None], 1.0)
@@ -191,6 +191,7 @@ def _labels(evidence: Evidence, logits: torch.Tensor) -> Iterator[torch.Tensor]:
         labels = evidence.tensor(Kind.INPUT, ROOT, index=index)
         if labels is None:
             return
-        fits = labels.dtype == torch.int64 and labels.T.shape == logits.shape[:2]
+        fits = labels.dtype == torch.int64 and labels.ndim == 2
+        fits = fits and labels.T.shape == logits.shape[:2]
         if fits and int(labels.min()) >= 0 and int(labels.max()) < logits.shape[-1]:
             yield labels.T
