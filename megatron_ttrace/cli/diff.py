@@ -94,16 +94,15 @@ def against(args: argparse.Namespace, job: Command, say: command.Say) -> int:
     home = settings.directory
     _require_apart(args.against, home, "--ttrace-dir")
     os.environ.setdefault(_CACHE, str((home / "references").resolve()))
-    # What is traced, and how.
-    alike = Settings(
+    # What is traced, and how; what this run alone has is not the other's.
+    alike = dataclasses.replace(
+        settings,
         directory=home / "against",
-        iterations=settings.iterations,
-        init=settings.init,
-        seeds=settings.seeds,
-        device=settings.device,
-        timeout=settings.timeout,
-        allow_unchecked=settings.allow_unchecked,
-        reference_layout=settings.reference_layout,
+        reference=None,
+        small=None,
+        bug=None,
+        wandb=False,
+        wandb_online=False,
     )
     first = _kept("the other run", args.against, alike, say)
     say("this run")

@@ -84,11 +84,13 @@ def test_against_a_command(place, monkeypatch, capsys):
     Path("x.py").touch()
     words = ["check", "--against", f"torchrun {JOB}", "--quiet", "--", "x.py", "--num-layers", "2"]
     more = ["--ttrace-bug", "01", "--ttrace-iterations", "1-2", "--ttrace-wandb"]
+    more += ["--ttrace-memory-mb", "64", "--ttrace-isolate"]
     sent = []
     monkeypatch.setattr(wandb, "log", lambda *_, online, **__: sent.append(online))
     assert main([*words, *more]) == 1
     assert sent == [True]
-    assert asked == [Settings(directory=Path("ttrace-out/against"), iterations=(1, 2))]
+    same = {"iterations": (1, 2), "memory_mb": 64, "isolate": True}
+    assert asked == [Settings(directory=Path("ttrace-out/against"), wandb=False, **same)]
     assert capsys.readouterr().out.startswith("ttrace  diverged")
     assert (place / "ttrace-out" / "report.html").is_file()
 
