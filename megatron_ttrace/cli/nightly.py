@@ -78,7 +78,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     )
     parts.add_argument(
         "--minutes",
-        type=float,
+        type=flags.number,
         metavar="N",
         help="time limit; parts that have not started by then do not run",
     )
