@@ -32,7 +32,9 @@ from megatron_ttrace.trace.collectives import (
 )
 from megatron_ttrace.trace.errors import one_line
 
-_ENOUGH = 8
+_ENOUGH, _AGAIN = 8, 3
+"""Starts of a function that show nothing new, before it is not reported again; of those, the ones
+after something new begins: in a new module, its functions start first."""
 _VALUES = 16
 """Of each number, and results of each function, that are kept."""
 _FRAMES = 8
@@ -114,7 +116,7 @@ class CallTap:
         """A sort of module, or a part of a step, is entered for the first time."""
         if self._silent:
             for seen in filter(None, self._seen.values()):
-                seen.starts = 0
+                seen.starts = min(seen.starts, _ENOUGH - _AGAIN)
             self._reports.again(self._silent)
             self._silent.clear()
 

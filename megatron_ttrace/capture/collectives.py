@@ -16,6 +16,7 @@ thread of its own, with its own numbers for what is recomputed there.
 import bisect
 import collections
 import dataclasses
+import functools
 import hashlib
 import inspect
 import sys
@@ -179,7 +180,7 @@ class CollectiveTap:
         self._modules = {module: name for name, module in named}
         self._sort = {name: _Sort(pattern(name), type(module)) for name, module in named}
         self._groups: dict[Any, Group | None] = {}
-        self._calls: dict[_Call, collections.Counter[int]] = {}
+        self._calls: dict[tuple[object, ...], tuple[_Call, collections.Counter[int]]] = {}
         self._order: dict[str, Any] = {}
         self._functions: dict[_Sort, ModuleCode] = {}
         self._users: dict[str, str] = {}
@@ -219,7 +220,7 @@ class CollectiveTap:
         """What was recorded, without the code of modules."""
         groups: dict[Group, int] = {}
         calls = []
-        for call in self._calls:
+        for call, _ in self._calls.values():
             known = call._asdict()
             module, phase, code, line = known.pop("place")
             known["group"] = groups.setdefault(call.group, len(groups))
@@ -228,7 +229,7 @@ class CollectiveTap:
         order = {name: digest.hexdigest() for name, digest in self._order.items()}
         return RankLedger(
             tuple(calls),
-            tuple(tuple(map(Size._make, sizes.items())) for sizes in self._calls.values()),
+            tuple(tuple(map(Size._make, sizes.items())) for _, sizes in self._calls.values()),
             tuple(
                 dataclasses.replace(group, order=order.get(group.communicator, ""))
                 for group in groups
@@ -401,17 +402,23 @@ class CollectiveTap:
         if group is None or not tensors:
             return
         dtype = str(tensors[0].dtype).removeprefix("torch.")
-        call = _Call(
-            iteration=self._iteration,
-            operation=operation,
-            reduction=reduction,
-            group=group,
-            dtype=dtype,
-            agreed=agreed,
-            peer=peer,
-            place=self._place(operation),
-        )
-        self._calls.setdefault(call, collections.Counter())[_bytes(tensors)] += 1
+        place = self._place(operation)
+        # Python hashes code, members of enumerations and dataclasses slowly; all of them are kept.
+        objects = id(operation), id(group), id(place.phase), id(place.code)
+        key = self._iteration, reduction, dtype, agreed, peer, place.line, place.module, *objects
+        if (known := self._calls.get(key)) is None:
+            call = _Call(
+                iteration=self._iteration,
+                operation=operation,
+                reduction=reduction,
+                group=group,
+                dtype=dtype,
+                agreed=agreed,
+                peer=peer,
+                place=place,
+            )
+            known = self._calls[key] = call, collections.Counter()
+        known[1][_bytes(tensors)] += 1
         if operation not in (Operation.SEND, Operation.RECV):
             digest = self._order.setdefault(
                 group.communicator, hashlib.blake2b(digest_size=8, usedforsecurity=False)
@@ -483,11 +490,18 @@ def _accumulates(node: Any) -> bool:
 def _reduction(given: Iterable[Any]) -> str:
     """``sum``, ``avg``, ``max`` ...: of the options of a collective, or the argument itself."""
     for one in given:
+        if isinstance(one, (list, tuple, torch.Tensor)):
+            continue
         value = getattr(one, "reduceOp", one)
         kind = getattr(value, "op", value)
         if isinstance(kind, dist.ReduceOp.RedOpType):
-            return str(kind).rpartition(".")[2].lower()
+            return _reduction_name(kind)
     return ""
+
+
+@functools.cache
+def _reduction_name(kind: dist.ReduceOp.RedOpType) -> str:
+    return str(kind).rpartition(".")[2].lower()
 
 
 def _flat(value: Any) -> Iterator[torch.Tensor]:

@@ -50,11 +50,13 @@ def in_megatron(file: str) -> bool:
     return bool(folder) and file.startswith(folder)
 
 
+@functools.cache
 def in_torch(file: str) -> bool:
     """Whether a source file is one of PyTorch's."""
     return file.startswith(_TORCH)
 
 
+@functools.cache
 def is_own(file: str) -> bool:
     """Whether a source file is one of this package's, or has no place on disk."""
     return file.startswith((_OWN, "<"))
@@ -62,21 +64,21 @@ def is_own(file: str) -> bool:
 
 def phase_of(file: str, operation: Operation) -> Phase | None:
     """The part of the step that code of Megatron belongs to; ``None`` if it is a module's."""
+    phase = _phase_of_folder(file)
+    gathers = phase is Phase.GRADIENTS and operation is Operation.ALL_GATHER
+    return Phase.PARAMETERS if gathers else phase
+
+
+@functools.cache
+def _phase_of_folder(file: str) -> Phase | None:
     inside = file.removeprefix(megatron_folder())
-    for folder, phase in _PHASES:
-        if inside.startswith(folder):
-            gathers = phase is Phase.GRADIENTS and operation is Operation.ALL_GATHER
-            return Phase.PARAMETERS if gathers else phase
-    return None
+    return next((phase for folder, phase in _PHASES if inside.startswith(folder)), None)
 
 
 @functools.cache
 def part_of(file: str) -> Phase | None:
     """The part of the step that all code of a file of Megatron's belongs to; ``None`` if none."""
-    if is_schedule(file):
-        return Phase.SCHEDULE
-    inside = file.removeprefix(megatron_folder())
-    return next((phase for folder, phase in _PHASES if inside.startswith(folder)), None)
+    return Phase.SCHEDULE if is_schedule(file) else _phase_of_folder(file)
 
 
 MARKS = (

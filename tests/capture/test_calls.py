@@ -200,7 +200,7 @@ def test_a_function_that_runs_often_is_reported_no_more(tap: CallTap) -> None:
     assert counted - before <= 1
     tap.entered()
     functions["step"]([torch.ones(2)] * 9)
-    assert counted - before >= 10
+    assert 3 <= counted - before <= 10
     tap.in_steps(lambda: ("", None))
     functions["step"]([torch.ones(2)])
     assert counted < 110
