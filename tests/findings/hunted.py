@@ -31,6 +31,7 @@ ERRORS = {
     "only supported with adam": "refused when the optimizer is built",
     "param.grad.type() == 'torch.cuda.FloatTensor'": "finding 57",
     "Cannot average in collective": "refused when the model is built",
+    "Partial DistOpt cannot be used without DistOpt": "refused when the optimizer is built",
     "emerging optimizer with fp16": "refused when the optimizer is built",
     "Only Adam, HybridDeviceOptimizer": "refused when the optimizer is built",
     "_collect_main_grad_data_for_unscaling": "finding 57",
