@@ -112,11 +112,8 @@ _FUNCTIONAL = {
 }
 
 
-class _Sort(NamedTuple):
-    """What modules of all layers have in common that run the same code."""
-
-    pattern: str
-    kind: type[torch.nn.Module]
+type _Sort = tuple[str, type[torch.nn.Module]]
+"""Pattern and class: what modules of all layers have in common that run the same code."""
 
 
 class _Place(NamedTuple):
@@ -178,7 +175,7 @@ class CollectiveTap:
         self._entered = entered
         named = [(name, module) for names in chunks for name, module in names.modules.items()]
         self._modules = {module: name for name, module in named}
-        self._sort = {name: _Sort(pattern(name), type(module)) for name, module in named}
+        self._sort = {name: (pattern(name), type(module)) for name, module in named}
         self._groups: dict[Any, Group | None] = {}
         self._calls: dict[tuple[object, ...], tuple[_Call, collections.Counter[int]]] = {}
         self._order: dict[str, Any] = {}
@@ -190,14 +187,10 @@ class CollectiveTap:
         self.error = ""
 
     def functions(self, module: str) -> ModuleCode:
-        """The code that ran in a module and after it, but its class's.
-
-        It is that of the first module of its sort.
-        """
-        if (sort := self._sort.get(module)) is None:
-            return ModuleCode()
+        """The code that ran in the first module of a sort and after it, but its class's."""
+        sort = self._sort.get(module, ("", torch.nn.Module))
         seen = self._functions.get(sort, ModuleCode())
-        return dataclasses.replace(seen, user=self._users.get(sort.pattern, ""))
+        return dataclasses.replace(seen, user=self._users.get(sort[0], ""))
 
     def around(self) -> tuple[str, Phase | None]:
         """The module that runs now on this thread, cheaply; ``None`` outside of modules."""
@@ -288,7 +281,7 @@ class CollectiveTap:
         name = self._modules.get(module)
         if name is not None:
             run = self._run
-            sort = self._sort[name].pattern
+            sort, _ = self._sort[name]
             if sort not in self._sorts:
                 self._sorts.add(sort)
                 self._guard(self._entered)
@@ -327,7 +320,7 @@ class CollectiveTap:
             if not (maker == name or maker.startswith(inside) or (maker and name == ROOT)):
                 continue
             if maker != name and user:
-                self._users.setdefault(self._sort[maker].pattern, user)
+                self._users.setdefault(self._sort[maker][0], user)
                 user = ""
             after = [one for one, _ in node.next_functions if one is not None]
             kind = getattr(type(node), "_forward_cls", None)
@@ -407,17 +400,8 @@ class CollectiveTap:
         objects = id(operation), id(group), id(place.phase), id(place.code)
         key = self._iteration, reduction, dtype, agreed, peer, place.line, place.module, *objects
         if (known := self._calls.get(key)) is None:
-            call = _Call(
-                iteration=self._iteration,
-                operation=operation,
-                reduction=reduction,
-                group=group,
-                dtype=dtype,
-                agreed=agreed,
-                peer=peer,
-                place=place,
-            )
-            known = self._calls[key] = call, collections.Counter()
+            alike = self._iteration, operation, reduction, group, dtype, agreed, peer, place
+            known = self._calls[key] = _Call(*alike), collections.Counter()
         known[1][_bytes(tensors)] += 1
         if operation not in (Operation.SEND, Operation.RECV):
             digest = self._order.setdefault(

@@ -67,7 +67,8 @@ def line_of(row, numbers, seed, commit):
         heading = row["finding"] or known_faults.finding_of(options, "0.19.2")
         line["finding"] = number_of(heading)
     else:
-        line["error"] = re.sub(r"^rank \d+ on [^,]+, ", "", row["why"])[:200]
+        why = re.sub(r"/\S+/site-packages/", "", row["why"])
+        line["error"] = re.sub(r"^rank \d+ on [^,]+, ", "", why)[:200]
     return {**line, "values": numbers}
 
 
