@@ -71,6 +71,8 @@ _STUDENT = (
 )
 """Quantiles of Student's t, two-sided 99.9 %, by degrees of freedom; the last is the normal's."""
 
+_OF_GRADIENT = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+
 _SUMMED_INTO = {
     (Kind.MAIN_GRAD, ""): Kind.GRAD_NORM,
     (Kind.OUTPUT, ROOT): Kind.LOSS,
@@ -266,9 +268,10 @@ class Tolerances:
         seeds = self._pooled.get(group, ())
         floor = SAFETY * self._floor(key, norm, eps)
         repeated = self._repeated.get(group, 0.0)
+        farther = self._farther(key)
         return Tolerance(
-            value=max(self._estimated(group, seeds, len(seeds)), floor),
-            peak=self._estimated(group, (self._peaks.get(group, 0.0),), len(seeds)),
+            value=max(farther * self._estimated(group, seeds, len(seeds)), floor),
+            peak=farther * self._estimated(group, (self._peaks.get(group, 0.0),), len(seeds)),
             n=n,
             rms=rms,
             bound=self._bound,
@@ -287,6 +290,23 @@ class Tolerances:
         """From what some replays did, as if there had been this number of replays."""
         samples = self._samples[group] * replays // max(len(self._pooled.get(group, ())), 1)
         return self._safety * max(seeds, default=0.0) * few_samples(samples)
+
+    def _farther(self, key: TraceKey) -> float:
+        """How much farther than replays rounding may move what is computed from a gradient.
+
+        The replays' sums of a gradient in 16 bits may round to the same numbers, while one rounding
+        of each element is tolerated. What is computed from it moves in proportion.
+        """
+        if key.kind not in _OF_GRADIENT:
+            return 1.0
+        gradient = dataclasses.replace(key, kind=Kind.MAIN_GRAD, index=0)
+        moved = self._moved.get(gradient)
+        seeds = self._pooled.get(_group(gradient), ())
+        estimated = self._estimated(_group(gradient), seeds, len(seeds))
+        if moved is None or not 0.0 < estimated < math.inf:
+            return 1.0
+        floor = SAFETY * self._floor(gradient, moved.norm, epsilon(self._dtypes[gradient]))
+        return max(1.0, floor / estimated)
 
     def suffice(self) -> bool:
         """Whether no more replays are needed (docs/tolerance.md, "How many replays")."""

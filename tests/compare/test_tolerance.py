@@ -147,6 +147,27 @@ def test_values(key, moved, dtype, expected):
     assert {name: getattr(found, name) for name in expected} == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "moved", "times"),
+    [
+        # Replays moved it by a third of one rounding of each element.
+        ("bfloat16", BF16 / 6, 3.0),
+        ("bfloat16", BF16, 1.0),
+        ("bfloat16", 0.0, 1.0),
+        ("bfloat16", math.inf, 1.0),
+        ("float32", BF16 / 6, 1.0),
+    ],
+)
+@pytest.mark.parametrize("kind", [Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ])
+def test_what_is_computed_from_a_gradient_moves_with_it(kind, dtype, moved, times):
+    """A layout may round its elements where replays did not."""
+    key = step(kind)
+    known = {MAIN: Moved(400, 40.0, (moved,)), key: Moved(400, 40.0, (1e-5,), peak=1e-6)}
+    found = Tolerances(known, {MAIN: dtype, key: "float32"}).of(key)
+    assert found.value == pytest.approx(times * SAFETY * 1e-5)
+    assert found.peak == pytest.approx(times * SAFETY * 1e-6)
+
+
 @pytest.mark.parametrize("terms", [10**3, 10**6, 10**9, 10**12])
 def test_a_gradient_norm_off_by_1e_5_is_beyond_any_fp32_tolerance(terms):
     """With replays that move it by two roundings, in models of up to 10^12 parameters."""
