@@ -23,6 +23,7 @@ ERRORS = {
     "param.decoupled_grad.dtype": "finding 57",
     "Tensors must have same number of dimensions": "finding 57",
     "tensor._base is None": "finding 57",
+    "'NoneType' object has no attribute 'size'": "finding 57",
     "p2p does not support sliding windows": "refused by TransformerEngine",
     "does not support attention sinks": "refused by TransformerEngine",
     "When not using pp-last rank ordering": "refused when groups are made",
