@@ -115,7 +115,9 @@ def _run(args: argparse.Namespace) -> int:
     from megatron_ttrace.cpu import bridge
 
     if not bridge.installed():
-        raise TTraceError("Megatron-Bridge is not installed: make bridge")
+        raise TTraceError(
+            "Megatron-Bridge is not installed: export PYTHONPATH=$(launch/bootstrap.sh bridge)"
+        )
     table = cases()[args.table]
     chosen = [table[name] for name in harness.chosen(table, args.only)]
     rows = harness.execute(chosen, lambda case: attempt(case, args.directory / case.id), args)
