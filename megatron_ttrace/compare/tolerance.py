@@ -268,9 +268,10 @@ class Tolerances:
         seeds = self._pooled.get(group, ())
         floor = SAFETY * self._floor(key, norm, eps)
         repeated = self._repeated.get(group, 0.0)
-        farther = self._farther(key)
+        estimated = self._estimated(group, seeds, len(seeds))
+        farther = self._farther(key, estimated)
         return Tolerance(
-            value=max(farther * self._estimated(group, seeds, len(seeds)), floor),
+            value=max(farther * estimated, floor),
             peak=farther * self._estimated(group, (self._peaks.get(group, 0.0),), len(seeds)),
             n=n,
             rms=rms,
@@ -291,22 +292,23 @@ class Tolerances:
         samples = self._samples[group] * replays // max(len(self._pooled.get(group, ())), 1)
         return self._safety * max(seeds, default=0.0) * few_samples(samples)
 
-    def _farther(self, key: TraceKey) -> float:
+    def _farther(self, key: TraceKey, estimated: float) -> float:
         """How much farther than replays rounding may move what is computed from a gradient.
 
         The replays' sums of a gradient in 16 bits may round to the same numbers, while one rounding
-        of each element is tolerated. What is computed from it moves in proportion.
+        of each element is tolerated. What is computed from it moves in proportion, but, as a square
+        at most, not by more than twice that rounding: a replay also moves it by clipping.
         """
         if key.kind not in _OF_GRADIENT:
             return 1.0
         gradient = dataclasses.replace(key, kind=Kind.MAIN_GRAD, index=0)
         moved = self._moved.get(gradient)
         seeds = self._pooled.get(_group(gradient), ())
-        estimated = self._estimated(_group(gradient), seeds, len(seeds))
-        if moved is None or not 0.0 < estimated < math.inf:
+        of_gradient = self._estimated(_group(gradient), seeds, len(seeds))
+        if moved is None or not (of_gradient > 0.0 < estimated):
             return 1.0
         floor = SAFETY * self._floor(gradient, moved.norm, epsilon(self._dtypes[gradient]))
-        return max(1.0, floor / estimated)
+        return max(1.0, min(floor / of_gradient, 2 * floor / estimated))
 
     def suffice(self) -> bool:
         """Whether no more replays are needed (docs/tolerance.md, "How many replays")."""

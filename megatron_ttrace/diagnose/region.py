@@ -13,7 +13,7 @@ import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat
 from megatron_ttrace.diagnose.scaling import constant_factor
-from megatron_ttrace.diagnose.sources import laid_out
+from megatron_ttrace.diagnose.sources import ids_by_row
 from megatron_ttrace.trace.findings import Cause, Finding, InPart, Span, WrongRows, WrongTokens
 from megatron_ttrace.trace.records import ROOT, Kind
 from megatron_ttrace.trace.views import logical_view
@@ -144,7 +144,7 @@ def _tokens(evidence: Evidence) -> tuple[torch.Tensor, torch.Tensor, WrongTokens
     if key.kind is not Kind.OUTPUT or evidence.reference.ndim != 3:
         return None
     # What the model was given, which may be the batch's ids renamed.
-    tokens = laid_out(evidence.tensor(Kind.INPUT, ROOT), shape)
+    tokens = ids_by_row(evidence.tensor(Kind.INPUT, ROOT), shape)
     table = evidence.parameter(f"{key.name}.weight")
     if tokens is None or table is None:
         return None

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, flat
-from megatron_ttrace.diagnose.sources import by_microbatch, laid_out, product, standardised
+from megatron_ttrace.diagnose.sources import by_microbatch, ids_by_row, product, standardised
 from megatron_ttrace.diagnose.summands import ROUGH, weights_of
 from megatron_ttrace.mcore.names import EMBEDDING_WEIGHT
 from megatron_ttrace.mcore.roles import HEAD, LOOKED_UP
@@ -149,7 +149,7 @@ def _share(
     fed, index = (module, 0) if looked_up is None else (ROOT, looked_up)
     other = evidence.tensor(Kind.INPUT, fed, microbatch, index)
     if looked_up is not None and leaf == "weight":
-        other = laid_out(other, gradient.shape[:-1])
+        other = ids_by_row(other, gradient.shape[:-1])
         if other is None:
             return None
     if positions is not None:

@@ -115,7 +115,7 @@ def product(
     return left.T @ right
 
 
-def laid_out(ids: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+def ids_by_row(ids: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
     """Token ids as a module has its rows: as they are, or transposed; else ``None``."""
     if ids is None or ids.shape == shape:
         return ids

@@ -155,6 +155,8 @@ def test_values(key, moved, dtype, expected):
         ("bfloat16", BF16, 1.0),
         ("bfloat16", 0.0, 1.0),
         ("bfloat16", math.inf, 1.0),
+        # A replay moved the rest by clipping: twice the rounding at most.
+        ("bfloat16", BF16 * 1e-9, BF16 / 1e-5),
         ("float32", BF16 / 6, 1.0),
     ],
 )

@@ -48,7 +48,7 @@ def evidence_of(
     As in a trace, parts that pass were not kept.
     """
     rms = float(reference.float().square().mean().sqrt())
-    stored = {} if trace is None else trace
+    stored = trace or {}
     boxes_of = {mesh.rank: plan(reference.shape, placement, mesh) for mesh in ranks}
     parts = []
     for mesh in ranks:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a job holds, no repair ends with an error: that would drop a cause without a word."""
 
+import dataclasses
 import math
 import zlib
 
@@ -49,14 +50,6 @@ KEYS = MODULES.flatmap(
 )
 
 
-class _Trace(dict):
-    """A trace that makes its tensors."""
-
-    def __init__(self, made):
-        super().__init__()
-        self.get = made
-
-
 @st.composite
 def evidence(draw):
     """A tensor of any shape that fails in any way, in a trace whose tensors have any shapes."""
@@ -94,7 +87,7 @@ def evidence(draw):
             wrong.view(-1)[0] = filled
         return wrong
 
-    return evidence_of(
+    made = evidence_of(
         reference,
         meshes(tp * cp * dp, tp=tp, cp=cp),
         held,
@@ -104,8 +97,8 @@ def evidence(draw):
         seq_length=draw(st.sampled_from([0, 8, 16])),
         alike=lambda module: (f"{LAYER}.mlp.linear_fc1", "decoder.final_layernorm"),
         numbers={"num_microbatches": 2.0, "tokens": 128.0},
-        trace=_Trace(whole),
     )
+    return dataclasses.replace(made, whole=whole)
 
 
 @given(evidence())

@@ -176,7 +176,7 @@ def test_a_directory_that_was_removed(tmp_path: Path) -> None:
 def test_ranks_without_a_launcher(tmp_path: Path) -> None:
     """Rank 0 claims the directory for as long as it lives; the others join."""
     other = "; other = os.fork() or shared.require(directory, run) or print('joined', flush=True)"
-    code = f"run = shared.prepare(directory){other}; time.sleep(3600)"
+    code = f"run = shared.prepare(directory){other}; other and time.sleep(3600)"
     rank = in_a_process(tmp_path, code)
     try:
         assert line_of(rank) == "joined"
