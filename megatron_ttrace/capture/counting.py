@@ -23,7 +23,7 @@ from megatron_ttrace.mcore import statistics
 from megatron_ttrace.mcore.names import raw
 from megatron_ttrace.mcore.optimizer import owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
-from megatron_ttrace.mcore.sharded_weights import local, parts_of
+from megatron_ttrace.mcore.sharded_weights import gathered_rows, local, parts_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.counted import Counted, Counting, Hyperparameters, Runs, Statistic
 
@@ -73,7 +73,10 @@ class Tally:
         self._orders: dict[Statistic, Counter[Runs]] = {
             statistic: Counter() for statistic in Statistic
         }
-        self._reducing = Reducing(chunks, self._gradients, attempt)
+        # Sums over the ranks that gather weights are not made by the buckets.
+        gathers = any(gathered_rows(parameter) for parameter, _ in places)
+        why = "weights in shards" if gathers else ""
+        self._reducing = Reducing(chunks, self._gradients, attempt, why)
         self.reduction = self._reducing.active
 
     def counted(self, iteration: int) -> Counted:

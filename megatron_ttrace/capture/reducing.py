@@ -42,6 +42,7 @@ class Reducing:
         chunks: list[torch.nn.Module],
         remember: Callable[[], Memory],
         attempt: Callable[[Callable[[], Any]], Any],
+        unknown: str = "",
     ) -> None:
         """Prepare.
 
@@ -49,6 +50,7 @@ class Reducing:
             chunks: this rank's model chunks.
             remember: knows where gradients are in memory; called in the step.
             attempt: runs work of ours; if it fails, Megatron's step goes on.
+            unknown: why what the buckets reduce says too little.
         """
         self._groups = [group for chunk in chunks for group in statistics.bucket_groups(chunk)]
         self._remember = functools.cache(remember)
@@ -56,7 +58,7 @@ class Reducing:
         self._orders: Counter[Runs] = Counter()
         self._made: list[Sum] = []
         self._ranges: list[_Range] = []
-        self._unknown = ""
+        self._unknown = unknown
         self._nested = False
 
     @contextlib.contextmanager

@@ -52,14 +52,14 @@ def held_state(model: TracedModel) -> Iterator[StateTensor]:
     owned = owned_by(model.optimizer)
     as_wholes = layer_wise(model.optimizer)
     for parameter, place, data in model.held():
-        replicated = reduced_over(place.name) if data.numel() == parameter.numel() else ()
+        replicated = place.replicated if data.numel() == parameter.numel() else ()
         yield StateTensor(LoadedIndex.WEIGHT, place, data, replicated, parameter)
     for parameter, place in model.places():
         if (part := owned.get(parameter)) is None:
             continue
         where = place.flat(*part.range) if part.range else place
         whole = part.range is None and parameter not in as_wholes
-        replicated = reduced_over(place.name) if whole else ()
+        replicated = place.replicated if whole else ()
         stepped = Stepped(part.weights, part.state, part.moments)
         for index, at, data in _of_optimizer(stepped, where):
             yield StateTensor(index, at, data, replicated, parameter)

@@ -25,6 +25,7 @@ class RunConfig(Record):
         layers: of the model, 0 if unknown.
         hidden: hidden size, 0 if unknown.
         seq_length: tokens of a sample, 0 if unknown.
+        weight_shards: ranks that gather each weight, or each weight of an expert if these are more.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
         own_tokens: indices of the ``routing`` tensors of a router that depend on all tokens of a
             rank, where a rank has a part of a microbatch.
@@ -44,6 +45,7 @@ class RunConfig(Record):
     layers: Count = 0
     hidden: Count = 0
     seq_length: Count = 0
+    weight_shards: Count = 1
     dispatcher: str = ""
     own_tokens: tuple[Count, ...] = ()
     own_shards: tuple[Kind, ...] = ()

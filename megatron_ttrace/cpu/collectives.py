@@ -129,8 +129,9 @@ def _install_coalescing() -> None:
 
     @functools.wraps(manager)
     @contextlib.contextmanager
-    def coalescing(group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        with manager(group, *args, **kwargs) as work:
+    def coalescing(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
+        # With a device the backend would coalesce, which gloo does not.
+        with manager(group, async_ops=async_ops) as work:
             yield work
             world = dist.distributed_c10d._world
             group = group if group is not None else dist.distributed_c10d._get_default_group()

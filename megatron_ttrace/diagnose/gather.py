@@ -39,6 +39,7 @@ class Traces:
         kept: the shards that were kept of the candidate, if there are any.
         meshes: of the candidate's ranks.
         seq_length: of both; 0 if unknown.
+        weight_shards: of the candidate's weights.
     """
 
     reference: TraceReader
@@ -47,6 +48,7 @@ class Traces:
     kept: TraceReader | None = None
     meshes: tuple[Mesh, ...] = ()
     seq_length: int = 0
+    weight_shards: int = 1
 
     @classmethod
     def read(
@@ -61,8 +63,9 @@ class Traces:
         with contextlib.suppress(Exception):
             kept = TraceReader(candidate)
             meshes = kept.candidate.meshes
-            length = RunConfig.from_json(kept.candidate.config).seq_length
-            return cls(reference, tolerances, measured, kept, meshes, seq_length=length)
+            run = RunConfig.from_json(kept.candidate.config)
+            lengths = run.seq_length, run.weight_shards
+            return cls(reference, tolerances, measured, kept, meshes, *lengths)
         return cls(reference, tolerances, measured)
 
     @functools.cached_property
@@ -100,7 +103,7 @@ class Traces:
             held={rank: measured.boxes for rank, measured in self.of(key) if measured.boxes},
             microbatches=max(1, self.reference.reference.microbatches // ranks),
             seq_length=self.seq_length,
-            numbers=numbers(self.reference.reference),
+            numbers={**numbers(self.reference.reference), "shards": self.weight_shards},
             work=work,
             others=lambda: self._others(key, entry.shape),
             whole=lambda other: self.reference.data(other) if other in self.reference else None,

@@ -42,6 +42,7 @@ _COUNT_IN = {
     "tokens": (Kind.GRAD_OUTPUT, Kind.LOSS),
     "step_tokens": (Kind.GRAD_OUTPUT, Kind.MAIN_GRAD),
     "loss_scale": (Kind.GRAD_OUTPUT, Kind.MAIN_GRAD, *MOMENTS),
+    "shards": (Kind.MAIN_GRAD,),
     "clipping": MOMENTS,
     "layers": (Kind.METRIC,),
     "auxiliary": (Kind.METRIC,),
@@ -291,7 +292,7 @@ def sizes_of(evidence: Evidence) -> dict[str, float]:
     if evidence.microbatches > 1 and (evidence.key.kind in kinds or shared):
         sizes["microbatches"] = evidence.microbatches
     for name, value in evidence.numbers.items():
-        if evidence.key.kind in _COUNT_IN.get(name, ()):
+        if value != 1 and evidence.key.kind in _COUNT_IN.get(name, ()):
             sizes[name] = value
     if INNER_ATTENTION in evidence.key.name and evidence.reference.ndim == 4:
         sizes[_SOFTMAX] = math.sqrt(evidence.reference.shape[-1])

@@ -2,6 +2,7 @@
 """The place of each parameter in the whole model, from the attributes that Megatron sets on it."""
 
 import dataclasses
+import math
 import re
 from typing import Self
 
@@ -9,9 +10,10 @@ import torch
 
 from megatron_ttrace.mcore.names import raw
 from megatron_ttrace.mcore.roles import is_within_first_of_gated
+from megatron_ttrace.mcore.sharded_weights import Rows, gathered_rows
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.placements import BlockShard, FlatShard, Shard
+from megatron_ttrace.placement.placements import BlockShard, FlatShard, PartShard, Shard
 from megatron_ttrace.placement.plan import Placements, Step, plan
 
 UNMARKED = {"softmax_offset": 0}
@@ -25,11 +27,15 @@ and ``TEGroupedLinear`` (megatron/core/extensions/transformer_engine.py) pass no
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ParameterPlace:
-    """The place of a rank's parameter in the logical one."""
+    """The place of a rank's parameter in the logical one.
+
+    ``numel`` is the number of its elements if the rank's tensor ends with padding.
+    """
 
     name: str
     logical_shape: tuple[int, ...]
     placement: Placements
+    numel: int | None = None
 
     def boxes(self, mesh: Mesh) -> tuple[Box, ...]:
         """This rank's boxes."""
@@ -37,8 +43,16 @@ class ParameterPlace:
 
     def flat(self, start: int, end: int) -> Self:
         """The place of a flat range of this parameter (ZeRO)."""
+        if self.numel is not None:
+            start, end = min(start, self.numel), min(end, self.numel)
         step = Step("dp", FlatShard(start, end))
         return dataclasses.replace(self, placement=(*self.placement, step))
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Axes whose ranks compute gradients from different tokens, and hold equal weights."""
+        divided = {step.axis for step in self.placement}
+        return tuple(axis for axis in reduced_over(self.name) if axis not in divided)
 
 
 def reduced_over(name: str) -> tuple[str, ...]:
@@ -74,17 +88,30 @@ def place_parameter(
     of_expert = not getattr(parameter, "allreduce", True) or _is_of_expert(name)
     axis = "etp" if of_expert else "tp"
     shape = list(parameter.shape)
+    rows = gathered_rows(parameter)
+    if rows is not None:
+        shape[0] = rows.all
     size = mesh.size(axis)
     dim = _divided_dim(name, parameter)
-    if size == 1 or dim is None:
-        return ParameterPlace(name, tuple(shape), ())
-    shape[dim] *= size
-    rule: Shard | BlockShard = Shard(dim)
-    if gated and dim == 0 and is_within_first_of_gated(name):
-        rule = BlockShard(dim)
-    elif stacked and dim == 0:
-        rule = BlockShard(dim, stacked)
-    return ParameterPlace(name, tuple(shape), (Step(axis, rule),))
+    steps: Placements = ()
+    if size > 1 and dim is not None:
+        shape[dim] *= size
+        rule: Shard | BlockShard = Shard(dim)
+        if gated and dim == 0 and is_within_first_of_gated(name):
+            rule = BlockShard(dim)
+        elif stacked and dim == 0:
+            rule = BlockShard(dim, stacked)
+        steps = (Step(axis, rule),)
+    place = ParameterPlace(name, tuple(shape), steps)
+    return place if rows is None else _gathered(place, parameter, rows)
+
+
+def _gathered(place: ParameterPlace, parameter: torch.nn.Parameter, rows: Rows) -> ParameterPlace:
+    """The place of some rows of what tensor parallelism left."""
+    axis = "edp" if _is_of_expert(place.name) else "dp"
+    step = Step(axis, PartShard(0, rows.parts, rows.length))
+    numel = rows.here * math.prod(parameter.shape[1:]) if rows.padding else None
+    return dataclasses.replace(place, placement=(*place.placement, step), numel=numel)
 
 
 def _divided_dim(name: str, parameter: torch.nn.Parameter) -> int | None:

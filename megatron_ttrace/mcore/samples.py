@@ -35,7 +35,10 @@ _READ = "_query_document_sample_shuffle_indices"
 def dealt_to(args: MegatronArguments) -> int:
     """The data-parallel ranks that the order of samples depends on; 1 if it depends on none."""
     is_dealt = getattr(args, "dataloader_type", None) in ("cyclic", "batch")
-    return int(args.data_parallel_size) if is_dealt else 1
+    if not is_dealt:
+        return 1
+    # Ranks that gather weights from each other read samples of their own.
+    return int(args.data_parallel_size) * int(getattr(args, "gtp_weight_remat_size", 1))
 
 
 def depend_on_layout(args: MegatronArguments) -> bool:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that FSDP shards: between steps a module's parameters are sharded tensors (``DTensor``).
+"""Weights that data-parallel ranks divide: with FSDP, and with generalized tensor parallelism.
+
+Between steps a module's parameters are sharded tensors (``DTensor``) with FSDP.
 
 With Megatron-FSDP (``--use-megatron-fsdp``, ZeRO-1 to 3) ``orig_param`` of each is the raw
 parameter that replaces it in forward and backward passes. Both are views of buckets, two per
@@ -10,6 +12,11 @@ and one that the model computes with
 torch's FSDP2 (``--use-torch-fsdp2``, ZeRO-3) divides the rows of each parameter. The optimizer
 treats the sharded tensors like any others
 (megatron/core/distributed/torch_fully_sharded_data_parallel.py).
+
+Generalized tensor parallelism (``--tensor-parallel-num-weight-shards``) divides the rows of
+weights, padded to a multiple of what kernels need, among consecutive data-parallel ranks, which
+gather them before each use. To the optimizer each rank's rows are a parameter like any other
+(megatron/core/tensor_parallel/generalized_tensor_parallelism.py).
 """
 
 import dataclasses
@@ -20,6 +27,9 @@ from typing import Any
 import torch
 
 from megatron_ttrace.placement.placements import FlatShard
+
+SHARDS_OF_WEIGHTS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+"""Arguments: how many ranks gather each weight, and each weight of an expert."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +44,37 @@ class WeightPart:
     range: tuple[int, int]
     weights: torch.Tensor
     weights_range: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """This rank's rows of a weight: part ``number`` of ``parts`` parts of ``length`` rows each.
+
+    The last ``padding`` rows of all parts together are no rows of the weight.
+    """
+
+    number: int
+    parts: int
+    length: int
+    padding: int
+
+    @property
+    def all(self) -> int:
+        """Rows of the weight, without padding."""
+        return self.parts * self.length - self.padding
+
+    @property
+    def here(self) -> int:
+        """Rows that this rank has, without padding."""
+        return min(max(self.all - self.number * self.length, 0), self.length)
+
+
+def gathered_rows(parameter: torch.nn.Parameter) -> Rows | None:
+    """The rows of a weight of generalized tensor parallelism; ``None`` for any other."""
+    if not getattr(parameter, "is_gtp_weight_remat", False):
+        return None
+    weight: Any = parameter
+    return Rows(weight.group.rank(), weight.group.size(), weight.shape[0], weight.pad_length)
 
 
 def buffers_of(chunks: Iterable[torch.nn.Module]) -> list[Any]:

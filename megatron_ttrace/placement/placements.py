@@ -9,6 +9,7 @@ placement            what rank r of n holds                           used by
 ``GroupShard(dim)``  one of fewer parts than there are ranks          keys and values of few groups
 ``ZigZag(dim)``      chunks r and 2n-1-r of 2n equal chunks of a dim  context parallelism
                      (of each sequence, if several are packed)
+``PartShard(dim)``   part r % p of p; the last one may be short       weights in shards (GTP)
 ``FlatShard(a, b)``  elements a..b of what the other axes left, flat  ZeRO, Megatron-FSDP
 ===================  ===============================================  ===========================
 
@@ -135,6 +136,34 @@ class ZigZag:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class PartShard:
+    """``parts`` parts of ``length`` of ``dim``, one on each of as many consecutive ranks.
+
+    The dim may end within a part: the rest of it is padding, on which nothing depends. So
+    generalized tensor parallelism divides what tensor parallelism left of a weight
+    (``gtp_remat_shard_dim0`` in
+    megatron/core/tensor_parallel/generalized_tensor_parallelism.py).
+    """
+
+    dim: int
+    parts: int
+    length: int
+
+    def divide(self, dim_map: DimMap, rank: int, size: int) -> DimMap:
+        """What ``rank`` of ``size`` keeps. Raises ``ValueError``."""
+        if size % self.parts:
+            raise ValueError(f"{size} ranks do not have {self.parts} parts equally often")
+        total = length(dim_map)
+        if self.parts * self.length < total:
+            raise ValueError(f"a dim of {total} is longer than {self.parts} parts of {self.length}")
+        start = rank % self.parts * self.length
+        return take(dim_map, start, start + self.length)
+
+    def __str__(self) -> str:
+        return f"PartShard({self.dim}, {self.parts})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class FlatShard:
     """Elements ``start .. end`` of the flattened tensor that the other axes left.
 
@@ -227,5 +256,5 @@ def _split(
     ]
 
 
-DimPlacement = Shard | BlockShard | GroupShard | ZigZag
+DimPlacement = Shard | BlockShard | GroupShard | ZigZag | PartShard
 Placement = DimPlacement | FlatShard

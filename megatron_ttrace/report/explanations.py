@@ -196,7 +196,7 @@ def _factor(finding: f.ConstantFactor) -> Text:
     axes = [
         "·".join(names)
         for names in finding.sizes
-        if "microbatches" in names or not _SIZES.keys() & {*names}
+        if {"microbatches", "shards"} & {*names} or not _SIZES.keys() & {*names}
     ]
     if not axes:
         return text, "it was multiplied, or divided, once too often or not at all"

@@ -16,6 +16,7 @@ from megatron_ttrace.jobs import known_faults, provenance
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, fronts, own_shards, quiet, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.sharded_weights import SHARDS_OF_WEIGHTS
 from megatron_ttrace.mcore.versions import megatron_core_version
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.run import recording
@@ -142,6 +143,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         layers=args.num_layers,
         hidden=args.hidden_size,
         seq_length=args.seq_length,
+        weight_shards=max(getattr(args, name, 1) for name in SHARDS_OF_WEIGHTS),
         dispatcher=dispatcher(args),
         own_tokens=tuple(balancing.depends_on_layout(args)),
         own_shards=own_shards.depends_on_layout(args)[0],

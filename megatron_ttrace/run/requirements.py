@@ -52,12 +52,6 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "--cuda-graph-impl: modules in a CUDA graph run without hooks; check the same job with "
             "--cuda-graph-impl none"
         )
-    shards = "gtp_weight_remat_size", "expert_gtp_weight_remat_size"
-    if any(getattr(args, name, 1) > 1 for name in shards):
-        raise TTraceError(
-            "--tensor-parallel-num-weight-shards, --expert-tensor-parallel-num-weight-shards: "
-            "weights that ranks gather before each use are not captured: check the job without them"
-        )
     if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
         raise TTraceError(
             "--use-megatron-fsdp with --load: a reference cannot get the loaded state"

@@ -415,6 +415,25 @@ def stages_without_experts(sync, self, *args, **keywords):
     return sync(self, *args, **keywords)
 
 
+@fix("distributed.distributed_data_parallel:DistributedDataParallel", "__init__")
+def experts_and_shards(make, self, config, *args, **keywords):
+    """Experts' gradients are divided by all ranks with different tokens."""
+    make(self, config, *args, **keywords)
+    if not config.calculate_per_token_loss:
+        shards = config.expert_gtp_weight_remat_size / config.gtp_weight_remat_size
+        for bucket in (b for buffer in self.expert_parallel_buffers for b in buffer.buckets):
+            bucket.gradient_scaling_factor *= shards
+
+
+@fix("tensor_parallel.gtp_api", "configure_gtp_remat_from_recipe")
+def shards_when_needed(configure, **keywords):
+    """Weights are gathered when they are used, gradients scattered when they are made."""
+    from megatron.core.tensor_parallel import generalized_tensor_parallelism as gtp
+
+    configure(**keywords)
+    gtp.update_gtp_config(weight_prefetch=False, async_reduction=False)
+
+
 @FIXES["standalone-mtp"].append
 def standalone_mtp():
     """Repeat the decoder's last layer also in a stage without decoder layers."""

@@ -52,6 +52,7 @@ ADAPTIVE = (
     "--muon-tp-mode duplicated"
 )
 EXPERTS = matrix.PARTS["experts"]
+LLAMA = matrix.MODELS["llama-te"]
 DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
 FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
 
@@ -140,6 +141,18 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "fsdp2-experts",
             f"{TE} {matrix.FLAGS['fsdp2']} {EXPERTS} --moe-token-dispatcher-type alltoall "
             "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+        ),
+        (
+            "",
+            "experts-and-shards",
+            f"{LLAMA} {EXPERTS} --moe-token-dispatcher-type alltoall "
+            "--expert-model-parallel-size 2 --tensor-parallel-num-weight-shards 2",
+        ),
+        (
+            "",
+            "shards-when-needed",
+            f"{LLAMA} --tensor-parallel-num-weight-shards 2 --recompute-granularity full "
+            "--recompute-method uniform --recompute-num-layers 1",
         ),
     ],
 )

@@ -26,6 +26,7 @@ PROMISED = (
     *("cp2/llama-te/fp32", "tp2-sp-ep2-etp2/moe-te/bf16", "ep2-alltoall/moe-deep/fp32"),
     "pp2-vpp2-dp2-zero-step/gpt/bf16",
     *("tp2-sp/gpt-te/fp8-tensorwise", "tp2-sp-ep2/moe-te/fp8-blockwise"),
+    *("tp2-sp-dp2-shards4-zero-overlap/llama-te/bf16", "ep2-dp4-shards2/moe-te/fp32"),
 )
 
 UNCHECKED = {"muon-tp2-sp-blockwise": 0.04, "soap-tp2": 0.07}

@@ -118,6 +118,50 @@ def test_shards_equal_the_slices_of_the_whole(dtype):
             np.testing.assert_array_equal(values.float().numpy(), expected)
 
 
+class Group:
+    """A process group of consecutive ranks."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
+def gathered(*shape, number, parts, padding, **attributes):
+    """Rows of a weight, as ``GTPShardedParam`` has them."""
+    group = Group(number, parts)
+    return sharded(*shape, is_gtp_weight_remat=True, group=group, pad_length=padding, **attributes)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gathered_rows_are_the_weight(dim, padding):
+    """Rows of four data-parallel ranks, two of which gather each other's; the last may be padding.
+
+    Also flat ranges of them, of which one ends in the padding.
+    """
+    shape = [5, 6]  # what tensor parallelism leaves
+    length = (shape[0] + 1) // 2 + (padding == 3)
+    padding = 2 * length - shape[0]
+    whole = list(shape)
+    whole[dim] *= 2
+    logical = filled("a.weight", parameter(*whole))
+    for rank in range(8):
+        tp, number = rank % 2, rank // 2 % 2
+        mesh = mesh_of(rank, 8, tp=2)
+        assert mesh.at("dp") % 2 == number
+        made = gathered(length, 6, number=number, parts=2, padding=padding, dim=dim)
+        values = filled("a.weight", made, mesh)
+        part = logical.narrow(dim, tp * shape[dim], shape[dim])[number * length :][:length]
+        assert torch.equal(values[: len(part)], part)
+        assert (values[len(part) :] == 99.0).all()
+        place = place_parameter("a.weight", made, mesh, gated=False)
+        assert place.replicated == ("cp",)
+        flat = torch.full((length * 6 - 4,), 99.0)
+        fill(place.flat(4, length * 6), flat, mesh, seed=7, config=Config(), init="reveal")
+        kept = max(part.numel() - 4, 0)
+        assert torch.equal(flat[:kept], part.reshape(-1)[4:])
+        assert (flat[kept:] == 99.0).all()
+
+
 def test_replicas_are_equal_and_every_element_is_written():
     """A norm weight on four ranks."""
     values = [filled("norm.weight", parameter(9), mesh_of(r, 4, tp=2)) for r in range(4)]

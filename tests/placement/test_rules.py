@@ -4,7 +4,14 @@
 import pytest
 
 from megatron_ttrace.placement.boxes import Box, Segment, whole
-from megatron_ttrace.placement.placements import BlockShard, FlatShard, GroupShard, Shard, ZigZag
+from megatron_ttrace.placement.placements import (
+    BlockShard,
+    FlatShard,
+    GroupShard,
+    PartShard,
+    Shard,
+    ZigZag,
+)
 from megatron_ttrace.placement.plan import describe_partial
 
 
@@ -16,6 +23,8 @@ from megatron_ttrace.placement.plan import describe_partial
         (BlockShard(0), 6, 2, "a dim of 3 is not divisible by 2"),
         (GroupShard(0, 2), 2, 3, "3 ranks do not divide into 2 groups"),
         (ZigZag(0), 6, 2, "a sequence of 6 does not divide into 4 chunks"),
+        (PartShard(0, 2, 4), 8, 3, "3 ranks do not have 2 parts equally often"),
+        (PartShard(0, 2, 4), 9, 2, "a dim of 9 is longer than 2 parts of 4"),
     ],
 )
 def test_what_does_not_divide_is_refused(rule, total, size, says):
@@ -28,6 +37,13 @@ def test_neighbouring_chunks_become_one_segment():
     """The middle rank of a zig-zag holds two chunks that touch: one box, not two."""
     assert ZigZag(0).divide(whole(8), 1, 2) == (Segment(0, 2, 4),)
     assert len(ZigZag(0).divide(whole(8), 0, 2)) == 2
+
+
+def test_parts_end_with_padding():
+    """Two of three parts of four rows hold a dim of six; so do ranks 3 to 5."""
+    held = [PartShard(0, 3, 4).divide(whole(6), rank, 6) for rank in range(6)]
+    assert held[:3] == [(Segment(0, 0, 4),), (Segment(0, 4, 2),), ()]
+    assert held[3:] == held[:3]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +88,7 @@ def test_flat_shard_of_scalars_and_vectors():
         (BlockShard(0), "BlockShard(0, 2)"),
         (ZigZag(0), "ZigZag(0)"),
         (GroupShard(2, 4), "GroupShard(2, 4)"),
+        (PartShard(0, 2, 16), "PartShard(0, 2)"),
         (FlatShard(3, 9), "FlatShard(3, 9)"),
     ],
 )

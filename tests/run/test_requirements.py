@@ -50,7 +50,6 @@ REFUSED = [
     ({"train_iters": 1}, {"iterations": (1, 5)}, "--ttrace-iterations 5: .* after iteration 1"),
     ({"exit_interval": 2}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
     ({"iteration": 7}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
-    ({"gtp_weight_remat_size": 2}, {}, "--tensor-parallel-num-weight-shards"),
     ({"main_params_dtype": torch.float16}, {}, "--main-params-dtype fp16"),
     (
         {

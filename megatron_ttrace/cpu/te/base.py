@@ -45,6 +45,10 @@ class ParameterInit(NamedTuple):
 class TransformerEngineBaseModule(torch.nn.Module):
     """Base class; Megatron asks for it by this name."""
 
+    rng_tracker_name: str | None = None
+    """Set on a ``LayerNormLinear``, which does not take it as an argument, before it is made
+    (``_gtp_pre_init`` in megatron/core/extensions/transformer_engine.py)."""
+
     def __init__(self) -> None:
         super().__init__()
         self.fp8_initialized = False
@@ -55,7 +59,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.tp_size = 1
         self.sequence_parallel = False
         self.parallel_mode: str | None = None
-        self.rng_tracker_name: str | None = None
         self.get_rng_state_tracker: Callable[[], Any] | None = None
         self.primary_weights_in_fp8 = False
         self.param_init_meta: dict[str, ParameterInit] = {}

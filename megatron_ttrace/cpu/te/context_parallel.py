@@ -25,9 +25,9 @@ from megatron_ttrace.cpu.te.masks import Tokens
 from megatron_ttrace.cpu.te.norms import compute_dtype
 from megatron_ttrace.cpu.te.parallel import (
     Group,
-    gather_along_first_dim,
+    gather_rows,
     group_size,
-    reduce_scatter_along_first_dim,
+    reduce_scatter_rows,
 )
 
 
@@ -83,13 +83,13 @@ class GatherSequence(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> torch.Tensor:
         """Gather, and give the result in the type that attention computes in."""
         ctx.group, ctx.dtype = group, tensor.dtype
-        gathered = gather_along_first_dim(tensor.permute(2, 0, 1, 3), group)
+        gathered = gather_rows(tensor.permute(2, 0, 1, 3), group)
         return gathered.permute(1, 2, 0, 3).to(compute_dtype(tensor.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Sum over the ranks' queries before rounding."""
-        part = reduce_scatter_along_first_dim(grad.permute(2, 0, 1, 3), ctx.group)
+        part = reduce_scatter_rows(grad.permute(2, 0, 1, 3), ctx.group)
         return part.permute(1, 2, 0, 3).to(ctx.dtype), None
 
 
@@ -190,7 +190,7 @@ class SequenceParts:
                 for start in range(0, len(tokens), width)
             ]
             out, max_score = cp_ring.attention(q, k, v, settings, self.levels[1], joined)
-        return Traded.apply(out, group, False), gather_along_first_dim(max_score, group)
+        return Traded.apply(out, group, False), gather_rows(max_score, group)
 
 
 def attention(

@@ -2,7 +2,7 @@
 """Cross entropy over logits that are cut along the vocabulary (``parallel_cross_entropy``).
 
 TransformerEngine's kernel sums in float32, and overwrites the logits with their gradient, in their
-own type. Here they are left alone.
+own type, which until 2.17 rounded it twice. Here they are left alone.
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ttrace.cpu.te import releases
 from megatron_ttrace.cpu.te.norms import compute_dtype
 from megatron_ttrace.cpu.te.parallel import Group, all_reduce, group_size
 
@@ -44,7 +45,9 @@ class CrossEntropyFunction(torch.autograd.Function):
         counted = target != ignore_index
         loss = torch.where(counted, loss, torch.zeros_like(loss))
 
-        gradient = (exponentials / total[..., None]).to(logits.dtype).to(scores.dtype)
+        gradient = exponentials / total[..., None]
+        if releases.current() < "2.18":
+            gradient = gradient.to(logits.dtype).to(scores.dtype)
         hit = is_local[..., None].to(scores.dtype)
         gradient = gradient.scatter_add(-1, local[..., None], -hit) * counted[..., None]
         ctx.save_for_backward(gradient.to(logits.dtype))

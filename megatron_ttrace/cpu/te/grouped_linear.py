@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.cpu.te.base import InitMethod, now_or_later
+from megatron_ttrace.cpu.te.distributed_weight import gathered, gradient_dtype, scattered
 from megatron_ttrace.cpu.te.linear import LinearSettings, ParallelLinear, refuse_delayed
 from megatron_ttrace.cpu.te.precision import (
     Operand,
@@ -39,11 +40,11 @@ class GroupedLinearFunction(torch.autograd.Function):
         """
         count = len(splits)
         weights, biases = parameters[:count], parameters[count:]
-        precision = settings.precision
+        precision, whole = settings.precision, gathered(weights)
         outputs, inputs, rounded_weights = [], [], []
         for index, rows in enumerate(x.split(splits)):
             operand = precision.input(rows, index)
-            weight = precision.weight(weights[index], index)
+            weight = precision.weight(whole[index], index)
             output = forward_product(operand, weight, x.dtype)
             outputs.append(output + biases[index] if biases else output)
             inputs.append(operand.columnwise)
@@ -63,18 +64,22 @@ class GroupedLinearFunction(torch.autograd.Function):
         precision, count = settings.precision, len(ctx.splits)
         saved = ctx.saved_tensors
         kept, weights = saved[: ctx.kept], saved[ctx.kept : ctx.kept + count]
-        columnwise = saved[ctx.kept + count :] or weights
+        rounded_weights = saved[ctx.kept + count :]
         inputs = kept if ctx.keep_rounded else kept[0].split(ctx.splits)
         grads = grad_output.split(ctx.splits)
         operands = [precision.grad_output(grad, index) for index, grad in enumerate(grads)]
         grad_input = None
         if ctx.needs_input_grad[0]:
+            whole = gathered(weights, backward=True)
             grad_input = torch.cat(
                 [
                     input_gradient(operand, Operand(weight, column), grad_output.dtype)
-                    for operand, weight, column in zip(operands, weights, columnwise, strict=True)
+                    for operand, weight, column in zip(
+                        operands, whole, rounded_weights or whole, strict=True
+                    )
                 ]
             )
+        dtype = gradient_dtype(weights)
 
         def compute(index: int) -> torch.Tensor:
             rows, operand = inputs[index], operands[index]
@@ -84,12 +89,13 @@ class GroupedLinearFunction(torch.autograd.Function):
                 total = precision.input(rows, index, again=True)
             if precision.wgrad_in_high_precision:
                 operand = Operand(grads[index], grads[index])
-            return weight_gradient(operand, total, weights[index].dtype)
+            return weight_gradient(operand, total, dtype)
 
-        grad_parameters = [
+        computed = [
             now_or_later(settings.delayed, functools.partial(compute, index)) if needed else None
             for index, needed in enumerate(ctx.needs_input_grad[3 : 3 + count])
         ]
+        grad_parameters = scattered(weights, computed)
         if ctx.with_bias:
             grad_parameters += [bias_gradient(grad, weights[0].dtype) for grad in grads]
         precision.after_backward()

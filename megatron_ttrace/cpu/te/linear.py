@@ -19,8 +19,9 @@ from megatron_ttrace.cpu.te.base import (
     default_init,
     now_or_later,
 )
+from megatron_ttrace.cpu.te.distributed_weight import gathered, gradient_dtype, scattered
 from megatron_ttrace.cpu.te.norms import NormKind, norm_backward, norm_forward
-from megatron_ttrace.cpu.te.parallel import TensorParallel, gather_along_first_dim
+from megatron_ttrace.cpu.te.parallel import TensorParallel, gather_rows
 from megatron_ttrace.cpu.te.precision import (
     Operand,
     Precision,
@@ -85,7 +86,7 @@ def refuse_delayed(precision: Precision, save_original_input: bool) -> None:
 
 def _gathered(tensor: torch.Tensor, gathers: bool, settings: LinearSettings) -> torch.Tensor:
     """``[s / tp, ...]`` whole along the sequence, if it is cut."""
-    return gather_along_first_dim(tensor, settings.layout.group) if gathers else tensor
+    return gather_rows(tensor, settings.layout.group) if gathers else tensor
 
 
 class LinearFunction(torch.autograd.Function):
@@ -105,7 +106,8 @@ class LinearFunction(torch.autograd.Function):
 
         ``s`` and ``s'`` differ with sequence parallelism.
         """
-        require_fp8_sizes(x, weight, settings)
+        (whole,) = gathered([weight])
+        require_fp8_sizes(x, whole, settings)
         precision, layout = settings.precision, settings.layout
         normalized, mean, inverse = x, None, None
         if settings.norm is not None:
@@ -117,7 +119,7 @@ class LinearFunction(torch.autograd.Function):
         else:
             total = _gathered(normalized, layout.gathers_input, settings)
         operand = precision.input(total)
-        weight_operand = precision.weight(weight)
+        weight_operand = precision.weight(whole)
         output = forward_product(operand, weight_operand, x.dtype)
         if layout.row:
             output = layout.sum(output)
@@ -155,27 +157,29 @@ class LinearFunction(torch.autograd.Function):
 
         grad_input = grad_norm_weight = grad_norm_bias = grad_weight = grad_bias = None
         if any(ctx.needs_input_grad[:3]):
-            columnwise = weight if weight_columnwise is None else weight_columnwise
-            grad_input = input_gradient(operand, Operand(weight, columnwise), grad_output.dtype)
+            (whole,) = gathered([weight], backward=True)
+            columnwise = whole if weight_columnwise is None else weight_columnwise
+            grad_input = input_gradient(operand, Operand(whole, columnwise), grad_output.dtype)
             if grad_normalized is not None and settings.returns_total:
                 grad_input = grad_input + grad_normalized
             if layout.column:
                 grad_input = layout.sum(grad_input)
         if ctx.needs_input_grad[3]:
+            dtype = gradient_dtype([weight])
 
             def compute() -> torch.Tensor:
                 grad = operand
                 if ctx.keep_rounded:
-                    return weight_gradient(grad, Operand(saved, saved), weight.dtype)
-                gathered = _gathered(saved, layout.gathers_input, settings)
+                    return weight_gradient(grad, Operand(saved, saved), dtype)
+                x_total = _gathered(saved, layout.gathers_input, settings)
                 if precision.wgrad_in_high_precision:
-                    total = Operand(gathered, gathered)
+                    total = Operand(x_total, x_total)
                     grad = Operand(total_grad, total_grad)
                 else:
-                    total = precision.input(gathered, again=True)
-                return weight_gradient(grad, total, weight.dtype)
+                    total = precision.input(x_total, again=True)
+                return weight_gradient(grad, total, dtype)
 
-            grad_weight = now_or_later(settings.delayed, compute)
+            (grad_weight,) = scattered([weight], [now_or_later(settings.delayed, compute)])
         # From this rank's rows, as the gradients of the norm: with sequence parallelism Megatron
         # sums those of a row-parallel bias and of the norm's parameters, which are marked for it.
         if ctx.needs_input_grad[4]:
@@ -237,7 +241,8 @@ class ParallelLinear(TransformerEngineBaseModule):
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
         self.sequence_parallel = tp_size > 1 and sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
-        self.rng_tracker_name = rng_tracker_name
+        if rng_tracker_name is not None:
+            self.rng_tracker_name = rng_tracker_name
         self.use_bias, self.return_bias = bias, return_bias
         self.apply_bias = bias and not return_bias
         self.save_original_input = save_original_input

@@ -24,6 +24,14 @@ class UserBufferQuantizationMode(Enum):
     FP8 = "fp8"
 
 
+class DType(Enum):
+    """Dtypes that PyTorch does not have, or not with these names."""
+
+    kFloat4E2M1 = "float4_e2m1"  # noqa: N815
+    kFloat8E4M3 = "float8_e4m3"  # noqa: N815
+    kFloat8E5M2 = "float8_e5m2"  # noqa: N815
+
+
 class QuantizedTensor(torch.Tensor):
     """Base class of tensors stored in FP8."""
 
@@ -38,6 +46,22 @@ class Float8BlockwiseQTensor(QuantizedTensor):
 
 class MXFP8Tensor(QuantizedTensor):
     """A tensor with a scale for each block of 32."""
+
+
+class MXFP8TensorStorage:
+    """The data of an :class:`MXFP8Tensor`."""
+
+
+class NVFP4TensorStorage:
+    """The data of a tensor in four bits."""
+
+
+class MXFP8Quantizer:
+    """Makes an :class:`MXFP8Tensor`."""
+
+
+class _NVFP4AllGatherAsyncHandle:
+    """The handle of a gather of tensors in four bits, which needs work afterwards."""
 
 
 class FusibleOperation:

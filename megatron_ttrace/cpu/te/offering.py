@@ -30,11 +30,15 @@ _OFFERED: dict[str, dict[str, str]] = {
         "overlap": "destroy_ub initialize_ub",
     },
     "transformer_engine.pytorch.attention": {"attention": "DotProductAttention"},
+    "transformer_engine.pytorch.constants": {
+        "distributed_weight": "MXFP8_BLOCK_SCALING_SIZE NVFP4_BLOCK_SCALING_SIZE",
+    },
     "transformer_engine.pytorch.attention.rope": {"rope": "apply_rotary_pos_emb"},
     "transformer_engine.pytorch.cross_entropy": {"cross_entropy": "parallel_cross_entropy"},
     "transformer_engine.pytorch.distributed": {
         "distributed": "CudaRNGStatesTracker activation_recompute_forward checkpoint "
         "in_fp8_activation_recompute_phase is_fp8_activation_recompute_enabled",
+        "names": "_NVFP4AllGatherAsyncHandle",
         "parallel": "gather_along_first_dim reduce_scatter_along_first_dim",
     },
     "transformer_engine.pytorch.fp8": {
@@ -46,6 +50,7 @@ _OFFERED: dict[str, dict[str, str]] = {
     },
     "transformer_engine.pytorch.module.base": {
         "base": "TransformerEngineBaseModule",
+        "distributed_weight": "get_dummy_wgrad",
         "names": "UserBufferQuantizationMode",
         "overlap": "destroy_ub initialize_ub",
     },
@@ -58,18 +63,27 @@ _OFFERED: dict[str, dict[str, str]] = {
         "permutation": "moe_permute moe_permute_with_probs moe_sort_chunks_by_index "
         "moe_sort_chunks_by_index_with_probs moe_unpermute",
     },
+    "transformer_engine.pytorch.quantized_tensor": {"names": "QuantizedTensor"},
     "transformer_engine.pytorch.router": {
         "router": "fused_compute_score_for_moe_aux_loss fused_moe_aux_loss "
         "fused_topk_with_score_function",
     },
-    "transformer_engine.pytorch.tensor": {"names": "QuantizedTensor"},
+    "transformer_engine.pytorch.tensor": {
+        "names": "MXFP8TensorStorage NVFP4TensorStorage QuantizedTensor",
+    },
     "transformer_engine.pytorch.tensor.float8_tensor": {"names": "Float8Tensor"},
-    "transformer_engine.pytorch.tensor.mxfp8_tensor": {"names": "MXFP8Tensor"},
+    "transformer_engine.pytorch.tensor.mxfp8_tensor": {"names": "MXFP8Quantizer MXFP8Tensor"},
     "transformer_engine.pytorch.tensor.float8_blockwise_tensor": {
         "names": "Float8BlockwiseQTensor"
     },
+    "transformer_engine.pytorch.utils": {
+        "distributed_weight": "nvtx_range_pop nvtx_range_push round_up_to_nearest_multiple",
+    },
     "transformer_engine.pytorch.float8_tensor": {"names": "Float8Tensor"},
-    "transformer_engine_torch": {"context_parallel": "thd_get_partitioned_indices"},
+    "transformer_engine_torch": {
+        "context_parallel": "thd_get_partitioned_indices",
+        "names": "DType",
+    },
 }
 
 _ROOTS = ("transformer_engine", "transformer_engine_torch")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.cpu.te.parallel import Group, gather_along_first_dim, group_size
+from megatron_ttrace.cpu.te.parallel import Group, gather_rows, group_size
 
 _buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
@@ -38,6 +38,4 @@ def communication_buffer(name: str, shape: torch.Size, dtype: torch.dtype) -> to
 def gather_into_buffer(tensor: torch.Tensor, group: Group, name: str) -> torch.Tensor:
     """Gather ``[s, ...]`` along the first dim into the shared buffer ``name``."""
     shape = torch.Size((tensor.shape[0] * group_size(group), *tensor.shape[1:]))
-    return gather_along_first_dim(
-        tensor, group, out=communication_buffer(name, shape, tensor.dtype)
-    )
+    return gather_rows(tensor, group, out=communication_buffer(name, shape, tensor.dtype))

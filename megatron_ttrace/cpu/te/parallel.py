@@ -29,27 +29,53 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) 
     return tensor
 
 
-def gather_along_first_dim(
+def gather_rows(
     tensor: torch.Tensor, group: Group, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Concatenate the ranks' ``[s, ...]`` to ``[n * s, ...]``, into ``out`` if given."""
+    return gather_along_first_dim(tensor, group, output_tensor=out)[0]
+
+
+def reduce_scatter_rows(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Sum ``[n * s, ...]`` over the ranks and keep this rank's ``[s, ...]``."""
+    return reduce_scatter_along_first_dim(tensor, group)[0]
+
+
+def gather_along_first_dim(
+    tensor: torch.Tensor,
+    group: Group,
+    async_op: bool = False,
+    quantizer: Any = None,
+    output_tensor: torch.Tensor | None = None,
+    external_coalescing: bool = False,
+) -> tuple[torch.Tensor, Any]:
+    """TransformerEngine's function of this name: the result, and a handle to wait for.
+
+    Nothing is stored in FP8, so ``quantizer`` changes nothing; gloo coalesces nothing.
+    """
     size = group_size(group)
     if size == 1:
-        return tensor
+        return tensor, None
+    out = output_tensor
     if out is None:
         out = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
-    dist.all_gather_into_tensor(out, tensor.contiguous(), group=group)
-    return out
+    return out, dist.all_gather_into_tensor(out, tensor.contiguous(), group, async_op)
 
 
-def reduce_scatter_along_first_dim(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum ``[n * s, ...]`` over the ranks and keep this rank's ``[s, ...]``."""
+def reduce_scatter_along_first_dim(
+    tensor: torch.Tensor,
+    group: Group,
+    async_op: bool = False,
+    output: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Any]:
+    """TransformerEngine's function of this name, likewise."""
     size = group_size(group)
     if size == 1:
-        return tensor
-    out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
-    dist.reduce_scatter_tensor(out, tensor.contiguous(), group=group)
-    return out
+        return tensor, None
+    if output is None:
+        output = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+    work = dist.reduce_scatter_tensor(output, tensor.contiguous(), group=group, async_op=async_op)
+    return output, work
 
 
 @dataclass(frozen=True)
@@ -90,5 +116,5 @@ class TensorParallel:
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum ``[s, ...]`` over the ranks; with sequence parallelism keep this rank's rows."""
         if self.sequence_parallel:
-            return reduce_scatter_along_first_dim(partial, self.group)
+            return reduce_scatter_rows(partial, self.group)
         return all_reduce(partial, self.group)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which release of TransformerEngine is emulated: the one that the Megatron release was built with.
+"""Which release of TransformerEngine is emulated: one that has all that a Megatron release can use.
 
-These releases compute alike. What 2.17 added (``score_mod``, ``routing_map_format``) no supported
+These releases compute alike, but for the cross entropy. What 2.17 added (``score_mod``, ``routing_map_format``) no supported
 Megatron passes.
 """
 
@@ -15,10 +15,11 @@ from pathlib import Path
 PINNED = {
     # core_v0.18.2, pyproject.toml:206: b9d690e0, nine commits after v2.16; calls itself 2.16.0.
     "0.18": "2.16.0",
-    # core_v0.19.0, pyproject.toml:234: 4329ff84, the tag v2.17.1.
-    "0.19": "2.17.1",
-    # main at d98e8a64, pyproject.toml:246: the same as 0.19.
-    "0.20": "2.17.1",
+    # core_v0.19.0, pyproject.toml:234: 4329ff84, the tag v2.17.1; but weights in shards need
+    # 2.19.0.dev0 (megatron/core/tensor_parallel/generalized_tensor_parallelism.py:43).
+    "0.19": "2.19.0.dev0",
+    # main at d98e8a64: the same as 0.19.
+    "0.20": "2.19.0.dev0",
 }
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.known_faults import Finding
+from megatron_ttrace.jobs.shrink import axes
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags, Flag
 from megatron_ttrace.trace import codec
 
@@ -115,10 +116,11 @@ class Space:
         words = [word for flag in CommandFlags([*needed, *flags]).flags for word in flag.words()]
         given = CommandFlags.parse(words)
         ranks = (self._base.ranks or 1) * copies
+        own = CommandFlags.parse(self._base.arguments)
+        ranks = ranks * axes.weight_shards(given) // axes.weight_shards(own)
         for option in ("tensor", "pipeline", "context"):
             name = f"{option}_{'' if option == 'context' else 'model_'}parallel_size"
-            before = CommandFlags.parse(self._base.arguments).integer(name, 1)
-            ranks = ranks * max(1, given.integer(name, 1)) // max(1, before)
+            ranks = ranks * max(1, given.integer(name, 1)) // max(1, own.integer(name, 1))
         return dataclasses.replace(self._base, arguments=tuple(words), ranks=ranks)
 
     def pairs(self) -> list[Pair]:

@@ -23,7 +23,8 @@ FLAGS = {
 class Axes:
     """Sizes of all axes: ``etp`` divides the tensors of experts, ``dp`` is data parallelism.
 
-    ``chunks`` are the model chunks per pipeline stage (virtual pipeline).
+    ``chunks`` are the model chunks per pipeline stage (virtual pipeline). Of data-parallel ranks
+    ``gtp`` gather each weight, and of those of experts ``egtp`` (generalized tensor parallelism).
     """
 
     tp: int = 1
@@ -33,6 +34,8 @@ class Axes:
     etp: int = 1
     dp: int = 1
     chunks: int = 1
+    gtp: int = 1
+    egtp: int = 1
 
     @property
     def ranks(self) -> int:
@@ -63,9 +66,10 @@ def of_large(flags: CommandFlags, ranks: int | None) -> Axes:
     ep = max(1, flags.integer("expert_model_parallel_size", 1)) if with_experts else 1
     # Groups of experts are made even where there are none.
     etp = max(1, flags.integer("expert_tensor_parallel_size", tp if with_experts else 1))
+    copies = weight_shards(flags)
     if ranks is None:
-        ranks = math.lcm(tp * cp * 2, ep * etp) * pp
-    least = math.lcm(tp * cp, ep * etp) * pp
+        ranks = math.lcm(tp * cp * 2 * copies, ep * etp) * pp
+    least = math.lcm(tp * cp * copies, ep * etp) * pp
     if ranks < least:
         # Scripts say one machine where users are to say how many they have.
         ranks = math.lcm(ranks, least)
@@ -74,8 +78,22 @@ def of_large(flags: CommandFlags, ranks: int | None) -> Axes:
             f"{ranks} ranks cannot be divided into tensor {tp} x context {cp} x pipeline {pp}"
         )
     return Axes(
-        tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=ranks // (tp * cp * pp), chunks=_chunks(flags, pp)
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        ep=ep,
+        etp=etp,
+        dp=ranks // (tp * cp * pp),
+        chunks=_chunks(flags, pp),
+        gtp=weight_shards(flags),
+        egtp=max(1, flags.integer("expert_tensor_parallel_num_weight_shards", etp) // etp),
     )
+
+
+def weight_shards(flags: CommandFlags) -> int:
+    """How many ranks gather what tensor parallelism leaves of a weight."""
+    tp = max(1, flags.integer("tensor_model_parallel_size", 1))
+    return max(1, flags.integer("tensor_parallel_num_weight_shards", tp) // tp)
 
 
 def _chunks(flags: CommandFlags, pp: int) -> int:
@@ -103,7 +121,7 @@ def of_small(
 
     Except where 2 would not run the same code: context parallelism on two levels needs 2 x 2,
     interleaving without overlapped communication 3 stages (``validate_args``), and several
-    instances of the distributed optimizer 2 ranks each.
+    instances of the distributed optimizer, or copies of weights in shards, 2 ranks each.
 
     Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only the third both
     receives and sends in each direction.
@@ -129,12 +147,25 @@ def of_small(
     dp = size("dp")
     if dp > 1 and flags.integer("num_distributed_optimizer_instances", 1) > 1:
         dp = 4
+    gtp, egtp = _few_shards(large) if dp > 1 else (1, 1)
+    if gtp > 1:
+        dp = 2 * gtp if large.dp > large.gtp else gtp
     for _ in range(3):
-        axes = Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dp, chunks=chunks)
-        if axes.edp > 1 or (axes.edp == 1 and (large.edp == 1 or "dp" not in (kept or ("dp",)))):
+        axes = Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dp, chunks=chunks, gtp=gtp, egtp=egtp)
+        if axes.edp % egtp:
+            pass
+        elif axes.edp > 1 or (axes.edp == 1 and (large.edp == 1 or "dp" not in (kept or ("dp",)))):
             break
         dp *= 2
     return axes
+
+
+def _few_shards(large: Axes) -> tuple[int, int]:
+    """How many ranks gather a weight, and one of an expert: unequal numbers stay so."""
+    gtp, egtp = min(2, large.gtp), min(2, large.egtp)
+    if gtp == egtp == 2 and large.gtp != large.egtp:
+        return (4, 2) if large.gtp > large.egtp else (2, 4)
+    return gtp, egtp
 
 
 def _equal_copies(flags: CommandFlags, small: Axes, large: Axes) -> tuple[int, int, int, int]:

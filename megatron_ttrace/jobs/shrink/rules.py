@@ -39,6 +39,12 @@ def axes(case: Case) -> Iterator[Change]:
     if flags.integer("num_distributed_optimizer_instances", 1) > 1:
         count = "2" if small.dp > 2 else "1"
         yield Change("num_distributed_optimizer_instances", (count,), "an axis above 1 becomes 2")
+    for option, shards in (
+        ("tensor_parallel_num_weight_shards", small.tp * small.gtp),
+        ("expert_tensor_parallel_num_weight_shards", small.etp * small.egtp),
+    ):
+        if flags.has(option):
+            yield Change(option, (str(shards),), "an axis above 1 becomes 2")
     for name, options in _GOING.items():
         if getattr(large, name) > 1 and getattr(small, name) == 1:
             for option in options.split():

@@ -36,6 +36,69 @@ def test_linear(bias):
     same_gradients(ours, theirs, [x, *module.parameters()], grad)
 
 
+class InParts(torch.nn.Parameter):
+    """A weight that keeps a half, and completes itself and its group."""
+
+    is_distributed_weight = True
+
+    def __new__(cls, whole):
+        """The first half of the rows."""
+        return super().__new__(cls, whole[: len(whole) // 2].clone())
+
+    def __init__(self, whole):
+        self.whole, self.group, self.asked = whole, [self], []
+        self.main_grad = torch.zeros(self.shape, dtype=torch.float64)
+
+    def materialize_group_for_forward(self):
+        """In a buffer that is used again."""
+        self.asked.append("forward")
+        return self._listed([each.whole.clone() for each in self.group])
+
+    def materialize_group_for_backward(self):
+        """Likewise."""
+        self.asked.append("backward")
+        return self._listed([each.whole.clone() for each in self.group])
+
+    def finalize_group_grads(self, gradients):
+        """Keeps the first half; autograd gets a placeholder."""
+        gradients = gradients if isinstance(gradients, list) else [gradients]
+        for each, gradient in zip(self.group, gradients, strict=True):
+            assert gradient.dtype == each.main_grad.dtype
+            each.main_grad += gradient[: len(each)]
+        return self._listed([torch.zeros_like(each) for each in self.group])
+
+    def _listed(self, tensors):
+        return tensors if len(self.group) > 1 else tensors[0]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_weight_in_parts(grouped):
+    """It is asked for the whole before each product, and given the gradient of the whole."""
+    if grouped:
+        module = randomise(GroupedLinear(2, 6, 4, bias=False, params_dtype=torch.float32))
+        names, more = ["weight0", "weight1"], ([3, 2],)
+    else:
+        module = randomise(Linear(6, 4, bias=False, params_dtype=torch.float32))
+        names, more = ["weight"], ()
+    x = torch.randn(5, 6, requires_grad=True)
+    expected = module(x, *more)
+    grad = torch.randn_like(expected)
+    wanted = gradients(expected, [x, *module.parameters()], grad)
+    parts = [InParts(getattr(module, name).detach()) for name in names]
+    for name, part in zip(names, parts, strict=True):
+        part.group = parts
+        delattr(module, name)
+        module._parameters[name] = part
+    output = module(x, *more)
+    ours = gradients(output, [x, *parts], grad)
+    assert torch.equal(output, expected)
+    assert torch.equal(ours[0], wanted[0])
+    assert not any(gradient.any() for gradient in ours[1:])
+    for part, gradient in zip(parts, wanted[1:], strict=True):
+        close(part.main_grad, gradient[: len(part)].double())
+    assert parts[0].asked == ["forward", "backward"]
+
+
 def test_bias_is_returned_instead_of_added():
     module = randomise(Linear(6, 4, return_bias=True, **DOUBLE))
     x = torch.randn(3, 6, dtype=torch.float64)

@@ -151,3 +151,29 @@ def test_copies_of_experts_stay():
     job = flags(num_experts=8, expert_model_parallel_size=4)
     assert axes.of_small(job, axes.of_large(job, 4)).edp == 1
     assert axes.of_small(job, axes.of_large(job, 8)).edp == 2
+
+
+@pytest.mark.parametrize(
+    ("shards", "of_experts", "dp", "expected"),
+    [
+        (1, 1, 64, (1, 1, 2)),
+        (8, 1, 8, (2, 1, 2)),
+        (8, 8, 16, (2, 2, 4)),  # weights have copies
+        (1, 4, 16, (1, 2, 2)),
+        (8, 2, 16, (4, 2, 8)),  # unequal numbers stay unequal
+        (2, 8, 16, (2, 4, 4)),
+    ],
+)
+def test_ranks_that_gather_weights(shards, of_experts, dp, expected):
+    """Two do, and as many more as have copies, or gather the weights of experts."""
+    words = (
+        f"--tensor-model-parallel-size 4 --tensor-parallel-num-weight-shards {4 * shards} "
+        "--num-experts 8 --expert-tensor-parallel-size 1 --expert-model-parallel-size 4 "
+        f"--expert-tensor-parallel-num-weight-shards {of_experts}"
+    )
+    flags = CommandFlags.parse(words.split())
+    large = axes.of_large(flags, 4 * dp)
+    assert (large.gtp, large.egtp) == (shards, of_experts)
+    small = axes.of_small(flags, large)
+    assert (small.gtp, small.egtp, small.dp) == expected
+    assert small.dp % small.gtp == small.edp % small.egtp == 0
