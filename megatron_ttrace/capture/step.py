@@ -232,7 +232,7 @@ class StepTap:
             if owned is None:
                 continue
             for name, kind in owned.moments.items():
-                moment = owned.state.get(name)
+                moment = owned.moment(name)
                 if torch.is_tensor(moment) and moment.shape == main.shape:
                     self._placed(kind, where, moment)
         norm = result[1] if isinstance(result, tuple) and len(result) > 1 else None

@@ -118,6 +118,12 @@ class Owned:
         stale = main.to(weight.dtype) != weight
         return torch.where(stale, weight.to(main.dtype), main) if stale.any() else main
 
+    def moment(self, name: str) -> Any:
+        """A part of the state in the dtype in which it is kept, if that has the same numbers."""
+        value = self.state.get(name)
+        kept = getattr(self.inner, "name_to_dtype_map", {}).get(name)
+        return value.to(kept) if torch.is_tensor(value) and kept == torch.bfloat16 else value
+
     @property
     def moments(self) -> Mapping[str, Kind]:
         """The names of its moments (:data:`MOMENTS`); empty for an unknown optimizer."""
