@@ -15,7 +15,7 @@ import os
 import sys
 from typing import Any
 
-from megatron_ttrace.cpu import apex, helpers_cpp, offload, te
+from megatron_ttrace.cpu import apex, fsdp, helpers_cpp, offload, te
 from megatron_ttrace.cpu.collectives import gloo
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -147,8 +147,8 @@ def _adapt_communication(adapter: _Adapter) -> None:
     adapter.switch_off("fsdp_manual_registration", "NCCL user buffers")
     adapter.switch_off("use_sharp", "SHARP")
     # NCCL's "scale, then sum" in one reduction; gloo scales first and then sums.
-    fsdp = bool(adapter.get("use_megatron_fsdp"))
-    adapter.switch_off("gradient_reduce_div_fusion", "fused scaling of gradients", when=fsdp)
+    of_megatron = bool(adapter.get("use_megatron_fsdp"))
+    adapter.switch_off("gradient_reduce_div_fusion", "fused scaling of gradients", when=of_megatron)
     adapter.switch_off("nccl_communicator_config_path", "NCCL configuration", None)
     adapter.switch_off("use_ring_exchange_p2p", "ring exchange")
     adapter.switch_off("symmetric_ar_type", "symmetric-memory all-reduce", None)
@@ -158,7 +158,7 @@ def _adapt_communication(adapter: _Adapter) -> None:
         adapter.switch_off("moe_token_dispatcher_type", "flex token dispatcher", "alltoall")
         adapter.switch_off("moe_enable_deepep", "flex token dispatcher")
     spread = args.tensor_model_parallel_size > 1 or (adapter.get("context_parallel_size") or 1) > 1
-    if spread and not (fsdp or adapter.get("use_torch_fsdp2")):  # which refuse it
+    if spread and not (of_megatron or adapter.get("use_torch_fsdp2")):  # which refuse it
         # Megatron asserts this on anything older than Blackwell; a CPU has no such queue.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
@@ -220,6 +220,8 @@ def adapt_arguments(args: Any) -> list[str]:
         step(adapter)
     if adapter.get("optimizer_cpu_offload"):
         offload.keep_apart()
+    if adapter.get("use_megatron_fsdp") and adapter.get("megatron_fsdp_version") == 2:
+        fsdp.allocate_on_a_stream()
     helpers_cpp.skip_compilation()
     _skip_warmup()
     return adapter.changes

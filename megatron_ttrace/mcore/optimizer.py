@@ -20,7 +20,8 @@ import torch
 
 from megatron_ttrace.mcore.names import unwrap
 from megatron_ttrace.mcore.sharded_weights import (
-    buffers_of,
+    are_published,
+    groups_of,
     like,
     local,
     parts_of,
@@ -225,7 +226,14 @@ def divided(optimizer: Any) -> set[torch.nn.Parameter]:
         for buffer in getattr(leaf, "buffers", ())
         for parameter in buffer.params
     }
-    return in_buffers | layer_wise(optimizer)
+    in_groups = {
+        parameter.sharded
+        for leaf in leaves_of(optimizer)
+        for chunk in getattr(leaf, "model_chunks", ())
+        for group in groups_of(chunk)
+        for parameter in group.fsdp_parameters
+    }
+    return in_buffers | in_groups | layer_wise(optimizer)
 
 
 def layer_wise(optimizer: Any) -> set[torch.nn.Parameter]:
@@ -362,7 +370,7 @@ def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Te
         for parameter in group["params"]
     ]
     # Sharded weights exist only as the parts that the optimizer steps.
-    sharded = bool(buffers_of(chunks))
+    sharded = are_published(chunks)
     models = [unwrap(chunk) for chunk in chunks]
     for tensor in (
         *(parameter for model in models for parameter in model.parameters() if not sharded),

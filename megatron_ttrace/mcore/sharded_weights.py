@@ -7,7 +7,8 @@ With Megatron-FSDP (``--use-megatron-fsdp``, ZeRO-1 to 3) ``orig_param`` of each
 parameter that replaces it in forward and backward passes. Both are views of buckets, two per
 parameter group: one that the optimizer steps (main weights, or the model's own if there are none)
 and one that the model computes with
-(megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py).
+(megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py). So are those of its
+version 2, each of whose modules has groups of its own (experimental/parameter_group.py there).
 
 torch's FSDP2 (``--use-torch-fsdp2``, ZeRO-3) divides the rows of each parameter. The optimizer
 treats the sharded tensors like any others
@@ -77,27 +78,57 @@ def gathered_rows(parameter: torch.nn.Parameter) -> Rows | None:
     return Rows(weight.group.rank(), weight.group.size(), weight.shape[0], weight.pad_length)
 
 
-def buffers_of(chunks: Iterable[torch.nn.Module]) -> list[Any]:
-    """The parameter buffers of Megatron-FSDP; empty for any other wrapper."""
-    buffers = (getattr(chunk, "param_and_grad_buffer", None) for chunk in chunks)
-    return [buffer for buffer in buffers if hasattr(buffer, "parameter_groups")]
+def are_published(chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether weights are in buckets of Megatron-FSDP, to which :func:`publish` copies them."""
+    return any(_buffers_of(chunk) or groups_of(chunk) for chunk in chunks)
+
+
+def _buffers_of(chunk: torch.nn.Module) -> list[Any]:
+    """The parameter buffer of Megatron-FSDP's version 1; empty for any other wrapper."""
+    buffer = getattr(chunk, "param_and_grad_buffer", None)
+    return [buffer] if hasattr(buffer, "parameter_groups") else []
+
+
+def groups_of(chunk: torch.nn.Module) -> list[Any]:
+    """The parameter groups of Megatron-FSDP's version 2; empty for any other wrapper."""
+    modules: Iterable[Any] = getattr(chunk, "modules", tuple)()
+    return [group for module in modules for group in getattr(module, "_parameter_groups", ())]
 
 
 def parts_of(chunks: Iterable[torch.nn.Module]) -> dict[torch.nn.Parameter, WeightPart]:
     """This rank's part of each sharded parameter."""
     parts: dict[torch.nn.Parameter, WeightPart] = {}
     for chunk in chunks:
-        buffers = buffers_of([chunk])
+        buffers, groups = _buffers_of(chunk), groups_of(chunk)
         for buffer in buffers:
             parts.update(_in_buckets(buffer))
-        for parameter in chunk.parameters() if not buffers else ():
+        for group in groups:
+            parts.update(_in_group(group))
+        for parameter in chunk.parameters() if not buffers and not groups else ():
             if (rows := rows_of(parameter)) is not None:
                 parts[parameter] = WeightPart(local(parameter), rows, local(parameter), rows)
     return parts
 
 
+def _in_group(group: Any) -> Iterator[tuple[torch.nn.Parameter, WeightPart]]:
+    """Those of version 2."""
+    for item, parameter in enumerate(group.fsdp_parameters):
+        buckets = group.main_weight, group.model_weight
+        stepped, weights = (_in_local(bucket, item) for bucket in buckets)
+        yield parameter.sharded, WeightPart(*stepped, *weights)
+
+
+def _in_local(bucket: Any, item: int) -> tuple[torch.Tensor, tuple[int, int]]:
+    """This rank's elements of a parameter in a bucket of version 2, and their range."""
+    owned = bucket._get_owned_range(item)
+    if owned is None:
+        return bucket.local_buffer[:0], (0, 0)
+    at, start = owned.buffer_relative_offset, owned.tensor_relative_offset
+    return bucket.local_buffer[at : at + owned.numel], (start, start + owned.numel)
+
+
 def _in_buckets(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, WeightPart]]:
-    """Megatron-FSDP's."""
+    """Those of version 1."""
     sharded = {id(p.orig_param): p for _, p in buffer.optimizer_named_parameters}
     for group in buffer.parameter_groups:
         weights = group.model_weight_buffer
@@ -172,7 +203,9 @@ def like(sharded: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def publish(chunks: Iterable[torch.nn.Module]) -> None:
     """Copy what the optimizer steps to what the model computes with, on all ranks."""
     for chunk in chunks:
-        for buffer in buffers_of([chunk]):
+        for group in groups_of(chunk):
+            group.sync_model_weight_from_main_weight()
+        for buffer in _buffers_of(chunk):
             buffer.copy_main_weights_to_model_weights()
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
             chunk.synchronize_param_gather()  # type: ignore[operator]

@@ -27,7 +27,12 @@ from megatron_ttrace.mcore.groups import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
 from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
 from megatron_ttrace.mcore.roles import is_of_adapter
-from megatron_ttrace.mcore.sharded_weights import WeightPart, buffers_of, parts_of, publish
+from megatron_ttrace.mcore.sharded_weights import (
+    WeightPart,
+    are_published,
+    parts_of,
+    publish,
+)
 from megatron_ttrace.run import low_precision
 from megatron_ttrace.run.agreement import EndError, Ranks
 from megatron_ttrace.run.start import handoff
@@ -100,7 +105,7 @@ def traced_model(
 
 def settle(model: TracedModel, args: MegatronArguments) -> None:
     """Gather updated parameters now if Megatron would do so in the next forward pass."""
-    if buffers_of(model.chunks):
+    if are_published(model.chunks):
         for chunk in model.chunks:
             chunk.synchronize_param_gather()  # type: ignore[operator]
         return
@@ -215,7 +220,7 @@ class Rehearsal:
         stored = stored if self.device.type == "cpu" else None
         parts = parts_of(self.model.chunks)
         self._ranks.together("setting the start values", lambda: self._fill(parts, stored))
-        if buffers_of(self.model.chunks):
+        if are_published(self.model.chunks):
             publish(self.model.chunks)
         else:
             self.model.optimizer.reload_model_params()
@@ -240,7 +245,7 @@ class Rehearsal:
         task = "setting the start values"
 
         def trains_adapters_only() -> bool:
-            return all(map(is_of_adapter, new)) and not buffers_of(self.model.chunks)
+            return all(map(is_of_adapter, new)) and not are_published(self.model.chunks)
 
         # A pipeline stage may have nothing that is trained.
         if all(self._ranks.exchange(task, trains_adapters_only, self.device)):

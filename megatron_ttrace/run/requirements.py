@@ -56,11 +56,6 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         raise TTraceError(
             "--use-megatron-fsdp with --load: a reference cannot get the loaded state"
         )
-    if getattr(args, "use_megatron_fsdp", False) and getattr(args, "megatron_fsdp_version", 1) > 1:
-        raise TTraceError(
-            "--megatron-fsdp-version 2: how it divides weights is not known: check the job with "
-            "version 1"
-        )
     if getattr(args, "overlap_moe_expert_parallel_comm", False) and getattr(
         args, "hybrid_layer_pattern", None
     ):

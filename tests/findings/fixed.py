@@ -434,6 +434,12 @@ def shards_when_needed(configure, **keywords):
     gtp.update_gtp_config(weight_prefetch=False, async_reduction=False)
 
 
+@fix("optimizer.fully_sharded_optimizer:FullyShardedOptimizer", "get_grad_stats_parallel_group")
+def fsdp_v2_norm(_, self):
+    """Data-parallel ranks are added up where gradients are known to be sharded."""
+    return parallel_state.get_model_parallel_group()
+
+
 @FIXES["standalone-mtp"].append
 def standalone_mtp():
     """Repeat the decoder's last layer also in a stage without decoder layers."""

@@ -14,7 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_ttrace.mcore.sharded_weights import buffers_of, like, local, parts_of, rows_of
+from megatron_ttrace.mcore.sharded_weights import (
+    are_published,
+    like,
+    local,
+    parts_of,
+    publish,
+    rows_of,
+)
 
 fsdp = pytest.importorskip("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer")
 
@@ -97,10 +104,46 @@ def test_without_shards_the_raw_parameter_has_the_weights():
 
 def test_other_wrappers_have_no_buckets():
     """Megatron's DDP keeps its buffers elsewhere."""
-    assert not buffers_of([torch.nn.Linear(2, 2)])
+    assert not are_published([torch.nn.Linear(2, 2)])
     model = torch.nn.Linear(2, 2)
     model.param_and_grad_buffer = object()
     assert not parts_of([model])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_groups_of_version_2(size):
+    """Every element is held once, also by ranks that have none of a parameter."""
+    experimental = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental"
+    buckets = pytest.importorskip(f"{experimental}.dbuffer").DBuffer
+    flat = pytest.importorskip(f"{experimental}.placement").Flat
+    whole = [torch.arange(math.prod(shape)).view(shape) * 1.0 for shape in SHAPES]
+    elements = [[] for _ in SHAPES]
+    for rank in range(size):
+        dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+        mesh = init_device_mesh("cpu", (size,))
+        parameters = [types.SimpleNamespace(sharded=torch.nn.Parameter(w)) for w in whole]
+        calls = []
+        group = types.SimpleNamespace(
+            main_weight=buckets.distribute_tensors(whole, mesh, (flat(),)),
+            model_weight=buckets.distribute_tensors([w + 100 for w in whole], mesh, (flat(),)),
+            fsdp_parameters=parameters,
+            sync_model_weight_from_main_weight=lambda calls=calls: calls.append(1),
+        )
+        model = torch.nn.Sequential(torch.nn.Module())
+        model[0]._parameter_groups = (group,)
+        parts = parts_of([model])
+        for number, parameter in enumerate(parameters):
+            part = parts[parameter.sharded]
+            assert part.stepped.tolist() == list(range(*part.range))
+            assert part.weights_range == part.range
+            assert torch.equal(part.weights, part.stepped + 100)
+            elements[number] += part.stepped.tolist()
+            part.stepped.add_(1)  # a view
+        assert are_published([model])
+        publish([model])
+        assert calls == [1]
+        dist.destroy_process_group()
+    assert elements == [list(range(math.prod(shape))) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -39,7 +39,6 @@ REFUSED = [
         "--use-torch-fsdp2 with --init-model-with-meta-device",
     ),
     ({"use_megatron_fsdp": True, "load": "there"}, {}, "--use-megatron-fsdp with --load"),
-    ({"use_megatron_fsdp": True, "megatron_fsdp_version": 2}, {}, "--megatron-fsdp-version 2"),
     (
         {"overlap_moe_expert_parallel_comm": True, "hybrid_layer_pattern": "M*E"},
         {},

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which release of TransformerEngine is emulated: one that has all that a Megatron release can use.
 
-These releases compute alike, but for the cross entropy. What 2.17 added (``score_mod``, ``routing_map_format``) no supported
-Megatron passes.
+These releases compute alike, but for the cross entropy. What 2.17 added (``score_mod``,
+``routing_map_format``) no supported Megatron passes.
 """
 
 import functools

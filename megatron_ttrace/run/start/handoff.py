@@ -24,7 +24,7 @@ from megatron_ttrace.mcore.checkpoints import loading
 from megatron_ttrace.mcore.checkpoints.loading import Source
 from megatron_ttrace.mcore.optimizer import owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
-from megatron_ttrace.mcore.sharded_weights import buffers_of, like, parts_of, publish
+from megatron_ttrace.mcore.sharded_weights import are_published, like, parts_of, publish
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.run.agreement import Ranks
@@ -127,7 +127,7 @@ def restore(model: TracedModel, directory: Path, step: float | None) -> None:
                 copy(LoadedIndex.MAIN, place.flat(*shard.range), shard.stepped)
             else:
                 copy(LoadedIndex.MAIN, place, parameter.data)
-        if buffers_of(model.chunks):
+        if are_published(model.chunks):
             publish(model.chunks)
         else:
             model.optimizer.reload_model_params()
