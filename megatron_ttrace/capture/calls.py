@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which functions of Megatron run, who calls them, and in which module and part of a step.
 
-``sys.monitoring`` reports each start of a function; code that is not Megatron's is reported once.
-A function that showed nothing new in :data:`_ENOUGH` starts is not reported again until something
-new begins, so a traced step costs little, and the next ones nothing. Arguments and results are
-looked at for numbers and process groups; what returned neither is rarely asked again.
+``sys.monitoring`` reports each start of a function of the modules that were imported. A function
+that showed nothing new in :data:`_ENOUGH` starts is not reported again until something new begins,
+so a traced step costs little, and the next ones nothing. Arguments and results are looked at for
+numbers and process groups; what returned neither is rarely asked again.
 """
 
 import dataclasses
@@ -96,24 +96,30 @@ class CallTap:
         self._others: list[CodeType] = []
         self._context: Context | None = None
         self._reports = Runs(_NAME)
+        self._modules: set[str] = set()
+        self._imported = 0
         self._phases: set[int] = set()
         self._silent: list[CodeType] = []
         """Of which no more is heard."""
 
     def start(self) -> None:
         """Record from now on what builds the model. Never raises."""
-        self.error = self._reports.report(self._found, self._started, self._returned)
+        self.error = self._reports.report(self._started, self._returned)
+        self._follow()
 
     def in_steps(self, context: Context) -> None:
         """The model is built: from now on ``context`` says where functions run."""
         self._context = context
-        for seen in filter(None, self._seen.values()):
+        started = [seen for seen in self._seen.values() if seen is not None]
+        for seen in started:
             seen.starts, seen.results, seen.phase = 0, 0, None
         self._silent.clear()
-        self._reports.again(self._reports.followed)
+        self._reports.again(seen.code for seen in started)
+        self._follow()
 
     def entered(self) -> None:
         """A sort of module, or a part of a step, is entered for the first time."""
+        self._follow()
         if self._silent:
             for seen in filter(None, self._seen.values()):
                 seen.starts = min(seen.starts, _ENOUGH - _AGAIN)
@@ -123,6 +129,12 @@ class CallTap:
     def stop(self) -> None:
         """Record no longer."""
         self._reports.stop()
+
+    def _follow(self) -> None:
+        """Hear of functions in modules that were imported since."""
+        if not self.error and len(sys.modules) != self._imported:
+            self._imported = len(sys.modules)
+            self._reports.follow(sources.imported_code(self._modules))
 
     def numbers(self) -> Numbers:
         """What functions were given and returned."""
@@ -163,18 +175,9 @@ class CallTap:
         functions = tuple(map(sources.function_of, codes))
         return Calls(functions, calls, marks, lookups)
 
-    def _found(self, code: CodeType, _: int) -> Any:
-        """A function starts for the first time."""
-        try:
-            if not self.error and id(code) not in self._seen and (seen := self._of(code)):
-                self._note(seen, sys._getframe(1))
-        except Exception as error:  # noqa: BLE001 - recording never harms training
-            self.error = one_line(error)
-        return sys.monitoring.DISABLE
-
     def _started(self, code: CodeType, _: int) -> Any:
         try:
-            seen = self._seen[id(code)]
+            seen = self._seen.get(id(code)) or self._of(code)
             if seen is None or self.error:
                 return sys.monitoring.DISABLE
             return self._note(seen, sys._getframe(1))
@@ -209,7 +212,6 @@ class CallTap:
                 arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
                 part = sources.part_of(code.co_filename)
                 seen = _Seen(code, part, part in _INSIDE, arguments)
-                self._reports.follow(code)
             else:
                 # It is kept, so that no other code gets its identity.
                 self._others.append(code)

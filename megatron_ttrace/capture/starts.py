@@ -54,60 +54,53 @@ class Starts:
 
 
 class Runs:
-    """Reports starts and returns of some functions, which another tool finds when they start.
-
-    All other code is reported once. To hear of all again would report all of PyTorch's, too.
-    """
+    """Reports starts and returns of some functions, and costs all others nothing."""
 
     def __init__(self, name: str) -> None:
-        """``name``: of the tools."""
-        self._found = Starts(f"{name}: found")
+        """``name``: of the tool."""
         self._name = name
         self._tool: int | None = None
-        self.followed: list[CodeType] = []
+        self._followed: dict[int, CodeType] = {}
 
-    def report(self, found: OnStart, started: OnStart, returned: OnReturn) -> str:
-        """Report from now on; returns why that is impossible. Never raises.
-
-        Args:
-            found: is given code that starts for the first time, and may :meth:`follow` it.
-            started: is given code that is followed, each time it starts but the first.
-            returned: is given the same when it returns.
-        """
+    def report(self, started: OnStart, returned: OnReturn) -> str:
+        """Report to these functions from now on; returns why that is impossible. Never raises."""
         try:
             if self._tool is None:
                 self._tool = _tool(self._name)
+                # While the interpreter ends, modules lose their contents before code stops.
                 atexit.register(self.stop)
             sys.monitoring.register_callback(self._tool, _EVENTS.PY_START, started)
             sys.monitoring.register_callback(self._tool, _EVENTS.PY_RETURN, returned)
-            self.again(self.followed)
+            self._set(self._followed.values(), _EVENTS.PY_START | _EVENTS.PY_RETURN)
         except ValueError as error:
             return one_line(error)
-        return self._found.report(found)
+        return ""
 
-    def follow(self, code: CodeType) -> None:
-        """Report this code from now on, also the return of the present call."""
-        self.followed.append(code)
-        self.again([code])
+    def follow(self, codes: Iterable[CodeType]) -> None:
+        """Report these, too, from now on."""
+        new = {id(code): code for code in codes if id(code) not in self._followed}
+        self._followed |= new
+        self._set(new.values(), _EVENTS.PY_START | _EVENTS.PY_RETURN)
 
     def again(self, codes: Iterable[CodeType]) -> None:
         """Also report what no more was to be heard of in code that is followed."""
-        if self._tool is not None:
-            for code in codes:
-                sys.monitoring.set_local_events(self._tool, code, 0)
-                both = _EVENTS.PY_START | _EVENTS.PY_RETURN
-                sys.monitoring.set_local_events(self._tool, code, both)
+        for code in codes:
+            self._set([code], 0)
+            self._set([code], _EVENTS.PY_START | _EVENTS.PY_RETURN)
 
     def stop(self) -> None:
         """Report no longer."""
-        self._found.stop()
         if self._tool is not None:
-            for code in self.followed:
-                sys.monitoring.set_local_events(self._tool, code, 0)
+            self._set(self._followed.values(), 0)
             for event in (_EVENTS.PY_START, _EVENTS.PY_RETURN):
                 sys.monitoring.register_callback(self._tool, event, None)
             sys.monitoring.free_tool_id(self._tool)
             self._tool = None
+
+    def _set(self, codes: Iterable[CodeType], events: int) -> None:
+        if self._tool is not None:
+            for code in codes:
+                sys.monitoring.set_local_events(self._tool, code, events)
 
 
 def _tool(name: str) -> int:

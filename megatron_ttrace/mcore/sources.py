@@ -12,9 +12,9 @@ import opcode
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -48,6 +48,49 @@ def in_megatron(file: str) -> bool:
     """Whether a source file is one of Megatron's."""
     folder = megatron_folder()
     return bool(folder) and file.startswith(folder)
+
+
+def imported_code(known: set[str]) -> Iterator[CodeType]:
+    """The code in Megatron's modules that were imported; not in ``known`` ones, which it adds to.
+
+    Of functions that exist, also those inside of others, and those that a decorator wraps.
+    """
+    visited: set[int] = set()
+    for name, module in [*sys.modules.items()]:
+        if name not in known:
+            known.add(name)
+            contents = vars(module) if isinstance(module, ModuleType) else {}
+            file = contents.get("__file__")
+            if isinstance(file, str) and in_megatron(file):
+                yield from _codes_in([*contents.values()], visited)
+
+
+def _codes_in(values: Iterable[Any], visited: set[int]) -> Iterator[CodeType]:
+    for value in values:
+        if isinstance(value, FunctionType):
+            code = value.__code__
+            if id(code) not in visited and in_megatron(code.co_filename):
+                visited.add(id(code))
+                yield from _nested(code)
+            if (inner := vars(value).get("__wrapped__")) is not None:
+                yield from _codes_in([inner], visited)
+        elif isinstance(value, type):
+            if id(value) not in visited and value.__module__.partition(".")[0] == "megatron":
+                visited.add(id(value))
+                yield from _codes_in([*vars(value).values()], visited)
+        elif isinstance(value, staticmethod | classmethod | functools._lru_cache_wrapper):
+            yield from _codes_in([value.__wrapped__], visited)
+        elif isinstance(value, property):
+            yield from _codes_in([value.fget, value.fset], visited)
+        elif isinstance(value, functools.partial):
+            yield from _codes_in([value.func], visited)
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _nested(constant)
 
 
 @functools.cache

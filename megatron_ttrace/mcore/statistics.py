@@ -37,7 +37,10 @@ _MARKS = (("expert", "is_expert_parallel"), ("decoupled", "is_decoupled_lr"))
 LAYER_WISE = "LayerWiseDistributedOptimizer"
 """Of megatron/core/optimizer/layer_wise_optimizer.py: it gives whole parameters to ranks."""
 
-_PLAIN = ("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer")
+_PLAIN = (
+    *("FP32Optimizer", "Float16OptimizerWithFloat16Params", "DistributedOptimizer"),
+    "FullyShardedOptimizer",
+)
 
 
 def users(functions: Collection[str]) -> Iterator[tuple[ModuleType, str]]:

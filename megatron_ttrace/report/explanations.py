@@ -282,7 +282,9 @@ def _weights(weights: f.ShareWeights) -> str:
     if weights.missing:
         numbers = [number for number, _ in weights.counts]
         return f"{of} share of {axis} {_ranges(numbers)} is missing"
-    counts = ", ".join(f"{axis} {number}: {count:.3f}" for number, count in weights.counts[:8])
+    counts = ", ".join(
+        f"{axis} {number}: {round(count, 3) + 0.0:.3f}" for number, count in weights.counts[:8]
+    )
     return f"{of} shares count unequally ({counts} instead of 1)"
 
 

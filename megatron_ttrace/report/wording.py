@@ -215,6 +215,8 @@ def layout_text(config: Mapping[str, Any]) -> str:
     split = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and size > 1]
     world = number(config.get("world_size"))
     text = " × ".join(split) or ("1 device" if world in (None, 1) else "no parallel axis")
+    shards = number(config.get("weight_shards"))
+    text += f", weights in {shards} shards" if shards is not None and shards > 1 else ""
     text += f", {world} ranks" if world is not None and world > 1 else ""
     first = config.get("against")
     if isinstance(first, Mapping) and "model" not in first:
@@ -322,7 +324,7 @@ def cause_pairs(culprit: Culprit, most: int = 3) -> list[tuple[str, str]]:
 
 def not_judged_text(statistic: Statistic, why: str) -> str:
     """The notice that it was not checked which elements are in a statistic."""
-    return f"which elements are in {STATISTICS[statistic]} is not judged: {clean(why)} is unknown"
+    return f"which elements are in {STATISTICS[statistic]} is not judged because of {clean(why)}"
 
 
 def hyperparameters_text(values: Iterable[tuple[str, float, float]]) -> str:

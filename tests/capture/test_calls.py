@@ -3,6 +3,7 @@
 
 import math
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,10 +60,12 @@ class Layer:
 
 
 def made(text: str, file: str) -> dict[str, Any]:
-    """The functions of a file of Megatron's."""
-    functions: dict[str, Any] = {}
-    exec(compile(text, sources.megatron_folder() + file, "exec"), functions)
-    return functions
+    """The functions of a file of Megatron's, which is imported."""
+    module = types.ModuleType(f"megatron.made_{len(sys.modules)}")
+    module.__file__ = sources.megatron_folder() + file
+    exec(compile(text, module.__file__, "exec"), vars(module))
+    sys.modules[module.__name__] = module
+    return vars(module)
 
 
 @pytest.fixture
@@ -87,6 +90,7 @@ def named(calls: Calls) -> set[tuple[str, str, str, Phase]]:
 def test_calls(tap: CallTap) -> None:
     """Before a step, in a module, in a part of the step; what is called has its caller's part."""
     model, optimizer = made(MODEL, "core/m.py"), made(OPTIMIZER, "core/optimizer/o.py")
+    tap.entered()
     place: list[tuple[str, Phase | None]] = [("", None)]
     model["build"]()
     tap.in_steps(lambda: place[0])
@@ -214,8 +218,8 @@ def test_an_error_is_kept() -> None:
 
     tap = CallTap()
     tap.start()
-    tap.in_steps(fail)
     functions = made(OPTIMIZER, "core/schedule.py")
+    tap.in_steps(fail)
     functions["step"]([torch.ones(1)])
     tap.stop()
     assert "broken" in tap.error

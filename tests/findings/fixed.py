@@ -434,6 +434,18 @@ def shards_when_needed(configure, **keywords):
     gtp.update_gtp_config(weight_prefetch=False, async_reduction=False)
 
 
+@fix("distributed.distributed_data_parallel:DistributedDataParallel", "broadcast_params")
+def shards_and_random_init(broadcast, self):
+    """Also ranks that gather weights from each other begin with equal copies of the others."""
+    broadcast(self)
+    for parameter in self.module.parameters():
+        if not getattr(parameter, "is_gtp_weight_remat", False):
+            is_shared = getattr(parameter, "allreduce", True)
+            name = "" if is_shared else "expert_"
+            group = getattr(parallel_state, f"get_{name}gtp_weight_remat_group")()
+            dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group)
+
+
 @fix("optimizer.fully_sharded_optimizer:FullyShardedOptimizer", "get_grad_stats_parallel_group")
 def fsdp_v2_norm(_, self):
     """Data-parallel ranks are added up where gradients are known to be sharded."""

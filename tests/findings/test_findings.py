@@ -154,6 +154,12 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             f"{LLAMA} --tensor-parallel-num-weight-shards 2 --recompute-granularity full "
             "--recompute-method uniform --recompute-num-layers 1",
         ),
+        (
+            "",
+            "shards-and-random-init",
+            f"{TE} --untie-embeddings-and-output-weights --disable-bias-linear "
+            "--tensor-parallel-num-weight-shards 2 --data-parallel-random-init",
+        ),
     ],
 )
 def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):

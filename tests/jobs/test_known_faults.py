@@ -10,6 +10,7 @@ import pytest
 from megatron_ttrace.jobs import known_faults as known
 from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE
 from megatron_ttrace.mcore.options.roles import ROLES
+from megatron_ttrace.mcore.sharded_weights import SHARDS_OF_WEIGHTS
 from tests import warm
 from tests.integration.jobs import SCRIPT, TINY, environment, ttrace
 
@@ -86,7 +87,10 @@ JOBS = [
         "Layer-wise optimizers: the logged norm",
     ),
 ]
-DERIVED = ("expert_data_parallel_size", "use_layer_wise_distributed_optimizer")
+DERIVED = (
+    *("expert_data_parallel_size", "use_layer_wise_distributed_optimizer"),
+    *SHARDS_OF_WEIGHTS,
+)
 ADAPTERS = {"peft.share_expert_adapters": True, "peft.target_modules": ["linear_fc1"]}
 PACKED = {"dataset.enable_offline_packing": True}
 
