@@ -3,14 +3,16 @@
 
 Muon orthogonalises the momentum of a matrix. With ``--muon-tp-mode blockwise``, the default, each
 tensor-parallel rank does so with its own shard (``TensorParallelMuon.orthogonalize`` in
-megatron/core/optimizer/emerging_optimizers.py). SOAP always preconditions a rank's own shard. So
-the update differs from a single device's by design.
+megatron/core/optimizer/emerging_optimizers.py). SOAP always preconditions a rank's own shard, also
+of weights that ranks gather, which Muon gathers. So the update differs from a single device's by
+design.
 """
 
 from collections.abc import Sequence
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.roles import is_shared_embedding
+from megatron_ttrace.mcore.sharded_weights import SHARDS_OF_WEIGHTS
 from megatron_ttrace.trace.records import Kind
 
 
@@ -22,7 +24,9 @@ def depends_on_layout(args: MegatronArguments) -> tuple[tuple[Kind, ...], str]:
         every rank steps whole matrices.
     """
     name = str(getattr(args, "optimizer", "")).removeprefix("dist_")
-    sizes = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+    sizes: tuple[str, ...] = ("tensor_model_parallel_size", "expert_tensor_parallel_size")
+    if name == "soap":
+        sizes = (*sizes, *SHARDS_OF_WEIGHTS)
     if all((getattr(args, size, 1) or 1) == 1 for size in sizes):
         return (), ""
     if name == "soap":

@@ -28,6 +28,11 @@ def arguments(**values):
             "--optimizer muon --muon-tp-mode blockwise",
         ),
         ({"optimizer": "soap"}, "--optimizer soap"),
+        (
+            {"optimizer": "soap", "tensor_model_parallel_size": 1, "gtp_weight_remat_size": 2},
+            "--optimizer soap",
+        ),
+        ({**MUON, "tensor_model_parallel_size": 1, "gtp_weight_remat_size": 2}, ""),
         ({"optimizer": "adam", "muon_tp_mode": "blockwise"}, ""),
     ],
 )
