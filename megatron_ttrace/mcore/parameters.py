@@ -83,6 +83,9 @@ def place_parameter(
     parameters of experts, which are divided over the expert-tensor axis. ``gated`` says that
     MLPs stack gate and up projection; ``stacked`` are the shares of unequal blocks that this
     parameter stacks.
+
+    Raises:
+        ValueError: when consecutive data-parallel ranks do not have consecutive rows.
     """
     parameter = raw(parameter)
     of_expert = not getattr(parameter, "allreduce", True) or _is_of_expert(name)
@@ -103,12 +106,16 @@ def place_parameter(
             rule = BlockShard(dim, stacked)
         steps = (Step(axis, rule),)
     place = ParameterPlace(name, tuple(shape), steps)
-    return place if rows is None else _gathered(place, parameter, rows)
+    return place if rows is None else _gathered(place, parameter, rows, mesh)
 
 
-def _gathered(place: ParameterPlace, parameter: torch.nn.Parameter, rows: Rows) -> ParameterPlace:
-    """The place of some rows of what tensor parallelism left."""
+def _gathered(
+    place: ParameterPlace, parameter: torch.nn.Parameter, rows: Rows, mesh: Mesh
+) -> ParameterPlace:
+    """The place of some rows of what tensor parallelism left. Raises ``ValueError``."""
     axis = "edp" if _is_of_expert(place.name) else "dp"
+    if mesh.at(axis) % rows.parts != rows.number:
+        raise ValueError(f"{place.name}: rank {mesh.rank} has part {rows.number} of {rows.parts}")
     step = Step(axis, PartShard(0, rows.parts, rows.length))
     numel = rows.here * math.prod(parameter.shape[1:]) if rows.padding else None
     return dataclasses.replace(place, placement=(*place.placement, step), numel=numel)

@@ -162,6 +162,13 @@ def test_gathered_rows_are_the_weight(dim, padding):
         assert (flat[kept:] == 99.0).all()
 
 
+def test_rows_of_another_rank_are_refused():
+    """Consecutive data-parallel ranks have consecutive rows."""
+    made = gathered(4, 6, number=0, parts=2, padding=0)
+    with pytest.raises(ValueError, match=r"a\.weight: rank 1 has part 0 of 2"):
+        place_parameter("a.weight", made, mesh_of(1, 2), gated=False)
+
+
 def test_replicas_are_equal_and_every_element_is_written():
     """A norm weight on four ranks."""
     values = [filled("norm.weight", parameter(9), mesh_of(r, 4, tp=2)) for r in range(4)]

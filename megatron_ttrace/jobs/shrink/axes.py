@@ -152,9 +152,8 @@ def of_small(
         dp = 2 * gtp if large.dp > large.gtp else gtp
     for _ in range(3):
         axes = Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dp, chunks=chunks, gtp=gtp, egtp=egtp)
-        if axes.edp % egtp:
-            pass
-        elif axes.edp > 1 or (axes.edp == 1 and (large.edp == 1 or "dp" not in (kept or ("dp",)))):
+        enough = 1 if large.edp == 1 or "dp" not in (kept or ("dp",)) else 2
+        if axes.edp >= enough and axes.edp % egtp == 0:
             break
         dp *= 2
     return axes
