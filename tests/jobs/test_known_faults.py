@@ -88,6 +88,7 @@ JOBS = [
     ),
 ]
 DERIVED = (
+    "data_parallel_size",
     *("expert_data_parallel_size", "use_layer_wise_distributed_optimizer"),
     *SHARDS_OF_WEIGHTS,
 )
