@@ -131,10 +131,14 @@ class CallTap:
         self._reports.stop()
 
     def _follow(self) -> None:
-        """Hear of functions in modules that were imported since."""
-        if not self.error and len(sys.modules) != self._imported:
-            self._imported = len(sys.modules)
+        """Hear of functions in modules that were imported since. Never raises."""
+        if self.error or len(sys.modules) == self._imported:
+            return
+        self._imported = len(sys.modules)
+        try:
             self._reports.follow(sources.imported_code(self._modules))
+        except Exception as error:  # noqa: BLE001 - recording never harms training
+            self.error = one_line(error)
 
     def numbers(self) -> Numbers:
         """What functions were given and returned."""

@@ -51,7 +51,8 @@ class ParameterPlace:
     @property
     def replicated(self) -> tuple[str, ...]:
         """Axes whose ranks compute gradients from different tokens, and hold equal weights."""
-        divided = {step.axis for step in self.placement}
+        parts = (step for step in self.placement if not isinstance(step.placement, FlatShard))
+        divided = {step.axis for step in parts}
         return tuple(axis for axis in reduced_over(self.name) if axis not in divided)
 
 

@@ -75,7 +75,7 @@ def _codes_in(values: Iterable[Any], visited: set[int]) -> Iterator[CodeType]:
             if (inner := vars(value).get("__wrapped__")) is not None:
                 yield from _codes_in([inner], visited)
         elif isinstance(value, type):
-            if id(value) not in visited and value.__module__.partition(".")[0] == "megatron":
+            if id(value) not in visited and str(value.__module__).partition(".")[0] == "megatron":
                 visited.add(id(value))
                 yield from _codes_in([*vars(value).values()], visited)
         elif isinstance(value, staticmethod | classmethod | functools._lru_cache_wrapper):

@@ -68,6 +68,16 @@ def made(text: str, file: str) -> dict[str, Any]:
     return vars(module)
 
 
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """No other test sees the modules that were made."""
+    before = {*sys.modules}
+    yield
+    for name in [name for name in sys.modules if name.startswith("megatron.made_")]:
+        if name not in before:
+            del sys.modules[name]
+
+
 @pytest.fixture
 def tap() -> Iterator[CallTap]:
     """Records."""

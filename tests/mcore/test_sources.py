@@ -3,6 +3,8 @@
 
 import functools
 import importlib.util
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,57 @@ class Optimizer:
 
 def forward_step() -> None:
     """A training script's."""
+
+
+CODE = """
+import functools
+def plain():
+    def inner():
+        return [x for x in ()]
+    return inner
+def decorate(f):
+    @functools.wraps(f)
+    def wrapper():
+        return f()
+    return wrapper
+@decorate
+def wrapped():
+    pass
+class Layer:
+    class Inner:
+        def within(self):
+            pass
+    @property
+    def size(self):
+        pass
+    @staticmethod
+    def static():
+        pass
+    @functools.lru_cache
+    def cached(self):
+        pass
+partial = functools.partial(lambda x: x, 1)
+class Odd(type):
+    __module__ = property(lambda cls: 1)
+odd = Odd("odd", (), {})
+"""
+
+
+def test_code_of_imported_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all functions in a module of Megatron's; of other modules, none."""
+    file = f"{sources.megatron_folder()}core/made.py"
+    known = {*sys.modules}
+    module = types.ModuleType("megatron.made")
+    module.__file__ = file
+    exec(compile(CODE, file, "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "elsewhere", types.ModuleType("elsewhere"))
+    names = sorted(code.co_name for code in sources.imported_code(known))
+    assert names == sorted(
+        "plain inner decorate wrapper wrapper wrapped within size static cached <lambda>".split()
+    )
+    assert {"megatron.made", "elsewhere"} <= known
+    assert not list(sources.imported_code(known))
 
 
 def line_of(function: object) -> int:

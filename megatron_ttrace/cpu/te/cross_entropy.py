@@ -46,7 +46,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         loss = torch.where(counted, loss, torch.zeros_like(loss))
 
         gradient = exponentials / total[..., None]
-        if releases.current() < "2.18":
+        if releases.is_before(2, 18):
             gradient = gradient.to(logits.dtype).to(scores.dtype)
         hit = is_local[..., None].to(scores.dtype)
         gradient = gradient.scatter_add(-1, local[..., None], -hit) * counted[..., None]

@@ -29,6 +29,11 @@ def current() -> str:
     return PINNED.get(_megatron_series(), PINNED["0.19"])
 
 
+def is_before(major: int, minor: int) -> bool:
+    """Whether the release that is emulated is older than this one."""
+    return tuple(map(int, current().split(".")[:2])) < (major, minor)
+
+
 def _megatron_series() -> str:
     """``0.19`` for the Megatron that would be imported; nothing of it is imported."""
     try:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_ttrace.cpu.te import optimizers, permutation, router
+from megatron_ttrace.cpu.te import optimizers, permutation, releases, router
 from megatron_ttrace.cpu.te.cross_entropy import parallel_cross_entropy
 from megatron_ttrace.cpu.te.distributed import CudaRNGStatesTracker, checkpoint
 from megatron_ttrace.cpu.te.rope import apply_rotary_pos_emb
@@ -153,6 +153,20 @@ def test_scores_for_the_auxiliary_loss_sum_to_one():
         close(scores.sum(-1), torch.ones(3), 1e-5)
     with pytest.raises(ValueError, match="score function"):
         router.fused_compute_score_for_moe_aux_loss(torch.randn(3, 4), 1, "tanh")
+
+
+@pytest.mark.parametrize("release", ["2.9.0", "2.17.1", "2.18.0", "2.19.0.dev0"])
+def test_cross_entropy_is_rounded_as_by_the_release(release, monkeypatch):
+    """Until 2.17 twice, in the logits' type."""
+    monkeypatch.setattr(releases, "current", lambda: release)
+    logits = torch.randn(64, 32).bfloat16().requires_grad_()
+    target = torch.arange(64) % 32
+    parallel_cross_entropy(logits, target).sum().backward()
+    gradient = logits.detach().float().softmax(-1)
+    if release in ("2.9.0", "2.17.1"):
+        gradient = gradient.bfloat16().float()
+    gradient -= F.one_hot(target, 32)
+    assert torch.equal(logits.grad, gradient.bfloat16())
 
 
 def test_cross_entropy_gradient_by_token():
