@@ -253,7 +253,7 @@ def _checks(broken: list[str]) -> Finding:
         text = "reference and ranks on this machine's CPU over gloo, TransformerEngine emulated"
         return Finding("checks", "ok", text)
     ranks = "1 rank" if count == 1 else f"up to {count} ranks"
-    text = f"reference on the first GPU, {ranks} on GPUs (not yet tried)"
+    text = f"reference on the first GPU, {ranks} on GPUs"
     return Finding("checks", "ok", text, "more ranks on the CPU with --ttrace-device cpu")
 
 

@@ -96,13 +96,17 @@ def prepare(
     """
     # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
     with signals.abrupt():
-        from megatron_ttrace import cpu
-
-        if not cpu.needed(device):
+        on_cpu = forkserver.needs_cpu(device)
+        if not on_cpu and forkserver.imports_use_gpu():
             return False
         script = script or launch_dir() / "pretrain_gpt.py"
-        forkserver.preload(script, arguments=arguments)
-    return True
+        try:
+            forkserver.preload(script, arguments=arguments, on_cpu=on_cpu)
+        except Exception:
+            if on_cpu:
+                raise
+            return False  # a library for GPUs does not load: the ranks end with its error
+        return on_cpu or forkserver.is_gpu_unused()
 
 
 def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None) -> Summary:

@@ -71,7 +71,8 @@ def weights(device: torch.device) -> torch.Tensor:
 def powers(size: int, device: torch.device) -> torch.Tensor:
     """Powers of the base, modulo 2^64, as signed numbers: two for every part of ``size`` bytes."""
     parts = -(-(size // 8) // WORDS)
-    return _powers(1 << (2 * parts).bit_length(), device)
+    # At least two: with no whole word, the kernel weighs zeros by the first two.
+    return _powers(2 << parts.bit_length(), device)
 
 
 @functools.cache

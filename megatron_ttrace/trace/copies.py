@@ -18,6 +18,7 @@ from typing import IO
 import torch
 
 from megatron_ttrace.trace.budget import require_space
+from megatron_ttrace.trace.staging import to_device, to_host
 from megatron_ttrace.trace.views import memory
 
 _PIECE = 8 << 20
@@ -60,7 +61,7 @@ class Copy:
     def get(self) -> torch.Tensor:
         """The values on the device of the tensor that was copied; not to be changed."""
         if self.file is None:
-            return self.data.to(self.device)
+            return to_device(self.data, self.device)
         made = torch.empty(self.data.shape, dtype=self.data.dtype, device=self.device)
         self._read(self.file, made)
         return made
@@ -146,7 +147,7 @@ class Copies:
             return Copy(data.clone(), device)
         if device.type != "cpu" and size <= self.host_room:
             self.host_room -= size
-            return Copy(data.cpu(), device)
+            return Copy(to_host(data), device)
         if self._file is None:
             self._file = tempfile.TemporaryFile(buffering=0, dir=self._directory)  # noqa: SIM115
         start = self._end

@@ -33,6 +33,7 @@ import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -58,6 +59,8 @@ __all__ = ["Entry", "TraceReader", "TraceWriter"]
 FORMAT = 4
 META = "meta.json"
 _MAX_META = 64 << 20
+_WRITERS = 4
+"""Threads that write what a GPU computed."""
 _DEFAULT = Budget()
 _DIGEST = re.compile("[0-9a-f]{32}")
 _SEALED_SUFFIXES = (".safetensors", ".jsonl")
@@ -80,21 +83,23 @@ class TraceWriter:
     """Appends tensors of one rank to a trace directory.
 
     Data is copied when it is added, because training may overwrite it, and written in chunks by a
-    thread. One chunk is filled while another is written; when both are full, adding waits.
-    What the thread raises is raised by the next call.
+    thread, or by several if it comes from a GPU, which is faster than they are. One chunk is filled
+    while others are written; when all are full, adding waits. What a thread raises is raised by a
+    later call.
     """
 
     def __init__(self, directory: Path, rank: int, budget: Budget = _DEFAULT) -> None:
         self.directory = directory
-        self._chunk_limit = budget.unwritten // 2
+        self._unwritten = budget.unwritten
         self._stem = f"rank-{rank:05d}"
         self._lines: list[str] = []
         self._chunk: dict[str, torch.Tensor] = {}
         self._chunk_bytes = 0
         self._chunks = 0
         self._awaits_gpu = False
-        self._thread: ThreadPoolExecutor | None = None
-        self._writing: Future[None] | None = None
+        self._writers = 1
+        self._threads: ThreadPoolExecutor | None = None
+        self._writing: deque[Future[None]] = deque()
         owned.make(directory)
 
     def __len__(self) -> int:
@@ -108,11 +113,12 @@ class TraceWriter:
             # A GPU fills pinned memory while training goes on; _write waits for that.
             host = torch.empty(data.shape, dtype=data.dtype, pin_memory=data.is_cuda)
             self._chunk[name] = host.copy_(data.detach(), non_blocking=True)
-            self._awaits_gpu |= data.is_cuda
+            if data.is_cuda:
+                self._awaits_gpu, self._writers = True, _WRITERS
             self._chunk_bytes += self._chunk[name].nbytes
             entry = dataclasses.replace(entry, file=self._file_name(), tensor=name)
         self._lines.append(encode(entry))
-        if self._chunk_bytes >= self._chunk_limit:
+        if self._chunk_bytes >= self._unwritten // (self._writers + 1):
             self._flush()
         return number
 
@@ -120,11 +126,11 @@ class TraceWriter:
         """Write what is left, and the index."""
         try:
             self._flush()
-            self._settle()
+            self._settle(0)
         finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-                self._thread = None
+            if self._threads is not None:
+                self._threads.shutdown()
+                self._threads = None
         atomic_write(
             self.directory / f"{self._stem}.index.jsonl",
             "".join(line + "\n" for line in self._lines),
@@ -136,18 +142,18 @@ class TraceWriter:
     def _flush(self) -> None:
         if not self._chunk:
             return
-        self._settle()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1)
+        self._settle(self._writers - 1)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._writers)
         path = self.directory / self._file_name()
-        self._writing = self._thread.submit(_write, self._chunk, path, self._awaits_gpu)
+        self._writing.append(self._threads.submit(_write, self._chunk, path, self._awaits_gpu))
         self._chunk, self._chunk_bytes, self._awaits_gpu = {}, 0, False
         self._chunks += 1
 
-    def _settle(self) -> None:
-        """Wait until the last full chunk is written."""
-        if self._writing is not None:
-            self._writing.result()
+    def _settle(self, most: int) -> None:
+        """Wait until at most so many chunks are being written."""
+        while len(self._writing) > most:
+            self._writing.popleft().result()
 
 
 def _write(chunk: dict[str, torch.Tensor], path: Path, awaits_gpu: bool) -> None:

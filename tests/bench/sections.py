@@ -65,7 +65,6 @@ def traced_step(options: Options) -> Iterator[Row]:
             note = f"a plain iteration takes {plain:.2f} s"
             yield of_run(f"{job.name}: traced iteration", turns.ratio, "× plain", note)
             yield of_run(f"{job.name}: its traced step alone", step, "× plain")
-            yield of_run(f"{job.name}: verdicts and report", turns.report / plain, "× plain")
             memory = turns.peak / _MB
             note = f"plain {turns.plain_peak / _MB:.0f} MB; {turns.peak_mapped / _MB:.0f} MB with "
             note += "mapped files"

@@ -51,8 +51,8 @@ def add(paths: list[Path]) -> None:
 def render(lines: list[dict[str, Any]]) -> str:
     """The table, between its marks."""
     rows = [
-        "| on a GPU | result | with | command |",
-        "|---|---|---|---|",
+        "| on a GPU | result | |",
+        "|---|---|---|",
         *(_row(point, what, lines) for point, what in POINTS.items()),
     ]
     return BEGIN + "".join(f"{row}\n" for row in rows) + END
@@ -60,7 +60,6 @@ def render(lines: list[dict[str, Any]]) -> str:
 
 def _row(point: str, what: str, lines: list[dict[str, Any]]) -> str:
     is_te = point == "te"
-    command = "`make gpu TE_STAGE=1`" if is_te else f"`make gpu ONLY={point}`"
     names = [
         f"te-{test.name}" if is_te else test.name
         for test in TESTS
@@ -69,21 +68,17 @@ def _row(point: str, what: str, lines: list[dict[str, Any]]) -> str:
     tried = [line for line in lines if line["test"] in names]
     shown = "" if is_te else f"({point}) "
     if not tried:
-        return f"| {shown}{what} | **{NOT_YET}** | | {command} |"
+        return f"| {shown}{what} | **{NOT_YET}** | |"
     passed = sum(line["result"] == _GOOD for line in tried)
     result = f"{passed} of {len(names)} passed"
     others = [f"{line['test']}: {line['result']}" for line in tried if line["result"] != _GOOD]
     missing = [name for name in names if name not in {line["test"] for line in tried}]
     others += [f"{name}: {NOT_YET}" for name in missing]
     last = max(tried, key=lambda line: line["when"])
-    versions = [f"PyTorch {last['torch']}", f"Megatron {last['megatron']}"]
-    if last["transformer_engine"]:
-        versions.append(f"TransformerEngine {last['transformer_engine']}")
-    cells = (
-        "; ".join([result, *others]),
-        ", ".join([last["gpu"], *versions, last["when"][:10]]),
-        command,
-    )
+    versions = [f"Megatron {last['megatron']}"]
+    if is_te:
+        versions += [f"TransformerEngine {last['transformer_engine']}", f"PyTorch {last['torch']}"]
+    cells = "; ".join([result, *others]), ", ".join([last["gpu"], *versions, last["when"][:10]])
     return f"| {shown}{what} | {' | '.join(cells)} |"
 
 
@@ -92,8 +87,15 @@ def render_emulation(lines: list[dict[str, Any]]) -> str:
     tables = [line["figures"].get("table") for line in lines if line["test"] == "te-emulation"]
     if not any(tables):
         return f"{BEGIN}The emulation has **not yet** been compared with TransformerEngine.\n{END}"
-    rows = ["| module | precision | tensor | error, ε |", "|---|---|---|---|"]
-    rows += [f"| {' | '.join(map(str, row))} |" for row in tables[0]]
+    worst: dict[str, dict[str, float]] = {}
+    for module, precision, _, error in tables[0]:
+        by_precision = worst.setdefault(module, {})
+        by_precision[precision] = max(by_precision.get(precision, 0.0), error)
+    shown = sorted({precision for errors in worst.values() for precision in errors})
+    rows = [f"| module | {' | '.join(shown)} |", f"|---|{'---|' * len(shown)}"]
+    for module, errors in worst.items():
+        cells = (f"{errors[one]:.2g}" if one in errors else "" for one in shown)
+        rows.append(f"| {module} | {' | '.join(cells)} |")
     return BEGIN + "".join(f"{row}\n" for row in rows) + END
 
 

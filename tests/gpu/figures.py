@@ -34,7 +34,7 @@ _COMMON = (
     "--micro-batch-size 1 --global-batch-size 1 --train-iters 6 --lr 1e-4 --lr-warmup-iters 0 "
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 50000 --eval-iters 0 "
     "--attention-dropout 0 --hidden-dropout 0 --log-interval 1 "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm"
 )
 MODELS = {
     "0.3B": f"--num-layers 24 --hidden-size 1024 {_COMMON}".split(),

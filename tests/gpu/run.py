@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the tests of ``make gpu``, in order of worth; each appends a line of JSON as it ends.
 
+Some run at the same time; those that measure run last, one by one. A failed one leaves its output.
+
 A run that is cut off still tells of the tests that ended. Each test is a process with a time limit.
 On a machine without a GPU (``--dry``) every command is built; what is quick on a CPU is run there,
 at the smallest size, and the rest is reported as ``dry``.
@@ -12,11 +14,15 @@ import datetime
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +59,30 @@ def alone(test: Test, context: Context) -> dict[str, Any]:
         result, note, figures = "dry", "", {}
     except UnavailableError as error:
         result, note, figures = "not available", str(error), {}
-    except AssertionError as error:
-        result, note, figures = "failed", str(error)[-1500:], {}
     except Exception as error:  # noqa: BLE001 - a line must be written
-        result, note, figures = "failed", f"{type(error).__name__}: {error}"[-1500:], {}
+        traceback.print_exc()  # the line has only the end of what a command wrote
+        told = str(error) if isinstance(error, AssertionError) else f"{error!r}"
+        result, note, figures = "failed", told[-1500:], {}
     if result == "passed" and context.dry:
         result = "passed on a CPU"
     return {
         "result": result,
-        "note": note,
+        "note": _anywhere(note, context),
         "figures": {**context.figures, **(figures or {})},
-        "commands": [" ".join(words) for words in context.commands],
+        "commands": [_anywhere(" ".join(words), context) for words in context.commands],
     }
 
 
+def _anywhere(text: str, context: Context) -> str:
+    """Without the folders of this machine."""
+    return text.replace(f"{ROOT}/", "").replace(str(context.folder), "DIR")
+
+
 def apart(test: Test, words: list[str], folder: Path) -> dict[str, Any]:
-    """Run one test in a process group of its own, which ends with its time limit."""
+    """Run one test in a process group of its own, which ends with its time limit.
+
+    ``folder`` then has its output, in ``log``.
+    """
     answer = folder / "answer.json"
     command = [sys.executable, "-m", "tests.gpu.run", *words, "--alone", test.name]
     log = (folder / "log").open("w+")
@@ -102,6 +116,7 @@ def main() -> int:
     parser.add_argument("--dry", action="store_true", help="without a GPU")
     parser.add_argument("--no-training", action="store_true", help="when dry: train nothing")
     parser.add_argument("--only", nargs="*", default=[], help="names or letters of tests")
+    parser.add_argument("--at-a-time", type=int, default=max((os.cpu_count() or 1) // 4, 1))
     parser.add_argument("--te", action="store_true", help="the tests of TransformerEngine instead")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
@@ -121,11 +136,16 @@ def main() -> int:
         and (not args.only or test.name in args.only or test.point in args.only)
     ]
     assert chosen, f"no such test: {args.only}"
-    about, bad = machine(), 0
-    for test in chosen:
+    about, writing = machine(), threading.Lock()
+
+    def run(test: Test) -> bool:
+        """Whether it went well."""
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="ttrace-gpu-") as home:
             found = apart(test, words, Path(home))
+            is_good = found["result"] not in ("failed", "timed out")
+            if not is_good:
+                shutil.copy(Path(home, "log"), args.results / f"{test.name}.log")
         line = {
             "test": f"te-{test.name}" if args.te else test.name,
             "point": test.point,
@@ -135,13 +155,19 @@ def main() -> int:
             "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **about,
         }
-        with (args.results / FILE).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        print(f"{line['test']:24} {line['result']:16} {line['seconds']:6} s  {line['note'][:300]}")
-        bad += line["result"] in ("failed", "timed out")
-    return int(bad > 0)
+        with writing:
+            with (args.results / FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            note = line["note"][:300]
+            print(f"{line['test']:24} {line['result']:16} {line['seconds']:6} s  {note}")
+        return is_good
+
+    with ThreadPoolExecutor(args.at_a_time) as pool:  # most of a small job is start-up
+        went = list(pool.map(run, [test for test in chosen if not test.measures]))
+    went += [run(test) for test in chosen if test.measures]
+    return int(not all(went))
 
 
 if __name__ == "__main__":

@@ -29,11 +29,11 @@ def test_documents_say_what_was_measured(path, table):
 
 
 def test_errors_of_the_emulation():
-    """One row per tensor, once a GPU wrote them."""
+    """One row per module, once a GPU wrote them: the largest of all its tensors."""
     assert "not yet" in document.render_emulation([LINE])
-    figures = {"table": [["Linear", "bf16", "output", 0.5]]}
+    figures = {"table": [["Linear", "bf16", "output", 0.5], ["Linear", "bf16", "grad", 0.25]]}
     told = document.render_emulation([{**LINE, "test": "te-emulation", "figures": figures}])
-    assert "| Linear | bf16 | output | 0.5 |" in told
+    assert "| module | bf16 |\n|---|---|\n| Linear | 0.5 |\n" in told
 
 
 def test_what_was_not_tried_is_said():

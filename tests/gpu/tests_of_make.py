@@ -22,7 +22,8 @@ TINY = (
     "--max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --train-iters 3 "
     "--lr 1e-3 --lr-warmup-iters 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 60 "
     "--make-vocab-size-divisible-by 16 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 "
-    "--log-interval 1 --no-gradient-accumulation-fusion --no-masked-softmax-fusion"
+    "--log-interval 1 --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
+    "--no-persist-layer-norm"
 ).split()
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -30,6 +31,8 @@ ENVIRONMENT = {
     # Megatron demands it with tensor parallelism before Blackwell.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
+ATTENTION = os.environ.get("TE_ATTENTION", "auto")
+"""``unfused`` where cuDNN is older than what TransformerEngine was built with."""
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Compiling takes longer than a small job; one test, and those of speed, do compile."""
 EXACT = ["--deterministic-mode"]
@@ -80,7 +83,9 @@ class Context:
     @property
     def layers(self) -> list[str]:
         """Whose layers the models are made of."""
-        return ["--transformer-impl", "transformer_engine" if self.te else "local"]
+        if not self.te:
+            return ["--transformer-impl", "local"]
+        return ["--transformer-impl", "transformer_engine", "--attention-backend", ATTENTION]
 
     def call(self, *words: object, **more: str) -> subprocess.CompletedProcess[str]:
         """Run a command; when dry, only where it is quick on a CPU."""
@@ -136,6 +141,7 @@ class Test:
     limit: int
     run: Callable[[Context], dict[str, Any] | None]
     stages: tuple[bool, ...] = (False,)
+    measures: bool = False
 
 
 def doctor(on: Context) -> None:
@@ -155,13 +161,27 @@ def one_rank(*words: str, eager: bool = True) -> Callable[[Context], None]:
     return run
 
 
+def _need_engine(on: Context, words: str) -> None:
+    """Megatron's local layers have no context parallelism, and without Apex no norms for the other.
+
+    TransformerEngine's attention has context parallelism in fused kernels only.
+
+    Raises:
+        UnavailableError: for a job of such layers.
+    """
+    for option in ("--context-parallel-size", "--sequence-parallel"):
+        if option in words and not on.te:
+            raise UnavailableError(f"local layers without Apex have no {option}")
+    if "--context-parallel-size" in words and ATTENTION == "unfused":
+        raise UnavailableError("no kernel for attention with context parallelism")
+
+
 def layout(name: str) -> Callable[[Context], None]:
     """Several ranks of one GPU."""
 
     def run(on: Context) -> None:
-        if name == "cp2" and not on.te:
-            raise UnavailableError("Megatron's local layers have no context parallelism")
         nproc, words = LAYOUTS[name]
+        _need_engine(on, words)
         on.equivalent(name, nproc, *words.split())
 
     return run
@@ -172,6 +192,7 @@ def bug(id: str) -> Callable[[Context], None]:
 
     def run(on: Context) -> None:
         nproc, words = BUGS[id]
+        _need_engine(on, words)
         [path] = (ROOT / "patches" / "bugs").glob(f"{id}-*.toml")
         expected = tomllib.loads(path.read_text())["expected"]
         code, summary = on.check(f"bug-{id}", nproc, *words.split(), flags=("--ttrace-bug", id))
@@ -304,7 +325,8 @@ def emulation(on: Context) -> dict[str, Any]:
     """Each emulated module against TransformerEngine's: error in machine epsilons."""
     for device in ("cpu", "cpu" if on.dry else "cuda"):
         name = "emulated" if not (on.folder / "emulated").exists() else "real"
-        done = on.call(*(sys.executable, "-m", "tests.gpu.te_modules", device, on.folder / name))
+        words = sys.executable, "-m", "tests.gpu.te_modules", device, on.folder / name
+        done = on.call(*words, NVIDIA_TF32_OVERRIDE="0")
         if done.returncode == -1:
             continue
         assert done.returncode == 0, done.stdout + done.stderr
@@ -338,12 +360,21 @@ TESTS = [
         240,
         cpu_against_gpu,
     ),
-    Test("kernel-speed", "g", "fused kernel, GB/s", 90, kernel_speed),
+    Test("kernel-speed", "g", "fused kernel, GB/s", 90, kernel_speed, measures=True),
     Test("side-streams", "e", "modules on streams of their own", 90, side_streams),
     Test("blocking", "e", "CUDA_LAUNCH_BLOCKING beside the asynchronous run", 300, blocking),
     Test("sanitizer", "e", "compute-sanitizer on the kernel", 240, sanitizer),
-    Test("speed-0.3B", "f", "traced step against plain, 0.3 B parameters", 300, step_speed("0.3B")),
-    Test("speed-1B", "f", "traced step against plain, 1 B parameters", 400, step_speed("1B")),
+    *(
+        Test(
+            f"speed-{size}",
+            "f",
+            f"traced step against plain, {size[:-1]} B parameters",
+            limit,
+            step_speed(size),
+            measures=True,
+        )
+        for size, limit in (("0.3B", 300), ("1B", 400))
+    ),
     Test(
         "fp8-delayed",
         "a",

@@ -9,6 +9,7 @@ only where a test's script asks for it.
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -87,21 +88,26 @@ class _Handle:
 
 
 def install(is_staged: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cuda) -> None:
-    """Replace the collectives of ``torch.distributed``, before Megatron copies any of them.
+    """Replace the collectives of ``torch.distributed``, whoever has imported them.
 
     Args:
         is_staged: the tensors that gloo cannot take.
     """
+    names = [*_WRITES, "_coalescing_manager", "barrier"]
+    originals = {id(getattr(dist, name)): name for name in names}
     collectives.install()
-    for name, where in _WRITES.items():
-        _patch(name, _staging(getattr(dist, name), where, is_staged))
-    _patch("_coalescing_manager", _one_by_one)
-    _patch("barrier", _barrier(dist.barrier))
-
-
-def _patch(name: str, replacement: Any) -> None:
-    setattr(dist, name, replacement)
-    setattr(dist.distributed_c10d, name, replacement)
+    replacements = {
+        name: _staging(getattr(dist, name), where, is_staged) for name, where in _WRITES.items()
+    }
+    replacements |= {"_coalescing_manager": _one_by_one, "barrier": _barrier(dist.barrier)}
+    for name, replacement in replacements.items():
+        setattr(dist, name, replacement)
+        setattr(dist.distributed_c10d, name, replacement)
+    # Megatron, which a check imports before the job's script, has names for some.
+    for module in list(sys.modules.values()):
+        for variable, value in list(vars(module).items()):
+            if id(value) in originals:
+                setattr(module, variable, replacements[originals[id(value)]])
 
 
 def _staging(

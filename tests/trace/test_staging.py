@@ -72,6 +72,7 @@ def gpu():
         patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
         patch.setattr(torch, "empty", lambda *a, pin_memory=False, **more: empty(*a, **more))
         patch.setattr(staging, "_BUFFER", 64)
+        patch.setattr(staging, "_SMALL", 32)
         yield training
 
 
@@ -82,7 +83,7 @@ def gpu():
     turned=st.booleans(),
 )
 def test_what_arrives(gpu, shapes, dtype, turned):
-    """Every element of tensors of any strides, larger than a buffer or not, one after another."""
+    """Every element of tensors of any strides, larger than a buffer or not, there and back."""
     made = staging.Stage(CPU)
     sent = [torch.randn(shape).mul(9).to(dtype) for shape in shapes]
     if turned:
@@ -91,9 +92,11 @@ def test_what_arrives(gpu, shapes, dtype, turned):
     assert gpu.waited_for[-1] is made._stream
     for event in made._fetched:
         event.synchronize()
-    for tensor, copy in zip(sent, arrived, strict=True):
-        assert torch.equal(tensor, copy)
-        assert copy.is_contiguous()
+    fetched = [made.fetch(tensor) for tensor in sent]
+    for tensor, *copies in zip(sent, arrived, fetched, strict=True):
+        for copy in copies:
+            assert torch.equal(tensor, copy)
+            assert copy.is_contiguous()
 
 
 def test_the_host_runs_at_most_two_buffers_ahead(gpu):

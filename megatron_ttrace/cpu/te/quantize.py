@@ -61,12 +61,17 @@ def scale_from_amax(
 
     Where ``largest`` is zero or not finite it says nothing: the old scale (or 1) stays. A power of
     two rounds no mantissa; it is rounded down, so that nothing saturates.
+
+    Like ``common/recipe/recipe_common.cuh`` in TransformerEngine it is divided and rounded once: a
+    scale that is off by one unit moves all values that lie between two of FP8's.
     """
     unchanged = torch.ones_like(largest) if old is None else old
-    scale = fp8_max / largest / (2.0**margin)
-    if power_of_two:
-        scale = torch.exp2(torch.floor(torch.log2(scale)))
+    # PyTorch multiplies a number by a tensor's reciprocal, which rounds twice.
+    scale = torch.full_like(largest, fp8_max) / largest / (2.0**margin)
     scale = torch.where(torch.isinf(scale), torch.full_like(scale, _LARGEST_SCALE), scale)
+    if power_of_two:
+        _, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - 1)
     return torch.where((largest > 0) & torch.isfinite(largest), scale, unchanged)
 
 

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start ranks by forking a process that has already imported torch and Megatron.
 
-Without a GPU, imports take most of the time of a small check. Here one parent imports, and every
-rank and every reference run is a fork of it. This is not possible with a GPU: CUDA does not survive
-a fork. A rank requests its reference run over a socket that it inherits.
+Imports take most of the time of a small check. Here one parent imports, and every rank and every
+reference run is a fork of it. A rank requests its reference run over a socket that it inherits.
+
+CUDA does not survive a fork, but a process that has only imported what uses it can fork others that
+do. So this one asks nothing of the GPU's driver, and if an import did, ranks are new processes.
 """
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -33,6 +36,10 @@ from megatron_ttrace.trace.errors import TTraceError
 
 _VARIABLE = "TTRACE_FORKSERVER"
 _MARGIN_SECONDS = 10.0
+_HAS_GPU = 1
+"""Exit code of a child that was asked."""
+_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+_NOT_INITIALIZED = 3
 _MODULES = (
     "megatron.training.training",
     "megatron.core.models.gpt",
@@ -52,19 +59,70 @@ _DEFERRED = "wandb"
 """What Megatron's timers import, to compare a writer with it."""
 
 
-def preload(script: Path, *, arguments: Sequence[str] = ()) -> None:
+def needs_cpu(device: str) -> bool:
+    """``cpu.needed``, without asking the GPU's driver in this process."""
+    from megatron_ttrace import cpu
+
+    if device != "auto" or cpu.active():
+        return cpu.needed(device)
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return True
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if cpu.needed(device) else _HAS_GPU)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != _HAS_GPU
+
+
+def imports_use_gpu() -> bool:
+    """Whether importing TransformerEngine asks for the GPU's capability: beside FlashAttention."""
+    names = ("transformer_engine", "flash_attn")
+    return all(importlib.util.find_spec(name) is not None for name in names)
+
+
+def is_gpu_unused() -> bool:
+    """Whether this process has asked nothing of the GPU's driver, so that its forks can use it."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    # https://docs.nvidia.com/cuda/cuda-driver-api/: CUDA_ERROR_NOT_INITIALIZED before cuInit
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == _NOT_INITIALIZED)
+
+
+@contextlib.contextmanager
+def _asking_nvml() -> Iterator[None]:
+    """For imports: ``torch.cuda.is_available`` then asks NVML, which leaves the driver alone."""
+    before = os.environ.get(_NVML)
+    os.environ[_NVML] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_NVML]
+        if before is not None:
+            os.environ[_NVML] = before
+
+
+def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True) -> None:
     """Import what every rank of ``script`` needs into this process, without starting a thread.
 
     If Megatron's parser does not accept the arguments, only what the ranks need until they say so.
+    ``on_cpu``: with the CPU backend.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_ttrace import cpu
 
-    with scripts.as_search_path(scripts.search_path(script)), quiet_imports(), without_collecting():
-        cpu.activate()
+    path = scripts.as_search_path(scripts.search_path(script))
+    with path, quiet_imports(), without_collecting(), _asking_nvml():
         import torch
 
-        torch.set_num_threads(1)
+        if on_cpu:
+            cpu.activate()
+            torch.set_num_threads(1)
         _defer(_DEFERRED)
         is_bridge = scripts.imports_bridge(script)
         for name in (*_MODULES, scripts.BRIDGE) if is_bridge else _MODULES:

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 by emulation: what rounding does, and where the scales come from."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from megatron_ttrace.cpu import te
 from megatron_ttrace.cpu.te import quantize
@@ -95,6 +98,21 @@ def test_scale():
     assert scale[3] == torch.finfo(torch.float32).max
     assert quantize.scale_from_amax(amax, 448.0, margin=1)[0] == 112.0
     assert quantize.scale_from_amax(amax, 448.0, power_of_two=True)[0] == 128.0
+
+
+@given(
+    st.floats(2.0**-90, 2.0**90, width=32),
+    st.sampled_from([448.0, 57344.0]),
+)
+@example(3.9375, 57344.0)  # where a GPU's values differed
+def test_a_scale_is_rounded_once(largest, maximum):
+    """As a GPU divides; a power of two has that one's exponent."""
+    exact = np.float32(maximum) / np.float32(largest)
+    amax = torch.tensor(largest)
+    assert quantize.scale_from_amax(amax, maximum).item() == exact
+    power = quantize.scale_from_amax(amax, maximum, power_of_two=True).item()
+    assert power <= exact < 2 * power
+    assert np.frexp(power)[0] == 0.5
 
 
 def test_a_block_does_not_feel_another():

@@ -172,6 +172,8 @@ def test_help_texts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_accepted_arguments(words, accepted, capsys):
     """Megatron's parser decides, and nothing is printed."""
+    forkserver._remember_help_texts()
+    capsys.readouterr()  # torch, when it is imported, where there is a compiler for GPUs but none
     assert forkserver.accepts(words) is accepted
     assert capsys.readouterr() == ("", "")
 
@@ -209,3 +211,36 @@ def test_a_broken_package_is_no_module(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match="no_such_module_at_all"):
         _ = sys.modules["deferred_broken"].anything
     assert "deferred_broken" not in sys.modules
+
+
+GPU = """
+import os, sys
+from pathlib import Path
+from megatron_ttrace.jobs.processes import forkserver
+before = dict(os.environ)
+forkserver.preload(Path(sys.argv[1], "train.py"), on_cpu=False)
+print("megatron.training.training" in sys.modules, forkserver.is_gpu_unused())
+print("PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ)
+from megatron_ttrace import cpu
+print(cpu.active())
+"""
+
+
+def test_imports_without_the_cpu_backend(tmp_path):
+    """For ranks on GPUs: nothing of the GPU's driver is used, and no variable is left behind."""
+    assert in_fresh_process(tmp_path, GPU).split() == ["True", "True", "False", "False"]
+
+
+@pytest.mark.parametrize("initialised", [False, True])
+def test_a_driver_that_an_import_used(monkeypatch, initialised):
+    """It answers, which it does not before somebody has initialised it."""
+
+    class Driver:
+        def __init__(self, name):
+            assert name == "libcuda.so.1"
+
+        def cuDeviceGetCount(self, count):  # noqa: N802
+            return 0 if initialised else 3
+
+    monkeypatch.setattr(forkserver.ctypes, "CDLL", Driver)
+    assert forkserver.is_gpu_unused() is not initialised
