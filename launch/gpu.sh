@@ -18,7 +18,7 @@ RESULTS=${RESULTS:-gpu-results}
 CONSTRAINTS=$ROOT/requirements/constraints.txt
 # The machine's PyTorch and what comes with it, and what only development needs.
 LEFT_OUT='^(torch|triton|nvidia-.*|cuda-.*|numpy|sympy|mpmath|networkx|mypy.*|ruff|librt|ast-serialize|pre-commit|cfgv|distlib|identify|nodeenv|virtualenv|python-discovery|pathspec|pytest.*|hypothesis|execnet|mkdocs.*|babel|backrefs|ghp-import|markdown|mergedeep|paginate|pymdown-extensions|pyyaml-env-tag|watchdog)=='
-TE_VERSION=${TE_VERSION:-2.17.1} # the version that the emulation reports
+TE_VERSION=${TE_VERSION:-2.17.1}
 PIECE=56m # a piece and the checkout stay below 64 MiB
 
 fail() {
