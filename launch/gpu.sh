@@ -19,6 +19,7 @@ CONSTRAINTS=$ROOT/requirements/constraints.txt
 # The machine's PyTorch and what comes with it, and what only development needs.
 LEFT_OUT='^(torch|triton|nvidia-.*|cuda-.*|numpy|sympy|mpmath|networkx|mypy.*|ruff|librt|ast-serialize|pre-commit|cfgv|distlib|identify|nodeenv|virtualenv|python-discovery|pathspec|pytest.*|hypothesis|execnet|mkdocs.*|babel|backrefs|ghp-import|markdown|mergedeep|paginate|pymdown-extensions|pyyaml-env-tag|watchdog)=='
 TE_VERSION=${TE_VERSION:-2.17.1}
+ARCHITECTURE=${ARCHITECTURE:-} # 90: only kernels of this one are carried
 PIECE=56m # a piece and the checkout stay below 64 MiB
 
 fail() {
@@ -51,6 +52,10 @@ make_te_wheels() {
   "$PYTHON" -m pip --disable-pip-version-check download -q --no-deps --no-build-isolation \
     --no-binary=:all: -d "$whole" "transformer-engine-torch==$TE_VERSION" ||
     echo "ttrace: no source of transformer-engine-torch $TE_VERSION: get it by hand" >&2
+  if [[ -n $ARCHITECTURE ]]; then
+    wheel=$(realpath "$whole"/transformer_engine_cu*.whl)
+    PYTHONPATH=$ROOT "$PYTHON" -m tests.gpu.slim "$wheel" "$ARCHITECTURE"
+  fi
   mkdir -p "$TE"
   for wheel in "$whole"/*; do
     split -b $PIECE -d "$wheel" "$TE/$(basename "$wheel").part"
