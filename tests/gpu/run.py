@@ -144,10 +144,11 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="ttrace-gpu-") as home:
             found = apart(test, words, Path(home))
             is_good = found["result"] not in ("failed", "timed out")
+            name = f"te-{test.name}" if args.te else test.name
             if not is_good:
-                shutil.copy(Path(home, "log"), args.results / f"{test.name}.log")
+                shutil.copy(Path(home, "log"), args.results / f"{name}.log")
         line = {
-            "test": f"te-{test.name}" if args.te else test.name,
+            "test": name,
             "point": test.point,
             "what": test.what,
             **found,

@@ -25,10 +25,10 @@ def slimmed(library: bytes, architecture: int) -> bytes:
     kept = bytearray(library)
     start = kept.find(MAGIC)
     while start >= 0:
-        _, _, header, size = _HEADER.unpack_from(kept, start)
+        _, version, header, size = _HEADER.unpack_from(kept, start)
         at = start + header
         end = at + size
-        if end > len(kept):  # the magic number by chance
+        if (version, header) != (1, _HEADER.size) or end > len(kept):  # the number by chance
             at = end = start + len(MAGIC)
         while at < end:
             _, _, header, code, of = _ENTRY.unpack_from(kept, at)

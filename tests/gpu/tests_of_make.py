@@ -162,9 +162,9 @@ def one_rank(*words: str, eager: bool = True) -> Callable[[Context], None]:
 
 
 def _need_engine(on: Context, words: str) -> None:
-    """Megatron's local layers have no context parallelism, and without Apex no norms for the other.
+    """Local layers have no context parallelism, and without Apex no sequence parallelism.
 
-    TransformerEngine's attention has context parallelism in fused kernels only.
+    TransformerEngine has context parallelism only in fused attention.
 
     Raises:
         UnavailableError: for a job of such layers.

@@ -49,6 +49,38 @@ def leave(tmp_path, rank, at, message, **more):
     file.write_text(json.dumps(codec.encode(record)))
 
 
+@pytest.mark.parametrize("needs_cpu", [True, False])
+def test_a_library_that_does_not_load(monkeypatch, needs_cpu):
+    """With a GPU each rank says so in its log; without one, ranks cannot run."""
+
+    def fails(*_, **options):
+        assert options["on_cpu"] is needs_cpu
+        raise OSError("undefined symbol")
+
+    monkeypatch.setattr(jobs.forkserver, "needs_cpu", lambda device: needs_cpu)
+    monkeypatch.setattr(jobs.forkserver, "preload", fails)
+    if needs_cpu:
+        with pytest.raises(OSError, match="symbol"):
+            jobs.prepare()
+    else:
+        assert jobs.prepare() is False
+
+
+@pytest.mark.parametrize(
+    ("imports", "unused", "forks"),
+    [(False, True, True), (False, False, False), (True, True, False)],
+)
+def test_ranks_on_gpus_are_forked(monkeypatch, imports, unused, forks):
+    """Unless an import uses the GPU; then nothing is imported if that is known before."""
+    preloaded = []
+    monkeypatch.setattr(jobs.forkserver, "needs_cpu", lambda device: False)
+    monkeypatch.setattr(jobs.forkserver, "imports_use_gpu", lambda: imports)
+    monkeypatch.setattr(jobs.forkserver, "is_gpu_unused", lambda: unused)
+    monkeypatch.setattr(jobs.forkserver, "preload", lambda *_, **more: preloaded.append(more))
+    assert jobs.prepare() is forks
+    assert len(preloaded) == (not imports)
+
+
 def test_what_a_rank_reports(tmp_path):
     """A rank that could not check leaves the reason, with details in further lines."""
     leave(tmp_path, 0, 1, "it failed: do this\n  a detail")

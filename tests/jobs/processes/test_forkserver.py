@@ -244,3 +244,22 @@ def test_a_driver_that_an_import_used(monkeypatch, initialised):
 
     monkeypatch.setattr(forkserver.ctypes, "CDLL", Driver)
     assert forkserver.is_gpu_unused() is not initialised
+
+
+ASKED = """
+import sys, torch
+from megatron_ttrace.jobs.processes import forkserver
+asked = []
+torch.cuda.is_available = lambda: bool(asked.append(1)) or sys.argv[1] == "gpu"
+torch.backends.cuda.is_built = lambda: True
+print(forkserver.needs_cpu("auto"), len(asked), forkserver.needs_cpu("cpu"))
+"""
+
+
+@pytest.mark.parametrize(("machine", "needed"), [("gpu", "False"), ("cpu", "True")])
+def test_a_child_asks_for_a_gpu(tmp_path, machine, needed):
+    """So this process can still fork others that use it."""
+    script = tmp_path / "parent.py"
+    script.write_text(ASKED)
+    done = programs.python(script, machine, timeout=600)
+    assert done.stdout.split() == [needed, "0", "True"], done.stderr
