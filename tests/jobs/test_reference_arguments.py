@@ -18,6 +18,12 @@ from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.trace.errors import TTraceError
 
 
+@pytest.fixture(autouse=True)
+def script(monkeypatch, tmp_path):
+    """A script with nothing beside it: what pytest has imported by now is not part of a job."""
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+
+
 def candidate(**others):
     """A validated candidate's arguments, a few of hundreds."""
     values = {
