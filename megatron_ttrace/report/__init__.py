@@ -6,6 +6,7 @@ written. Every other output fails open, because a report must not kill a trainin
 """
 
 import contextlib
+import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,21 @@ from megatron_ttrace.trace.collectives import Collective
 from megatron_ttrace.trace.records import Outcome, Summary, Verdict
 from megatron_ttrace.trace.sanitise import clean
 
-__all__ = ["log_scalars", "publish"]
+__all__ = ["log_scalars", "prepare", "publish"]
+
+
+def prepare(*, wandb: bool) -> None:
+    """Import what :func:`publish` needs for the page and for W&B. Never raises.
+
+    For a process that waits anyway: both together take longer than the verdict.
+    """
+    with contextlib.suppress(Exception):  # what is missing is told when it is needed
+        from megatron_ttrace.report import html
+
+        html.template()
+        if wandb:
+            # Its first use imports it, where ranks are forks (``jobs/processes/forkserver.py``).
+            _ = importlib.import_module("wandb").init
 
 
 def publish(

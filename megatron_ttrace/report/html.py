@@ -58,7 +58,7 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
     data = payload(verdicts, heat_map, figure, chosen) | {
         "residuals": _residuals(summary, verdicts)
     }
-    return _template().render(
+    return template().render(
         css=Markup(asset("report.css")),  # noqa: S704 - our own files
         js=Markup(asset("report.js")),  # noqa: S704
         data=Markup(script_json(data)),  # noqa: S704 - escaped
@@ -105,7 +105,8 @@ def environment() -> jinja2.Environment:
 
 
 @functools.cache
-def _template() -> jinja2.Template:
+def template() -> jinja2.Template:
+    """Of the page, compiled once."""
     limits = {"max_alike": MAX_ALIKE, "max_collectives": MAX_COLLECTIVES, "open_rows": OPEN_ROWS}
     records = {"Outcome": Outcome, "Direction": Direction, "Kind": Kind}
     rooms = {"wording": wording, "figures": figures, "files": files, "ledger": ledger}

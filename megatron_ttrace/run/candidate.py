@@ -40,7 +40,7 @@ from megatron_ttrace.run.rehearsal import Block, DataIterator, Rehearsal
 from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.run.start import loaded
 from megatron_ttrace.run.start.handoff import Started, hand_over
-from megatron_ttrace.saved.conclusion import Answer, publish
+from megatron_ttrace.saved.conclusion import Answer, prepare, publish
 from megatron_ttrace.trace import cleaning, mapped, owned, shared
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Share
@@ -236,6 +236,9 @@ class CandidateSession:
     def _find_reference(self, started: Started | None) -> None:
         self._started = started
         began = time.monotonic()
+        # While rank 0 makes the reference, the one that will write the report only waits.
+        if 0 < dist.get_rank() == dist.get_world_size() - 1:
+            prepare(self.settings)
         directory, checksum = self.ranks.from_one(
             0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
         )
@@ -291,7 +294,7 @@ class CandidateSession:
             answers.append(self._answer(self.comparison, findings, self.settings))
             return answers[0].summary.leaves_doubt
 
-        def report() -> int:
+        def write() -> int:
             publish(answers[0], self.settings)
             return answers[0].summary.verdict.exit_code
 
@@ -306,9 +309,9 @@ class CandidateSession:
                 given_up = self.ranks.give_up(error, "checking with modules isolated")
                 self.judged = True
                 if answers:
-                    report()
+                    write()
                 raise given_up from error
-        code = ExitCode(self.ranks.from_one(last, "writing the report", report))
+        code = ExitCode(self.ranks.from_one(last, "writing the report", write))
         if self.settings.keep is Keep.NONE and dist.get_rank() == 0:
             with contextlib.suppress(OSError):
                 cleaning.remove_tensors(self.settings.directory, own=not self.settings.reference)

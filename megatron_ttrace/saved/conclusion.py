@@ -275,6 +275,12 @@ class Answer:
         return dataclasses.replace(self, summary=summary)
 
 
+def prepare(settings: Settings) -> None:
+    """Import what :func:`publish` will need, if this process makes the pages. Never raises."""
+    if settings.exit_after:
+        report.prepare(wandb=settings.wandb)
+
+
 def publish(answer: Answer, settings: Settings) -> None:
     """Write the report; send it to the trackers that Megatron has opened.
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from megatron_ttrace.cli import report as cli
-from megatron_ttrace.report import html, log_scalars, publish
+from megatron_ttrace.report import html, log_scalars, prepare, publish
 from megatron_ttrace.trace import files, owned
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Result, Summary, Verdict
@@ -91,6 +91,25 @@ def test_a_killed_write_leaves_no_mixture(
         published(diverged, tmp_path)
     with pytest.raises(TTraceError, match=r"summary\.json does not exist"):
         files.load_report(tmp_path)
+
+
+@pytest.mark.parametrize("wandb", [False, True])
+def test_what_is_prepared(wandb: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template is compiled; W&B is imported only where it is wanted."""
+    (tmp_path / "wandb.py").write_text("init = None")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delitem(sys.modules, "wandb")
+    monkeypatch.syspath_prepend(tmp_path)
+    html.template.cache_clear()
+    prepare(wandb=wandb)
+    assert html.template.cache_info().currsize == 1
+    assert ("wandb" in sys.modules) == wandb
+
+
+def test_what_cannot_be_prepared_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken installation of W&B ends no job."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    prepare(wandb=True)
 
 
 def test_tensorboard_tags_are_harmless() -> None:
