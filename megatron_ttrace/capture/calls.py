@@ -88,11 +88,11 @@ class CallTap:
 
     def __init__(self) -> None:
         self.error = ""
-        self._calls: dict[tuple[int, int, str, int], tuple[Phase, int]] = {}
+        self._calls: dict[tuple[int, int, str, int], Phase] = {}
         self._seen: dict[int, _Seen | None] = {}
         self._values: dict[tuple[int, str], set[float]] = defaultdict(set)
         self._tensors: list[tuple[tuple[int, str], torch.Tensor]] = []
-        self._lookups: dict[tuple[int, int, Any], tuple[str, Phase]] = {}
+        self._lookups: dict[tuple[int, int, Any], Phase] = {}
         self._others: list[CodeType] = []
         self._context: Context | None = None
         self._reports = Runs(_NAME)
@@ -163,8 +163,8 @@ class CallTap:
             return -1 if known == _NOBODY else numbers.setdefault(known, len(numbers))
 
         calls = tuple(
-            FunctionCall(number(code), number(caller), module, phase, line)
-            for (code, caller, module, _), (phase, line) in self._calls.items()
+            FunctionCall(number(code), number(caller), module, phase)
+            for (code, caller, module, _), phase in self._calls.items()
         )
         marks = {
             pattern(name): sources.marks_of(parameter)
@@ -172,8 +172,8 @@ class CallTap:
             for name, parameter in names.parameters.items()
         }
         lookups = tuple(
-            Lookup(number(code), line, group_of(group), group.size(), *place)
-            for (code, line, group), place in self._lookups.items()
+            Lookup(number(code), line, group_of(group), group.size(), phase)
+            for (code, line, group), phase in self._lookups.items()
         )
         codes = (seen.code for known in numbers if (seen := self._seen[known]) is not None)
         functions = tuple(map(sources.function_of, codes))
@@ -243,7 +243,7 @@ class CallTap:
             if id(phase) not in self._phases:
                 self._phases.add(id(phase))
                 self.entered()
-            self._calls[key] = phase, 0 if by is None or caller is None else caller.f_lineno
+            self._calls[key] = phase
             seen.starts = 0
             values = frame.f_locals if seen.arguments else {}
             for name in seen.arguments:
@@ -291,8 +291,8 @@ class CallTap:
             if not self._is_given(seen, frame, group):
                 key = id(seen.code), frame.f_lineno, group
                 if key not in self._lookups:
-                    module, phase = self._inside(seen)
-                    self._lookups[key] = module, phase or seen.part or seen.phase or Phase.OTHER
+                    _, phase = self._inside(seen)
+                    self._lookups[key] = phase or seen.part or seen.phase or Phase.OTHER
                 return
             frame = frame.f_back
 

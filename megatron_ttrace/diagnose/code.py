@@ -44,7 +44,7 @@ class Code:
         self.contexts: dict[int, set[Context]] = defaultdict(set)
         self._callers: dict[tuple[int, Context], list[int]] = defaultdict(list)
         self._callees: dict[tuple[int, Context], list[int]] = defaultdict(list)
-        for function, caller, module, phase, _ in calls.calls:
+        for function, caller, module, phase in calls.calls:
             context = module, phase
             self.at[context][function] = None
             if context != BUILDING:
@@ -304,18 +304,23 @@ def _shared(where: str, name: str, numbers: Numbers, expected: Numbers) -> list[
     return [v for v in values if not right or any(_near(v, other) for other in right)]
 
 
-def choosing_without(ledger: Ledger, axes: set[str]) -> set[int]:
-    """Functions of the step that name one of these axes, and choose only groups over others."""
+def choosing_without(ledger: Ledger, axes: set[str]) -> dict[int, int]:
+    """Functions of the step that name one of these axes, and choose only groups over others.
+
+    With the line where each does so first.
+    """
     calls = ledger.sources.calls
     chosen: dict[int, list[bool]] = defaultdict(list)
+    lines: dict[int, int] = {}
     for lookup in calls.lookups:
         if lookup.phase is not Phase.CONSTRUCTION:
             spanned = {*lookup.group.split("-")}
             # Which axes a group without such a name spans is not known.
             may_fit = lookup.size > 1 and (not spanned <= {*AXES} or not spanned.isdisjoint(axes))
             chosen[lookup.function].append(may_fit)
+            lines.setdefault(lookup.function, lookup.line)
     return {
-        number
+        number: lines[number]
         for number, fits in chosen.items()
         if not any(fits) and not axes.isdisjoint(calls.functions[number].axes)
     }

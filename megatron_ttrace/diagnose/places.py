@@ -173,7 +173,7 @@ class _Judge:
         # The share of a loss is computed beside the module's output.
         self._of_loss = isinstance(finding, LossShare)
         self._losses = losses if losses and Loss.MAIN not in losses else set()
-        self._lines: dict[int, int] = {}
+        self._lines: dict[tuple[int, Clue], int] = {}
         self._expected: Numbers = {}
         self._reducing: set[int] = set()
 
@@ -196,8 +196,10 @@ class _Judge:
             for number in origins(ledger, expected, self._ratios) & suspects.weights.keys():
                 suspects.add(number, Clue.ORIGIN, _ORIGIN)
         if self._causes & _REDUCED and Cause.TOO_LARGE not in self._causes:
-            for number in choosing_without(ledger, self._mesh) & suspects.weights.keys():
+            chosen = choosing_without(ledger, self._mesh)
+            for number in chosen.keys() & suspects.weights.keys():
                 suspects.add(number, Clue.GROUP, _GROUP)
+                self._lines[number, Clue.GROUP] = chosen[number]
         divides = code.number(ledger.sources.sharding)
         if self._verdict.name.partition("#")[0] in ledger.torn and divides is not None:
             for number in code.below(divides, BUILDING):
@@ -208,8 +210,8 @@ class _Judge:
         """A suspect with the clue that is worth most."""
         function, points = self._code.functions[number], self._suspects.clues[number]
         clue = max(points, key=lambda clue: points[clue], default=Clue.RAN)
-        line = self._lines.get(number, 0) if clue is Clue.REDUCES else 0
-        return Place(function.file, line or function.line, function.name, clue)
+        line = self._lines.get((number, clue)) or function.line
+        return Place(function.file, line, function.name, clue)
 
     def _score(self, number: int) -> float:
         contexts = self._code.contexts[number]
@@ -315,7 +317,7 @@ class _Judge:
             # What reduces few tensors is likely to be wrong if few are.
             points = self._worth(call) - (sizes.get(call.where, likely) != likely)
             if points > 0 and chain and (place := Place.of(call.where, Clue.REDUCES)):
-                self._lines.setdefault(chain[0], place.line)
+                self._lines.setdefault((chain[0], Clue.REDUCES), place.line)
             if self._fits(call):
                 self._reducing |= {*chain}
             selects = any(self._code.functions[number].marks for number in chain[:1])

@@ -216,7 +216,7 @@ class Function:
 
 
 class FunctionCall(NamedTuple):
-    """A function ran in a module and a part of the step, called at a line of another one.
+    """A function ran in a module and a part of the step, called by another one.
 
     ``function`` and ``caller`` are numbers in :class:`Calls`; ``caller`` is -1 for code that is not
     Megatron's. Layers of ``module`` are not numbered.
@@ -226,11 +226,10 @@ class FunctionCall(NamedTuple):
     caller: int
     module: str
     phase: Phase
-    line: Count
 
 
 class Lookup(NamedTuple):
-    """A function chose a process group: it was not given it, but passed it on or got it returned.
+    """A line of a function chose a process group that the function was not given.
 
     ``function`` is a number in :class:`Calls`, ``group`` the axes that it spans, joined by ``-``,
     or its description; ``size`` is its number of ranks.
@@ -240,7 +239,6 @@ class Lookup(NamedTuple):
     line: Count
     group: str
     size: Count
-    module: str
     phase: Phase
 
 

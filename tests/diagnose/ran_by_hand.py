@@ -125,7 +125,7 @@ CODES = (
 
 def lookup(name: str, group: str, size: int = 2, phase: Phase = G) -> Lookup:
     """A function chooses a group."""
-    return Lookup(_NUMBERS[name], 7, group, size, "", phase)
+    return Lookup(_NUMBERS[name], 7, group, size, phase)
 
 
 def collective(name: str, group: str = "tp", **more: Any) -> Collective:
@@ -163,13 +163,7 @@ def record(
             calls=Calls(
                 tuple(Function("m.py", 1, name, **known) for name, known in FUNCTIONS.items()),
                 tuple(
-                    FunctionCall(
-                        _NUMBERS[name],
-                        _NUMBERS.get(caller, -1),
-                        pattern(module),
-                        phase,
-                        5,
-                    )
+                    FunctionCall(_NUMBERS[name], _NUMBERS.get(caller, -1), pattern(module), phase)
                     for name, caller, module, phase in _CALLS
                 ),
                 marks or {},

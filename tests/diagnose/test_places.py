@@ -247,8 +247,10 @@ def test_groups_over_other_axes() -> None:
     failure = judged(Kind.MAIN_GRAD, WEIGHT, Outcome.DIVERGED)
     for group, clue in (("tp", Clue.GROUP), ("dp", None)):
         ranked = Places(record(lookups=(lookup("sync_grads", group),)), [failure])
-        clues = {p.function: p.clue for _, p in ranked.ranked(failure, finding)}
-        assert (clues["sync_grads"] is Clue.GROUP) is (clue is Clue.GROUP)
+        places = {place.function: place for _, place in ranked.ranked(failure, finding)}
+        assert (places["sync_grads"].clue is Clue.GROUP) is (clue is Clue.GROUP)
+        # Where it is chosen, not where the function starts.
+        assert places["sync_grads"].line == (7 if clue else 1)
 
 
 @pytest.mark.parametrize("torn", [False, True])
