@@ -32,7 +32,7 @@ _END_OF_START = 600.0
 _POLL = 0.02
 _LATER = (
     *("numpy.ma.extras", "numpy.ctypeslib", "jinja2.ext"),
-    *(f"megatron_ttrace.{name}" for name in ("run.stall", "report.later", "report.html")),
+    *(f"megatron_ttrace.{name}" for name in ("run.stall", "report.later")),
     *(f"megatron_ttrace.{name}" for name in ("cli.main", "jobs.job", "mcore.fronts.megatron_lm")),
 )
 """What commands and ranks import when they need it, each of them anew."""
@@ -118,6 +118,7 @@ def _order(
 
 def _serve(listening: socket.socket) -> None:
     """Fork for each order; tell its process id, and when it ends its exit code."""
+    from megatron_ttrace import report
     from megatron_ttrace.cpu import bridge
     from megatron_ttrace.jobs.processes import forkserver
 
@@ -128,6 +129,7 @@ def _serve(listening: socket.socket) -> None:
     for name in _LATER:
         with contextlib.suppress(ImportError):  # what has moved is imported by each command
             importlib.import_module(name)
+    report.prepare(wandb=False)
     base = [entry for entry in sys.path if "site-packages" in entry or "lib" in Path(entry).parts]
     running: dict[int, socket.socket] = {}
     while os.getppid() == parent:

@@ -38,7 +38,11 @@ def norms(directory: Path, error: float) -> set[Outcome]:
     return {field.verdict(key, rank, whole * (1 + error)).verdict for rank in range(4)}
 
 
-@pytest.mark.parametrize("dtype", [(), ("--bf16",)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype",
+    [(), pytest.param(("--bf16",), marks=pytest.mark.nightly)],
+    ids=["fp32", "bf16"],
+)
 def test_planted_errors(tmp_path: Path, dtype: tuple[str, ...]) -> None:
     """TP 2 with sequence parallelism x PP 2; in fp32 a gradient norm off by 1e-5 is found."""
     hold(tmp_path, 4, (*MIXED, *dtype), 100)

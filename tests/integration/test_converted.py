@@ -68,20 +68,20 @@ def weight(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     return there[1].read()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
         ("qwen2", (TP, (*PP, *TE))),
-        pytest.param("llama", ((*TP, *TE), PP), marks=pytest.mark.nightly),
-        pytest.param("qwen3", (PP, (*TP, *TE)), marks=pytest.mark.nightly),
-        pytest.param("mixtral", (EP, PP), marks=pytest.mark.nightly),
-        pytest.param(
+        ("llama", ((*TP, *TE), PP)),
+        ("qwen3", (PP, (*TP, *TE))),
+        ("mixtral", (EP, PP)),
+        (
             "qwen3_moe",
             tuple(
                 (*axes, *TE, "--moe-grouped-gemm")
                 for axes in (EP, (*EP, *PP), (*TP, "--sequence-parallel"))
             ),
-            marks=pytest.mark.nightly,
         ),
     ],
 )

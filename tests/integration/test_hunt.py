@@ -18,6 +18,7 @@ def hunt(folder: Path, *words: object, timeout: float = 800, **more: str) -> dic
     return json.loads(done.stdout) | {"code": done.returncode}
 
 
+@pytest.mark.nightly
 def test_combinations(tmp_path: Path) -> None:
     """Some are checked and written; the same command goes on with them."""
     words = ("--minutes", "0.02", "--max-ranks", "2", "--seed", "4")

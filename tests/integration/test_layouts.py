@@ -29,6 +29,13 @@ PROMISED = (
     *("tp2-sp-dp2-shards4-zero-overlap/llama-te/bf16", "ep2-dp4-shards2/moe-te/fp32"),
 )
 
+PARTS = {
+    *(f"{layout}/llama/fp32" for layout in ("tp2", "dp2")),
+    *("tp2-sp/gpt/fp32", "pp2/llama/bf16", "pp2-vpp2/gpt/bf16", "dp2-zero/gpt/fp32"),
+    *("dp2-zero-overlap/llama/bf16", "ep2-alltoall/moe-deep/fp32", "tp2-sp/gpt-te/fp8-tensorwise"),
+}
+"""What others of the promised ones contain, or another test checks."""
+
 UNCHECKED = {"muon-tp2-sp-blockwise": 0.04, "soap-tp2": 0.07}
 """Shares that depend on the layout by design (``own shard``)."""
 
@@ -58,9 +65,13 @@ def test_enough_is_promised() -> None:
     """Each pattern names configurations."""
     assert all(matrix.select(EVERYTHING, [pattern]) for pattern in PROMISED)
     assert len(matrix.select(EVERYTHING, PROMISED)) >= 16
+    assert {*PROMISED} > PARTS
 
 
-@pytest.mark.parametrize("pattern", PROMISED)
+@pytest.mark.parametrize(
+    "pattern",
+    [pytest.param(p, marks=[pytest.mark.nightly] if p in PARTS else []) for p in PROMISED],
+)
 def test_the_promised_layouts(work: Path, pattern: str) -> None:
     """Every layout that the README promises."""
     assert not alarms(rows_of(pattern, cwd=work))
