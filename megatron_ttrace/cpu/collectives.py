@@ -10,11 +10,18 @@ one: those are refused here.
 
 import contextlib
 import functools
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_SOCKETS = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
+_LISTENS = "0A"
+_PATIENCE = 10.0
 
 
 def _integers(sizes: Any) -> list[int] | None:
@@ -172,18 +179,46 @@ def install() -> None:
         _patch(name, _with_gloo(getattr(dist, name)))
 
 
+def await_store(patience: float = _PATIENCE) -> None:
+    """Wait, this many seconds at most, until rank 0 takes connections, if it is on this machine.
+
+    A rank that connects too early tries again after about half a second
+    (torch/csrc/distributed/c10d/socket.cpp), and all others wait for it.
+    """
+    port = os.environ.get("MASTER_PORT", "")
+    is_local = os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+    if not (port.isdecimal() and is_local and os.environ.get("RANK", "0") != "0"):
+        return
+    end = time.monotonic() + patience
+    while time.monotonic() < end and not _is_listening(int(port)):
+        time.sleep(0.005)
+
+
+def _is_listening(port: int) -> bool:
+    """Whether a process of this machine listens at a port; true where that cannot be found out."""
+    try:
+        rows = [row.split() for file in _SOCKETS for row in file.read_text().splitlines()[1:]]
+    except OSError:
+        return True
+    return any(row[1].endswith(f":{port:04X}") and row[3] == _LISTENS for row in rows)
+
+
 def _with_gloo(make_group: Any) -> Any:
+    is_first = make_group.__name__ == "init_process_group"
+
     @functools.wraps(make_group)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if "backend" in kwargs:
             kwargs["backend"] = gloo(kwargs["backend"])
-        elif make_group.__name__ == "init_process_group" and args:
+        elif is_first and args:
             args = (gloo(args[0]), *args[1:])
         # NCCL's options (streams, CTAs) say nothing to gloo, which rejects their type.
         if kwargs.get("pg_options") is not None and kwargs.get("backend") != "fake":
             kwargs["pg_options"] = None
         if kwargs.get("device_id") is not None:
             kwargs["device_id"] = None
+        if is_first:
+            await_store()
         return make_group(*args, **kwargs)
 
     return wrapper
