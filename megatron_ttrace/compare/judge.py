@@ -18,7 +18,7 @@ from megatron_ttrace.trace.records import Outcome, TraceKey
 
 def judge(
     expected: Iterable[tuple[TraceKey, tuple[int, ...]]],
-    held: Iterable[Holding],
+    holdings: Iterable[Holding],
     tolerances: Tolerances,
     eps: float,
     unjudged: Callable[[TraceKey, Sequence[Measured]], Reason | None] = lambda key, holders: None,
@@ -27,63 +27,67 @@ def judge(
 
     Args:
         expected: keys and logical shapes of the reference's traced iteration, in execution order.
-        held: what all ranks found.
+        holdings: what all ranks measured.
         tolerances: of the reference.
         eps: machine epsilon of the job's compute dtype, for printing errors in its multiples.
         unjudged: why a tensor that these ranks hold cannot be compared in this layout; ``None`` if
             it can.
     """
     by_key: dict[TraceKey, list[Holding]] = {}
-    for holder in held:
-        by_key.setdefault(holder.measured.key, []).append(holder)
+    for holding in holdings:
+        by_key.setdefault(holding.measured.key, []).append(holding)
     covered = functools.cache(coverage_of)  # most tensors of a model share a layout
     verdicts = []
     for key, shape in expected:
-        holders = by_key.pop(key, [])
-        if reason := unjudged(key, [holder.measured for holder in holders]):
+        of_key = by_key.pop(key, [])
+        if reason := unjudged(key, [holding.measured for holding in of_key]):
             note = Note(reason)
             verdicts.append(verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason))
         else:
             limit = tolerances.of(key)
-            verdicts.append(_judge(key, shape, holders, limit, eps=eps, covered=covered))
-    for key, holders in by_key.items():
-        shape = holders[0].measured.logical_shape
-        verdicts.append(verdict_of(key, shape, Outcome.EXTRA, _ranks(holders), Note(Remark.EXTRA)))
+            verdicts.append(_judge(key, shape, of_key, limit, eps=eps, covered=covered))
+    for key, of_key in by_key.items():
+        shape = of_key[0].measured.logical_shape
+        verdicts.append(verdict_of(key, shape, Outcome.EXTRA, _ranks(of_key), Note(Remark.EXTRA)))
     return verdicts
 
 
 def _judge(
     key: TraceKey,
     shape: tuple[int, ...],
-    holders: Sequence[Holding],
+    holdings: Sequence[Holding],
     tolerance: Tolerance,
     *,
     eps: float,
     covered: Covered,
 ) -> Judged:
     verdict = functools.partial(verdict_of, key, shape)
-    if not holders and 0 in shape:
+    if not holdings and 0 in shape:
         # An expert that no token of a microbatch chose: no rank needs to have it.
         return verdict(Outcome.PASS, [], Note(Remark.EMPTY))
-    if not holders:
+    if not holdings:
         return verdict(Outcome.MISSING, [], Note(Remark.MISSING))
-    if misfits := [held for held in holders if held.measured.problem or held.measured.sums is None]:
-        note = min(misfits, key=lambda held: held.ranks).measured.note
+    if misfits := [
+        holding for holding in holdings if holding.measured.problem or holding.measured.sums is None
+    ]:
+        note = min(misfits, key=lambda holding: holding.ranks).measured.note
         return verdict(Outcome.SHAPE, _ranks(misfits), note)
-    ranks = _ranks(holders)
-    placement = min(holders, key=lambda held: held.ranks).measured.placement
-    if bad := [held for held in holders if held.measured.sums and held.measured.sums.nonfinite]:
+    ranks = _ranks(holdings)
+    placement = min(holdings, key=lambda holding: holding.ranks).measured.placement
+    if bad := [
+        holding for holding in holdings if holding.measured.sums and holding.measured.sums.nonfinite
+    ]:
         note = Note(Remark.NONFINITE)
         return verdict(Outcome.NONFINITE, _ranks(bad), note, placement=placement)
     cover = covered(
-        shape, tuple(held.measured.boxes for held in holders for _ in range(held.copies))
+        shape, tuple(holding.measured.boxes for holding in holdings for _ in range(holding.copies))
     )
     if not cover.complete:
         return verdict(Outcome.UNCOVERED, ranks, Note(Remark.UNCOVERED), placement=placement)
     errors: dict[int, PartError] = {}
-    for held, sums in _wholes(holders):
+    for holding, sums in _wholes(holdings):
         error = tolerance.error_of(sums)
-        for rank in held.ranks:
+        for rank in holding.ranks:
             errors[rank] = max(error, errors.get(rank, error))
     failed = sorted(
         (rank for rank, error in errors.items() if error.margin > 1.0),
@@ -91,17 +95,21 @@ def _judge(
     )
     worst = max(errors.values())
     conflicts = conflicting(
-        (rank, held.measured.region, held.measured.sums.checksum)
-        for held in holders
-        if held.measured.sums is not None
-        and held.measured.sums.n
-        and not held.measured.partial_over
-        for rank in held.ranks
+        (rank, holding.measured.region, holding.measured.sums.checksum)
+        for holding in holdings
+        if holding.measured.sums is not None
+        and holding.measured.sums.n
+        and not holding.measured.partial_over
+        for rank in holding.ranks
     )
     undefined = sum(
-        held.copies * held.measured.sums.undefined for held in holders if held.measured.sums
+        holding.copies * holding.measured.sums.undefined
+        for holding in holdings
+        if holding.measured.sums
     )
-    notes = list(dict.fromkeys(held.measured.note for held in holders if held.measured.note))
+    notes = list(
+        dict.fromkeys(holding.measured.note for holding in holdings if holding.measured.note)
+    )
     if not cover.even:
         notes.append(Note(Remark.UNEVEN, cover.least, cover.most))
     outcome, reason = Outcome.PASS, None
@@ -133,29 +141,33 @@ def _judge(
     )
 
 
-def _ranks(holders: Iterable[Holding]) -> list[int]:
+def _ranks(holdings: Iterable[Holding]) -> list[int]:
     """Each rank as often as it holds a part, in rising order."""
-    return sorted(rank for holder in holders for rank in holder.ranks)
+    return sorted(rank for holding in holdings for rank in holding.ranks)
 
 
-def _wholes(holders: Sequence[Holding]) -> Iterator[tuple[Holding, Sums]]:
+def _wholes(holdings: Sequence[Holding]) -> Iterator[tuple[Holding, Sums]]:
     """What each rank holds; for partial tensors the error of their sum, the same for all ranks."""
-    for held in holders:
-        if held.measured.sums and not held.measured.partial_over:
-            yield held, held.measured.sums
-    yield from summed(held for held in holders if held.measured.partial_over)
+    for holding in holdings:
+        if holding.measured.sums and not holding.measured.partial_over:
+            yield holding, holding.measured.sums
+    yield from summed(holding for holding in holdings if holding.measured.partial_over)
 
 
-def summed(holders: Iterable[Holding]) -> Iterator[tuple[Holding, Sums]]:
+def summed(holdings: Iterable[Holding]) -> Iterator[tuple[Holding, Sums]]:
     """Each with the error of the sum of all that have the same elements, by their sketches."""
     partials: dict[object, list[tuple[Holding, Sums]]] = {}
-    for held in holders:
-        if held.measured.sums is not None:
-            partials.setdefault(held.measured.region, []).append((held, held.measured.sums))
+    for holding in holdings:
+        if holding.measured.sums is not None:
+            partials.setdefault(holding.measured.region, []).append(
+                (holding, holding.measured.sums)
+            )
     for group in partials.values():
-        diff = squared_norm([held.measured.sketch for held, _ in group for _ in range(held.copies)])
-        for held, sums in group:
-            yield held, dataclasses.replace(sums, diff=diff)
+        diff = squared_norm(
+            [holding.measured.sketch for holding, _ in group for _ in range(holding.copies)]
+        )
+        for holding, sums in group:
+            yield holding, dataclasses.replace(sums, diff=diff)
 
 
 def conflicting(parts: Iterable[tuple[int, object, int]]) -> tuple[int, ...]:

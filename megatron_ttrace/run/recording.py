@@ -125,23 +125,23 @@ def changed(edits: Edits, messages: Sequence[Any], once: folded.Once) -> Changed
     Args:
         edits: what was changed.
         messages: :meth:`Recording.message` of each rank.
-        once: reads what several ranks said.
+        once: reads what several ranks sent.
     """
     if not edits.functions:
         return None
     places: dict[int, dict[tuple[str, Phase], None]] = {}
     is_whole = True
     for message in messages:
-        said = message.get("executed", {})
-        is_whole = is_whole and said.get("error") == ""
-        for number, module, phase in once(_EXECUTED, said.get("ran", [])):
+        executed = message.get("executed", {})
+        is_whole = is_whole and executed.get("error") == ""
+        for number, module, phase in once(_EXECUTED, executed.get("ran", [])):
             places.setdefault(number, {})[module, phase] = None
-    found = []
+    functions = []
     for number, edit in enumerate(edits.functions):
         ran = places.get(number, {})
         is_known = is_whole and edit.is_seen
         state = Execution.NOT_RUN if is_known else Execution.NOT_KNOWN
-        found.append(
+        functions.append(
             ChangedFunction(
                 file=edit.file,
                 function=edit.function,
@@ -151,7 +151,7 @@ def changed(edits: Edits, messages: Sequence[Any], once: folded.Once) -> Changed
                 phases=tuple(dict.fromkeys(phase for _, phase in ran)),
             )
         )
-    return ChangedCode(edits.since, tuple(found))
+    return ChangedCode(edits.since, tuple(functions))
 
 
 def merged(
@@ -166,23 +166,23 @@ def merged(
         meshes: of all ranks.
         messages: :meth:`Recording.message` of each rank.
         args: of the candidate.
-        once: reads what several ranks said.
+        once: reads what several ranks sent.
     """
     try:
-        ranks = [decoded(said, once) for said in messages]
+        ranks = [decoded(message, once) for message in messages]
         compute, gradients = reduced_in(args)
         ledger = collectives.merge(
             ranks, lambda members: axes_of(members, meshes), compute=compute, gradients=gradients
         )
     except Exception as error:  # noqa: BLE001 - it is an addition to the report
         return UNRECORDED, [f"the collectives were not recorded ({one_line(error)})"]
-    lost = [f"rank {rank}: {one.error}" for rank, one in enumerate(ranks) if one.error][:1]
+    lost = [f"rank {rank}: {record.error}" for rank, record in enumerate(ranks) if record.error][:1]
     ledger = dataclasses.replace(ledger, unseen=unseen_axes(args))
-    notices = [f"not all collectives were recorded ({one})" for one in lost]
+    notices = [f"not all collectives were recorded ({error})" for error in lost]
     for rank, message in enumerate(messages):
         if why := message.get("executed", {}).get("unrecorded"):
-            told = "not all functions that ran were recorded, so places to look at may be missing"
-            notices.append(f"{told} (rank {rank}: {why})")
+            text = "not all functions that ran were recorded, so places to look at may be missing"
+            notices.append(f"{text} (rank {rank}: {why})")
             break
     return ledger, notices
 

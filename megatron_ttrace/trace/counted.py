@@ -120,33 +120,34 @@ class Counted:
 
 def encode(counted: Iterable[Counted]) -> list[Any]:
     """The records of one rank, ready for ``json.dumps``."""
-    return [codec.encode(dataclasses.astuple(one)) for one in counted]
+    return [codec.encode(dataclasses.astuple(record)) for record in counted]
 
 
 def decode(message: Any) -> tuple[Counted, ...]:
     """The inverse of :func:`encode`. Raises ``CodecError`` on a foreign message."""
     if isinstance(message, list):  # traces of older versions have no hyper-parameters
         message = [
-            [*one, []] if isinstance(one, list) and len(one) == 4 else one for one in message
+            [*record, []] if isinstance(record, list) and len(record) == 4 else record
+            for record in message
         ]
-    found: tuple[Counted, ...] = codec.decode(tuple[Annotated[Counted, LISTED], ...], message)
-    for one in found:
-        _require_numbers(one)
-    return found
+    counted: tuple[Counted, ...] = codec.decode(tuple[Annotated[Counted, LISTED], ...], message)
+    for record in counted:
+        _require_numbers(record)
+    return counted
 
 
-def _require_numbers(one: Counted) -> None:
+def _require_numbers(counted: Counted) -> None:
     """Refuse numbers of parts and sums that are not there. Raises ``CodecError``."""
-    parts = len(one.parts)
-    if any(number >= parts for number in one.held):
+    parts = len(counted.parts)
+    if any(number >= parts for number in counted.held):
         raise CodecError(f"held: there are {parts} parts")
-    for group in one.stepped:
+    for group in counted.stepped:
         if any(term.number >= parts for term in group.parts):
             raise CodecError(f"stepped: there are {parts} parts")
-    for counting in one.countings:
+    for counting in counted.countings:
         added = [(made.parts, made.sums) for made in counting.made]
-        for earlier, (own, sums) in enumerate((*added, (counting.parts, counting.sums))):
-            if any(number >= parts for number, _ in own):
+        for earlier, (added_parts, sums) in enumerate((*added, (counting.parts, counting.sums))):
+            if any(number >= parts for number, _ in added_parts):
                 raise CodecError(f"countings: there are {parts} parts")
             if any(number >= earlier for number, _ in sums):
                 raise CodecError(f"countings: a sum has {earlier} before it")
@@ -171,7 +172,7 @@ def _plainly(read: Callable[[Any], Any], value: Any) -> Any:
     return read(value)
 
 
-def compact(one: Counted) -> list[Any]:
+def compact(counted: Counted) -> list[Any]:
     """A record as JSON in which ranks of the same structure have equal parts (``folded.py``).
 
     A rank's part of a reduction is a piece of a parameter with the rank's own number as the first
@@ -179,25 +180,25 @@ def compact(one: Counted) -> list[Any]:
     """
     reduced = {
         term.number
-        for counting in one.countings
+        for counting in counted.countings
         if counting.statistic is Statistic.REDUCED
         for terms in (counting.parts, *(made.parts for made in counting.made))
         for term in terms
     }
-    held = set(one.held)
+    held = set(counted.held)
     pieces: list[tuple[tuple[int, int, bool], list[Any]]] = []
-    for number, part in enumerate(one.parts):
-        own, ranks = _first_dim(part) if number in reduced else (-1, 0)
-        if own >= 0:
+    for number, part in enumerate(counted.parts):
+        rank, ranks = _first_dim(part) if number in reduced else (-1, 0)
+        if rank >= 0:
             part = _without(part)
-        sort = own, ranks, number in held
+        sort = rank, ranks, number in held
         if not pieces or pieces[-1][0] != sort:
             pieces.append((sort, []))
         pieces[-1][1].append([[part.name, [*part.shape]], _flat(part.boxes)])
     return [
-        one.iteration,
-        [[own, ranks, parts] for (own, ranks, _), parts in pieces],
-        _spans(Term(number) for number in one.held),
+        counted.iteration,
+        [[rank, ranks, parts] for (rank, ranks, _), parts in pieces],
+        _spans(Term(number) for number in counted.held),
         [
             [
                 counting.statistic.value,
@@ -207,9 +208,9 @@ def compact(one: Counted) -> list[Any]:
                 codec.encode(counting.value),
                 counting.unknown,
             ]
-            for counting in one.countings
+            for counting in counted.countings
         ],
-        [[_spans(group.parts), codec.encode(group.values)] for group in one.stepped],
+        [[_spans(group.parts), codec.encode(group.values)] for group in counted.stepped],
     ]
 
 
@@ -223,19 +224,19 @@ def expanded(message: Any, once: Once = _plainly) -> Counted:
     iteration, pieces, held, countings, stepped = _fields(message, 5)
     parts: list[Part] = []
     for piece in _fields(pieces):
-        own, ranks, listed = _fields(piece, 3)
-        own, ranks = _NUMBERS((own, ranks))
+        rank, ranks, listed = _fields(piece, 3)
+        rank, ranks = _NUMBERS((rank, ranks))
         known = once(_parts, listed)
-        parts += known if own < 0 else (_with(part, own, ranks) for part in known)
-    found = Counted(
+        parts += known if rank < 0 else (_with(part, rank, ranks) for part in known)
+    counted = Counted(
         _NUMBERS((iteration,))[0],
         tuple(parts),
         tuple(term.number for term in _terms(once(_SPANS, held), len(parts))),
-        tuple(_counting(one, len(parts), once) for one in _fields(countings)),
-        tuple(_hyperparameters(one, len(parts), once) for one in _fields(stepped)),
+        tuple(_counting(fields, len(parts), once) for fields in _fields(countings)),
+        tuple(_hyperparameters(fields, len(parts), once) for fields in _fields(stepped)),
     )
-    _require_numbers(found)
-    return found
+    _require_numbers(counted)
+    return counted
 
 
 def _fields(value: Any, count: int | None = None) -> Sequence[Any]:
@@ -254,15 +255,15 @@ def _parts(listed: Any) -> tuple[Part, ...]:
 def _counting(message: Any, known: int, once: Once) -> Counting:
     statistic, made, parts, sums, value, unknown = _fields(message, 6)
     statistic, value, unknown = _VALUES((statistic, value, unknown))
-    found = once(_SUMS, made)
+    collectives = once(_SUMS, made)
     return Counting(
         statistic=statistic,
         made=tuple(
-            Sum(group, order, _terms(own, known), _terms(earlier, len(found)))
-            for group, order, own, earlier in found
+            Sum(group, order, _terms(added, known), _terms(earlier, len(collectives)))
+            for group, order, added, earlier in collectives
         ),
         parts=_terms(once(_SPANS, parts), known),
-        sums=_terms(once(_SPANS, sums), len(found)),
+        sums=_terms(once(_SPANS, sums), len(collectives)),
         value=value,
         unknown=unknown,
     )
@@ -311,8 +312,8 @@ def _first_dim(part: Part) -> tuple[int, int]:
     if not all(box.logical and box.extent and box.local for box in part.boxes):
         return -1, 0
     starts = {(box.logical[0], box.extent[0], box.local[0]) for box in part.boxes}
-    if len(starts) == 1 and (found := starts.pop())[1:] == (1, 0):
-        return found[0], part.shape[0]
+    if len(starts) == 1 and (start := starts.pop())[1:] == (1, 0):
+        return start[0], part.shape[0]
     return -1, 0
 
 
@@ -321,22 +322,22 @@ def _without(part: Part) -> Part:
     return Part(part.name, part.shape[1:], tuple(boxes))
 
 
-def _with(part: Part, own: int, ranks: int) -> Part:
-    boxes = (Box((own, *b.logical), (1, *b.extent), (0, *b.local)) for b in part.boxes)
+def _with(part: Part, rank: int, ranks: int) -> Part:
+    boxes = (Box((rank, *b.logical), (1, *b.extent), (0, *b.local)) for b in part.boxes)
     return Part(part.name, (ranks, *part.shape), tuple(boxes))
 
 
 def runs_of(ranks: Iterable[int]) -> Runs:
     """Ranks as arithmetic progressions, in rising order."""
-    left, found = sorted(set(ranks)), []
-    while left:
-        step = left[1] - left[0] if len(left) > 1 else 1
+    rest, runs = sorted(set(ranks)), []
+    while rest:
+        step = rest[1] - rest[0] if len(rest) > 1 else 1
         size = 1
-        while size < len(left) and left[size] == left[0] + size * step:
+        while size < len(rest) and rest[size] == rest[0] + size * step:
             size += 1
-        found.append((left[0], left[size - 1], step))
-        left = left[size:]
-    return tuple(found)
+        runs.append((rest[0], rest[size - 1], step))
+        rest = rest[size:]
+    return tuple(runs)
 
 
 def ranks_of(runs: Runs) -> Iterator[int]:
