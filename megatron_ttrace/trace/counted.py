@@ -125,11 +125,6 @@ def encode(counted: Iterable[Counted]) -> list[Any]:
 
 def decode(message: Any) -> tuple[Counted, ...]:
     """The inverse of :func:`encode`. Raises ``CodecError`` on a foreign message."""
-    if isinstance(message, list):  # traces of older versions have no hyper-parameters
-        message = [
-            [*record, []] if isinstance(record, list) and len(record) == 4 else record
-            for record in message
-        ]
     counted: tuple[Counted, ...] = codec.decode(tuple[Annotated[Counted, LISTED], ...], message)
     for record in counted:
         _require_numbers(record)

@@ -40,8 +40,6 @@ class Moments:
     @classmethod
     def of(cls, values: Any) -> Moments:
         """The inverse of ``dataclasses.astuple``, also as JSON. Raises ``CodecError``."""
-        if isinstance(values, list | tuple) and len(values) == 9:
-            values = (*values, 0)  # of an older version
         return codec.decode_list(cls, values)
 
     def __add__(self, other: Moments) -> Moments:
