@@ -93,6 +93,7 @@ DERIVED = (
     *SHARDS_OF_WEIGHTS,
 )
 ADAPTERS = {"peft.share_expert_adapters": True, "peft.target_modules": ["linear_fc1"]}
+GEMMA = {"model.per_layer_embed_dim": 256, "tensor_model_parallel_size": 2}
 PACKED = {"dataset.enable_offline_packing": True}
 
 
@@ -124,6 +125,9 @@ def test_a_job_is_recognised_by_its_final_options(tmp_path):
         ({"expert_tensor_parallel_size": 2, **ADAPTERS}, "Megatron-Bridge: adapters of experts"),
         ({**PACKED, "overlap_moe_expert_parallel_comm": True}, "Megatron-Bridge: with overlapped"),
         (PACKED, ""),
+        ({**GEMMA, "sequence_parallel": False}, "Megatron-Bridge: Gemma 4's dense models"),
+        ({**GEMMA, "sequence_parallel": True}, ""),
+        ({**GEMMA, "qk_layernorm": True}, ""),
         (
             {**PACKED, "mtp_num_layers": 1, "context_parallel_size": 2},
             "Multi-token prediction shifts packed samples",

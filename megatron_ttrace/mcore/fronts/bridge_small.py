@@ -59,6 +59,9 @@ def detach(cfg: Any, data: Path, iterations: int) -> None:
         # Some models have further tables of the same size.
         if value == tokens and isinstance(value, int) and value > VOCABULARY:
             setattr(cfg.model, name, VOCABULARY)
+    # Not all models pad all tables, and Gemma 4 pads to the same multiple for any number of ranks
+    # (megatron/bridge/models/gemma/gemma4_provider.py): this vocabulary needs no padding.
+    cfg.model.make_vocab_size_divisible_by = VOCABULARY // cfg.model.tensor_model_parallel_size
     cfg.tokenizer.vocab_size = VOCABULARY - 2
     cfg.dataset.num_workers = 0
     cfg.dataset.persistent_workers = False
