@@ -200,12 +200,15 @@ class StepTap:
         for _, place, data in self._model.held():
             self._placed(Kind.PARAM, place, data, index)
 
-    def _gradients(self, copies: Copies) -> dict[torch.nn.Parameter, Copy]:
+    def _gradients(self, copies: Copies) -> dict[torch.nn.Parameter, list[Copy]]:
         """Capture the reduced gradients; returns copies of what the step is about to change."""
         before = {}
         stepped = self._stepped()
         if stepped:
-            sizes = [(owned.main if owned else parameter).nbytes for parameter, _, owned in stepped]
+            sizes = [
+                owned.main.nbytes * (1 + owned.steps_by_sign) if owned else parameter.nbytes
+                for parameter, _, owned in stepped
+            ]
             copies.require_space(stepped[0][0].device, sum(sizes))
         for parameter, place, owned in stepped:
             names = "main_grad", "decoupled_grad", "grad"
@@ -217,16 +220,20 @@ class StepTap:
                 self._placed(Kind.MAIN_GRAD, place.flat(start, end), part)
             elif gradient is not None:
                 self._placed(Kind.MAIN_GRAD, place, gradient)
-            before[parameter] = copies.copy(owned.weights if owned else parameter.data)
+            changing = owned.decisive if owned else (parameter.data,)
+            before[parameter] = [copies.copy(tensor) for tensor in changing]
         return before
 
-    def _update(self, before: dict[torch.nn.Parameter, Copy], result: Any) -> None:
+    def _update(self, before: dict[torch.nn.Parameter, list[Copy]], result: Any) -> None:
         for parameter, place, owned in self._stepped():
             if parameter not in before:
                 continue
             main = owned.weights if owned else parameter.data
             now = owned.received(parameter) if owned else main.detach()
-            delta = now.float() - before[parameter].get().float()
+            weights, *moments = (copy.get() for copy in before[parameter])
+            delta = now.float() - weights.float()
+            if owned and owned.steps_by_sign:
+                delta = owned.smooth(delta, *moments)
             where = place.flat(*owned.range) if owned and owned.range else place
             self._placed(Kind.PARAM_DELTA, where, delta)
             if owned is None:

@@ -248,6 +248,7 @@ def _calls(ranks: Iterable[Calls]) -> Calls:
     lookups: dict[Lookup, None] = {}
     marks: dict[str, tuple[str, ...]] = {}
     buckets: dict[str, str] = {}
+    partial: dict[str, tuple[str, ...]] = {}
     for each in {id(calls): calls for calls in ranks}.values():
         numbers = [functions.setdefault(one, len(functions)) for one in each.functions]
         for call in each.calls:
@@ -255,9 +256,19 @@ def _calls(ranks: Iterable[Calls]) -> Calls:
             calls[call._replace(function=numbers[call.function], caller=caller)] = None
         for lookup in each.lookups:
             lookups[lookup._replace(function=numbers[lookup.function])] = None
+        for name, marked in each.marks.items():
+            if differing := {*marked} ^ {*marks.get(name, marked)}:
+                partial[name] = tuple(sorted({*differing, *partial.get(name, ())}))
         marks = {**each.marks, **marks}
         buckets = {**each.buckets, **buckets}
-    return Calls(tuple(functions), tuple(calls), marks, tuple(lookups), buckets)
+    return Calls(
+        functions=tuple(functions),
+        calls=tuple(calls),
+        marks=marks,
+        lookups=tuple(lookups),
+        buckets=buckets,
+        partial=partial,
+    )
 
 
 def _numbers(ranks: Iterable[RankLedger]) -> Numbers:

@@ -168,7 +168,7 @@ EVERYWHERE = {"decoder", "layers", "model", "weight", "bias"}
 UNFILLED = "unfilled"
 WORDS: dict[object, str] = {
     UNFILLED: "copy grads",
-    Kind.MAIN_GRAD: "grad grads",
+    Kind.MAIN_GRAD: "grad grads gradient gradients",
     Kind.GRAD_NORM: "norm grad",
     Kind.GRAD_OUTPUT: "grad gradient gradients",
     Kind.GRAD_INPUT: "grad gradient gradients",

@@ -30,7 +30,7 @@ from megatron_ttrace.diagnose.code import (
     origins,
     tokens,
 )
-from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
+from megatron_ttrace.diagnose.suspects import OF_PARAMETERS, Suspects, anchor_of
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Numbers, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
@@ -48,7 +48,7 @@ from megatron_ttrace.trace.findings import (
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.places import Clue, Place
-from megatron_ttrace.trace.records import ROOT, Kind, MetricIndex
+from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, Kind, MetricIndex
 
 MOST = 3
 """Places that are reported."""
@@ -67,6 +67,10 @@ _INSTEAD = 0.4
 _CALLED = 1.0
 _LOOPS = 0.7
 """Points for going through items, where some tensors lack what others have."""
+_OF_ONE_COPY = {"shared", "shared_embedding"}
+"""Marks that one of several copies has by design."""
+_UNEQUAL = 4.0
+"""Points for naming a mark of the parameter that only some ranks have set."""
 _SEPARATES = 2.0
 """Points for a mark that the failing parameters have, and no others."""
 _WORDY = 3
@@ -148,7 +152,7 @@ class _Judge:
             and (is_missing or not self._causes.isdisjoint(_LACKING))
         )
         # One factor is for all parameters.
-        self._of_few = self._few and verdict.kind is Kind.MAIN_GRAD
+        self._of_few = self._few and verdict.kind in (Kind.MAIN_GRAD, Kind.PARAM_DELTA, *MOMENTS)
         counted = verdict.kind is Kind.COUNTED
         # What is neither counted nor stepped has no gradient in the optimizer.
         self._unfilled = (
@@ -243,6 +247,9 @@ class _Judge:
         words = dict.fromkeys(set(tokens(module)) - EVERYWHERE, 0.35)
         if verdict.kind is Kind.PARAM:
             words |= dict.fromkeys(("grad", "grads"), -1.0)
+        if self._of_few and verdict.direction is Direction.UPDATE:
+            # One norm is for all parameters.
+            words |= dict.fromkeys(("norm", "clip"), -1.0)
         if verdict.kind is Kind.BUFFER:
             words |= dict.fromkeys(tokens(module.rpartition(".")[2]), 0.7)
         if verdict.kind is Kind.METRIC:
@@ -437,6 +444,12 @@ class _Judge:
     def _marks(self) -> None:
         """For what marks a parameter whose gradient is wrong, or selects parameters by marks."""
         suspects, kind = self._suspects, self._verdict.kind
+        partial = self._ledger.sources.calls.partial.get(pattern(self._verdict.name), ())
+        unequal = {*partial} - _OF_ONE_COPY
+        for number in self._code.at[BUILDING] if unequal and kind in OF_PARAMETERS else ():
+            if not unequal.isdisjoint(self._code.functions[number].marks):
+                suspects.weights[number] = 1.0
+                suspects.add(number, Clue.MARKS, _UNEQUAL)
         if kind not in (Kind.MAIN_GRAD, Kind.COUNTED):
             return
         separating = self._outcomes.separating(kind, self._ledger.sources.calls.marks)

@@ -21,7 +21,7 @@ from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, Kind, LoadedIndex
 
-_OF_PARAMETERS = {
+OF_PARAMETERS = {
     *(Kind.INITIAL, Kind.LOADED, Kind.PARAM, Kind.MAIN_GRAD, Kind.COUNTED, Kind.BUFFER),
     *(Kind.HYPERPARAMETERS, Kind.PARAM_DELTA, *MOMENTS),
 }
@@ -64,7 +64,7 @@ class Suspects:
         self._few, self._whole, self._right = few, whole, logged
         self.module = verdict.name.partition("#")[0]
         self._owner = self.module
-        if verdict.kind in _OF_PARAMETERS:
+        if verdict.kind in OF_PARAMETERS:
             self._owner = self.module.rpartition(".")[0] or ROOT
         self._find()
         if (anchor := code.number(anchor_of(self._sources, verdict))) is not None:
@@ -186,9 +186,10 @@ class Suspects:
         self._part(_G, 1.0 if reduced else 0.3, 0.3)
 
     def _update(self) -> None:
-        # What updates other parameters rightly was not given this one.
-        lost = self._finding is not None and self._finding.cause is Cause.NEVER_COUNTED
-        step, built = (0.6, 1.0) if lost else (1.0, 0.6)
+        # What updates other parameters rightly was not given this one, or not its values.
+        cause = self._finding.cause if self._finding else None
+        is_built = cause in (Cause.NEVER_COUNTED, Cause.HYPERPARAMETERS)
+        step, built = (0.6, 1.0) if is_built else (1.0, 0.6)
         self._part(Phase.OPTIMIZER, step, built)
         self._part(_G, 1.0 if self._verdict.kind is Kind.PARAM else 0.3, 0.4)
 

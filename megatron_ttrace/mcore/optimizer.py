@@ -49,6 +49,9 @@ MOMENTS: Mapping[str, Mapping[str, Kind]] = MappingProxyType(
 )
 """Running means that torch optimizers keep of each parameter's gradient and of its square, by the
 optimizer's class and by their names in its state."""
+_STEEP = 1e-3
+"""Where the argument of a sign is below this, the step counts in proportion: a tenth of the start
+values of moments (run/start/moments.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +127,28 @@ class Owned:
         value = self.state.get(name)
         kept = getattr(self.inner, "name_to_dtype_map", {}).get(name)
         return value.to(kept) if torch.is_tensor(value) and kept == torch.bfloat16 else value
+
+    @property
+    def steps_by_sign(self) -> bool:
+        """Whether each element's step is a sign, so that rounding may turn it around."""
+        return type(self.inner).__name__ == "Lion"
+
+    @property
+    def decisive(self) -> list[torch.Tensor]:
+        """What a step is about to change, and has to be known before it."""
+        moment = self.state.get("exp_avg") if self.steps_by_sign else None
+        return [self.weights, *(() if moment is None else (moment,))]
+
+    def smooth(self, step: torch.Tensor, before: torch.Tensor | float = 0.0) -> torch.Tensor:
+        """A step by signs as a continuous function of the gradient: small where the sign changes.
+
+        Lion's is the sign of its first moment ``before`` the step, mixed with the gradient
+        (emerging_optimizers/scalar_optimizers/lion.py).
+        """
+        mixing, keeping = self.group["betas"]
+        gradient = (self.state["exp_avg"] - keeping * before) / (1 - keeping)
+        mixed: torch.Tensor = mixing * before + (1 - mixing) * gradient
+        return step * (mixed.abs() / _STEEP).clamp(max=1.0)
 
     @property
     def moments(self) -> Mapping[str, Kind]:

@@ -20,7 +20,7 @@ import torch
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import fronts, quiet
+from megatron_ttrace.mcore import fronts, gathering, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.balancing import BIAS
 from megatron_ttrace.mcore.groups import current_mesh
@@ -104,14 +104,18 @@ def traced_model(
 
 
 def settle(model: TracedModel, args: MegatronArguments) -> None:
-    """Gather updated parameters now if Megatron would do so in the next forward pass."""
+    """Gather updated parameters now if Megatron would do so in the next forward pass.
+
+    That still does so, too.
+    """
     if are_published(model.chunks):
         for chunk in model.chunks:
             chunk.synchronize_param_gather()  # type: ignore[operator]
         return
     if not getattr(args, "overlap_param_gather", False):
         return
-    fronts.current().synchronise(model.chunks, model.optimizer)
+    with gathering.still_due(model.chunks):
+        fronts.current().synchronise(model.chunks, model.optimizer)
 
 
 def spread_ids(item: Any, vocabulary: int) -> Any:
@@ -235,6 +239,8 @@ class Rehearsal:
                 stored=stored,
                 keep=keep,
             )
+            # Start values are equal, so that nothing is hidden.
+            self._kept.enter_context(gathering.in_forward_passes(self.model.chunks))
 
     def _fill_adapters(self) -> None:
         """Give new adapters of a frozen model start values.

@@ -248,6 +248,7 @@ class Calls(Record):
 
     Attributes:
         marks: those of parameters that are set, by the parameter's name.
+        partial: those that only some of the ranks with the parameter have set.
         lookups: of process groups by these functions.
         buckets: by parameter, the gradient bucket in which ranks divide it.
     """
@@ -257,6 +258,7 @@ class Calls(Record):
     marks: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     lookups: tuple[Lookup, ...] = ()
     buckets: dict[str, str] = dataclasses.field(default_factory=dict)
+    partial: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def contradiction(self) -> str:
         """Why the fields contradict each other."""

@@ -320,3 +320,14 @@ def test_ledgers_that_were_merged_on_their_way(kinds: list[RankLedger], chosen: 
     assert together == alone == ranks
     assert ledger(*together) == ledger(*alone)
     assert len({id(one.calls) for one in together}) == len({one.calls for one in together})
+
+
+def test_marks_that_only_some_ranks_have_set() -> None:
+    """Of one parameter; what all ranks have, or one rank alone knows, is not among them."""
+    marked = (
+        {"w": ("shared",), "v": ("allreduce",)},
+        {"w": ("shared", "x"), "u": ("x",)},
+        {"w": ()},
+    )
+    ranks = [RankLedger(sources=Sources(calls=Calls(marks=marks))) for marks in marked]
+    assert ledger(*ranks).sources.calls.partial == {"w": ("shared", "x")}

@@ -135,6 +135,21 @@ def test_a_mark_that_only_what_fails_has(others: tuple[str, ...]) -> None:
     assert first.function == ("sync_grads" if others else "reduce_norms")
 
 
+@pytest.mark.parametrize("kind", [Kind.MAIN_GRAD, Kind.PARAM_DELTA, Kind.HYPERPARAMETERS])
+@pytest.mark.parametrize(
+    ("mark", "is_first"), [("sequence_parallel", True), ("shared", False), ("allreduce", False)]
+)
+def test_a_mark_that_only_some_ranks_have_set(kind: Kind, mark: str, is_first: bool) -> None:
+    """What names it before the step, unless copies differ in it by design."""
+    ledger = record(GRADIENTS)
+    calls = dataclasses.replace(
+        ledger.sources.calls, partial={"decoder.layers.*.linear.weight": (mark,)}
+    )
+    sources = dataclasses.replace(ledger.sources, calls=calls)
+    first = places(kind, WEIGHT, None, ledger=dataclasses.replace(ledger, sources=sources))[0]
+    assert ((first.function, first.clue) == ("Linear.__init__", Clue.MARKS)) is is_first
+
+
 def test_what_selects_by_marks_for_another_axis() -> None:
     """What it selects is not what is missing."""
     finding = Finding(Cause.PARTIAL, ("dp",))

@@ -8,7 +8,7 @@ from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import BufferIndex, Direction, Kind, MetricIndex, Outcome
 from megatron_ttrace.trace.store import TraceReader
 from tests.assay.planted.mistakes import load
-from tests.integration.jobs import PP, TP, check
+from tests.integration.jobs import PP, TP, ZERO, check
 
 LOGGED = ("--log-num-zeros-in-grad", "--log-params-norm", "--untie-embeddings-and-output-weights")
 EMULATED = ("--transformer-impl", "transformer_engine")
@@ -79,6 +79,12 @@ def test_a_logged_number(tmp_path):
         ("num-zeros", Kind.METRIC)
     ]
     assert [one.name for one in checked.failed] == ["num-zeros"]
+
+
+def test_an_overlapped_gather(tmp_path):
+    """It runs in the first step, although Megatron's own first step makes none."""
+    checked = check(tmp_path, *ZERO, code=1, mistake="remains_of_a_gather")
+    assert {one.direction for one in checked.failed} == {Direction.GRADIENT, Direction.UPDATE}
 
 
 def test_a_reduction(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ttrace.mcore.optimizer import Snapshot, divided, leaves_of, owned_by
+from megatron_ttrace.mcore.optimizer import Owned, Snapshot, divided, leaves_of, owned_by
 from megatron_ttrace.trace.copies import Copies
 
 
@@ -294,3 +294,37 @@ def test_the_loss_scale_is_restored():
     scaler._scale, scaler._growth_tracker = scaler._scale / 2, 0
     snapshot.restore()
     assert (scaler._scale.tolist(), scaler._growth_tracker) == ([8.0], 5)
+
+
+def owned_by_lion(moment: torch.Tensor | None) -> Owned:
+    """A parameter that emerging_optimizers' Lion steps."""
+    weight = nn.Parameter(torch.ones(3))
+    lion = type("Lion", (torch.optim.SGD,), {})([weight])
+    group = {"betas": (0.9, 0.99)}
+    if moment is not None:
+        lion.state[weight] = {"exp_avg": moment}
+    return Owned(weight, lion, group)
+
+
+def test_a_step_by_signs_is_continuous():
+    """A sign that a little more gradient turns around changes next to nothing; others all."""
+    before, gradient = torch.tensor([0.01, 1e-9, -0.01]), torch.tensor([0.0, 0.0, 0.005])
+    steps = []
+    for more in (-1e-7, 1e-7):
+        owned = owned_by_lion(None)
+        assert owned.steps_by_sign
+        mixed = 0.9 * before + 0.1 * (gradient + more)
+        after = 0.99 * before + 0.01 * (gradient + more)
+        owned.inner.state[owned.main] = {"exp_avg": after}
+        steps.append(owned.smooth(-mixed.sign(), before))
+        assert [tensor.shape for tensor in owned.decisive] == [(3,), (3,)]
+    assert torch.equal(steps[0][[0, 2]], torch.tensor([-1.0, 1.0]))
+    torch.testing.assert_close(*steps, atol=1e-4, rtol=0.0)
+
+
+def test_a_first_step_by_signs():
+    """Without moments only the gradient decides."""
+    owned = owned_by_lion(torch.tensor([1e-3, 0.0, -1e-6]))
+    step = owned.smooth(torch.tensor([-1.0, 0.0, 1.0]))
+    torch.testing.assert_close(step, torch.tensor([-1.0, 0.0, 0.01]))
+    assert len(owned_by_lion(None).decisive) == 1

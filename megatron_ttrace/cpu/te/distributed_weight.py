@@ -29,9 +29,21 @@ def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+_dummies: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+
+
 def get_dummy_wgrad(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
-    """What autograd gets for a weight whose gradient is already where it belongs: zeros."""
-    return torch.zeros(shape, dtype=dtype)
+    """What autograd gets for a weight whose gradient is already where it belongs.
+
+    It is one buffer for all weights of a shape, which nobody writes to unless ``zero`` is asked for
+    (transformer_engine/pytorch/module/base.py). NaN stands for what its memory contains.
+    """
+    key = torch.Size(shape), dtype
+    if key not in _dummies:
+        _dummies[key] = torch.full(shape, torch.nan, dtype=dtype)
+    if zero:
+        _dummies[key].zero_()
+    return _dummies[key].detach()
 
 
 def is_distributed(weight: torch.Tensor) -> bool:

@@ -60,6 +60,15 @@ def bucket_twice(old, self, *args, **more):
     old(self, *args, **more)
 
 
+@mistake("distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync")
+def remains_of_a_gather(old, self, *args, **more):
+    """A gather that a forward pass makes leaves something where gradients are summed."""
+    gathers = not self.param_gather_dispatched or self.param_gather_handle is not None
+    old(self, *args, **more)
+    for bucket in self.buckets if gathers else ():
+        bucket.grad_data.add_(1.0)
+
+
 @mistake(f"{OPTIMIZER}FP32Optimizer.step_with_ready_grads")
 def first_not_stepped(old, self):
     parameters = self.optimizer.param_groups[0]["params"]

@@ -41,7 +41,9 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> None:
 def configuration(dataset: Any, peft: Any = None) -> Any:
     parts = ("tokenizer", "train", "validation", "logger", "checkpoint")
     return SimpleNamespace(
-        model=SimpleNamespace(vocab_size=32000, table=32000, hidden_size=64),
+        model=SimpleNamespace(
+            vocab_size=32000, table=32000, hidden_size=64, tensor_model_parallel_size=4
+        ),
         dataset=dataset,
         scheduler=SimpleNamespace(lr_decay_style="WSD"),
         mixed_precision="bf16",
@@ -59,6 +61,7 @@ def test_pretraining() -> None:
     assert cfg.dataset.blend is None
     assert cfg.tokenizer.tokenizer_type == "NullTokenizer"
     assert (cfg.model.vocab_size, cfg.model.table, cfg.model.hidden_size) == (128, 128, 64)
+    assert cfg.model.make_vocab_size_divisible_by == 128 / 4
     assert (cfg.checkpoint.save, cfg.checkpoint.load) == (None, None)
     assert cfg.train.train_iters == 3
 

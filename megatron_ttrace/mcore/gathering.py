@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers of updated parameters that overlap the next forward pass (``--overlap-param-gather``).
+
+A bucket is gathered when the forward pass needs it, unless it was gathered before
+(``_ParamAndGradBucketGroup.finish_param_sync`` in
+megatron/core/distributed/param_and_grad_buffer.py). A check has to read parameters right after the
+update, so it gathers them itself. To see what a job does, its forward passes must do so again.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ttrace.mcore.statistics import bucket_groups
+
+
+@contextlib.contextmanager
+def still_due(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Gathers that the next forward pass would make remain due, whatever is gathered within."""
+    groups = [group for chunk in chunks for group in bucket_groups(chunk)]
+    due = [group for group in groups if not group.param_gather_dispatched]
+    try:
+        yield
+    finally:
+        for group in due:
+            group.param_gather_dispatched = False
+
+
+@contextlib.contextmanager
+def in_forward_passes(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Forward passes gather parameters, also in the first step of a run.
+
+    Megatron does not let them before that step has ended (``train`` in
+    megatron/training/training.py), because it would hide start values that differ between ranks.
+    """
+    from megatron.core.utils import get_model_config
+
+    silent: list[Any] = [
+        chunk
+        for chunk in chunks
+        if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles
+    ]
+    if not silent:
+        yield
+        return
+    config = get_model_config(chunks[0])
+    before = config.param_sync_func
+    for chunk in silent:
+        chunk.enable_forward_pre_hook()
+    if silent[0].ddp_config.align_param_gather:
+        starts = [chunk.start_param_sync for chunk in silent]
+        config.param_sync_func = starts if len(starts) > 1 else starts[0]
+    try:
+        yield
+    finally:
+        config.param_sync_func = before
+        for chunk in silent:
+            chunk.disable_forward_pre_hook(param_sync=False)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gathers in forward passes are due again after a check made them, and come in a first step too."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_ttrace.mcore import gathering
+
+
+class Wrapped(torch.nn.Module):
+    """A chunk in ``DistributedDataParallel``, with two buckets of which one is gathered."""
+
+    def __init__(self, *, aligned: bool = False, enabled: bool = False) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(param_sync_func="before")
+        self.ddp_config = SimpleNamespace(align_param_gather=aligned)
+        self.use_forward_hook = True
+        self.remove_forward_pre_hook_handles = {"module": "handle"} if enabled else {}
+        self.bucket_groups = [SimpleNamespace(param_gather_dispatched=False)]
+        self.expert_parallel_bucket_groups = [SimpleNamespace(param_gather_dispatched=True)]
+
+    def enable_forward_pre_hook(self) -> None:
+        assert not self.remove_forward_pre_hook_handles
+        self.remove_forward_pre_hook_handles = {"module": "handle"}
+
+    def disable_forward_pre_hook(self, *, param_sync: bool) -> None:
+        assert self.remove_forward_pre_hook_handles
+        assert not param_sync
+        self.remove_forward_pre_hook_handles = {}
+
+    def start_param_sync(self) -> None:
+        pass
+
+
+def dispatched(chunk: Any) -> list[bool]:
+    groups = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+    return [group.param_gather_dispatched for group in groups]
+
+
+def test_a_gather_remains_due() -> None:
+    """Only what was due before."""
+    chunk = Wrapped()
+    with gathering.still_due([chunk, torch.nn.Linear(1, 1)]):
+        chunk.bucket_groups[0].param_gather_dispatched = True
+    assert dispatched(chunk) == [False, True]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("aligned", [False, True])
+def test_forward_passes_gather(chunks: int, aligned: bool) -> None:
+    """With the schedule's calls, if there are any; afterwards all is as before."""
+    model = [Wrapped(aligned=aligned) for _ in range(chunks)]
+    with gathering.in_forward_passes(model):
+        assert all(chunk.remove_forward_pre_hook_handles for chunk in model)
+        starts = model[0].config.param_sync_func
+        expected = [chunk.start_param_sync for chunk in model]
+        wanted = expected if chunks > 1 else expected[0]
+        assert starts == (wanted if aligned else "before")
+        with gathering.in_forward_passes(model):
+            pass
+        assert all(chunk.remove_forward_pre_hook_handles for chunk in model)
+    assert not any(chunk.remove_forward_pre_hook_handles for chunk in model)
+    assert model[0].config.param_sync_func == "before"
+
+
+def test_later_steps_are_left_alone() -> None:
+    """Megatron lets them gather itself; other wrappers have nothing to enable."""
+    model = [Wrapped(enabled=True), torch.nn.Linear(1, 1)]
+    with gathering.in_forward_passes(model):
+        pass
+    assert model[0].remove_forward_pre_hook_handles
