@@ -457,6 +457,8 @@ class _Judge:
         set_here = {*self._ledger.sources.calls.marks.get(pattern(self._verdict.name), ())}
         selecting = {mark for n in self._reducing for mark in self._code.functions[n].marks}
         lost = missing and bool(selecting) and not set_here & selecting
+        # What lacks a reduction by a choice is not most of them.
+        chosen = missing and self._few and not lost
         for number in list(suspects.weights):
             marks = {*self._code.functions[number].marks}
             is_built = Clue.BUILT in suspects.clues[number]
@@ -466,7 +468,7 @@ class _Judge:
                 suspects.add(number, Clue.MARKS, 9.0)
             elif is_built and marks and self._few and not missing:
                 suspects.add(number, Clue.MARKS, 0.7)
-            elif marks and missing and not lost and not is_built and self._concerns(number):
+            elif marks and chosen and not is_built and self._concerns(number):
                 suspects.add(number, Clue.SELECTS, 1.5)
             if marks & separating:
                 suspects.add(number, Clue.SELECTS, _SEPARATES)
