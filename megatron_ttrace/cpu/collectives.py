@@ -217,7 +217,8 @@ def _with_gloo(make_group: Any) -> Any:
             kwargs["pg_options"] = None
         if kwargs.get("device_id") is not None:
             kwargs["device_id"] = None
-        if is_first:
+        method = args[1] if len(args) > 1 else kwargs.get("init_method")
+        if is_first and kwargs.get("store") is None and method in (None, "env://"):
             await_store()
         return make_group(*args, **kwargs)
 

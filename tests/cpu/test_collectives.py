@@ -74,3 +74,27 @@ def test_without_a_list_of_sockets(
     waiting.start()
     waiting.join(LONG / 2)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "waits"),
+    [
+        (("nccl",), {}, True),
+        ((), {"backend": "gloo", "init_method": "env://"}, True),
+        (("gloo", "file:///x"), {}, False),
+        ((), {"init_method": "tcp://10.0.0.1:1"}, False),
+        ((), {"store": "store"}, False),
+    ],
+)
+def test_other_stores(
+    args: tuple[str, ...], options: dict[str, str], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the launcher's variables say where rank 0 is to be found."""
+    awaited: list[bool] = []
+    monkeypatch.setattr(collectives, "await_store", lambda: awaited.append(True))
+
+    def init_process_group(*_: str, **__: str) -> None:
+        pass
+
+    collectives._with_gloo(init_process_group)(*args, **options)
+    assert bool(awaited) == waits
