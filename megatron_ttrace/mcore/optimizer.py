@@ -145,8 +145,11 @@ class Owned:
         Lion's is the sign of its first moment ``before`` the step, mixed with the gradient
         (emerging_optimizers/scalar_optimizers/lion.py).
         """
+        after = self.state.get("exp_avg")
+        if after is None:
+            return step  # it was skipped
         mixing, keeping = self.group["betas"]
-        gradient = (self.state["exp_avg"] - keeping * before) / (1 - keeping)
+        gradient = (after - keeping * before) / (1 - keeping)
         mixed: torch.Tensor = mixing * before + (1 - mixing) * gradient
         return step * (mixed.abs() / _STEEP).clamp(max=1.0)
 

@@ -327,4 +327,6 @@ def test_a_first_step_by_signs():
     owned = owned_by_lion(torch.tensor([1e-3, 0.0, -1e-6]))
     step = owned.smooth(torch.tensor([-1.0, 0.0, 1.0]))
     torch.testing.assert_close(step, torch.tensor([-1.0, 0.0, 0.01]))
-    assert len(owned_by_lion(None).decisive) == 1
+    owned = owned_by_lion(None)
+    assert len(owned.decisive) == 1
+    assert torch.equal(owned.smooth(torch.zeros(3)), torch.zeros(3))
