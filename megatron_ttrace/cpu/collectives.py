@@ -189,9 +189,10 @@ def await_store(patience: float = _PATIENCE) -> None:
     is_local = os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
     if not (port.isdecimal() and is_local and os.environ.get("RANK", "0") != "0"):
         return
-    end = time.monotonic() + patience
+    end, pause = time.monotonic() + patience, 0.005
     while time.monotonic() < end and not _is_listening(int(port)):
-        time.sleep(0.005)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)  # many ranks on few cores must not keep rank 0 from starting
 
 
 def _is_listening(port: int) -> bool:

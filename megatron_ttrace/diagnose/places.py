@@ -48,7 +48,7 @@ from megatron_ttrace.trace.findings import (
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.places import Clue, Place
-from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, Kind, MetricIndex
+from megatron_ttrace.trace.records import ROOT, Kind, MetricIndex
 
 MOST = 3
 """Places that are reported."""
@@ -152,7 +152,7 @@ class _Judge:
             and (is_missing or not self._causes.isdisjoint(_LACKING))
         )
         # One factor is for all parameters.
-        self._of_few = self._few and verdict.kind in (Kind.MAIN_GRAD, Kind.PARAM_DELTA, *MOMENTS)
+        self._of_few = self._few and verdict.kind is Kind.MAIN_GRAD
         counted = verdict.kind is Kind.COUNTED
         # What is neither counted nor stepped has no gradient in the optimizer.
         self._unfilled = (
@@ -247,9 +247,6 @@ class _Judge:
         words = dict.fromkeys(set(tokens(module)) - EVERYWHERE, 0.35)
         if verdict.kind is Kind.PARAM:
             words |= dict.fromkeys(("grad", "grads"), -1.0)
-        if self._of_few and verdict.direction is Direction.UPDATE:
-            # One norm is for all parameters.
-            words |= dict.fromkeys(("norm", "clip"), -1.0)
         if verdict.kind is Kind.BUFFER:
             words |= dict.fromkeys(tokens(module.rpartition(".")[2]), 0.7)
         if verdict.kind is Kind.METRIC:

@@ -42,19 +42,13 @@ def in_forward_passes(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         for chunk in chunks
         if getattr(chunk, "use_forward_hook", False) and not chunk.remove_forward_pre_hook_handles
     ]
-    if not silent:
-        yield
-        return
-    config = get_model_config(chunks[0])
-    before = config.param_sync_func
-    for chunk in silent:
-        chunk.enable_forward_pre_hook()
-    if silent[0].ddp_config.align_param_gather:
-        starts = [chunk.start_param_sync for chunk in silent]
-        config.param_sync_func = starts if len(starts) > 1 else starts[0]
-    try:
-        yield
-    finally:
-        config.param_sync_func = before
+    with contextlib.ExitStack() as stack:
         for chunk in silent:
-            chunk.disable_forward_pre_hook(param_sync=False)
+            chunk.enable_forward_pre_hook()
+            stack.callback(chunk.disable_forward_pre_hook, param_sync=False)
+        if silent and silent[0].ddp_config.align_param_gather:
+            config = get_model_config(chunks[0])
+            stack.callback(setattr, config, "param_sync_func", config.param_sync_func)
+            starts = [chunk.start_param_sync for chunk in silent]
+            config.param_sync_func = starts if len(starts) > 1 else starts[0]
+        yield

@@ -27,7 +27,7 @@ def prepare(*, wandb: bool) -> None:
 
     For a process that waits anyway: both together take longer than the verdict.
     """
-    with contextlib.suppress(Exception):  # what is missing is told when it is needed
+    with contextlib.suppress(Exception):  # what is missing is reported when it is needed
         from megatron_ttrace.report import html
 
         html.template()

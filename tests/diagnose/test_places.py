@@ -150,6 +150,17 @@ def test_a_mark_that_only_some_ranks_have_set(kind: Kind, mark: str, is_first: b
     assert ((first.function, first.clue) == ("Linear.__init__", Clue.MARKS)) is is_first
 
 
+@pytest.mark.parametrize("outcome", [Outcome.PASS, Outcome.DIVERGED])
+def test_a_choice_by_marks_explains_few(outcome: Outcome) -> None:
+    """If most gradients lack the reduction, it is not one that selects parameters."""
+    others = tuple(
+        judged(Kind.MAIN_GRAD, f"decoder.layers.0.{name}.weight", outcome) for name in "abc"
+    )
+    suspects = places(Kind.MAIN_GRAD, WEIGHT, PARTIAL, ledger=record(GRADIENTS), others=others)
+    selecting = [place.function for place in suspects if place.clue is Clue.SELECTS]
+    assert selecting == (["reduce_norms"] if outcome is Outcome.PASS else [])
+
+
 def test_what_selects_by_marks_for_another_axis() -> None:
     """What it selects is not what is missing."""
     finding = Finding(Cause.PARTIAL, ("dp",))

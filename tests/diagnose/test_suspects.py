@@ -90,8 +90,12 @@ def test_what_is_wrong_before_the_input(finding: Finding | None, whole: bool, fi
 
 def test_never_updated() -> None:
     """What built the optimizer before what updates other parameters."""
-    lost = suspects(Kind.PARAM_DELTA, f"{LINEAR}.weight", Finding(Cause.NEVER_COUNTED)).weights
-    assert lost[NAMES.index("build_groups")] > lost[NAMES.index("step")]
+    for kind, cause in (
+        (Kind.PARAM_DELTA, Cause.NEVER_COUNTED),
+        (Kind.HYPERPARAMETERS, Cause.HYPERPARAMETERS),
+    ):
+        lost = suspects(kind, f"{LINEAR}.weight", Finding(cause)).weights
+        assert lost[NAMES.index("build_groups")] > lost[NAMES.index("step")]
     wrong = suspects(Kind.PARAM_DELTA, f"{LINEAR}.weight", large("dp")).weights
     assert wrong[NAMES.index("build_groups")] < wrong[NAMES.index("step")]
 

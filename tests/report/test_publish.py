@@ -106,7 +106,7 @@ def test_what_is_prepared(wandb: bool, tmp_path: Path, monkeypatch: pytest.Monke
     assert ("wandb" in sys.modules) == wandb
 
 
-def test_what_cannot_be_prepared_is_told_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_prepared_is_reported_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken installation of W&B ends no job."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     prepare(wandb=True)
