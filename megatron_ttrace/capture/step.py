@@ -22,7 +22,7 @@ from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
-from megatron_ttrace.mcore.stacked import stacked_parameters
+from megatron_ttrace.mcore.stacked import Shares, stacked_parameters
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.placements import ZigZag
 from megatron_ttrace.placement.plan import Placements, Step
@@ -58,17 +58,11 @@ class TracedModel:
     names: list[Names]
     optimizer: Any
     mesh: Mesh
-    gated: bool
 
     def places(self) -> list[tuple[torch.nn.Parameter, ParameterPlace]]:
         """Each parameter of this rank with its place in the whole model."""
         return [
-            (
-                parameter,
-                place_parameter(
-                    name, parameter, self.mesh, gated=self.gated, stacked=stacked.get(name, ())
-                ),
-            )
+            (parameter, place_parameter(name, parameter, self.mesh, stacked.get(name, 1)))
             for names, stacked in zip(self.names, self._stacked, strict=True)
             for name, parameter in names.parameters.items()
         ]
@@ -83,7 +77,7 @@ class TracedModel:
                     yield place_buffer(name, buffer.shape, names, self.mesh), buffer
 
     @functools.cached_property
-    def _stacked(self) -> list[dict[str, tuple[int, ...]]]:
+    def _stacked(self) -> list[dict[str, Shares]]:
         return [stacked_parameters(names) for names in self.names]
 
     def held(self) -> list[tuple[torch.nn.Parameter, ParameterPlace, torch.Tensor]]:

@@ -146,9 +146,11 @@ class ExpertRows:
         return ""
 
     def parts(
-        self, key: TraceKey, local: tuple[int, ...], *, gated: bool, factor: float
+        self, key: TraceKey, local: tuple[int, ...], blocks: int | tuple[int, ...], *, factor: float
     ) -> list[Match | Measured]:
         """The parts of an experts' tensor of shape ``local``, one per microbatch.
+
+        ``blocks`` are stacked in its last dim.
 
         Raises:
             NoPlacementError: when rows or columns do not fit.
@@ -172,7 +174,7 @@ class ExpertRows:
                 parts.append(Measured.stranger(key, local))
                 continue
             rows, _ = self._match(index, self.rows_key(number, layer), expert)
-            words, boxes = expert_boxes(rows, local, shape, self._mesh, gated=gated)
+            words, boxes = expert_boxes(rows, local, shape, self._mesh, blocks)
             words, ranks = describe_partial(words, over), etp if over else 1
             part = Match(there, words, boxes, shape, factor, partial_over=over, partial_ranks=ranks)
             parts.append(part)

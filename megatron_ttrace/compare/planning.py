@@ -11,7 +11,7 @@ import torch
 
 from megatron_ttrace.compare.experts import ExpertRows, Match
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.mcore.roles import is_beyond, is_first_of_gated
+from megatron_ttrace.mcore.roles import is_beyond
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation, infer_head_rows
 from megatron_ttrace.placement.mesh import Mesh
@@ -20,9 +20,6 @@ from megatron_ttrace.placement.token_index import TokenIndex, ends_of, token_pos
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
-
-GATED = 2
-"""Blocks of gate and up projection, side by side."""
 
 REDUCED_OVER = "tp"
 """The axis along which ranks compute summands of an activation."""
@@ -35,11 +32,10 @@ class RankLayout:
     Attributes:
         mesh: this rank's place.
         seq_length: logical sequence length.
-        gated: whether MLPs stack gate and up projection.
         gradient_factor: expected candidate/reference ratio of activation gradients: each
             microbatch's loss is divided by the number of microbatches of *its* rank, and by the
             tokens its context-parallel rank sees.
-        stacked: modules whose output stacks unequal blocks in its last dim, and their shares.
+        stacked: modules whose output stacks blocks in its last dim, as of :class:`BlockShard`.
         head_rows: modules that see one row per token and head, and the whole number of heads.
         loss_scale: the candidate's loss scale relative to the reference's.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``; empty without experts.
@@ -53,10 +49,9 @@ class RankLayout:
 
     mesh: Mesh
     seq_length: int
-    gated: bool
     gradient_factor: float
     sequence_first: frozenset[str] = frozenset()
-    stacked: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    stacked: Mapping[str, int | tuple[int, ...]] = dataclasses.field(default_factory=dict)
     head_rows: Mapping[str, int] = dataclasses.field(default_factory=dict)
     loss_scale: float = 1.0
     dispatcher: str = ""
@@ -141,12 +136,9 @@ class Placer:
 
     def blocks(self, key: TraceKey) -> int | tuple[int, ...]:
         """The blocks that are stacked in a tensor's last dim; 1 if none are."""
-        module = _module(key)
         if key.kind not in (Kind.OUTPUT, Kind.GRAD_OUTPUT):
             return 1
-        if self._layout.gated and is_first_of_gated(module):
-            return GATED
-        return self._layout.stacked.get(module, 1)
+        return self._layout.stacked.get(_module(key), 1)
 
     def _plan(
         self, memo: object, placement: Callable[[], Placements], whole: tuple[int, ...]
@@ -206,9 +198,7 @@ class Planner(Placer):
 
     def rows(self, key: TraceKey, local: tuple[int, ...]) -> list[Match | Measured]:
         """The parts of an experts' tensor. Raises as :meth:`ExpertRows.parts` does."""
-        return self.experts.parts(
-            key, local, gated=self.blocks(key) == GATED, factor=self.factor(key)
-        )
+        return self.experts.parts(key, local, self.blocks(key), factor=self.factor(key))
 
     def _rows(self, key: TraceKey) -> TokenIndex | None:
         """Which tokens the reference's rows of some experts are."""

@@ -15,7 +15,7 @@ import torch
 
 from megatron_ttrace.compare.experts import ExpertRows, Match
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.planning import GATED, Placer, RankLayout
+from megatron_ttrace.compare.planning import Placer, RankLayout
 from megatron_ttrace.compare.writing import Storing
 from megatron_ttrace.mcore.roles import any_layer, is_within_experts
 from megatron_ttrace.placement.plan import Placements, describe, plan
@@ -97,8 +97,8 @@ class ShardSink(Storing):
     def _entries(self, place: Place, data: torch.Tensor) -> list[Entry]:
         key, local = TraceKey(self._iteration, *place), tuple(data.shape)
         if self._experts.holds(key):
-            gated, factor = self._placer.blocks(key) == GATED, self._placer.factor(key)
-            parts = self._experts.parts(key, local, gated=gated, factor=factor)
+            blocks, factor = self._placer.blocks(key), self._placer.factor(key)
+            parts = self._experts.parts(key, local, blocks, factor=factor)
             return [_entry(part, data) for part in parts if isinstance(part, Match)]
         return [_entry(self._placer.place(key, local, self._whole(key, local)), data)]
 

@@ -9,8 +9,8 @@ from typing import Self
 import torch
 
 from megatron_ttrace.mcore.names import raw
-from megatron_ttrace.mcore.roles import is_within_first_of_gated
 from megatron_ttrace.mcore.sharded_weights import Rows, gathered_rows
+from megatron_ttrace.mcore.stacked import Shares
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.placements import BlockShard, FlatShard, PartShard, Shard
@@ -73,17 +73,14 @@ def place_parameter(
     name: str,
     parameter: torch.nn.Parameter,
     mesh: Mesh,
-    *,
-    gated: bool,
-    stacked: tuple[int, ...] = (),
+    stacked: Shares = 1,
 ) -> ParameterPlace:
     """Read a parameter's place from its attributes.
 
     ``tensor_model_parallel`` and ``partition_dim`` (``set_tensor_model_parallel_attributes`` in
     megatron/core/tensor_parallel/layers.py) say which dim is divided. ``allreduce=False`` marks
-    parameters of experts, which are divided over the expert-tensor axis. ``gated`` says that
-    MLPs stack gate and up projection; ``stacked`` are the shares of unequal blocks that this
-    parameter stacks.
+    parameters of experts, which are divided over the expert-tensor axis. ``stacked`` are the
+    blocks that this parameter stacks in dim 0.
 
     Raises:
         ValueError: when consecutive data-parallel ranks do not have consecutive rows.
@@ -101,9 +98,7 @@ def place_parameter(
     if size > 1 and dim is not None:
         shape[dim] *= size
         rule: Shard | BlockShard = Shard(dim)
-        if gated and dim == 0 and is_within_first_of_gated(name):
-            rule = BlockShard(dim)
-        elif stacked and dim == 0:
+        if stacked != 1 and dim == 0:
             rule = BlockShard(dim, stacked)
         steps = (Step(axis, rule),)
     place = ParameterPlace(name, tuple(shape), steps)

@@ -18,14 +18,6 @@ HEAD = "output_layer"
 LOOKED_UP = {"word_embeddings": 0, "position_embeddings": 1}
 """Tables of an embedding, and the index of the model's input that they are looked up by."""
 
-FIRST_OF_GATED = (
-    "linear_fc1",
-    *("linear_fc1.to_wrap", "linear_fc1.adapter", "linear_fc1.adapter.linear_out"),
-)
-"""Linear layers whose output, and whose parameters in dim 0, stack gate and up projection in gated
-MLPs. Tensor parallelism divides each of the two halves. An adapter (megatron/bridge/peft) is a
-layer around the original, and the output of its second linear layer is added to it."""
-
 _ADAPTER = "adapter"
 
 STATE_SPACE = {
@@ -72,18 +64,6 @@ def is_beyond(key: TraceKey, mesh: Mesh, dispatcher: str) -> bool:
 def is_shared_embedding(name: str) -> bool:
     """Whether the first and the last pipeline stage can hold copies of a weight."""
     return name.endswith(_SHARED)
-
-
-def is_first_of_gated(module: str) -> bool:
-    """Whether a module's output stacks gate and up projection in gated MLPs."""
-    return module.endswith(FIRST_OF_GATED)
-
-
-def is_within_first_of_gated(parameter: str) -> bool:
-    """Whether a parameter belongs to such a module."""
-    if is_of_adapter(parameter):
-        return is_first_of_gated(parameter.rpartition(".")[0])
-    return not set(FIRST_OF_GATED).isdisjoint(parameter.split("."))
 
 
 def is_of_adapter(parameter: str) -> bool:

@@ -1,29 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers and convolutions that stack blocks of different sizes, each divided over tp.
+"""Linear layers and convolutions that stack blocks, each divided over tp.
 
-A Mamba layer's ``in_proj`` makes gate, input, B, C and dt side by side, and its convolution takes
-three of them. Megatron marks the weights with the sizes on one rank (``partition_sizes``,
-megatron/core/ssm/mamba_mixer.py). A gated delta net stacks likewise and has no such mark
-(``GatedDeltaNet`` in megatron/core/ssm/gated_delta_net). The output of an adapter is added to that
-of the layer that it wraps, so it is stacked likewise (megatron/bridge/peft).
+- A gated MLP's ``linear_fc1`` makes gate and up projection (megatron/core/transformer/mlp.py).
+  Where they alternate in short runs, a rank's part has both (``_remove_glu_interleaving`` in
+  moe/experts.py).
+- A Mamba layer's ``in_proj`` makes gate, input, B, C and dt, and its convolution takes three of
+  them. Megatron marks the weights with the sizes on one rank (``partition_sizes``,
+  megatron/core/ssm/mamba_mixer.py). A gated delta net has no such mark (``GatedDeltaNet`` in
+  megatron/core/ssm/gated_delta_net).
+- Latent attention with ``--mla-down-proj-fusion`` projects down for queries, and for keys and
+  values (``FusedMLASelfAttention`` in megatron/core/transformer/multi_latent_attention.py).
+- The output of an adapter is added to that of the layer that it wraps (megatron/bridge/peft).
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from megatron_ttrace.mcore.names import Names, raw
+from megatron_ttrace.mcore.roles import is_of_adapter
 
-Shares = tuple[int, ...]
-"""Sizes of the blocks relative to each other."""
+Shares = int | tuple[int, ...]
+"""The number of equal blocks, or sizes of unequal ones relative to each other."""
 
+GATED = "linear_fc1"
+"""The layer of a gated MLP that makes gate and up projection."""
+_INTERLEAVED = {
+    "_remove_glu_interleaving": "moe_mlp_glu_interleave_size",
+    "_fused_grouped_swiglu_ops": "moe_shared_expert_glu_interleave_size",
+}
+"""What gated MLPs have that obey an option, by which gate and up projection alternate."""
 _WRAPPED, _ADDED = ".to_wrap.", ".adapter.linear_out."
+_MAKING = re.compile(r"(.*(?<!\bconv1d))\.weight\d*")
+"""Weights that make a layer's output; the layer that holds a convolution uses its weight."""
 
 
 def stacked_parameters(names: Names) -> dict[str, Shares]:
-    """Parameters of one model chunk that stack unequal blocks in dim 0."""
+    """Parameters of one model chunk that stack blocks in dim 0."""
     by_id = {id(p): sizes for module in names.modules.values() for p, sizes in _in(module)}
     stacked = {
         name: _shares(by_id[id(raw(parameter))])
@@ -32,13 +48,13 @@ def stacked_parameters(names: Names) -> dict[str, Shares]:
     }
     for name, shares in [*stacked.items()]:
         layer, wrapped, leaf = name.rpartition(_WRAPPED)
-        if wrapped and (added := f"{layer}{_ADDED}{leaf}") in names.parameters:
+        if wrapped and (added := f"{layer}{_ADDED}{leaf.rstrip('0123456789')}") in names.parameters:
             stacked[added] = shares
     return stacked
 
 
 def stacked_outputs(chunks: Iterable[Names]) -> dict[str, Shares]:
-    """Linear layers whose output stacks unequal blocks in its last dim."""
+    """Linear layers whose output stacks blocks in its last dim."""
     return {
         output: shares
         for names in chunks
@@ -49,13 +65,12 @@ def stacked_outputs(chunks: Iterable[Names]) -> dict[str, Shares]:
 
 def _outputs(parameter: str) -> Iterator[str]:
     """The modules whose output a stacked weight makes, or is added to."""
-    layer = parameter.removesuffix(".weight")
-    if layer.endswith(".in_proj"):
+    if match := _MAKING.fullmatch(parameter):
+        layer = match[1]
         yield layer
-    elif layer.endswith(".in_proj.to_wrap"):
-        yield from (layer, layer.removesuffix(".to_wrap"))
-    elif layer.endswith(".in_proj.adapter.linear_out"):
-        yield from (layer, layer.removesuffix(".linear_out"))
+        if layer.endswith((".to_wrap", ".linear_out")):
+            # The layer that is around it, or the adapter.
+            yield layer.rpartition(".")[0]
 
 
 def head_rows(chunks: Iterable[Names]) -> dict[str, int]:
@@ -81,15 +96,35 @@ def _in(module: Any) -> Iterator[tuple[torch.nn.Parameter, Sequence[int]]]:
     for parameter in module.parameters(recurse=False):
         if sizes := getattr(raw(parameter), "partition_sizes", None):
             yield raw(parameter), sizes
-    if not _is_delta_net(module):
-        return
-    keys, values, heads = module.qk_dim, module.v_dim, module.num_value_heads
-    sections = getattr(module, "in_proj_split_sections", None)
-    yield raw(module.in_proj.weight), sections or (keys, keys, values, values, heads, heads)
-    for parameter in module.conv1d.parameters():
-        yield raw(parameter), (keys, keys, values)
+    if _is_gated(module):
+        for name, parameter in getattr(module, GATED).named_parameters():
+            if not is_of_adapter(name):
+                yield raw(parameter), (1, 1)
+    if hasattr(module, "linear_qkv_down_proj"):
+        config = module.config
+        latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        yield raw(module.linear_qkv_down_proj.weight), (config.q_lora_rank, latent)
+    if _is_delta_net(module):
+        keys, values, heads = module.qk_dim, module.v_dim, module.num_value_heads
+        sections = getattr(module, "in_proj_split_sections", None)
+        yield raw(module.in_proj.weight), sections or (keys, keys, values, values, heads, heads)
+        for parameter in module.conv1d.parameters():
+            yield raw(parameter), (keys, keys, values)
+
+
+def _is_gated(module: Any) -> bool:
+    """Whether it is an MLP with gate and up projection one after the other."""
+    config = getattr(module, "config", None)
+    return (
+        hasattr(module, GATED)
+        and bool(getattr(config, "gated_linear_unit", False))
+        and not any(
+            hasattr(module, method) and getattr(config, option, None)
+            for method, option in _INTERLEAVED.items()
+        )
+    )
 
 
 def _shares(sizes: Sequence[int]) -> Shares:
     common = math.gcd(*sizes)
-    return tuple(size // common for size in sizes)
+    return len(sizes) if len({*sizes}) == 1 else tuple(size // common for size in sizes)

@@ -129,7 +129,11 @@ def _runs(local: Rows, logical: Rows) -> DimMap:
 
 
 def expert_boxes(
-    rows: DimMap, local: tuple[int, ...], logical: tuple[int, ...], mesh: Mesh, *, gated: bool
+    rows: DimMap,
+    local: tuple[int, ...],
+    logical: tuple[int, ...],
+    mesh: Mesh,
+    blocks: int | tuple[int, ...] = 1,
 ) -> tuple[str, tuple[Box, ...]]:
     """The placement, in words, and the boxes of a tensor whose rows are tokens.
 
@@ -138,7 +142,7 @@ def expert_boxes(
         local: shape of this rank's tensor.
         logical: shape of the reference's.
         mesh: of this rank.
-        gated: whether the last dim stacks gate and up projection.
+        blocks: that are stacked in the last dim, as of :class:`BlockShard`; 1 if none are.
 
     Raises:
         NoPlacementError: when another dim is neither whole nor divided by ``etp``.
@@ -151,8 +155,8 @@ def expert_boxes(
         if local[dim] == logical[dim]:
             maps.append(whole(logical[dim]))
         elif local[dim] * etp == logical[dim]:
-            last = dim == len(logical) - 1
-            rule = BlockShard(dim) if gated and last else Shard(dim)
+            stacked = blocks != 1 and dim == len(logical) - 1
+            rule = BlockShard(dim, blocks) if stacked else Shard(dim)
             maps.append(rule.divide(whole(logical[dim]), mesh.at("etp"), etp))
             words.append(f"etp:{rule}")
         else:

@@ -132,7 +132,6 @@ def layout_of(model: TracedModel, args: MegatronArguments, scale: float = 1.0) -
     return RankLayout(
         mesh=model.mesh,
         seq_length=args.seq_length,
-        gated=model.gated,
         gradient_factor=gradient_factor(args, model.mesh),
         sequence_first=frozenset(
             name

@@ -204,7 +204,7 @@ class ReferenceSession:
     ) -> None:
         """Replay the step of an iteration with one loss's coefficient changed at a time."""
         reference = TraceReader(Path(separation.reference), announced=separation.checksum)
-        layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
+        layout = RankLayout(SINGLE, self.args.seq_length, 1.0)
         at = separation.iteration
         blocks = self._blocks(iterator, count, run)
         block = next(block for block in blocks if at in block.iterations)
@@ -317,7 +317,7 @@ class ReferenceSession:
         before: Mapping[TraceKey, Moved],
     ) -> dict[TraceKey, Moved]:
         """Replay a block once, perturbed by a seed; returns what the replays until now did."""
-        layout = RankLayout(SINGLE, self.args.seq_length, self.model.gated, 1.0)
+        layout = RankLayout(SINGLE, self.args.seq_length, 1.0)
         moved: dict[TraceKey, Moved] = {}
         with perturbed(self.model.names, seed, self.model.optimizer):
             for iteration in block.iterations:

@@ -90,8 +90,6 @@ def traced_model(
     chunks: list[torch.nn.Module], optimizer: Optimizer, args: MegatronArguments
 ) -> TracedModel:
     """What Megatron's ``setup_model_and_optimizer`` returned on this rank, with its names."""
-    from megatron.core.utils import get_model_config
-
     mesh = current_mesh(args)
     offset = (args.num_experts or 0) // mesh.size("ep") * mesh.at("ep")
     return TracedModel(
@@ -99,7 +97,6 @@ def traced_model(
         [canonical_names(unwrap(chunk), expert_offset=offset) for chunk in chunks],
         optimizer,
         mesh,
-        gated=bool(get_model_config(chunks[0]).gated_linear_unit),
     )
 
 

@@ -67,7 +67,7 @@ def save(
     for rank, mesh in enumerate(meshes):
         writer = TraceWriter(home / "candidate", rank)
         sums = dict.fromkeys(partial, "tp")
-        layout = RankLayout(mesh, 16, False, 2.0, partials=sums)
+        layout = RankLayout(mesh, 16, 2.0, partials=sums)
         compare = CompareSink(reference, 1, layout, writer=writer, keep_all=True)
         for place, data in tensors.items():
             part = data if place in {*whole, *partial} else data.chunk(2)[rank]

@@ -45,7 +45,7 @@ def test_start_of_buffers():
     model = Model("group")
     model.register_buffer("calls", torch.tensor(0))
     mesh = mesh_of(0, 2, cp=2)
-    taken = initial_values(TracedModel([model], [canonical_names(model)], None, mesh, gated=False))
+    taken = initial_values(TracedModel([model], [canonical_names(model)], None, mesh))
     assert [(one.name, one.logical_shape, one.moments.n) for one in taken] == [
         ("rotary.inv_freq", (4,), 4)
     ]

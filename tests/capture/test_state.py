@@ -30,10 +30,7 @@ def stepped(monkeypatch: pytest.MonkeyPatch, halves: int = 1) -> SimpleNamespace
         one: Owned(main, adam, adam.param_groups[0], (0, main.numel()) if halves > 1 else None)
         for one, main in zip(layer.parameters(), mains, strict=True)
     }
-    places = [
-        (one, place_parameter(name, one, SINGLE, gated=False))
-        for name, one in layer.named_parameters()
-    ]
+    places = [(one, place_parameter(name, one, SINGLE)) for name, one in layer.named_parameters()]
     monkeypatch.setattr(state, "owned_by", lambda _: owned)
     return SimpleNamespace(
         optimizer=SimpleNamespace(optimizer=adam),

@@ -58,9 +58,7 @@ def run(sink, where, wrong=0.0, perturb=None, guard=stand_in.no_waiting):
     model = Model().to(where)
     model.layers[1].second.weight.data[0, 0] += wrong
     ids, labels = (one.to(where) for one in batch())
-    traced = TracedModel(
-        [model], [canonical_names(model)], Optimizer(model.parameters()), SINGLE, False
-    )
+    traced = TracedModel([model], [canonical_names(model)], Optimizer(model.parameters()), SINGLE)
 
     def fail(error):
         raise error
@@ -101,7 +99,7 @@ def reference(tmp_path_factory):
 def sink_of(reference, writer=None, budget=Budget()):  # noqa: B008 - it cannot change
     """A sink that stores what is wrong by more than rounding."""
     tolerances = tolerances_of(reference, 1e-6)
-    layout = RankLayout(SINGLE, 5, False, 1.0)
+    layout = RankLayout(SINGLE, 5, 1.0)
     return CompareSink(reference, 1, layout, tolerances=tolerances, writer=writer, budget=budget)
 
 
@@ -164,7 +162,7 @@ def test_isolation(reference, there):
 
     Whether a tensor is replaced is decided by its values, for which the host waits.
     """
-    layout = RankLayout(SINGLE, 5, False, 1.0)
+    layout = RankLayout(SINGLE, 5, 1.0)
     wrong = {}
     for where in (CPU, there):
         sink = CompareSink(reference, 1, layout, isolate=True)
@@ -190,7 +188,7 @@ def test_a_choice_of_experts(there):
 
 def test_a_perturbed_replay(reference, there):
     """Moves every activation a little, on the device as on the host."""
-    replay = CompareSink(reference, 1, RankLayout(SINGLE, 5, False, 1.0))
+    replay = CompareSink(reference, 1, RankLayout(SINGLE, 5, 1.0))
     run(replay, there, perturb=1)
     assert max(one.sums.diff for one in replay.measured) > 0
 

@@ -83,7 +83,7 @@ class World:
         measured = {}
         for rank, tensors in enumerate(self.ranks):
             mesh = mesh_of(rank, len(self.ranks), **self.sizes)
-            sink = CompareSink(reference, 1, RankLayout(mesh, S, False, 1.0), tolerances=tolerances)
+            sink = CompareSink(reference, 1, RankLayout(mesh, S, 1.0), tolerances=tolerances)
             for place, data in tensors.items():
                 if place[0] < 0:
                     sink.placed(place, data, data.shape, ())

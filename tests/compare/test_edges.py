@@ -35,7 +35,7 @@ def verdict_on(directory, reference, candidate, kind=Kind.OUTPUT):
     place = (STEP_LEVEL if kind is Kind.MAIN_GRAD else 0, kind, "decoder.layers.0", 0)
     reader = reference_of(directory / "reference", {place: reference})
     saving = TraceWriter(directory / "candidate", 0)
-    layout = RankLayout(SINGLE, 16, False, 1.0)
+    layout = RankLayout(SINGLE, 16, 1.0)
     sink = CompareSink(reader, 1, layout, writer=saving, keep_all=True)
     sink.placed(place, candidate, candidate.shape, ())
     saving.close()

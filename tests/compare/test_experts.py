@@ -93,7 +93,7 @@ def check(reference, tamper=lambda rank, rows, data: (rows, data), *, writer=Non
     """Verdicts of two ranks; ``tamper`` may change what a rank sees."""
     measured = {}
     for rank in range(2):
-        layout = RankLayout(mesh_of(rank, 2, **sizes), 4, False, 1.0)
+        layout = RankLayout(mesh_of(rank, 2, **sizes), 4, 1.0)
         sink = CompareSink(
             reference, 1, layout, writer=writer(rank) if writer else None, keep_all=bool(writer)
         )
@@ -144,7 +144,7 @@ def write_shards(home, index_of_rank):
     }
     for rank in range(2):
         writer = TraceWriter(home, rank)
-        layout = RankLayout(mesh_of(rank, 2, ep=2), 4, False, 1.0)
+        layout = RankLayout(mesh_of(rank, 2, ep=2), 4, 1.0)
         sink = ShardSink(writer, 1, layout, by, lambda _: gathered(index_of_rank))
         assert sink.positions(rank, (4, 2)).tolist() == list(range(TOKENS))
         rows = index_of_rank(rank)
@@ -221,7 +221,7 @@ def test_what_went_wrong_on_a_rank(reference, tamper, expected):
 
 def test_a_tensor_of_other_rows_is_a_shape(reference):
     """Rows and tensor must be of one length."""
-    sink = CompareSink(reference, 1, RankLayout(mesh_of(0, 2, ep=2), 4, False, 1.0))
+    sink = CompareSink(reference, 1, RankLayout(mesh_of(0, 2, ep=2), 4, 1.0))
     sink.dispatched(0, LAYER, arrived(0))
     sink.tensor(((0, *IN),), tensor(arrived(0))[1:])
     found = by_place(judged(reference, {0: sink.measured}))[0, *IN]
@@ -234,7 +234,7 @@ def test_partial_sums_are_judged_by_their_sum(reference, weights):
     """Two ranks of expert tensor parallelism: a right one, a doubled, a lost, a scaled one."""
     measured = {}
     for rank, weight in enumerate(weights):
-        sink = CompareSink(reference, 1, RankLayout(mesh_of(rank, 2, tp=2, etp=2), 4, False, 1.0))
+        sink = CompareSink(reference, 1, RankLayout(mesh_of(rank, 2, tp=2, etp=2), 4, 1.0))
         for m in MICROBATCHES:
             sink.dispatched(m, LAYER, every_row(m))
             sink.tensor(((m, *OUT),), weight * tensor(every_row(m)))
@@ -249,7 +249,7 @@ def test_partial_sums_are_judged_by_their_sum(reference, weights):
 
 def test_another_choice(reference):
     """A tie passes with a note, the reference's choice is taken; a wrong one diverges."""
-    sink = CompareSink(reference, 1, RankLayout(mesh_of(0, 1), 4, False, 1.0))
+    sink = CompareSink(reference, 1, RankLayout(mesh_of(0, 1), 4, 1.0))
     tied, own = scores(0), chosen(0).clone()
     tied[0], own[0] = 1.1, 1 - own[0]
     taken = sink.routed(0, ROUTER, Routed(tied, own[:, None]))
@@ -288,16 +288,14 @@ def test_saved_pieces_are_compared_offline(reference, tmp_path):
 def test_isolation_puts_the_reference_in(reference):
     """Each row its own; a partial tensor's equal share."""
     rows = arrived(0)
-    layout = RankLayout(mesh_of(0, 2, ep=2), 4, False, 1.0)
+    layout = RankLayout(mesh_of(0, 2, ep=2), 4, 1.0)
     sink = CompareSink(reference, 1, layout, isolate=True)
     sink.dispatched(0, LAYER, rows)
     wrong = tensor(rows) + 1
     assert torch.equal(sink.replace((0, *IN), wrong), tensor(rows))
     assert sink.replace((0, *IN), tensor(rows)) is None
     both = every_row(0)
-    sink = CompareSink(
-        reference, 1, RankLayout(mesh_of(0, 2, tp=2, etp=2), 4, False, 1.0), isolate=True
-    )
+    sink = CompareSink(reference, 1, RankLayout(mesh_of(0, 2, tp=2, etp=2), 4, 1.0), isolate=True)
     sink.dispatched(0, LAYER, both)
     assert torch.allclose(sink.replace((0, *OUT), wrong[:0].new_ones(8, HIDDEN)), tensor(both) / 2)
 
@@ -318,7 +316,7 @@ def test_padding_is_not_stored(tmp_path):
     assert torch.equal(
         stored.tensor(stored.entry(TraceKey(1, 0, *OF_ONE))), tensor(rows.of_expert(1))
     )
-    live = CompareSink(stored, 1, RankLayout(mesh_of(0, 1), 4, False, 1.0))
+    live = CompareSink(stored, 1, RankLayout(mesh_of(0, 1), 4, 1.0))
     live.dispatched(0, LAYER, rows)
     live.tensor(((0, *IN),), padded)
     assert live.measured[-1].sums.n == TOKENS * HIDDEN
@@ -344,7 +342,7 @@ def test_a_second_call_of_the_experts(tmp_path):
         sink.dispatched(0, LAYER, every_row(0))
         sink.tensor(((0, *second),), tensor(every_row(0)))
     live = CompareSink(
-        TraceReader(tmp_path / "reference"), 1, RankLayout(mesh_of(0, 2, ep=2), 4, False, 1.0)
+        TraceReader(tmp_path / "reference"), 1, RankLayout(mesh_of(0, 2, ep=2), 4, 1.0)
     )
     here = index((0, rows_of(0, 0), 0))
     live.dispatched(0, LAYER, here)

@@ -16,7 +16,7 @@ from tests.placement.meshes import mesh_of
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a", 0)
 GRAD = TraceKey(1, 0, Kind.GRAD_INPUT, "a", 0)
-LAYOUT = RankLayout(mesh_of(1, 2, tp=2), 8, False, 3.0, frozenset({"a", "x"}))
+LAYOUT = RankLayout(mesh_of(1, 2, tp=2), 8, 3.0, frozenset({"a", "x"}))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_misfits(reference):
 
 def test_what_cannot_be_followed_is_not_planned(reference):
     """Experts behind a dispatcher that carries no other data."""
-    layout = RankLayout(mesh_of(0, 2, ep=2), 8, False, 1.0, dispatcher="flex")
+    layout = RankLayout(mesh_of(0, 2, ep=2), 8, 1.0, dispatcher="flex")
     key = dataclasses.replace(KEY, name="decoder.layers.0.mlp.experts")
     assert Planner(reference, 1, layout).plan(key, (4,)) == []
 

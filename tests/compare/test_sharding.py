@@ -58,7 +58,7 @@ def test_parts_of_different_sizes(tmp_path):
 def sink(tmp_path):
     """Of the second of two tensor-parallel ranks; with it, what it has written."""
     by = known(divided(trial(tmp_path / "trial", ((4, 2, 8), (4, 2, 16)))))
-    layout = RankLayout(mesh_of(1, 2, tp=2), 16, False, 1.0)
+    layout = RankLayout(mesh_of(1, 2, tp=2), 16, 1.0)
     writer = TraceWriter(tmp_path / "shards", 1)
 
     def written():

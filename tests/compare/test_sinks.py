@@ -60,11 +60,12 @@ def reference(tmp_path, tensors):
     return TraceReader(tmp_path / "reference")
 
 
-def layout(rank=0, factor=1.0, gated=True, **sizes):
+def layout(rank=0, factor=1.0, blocks=2, **sizes):
     world = 1
     for size in sizes.values():
         world *= size
-    return RankLayout(mesh_of(rank, world, **sizes), S, gated, factor)
+    mesh = mesh_of(rank, world, **sizes)
+    return RankLayout(mesh, S, factor, stacked={FC1[2]: blocks})
 
 
 def test_the_reference_is_written_once_per_tensor(reference, tensors):
@@ -98,7 +99,7 @@ def gated(tensors, rank):
         # ``linear_fc1``'s output is gate and up side by side, unless the model is not gated.
         (FC1, layout(0, tp=2), lambda t: gated(t, 0), "tp:BlockShard(2, 2)", True),
         (FC1, layout(1, tp=2), lambda t: gated(t, 1), "tp:BlockShard(2, 2)", True),
-        (FC1, layout(1, gated=False, tp=2), lambda t: gated(t, 1), "tp:Shard(2)", False),
+        (FC1, layout(1, blocks=1, tp=2), lambda t: gated(t, 1), "tp:Shard(2)", False),
         # Other numbers of microbatches scale the loss; main gradients are averaged again.
         (GRAD, layout(factor=4.0), lambda t: 4 * t[GRAD], "Replicate", True),
         (OUT, layout(factor=4.0), lambda t: t[OUT], "Replicate", True),

@@ -22,7 +22,7 @@ def reference(tmp_path):
 
 def substituter(reference, perturb=None):
     """Of the second of two tensor-parallel ranks."""
-    planner = Planner(reference, 1, RankLayout(mesh_of(1, 2, tp=2), 8, False, 1.0))
+    planner = Planner(reference, 1, RankLayout(mesh_of(1, 2, tp=2), 8, 1.0))
     return Substituter(reference, planner, perturb)
 
 

@@ -62,6 +62,11 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
     ("before", "fix", "arguments"),
     [
         ("", "mla-rotary-key", MLA),
+        (
+            "",
+            "mla-rotary-key",
+            f"{MLA} --sequence-parallel --q-lora-rank 16 --mla-down-proj-fusion",
+        ),
         ("", "masked-tokens", f"{CP} --eod-mask-loss"),
         ("", "predicted-tokens", f"{CP} --mtp-num-layers 1"),
         ("train-only-sinks", "sinks", SINKS),

@@ -55,7 +55,7 @@ def side_streams(where: str) -> dict[str, Any]:
         seal(writer.directory, {"role": "reference"})
         reference = TraceReader(writer.directory)
         writer = TraceWriter(Path(home, "candidate"), 0)
-        layout = RankLayout(SINGLE, 5, False, 1.0)
+        layout = RankLayout(SINGLE, 5, 1.0)
         sink = CompareSink(reference, 1, layout, writer=writer, keep_all=True)
         run(sink, where)
         worst = 0.0

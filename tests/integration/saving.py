@@ -35,7 +35,7 @@ def write(chunks: list[Any], optimizer: Any) -> None:
     mesh = current_mesh(args)
     offset = (args.num_experts or 0) // mesh.size("ep") * mesh.at("ep")
     modules = [canonical_names(unwrap(chunk), expert_offset=offset) for chunk in chunks]
-    model = TracedModel(chunks, modules, optimizer, mesh, gated=args.swiglu)
+    model = TracedModel(chunks, modules, optimizer, mesh)
     templates = stored_names(chunks)
     folder = Path(os.environ["TTRACE_TEST_SAVED"])
     names = {where.name: stored_name(templates[p], where.name) for p, where in model.places()}

@@ -44,6 +44,11 @@ PREDICTION = (
 JOBS = [
     (MLA, 2, "MLA without sequence"),
     (f"{MLA} --sequence-parallel", 2, ""),
+    (
+        f"{MLA} --sequence-parallel --q-lora-rank 16 --mla-down-proj-fusion",
+        2,
+        "MLA without sequence",
+    ),
     (f"{FSDP} --calculate-per-token-loss", 2, "Megatron-FSDP and per-token losses"),
     (FSDP, 2, ""),
     (f"{FSDP} --calculate-per-token-loss --megatron-fsdp-main-grads-dtype fp32", 2, ""),

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.jobs import provenance
-from megatron_ttrace.mcore import parameters, roles
+from megatron_ttrace.mcore import parameters, stacked
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.mcore.sources import sources_of
 from megatron_ttrace.placement.mesh import Mesh
@@ -115,6 +116,8 @@ class Down(torch.nn.Module):
 class Fused(torch.nn.Module):
     """A gated MLP."""
 
+    config = SimpleNamespace(gated_linear_unit=True)
+
     def __init__(self, rank: int | None, wire: Wire | None, fault: float) -> None:
         super().__init__()
         self.gate_up = FusedGatedLinear(rank, wire, fault)
@@ -172,8 +175,9 @@ def trace(model: Model, sink: WriteSink | CompareSink, mesh: Mesh) -> None:
         raise AssertionError("tracing failed") from error
 
     names = canonical_names(model)
+    blocks = stacked.stacked_parameters(names)
     placed = {
-        name: parameters.place_parameter(name, parameter, mesh, gated=True)
+        name: parameters.place_parameter(name, parameter, mesh, blocks.get(name, 1))
         for name, parameter in names.parameters.items()
     }
 
@@ -210,9 +214,10 @@ def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
     def run(rank: int) -> CompareSink:
         writer = TraceWriter(folder / "candidate", rank)
         mesh = mesh_of(rank, TP, tp=TP)
-        sink = CompareSink(
-            reference, 1, RankLayout(mesh, S, True, 1.0), tolerances=tolerances, writer=writer
+        layout = RankLayout(
+            mesh, S, 1.0, stacked=stacked.stacked_outputs([canonical_names(models[rank])])
         )
+        sink = CompareSink(reference, 1, layout, tolerances=tolerances, writer=writer)
         trace(models[rank], sink, mesh)
         writer.close()
         return sink
@@ -257,7 +262,7 @@ def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def supported(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is declared of the new module: two rows of tables, all in mcore/."""
-    monkeypatch.setattr(roles, "FIRST_OF_GATED", (*roles.FIRST_OF_GATED, "gate_up"))
+    monkeypatch.setattr(stacked, "GATED", "gate_up")
     monkeypatch.setitem(parameters.UNMARKED, "channel_scales", 0)
 
 

@@ -43,9 +43,9 @@ def sharded(*shape, dim=0, **others):
     )
 
 
-def filled(name, made, mesh=SINGLE, gated=False, init="reveal", config=None):
+def filled(name, made, mesh=SINGLE, stacked=1, init="reveal", config=None):
     """The start values of a local parameter."""
-    place = place_parameter(name, made, mesh, gated=gated)
+    place = place_parameter(name, made, mesh, stacked)
     fill(place, made, mesh, seed=7, config=config or Config(), init=init)
     return made.detach()
 
@@ -56,45 +56,45 @@ LOCAL = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc"
 
 
 @pytest.mark.parametrize(
-    ("name", "made", "sizes", "gated", "shape", "placement"),
+    ("name", "made", "sizes", "stacked", "shape", "placement"),
     [
-        ("a.weight", sharded(4, 6), {}, True, (4, 6), "Replicate"),
-        ("a.weight", sharded(4, 6), {"tp": 2}, True, (8, 6), "tp:Shard(0)"),
-        ("a.weight", sharded(4, 6, dim=1), {"tp": 2}, True, (4, 12), "tp:Shard(1)"),
-        ("a.weight", parameter(4, 6), {"tp": 2}, True, (4, 6), "Replicate"),
-        ("a.weight", parameter(4, tensor_model_parallel=False), {"tp": 2}, True, (4,), "Replicate"),
-        (FC1, sharded(4, 6), {"tp": 2}, True, (8, 6), "tp:BlockShard(0, 2)"),
-        (FC1, sharded(4, 6), {"tp": 2}, False, (8, 6), "tp:Shard(0)"),
-        ("a.linear_fc1.bias", sharded(4), {"tp": 2}, True, (8,), "tp:BlockShard(0, 2)"),
-        ("linear_fc1.weight", sharded(4, 6), {"tp": 2}, True, (8, 6), "tp:BlockShard(0, 2)"),
-        ("a.linear_fc2.weight", sharded(4, 6, dim=1), {"tp": 4}, True, (4, 24), "tp:Shard(1)"),
-        (FC1, sharded(4, 6, allreduce=False), {"tp": 2, "etp": 1}, True, (4, 6), "Replicate"),
+        ("a.weight", sharded(4, 6), {}, 2, (4, 6), "Replicate"),
+        ("a.weight", sharded(4, 6), {"tp": 2}, 1, (8, 6), "tp:Shard(0)"),
+        ("a.weight", sharded(4, 6, dim=1), {"tp": 2}, 2, (4, 12), "tp:Shard(1)"),
+        ("a.weight", parameter(4, 6), {"tp": 2}, 2, (4, 6), "Replicate"),
+        ("a.weight", parameter(4, tensor_model_parallel=False), {"tp": 2}, 2, (4,), "Replicate"),
+        (FC1, sharded(4, 6), {"tp": 2}, 2, (8, 6), "tp:BlockShard(0, 2)"),
+        (FC1, sharded(4, 6), {"tp": 2}, 1, (8, 6), "tp:Shard(0)"),
+        ("a.linear_fc1.bias", sharded(4), {"tp": 2}, 2, (8,), "tp:BlockShard(0, 2)"),
+        ("linear_fc1.weight", sharded(4, 6), {"tp": 2}, 2, (8, 6), "tp:BlockShard(0, 2)"),
+        ("a.linear_fc2.weight", sharded(4, 6, dim=1), {"tp": 4}, 2, (4, 24), "tp:Shard(1)"),
+        (FC1, sharded(4, 6, allreduce=False), {"tp": 2, "etp": 1}, 2, (4, 6), "Replicate"),
         # nothing on attention sinks says that heads are divided
-        ("a.core_attention.softmax_offset", parameter(4), {"tp": 2}, False, (8,), "tp:Shard(0)"),
+        ("a.core_attention.softmax_offset", parameter(4), {"tp": 2}, 1, (8,), "tp:Shard(0)"),
         # experts, which older releases do not mark
-        (f"{LOCAL}1.weight", parameter(4, 6), {"tp": 2}, True, (8, 6), "etp:BlockShard(0, 2)"),
-        (f"{LOCAL}1.bias", parameter(4), {"tp": 2}, False, (8,), "etp:Shard(0)"),
-        (f"{LOCAL}2.weight", parameter(4, 6), {"tp": 2}, True, (4, 12), "etp:Shard(1)"),
-        (f"{LOCAL}2.bias", parameter(4), {"tp": 2}, True, (4,), "Replicate"),
-        (f"{GROUPED}1.weight3", parameter(4, 6), {"tp": 2}, True, (8, 6), "etp:BlockShard(0, 2)"),
-        (f"{GROUPED}1.bias3", parameter(4), {"tp": 2}, False, (8,), "etp:Shard(0)"),
-        (f"{GROUPED}2.weight3", parameter(4, 6), {"tp": 2}, True, (4, 12), "etp:Shard(1)"),
-        (f"{GROUPED}2.bias3", parameter(4), {"tp": 2}, True, (4,), "Replicate"),
-        (f"{GROUPED}1.weight3", parameter(4, 6), {"tp": 2, "etp": 1}, True, (4, 6), "Replicate"),
+        (f"{LOCAL}1.weight", parameter(4, 6), {"tp": 2}, 2, (8, 6), "etp:BlockShard(0, 2)"),
+        (f"{LOCAL}1.bias", parameter(4), {"tp": 2}, 1, (8,), "etp:Shard(0)"),
+        (f"{LOCAL}2.weight", parameter(4, 6), {"tp": 2}, 2, (4, 12), "etp:Shard(1)"),
+        (f"{LOCAL}2.bias", parameter(4), {"tp": 2}, 2, (4,), "Replicate"),
+        (f"{GROUPED}1.weight3", parameter(4, 6), {"tp": 2}, 2, (8, 6), "etp:BlockShard(0, 2)"),
+        (f"{GROUPED}1.bias3", parameter(4), {"tp": 2}, 1, (8,), "etp:Shard(0)"),
+        (f"{GROUPED}2.weight3", parameter(4, 6), {"tp": 2}, 2, (4, 12), "etp:Shard(1)"),
+        (f"{GROUPED}2.bias3", parameter(4), {"tp": 2}, 2, (4,), "Replicate"),
+        (f"{GROUPED}1.weight3", parameter(4, 6), {"tp": 2, "etp": 1}, 2, (4, 6), "Replicate"),
         (
             "e.linear_fc2.weight",
             sharded(4, 6, dim=1, allreduce=False),
             {"tp": 4, "etp": 2},
-            True,
+            2,
             (4, 12),
             "etp:Shard(1)",
         ),
     ],
 )
-def test_places(name, made, sizes, gated, shape, placement):
+def test_places(name, made, sizes, stacked, shape, placement):
     """Read off the attributes that Megatron's layers set."""
     mesh = mesh_of(0, 4, **sizes)
-    place = place_parameter(name, made, mesh, gated=gated)
+    place = place_parameter(name, made, mesh, stacked)
     assert (place.logical_shape, describe(place.placement)) == (shape, placement)
 
 
@@ -102,17 +102,17 @@ def test_places(name, made, sizes, gated, shape, placement):
 def test_shards_equal_the_slices_of_the_whole(dtype):
     """Column, row and gated parallel weights, cut by hand."""
     cases = [
-        ("a.weight", (8, 6), 0, chunk, False),
-        ("a.weight", (8, 6), 1, chunk, False),
-        (FC1, (8, 6), 0, gated_chunk, True),
+        ("a.weight", (8, 6), 0, chunk, 1),
+        ("a.weight", (8, 6), 1, chunk, 1),
+        (FC1, (8, 6), 0, gated_chunk, 2),
     ]
-    for name, shape, dim, cut, gated in cases:
-        whole = filled(name, parameter(*shape, dtype=dtype), gated=gated)
+    for name, shape, dim, cut, stacked in cases:
+        whole = filled(name, parameter(*shape, dtype=dtype), stacked=stacked)
         for rank in range(2):
             local = list(shape)
             local[dim] //= 2
             mesh = mesh_of(rank, 2, tp=2)
-            values = filled(name, sharded(*local, dim=dim, dtype=dtype), mesh, gated=gated)
+            values = filled(name, sharded(*local, dim=dim, dtype=dtype), mesh, stacked=stacked)
             assert values.dtype == dtype
             expected = cut(whole.float().numpy(), dim, rank, 2)
             np.testing.assert_array_equal(values.float().numpy(), expected)
@@ -153,7 +153,7 @@ def test_gathered_rows_are_the_weight(dim, padding):
         part = logical.narrow(dim, tp * shape[dim], shape[dim])[number * length :][:length]
         assert torch.equal(values[: len(part)], part)
         assert (values[len(part) :] == 99.0).all()
-        place = place_parameter("a.weight", made, mesh, gated=False)
+        place = place_parameter("a.weight", made, mesh)
         assert place.replicated == ("cp",)
         flat = torch.full((length * 6 - 4,), 99.0)
         fill(place.flat(4, length * 6), flat, mesh, seed=7, config=Config(), init="reveal")
@@ -166,7 +166,7 @@ def test_rows_of_another_rank_are_refused():
     """Consecutive data-parallel ranks have consecutive rows."""
     made = gathered(4, 6, number=0, parts=2, padding=0)
     with pytest.raises(ValueError, match=r"a\.weight: rank 1 has part 0 of 2"):
-        place_parameter("a.weight", made, mesh_of(1, 2), gated=False)
+        place_parameter("a.weight", made, mesh_of(1, 2))
 
 
 def test_replicas_are_equal_and_every_element_is_written():
@@ -183,8 +183,8 @@ def test_flat_ranges_equal_the_flattened_slice(data):
     mesh = mesh_of(rank, 2, tp=2)
     start = data.draw(st.integers(0, 24))
     end = data.draw(st.integers(start, 24))
-    local = filled(FC1, sharded(4, 6), mesh, gated=True)
-    place = place_parameter(FC1, sharded(4, 6), mesh, gated=True).flat(start, end)
+    local = filled(FC1, sharded(4, 6), mesh, stacked=2)
+    place = place_parameter(FC1, sharded(4, 6), mesh, stacked=2).flat(start, end)
     flat = torch.full((end - start,), 99.0)
     fill(place, flat, mesh, seed=7, config=Config(), init="reveal")
     assert torch.equal(flat, local.reshape(-1)[start:end])
@@ -258,11 +258,11 @@ def primed(mesh, main, place, *, cls=torch.optim.AdamW, flat=None):
 def test_moments_of_a_shard_and_of_a_flat_range(cls):
     """Whole on one device, a gated half under TP, a range of it under ZeRO: the same numbers."""
     whole = parameter(8, 6)
-    reference = primed(SINGLE, whole, place_parameter(FC1, whole, SINGLE, gated=True), cls=cls)
+    reference = primed(SINGLE, whole, place_parameter(FC1, whole, SINGLE, stacked=2), cls=cls)
     for rank in range(2):
         mesh = mesh_of(rank, 2, tp=2)
         half = sharded(4, 6)
-        place = place_parameter(FC1, half, mesh, gated=True)
+        place = place_parameter(FC1, half, mesh, stacked=2)
         values = primed(mesh, half, place, cls=cls)
         flat = parameter(13)
         ranged = primed(mesh, flat, place, cls=cls, flat=(5, 18))
@@ -276,7 +276,7 @@ def test_moments_of_a_shard_and_of_a_flat_range(cls):
 def test_primed_moments_look_like_the_middle_of_a_run():
     """First moments around zero, second ones positive and near their square."""
     main = parameter(100, 100)
-    state = primed(SINGLE, main, place_parameter("a.weight", main, SINGLE, gated=False))
+    state = primed(SINGLE, main, place_parameter("a.weight", main, SINGLE))
     assert float(state["exp_avg"].std()) == pytest.approx(moments.SCALE, rel=0.05)
     assert abs(float(state["exp_avg"].mean())) < 0.05 * moments.SCALE
     assert float(state["exp_avg_sq"].min()) > 0
@@ -290,7 +290,7 @@ def test_a_primed_optimizer_steps():
         main = parameter(10, 10, dtype=torch.float32)
         inner = adam([main])
         part = Owned(main, inner, inner.param_groups[0])
-        place = place_parameter("a.weight", main, SINGLE, gated=False)
+        place = place_parameter("a.weight", main, SINGLE)
         moments.prime([(place, part)], SINGLE, seed=7)
         main.grad = torch.full_like(main, gradient)
         inner.step()
@@ -304,7 +304,7 @@ def test_a_primed_optimizer_steps():
 def test_bf16_mains_have_float32_moments():
     """As Megatron keeps them."""
     main = parameter(4, 4, dtype=torch.bfloat16)
-    state = primed(SINGLE, main, place_parameter("a.weight", main, SINGLE, gated=False))
+    state = primed(SINGLE, main, place_parameter("a.weight", main, SINGLE))
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
 
 
@@ -320,7 +320,7 @@ def test_fused_optimizers_count_by_group():
     main = parameter(4, 4)
     inner = FusedAdam([main], lr=0.1)
     part = Owned(main, inner, inner.param_groups[0])
-    place = place_parameter("a.weight", main, SINGLE, gated=False)
+    place = place_parameter("a.weight", main, SINGLE)
     moments.prime([(place, part)], SINGLE, seed=7)
     assert inner.param_groups[0]["step"] == moments.STEP
     assert set(inner.state[main]) == {"exp_avg", "exp_avg_sq"}
@@ -329,6 +329,6 @@ def test_fused_optimizers_count_by_group():
 def test_other_optimizers_are_left_alone():
     """Plain SGD has no moments to prime, and those of a foreign optimizer are unknown."""
     main = parameter(4, 4)
-    place = place_parameter("a.weight", main, SINGLE, gated=False)
+    place = place_parameter("a.weight", main, SINGLE)
     assert primed(SINGLE, main, place, cls=torch.optim.SGD) is None
     assert primed(SINGLE, main, place, cls=torch.optim.Adagrad).keys() == {"step", "sum"}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that stack unequal blocks."""
 
+from types import SimpleNamespace
+
 import torch
 
 from megatron_ttrace.mcore.names import canonical_names
@@ -96,12 +98,74 @@ def test_place():
     """Each block is divided."""
     weight = torch.nn.Parameter(torch.zeros(4, 3))
     weight.tensor_model_parallel, weight.partition_dim = True, 0
-    place = place_parameter(
-        "mixer.in_proj.weight", weight, mesh_of(1, 2, tp=2), gated=False, stacked=(3, 1)
-    )
+    place = place_parameter("mixer.in_proj.weight", weight, mesh_of(1, 2, tp=2), stacked=(3, 1))
     assert (place.logical_shape, describe(place.placement)) == (
         (8, 3),
         "tp:BlockShard(0, (3, 1))",
     )
     rows = [box.logical[0] for box in place.boxes(mesh_of(1, 2, tp=2))]
     assert rows == [3, 7]
+
+
+def gated(**options):
+    """A gated MLP as Megatron's, and as an adapter wraps it."""
+    model = torch.nn.Module()
+    model.mlp = torch.nn.Module()
+    model.mlp.config = SimpleNamespace(gated_linear_unit=True, **options)
+    model.mlp.linear_fc1 = torch.nn.Linear(4, 12)
+    model.mlp.linear_fc2 = torch.nn.Linear(6, 4)
+    return model
+
+
+def test_gate_and_up_projection():
+    """Two equal blocks, of weight and bias, but not of the adapter's first layer."""
+    model = gated()
+    plain = canonical_names(model)
+    assert stacked_parameters(plain) == {"mlp.linear_fc1.weight": 2, "mlp.linear_fc1.bias": 2}
+    assert stacked_outputs([plain]) == {"mlp.linear_fc1": 2}
+    layer, model.mlp.linear_fc1 = model.mlp.linear_fc1, torch.nn.Module()
+    model.mlp.linear_fc1.to_wrap = layer
+    model.mlp.linear_fc1.adapter = torch.nn.Module()
+    model.mlp.linear_fc1.adapter.linear_in = torch.nn.Linear(4, 2, bias=False)
+    model.mlp.linear_fc1.adapter.linear_out = torch.nn.Linear(2, 12, bias=False)
+    outputs = stacked_outputs([canonical_names(model)])
+    assert outputs == {
+        f"mlp.linear_fc1{end}": 2 for end in ("", ".to_wrap", ".adapter", ".adapter.linear_out")
+    }
+
+
+def test_alternating_gate_and_up_projection():
+    """Of experts that read them so, a contiguous part has both; the option alone says nothing."""
+    model = gated(moe_mlp_glu_interleave_size=2)
+    assert stacked_parameters(canonical_names(model))
+    model.mlp._remove_glu_interleaving = lambda x, size: x
+    assert not stacked_parameters(canonical_names(model))
+    model.mlp.config.moe_mlp_glu_interleave_size = None
+    assert stacked_parameters(canonical_names(model))
+
+
+def test_numbered_weights_of_experts():
+    """All experts of a layer make one output; an adapter's weight has no number."""
+    model = gated()
+    experts = model.mlp.linear_fc1 = torch.nn.Module()
+    experts.to_wrap, experts.adapter = torch.nn.Module(), torch.nn.Module()
+    for number in range(2):
+        weight = torch.nn.Parameter(torch.zeros(12, 4))
+        experts.to_wrap.register_parameter(f"weight{number}", weight)
+    experts.adapter.linear_out = torch.nn.Linear(2, 12, bias=False)
+    assert stacked_parameters(canonical_names(model)) == {
+        "mlp.linear_fc1.to_wrap.weight0": 2,
+        "mlp.linear_fc1.to_wrap.weight1": 2,
+        "mlp.linear_fc1.adapter.linear_out.weight": 2,
+    }
+
+
+def test_fused_down_projection():
+    """Of latent attention: queries, and keys and values with their positions."""
+    model = torch.nn.Module()
+    model.attention = torch.nn.Module()
+    model.attention.config = SimpleNamespace(q_lora_rank=8, kv_lora_rank=8, qk_pos_emb_head_dim=4)
+    model.attention.linear_qkv_down_proj = torch.nn.Linear(4, 10, bias=False)
+    names = canonical_names(model)
+    assert stacked_parameters(names) == {"attention.linear_qkv_down_proj.weight": (2, 3)}
+    assert stacked_outputs([names]) == {"attention.linear_qkv_down_proj": (2, 3)}

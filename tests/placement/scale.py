@@ -96,10 +96,10 @@ def planners(job: Job, rank: int) -> dict[str, Planner]:
             rows, strangers = match(arrived, known, microbatch)
             assert not strangers
             for module, side, size in MODULES:
-                gated = module == "linear_fc1" and side == "output"
+                blocks = 2 if module == "linear_fc1" and side == "output" else 1
                 local = len(arrived.expert), size // job.etp if size != HIDDEN else size
                 whole = len(known.expert), size
-                words, boxes = expert_boxes(rows, local, whole, mesh, gated=gated)
+                words, boxes = expert_boxes(rows, local, whole, mesh, blocks)
                 name = f"decoder.layers.{layer}.mlp.experts.{module}".rstrip(".")
                 for kind in SIDES[side]:
                     key = TraceKey(0, microbatch, kind, name, 0)

@@ -215,17 +215,17 @@ def test_rows_of_experts(job):
         rows = {ep: match(here, known, microbatch) for ep, here in sent.here.items()}
         assert not any(strangers for _, strangers in rows.values())
         part = EXPERT // job.etp
-        for size, within, gated in (
-            (HIDDEN, HIDDEN, False),
-            (EXPERT, part, False),
-            (2 * EXPERT, 2 * part, True),
+        for size, within, blocks in (
+            (HIDDEN, HIDDEN, 1),
+            (EXPERT, part, 1),
+            (2 * EXPERT, 2 * part, 2),
         ):
             boxes = []
             for here, _ in group:
                 mine = rows[here.at("ep")][0]
                 local = len(sent.here[here.at("ep")].expert), within
                 whole = len(known.expert), size
-                boxes += expert_boxes(mine, local, whole, here, gated=gated)[1]
+                boxes += expert_boxes(mine, local, whole, here, blocks)[1]
             replicas = job.etp if within == size else 1
             assert coverage(whole, boxes) == Coverage(replicas, replicas)
 

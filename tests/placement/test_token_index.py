@@ -115,19 +115,23 @@ def test_padding_of_quantised_products():
 
 
 @pytest.mark.parametrize(
-    ("local", "logical", "etp", "gated", "words", "columns"),
+    ("local", "logical", "etp", "blocks", "words", "columns"),
     [
-        ((5, 6), (5, 6), 1, False, "TokenIndex(0)", [(0, 6)]),
-        ((5, 3), (5, 6), 2, False, "TokenIndex(0) etp:Shard(1)", [(3, 3)]),
-        ((5, 4), (5, 8), 2, True, "TokenIndex(0) etp:BlockShard(1, 2)", [(2, 2), (6, 2)]),
-        ((5,), (5,), 2, False, "TokenIndex(0)", [()]),
+        ((5, 6), (5, 6), 1, 1, "TokenIndex(0)", [(0, 6)]),
+        ((5, 3), (5, 6), 2, 1, "TokenIndex(0) etp:Shard(1)", [(3, 3)]),
+        ((5, 4), (5, 8), 2, 2, "TokenIndex(0) etp:BlockShard(1, 2)", [(2, 2), (6, 2)]),
+        (
+            *((5, 4), (5, 8), 2, (3, 1)),
+            *("TokenIndex(0) etp:BlockShard(1, (3, 1))", [(3, 3), (7, 1)]),
+        ),
+        ((5,), (5,), 2, 1, "TokenIndex(0)", [()]),
     ],
 )
-def test_columns_table(local, logical, etp, gated, words, columns):
+def test_columns_table(local, logical, etp, blocks, words, columns):
     """What expert tensor parallelism leaves the second of its ranks."""
     rows, _ = match(THERE, THERE, 0)
     mesh = mesh_of(1, 2, tp=2, etp=etp)
-    placement, boxes = expert_boxes(rows, local, logical, mesh, gated=gated)
+    placement, boxes = expert_boxes(rows, local, logical, mesh, blocks)
     assert placement == words
     dims = [(box.logical[1], box.extent[1]) if len(box.logical) > 1 else () for box in boxes]
     assert dims == columns
@@ -137,7 +141,7 @@ def test_columns_table(local, logical, etp, gated, words, columns):
 def test_columns_that_fit_nothing(local, logical):
     """The shapes are refused, not guessed."""
     with pytest.raises(NoPlacementError):
-        expert_boxes((), local, logical, mesh_of(0, 2, tp=2), gated=False)
+        expert_boxes((), local, logical, mesh_of(0, 2, tp=2))
 
 
 @pytest.mark.parametrize(

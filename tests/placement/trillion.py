@@ -199,7 +199,7 @@ class Job:
 
 def place(local: Local, mesh: Mesh) -> ParameterPlace:
     """As the package reads it; the logical shape is found again."""
-    placed = place_parameter(local.name, local, mesh, gated=True)  # type: ignore[arg-type]
+    placed = place_parameter(local.name, local, mesh, stacked=2)  # type: ignore[arg-type]
     assert placed.logical_shape == local.whole, local.name
     return placed
 

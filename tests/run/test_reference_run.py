@@ -32,7 +32,7 @@ class Replays(ReferenceSession):
         # Not the base class's: it needs Megatron's arguments.
         self.settings = Settings(directory=directory, seeds=seeds)
         self.args: Any = SimpleNamespace(seq_length=4, bf16=True)
-        self.model: Any = SimpleNamespace(gated=False, names=[], optimizer=None, mesh=SINGLE)
+        self.model: Any = SimpleNamespace(names=[], optimizer=None, mesh=SINGLE)
         self.rehearsal: Any = SimpleNamespace(trace=lambda *_: None)
         self._directory = directory
         self._distances = distances

@@ -29,7 +29,7 @@ def state_of(main, place, mesh, *, flat=None, **how):
 def kept(directory, dtype=torch.float32):
     """A reference of one parameter, with its start values."""
     main = parameter(8, 6, dtype=dtype)
-    place = place_parameter(FC1, main, SINGLE, gated=True)
+    place = place_parameter(FC1, main, SINGLE, stacked=2)
     fill(place, main, SINGLE, seed=7, config=Config(), init="reveal")
     made = {}
     state_of(main, place, SINGLE, keep=made.__setitem__)
@@ -51,7 +51,7 @@ def test_stored_values_are_the_generated_ones(tmp_path, monkeypatch, dtype):
     for rank in range(2):
         mesh = mesh_of(rank, 2, tp=2)
         one, other = sharded(4, 6, dtype=dtype), sharded(4, 6, dtype=dtype)
-        place = place_parameter(FC1, one, mesh, gated=True)
+        place = place_parameter(FC1, one, mesh, stacked=2)
         how = {"config": Config(), "init": "reveal"}
         fill(place, one, mesh, seed=7, **how)
         fill(place, other, mesh, seed=8, **how, stored=stored)  # a seed that is not used

@@ -152,7 +152,7 @@ def test_primed_moments_are_exact_in_every_type():
         parameter = start()
         inner = precise(parameter, exp_avg_dtype=dtype, store_param_remainders=True)
         part = Owned(parameter, inner, inner.param_groups[0])
-        place = place_parameter("a.weight", parameter, SINGLE, gated=False)
+        place = place_parameter("a.weight", parameter, SINGLE)
         moments.prime([(place, part)], SINGLE, seed=7)
         assert torch.equal(part.weights, parameter)
         found.append(part.state["exp_avg"])

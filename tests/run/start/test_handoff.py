@@ -32,7 +32,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, seed: int, width: int = 3) -> Simpl
     for parameter, part in owned.items():
         adam.state[part.main] = adam.state.pop(parameter)
     places = [
-        (parameter, place_parameter(name, parameter, SINGLE, gated=False))
+        (parameter, place_parameter(name, parameter, SINGLE))
         for name, parameter in layer.named_parameters()
     ]
     for module in (handoff, state):

@@ -54,7 +54,7 @@ def model(monkeypatch):
         for parameter, main in zip(layer.parameters(), mains, strict=True)
     }
     places = [
-        (parameter, place_parameter(name, parameter, SINGLE, gated=False))
+        (parameter, place_parameter(name, parameter, SINGLE))
         for name, parameter in layer.named_parameters()
     ]
     buffer = torch.randn(4)

@@ -40,9 +40,7 @@ def test_updates_are_smooth(optimizer, names):
         main.grad = 1e-3 * (gradient + rounding * noise)
         inner = optimizer([main])
         part = Owned(main, inner, inner.param_groups[0])
-        moments.prime(
-            [(place_parameter("a.weight", main, SINGLE, gated=False), part)], SINGLE, seed=7
-        )
+        moments.prime([(place_parameter("a.weight", main, SINGLE), part)], SINGLE, seed=7)
         assert set(inner.state[main]) == names
         inner.step()
         updates.append(main.detach().clone())
