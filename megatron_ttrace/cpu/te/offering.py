@@ -34,6 +34,7 @@ _OFFERED: dict[str, dict[str, str]] = {
         "distributed_weight": "MXFP8_BLOCK_SCALING_SIZE NVFP4_BLOCK_SCALING_SIZE",
     },
     "transformer_engine.pytorch.attention.rope": {"rope": "apply_rotary_pos_emb"},
+    "transformer_engine.pytorch.cpp_extensions": {"gemm": "general_gemm"},
     "transformer_engine.pytorch.cross_entropy": {"cross_entropy": "parallel_cross_entropy"},
     "transformer_engine.pytorch.distributed": {
         "distributed": "CudaRNGStatesTracker activation_recompute_forward checkpoint "

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_ttrace.cpu.te import optimizers, permutation, releases, router
+from megatron_ttrace.cpu.te import gemm, optimizers, permutation, releases, router
 from megatron_ttrace.cpu.te.cross_entropy import parallel_cross_entropy
 from megatron_ttrace.cpu.te.distributed import CudaRNGStatesTracker, checkpoint
 from megatron_ttrace.cpu.te.rope import apply_rotary_pos_emb
@@ -261,3 +261,27 @@ def test_norm_of_many_elements():
         lists = [list(whole.tensor_split(parts))]
         total, _ = optimizers.multi_tensor_l2norm(1, torch.zeros(1), lists)
         close(total.double()[0], exact, 1e-7)
+
+
+@pytest.mark.parametrize(("layout", "shapes"), [("TN", "oi ni"), ("NN", "oi no"), ("NT", "ni no")])
+def test_matrix_products(layout, shapes):
+    """Output, gradient of the input and of the weight, each from matrices as Megatron has them."""
+    sizes = {"i": 3, "o": 5, "n": 4}
+    first, second = (
+        torch.randn([sizes[dim] for dim in shape]).bfloat16() for shape in shapes.split()
+    )
+    product = gemm.general_gemm(first, second, out_dtype=torch.float32, layout=layout)[0]
+    left = second.double() if layout[1] == "N" else second.double().mT
+    right = first.double() if layout[0] == "N" else first.double().mT
+    assert product.dtype == torch.float32
+    torch.testing.assert_close(product.double(), left @ right, rtol=1e-6, atol=1e-6)
+
+
+def test_matrix_product_with_bias():
+    """It is added before the result is rounded; what nobody asks for is refused."""
+    weight, rows, bias = torch.ones(2, 3), torch.ones(4, 3), torch.tensor([1.0, 2.0])
+    assert gemm.general_gemm(weight, rows, bias=bias)[0].tolist() == [[4.0, 5.0]] * 4
+    assert gemm.general_gemm(weight, rows, out_dtype=torch.bfloat16)[0].dtype == torch.bfloat16
+    for unknown in ({"bias": bias, "grad": True}, {"accumulate": True}, {"gelu": True}):
+        with pytest.raises(NotImplementedError, match="general_gemm: "):
+            gemm.general_gemm(weight, rows, **unknown)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``transformer_engine.pytorch.cpp_extensions``: a matrix product whose result has its own dtype.
+
+Megatron calls it for routers' scores (megatron/core/transformer/moe/moe_utils.py), and for logits
+(``--output-logit-dtype``).
+"""
+
+from typing import Any
+
+import torch
+
+_WITHOUT_EFFECT = {"use_split_accumulator", "workspace"}
+"""Arguments that concern only how a GPU computes."""
+
+
+def general_gemm(
+    A: torch.Tensor,  # noqa: N803 - TransformerEngine's name
+    B: torch.Tensor,  # noqa: N803
+    *,
+    out_dtype: torch.dtype | None = None,
+    layout: str = "TN",
+    bias: torch.Tensor | None = None,
+    grad: bool = False,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None, None, None]:
+    """``B A`` with sums in float32, each matrix transposed where ``layout`` has a ``T``.
+
+    ``layout`` names A first: of a linear layer with weight A and input B, ``"TN"`` is the output.
+
+    Raises:
+        NotImplementedError: for what Megatron does not ask for.
+    """
+    asked = {name for name, value in others.items() if value not in (None, False)}
+    if unknown := asked - _WITHOUT_EFFECT or (grad and bias is not None and {"bias"}):
+        raise NotImplementedError(f"general_gemm: {', '.join(sorted(unknown))}")
+    left, right = (
+        matrix.float().mT if letter == "T" else matrix.float()
+        for matrix, letter in zip((B, A), reversed(layout), strict=True)
+    )
+    product = left @ right
+    if bias is not None:
+        product = product + bias
+    return product.to(out_dtype or A.dtype), None, None, None
