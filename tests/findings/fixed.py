@@ -425,6 +425,13 @@ def experts_and_shards(make, self, config, *args, **keywords):
             bucket.gradient_scaling_factor *= shards
 
 
+@fix("distributed.distributed_data_parallel:DistributedDataParallel", "__init__")
+def experts_delayed(make, self, config, ddp_config, *args, **keywords):
+    """Add gradients that are computed late when they are there."""
+    ddp_config.delay_wgrad_compute |= config.overlap_dispatch_backward_with_experts_wgrad
+    make(self, config, ddp_config, *args, **keywords)
+
+
 @fix("tensor_parallel.gtp_api", "configure_gtp_remat_from_recipe")
 def shards_when_needed(configure, **keywords):
     """Weights are gathered when they are used, gradients scattered when they are made."""

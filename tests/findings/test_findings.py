@@ -67,6 +67,12 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "mla-rotary-key",
             f"{MLA} --sequence-parallel --q-lora-rank 16 --mla-down-proj-fusion",
         ),
+        (
+            "",
+            "experts-delayed",
+            f"{TE} {EXPERTS} --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+            "--expert-model-parallel-size 2 --overlap-dispatch-backward-with-experts-wgrad",
+        ),
         ("", "masked-tokens", f"{CP} --eod-mask-loss"),
         ("", "predicted-tokens", f"{CP} --mtp-num-layers 1"),
         ("train-only-sinks", "sinks", SINKS),

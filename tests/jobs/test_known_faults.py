@@ -51,6 +51,12 @@ JOBS = [
     ),
     (f"{FSDP} --calculate-per-token-loss", 2, "Megatron-FSDP and per-token losses"),
     (FSDP, 2, ""),
+    (
+        f"{EXPERTS} --moe-token-dispatcher-type alltoall "
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        2,
+        "`--overlap-dispatch-backward",
+    ),
     (f"{FSDP} --calculate-per-token-loss --megatron-fsdp-main-grads-dtype fp32", 2, ""),
     (f"{TE} {TORCH_FSDP} --log-params-norm", 2, "torch FSDP2: the logged norm"),
     (f"{TE} {TORCH_FSDP}", 2, ""),
