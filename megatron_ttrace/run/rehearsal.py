@@ -233,6 +233,7 @@ class Rehearsal:
                 [(place, owned[p]) for p, place in self.model.places() if p in owned],
                 self.model.mesh,
                 seed=self._args.seed,
+                coarse=getattr(self._args, "use_precision_aware_optimizer", False),
                 stored=stored,
                 keep=keep,
             )

@@ -46,13 +46,16 @@ def prime(
     mesh: Mesh,
     *,
     seed: int,
+    coarse: bool = False,
     stored: StartValues | None = None,
     keep: Callable[[str, torch.Tensor], None] | None = None,
 ) -> None:
     """Give every optimizer moments as in the middle of training; unknown ones are unchanged.
 
-    ``stored`` may have the values already, with the same bits. ``keep`` is called with each
-    moment's name and values in float32, if they are those of a whole tensor.
+    With ``coarse`` they are powers of two, for a job whose optimizer may have state of few bits;
+    whether this one has depends on the layout. ``stored`` may have the values already, before that.
+    ``keep`` is called with each moment's name and values in float32, if they are those of a whole
+    tensor.
     """
     for place, part in owned:
         if not part.moments or part.group.get("momentum") == 0:
@@ -77,11 +80,12 @@ def prime(
                 generate(target, seed, moment_name, shape, box.logical, change)
             if keep is not None and tuple(moment.shape) == shape:
                 keep(moment_name, moment)
+            is_coarse = coarse or reduced or part.counter is not None
+            moment = like(part.key, _coarse(moment) if is_coarse else moment)
             if reduced:
-                inner.set_scaled_state(part.key, name, like(part.key, _coarse(moment)))
+                inner.set_scaled_state(part.key, name, moment)
             else:
-                # The reference's optimizer is precision-aware where this one offloads.
-                state[name] = like(part.key, moment if part.counter is None else _coarse(moment))
+                state[name] = moment
         if type(part.inner).__name__ == "SOAP":
             _prime_bases(part, state)
         set_step(part, part.key, STEP)

@@ -17,6 +17,18 @@ class TensorParallelMuon(Muon):
     """Named like Megatron's, whose import takes seconds."""
 
 
+def test_powers_of_two():
+    """Where a job's optimizer may have few bits, also an optimizer that has all of them."""
+    main = torch.nn.Parameter(torch.zeros(12, 8))
+    inner = torch.optim.Adam([main])
+    part = Owned(main, inner, inner.param_groups[0])
+    place = place_parameter("a.weight", main, SINGLE)
+    for coarse in (False, True):
+        moments.prime([(place, part)], SINGLE, seed=7, coarse=coarse)
+        mantissas = inner.state[main]["exp_avg_sq"].frexp().mantissa
+        assert bool((mantissas == 0.5).all()) == coarse
+
+
 @pytest.mark.parametrize(
     ("optimizer", "names"),
     [
