@@ -19,13 +19,33 @@ from megatron_ttrace.mcore.statistics import bucket_groups
 @contextlib.contextmanager
 def still_due(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Gathers that the next forward pass would make remain due, whatever is gathered within."""
-    groups = [group for chunk in chunks for group in bucket_groups(chunk)]
-    due = [group for group in groups if not group.param_gather_dispatched]
+    due = _due(chunks)
     try:
         yield
     finally:
         for group in due:
             group.param_gather_dispatched = False
+
+
+@contextlib.contextmanager
+def without_effect(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """What is gathered within, while it is still due, is as it was before again afterwards.
+
+    So a checkpoint has what the job itself would have saved.
+    """
+    parameters = [p for group in _due(chunks) for bucket in group.buckets for p in bucket.params]
+    before = [parameter.data.clone() for parameter in parameters]
+    try:
+        yield
+    finally:
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.data.copy_(value)
+
+
+def _due(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """Groups of buckets that the next forward pass gathers."""
+    groups = [group for chunk in chunks for group in bucket_groups(chunk)]
+    return [group for group in groups if not group.param_gather_dispatched]
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from megatron_ttrace.capture.state import (
 from megatron_ttrace.jobs.processes import progress
 from megatron_ttrace.jobs.restarts import CHECKPOINT
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import fronts, quiet, samples
+from megatron_ttrace.mcore import fronts, gathering, quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
 from megatron_ttrace.mcore.checkpoints.read import Reading
@@ -132,7 +132,8 @@ class StateSession:
             iteration, _, _, _, operations, *_ = args
             if not self._order.save_after or iteration != self._first + self._order.save_after:
                 return
-            self._record(Point.SAVED, iteration, operations)
+            with gathering.without_effect(self.model.chunks):
+                self._record(Point.SAVED, iteration, operations)
             self._say("saving")
             save(*args, **kwargs)
 

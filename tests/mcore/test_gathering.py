@@ -48,6 +48,20 @@ def test_a_gather_remains_due() -> None:
     assert dispatched(chunk) == [False, True]
 
 
+def test_what_is_saved_is_what_the_job_has() -> None:
+    """Values that a check has gathered early are the job's own again; others stay gathered."""
+    chunk: Any = Wrapped()
+    stale, fresh = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    for group, parameter in zip(
+        (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups), (stale, fresh), strict=True
+    ):
+        group.buckets = [SimpleNamespace(params={parameter})]
+    with gathering.without_effect([chunk]), gathering.still_due([chunk]):
+        for parameter in (stale, fresh):
+            parameter.data.fill_(1.0)
+    assert (stale.tolist(), fresh.tolist()) == ([0.0, 0.0], [1.0, 1.0])
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("aligned", [False, True])
 def test_forward_passes_gather(chunks: int, aligned: bool) -> None:
