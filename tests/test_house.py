@@ -330,18 +330,6 @@ def test_room_arrows() -> None:
     assert len(room_arrows(modules())) == ARROWS, "no more; of fewer, note the number"
 
 
-LINES = {PACKAGE: 66_400, "tests": 66_600}
-"""Lines of Python. They only fall; a feature that raises one says so in its commit."""
-
-
-@pytest.mark.parametrize("folder", LINES)
-def test_lines(folder: str) -> None:
-    """What is added takes the place of something; lower the number when there is less."""
-    paths = [path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts]
-    lines = sum(path.read_bytes().count(b"\n") for path in paths)
-    assert LINES[folder] - 300 < lines <= LINES[folder]
-
-
 def test_long_calls() -> None:
     """Name the arguments of a call that has many; lower ``LONG_CALLS`` when there are fewer."""
     assert len(long_calls({"a": "f(1, 2, 3, 4, 5)\ng(1, 2, 3, 4, 5, 6)\n"})) == 1

@@ -161,6 +161,8 @@ class Outcomes:
         return failed / max(1, failed + passed)
 
 
+READING = {"batch", "data", "dataset", "iterator", "loader", "sampler"}
+"""Words in the names of functions that read data."""
 _COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync"}
 PARAMETERS = {"param", "params"}
 EVERYWHERE = {"decoder", "layers", "model", "weight", "bias"}
@@ -208,6 +210,15 @@ NAMED: dict[object, set[str]] = {
 def tokens(name: str) -> tuple[str, ...]:
     """The words of a name, in lower case."""
     return tuple(word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name))
+
+
+def sending(kind: Kind) -> dict[str, float]:
+    """Words in the names of functions that send between pipeline stages, or free what was sent.
+
+    With their points, for a tensor of a kind that was sent.
+    """
+    direction = "forward" if kind is Kind.INPUT else "backward"
+    return dict.fromkeys(("send", "recv", "communicate", "deallocate", direction), 0.4)
 
 
 def communicates(function: Function) -> bool:

@@ -28,9 +28,10 @@ from megatron_ttrace.diagnose.code import (
     is_given,
     loss_of,
     origins,
+    sending,
     tokens,
 )
-from megatron_ttrace.diagnose.suspects import OF_PARAMETERS, Suspects, anchor_of
+from megatron_ttrace.diagnose.suspects import OF_PARAMETERS, Suspects, anchor_of, is_sent
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Numbers, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
@@ -102,8 +103,10 @@ class Places:
         verdict, finding = diagnosis.verdict, diagnosis.why.finding
         # No function that was recorded has loaded anything.
         is_loaded = verdict.kind is Kind.LOADED
-        places = [] if is_loaded else [place for _, place in self.ranked(verdict, finding)[:MOST]]
-        anchor = anchor_of(self._ledger.sources, verdict)
+        sent = is_sent(diagnosis)
+        ranked = [] if is_loaded else self.ranked(verdict, finding, sent=sent)
+        places = [place for _, place in ranked[:MOST]]
+        anchor = "" if sent else anchor_of(self._ledger.sources, verdict)
         # What is not Megatron's code is not among the functions that were recorded.
         if (place := Place.of(anchor, Clue.RAN)) and (
             is_loaded or self._code.number(anchor) is None
@@ -112,9 +115,14 @@ class Places:
         why = dataclasses.replace(diagnosis.why, places=tuple(places[:MOST]))
         return dataclasses.replace(diagnosis, why=why)
 
-    def ranked(self, verdict: Judged, finding: Finding | None) -> list[tuple[float, Place]]:
-        """All suspects of a failure with their points, the best first."""
-        judge = _Judge(self._code, self._ledger, self._outcomes, verdict, finding)
+    def ranked(
+        self, verdict: Judged, finding: Finding | None, *, sent: bool = False
+    ) -> list[tuple[float, Place]]:
+        """All suspects of a failure with their points, the best first.
+
+        ``sent``: it was right on the ranks that sent it.
+        """
+        judge = _Judge(self._code, self._ledger, self._outcomes, verdict, finding, sent=sent)
         judge.facts(self._expected)
         scores = judge.scores().items()
         places = [(score, judge.place(number)) for number, score in scores if score > 0]
@@ -131,6 +139,8 @@ class _Judge:
         outcomes: Outcomes,
         verdict: Judged,
         finding: Finding | None,
+        *,
+        sent: bool,
     ) -> None:
         self._code, self._ledger, self._outcomes = code, ledger, outcomes
         self._verdict = verdict
@@ -167,9 +177,10 @@ class _Judge:
             finding,
             few=self._few,
             whole=whole,
+            sent=sent,
             logged=outcomes.losses(),
         )
-        self._words = self._words_of(findings)
+        self._words = sending(verdict.kind) if sent else self._words_of(findings)
         losses = {loss for f in findings if isinstance(f, LossShare) for loss in f.losses}
         self._factors = dict.fromkeys(losses, 1.0) | dict.fromkeys(NAMED.keys() & self._axes, 2.0)
         # Of these parameters, each rank has the right values of its own part.

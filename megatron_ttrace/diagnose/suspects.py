@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from megatron_ttrace.diagnose.code import BUILDING, Code
+from megatron_ttrace.diagnose.code import BUILDING, READING, Code, tokens
 from megatron_ttrace.diagnose.start import WEIGHTS
 from megatron_ttrace.trace.collectives import Ledger, ModuleCode, Phase, Sources, pattern
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Cause, Finding, LossShare
-from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, Kind, LoadedIndex
 
@@ -50,22 +50,27 @@ class Suspects:
         *,
         few: bool,
         whole: bool,
+        sent: bool,
         logged: Mapping[str, bool],
     ) -> None:
         """Find them.
 
-        ``few``: most tensors of this kind pass. ``whole``: the gradients of the module's parameters
+        ``few``: most tensors of this kind pass. ``sent``: it was right on the ranks that sent it.
+        ``whole``: the gradients of the module's parameters
         fail, too. ``logged``: whether the losses that are logged are right, by name.
         """
         self.weights: dict[int, float] = {}
         self.clues: dict[int, dict[Clue, float]] = defaultdict(dict)
         self._code, self._sources = code, ledger.sources
         self._verdict, self._finding = verdict, finding
-        self._few, self._whole, self._right = few, whole, logged
+        self._few, self._whole, self._sent, self._right = few, whole, sent, logged
         self.module = verdict.name.partition("#")[0]
         self._owner = self.module
         if verdict.kind in OF_PARAMETERS:
             self._owner = self.module.rpartition(".")[0] or ROOT
+        if sent:
+            self._part(Phase.SCHEDULE, 1.0)
+            return
         self._find()
         if (anchor := code.number(anchor_of(self._sources, verdict))) is not None:
             self._take([anchor], self.weights.get(anchor, 0.8))
@@ -80,6 +85,7 @@ class Suspects:
         kind, direction = self._verdict.kind, self._verdict.direction
         by_kind: dict[Kind, Callable[[], None]] = {
             Kind.METRIC: self._logged,
+            Kind.TOKENS: self._read,
             Kind.INPUT: self._input,
             Kind.GRAD_OUTPUT: self._output_gradient,
             Kind.MAIN_GRAD: self._parameter_gradient,
@@ -112,6 +118,12 @@ class Suspects:
             self._built(outer, 1.0 if is_misplaced else farther, whole=is_misplaced)
         self._part(_G, 0.0, 0.4 if few else 1.0)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)
+
+    def _read(self) -> None:
+        """What reads data, by its name."""
+        functions = self._code.functions
+        for ran in self._code.at.values():
+            self._take((n for n in ran if not READING.isdisjoint(tokens(functions[n].name))), 0.8)
 
     def _input(self) -> None:
         self._ran(self._container(), _F, 1.0)
@@ -305,6 +317,13 @@ class Suspects:
                 for caller in (c for context in elsewhere for c in code.callers(number, context)):
                     self._take([caller], weight)
                     self.add(caller, Clue.SETS, 0.3)
+
+
+def is_sent(diagnosis: Diagnosis) -> bool:
+    """Whether a tensor is right on the ranks of a pipeline stage, and wrong on the next one's."""
+    before, verdict = diagnosis.before, diagnosis.verdict
+    of_module = verdict.kind in (Kind.INPUT, Kind.GRAD_OUTPUT)
+    return of_module and before is not None and {*before.ranks}.isdisjoint(verdict.ranks)
 
 
 def around(module: str) -> Iterator[str]:

@@ -114,6 +114,30 @@ def test_first_place(
     assert len(suspects) <= 3
 
 
+@pytest.mark.parametrize("kind", [Kind.INPUT, Kind.GRAD_OUTPUT])
+@pytest.mark.parametrize(("sender", "is_sent"), [(1, True), (0, False)])
+def test_what_another_stage_sent(kind: Kind, sender: int, is_sent: bool) -> None:
+    """The schedule, if it was right there; what ran around it, if it was right on the same rank."""
+    verdict = judged(kind, LINEAR, Outcome.DIVERGED)
+    before = judged(Kind.OUTPUT, NORM, ranks=(sender,))
+    diagnosis = Diagnosis(
+        name=LINEAR,
+        direction=verdict.direction,
+        grounds=Grounds.FIRST_FAILURE,
+        verdict=verdict,
+        why=Explanation(None),
+        before=before,
+    )
+    found = Places(record(), [verdict, before]).of(diagnosis).why.places
+    assert ([place.function for place in found] == ["run", "scale_loss"]) == is_sent
+
+
+def test_data() -> None:
+    """What reads it, and nothing that lays out gradients."""
+    found = places(Kind.TOKENS, "loss_mask", None)
+    assert not {"sync_grads", "reduce_norms"} & {place.function for place in found}
+
+
 def test_a_marked_parameter() -> None:
     """What selects by the mark is then more likely than what sets it."""
     marks = {"decoder.layers.*.linear.weight": ("sequence_parallel",)}

@@ -31,7 +31,8 @@ def suspects(
     """Of a failure in the step made by hand."""
     ledger = record()
     verdict = judged(kind, name, Outcome.DIVERGED)
-    return Suspects(Code(ledger), ledger, verdict, finding, few=few, whole=whole, logged=logged)
+    known = {"few": few, "whole": whole, "logged": logged}
+    return Suspects(Code(ledger), ledger, verdict, finding, sent=False, **known)
 
 
 def large(*axes: str) -> Finding:
