@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's own initial values, before a traced step overwrites them."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
@@ -27,6 +29,22 @@ class Initial:
     placement: str
     boxes: tuple[Box, ...]
     moments: Moments
+
+
+@contextlib.contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """Within this context new memory holds NaN, so that it shows if nothing initialises it.
+
+    It could hold anything, such as what an equal parameter had before, or zeros.
+    """
+    is_on = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    # PyTorch fills memory in this mode (torch.utils.deterministic.fill_uninitialized_memory).
+    torch.use_deterministic_algorithms(True, warn_only=not is_on or only_warns)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
 
 
 def initial_values(model: TracedModel) -> list[Initial]:

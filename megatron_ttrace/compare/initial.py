@@ -153,10 +153,10 @@ def _judge(
 ) -> _Finding:
     if expected is None or not holders:
         return _unchecked(Note(Reason.ONE_RUN))
+    if bad := [holder.rank for holder in holders if holder.moments.nonfinite]:
+        return _Finding(Outcome.NONFINITE, Note(Remark.UNINITIALISED), bad)
     if why := _incomparable(*expected, holders):
         return _unchecked(why)
-    if bad := [holder.rank for holder in holders if holder.moments.nonfinite]:
-        return _Finding(Outcome.NONFINITE, Note(Remark.NONFINITE), bad)
     full, reference = [holder for holder in holders if holder.moments.n], expected[1]
     if reference.is_constant and reference.n > 1:
         # Copies of a constant, too, are each compared with it.

@@ -12,6 +12,7 @@ restored.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pkgutil
@@ -76,6 +77,7 @@ class Watch:
         self._watchdog: Watchdog | None = None
         self._executed = ExecutedTap(edited.folders())
         self._calls = CallTap()
+        self._building = contextlib.ExitStack()
         if settings.role == "candidate":
             self._executed.start()
             self._calls.start()
@@ -92,11 +94,16 @@ class Watch:
             self._recorder = self._attempt("preparing the recording", self._make_recorder)
         else:
             self._session = self._attempt("preparing the check", self._make_session)
+        if self._session is not None and self._ends_job:
+            from megatron_ttrace.capture.initial import new_memory_is_nan
+
+            self._building.enter_context(new_memory_is_nan())
 
     def built(
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
     ) -> None:
         """See :class:`megatron_ttrace.mcore.fronts.front.Watch`."""
+        self._building.close()
         if (recorder := self._recorder) is not None:
             self._attempt(
                 "preparing the recording", lambda: recorder.begin(chunks, optimizer, scheduler)

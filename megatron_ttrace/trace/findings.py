@@ -70,6 +70,7 @@ class Remark(StrEnum):
     NOT_BITWISE = "not_bitwise"
     OTHER_SHAPE = "other_shape"
     REFERENCE_NONFINITE = "reference_nonfinite"
+    UNINITIALISED = "uninitialised"
     OVERLAP = "overlap"
     INCOMPLETE = "incomplete"
     FEW_VALUES = "few_values"

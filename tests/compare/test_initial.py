@@ -303,3 +303,19 @@ def test_equal_layers():
     told = same_start_text(alike(found.values()))
     assert told.startswith(f"2 parameters begin with another layer's numbers: {names[0]}: ")
     assert not alike([verdict_of(REFERENCE, held(0, data))])
+
+
+@pytest.mark.parametrize("shape", [(4,), SHAPE])
+def test_memory_that_nothing_initialises(shape):
+    """However small, and if the reference has the same fault; only there it is not this run's."""
+    missing = torch.full(shape, math.nan)
+    for reference in (missing, drawn(1, *shape)):
+        measured = dict([held(0, missing, shape), held(1, missing, shape)])
+        [verdict] = judge(
+            reference_of(reference), {rank: [tensor] for rank, tensor in measured.items()}, EPS
+        )
+        assert (verdict.verdict, verdict.ranks) == (Outcome.NONFINITE, (0, 1))
+        assert verdict.note == Note(Remark.UNINITIALISED)
+    rank, tensor = held(0, drawn(1, *shape), shape)
+    [verdict] = judge(reference_of(missing), {rank: [tensor]}, EPS)
+    assert verdict.verdict is Outcome.UNCHECKED

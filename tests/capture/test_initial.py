@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that nothing is written to shows, and nothing else changes."""
+
+import pytest
+import torch
+
+from megatron_ttrace.capture.initial import new_memory_is_nan
+
+
+@pytest.mark.parametrize("mode", [(False, False), (True, True), (True, False)])
+def test_new_memory(mode):
+    """A parameter without initial values; the mode of PyTorch is as before."""
+    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+    try:
+        with new_memory_is_nan():
+            layer = torch.nn.Linear(4, 2)
+            empty = torch.nn.Parameter(torch.empty(3, dtype=torch.bfloat16))
+        assert layer.weight.isfinite().all()
+        assert empty.isnan().all()
+        assert torch.are_deterministic_algorithms_enabled() == mode[0]
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == mode[1]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_random_numbers_are_the_same():
+    """A healthy model starts as without it."""
+    torch.manual_seed(1)
+    expected = torch.nn.Linear(64, 64).weight.detach().clone()
+    torch.manual_seed(1)
+    with new_memory_is_nan():
+        assert torch.equal(torch.nn.Linear(64, 64).weight, expected)
