@@ -244,9 +244,9 @@ def cases():
         yield expected, copies(*both), WRONG, Remark.NOT_THE_REFERENCES, (at,)
     nan = RIGHT.index_fill(0, torch.tensor([3]), math.nan)
     bad = Outcome.NONFINITE, Cause.INITIAL_VALUES
-    yield REFERENCE, copies(RIGHT, nan), bad, Remark.NONFINITE, (1,)
+    yield REFERENCE, copies(RIGHT, nan), bad, Remark.UNINITIALISED, (1,)
     # Nothing can be said.
-    yield reference_of(nan), copies(nan), UNKNOWN, Remark.REFERENCE_NONFINITE, (0,)
+    yield reference_of(nan), copies(RIGHT), UNKNOWN, Remark.REFERENCE_NONFINITE, (0,)
     yield {}, copies(RIGHT), UNKNOWN, Reason.ONE_RUN, (0,)
     yield REFERENCE, [], UNKNOWN, Reason.ONE_RUN, ()
     yield REFERENCE, copies(drawn(2, 4, 4)), UNKNOWN, Remark.OTHER_SHAPE, (0,)
@@ -315,7 +315,7 @@ def test_memory_that_nothing_initialises(shape):
             reference_of(reference), {rank: [tensor] for rank, tensor in measured.items()}, EPS
         )
         assert (verdict.verdict, verdict.ranks) == (Outcome.NONFINITE, (0, 1))
-        assert verdict.note == Note(Remark.UNINITIALISED)
+        assert verdict.notes == (Note(Remark.UNINITIALISED),)
     rank, tensor = held(0, drawn(1, *shape), shape)
     [verdict] = judge(reference_of(missing), {rank: [tensor]}, EPS)
     assert verdict.verdict is Outcome.UNCHECKED
