@@ -244,7 +244,9 @@ class _Comparison:
 
     def _where(self, kind: What, name: str, blame: Blame) -> str:
         """The code that saves or loads it."""
-        if kind.is_tensor and kind not in _OF_OPTIMIZER:
+        # Optimizers describe their state as the model describes the weights.
+        of_weight = any((d.what, d.name) == (What.WEIGHT, name) for d in self.differences)
+        if kind.is_tensor and (kind not in _OF_OPTIMIZER or of_weight):
             return self._described.get(name, "")
         places = self._before.ranks[0].places
         # A number's name begins with what it belongs to.

@@ -68,6 +68,18 @@ def test_a_lost_moment(tmp_path: Path, stored: float | None, blame: Blame) -> No
     assert restart.verdict is Result.DIVERGED
 
 
+def test_a_moment_and_its_weight(tmp_path: Path) -> None:
+    """Where both are wrong, it is what describes the weight."""
+    loaded = state() | {
+        LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16),
+        LoadedIndex.EXP_AVG: torch.zeros(4),
+    }
+    weight, moment = answer(tmp_path, loaded=loaded).differences
+    assert (weight.what, moment.what) == (What.WEIGHT, What.EXP_AVG)
+    assert weight.where
+    assert weight.where == moment.where
+
+
 def test_one_rank(tmp_path: Path) -> None:
     """The part that one rank has wrong is named."""
     loaded = state() | {LoadedIndex.MAIN: torch.tensor([0.0, 1.0, 2.0, 4.0])}
