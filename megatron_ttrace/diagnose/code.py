@@ -188,7 +188,7 @@ WORDS: dict[object, str] = {
     Loss.Z: "z loss",
     Loss.MTP: "mtp loss",
     Loss.INDEXER: "indexer loss",
-    Cause.LAYERS: "layers num build",
+    Cause.LAYERS: "layers num pipeline",
     Cause.LAYER_NUMBERS: "layer offset",
     Term.LOGARITHM: "loss log",
     Term.LABEL: "predicted target label",

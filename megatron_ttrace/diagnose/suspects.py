@@ -116,6 +116,9 @@ class Suspects:
         for distance, outer in enumerate(around(self._owner), 1):
             farther = (1.0 if few else 0.5) * _FARTHER**distance
             self._built(outer, 1.0 if is_misplaced else farther, whole=is_misplaced)
+        if is_misplaced:
+            # The model itself may choose its layers.
+            self._built(ROOT, 1.0)
         self._part(_G, 0.0, 0.4 if few else 1.0)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)
 

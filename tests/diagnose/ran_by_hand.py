@@ -82,6 +82,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "copy_grads": {"part": U, "size": 100},
     "sync_params": {"part": G, "size": 100},
     "apply_aux_loss": {"scales": True},
+    "Model.__init__": {},
+    "pipeline_layers": {"axes": ("pp",)},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
 _CALLS = [
@@ -110,6 +112,7 @@ _CALLS = [
     *[("all_to_all_heads", "gather", LINEAR, B), ("copy_grads", "step", "", U)],
     *[("sync_params", "finalize", "", G), ("apply_aux_loss", "", MODEL, F)],
     *[("build_groups", "", "", C), ("wrap", "", "", C), ("Buffer.__init__", "wrap", "", C)],
+    *[("Model.__init__", "", "", C), ("pipeline_layers", "Model.__init__", "", C)],
 ]
 CODES = (
     ModuleCode(
@@ -119,7 +122,7 @@ CODES = (
         user=where("run"),
     ),
     ModuleCode(forward=where("Norm.forward")),
-    ModuleCode(forward="script.py:9 (Model.forward)"),
+    ModuleCode(forward="script.py:9 (Model.forward)", built=where("Model.__init__")),
 )
 
 

@@ -89,6 +89,8 @@ def places(
         (Kind.MAIN_GRAD, WEIGHT, SMALL, (MEANS, GRADIENTS), "reduce_norms", Clue.REDUCES),
         (Kind.MAIN_GRAD, WEIGHT, SMALL, (NORMS, GRADIENTS), "sync_grads", Clue.REDUCES),
         (Kind.PARAM, WEIGHT, Finding(Cause.LAYER_NUMBERS, ("pp",)), (), "offset", Clue.AXIS),
+        # The model chooses its layers.
+        (Kind.PARAM, WEIGHT, Finding(Cause.LAYERS), (), "pipeline_layers", Clue.NAMES),
         (Kind.EXP_AVG, WEIGHT, large("clipping"), (), "clip_by_norm", Clue.NAMES),
         (Kind.METRIC, "z_loss", large("layers"), (), "aggregate", Clue.NAMES),
         (
