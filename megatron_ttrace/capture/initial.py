@@ -3,7 +3,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -45,6 +45,15 @@ def new_memory_is_nan() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
+
+
+def clear_scratch(chunks: Iterable[torch.nn.Module]) -> None:
+    """Buffers that no checkpoint has, and that nothing has initialised, are zero."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_floating_point() and buffer.itemsize > 1:
+                buffer.detach().masked_fill_(buffer.isnan(), 0.0)
 
 
 def initial_values(model: TracedModel) -> list[Initial]:

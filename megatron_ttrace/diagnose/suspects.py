@@ -55,9 +55,9 @@ class Suspects:
     ) -> None:
         """Find them.
 
-        ``few``: most tensors of this kind pass. ``sent``: it was right on the ranks that sent it.
-        ``whole``: the gradients of the module's parameters
-        fail, too. ``logged``: whether the losses that are logged are right, by name.
+        ``few``: most tensors of this kind pass. ``whole``: the gradients of the module's parameters
+        fail, too. ``sent``: it was right on the ranks that sent it. ``logged``: whether the losses
+        that are logged are right, by name.
         """
         self.weights: dict[int, float] = {}
         self.clues: dict[int, dict[Clue, float]] = defaultdict(dict)

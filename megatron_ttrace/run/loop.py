@@ -104,6 +104,10 @@ class Watch:
     ) -> None:
         """See :class:`megatron_ttrace.mcore.fronts.front.Watch`."""
         self._building.close()
+        if self._session is not None and self._ends_job:
+            from megatron_ttrace.capture.initial import clear_scratch
+
+            clear_scratch(chunks)
         if (recorder := self._recorder) is not None:
             self._attempt(
                 "preparing the recording", lambda: recorder.begin(chunks, optimizer, scheduler)

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megatron_ttrace.capture.initial import new_memory_is_nan
+from megatron_ttrace.capture.initial import clear_scratch, new_memory_is_nan
 
 
 @pytest.mark.parametrize("mode", [(False, False), (True, True), (True, False)])
@@ -21,6 +21,21 @@ def test_new_memory(mode):
         assert torch.is_deterministic_algorithms_warn_only_enabled() == mode[1]
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_scratch_memory():
+    """A buffer that is not stored need not be initialised; an infinite one is meant."""
+    module = torch.nn.Module()
+    with new_memory_is_nan():
+        for name, persistent in (("scratch", False), ("state", True)):
+            module.register_buffer(name, torch.empty(3), persistent=persistent)
+        module.register_buffer("mask", torch.full((2,), -torch.inf), persistent=False)
+        module.register_buffer("number", torch.tensor(1), persistent=False)
+        module.register_buffer("absent", None, persistent=False)
+    clear_scratch([module])
+    assert module.scratch.tolist() == [0.0, 0.0, 0.0]
+    assert module.state.isnan().all()
+    assert module.mask.isinf().all()
 
 
 def test_random_numbers_are_the_same():
