@@ -213,12 +213,9 @@ def tokens(name: str) -> tuple[str, ...]:
 
 
 def sending(kind: Kind) -> dict[str, float]:
-    """Words in the names of functions that send between pipeline stages, or free what was sent.
-
-    With their points, for a tensor of a kind that was sent.
-    """
+    """Words of functions that send a tensor between pipeline stages, with their points."""
     direction = "forward" if kind is Kind.INPUT else "backward"
-    return dict.fromkeys(("send", "recv", "communicate", "deallocate", direction), 0.4)
+    return dict.fromkeys(("send", "recv", "communicate", direction), 0.4)
 
 
 def communicates(function: Function) -> bool:

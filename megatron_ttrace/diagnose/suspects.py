@@ -63,7 +63,7 @@ class Suspects:
         self.clues: dict[int, dict[Clue, float]] = defaultdict(dict)
         self._code, self._sources = code, ledger.sources
         self._verdict, self._finding = verdict, finding
-        self._few, self._whole, self._sent, self._right = few, whole, sent, logged
+        self._few, self._whole, self._right = few, whole, logged
         self.module = verdict.name.partition("#")[0]
         self._owner = self.module
         if verdict.kind in OF_PARAMETERS:

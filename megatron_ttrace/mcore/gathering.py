@@ -44,7 +44,8 @@ def without_effect(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 def _due(chunks: Sequence[torch.nn.Module]) -> list[Any]:
     """Groups of buckets that the next forward pass gathers."""
-    groups = [group for chunk in chunks for group in bucket_groups(chunk)]
+    gathering = [chunk for chunk in chunks if getattr(chunk, "use_forward_hook", False)]
+    groups = [group for chunk in gathering for group in bucket_groups(chunk)]
     return [group for group in groups if not group.param_gather_dispatched]
 
 

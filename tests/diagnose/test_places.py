@@ -58,6 +58,7 @@ def places(
     *calls: Collective,
     ledger: Ledger | None = None,
     others: tuple[Judged, ...] = (),
+    before: Judged | None = None,
 ) -> tuple[Place, ...]:
     """Of a failure in the step made by hand."""
     verdict = judged(kind, name, Outcome.DIVERGED)
@@ -67,6 +68,7 @@ def places(
         grounds=Grounds.FIRST_FAILURE,
         verdict=verdict,
         why=Explanation(finding),
+        before=before,
     )
     made = Places(ledger or record(*calls), [verdict, *others])
     return made.of(diagnosis).why.places
@@ -120,17 +122,8 @@ def test_first_place(
 @pytest.mark.parametrize(("sender", "is_sent"), [(1, True), (0, False)])
 def test_what_another_stage_sent(kind: Kind, sender: int, is_sent: bool) -> None:
     """The schedule, if it was right there; what ran around it, if it was right on the same rank."""
-    verdict = judged(kind, LINEAR, Outcome.DIVERGED)
     before = judged(Kind.OUTPUT, NORM, ranks=(sender,))
-    diagnosis = Diagnosis(
-        name=LINEAR,
-        direction=verdict.direction,
-        grounds=Grounds.FIRST_FAILURE,
-        verdict=verdict,
-        why=Explanation(None),
-        before=before,
-    )
-    found = Places(record(), [verdict, before]).of(diagnosis).why.places
+    found = places(kind, LINEAR, None, before=before)
     assert ([place.function for place in found] == ["run", "scale_loss"]) == is_sent
 
 

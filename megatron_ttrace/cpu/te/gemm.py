@@ -30,8 +30,11 @@ def general_gemm(
     Raises:
         NotImplementedError: for what Megatron does not ask for.
     """
-    asked = {name for name, value in others.items() if value not in (None, False)}
-    if unknown := asked - _WITHOUT_EFFECT or (grad and bias is not None and {"bias"}):
+    unknown = {name for name, value in others.items() if value not in (None, False)}
+    unknown -= _WITHOUT_EFFECT
+    if grad and bias is not None:
+        unknown.add("bias")
+    if unknown:
         raise NotImplementedError(f"general_gemm: {', '.join(sorted(unknown))}")
     left, right = (
         matrix.float().mT if letter == "T" else matrix.float()
