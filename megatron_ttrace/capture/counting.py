@@ -208,7 +208,7 @@ class Tally:
                 if any(getattr(parameter, name, None) is not None for name in _GRADIENTS[1:]):
                     terms.update(flow.of(parameter))
             gathered.setdefault(over, Counter()).update(terms)
-            parts, _ = flow.added(terms)
+            parts = flow.parts(group["params"])
             self._groups.append(Hyperparameters(parts, statistics.hyperparameters(group)))
         total = gathered.pop(None, Counter())
         sharded = parts_of(getattr(leaf, "model_chunks", ()))

@@ -186,6 +186,11 @@ class Flow(TorchDispatchMode):
                 split[is_sum].append(Term(number, times))
         return tuple(split[0]), tuple(split[1])
 
+    def parts(self, values: Any) -> tuple[Term, ...]:
+        """The parts of parameters that tensors hold, without anything unknown."""
+        terms = sorted(self.of(values).items())
+        return tuple(Term(key[1], times) for key, times in terms if not key[0] and key != _UNKNOWN)
+
     def result(self, value: Any) -> Terms:
         """What a returned number consists of; a Python number was read from a tensor."""
         return self.of(value) if torch.is_tensor(value) else self._read

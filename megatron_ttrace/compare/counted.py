@@ -29,6 +29,7 @@ from megatron_ttrace.trace.findings import (
     Cause,
     FaultNote,
     Finding,
+    Lack,
     Miscounted,
     OtherHyperparameters,
     Remark,
@@ -55,6 +56,7 @@ class _Miscount:
 
     cover: Coverage
     ranks: list[int] = dataclasses.field(default_factory=list)
+    lack: Lack | None = None
 
     def add(self, rank: int, cover: Coverage) -> None:
         self.ranks.append(rank)
@@ -108,16 +110,23 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
             for cause, reason in _REASONS.items():
                 names = tuple(name for other, name in wrong if other is cause)
                 for name in names:
-                    cover, here = wrong[cause, name].cover, dataclasses.replace(key, name=name)
+                    miscount, here = wrong[cause, name], dataclasses.replace(key, name=name)
+                    cover = miscount.cover
                     finding = Miscounted(
-                        cause, statistic=statistic, least=cover.least, most=cover.most, names=names
+                        cause,
+                        statistic=statistic,
+                        least=cover.least,
+                        most=cover.most,
+                        names=names,
+                        lack=miscount.lack,
                     )
                     findings.setdefault(here, finding)
                     shape = shapes.get(name, ())[statistic is Statistic.REDUCED :]
                     note = FaultNote(reason, cover.least, cover.most, finding=finding)
-                    at = wrong[cause, name].ranks
                     verdicts.append(
-                        verdict_of(here, shape, Outcome.DIVERGED, at, note, reason=reason)
+                        verdict_of(
+                            here, shape, Outcome.DIVERGED, miscount.ranks, note, reason=reason
+                        )
                     )
         others = _other_hyperparameters(right, ranks)
         key = TraceKey(iteration, STEP_LEVEL, Kind.HYPERPARAMETERS, Kind.HYPERPARAMETERS)
@@ -189,9 +198,30 @@ class _Step:
                 else:
                     continue
                 wrong.setdefault((cause, name), _Miscount(cover)).add(rank, cover)
+        self._look_for({n: m for (cause, n), m in wrong.items() if cause is Cause.NEVER_COUNTED})
         names = (c.parts[number].name for c in self._ranks.values() for number in c.held)
         order = {name: position for position, name in enumerate(dict.fromkeys(names))}
         return dict(sorted(wrong.items(), key=lambda item: order.get(item[0][1], len(order))))
+
+    def _look_for(self, missing: Mapping[str, _Miscount]) -> None:
+        """Note why they are missing."""
+        if not missing or self._statistic is Statistic.REDUCED:
+            return
+        ranks = self._ranks.values()
+        stepped = [(c, _in(c, Statistic.STEPPED)) for c in ranks]
+        shares = [
+            (self._ranks[r], [t.number for c in each for t in _terms(c)])
+            for r, each in self._result.items()
+        ]
+        has = {
+            Lack.UNGROUPED: _all_of(
+                (c, [t.number for g in c.stepped for t in g.parts]) for c in ranks
+            ),
+            Lack.UNFILLED: _all_of(stepped),
+            Lack.LEFT_OUT: _all_of(shares),
+        }
+        for name, miscount in missing.items():
+            miscount.lack = next((lack for lack in has if name not in has[lack]), Lack.LOST)
 
     def _coverage(self, rank: int) -> dict[str, Coverage]:
         """How often a rank's result has the elements that it should have, by parameter."""
@@ -322,6 +352,17 @@ def _stacked(boxes: list[Box]) -> list[Box]:
         spans = [(first, size)] if together else [(rank, 1) for rank in members]
         stacks += [Box((at, *logical), (n, *extent), local) for at, n in spans]
     return stacks
+
+
+def _all_of(shares: Iterable[tuple[Counted, Iterable[int]]]) -> set[str]:
+    """Parameters of which all elements are in one of these parts."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    boxes: dict[str, dict[Box, None]] = {}
+    for counted, numbers in shares:
+        for part in map(counted.parts.__getitem__, numbers):
+            shapes[part.name] = part.shape
+            boxes.setdefault(part.name, {}).update(dict.fromkeys(part.boxes))
+    return {name for name, shape in shapes.items() if coverage(shape, boxes[name]).least}
 
 
 def _add(total: _Parts, more: _Parts, times: int) -> None:

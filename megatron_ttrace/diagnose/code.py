@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Function, Ledger, Numbers, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import Cause, Loss, Term
+from megatron_ttrace.trace.findings import Cause, Lack, Loss, Term
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Kind, Outcome
@@ -93,6 +93,22 @@ class Code:
             chain += [caller for caller in callers if caller not in chain]
         return chain
 
+    def naming(self, function: int, factor: str) -> list[int]:
+        """A function and its callers before the step, as far as they name a factor."""
+        chain = [function]
+        for number in chain:
+            chain += [
+                caller
+                for caller in self.callers(number, BUILDING)
+                if factor in self.functions[caller].factors and caller not in chain
+            ]
+        return chain
+
+    def compute(self, functions: Iterable[int], index: int) -> bool:
+        """Whether one of these functions computes a statistic, by its name."""
+        words = _COMPUTE.get([*Statistic][index], set())
+        return any(words <= {*tokens(self.functions[number].name)} for number in functions)
+
     def below(self, function: int, context: Context, but: Collection[int] = ()) -> dict[int, int]:
         """A function and what it called, ``but`` some, and these in turn; each with its depth."""
         depths = {function: 0}
@@ -110,12 +126,10 @@ class Outcomes:
     def __init__(self, verdicts: Iterable[Judged]) -> None:
         self._failed: set[tuple[str, Kind]] = set()
         self._passed: set[tuple[str, Kind]] = set()
-        self._counted: Counter[str] = Counter()
         for verdict in verdicts:
             key = pattern(verdict.name.partition("#")[0]), verdict.kind
             if verdict.verdict.is_failure:
                 self._failed.add(key)
-                self._counted[verdict.name] += verdict.kind is Kind.COUNTED
             elif verdict.verdict is Outcome.PASS:
                 self._passed.add(key)
         self._passed -= self._failed
@@ -132,10 +146,6 @@ class Outcomes:
         failed = [{*marked[name]} for name in self.names(kind) if name in marked]
         others = (marks for name, marks in marked.items() if (name, kind) not in self._failed)
         return set.intersection(*failed).difference(*others) if failed else set()
-
-    def counts(self, parameter: str) -> int:
-        """How many statistics, as the norm and the step, a parameter is wrong in."""
-        return self._counted[parameter]
 
     def losses(self) -> dict[str, bool]:
         """By name, whether all numbers that are logged of a loss are right."""
@@ -155,10 +165,11 @@ class Outcomes:
 
     def share(self, kind: Kind) -> float:
         """How many of the tensors of a kind fail, of those that were judged."""
-        failed, passed = (
-            sum(other is kind for _, other in tensors) for tensors in (self._failed, self._passed)
-        )
-        return failed / max(1, failed + passed)
+        # What is counted passes as a whole: one of all parameters.
+        whole = Kind.MAIN_GRAD if kind is Kind.COUNTED else kind
+        failed = self.names(kind)
+        judged = {name for name, other in self._failed | self._passed if other is whole} | failed
+        return len(failed) / max(1, len(judged))
 
 
 READING = {"batch", "data", "dataset", "iterator", "loader", "sampler"}
@@ -167,9 +178,9 @@ _COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync"}
 PARAMETERS = {"param", "params"}
 EVERYWHERE = {"decoder", "layers", "model", "weight", "bias"}
 
-UNFILLED = "unfilled"
 WORDS: dict[object, str] = {
-    UNFILLED: "copy grads",
+    Lack.UNFILLED: "copy grads",
+    Lack.LEFT_OUT: "filter grads duplicate shared",
     Kind.MAIN_GRAD: "grad grads gradient gradients",
     Kind.GRAD_NORM: "norm grad",
     Kind.GRAD_OUTPUT: "grad gradient gradients",
@@ -180,6 +191,8 @@ WORDS: dict[object, str] = {
     Kind.HYPERPARAMETERS: "group groups",
     Kind.INITIAL: "initialize reset",
     Kind.ROUTING: "routing topk",
+    Statistic.NUM_ZEROS: "count zeros",
+    Statistic.PARAMS_NORM: "params norm",
     Statistic.CLIPPED: "clip norm grad",
     Statistic.STEPPED: "step group groups",
     Loss.AUXILIARY: "aux loss",
@@ -204,6 +217,14 @@ NAMED: dict[object, set[str]] = {
     if key in WORDS
 }
 """Words in the names of factors: of those that a finding names, and of losses."""
+
+
+_COMPUTE: dict[Statistic, set[str]] = {
+    Statistic.GRAD_NORM: {"norm"},
+    Statistic.NUM_ZEROS: {"zeros"},
+    Statistic.PARAMS_NORM: {"norm"},
+}
+"""Words in the names of functions that compute a statistic."""
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from megatron_ttrace.diagnose.code import (
     EVERYWHERE,
     NAMED,
     PARAMETERS,
-    UNFILLED,
     WORDS,
     Code,
     Context,
@@ -42,9 +41,11 @@ from megatron_ttrace.trace.findings import (
     ConstantFactor,
     Finding,
     InPart,
+    Lack,
     Loss,
     LossShare,
     LossTerm,
+    Miscounted,
     UnequalShares,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
@@ -72,6 +73,8 @@ _OF_ONE_COPY = {"shared", "shared_embedding"}
 """Marks that one of several copies has by design."""
 _UNEQUAL = 4.0
 """Points for naming a mark of the parameter that only some ranks have set."""
+_CHOOSES = 3.0
+"""Points for naming marks where parameters are chosen, if some are left out."""
 _SEPARATES = 2.0
 """Points for a mark that the failing parameters have, and no others."""
 _WORDY = 3
@@ -164,10 +167,7 @@ class _Judge:
         # One factor is for all parameters.
         self._of_few = self._few and verdict.kind is Kind.MAIN_GRAD
         counted = verdict.kind is Kind.COUNTED
-        # What is neither counted nor stepped has no gradient in the optimizer.
-        self._unfilled = (
-            counted and Cause.NEVER_COUNTED in self._causes and outcomes.counts(verdict.name) > 1
-        )
+        self._lack = finding.lack if isinstance(finding, Miscounted) else None
         self._is_reduced = counted and verdict.index == Statistic.REDUCED.number
         whole = outcomes.failed(Kind.MAIN_GRAD, verdict.name)
         self._suspects = Suspects(
@@ -224,7 +224,7 @@ class _Judge:
     def place(self, number: int) -> Place:
         """A suspect with the clue that is worth most."""
         function, points = self._code.functions[number], self._suspects.clues[number]
-        clue = max(points, key=lambda clue: points[clue], default=Clue.RAN)
+        clue = max({Clue.RAN: 0.0} | points, key=lambda clue: points.get(clue, 0.0))
         line = self._lines.get((number, clue)) or function.line
         return Place(function.file, line, function.name, clue)
 
@@ -245,10 +245,11 @@ class _Judge:
         """Words in names of functions that have to do with the failure, with their points."""
         verdict, module = self._verdict, self._suspects.module
         keys: list[tuple[object, float]] = [(verdict.kind, 0.5)]
-        if self._unfilled:
-            keys = [(UNFILLED, 1.0)]
+        if self._lack is Lack.UNFILLED:
+            keys = [(Lack.UNFILLED, 1.0)]
         elif verdict.kind is Kind.COUNTED:
             keys.append(([*Statistic][verdict.index], 0.5))
+            keys.append((self._lack, 0.5))
         for finding in findings:
             if isinstance(finding, LossShare):
                 keys += [(loss, -0.35) for loss in Loss if loss not in finding.losses]
@@ -287,7 +288,7 @@ class _Judge:
             # A function that mentions all axes is weak evidence for one.
             add(number, Clue.AXIS, len(function.axes) ** -0.5)
         if self._passed_over and function.loops and number in (self._reducing or {number}):
-            add(number, Clue.SELECTS, _LOOPS)
+            add(number, Clue.LOOPS, _LOOPS)
         if self._causes & _SCALED and not self._passed_over:
             named = max((self._named(name) for name in function.factors), default=0.0)
             # One factor is for all parameters.
@@ -298,7 +299,8 @@ class _Judge:
             # What sets a scale for each layout is wrong by the size of an axis.
             add(number, Clue.SETS, _SETS * bool(self._axes and Clue.SETS in clues))
         kind = self._verdict.kind
-        is_moved = bool(self._causes & _MOVED) and kind is not Kind.PARAM_DELTA
+        summed = kind is Kind.COUNTED and self._lack is not Lack.UNFILLED and not self._is_reduced
+        is_moved = bool(self._causes & _MOVED) and kind is not Kind.PARAM_DELTA and not summed
         is_most = kind is Kind.INITIAL and not self._few
         if is_most or (is_moved and not self._unsent):
             add(number, Clue.MOVES, 0.7 * function.moves)
@@ -330,7 +332,7 @@ class _Judge:
             elif call.direction is Phase.GRADIENTS:
                 reduces |= set(chain)
             # What reduces few tensors is likely to be wrong if few are.
-            points = self._worth(call) - (sizes.get(call.where, likely) != likely)
+            points = self._worth(call, chain) - (sizes.get(call.where, likely) != likely)
             if points > 0 and chain and (place := Place.of(call.where, Clue.REDUCES)):
                 self._lines.setdefault((chain[0], Clue.REDUCES), place.line)
             if self._fits(call):
@@ -357,9 +359,9 @@ class _Judge:
         """Whether it reduces over axes of the finding."""
         return call.operation.reduces and not self._mesh.isdisjoint(call.axes)
 
-    def _worth(self, call: Collective) -> float:
+    def _worth(self, call: Collective, chain: list[int]) -> float:
         kind = self._verdict.kind
-        if self._unfilled:
+        if self._lack not in (None, Lack.LOST):
             return 0.0
         if self._fits(call) and self._causes & _REDUCED:
             if kind is Kind.BUFFER:
@@ -371,6 +373,7 @@ class _Judge:
         is_sum = call.operation.reduces and call.dtype.startswith("float")
         phase = Phase.GRADIENTS if self._is_reduced else Phase.OPTIMIZER
         of_norm = kind in (Kind.GRAD_NORM, Kind.COUNTED) and call.direction is phase
+        of_norm &= kind is Kind.GRAD_NORM or self._code.compute(chain, self._verdict.index)
         if (of_norm and is_sum) or (kind is Kind.PARAM and call.direction is Phase.PARAMETERS):
             return 1.5
         return 0.0 if self._causes else 0.4
@@ -392,22 +395,11 @@ class _Judge:
         for number in code.at[BUILDING]:
             for name in code.functions[number].factors:
                 weight = used.get((code.functions[number].file, name), 0.0)
-                for setter in self._naming(number, name) if weight else ():
+                for setter in code.naming(number, name) if weight else ():
                     function = code.functions[setter]
                     if name in function.sets and not self._axes.isdisjoint(function.axes):
                         weights[setter] = max(weights.get(setter, 0.0), weight)
                         self._suspects.add(setter, Clue.SETS, _SETS)
-
-    def _naming(self, number: int, factor: str) -> list[int]:
-        """A function and its callers before the step, as far as they name a factor."""
-        code, chain = self._code, [number]
-        for function in chain:
-            chain += [
-                caller
-                for caller in code.callers(function, BUILDING)
-                if factor in code.functions[caller].factors and caller not in chain
-            ]
-        return chain
 
     def _named(self, factor: str) -> float:
         """Points for a factor whose name is that of the finding's, or of its loss."""
@@ -451,16 +443,21 @@ class _Judge:
 
     def _marks(self) -> None:
         """For what marks a parameter whose gradient is wrong, or selects parameters by marks."""
-        suspects, kind = self._suspects, self._verdict.kind
+        suspects, kind, code = self._suspects, self._verdict.kind, self._code
         partial = self._ledger.sources.calls.partial.get(pattern(self._verdict.name), ())
         unequal = {*partial} - _OF_ONE_COPY
-        for number in self._code.at[BUILDING] if unequal and kind in OF_PARAMETERS else ():
-            if not unequal.isdisjoint(self._code.functions[number].marks):
+        for number in code.at[BUILDING] if unequal and kind in OF_PARAMETERS else ():
+            if not unequal.isdisjoint(code.functions[number].marks):
                 suspects.weights[number] = 1.0
                 suspects.add(number, Clue.MARKS, _UNEQUAL)
-        if kind not in (Kind.MAIN_GRAD, Kind.COUNTED):
+        # Collectives, in which something may be lost, do not select.
+        if kind not in (Kind.MAIN_GRAD, Kind.COUNTED) or self._lack is Lack.LOST:
             return
         separating = self._outcomes.separating(kind, self._ledger.sources.calls.marks)
+        for number in [*suspects.choosing()] if self._few else ():
+            suspects.weights[number] = 1.0
+            fits = not separating or not separating.isdisjoint(code.functions[number].marks)
+            suspects.add(number, Clue.SELECTS, _CHOOSES if fits else 1.0)
         missing = kind is Kind.MAIN_GRAD and Cause.PARTIAL in self._causes
         set_here = {*self._ledger.sources.calls.marks.get(pattern(self._verdict.name), ())}
         selecting = {mark for n in self._reducing for mark in self._code.functions[n].marks}

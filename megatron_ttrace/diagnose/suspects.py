@@ -16,7 +16,7 @@ from megatron_ttrace.diagnose.code import BUILDING, READING, Code, tokens
 from megatron_ttrace.diagnose.start import WEIGHTS
 from megatron_ttrace.trace.collectives import Ledger, ModuleCode, Phase, Sources, pattern
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import Cause, Finding, LossShare
+from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Miscounted
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, Kind, LoadedIndex
@@ -80,6 +80,18 @@ class Suspects:
         """Let a clue speak for a function with at least so many points."""
         clues = self.clues[function]
         clues[clue] = max(points, clues.get(clue, 0.0))
+
+    def choosing(self) -> Iterator[int]:
+        """What names marks where parameters are divided among optimizers, or left out of a sum."""
+        code, step = self._code, ("", Phase.OPTIMIZER)
+        lack = self._finding.lack if isinstance(self._finding, Miscounted) else None
+        for number in code.at[BUILDING if lack is Lack.UNGROUPED else step]:
+            function = code.functions[number]
+            if function.marks and lack is Lack.UNGROUPED:
+                yield from [number] * (function.part in (Phase.OPTIMIZER, Phase.GRADIENTS))
+            elif function.marks and lack is Lack.LEFT_OUT:
+                chain = code.chain(number, step)
+                yield from [number] * code.compute(chain, self._verdict.index)
 
     def _find(self) -> None:
         kind, direction = self._verdict.kind, self._verdict.direction
@@ -195,7 +207,10 @@ class Suspects:
         self._built(self._owner, 0.8 if few else 0.4)
 
     def _statistic(self) -> None:
-        verdict = self._verdict
+        verdict, finding = self._verdict, self._finding
+        if isinstance(finding, Miscounted) and finding.lack is Lack.UNGROUPED:
+            self._update()
+            return
         reduced = verdict.kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number
         self._part(Phase.OPTIMIZER, 0.3 if reduced else 1.0, 0.5)
         self._part(_G, 1.0 if reduced else 0.3, 0.3)

@@ -125,10 +125,11 @@ def part_of(file: str) -> Phase | None:
 
 
 MARKS = (
-    *("allreduce", "average_gradients_across_tp_domain", "is_embedding_or_output_parameter"),
-    *("sequence_parallel", "shared", "shared_embedding", "tensor_model_parallel"),
+    *("allreduce", "average_gradients_across_tp_domain", "expert_tp", "is_embedding_parameter"),
+    *("is_embedding_or_output_parameter", "is_qkv", "sequence_parallel", "shared"),
+    *("shared_embedding", "tensor_model_parallel", "use_muon"),
 )
-"""Attributes by which Megatron selects parameters for reductions, norms and shards."""
+"""Attributes by which Megatron selects parameters for reductions, norms, shards and optimizers."""
 
 _AXES = {
     "tp": r"tp|tensor",
@@ -153,7 +154,7 @@ _PRODUCTS = frozenset(
 )
 _SHARDING = "_build_gbuf_range_map"
 """The method of ``DistributedOptimizer`` that divides a buffer's buckets among ranks."""
-_UNMARKED = {"allreduce": True}
+_UNMARKED = {"allreduce": True, "use_muon": True}
 """What Megatron takes a mark for where it is not set, if not for false."""
 
 

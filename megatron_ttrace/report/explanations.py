@@ -44,7 +44,7 @@ _OPERANDS = messages(f.CastOperand)
 _TERMS = messages(f.Term)
 _ZERO = {Kind[name]: (text, hint) for name, (text, hint) in MESSAGES["Zero"].items()}
 _SUSPECTS = messages(Statistic, "Suspects")
-_SIZES = MESSAGES["sizes"]
+_LACKS, _SIZES = messages(f.Lack), MESSAGES["sizes"]
 _TEMPLATES = MESSAGES["Finding"]
 
 
@@ -393,7 +393,8 @@ def _miscounted(finding: f.Miscounted) -> Text:
     if names:
         shown = ", ".join(names[:_OTHERS]) + ", ..." * (len(names) > _OTHERS)
         text += f", as are elements of {len(names)} more parameters: {shown}"
-    return text, "" if finding.cause is Cause.OTHER_NORM else _SUSPECTS[finding.statistic]
+    hint = _LACKS[finding.lack] if finding.lack else _SUSPECTS[finding.statistic]
+    return text, "" if finding.cause is Cause.OTHER_NORM else hint
 
 
 class _Words(string.Formatter):

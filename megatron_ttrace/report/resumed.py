@@ -34,9 +34,13 @@ def by_cause(differences: Sequence[Difference]) -> list[list[Difference]]:
     groups: dict[object, list[Difference]] = {}
     for difference in differences:
         kind, name = difference.what, difference.name
-        # Numbers of several parameter groups belong together.
-        field = "" if kind.is_tensor else name.rpartition(".")[2]
-        key = kind, difference.how, difference.blame, field, difference.before, difference.after
+        # Numbers of several parameter groups belong together, and all that a lost group had.
+        owner, _, field = name.partition("].") if "]." in name else name.rpartition(".")
+        before: float | str | None = difference.before
+        if kind is What.NUMBER and difference.after is None:
+            before, field = "", owner
+        field = "" if kind.is_tensor else field
+        key = kind, difference.how, difference.blame, field, before, difference.after
         groups.setdefault(key, []).append(difference)
     return list(groups.values())
 
@@ -116,6 +120,8 @@ def _cause(alike: Sequence[Difference]) -> Iterator[str]:
     if len(alike) > _NAMED:
         names += f" and {len(alike) - _NAMED} more"
     changed = f"{_number(worst.after)} instead of {_number(worst.before)}"
+    if len({difference.before for difference in alike}) > 1:
+        changed = _number(worst.after)
     if worst.what.is_tensor:
         yield f"{worst.blame}: {_PLURAL[worst.what]} of {names}: {_HOW[worst.how]}"
         if worst.rel_err is not None:

@@ -128,6 +128,7 @@ class _Comparison:
                 "neither are the following steps"
             )
         self._tensors()
+        self._overwritten()
         self._numbers()
         self._random()
         if self._otherwise and not self.differences:
@@ -163,6 +164,15 @@ class _Comparison:
                 item[0] not in _ZERO_AT_FIRST or after is None or after.any()
             ):
                 self._differ(*item, How.EXTRA, Blame.LOADING)
+
+    def _overwritten(self) -> None:
+        """Weights that are right in the checkpoint are set from the optimizer's state in it."""
+        wrong = {d.name: d for d in self.differences if d.what in _OF_OPTIMIZER}
+        for number, weight in enumerate(self.differences):
+            state = wrong.get(weight.name)
+            is_right = weight.what is What.WEIGHT and weight.blame is Blame.LOADING
+            if is_right and state is not None and state.blame is Blame.SAVING:
+                self.differences[number] = dataclasses.replace(weight, where=state.where)
 
     def _by_rank(self, item: tuple[What, str], old: State, new: State, blame: Blame) -> None:
         """State of which each rank has another value, in the same layout."""
@@ -244,8 +254,11 @@ class _Comparison:
 
     def _where(self, kind: What, name: str, blame: Blame) -> str:
         """The code that saves or loads it."""
-        # Optimizers describe their state as the model describes the weights.
-        of_weight = any((d.what, d.name) == (What.WEIGHT, name) for d in self.differences)
+        # Optimizers describe their state as the model describes the weights, if that is wrong too.
+        of_weight = any(
+            (d.what, d.name) == (What.WEIGHT, name) and d.blame is not Blame.LOADING
+            for d in self.differences
+        )
         if kind.is_tensor and (kind not in _OF_OPTIMIZER or of_weight):
             return self._described.get(name, "")
         places = self._before.ranks[0].places

@@ -101,7 +101,7 @@ class Counting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """The hyper-parameters with which an optimizer steps some ``parts``, by name."""
+    """A parameter group of an optimizer: its ``parts``, and its hyper-parameters by name."""
 
     parts: Terms
     values: tuple[tuple[str, Annotated[float, Bounds(nan=True)]], ...]

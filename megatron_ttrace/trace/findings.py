@@ -414,16 +414,31 @@ class BlockWeight(Finding):
     missing: bool
 
 
+class Lack(StrEnum):
+    """Why a statistic does not have some elements: the first that is true."""
+
+    UNGROUPED = "ungrouped"
+    """They are in no optimizer's parameter groups."""
+    UNFILLED = "unfilled"
+    """No optimizer has a gradient of them."""
+    LEFT_OUT = "left_out"
+    """No rank puts them in."""
+    LOST = "lost"
+    """Ranks put in their own, and not all of them come together."""
+
+
 class Miscounted(Finding):
     """Elements of the parameters ``names`` are not in a statistic exactly once.
 
-    They are in it ``least`` to ``most`` times, in the first of these parameters.
+    They are in it ``least`` to ``most`` times, in the first of these parameters; ``lack``: why, if
+    never.
     """
 
     statistic: Statistic
     least: int
     most: int
     names: tuple[str, ...]
+    lack: Lack | None = None
 
 
 class OtherHyperparameters(Finding):

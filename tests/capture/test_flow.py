@@ -10,6 +10,7 @@ import torch
 from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.trace.counted import Term
 
 A, B = ParameterPlace("a", (4, 2), ()), ParameterPlace("b", (6,), ())
 ALL = {"a": 1, "b": 1}
@@ -72,6 +73,13 @@ def test_followed(compute: Callable[[Job], object], names: dict[str, int]) -> No
     """Each parameter, as often as it was added."""
     job = Job()
     assert job.followed(compute) == names
+    assert not job.flow.unknown
+
+
+def test_parts() -> None:
+    """Of what is known."""
+    job = Job()
+    assert job.flow.parts([job.a, torch.ones(3), job.b]) == (Term(0), Term(1))
     assert not job.flow.unknown
 
 

@@ -20,7 +20,7 @@ from megatron_ttrace.trace.counted import (
     Term,
     runs_of,
 )
-from megatron_ttrace.trace.findings import Cause, Miscounted, OtherHyperparameters
+from megatron_ttrace.trace.findings import Cause, Lack, Miscounted, OtherHyperparameters
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Outcome
 
@@ -132,6 +132,30 @@ def test_what_the_reference_does_not_count() -> None:
     ranks = {0: [rank(0, range(2), parts=(1,))], 1: [rank(1, range(2), parts=(1,))]}
     assert not failures(judge((reference,), ranks))
     assert failures(judge((), ranks)) == {NORM: (Reason.NEVER_COUNTED, (0, 1))}
+
+
+@pytest.mark.parametrize(
+    ("grouped", "stepped", "parts", "group", "lack"),
+    [
+        ((1,), (1,), (1,), range(2), Lack.UNGROUPED),
+        ((0, 1), (1,), (1,), range(2), Lack.UNFILLED),
+        ((0, 1), (0, 1), (1,), range(2), Lack.LEFT_OUT),
+        ((0, 1), (0, 1), (0, 1), range(1), Lack.LOST),
+    ],
+)
+def test_why_a_norm_lacks_elements(grouped, stepped, parts, group, lack: Lack) -> None:
+    """No optimizer has them, or not their gradients; or no rank adds them, or not all ranks."""
+    update = Counting(Statistic.STEPPED, (), tuple(map(Term, stepped)))
+    ranks = {}
+    for at in range(2):
+        alone = range(at, at + 1) if group == range(1) else group
+        counted = rank(at, alone, parts=parts if at == 0 else parts[-1:])
+        groups = (Hyperparameters(tuple(map(Term, grouped)), ()),)
+        countings = (*counted.countings, update)
+        ranks[at] = [dataclasses.replace(counted, countings=countings, stepped=groups)]
+    found = judge((), ranks)
+    lacks = {f.lack for key, f in found.findings.items() if key.index == 0 and key.name == NORM}
+    assert lacks == {lack}
 
 
 def test_an_update() -> None:

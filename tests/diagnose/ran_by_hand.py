@@ -84,6 +84,10 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "apply_aux_loss": {"scales": True},
     "Model.__init__": {},
     "pipeline_layers": {"axes": ("pp",)},
+    "filter_grads": {"part": U, "size": 100},
+    "is_shared": {"marks": ("shared",), "size": 100},
+    "count_zeros": {"part": U, "size": 100},
+    "divide_parameters": {"part": U, "marks": ("is_embedding_parameter",), "size": 400},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
 _CALLS = [
@@ -101,6 +105,8 @@ _CALLS = [
         ("sync_grads", "finalize", "", G),
     ],
     *[("step", "", "", U), ("clip_by_norm", "step", "", U)],
+    *[("filter_grads", "clip_by_norm", "", U), ("is_shared", "filter_grads", "", U)],
+    *[("count_zeros", "step", "", U), ("divide_parameters", "", "", C)],
     *[("report", "", "", Phase.OTHER), ("log", "report", "", Phase.OTHER)],
     ("aggregate", "report", "", Phase.OTHER),
     ("router_loss", "", MODEL, F),

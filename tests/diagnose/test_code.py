@@ -73,6 +73,10 @@ def test_outcomes() -> None:
     assert not outcomes.is_right(("c", Phase.FORWARD))
     assert not outcomes.is_right(("layers.*.b", Phase.BACKWARD))
     assert (outcomes.share(Kind.OUTPUT), outcomes.share(Kind.MAIN_GRAD)) == (0.5, 0.0)
+    # What is counted passes as a whole: one of all parameters.
+    gradients = [judged(Kind.MAIN_GRAD, name) for name in "abcd"]
+    counted = [judged(Kind.COUNTED, name, Outcome.DIVERGED) for name in "ae"]
+    assert Outcomes([*gradients, *counted]).share(Kind.COUNTED) == 2 / 5
 
 
 def test_marks_that_only_what_fails_has() -> None:
@@ -85,13 +89,12 @@ def test_marks_that_only_what_fails_has() -> None:
 
 
 def test_what_is_logged() -> None:
-    """By a word in its name; a parameter counts once for each statistic that it is wrong in."""
+    """By a word in its name."""
     diverged = Outcome.DIVERGED
     verdicts = [judged(Kind.METRIC, "z_loss", diverged), judged(Kind.METRIC, "aux_loss")]
     verdicts += [judged(Kind.METRIC, "lossless"), judged(Kind.COUNTED, "a", diverged)]
     outcomes = Outcomes([*verdicts, judged(Kind.COUNTED, "a", diverged, index=4)])
     assert outcomes.losses() == {"z_loss": False, "aux_loss": True}
-    assert (outcomes.counts("a"), outcomes.counts("b")) == (2, 0)
     assert outcomes.names(Kind.COUNTED) == {"a"}
 
 

@@ -16,8 +16,10 @@ from megatron_ttrace.trace.findings import (
     Explanation,
     Finding,
     InPart,
+    Lack,
     Loss,
     LossShare,
+    Miscounted,
     OtherTime,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
@@ -177,7 +179,7 @@ def test_a_choice_by_marks_explains_few(outcome: Outcome) -> None:
     )
     suspects = places(Kind.MAIN_GRAD, WEIGHT, PARTIAL, ledger=record(GRADIENTS), others=others)
     selecting = [place.function for place in suspects if place.clue is Clue.SELECTS]
-    assert selecting == (["reduce_norms"] if outcome is Outcome.PASS else [])
+    assert ("reduce_norms" in selecting) is (outcome is Outcome.PASS)
 
 
 def test_what_selects_by_marks_for_another_axis() -> None:
@@ -201,16 +203,36 @@ def test_what_passes_over_some(few: bool) -> None:
     assert suspects[0].function == ("finalize" if few else "sync_grads")
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-def test_what_has_no_gradient_in_the_optimizer(stepped: bool) -> None:
-    """It is in neither the norm nor the step: what copies gradients, not the norm."""
+@pytest.mark.parametrize(
+    ("lack", "few", "first", "clue"),
+    [
+        (Lack.UNGROUPED, True, "divide_parameters", Clue.SELECTS),
+        (Lack.UNFILLED, True, "copy_grads", Clue.NAMES),
+        (Lack.LEFT_OUT, True, "is_shared", Clue.SELECTS),
+        # Marks select some: not if all are left out.
+        (Lack.LEFT_OUT, False, "filter_grads", Clue.NAMES),
+        (Lack.LOST, True, "clip_by_norm", Clue.REDUCES),
+        (None, True, "clip_by_norm", Clue.REDUCES),
+    ],
+)
+def test_what_a_norm_lacks(lack: Lack | None, few: bool, first: str, clue: Clue) -> None:
+    """What divides parameters, copies gradients, filters these, or adds up ranks."""
     failure = judged(Kind.COUNTED, WEIGHT, Outcome.DIVERGED)
-    index = Statistic.STEPPED.number
-    others = [judged(Kind.COUNTED, WEIGHT, Outcome.DIVERGED, index=index)] * stepped
-    norm = collective("clip_by_norm", direction=U)
-    made = Places(record(norm), [failure, *others])
-    ranked = made.ranked(failure, Finding(Cause.NEVER_COUNTED))
-    assert ranked[0][1].function == ("copy_grads" if stepped else "clip_by_norm")
+    others = [judged(Kind.MAIN_GRAD, name) for name in "abc" if few]
+    finding = Miscounted(
+        Cause.NEVER_COUNTED, statistic=Statistic.GRAD_NORM, least=0, most=0, names=(), lack=lack
+    )
+    made = Places(record(collective("clip_by_norm", direction=U)), [failure, *others])
+    place = made.ranked(failure, finding)[0][1]
+    assert (place.function, place.clue) == (first, clue)
+
+
+def test_a_count_of_zeros() -> None:
+    """The sum that counts them, not that of the norm."""
+    calls = [collective(name, direction=U) for name in ("clip_by_norm", "count_zeros")]
+    zeros = judged(Kind.COUNTED, WEIGHT, Outcome.DIVERGED, index=Statistic.NUM_ZEROS.number)
+    twice = Finding(Cause.COUNTED_TWICE)
+    assert Places(record(*calls), [zeros]).ranked(zeros, twice)[0][1].function == "count_zeros"
 
 
 @pytest.mark.parametrize("last", [4, 6])

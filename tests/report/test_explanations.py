@@ -64,7 +64,7 @@ def test_every_type_of_finding_has_a_renderer() -> None:
 
 ENUMS: tuple[type[Enum], ...] = (
     *(Result, Outcome, Grounds, LoadedIndex, Remark, Unexercised, Execution, Statistic),
-    *(Blaming, Clue),
+    *(Blaming, Clue, findings.Lack),
     *(findings.RowOrder, findings.MaskOrder, findings.CastOperand, findings.Term),
 )
 

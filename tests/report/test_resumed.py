@@ -44,6 +44,24 @@ def test_one_cause() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_lost_parameter_group() -> None:
+    """All that it had is one cause."""
+    lost = [
+        Difference(
+            what=What.NUMBER,
+            name=f"param_groups[wd_mult=1]#2.{field}",
+            how=How.MISSING,
+            blame=Blame.LOADING,
+            before=before,
+        )
+        for field, before in (("lr", 0.1), ("betas[0]", 0.9), ("eps", 1e-8))
+    ]
+    assert [*map(len, by_cause(lost))] == [3]
+    text = printed(Restart(layout="", verdict=Result.DIVERGED, differences=tuple(lost)))
+    assert "betas[0]" in text
+    assert "missing\n" in text
+
+
 def test_no_control_characters() -> None:
     """Names come from the user's model, reasons from Megatron."""
     failed = Restart(layout="--x \x1b[31m", verdict=Result.COULD_NOT_CHECK, reason="no\x1b[2J")

@@ -80,6 +80,24 @@ def test_a_moment_and_its_weight(tmp_path: Path) -> None:
     assert weight.where == moment.where
 
 
+def test_a_weight_that_is_overwritten(tmp_path: Path) -> None:
+    """It is right in the checkpoint, where the optimizer's state is wrong."""
+    loaded = state() | {
+        LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16),
+        LoadedIndex.EXP_AVG: torch.zeros(4),
+    }
+    right = state()[LoadedIndex.WEIGHT]
+
+    def read(kind: What, name: str) -> torch.Tensor | None:
+        del name
+        return {What.WEIGHT: right, What.EXP_AVG: torch.zeros(4)}.get(kind)
+
+    weight, moment = answer(tmp_path, loaded=loaded, stored=read).differences
+    assert (weight.blame, moment.blame) == (Blame.LOADING, Blame.SAVING)
+    assert weight.where == moment.where
+    assert weight.where.startswith("megatron/optimizer.py")
+
+
 def test_one_rank(tmp_path: Path) -> None:
     """The part that one rank has wrong is named."""
     loaded = state() | {LoadedIndex.MAIN: torch.tensor([0.0, 1.0, 2.0, 4.0])}

@@ -12,7 +12,9 @@ import os
 import re
 import shlex
 import shutil
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -23,55 +25,33 @@ from megatron_ttrace.trace import errors
 
 HIDDEN = "***"
 
+_SHOWN = {
+    name: frozenset(words.split())
+    for name, words in tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    ).items()
+}
 _SHOWN_ROLES = frozenset(
     {
         *(Role.CODE, Role.DATA, Role.SIZE, Role.AXIS, Role.LAYOUT, Role.TRANSPORT, Role.LENGTH),
         *(Role.INPUT, Role.CHECKPOINT, Role.OPERATION, Role.REFUSED),
     }
 )
-_FREE_TEXT = frozenset(
-    """
-    app_tag_run_name app_tag_run_version chat_template fim_eod_token fim_middle_token fim_pad_token
-    fim_prefix_token fim_suffix_token langrl_env_config one_logger_project one_logger_run_name
-    otel_service_name special_tokens tiktoken_pattern
-    wandb_entity wandb_exp_name wandb_project
-    """.split()
-)
-"""Options whose value can be anything."""
+_FREE_TEXT = _SHOWN["free_text"]
 
-_OUR_FLAGS = frozenset(
-    """
-    --against --allow-unchecked --checkout --directory --good --into --known --max-ranks --recipe
-    --seconds --steps --timeout
-    """.split()
-) | {flag.name for flag in FLAGS.values() if not flag.is_switch}
-_LAUNCHER_VALUES = frozenset(
-    """
-    --nproc-per-node --nproc_per_node --nnodes --node-rank --node_rank --master-addr --master_addr
-    --master-port --master_port --rdzv-backend --rdzv_backend --max-restarts --max_restarts
-    --local-ranks-filter --log-dir --log_dir --redirects --tee -m -n -N -np --ntasks --nodes
-    --ntasks-per-node --gpus-per-node --cpus-per-task --num_processes --num_machines -c
-    """.split()
-)
-"""Flags of launchers, Python and shells with one value."""
-_SWITCHES = frozenset(
-    """
-    -- --standalone --no-python --no_python --run-path -u -O -B -I -P -s -S -E -l -i --no-fork
-    --quiet --json --shrink --blame --once
-    """.split()
-) | {CHECK.name, *(flag.name for flag in FLAGS.values() if flag.is_switch)}
+_OUR_FLAGS = _SHOWN["our_flags"] | {flag.name for flag in FLAGS.values() if not flag.is_switch}
+_LAUNCHER_VALUES = _SHOWN["launcher_flags"]
+_SWITCHES = _SHOWN["switches"] | {
+    CHECK.name,
+    *(flag.name for flag in FLAGS.values() if flag.is_switch),
+}
 _OF_COMMANDS = frozenset({"-c", "--against", "--into", "--ttrace-reference-args"})
 """Flags whose value is a command itself, or arguments."""
 _PROGRAM = re.compile(
     r"([\w./-]*/)?(ttrace|torchrun|python[\d.]*|srun|mpirun|env|bash|sh|accelerate|timeout|nohup)"
     r"|cd|exec|export|set"
 )
-_SUBCOMMANDS = frozenset(
-    """
-    check record diff compare report shrink recipes bisect hunt blame checkpoint resume ci clean
-    doctor patch demo data eval bugs matrix mutants nightly plant run
-    """.split()
-)
+_SUBCOMMANDS = _SHOWN["subcommands"]
 _SCRIPT = re.compile(r"[\w./-]+\.(py|sh|slurm|sbatch)")
 _SEPARATORS = ";&|\n"
 _FLAG = re.compile(r"--?[A-Za-z][\w.-]*")
@@ -80,37 +60,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _FIELD = re.compile(r"(\+{0,2}([a-z_]+)\.(\w+))=(.*)", re.DOTALL)
 _ADDRESS = re.compile(r"([A-Za-z][\w+.-]*://)(?:[^\s]*@)?([^\s?#]*)([?#][^\s]*)?")
 
-_VARIABLES = frozenset(
-    """
-    ATEN_CPU_CAPABILITY CUBLASLT_WORKSPACE_SIZE CUBLAS_WORKSPACE_CONFIG CUDA_CACHE_DISABLE
-    CUDA_DEVICE_MAX_CONNECTIONS CUDA_DEVICE_ORDER CUDA_HOME CUDA_LAUNCH_BLOCKING CUDA_MODULE_LOADING
-    CUDA_PATH CUDA_VISIBLE_DEVICES CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT CUDNN_LOGLEVEL_DBG
-    DNNL_MAX_CPU_ISA DNNL_VERBOSE FLASH_ATTENTION_DETERMINISTIC GLOO_SOCKET_IFNAME LD_PRELOAD
-    MKL_CBWR MKL_DYNAMIC MKL_NUM_THREADS NCCL_ALGO NCCL_ASYNC_ERROR_HANDLING
-    NCCL_AVOID_RECORD_STREAMS NCCL_BUFFSIZE
-    NCCL_COLLNET_ENABLE NCCL_CROSS_NIC NCCL_CUMEM_ENABLE NCCL_DEBUG NCCL_DEBUG_SUBSYS
-    NCCL_IB_DISABLE NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_IB_QPS_PER_CONNECTION NCCL_IB_SL NCCL_IB_TC
-    NCCL_IB_TIMEOUT NCCL_LAUNCH_MODE NCCL_MAX_CTAS NCCL_MAX_NCHANNELS NCCL_MIN_CTAS
-    NCCL_MIN_NCHANNELS NCCL_NET NCCL_NET_GDR_LEVEL NCCL_NTHREADS NCCL_NVLS_ENABLE NCCL_P2P_DISABLE
-    NCCL_P2P_LEVEL NCCL_P2P_NET_CHUNKSIZE NCCL_PROTO NCCL_SHM_DISABLE NCCL_SOCKET_IFNAME
-    NCCL_TIMEOUT NCCL_TOPO_FILE NVIDIA_TF32_OVERRIDE NVTE_ALLOW_NONDETERMINISTIC_ALGO
-    NVTE_APPLY_QK_LAYER_SCALING NVTE_BATCH_MHA_P2P_COMM NVTE_BIAS_GELU_NVFUSION NVTE_CPU_OFFLOAD_V1
-    NVTE_DEBUG NVTE_DEBUG_LEVEL NVTE_FLASH_ATTN NVTE_FUSED_ATTN NVTE_FUSED_ATTN_BACKEND
-    NVTE_FUSED_ATTN_USE_FAv2_BWD NVTE_FWD_LAYERNORM_SM_MARGIN NVTE_BWD_LAYERNORM_SM_MARGIN
-    NVTE_NORM_BWD_USE_CUDNN NVTE_NORM_FWD_USE_CUDNN NVTE_TORCH_COMPILE NVTE_UNFUSED_ATTN
-    NVTE_USE_CUTLASS_GROUPED_GEMM OMP_DYNAMIC OMP_NUM_THREADS OMP_PROC_BIND OMP_PLACES
-    ONEDNN_MAX_CPU_ISA ONEDNN_VERBOSE PYTHONHASHSEED PYTHONPATH PYTHONSAFEPATH
-    PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_JIT PYTORCH_NO_CUDA_MEMORY_CACHING
-    TORCHDYNAMO_DISABLE TORCHINDUCTOR_CACHE_DIR TORCH_ALLOW_TF32_CUBLAS_OVERRIDE
-    TORCH_BLAS_PREFER_CUBLASLT TORCH_COMPILE_DISABLE TORCH_CUDA_ARCH_LIST
-    TORCH_CUDNN_V8_API_DISABLED
-    TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT TORCH_DISTRIBUTED_DEBUG TORCH_LOGS
-    TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_AVOID_RECORD_STREAMS TORCH_NCCL_BLOCKING_WAIT
-    TORCH_NCCL_HIGH_PRIORITY TRITON_CACHE_DIR TRITON_INTERPRET TTRACE_CACHE TTRACE_CACHE_SHARED
-    TTRACE_DEBUG TTRACE_RUN_ID TTRACE_TE_VERSION UCX_NET_DEVICES UCX_TLS
-    """.split()
-)
-"""Variables whose values are numbers, names of devices and algorithms, or paths."""
+_VARIABLES = _SHOWN["variables"]
 
 
 def is_shown(option: str | None) -> bool:
