@@ -37,6 +37,10 @@ _FROM_CHECKPOINT = "use_checkpoint_opt_param_scheduler"
 _FROM_JOB = "--override-opt_param-scheduler"
 """Options that say whose schedules a job follows that starts from a checkpoint."""
 _NPROC = "--nproc-per-node"
+_SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +112,19 @@ def plan(
         tuple(_into(restarted, text, number) for number, text in enumerate(into, 1)),
         tuple(notices),
     )
+
+
+def elsewhere(restarted: Run) -> Run | None:
+    """The same restart on one device; ``None`` if it is on one.
+
+    Of the flags of a layout only the sizes are changed, so Megatron may refuse it.
+    """
+    if restarted.nproc == 1:
+        return None
+    flags = CommandFlags.parse(restarted.arguments)
+    sizes = [option for option in _SIZES if flags.has(option)]
+    words = [f"{_NPROC} 1", *(f"--{option.replace('_', '-')} 1" for option in sizes)]
+    return _into(restarted, " ".join(words), 1)
 
 
 def _without(flags: CommandFlags, options: Iterable[str]) -> list[str]:

@@ -100,7 +100,8 @@ def _restart(restart: Restart) -> Iterator[Text]:
         for number, line in enumerate(_cause(alike)):
             yield Text(("  - " if not number else "    ") + clean(line, 400))
     if restart.verdict is Result.EQUIVALENT:
-        read = f", {restart.stored} of them also as they are stored" if restart.stored else ""
+        stored = restart.stored - restart.otherwise
+        read = f", {stored} of them also as they are stored" if restart.stored else ""
         yield Text(f"  {restart.compared} tensors of the state are equal{read}")
     for step in restart.steps if restart.differences else ():
         (old, new), (norm, other) = step.loss, step.grad_norm

@@ -28,6 +28,7 @@ from megatron_ttrace.trace.recorded import Point
 from megatron_ttrace.trace.resumed import Restart, Resumed, What, worst
 from megatron_ttrace.trace.states import Item, State
 
+_OTHERWISE = "the checkpoint has other values than were saved: give another layout (--into)"
 ANSWER = "resume.json"
 """The file with the answer."""
 _STATES = {
@@ -151,8 +152,12 @@ class _Runner:
 def _answers(
     plan: restarts.Plan, runner: _Runner, before: Recorded, stored: _Checkpoint
 ) -> Iterator[Restart]:
-    """The answer for each restart, the same layout's first."""
+    """The answer for each restart, the same layout's first.
+
+    A checkpoint that is right for one layout alone goes on in that one: another one decides.
+    """
     restarted = perturbed = None
+    into = list(plan.into)
 
     def compared(after: Recorded, layout: str) -> Restart:
         return compare(
@@ -176,8 +181,12 @@ def _answers(
             with contextlib.suppress(TTraceError):
                 perturbed = runner.record(plan.perturbed)
         stored.also_from(restarted)
-        yield compared(restarted, "")
-    for run in plan.into:
+        yield (answer := compared(restarted, ""))
+        if answer.otherwise and not into:
+            if (run := restarts.elsewhere(plan.restarted)) is None:
+                yield could_not("another layout", TTraceError(_OTHERWISE))
+            into = [run] if run else []
+    for run in into:
         runner.say(f"restarting with {run.layout}")
         try:
             yield compared(runner.record(run), run.layout)

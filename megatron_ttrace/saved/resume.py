@@ -114,6 +114,7 @@ class _Comparison:
             verdict=Result.DIVERGED if self.differences else Result.EQUIVALENT,
             compared=self._compared,
             stored=self._stored,
+            otherwise=len(self._otherwise),
             differences=tuple(self.differences),
             steps=tuple(steps),
             notices=tuple(dict.fromkeys(self._notices)),
@@ -134,7 +135,7 @@ class _Comparison:
         if self._otherwise and not self.differences:
             self._notices.append(
                 "the checkpoint has other values than were saved, and they were loaded as saved: "
-                f"{_listed(self._otherwise)}; restart in another layout (--into) as well"
+                f"{_listed(self._otherwise)}"
             )
 
     def _tensors(self) -> None:

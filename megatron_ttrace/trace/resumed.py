@@ -99,6 +99,8 @@ class Restart(Record):
         layout: the flags by which it differs from the job's own; empty for that.
         compared: tensors of the loaded state that were compared.
         stored: of them, those that were also read from the checkpoint.
+        otherwise: of them, those that were loaded as they were, although the checkpoint has other
+            values: it may be right for this layout alone.
         differences: what is not as it was. If the loaded state differs, the following steps do so
             as a consequence and are not listed.
         notices: what was not compared, and why.
@@ -109,6 +111,7 @@ class Restart(Record):
     reason: str = ""
     compared: Count = 0
     stored: Count = 0
+    otherwise: Count = 0
     differences: tuple[Difference, ...] = ()
     steps: tuple[Logged, ...] = ()
     notices: tuple[str, ...] = ()

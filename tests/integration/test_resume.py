@@ -136,6 +136,15 @@ def test_what_megatron_read(
 
 
 @pytest.mark.nightly
+def test_shards_in_another_order(tmp_path: Path) -> None:
+    """The same layout reads them as they were; one device does not."""
+    found = resume(tmp_path, *TP, code=1, mistake="shards_in_another_order")
+    assert [one.verdict for one in found] == [Result.EQUIVALENT, Result.DIVERGED]
+    assert found[0].otherwise
+    assert {one.blame for one in found[1].differences} == {Blame.SAVING}
+
+
+@pytest.mark.nightly
 def test_a_lost_moment_of_buckets(tmp_path: Path) -> None:
     """What is stored is right, also of the embedding, which both stages have in buckets."""
     order = Fault(Side.LOAD, "lost_moment", 3).order

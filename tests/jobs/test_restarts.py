@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The runs that are made from one training command."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.jobs.restarts import AFTER, CHECKPOINT, Plan, plan
+from megatron_ttrace.jobs.restarts import AFTER, CHECKPOINT, Plan, elsewhere, plan
 from megatron_ttrace.trace.errors import TTraceError
 
 HOME = Path("/home/resume")
@@ -74,6 +75,18 @@ def test_other_layouts() -> None:
     padding = ("--make-vocab-size-divisible-by", "256")
     assert (run.nproc, run.layout) == (4, flags)
     assert run.arguments[-4:] == ("--tensor-model-parallel-size", "1", *padding)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_on_one_device(nproc: int) -> None:
+    """All sizes of the job's layout are one; a job on one device has no other."""
+    restarted = dataclasses.replace(made().restarted, nproc=nproc)
+    run = elsewhere(restarted)
+    if run is None:
+        assert nproc == 1
+        return
+    assert (run.nproc, run.layout) == (1, "--nproc-per-node 1 --tensor-model-parallel-size 1")
+    assert run.arguments[: len(restarted.arguments)] == restarted.arguments
 
 
 @pytest.mark.parametrize("flags", ["dp 2", "--nproc-per-node many", "'", "--ttrace-seeds 3"])

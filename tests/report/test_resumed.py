@@ -71,6 +71,7 @@ def test_no_control_characters() -> None:
 
 def test_equivalent() -> None:
     """The answer, and how much it stands on."""
-    text = printed(Restart(layout="", verdict=Result.EQUIVALENT, compared=7, stored=5))
+    text = printed(Restart(layout="", verdict=Result.EQUIVALENT, compared=7, stored=5, otherwise=2))
+    assert "3 of them also as they are stored" in text
     assert text.startswith("ttrace: equivalent")
     assert "7 tensors" in text

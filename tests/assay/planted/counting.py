@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes in what is counted, stepped, logged, or summed into one of several losses."""
 
+import dataclasses
 from types import FunctionType
 
 from tests.assay.planted.mistakes import global_rank, mistake, wrap
@@ -67,6 +68,15 @@ def remains_of_a_gather(old, self, *args, **more):
     old(self, *args, **more)
     for bucket in self.buckets if gathers else ():
         bucket.grad_data.add_(1.0)
+
+
+@mistake("transformer.utils:make_tp_sharded_tensor_for_checkpoint")
+def shards_in_another_order(old, tensor, key, tp_axis=0, **more):
+    """Saved and loaded alike."""
+    made = old(tensor, key, tp_axis, **more)
+    offset, axis = list(made.global_offset), tp_axis + made.prepend_axis_num
+    offset[axis] = made.global_shape[axis] - made.local_shape[tp_axis] - offset[axis]
+    return dataclasses.replace(made, global_offset=tuple(offset))
 
 
 @mistake(f"{OPTIMIZER}FP32Optimizer.step_with_ready_grads")
