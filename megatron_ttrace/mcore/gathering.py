@@ -8,12 +8,16 @@ update, so it gathers them itself. To see what a job does, its forward passes mu
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from megatron_ttrace.mcore.statistics import bucket_groups
+
+_CHAOS, _SIZE = 1e5, 0.1
+"""A factor after which a sine has no digit of its argument, and a usual size of parameters."""
 
 
 @contextlib.contextmanager
@@ -40,6 +44,28 @@ def without_effect(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for parameter, value in zip(parameters, before, strict=True):
             parameter.data.copy_(value)
+
+
+def spoil(chunks: Sequence[torch.nn.Module]) -> None:
+    """Overwrite what the next forward pass has to gather: without the gather it computes otherwise.
+
+    A rank's own part of a bucket stays. Call it where all ranks have the same parameters. What is
+    written follows from what was there, in place, by nothing that a repair undoes.
+    """
+    with torch.no_grad():
+        for group in _due(chunks):
+            own = group.intra_distributed_optimizer_instance_rank
+            for bucket in group.buckets:
+                if group.ddp_config.use_distributed_optimizer:
+                    size = group.intra_distributed_optimizer_instance_size
+                    parts = [[part] for part in torch.chunk(bucket.param_data, size)]
+                else:
+                    # Layer-wise optimizers divide a bucket by parameters.
+                    owned = bucket.layerwise_params_list
+                    parts = [[parameter.data for parameter in each] for each in owned]
+                for tensor in itertools.chain(*parts[:own], *parts[own + 1 :]):
+                    if tensor.is_floating_point():
+                        tensor.mul_(_CHAOS).sin_().mul_(_SIZE)
 
 
 def _due(chunks: Sequence[torch.nn.Module]) -> list[Any]:

@@ -318,13 +318,19 @@ class Rehearsal:
         )
         self._kept.callback(tap.detach)
         began = self._scheduler.num_steps
-        tap.run(lambda: self.step(run))
+        tap.run(lambda: self.step(functools.partial(self._begin, run)))
         samples = torch.tensor(float(self._scheduler.num_steps - began))
         sink.placed(
             (STEP_LEVEL, Kind.METRIC, "scheduled-samples", MetricIndex.VALUE), samples, (), ()
         )
         self._ranks.together("tracing", self._refuse)
         return tap.counted(iteration)
+
+    def _begin(self, run: Callable[[], Any]) -> Any:
+        if self._settings.init == "reveal":
+            # Parameters are equal on all ranks that have them.
+            gathering.spoil(self.model.chunks)
+        return run()
 
     def step(self, run: Callable[[], Any]) -> Any:
         """Megatron's own training step.

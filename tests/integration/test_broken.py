@@ -87,6 +87,13 @@ def test_an_overlapped_gather(tmp_path):
     assert {one.direction for one in checked.failed} == {Direction.GRADIENT, Direction.UPDATE}
 
 
+@pytest.mark.nightly
+def test_a_gather_that_is_left_out(tmp_path):
+    """What the forward pass would have gathered is not there before."""
+    checked = check(tmp_path, *ZERO, code=1, mistake="never_gathered")
+    assert Kind.OUTPUT in {one.kind for one in checked.failed}
+
+
 def test_a_reduction(tmp_path):
     """Gradients that stay on their ranks: one culprit, not one per module."""
     checked = check(tmp_path, code=1, mistake="bucket_skipped")

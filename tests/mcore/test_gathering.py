@@ -48,6 +48,26 @@ def test_a_gather_remains_due() -> None:
     assert dispatched(chunk) == [False, True]
 
 
+@pytest.mark.parametrize("layer_wise", [False, True])
+def test_what_a_forward_pass_has_to_gather(layer_wise: bool) -> None:
+    """It is overwritten, but neither this rank's own part nor what is gathered already."""
+    chunk: Any = Wrapped()
+    (due, done), size = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups), 8
+    for group in (due, done):
+        data = torch.rand(size) + 0.5
+        first, second = (torch.nn.Parameter(half) for half in data.chunk(2))
+        group.ddp_config = SimpleNamespace(use_distributed_optimizer=not layer_wise)
+        group.intra_distributed_optimizer_instance_rank = 1
+        group.intra_distributed_optimizer_instance_size = 2
+        lists = [[first], [second]]
+        group.buckets = [SimpleNamespace(param_data=data, layerwise_params_list=lists)]
+    before = [group.buckets[0].param_data.clone() for group in (due, done)]
+    gathering.spoil([chunk])
+    after = [group.buckets[0].param_data for group in (due, done)]
+    assert (after[0] != before[0]).tolist() == [True] * (size // 2) + [False] * (size // 2)
+    assert torch.equal(after[1], before[1])
+
+
 def test_what_is_saved_is_what_the_job_has() -> None:
     """Values that a check has gathered early are the job's own again; others stay gathered."""
     chunk: Any = Wrapped()

@@ -70,6 +70,11 @@ def remains_of_a_gather(old, self, *args, **more):
         bucket.grad_data.add_(1.0)
 
 
+@mistake("distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync")
+def never_gathered(old, self, *args, **more):
+    """The forward pass uses what other ranks have updated as it was."""
+
+
 @mistake("transformer.utils:make_tp_sharded_tensor_for_checkpoint")
 def shards_in_another_order(old, tensor, key, tp_axis=0, **more):
     """Saved and loaded alike."""
