@@ -207,19 +207,18 @@ class _Step:
         """Note why they are missing."""
         if not missing or self._statistic is Statistic.REDUCED:
             return
-        ranks = self._ranks.values()
-        stepped = [(c, _in(c, Statistic.STEPPED)) for c in ranks]
         shares = [
             (self._ranks[r], [t.number for c in each for t in _terms(c)])
             for r, each in self._result.items()
         ]
-        has = {
-            Lack.UNGROUPED: _all_of(
-                (c, [t.number for g in c.stepped for t in g.parts]) for c in ranks
-            ),
-            Lack.UNFILLED: _all_of(stepped),
-            Lack.LEFT_OUT: _all_of(shares),
-        }
+        has = {Lack.LEFT_OUT: _all_of(shares)}
+        ranks = self._ranks.values()
+        updates = [_of(counted, Statistic.STEPPED) for counted in ranks]
+        # What an update is made of may be unknown, and an update may be skipped.
+        if all(updates) and not any(c.unknown for update in updates for c in update):
+            groups = [(c, [t.number for g in c.stepped for t in g.parts]) for c in ranks]
+            stepped = [(c, _in(c, Statistic.STEPPED)) for c in ranks]
+            has = {Lack.UNGROUPED: _all_of(groups), Lack.UNFILLED: _all_of(stepped), **has}
         for name, miscount in missing.items():
             miscount.lack = next((lack for lack in has if name not in has[lack]), Lack.LOST)
 

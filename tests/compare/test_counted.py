@@ -156,6 +156,12 @@ def test_why_a_norm_lacks_elements(grouped, stepped, parts, group, lack: Lack) -
     found = judge((), ranks)
     lacks = {f.lack for key, f in found.findings.items() if key.index == 0 and key.name == NORM}
     assert lacks == {lack}
+    # A step that the optimizer skips shows neither its groups nor its gradients.
+    for at, (counted,) in ranks.items():
+        ranks[at] = [dataclasses.replace(counted, countings=counted.countings[:1], stepped=())]
+    (key,) = (key for key in judge((), ranks).findings if key.name == NORM)
+    skipped = judge((), ranks).findings[key].lack
+    assert skipped is (Lack.LOST if lack is Lack.LOST else Lack.LEFT_OUT)
 
 
 def test_an_update() -> None:
