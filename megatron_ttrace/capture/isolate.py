@@ -46,25 +46,26 @@ def substitute(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def clipped_by(norm: torch.Tensor | None) -> Iterator[None]:
     """Within this context gradients are clipped by ``norm``, not by the norm that they have.
 
-    Each update is scaled by the norm of *all* gradients, so one wrong gradient would affect all.
+    Without one, by theirs as a trace stores it: rounded to fp32. Each update is scaled by the norm of *all* gradients, so one wrong gradient would affect all.
     The norm that Megatron reports does not change. Parameters that are clipped in groups keep their
     groups' norms, because the reference's is that of all parameters.
     """
-    if norm is None:
-        yield
-        return
     from megatron.core.optimizer import optimizer as module
 
     def clip(
         original: Callable[..., Any],
         parameters: Any,
         max_norm: float,
-        total_norm: float,
+        total_norm: float | torch.Tensor,
         *args: Any,
         **more: Any,
     ) -> Any:
-        grouped = any(getattr(p, "grad_norm_group", None) for p in parameters)
-        return original(parameters, max_norm, total_norm if grouped else float(norm), *args, **more)
+        stored = torch.as_tensor(total_norm, dtype=torch.float32)
+        if norm is not None and not any(getattr(p, "grad_norm_group", None) for p in parameters):
+            stored = norm.to(stored).expand_as(stored)
+        # A factor that is computed from a tensor is rounded otherwise.
+        value = stored if torch.is_tensor(total_norm) else stored.item()
+        return original(parameters, max_norm, value, *args, **more)
 
     with wrapped([(module, "clip_grad_by_total_norm_fp32", clip)]):
         yield

@@ -327,8 +327,8 @@ class Rehearsal:
         return tap.counted(iteration)
 
     def _begin(self, run: Callable[[], Any]) -> Any:
-        if self._settings.init == "reveal":
-            # Parameters are equal on all ranks that have them.
+        if self.start is None and self._settings.init == "reveal":
+            # Forward passes gather, and parameters are equal on all ranks that have them.
             gathering.spoil(self.model.chunks)
         return run()
 

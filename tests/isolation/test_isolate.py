@@ -73,9 +73,9 @@ def test_gradients_are_clipped_by_the_references_norm(monkeypatch: pytest.Monkey
     """Positionally and by name; parameters that are clipped on their own keep their norm."""
     from megatron.core.optimizer import optimizer
 
-    used: list[float] = []
+    used: list[Any] = []
 
-    def clip(parameters: Any, max_norm: float, total_norm: float, **_: Any) -> None:
+    def clip(parameters: Any, max_norm: float, total_norm: Any, **_: Any) -> None:
         used.append(total_norm)
 
     monkeypatch.setattr(optimizer, "clip_grad_by_total_norm_fp32", clip)
@@ -87,8 +87,13 @@ def test_gradients_are_clipped_by_the_references_norm(monkeypatch: pytest.Monkey
         optimizer.clip_grad_by_total_norm_fp32([grouped], 1.0, 5.0)
     assert optimizer.clip_grad_by_total_norm_fp32 is clip
     with clipped_by(None):
-        assert optimizer.clip_grad_by_total_norm_fp32 is clip
-    assert used == [2.0, 2.0, 5.0]
+        # As a trace stores it.
+        optimizer.clip_grad_by_total_norm_fp32([parameter], 1.0, 0.1)
+    assert used == [2.0, 2.0, 5.0, torch.tensor(0.1).item()]
+    with clipped_by(torch.tensor(2.0)):
+        optimizer.clip_grad_by_total_norm_fp32([parameter], 1.0, torch.tensor([5.0]))
+    assert isinstance(used[-1], torch.Tensor)
+    assert used[-1].tolist() == [2.0]
 
 
 def isolated(folder: Path, name: str, *more: str) -> Checked:
