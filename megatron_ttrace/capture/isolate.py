@@ -46,9 +46,10 @@ def substitute(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def clipped_by(norm: torch.Tensor | None) -> Iterator[None]:
     """Within this context gradients are clipped by ``norm``, not by the norm that they have.
 
-    Without one, by theirs as a trace stores it: rounded to fp32. Each update is scaled by the norm of *all* gradients, so one wrong gradient would affect all.
-    The norm that Megatron reports does not change. Parameters that are clipped in groups keep their
-    groups' norms, because the reference's is that of all parameters.
+    Without one, by theirs as a trace stores it: rounded to fp32. Each update is scaled by the norm
+    of *all* gradients, so one wrong gradient would affect all. The norm that Megatron reports does
+    not change. Parameters that are clipped in groups keep their groups' norms, because the
+    reference's is that of all parameters.
     """
     from megatron.core.optimizer import optimizer as module
 
