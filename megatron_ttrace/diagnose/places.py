@@ -224,7 +224,8 @@ class _Judge:
     def place(self, number: int) -> Place:
         """A suspect with the clue that is worth most."""
         function, points = self._code.functions[number], self._suspects.clues[number]
-        clue = max({Clue.RAN: 0.0} | points, key=lambda clue: points.get(clue, 0.0))
+        known = Clue.BUILT if Clue.BUILT in points else Clue.RAN
+        clue = max({known: 0.0} | points, key=lambda clue: points.get(clue, 0.0))
         line = self._lines.get((number, clue)) or function.line
         return Place(function.file, line, function.name, clue)
 

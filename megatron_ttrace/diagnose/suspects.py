@@ -74,7 +74,8 @@ class Suspects:
         self._find()
         if (anchor := code.number(anchor_of(self._sources, verdict))) is not None:
             self._take([anchor], self.weights.get(anchor, 0.8))
-            self.add(anchor, Clue.RAN, 0.3 * (verdict.direction is not Direction.GRADIENT))
+            clue = Clue.BUILT if verdict.direction is Direction.START else Clue.RAN
+            self.add(anchor, clue, 0.3 * (verdict.direction is not Direction.GRADIENT))
 
     def add(self, function: int, clue: Clue, points: float) -> None:
         """Let a clue speak for a function with at least so many points."""

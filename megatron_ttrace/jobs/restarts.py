@@ -114,17 +114,17 @@ def plan(
     )
 
 
-def elsewhere(restarted: Run) -> Run | None:
-    """The same restart on one device; ``None`` if it is on one.
+def elsewhere(plan: Plan) -> Run | None:
+    """A plan's restart on one device; ``None`` if it is on one.
 
     Of the flags of a layout only the sizes are changed, so Megatron may refuse it.
     """
-    if restarted.nproc == 1:
+    if plan.restarted.nproc == 1:
         return None
-    flags = CommandFlags.parse(restarted.arguments)
+    flags = CommandFlags.parse(plan.restarted.arguments)
     sizes = [option for option in _SIZES if flags.has(option)]
     words = [f"{_NPROC} 1", *(f"--{option.replace('_', '-')} 1" for option in sizes)]
-    return _into(restarted, " ".join(words), 1)
+    return _into(plan.restarted, " ".join(words), len(plan.into) + 1)
 
 
 def _without(flags: CommandFlags, options: Iterable[str]) -> list[str]:

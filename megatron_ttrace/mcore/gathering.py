@@ -16,8 +16,9 @@ import torch
 
 from megatron_ttrace.mcore.statistics import bucket_groups
 
-_CHAOS, _SIZE = 1e5, 0.1
-"""A factor after which a sine has no digit of its argument, and a usual size of parameters."""
+_CHAOS, _SIZE = 1e4, 0.1
+"""A factor after which a sine says little about its argument, which fp16 still holds; and a usual
+size of parameters."""
 
 
 @contextlib.contextmanager

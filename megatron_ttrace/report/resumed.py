@@ -35,7 +35,7 @@ def by_cause(differences: Sequence[Difference]) -> list[list[Difference]]:
     for difference in differences:
         kind, name = difference.what, difference.name
         # Numbers of several parameter groups belong together, and all that a lost group had.
-        owner, _, field = name.partition("].") if "]." in name else name.rpartition(".")
+        owner, _, field = name.rpartition(".")
         before: float | str | None = difference.before
         if kind is What.NUMBER and difference.after is None:
             before, field = "", owner

@@ -154,20 +154,18 @@ def _answers(
 ) -> Iterator[Restart]:
     """The answer for each restart, the same layout's first.
 
-    A checkpoint that is right for one layout alone goes on in that one: another one decides.
+    A checkpoint that holds other values than were saved may be right for some layouts alone. If it
+    was in all of these, one device decides.
     """
     restarted = perturbed = None
-    into = list(plan.into)
+    answers: list[Restart] = []
 
     def compared(after: Recorded, layout: str) -> Restart:
-        return compare(
-            before,
-            after,
-            layout,
-            stored=stored.read,
-            numbers=stored.numbers,
-            moves=Moves(perturbed, restarted) if perturbed and restarted else None,
+        moves = Moves(perturbed, restarted) if perturbed and restarted else None
+        answers.append(
+            compare(before, after, layout, stored=stored.read, numbers=stored.numbers, moves=moves)
         )
+        return answers[-1]
 
     runner.say("restarting in the same layout")
     try:
@@ -181,17 +179,19 @@ def _answers(
             with contextlib.suppress(TTraceError):
                 perturbed = runner.record(plan.perturbed)
         stored.also_from(restarted)
-        yield (answer := compared(restarted, ""))
-        if answer.otherwise and not into:
-            if (run := restarts.elsewhere(plan.restarted)) is None:
-                yield could_not("another layout", TTraceError(_OTHERWISE))
-            into = [run] if run else []
-    for run in into:
+        yield compared(restarted, "")
+
+    def again(run: restarts.Run) -> Restart:
         runner.say(f"restarting with {run.layout}")
         try:
-            yield compared(runner.record(run), run.layout)
+            return compared(runner.record(run), run.layout)
         except TTraceError as error:
-            yield could_not(run.layout, error)
+            return could_not(run.layout, error)
+
+    yield from map(again, plan.into)
+    if answers and all(answer.otherwise and not answer.differences for answer in answers):
+        alone = restarts.elsewhere(plan)
+        yield again(alone) if alone else could_not("another layout", TTraceError(_OTHERWISE))
 
 
 class _Checkpoint:

@@ -27,7 +27,7 @@ class Clue(StrEnum):
     SELECTS = "selects"
     """It names marks of parameters in the part of the step concerned."""
     LOOPS = "loops"
-    """It goes through items, of which some lack what others have."""
+    """It has a loop, and some tensors lack what others have."""
     ORIGIN = "origin"
     """It makes a number that is off, against the reference's, by the size of the error."""
     GROUP = "group"

@@ -257,6 +257,14 @@ def test_initial_values_of_most_parameters(few: bool) -> None:
         assert suspects[0].function == "Buffer.__init__"
 
 
+def test_what_built_a_parameter() -> None:
+    """It did not run in the step; what it called is shown alike, if nothing else speaks for it."""
+    failure = judged(Kind.PARAM, f"{MODEL}.weight", Outcome.DIVERGED)
+    ranked = Places(record(), [failure]).ranked(failure, None)
+    clues = {place.function: place.clue for _, place in ranked}
+    assert (clues["Model.__init__"], clues["pipeline_layers"]) == (Clue.BUILT, Clue.BUILT)
+
+
 def test_a_factor_that_a_setter_was_given() -> None:
     """The backward pass of its class did not apply it, or twice."""
     finding = ConstantFactor(Cause.TOO_LARGE, ratio=2.0)

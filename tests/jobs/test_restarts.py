@@ -80,13 +80,16 @@ def test_other_layouts() -> None:
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_on_one_device(nproc: int) -> None:
     """All sizes of the job's layout are one; a job on one device has no other."""
-    restarted = dataclasses.replace(made().restarted, nproc=nproc)
-    run = elsewhere(restarted)
-    if run is None:
-        assert nproc == 1
-        return
-    assert (run.nproc, run.layout) == (1, "--nproc-per-node 1 --tensor-model-parallel-size 1")
-    assert run.arguments[: len(restarted.arguments)] == restarted.arguments
+    runs = made(into=("--pipeline-model-parallel-size 2",))
+    run = elsewhere(
+        dataclasses.replace(runs, restarted=dataclasses.replace(runs.restarted, nproc=nproc))
+    )
+    assert (run is None) is (nproc == 1)
+    if run is not None:
+        assert (run.nproc, run.layout) == (1, "--nproc-per-node 1 --tensor-model-parallel-size 1")
+        assert run.arguments[: len(runs.restarted.arguments)] == runs.restarted.arguments
+        # Each run has a directory of its own.
+        assert run.name != runs.into[0].name
 
 
 @pytest.mark.parametrize("flags", ["dp 2", "--nproc-per-node many", "'", "--ttrace-seeds 3"])

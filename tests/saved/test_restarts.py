@@ -25,6 +25,9 @@ def test_what_all_runs_print() -> None:
     assert printed == ["on the CPU", "training (uninterrupted)", "training (restarted)"]
 
 
+OTHER, ALIKE = "--tensor-model-parallel-size 1", "--pipeline-model-parallel-size 2"
+
+
 class Stored:
     """A checkpoint in which the weight is right, or zero."""
 
@@ -45,11 +48,14 @@ class Stored:
 @pytest.mark.parametrize(
     ("right", "into", "nproc", "refused", "verdicts"),
     [
-        (True, (), 2, False, ["equivalent"]),
-        (False, (), 2, False, ["equivalent", "diverged"]),
-        (False, (), 2, True, ["equivalent", "could not check"]),
-        (False, (), 1, False, ["equivalent", "could not check"]),
-        (False, ("--tensor-model-parallel-size 1",), 2, False, ["equivalent", "diverged"]),
+        (True, (), 2, "", ["equivalent"]),
+        (False, (), 2, "", ["equivalent", "diverged"]),
+        (False, (), 2, "--nproc", ["equivalent", "could not check"]),
+        (False, (), 1, "", ["equivalent", "could not check"]),
+        # Another layout decides, unless it reads the same, or Megatron refuses it.
+        (False, (OTHER,), 2, "", ["equivalent", "diverged"]),
+        (False, (ALIKE,), 2, "", ["equivalent", "equivalent", "diverged"]),
+        (False, (OTHER,), 2, OTHER, ["equivalent", "could not check", "diverged"]),
     ],
 )
 def test_a_checkpoint_that_is_right_for_one_layout(
@@ -57,7 +63,7 @@ def test_a_checkpoint_that_is_right_for_one_layout(
     right: bool,
     into: tuple[str, ...],
     nproc: int,
-    refused: bool,
+    refused: str,
     verdicts: list[str],
 ) -> None:
     """It goes on in that one; another one decides."""
@@ -65,9 +71,9 @@ def test_a_checkpoint_that_is_right_for_one_layout(
 
     class Runner:
         def record(self, run: plans.Run) -> Recorded:
-            if refused and run.layout:
+            if refused and run.layout.startswith(refused):
                 raise TTraceError("refused")
-            loaded = {"loaded": wrong} if run.layout else {}
+            loaded = {"loaded": wrong} if run.layout not in ("", ALIKE) else {}
             return recordings.restarted(tmp_path / run.name, **loaded)  # type: ignore[arg-type]
 
         def say(self, line: str) -> None:
