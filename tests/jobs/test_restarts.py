@@ -81,9 +81,8 @@ def test_other_layouts() -> None:
 def test_on_one_device(nproc: int) -> None:
     """All sizes of the job's layout are one; a job on one device has no other."""
     runs = made(into=("--pipeline-model-parallel-size 2",))
-    run = elsewhere(
-        dataclasses.replace(runs, restarted=dataclasses.replace(runs.restarted, nproc=nproc))
-    )
+    restarted = dataclasses.replace(runs.restarted, nproc=nproc)
+    run = elsewhere(dataclasses.replace(runs, restarted=restarted))
     assert (run is None) is (nproc == 1)
     if run is not None:
         assert (run.nproc, run.layout) == (1, "--nproc-per-node 1 --tensor-model-parallel-size 1")

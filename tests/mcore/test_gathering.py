@@ -55,11 +55,10 @@ def test_what_a_forward_pass_has_to_gather(layer_wise: bool) -> None:
     (due, done), size = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups), 8
     for group in (due, done):
         data = torch.rand(size) + 0.5
-        first, second = (torch.nn.Parameter(half) for half in data.chunk(2))
+        lists = [[torch.nn.Parameter(half)] for half in data.chunk(2)]
         group.ddp_config = SimpleNamespace(use_distributed_optimizer=not layer_wise)
         group.intra_distributed_optimizer_instance_rank = 1
         group.intra_distributed_optimizer_instance_size = 2
-        lists = [[first], [second]]
         group.buckets = [SimpleNamespace(param_data=data, layerwise_params_list=lists)]
     before = [group.buckets[0].param_data.clone() for group in (due, done)]
     gathering.spoil([chunk])

@@ -46,14 +46,9 @@ def test_one_cause() -> None:
 
 def test_a_lost_parameter_group() -> None:
     """All that it had is one cause."""
+    more = {"what": What.NUMBER, "how": How.MISSING, "blame": Blame.LOADING}
     lost = [
-        Difference(
-            what=What.NUMBER,
-            name=f"param_groups[wd_mult=1]#2.{field}",
-            how=How.MISSING,
-            blame=Blame.LOADING,
-            before=before,
-        )
+        Difference(name=f"param_groups[wd_mult=1]#2.{field}", before=before, **more)
         for field, before in (("lr", 0.1), ("betas[0]", 0.9), ("eps", 1e-8))
     ]
     assert [*map(len, by_cause(lost))] == [3]

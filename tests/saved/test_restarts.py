@@ -31,13 +31,11 @@ OTHER, ALIKE = "--tensor-model-parallel-size 1", "--pipeline-model-parallel-size
 class Stored:
     """A checkpoint in which the weight is right, or zero."""
 
-    numbers: dict[str, object]
-
     def __init__(self, *, right: bool) -> None:
-        self.numbers, self._right = {}, right
+        self.numbers: dict[str, object] = {}
+        self._right = right
 
-    def read(self, kind: What, name: str) -> torch.Tensor | None:
-        del name
+    def read(self, kind: What, _: str) -> torch.Tensor | None:
         weight = recordings.state()[LoadedIndex.WEIGHT]
         return weight * self._right if kind is What.WEIGHT else None
 
