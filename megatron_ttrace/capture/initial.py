@@ -37,14 +37,14 @@ def new_memory_is_nan() -> Iterator[None]:
 
     It could hold anything, such as what an equal parameter had before, or zeros.
     """
-    is_on = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     # PyTorch fills memory in this mode (torch.utils.deterministic.fill_uninitialized_memory).
-    torch.use_deterministic_algorithms(True, warn_only=not is_on or only_warns)
+    # ``use_deterministic_algorithms`` would import its compiler first, which takes seconds.
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode(before or "warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(is_on, warn_only=only_warns)
+        torch.set_deterministic_debug_mode(before)
 
 
 def clear_scratch(chunks: Iterable[torch.nn.Module]) -> None:
