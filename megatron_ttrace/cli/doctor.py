@@ -339,7 +339,7 @@ _OPTIONAL = {
     "Megatron-Bridge": _bridge,
     "transformers": _transformers,
     "wandb": lambda: _tracker(
-        "wandb", "to log verdicts", "runs of a check stay offline without --ttrace-wandb"
+        "wandb", "to log verdicts", "used with --ttrace-wandb, or if the job has a run"
     ),
     "TensorBoard": lambda: _tracker(
         "TensorBoard", "for scalars beside the training curves", "used with --tensorboard-dir"

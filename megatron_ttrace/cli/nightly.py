@@ -84,10 +84,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     )
     output = parser.add_argument_group("output")
     command.add_directory(output, "ttrace-out/nightly")
-    output.add_argument(
-        "--wandb", action="store_true", help="send the W&B run to the server (default: offline)"
-    )
-    output.add_argument("--no-wandb", action="store_true", help="make no W&B run")
+    output.add_argument("--wandb", action="store_true", help="log the night to a new W&B run")
     return parser
 
 
@@ -104,10 +101,10 @@ def run(args: argparse.Namespace) -> int:
     history.append(nights, night)
     lines = history.changes(night, good)
     print("\n".join([history.headline(night), *lines]))
-    if not args.no_wandb:
-        from megatron_ttrace.evaluation.nightly import wandb
+    from megatron_ttrace.evaluation.nightly import wandb
 
-        print(wandb.log(night, lines, directory=args.directory, online=args.wandb))
+    if where := wandb.log(night, lines, directory=args.directory, online=args.wandb):
+        print(where)
     return night.exit_code
 
 

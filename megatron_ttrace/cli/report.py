@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "--html", type=flags.path, metavar="PATH", help="write the HTML page to PATH"
     )
     parser.add_argument("--junit", type=flags.path, metavar="PATH", help="write JUnit XML to PATH")
+    parser.add_argument("--wandb", action="store_true", help="log the report to a new W&B run")
     parser.add_argument(
         "--json", action="store_true", help="print the summary and the failing rows as JSON"
     )
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from megatron_ttrace.report import html, junit, terminal
+    from megatron_ttrace.report import html, junit, terminal, wandb
     from megatron_ttrace.trace import files
 
     report = api.load_report(args.directory)
@@ -63,6 +65,15 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(_machine(summary, verdicts), indent=2, allow_nan=False))
     else:
         terminal.render(summary, verdicts, Console(), args.directory)
+    if args.wandb:
+        where = wandb.log(
+            summary,
+            verdicts,
+            args.directory / files.HTML,
+            directory=args.directory,
+            online=True,
+        )
+        print(where, file=sys.stderr if args.json else sys.stdout)
     return int(summary.verdict.exit_code)
 
 

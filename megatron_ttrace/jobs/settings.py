@@ -245,7 +245,7 @@ class Settings:
     wandb_online: bool = _flag(
         "--ttrace-wandb",
         False,
-        help="Upload the verdicts to W&B, even if the job has no W&B run.",
+        help="Log the verdicts to a new W&B run, if the job has none.",
         details="See [wandb.md](wandb.md).",
     )
     wandb: bool = _flag("--ttrace-no-wandb", True, help="Do not log the verdicts to W&B.")

@@ -56,11 +56,11 @@ def publish(
         summary: the answer.
         verdicts: all verdicts, in execution order.
         directory: the ``--ttrace-dir``; made when absent.
-        wandb_run: W&B run to log into, e.g. Megatron's own; ``None`` finds or makes one.
+        wandb_run: W&B run to log into, e.g. Megatron's own; ``None`` makes one, if it is wanted.
         tensorboard: a ``SummaryWriter`` to add scalars to.
         console: where to print; standard output by default.
         wandb: whether to log to W&B at all.
-        wandb_online: whether a W&B run of our own may be sent to the server.
+        wandb_online: whether a W&B run of our own is asked for, which is sent to the server.
         run_id: id of the run; the summary's own by default, else this process's.
         collectives: those of the traced steps; ``None`` writes no file of them.
         pages: whether to make the HTML page and a W&B run of our own; else

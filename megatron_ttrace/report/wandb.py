@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights & Biases: a table of layers, sortable summary fields, a chart, the page, and one alert.
 
-A report goes into the job's own run, or else into an offline run beside the other files: nothing is
-sent that nobody asked for. It must never stop or stall a training job either: wandb is imported
-only here, every error becomes one line, the server is probed before a run is opened, and waiting is
+A report goes into the job's own run, or into a new one if somebody asked for it. It must never stop
+or stall a training job: wandb is imported only here, every error becomes one line, and waiting is
 bounded.
 """
 
@@ -12,10 +11,9 @@ import math
 import netrc
 import os
 import shlex
+import sys
 import threading
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -31,13 +29,26 @@ COLUMNS = (
     *("relative error", "error in ε", "tolerance", "margin"),
     *("failures", "tensors", "unchecked", "ranks", "note"),
 )
-PROBE_SECONDS = 5.0
-INIT_SECONDS = 30.0
+INIT_SECONDS = 20.0
 TOTAL_SECONDS = 120.0
 _FORMER_HOST = "api.wandb.ai"
 """Keys stored for this host are valid for the public service under its newer name too."""
 
 _OFFLINE = "an offline run; upload it with: wandb sync "
+
+
+def is_wanted(asked: bool) -> bool:
+    """Whether to make a run where the job has none: if the user or the environment asks for one."""
+    mode = os.environ.get("WANDB_MODE", "")
+    return mode != "disabled" and bool(asked or mode or os.environ.get("WANDB_PROJECT"))
+
+
+def active_run() -> Any:
+    """The run that this process has open, or ``None``; does not import wandb.
+
+    ``getattr`` would import a package that nothing has used yet (``forkserver.preload``).
+    """
+    return vars(sys.modules.get("wandb") or sys).get("run")
 
 
 def log(
@@ -49,7 +60,7 @@ def log(
     directory: Path,
     online: bool = False,
 ) -> str:
-    """Log a check and return one line that says where it is. Never raises.
+    """Log a check and return one line that says where it is, as :func:`logged` does.
 
     The page is attached if it exists. The other arguments are those of :func:`logged`.
     """
@@ -75,26 +86,31 @@ def logged(
     config: dict[str, Any],
     online: bool,
 ) -> str:
-    """Fill a W&B run and return one line that says where it is. Never raises.
+    """Fill a W&B run and return one line that says where it is; empty if there is none to fill.
+
+    Never raises.
 
     Args:
         subject: what is logged, for the line about a failure.
         fill: logs everything; called with the wandb module and the run.
         run: a W&B run, or the wandb module as Megatron's ``get_wandb_writer()`` returns it; with
-            ``None`` the active run is filled, or a run of our own is made and finished.
+            ``None`` the active run is filled, or a run of our own, if it is wanted
+            (:func:`is_wanted`), made and finished.
         directory: where a run of our own keeps its files.
         project: and type of the job, of a run of our own.
         config: of a run of our own.
-        online: whether a run of our own may be sent to the server.
+        online: whether the user asks for a run of our own, which is sent to the server.
     """
+    job_run = run.run if isinstance(run, ModuleType) else run
+    active = job_run if job_run is not None else active_run()
+    if active is None and not is_wanted(online):
+        return ""
     warning = f"ttrace: WARNING: W&B logging failed, the {subject} itself is complete"
     try:
         import wandb
     except Exception as error:  # noqa: BLE001 - a broken installation raises anything
         return f"{warning}: wandb cannot be imported ({clean(error, 200)})"
     try:
-        job_run = run.run if isinstance(run, ModuleType) else run
-        active = job_run if job_run is not None else wandb.run
         if active is not None:
             fill(wandb, active)
             return f"W&B: logged to {_where(active)}"
@@ -105,7 +121,7 @@ def logged(
             "config": _harmless(config),
             "settings": _settings(wandb),
         }
-        return _within(TOTAL_SECONDS, lambda: _own_run(wandb, fill, options, online))
+        return _within(TOTAL_SECONDS, lambda: _own_run(wandb, fill, options))
     except Exception as error:  # noqa: BLE001 - this sink fails open
         return f"{warning}: {type(error).__name__}: {clean(error, 300)}"
 
@@ -121,12 +137,10 @@ def _harmless(value: Any) -> Any:
     return value if value is None or isinstance(value, int) else clean(value, NOTE_LIMIT)
 
 
-def _own_run(
-    wandb: Any, fill: Callable[[Any, Any], None], options: dict[str, Any], online: bool
-) -> str:
-    """Make, fill and finish a run; offline unless it may be sent and the server answers."""
-    mode, why = _mode(wandb, online)
-    if mode == "offline":
+def _own_run(wandb: Any, fill: Callable[[Any, Any], None], options: dict[str, Any]) -> str:
+    """Make, fill and finish a run; offline if the server does not answer."""
+    mode, why = _mode(wandb)
+    if "offline" in (mode, os.environ.get("WANDB_MODE")):
         # wandb's service reports its own errors to its makers, also from an offline run.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     # The address of a service that a parent process started. It may have ended, or end before it
@@ -182,15 +196,10 @@ def _settings(wandb: Any) -> Any:
     return wandb.Settings(**{name: value for name, value in wanted.items() if name in known})
 
 
-def _mode(wandb: Any, online: bool) -> tuple[str | None, str]:
-    """The mode of an own run, and why where it is not what the user may expect.
-
-    An API key alone is no permission: it may be there for other work.
-    """
+def _mode(wandb: Any) -> tuple[str | None, str]:
+    """The mode of an own run, and why where it is not what the user may expect."""
     if os.environ.get("WANDB_MODE"):
         return None, ""
-    if not (online or os.environ.get("WANDB_PROJECT")):
-        return "offline", " (nothing was sent: --ttrace-wandb allows it)"
     settings = wandb.setup().settings
     if settings.mode != "online":
         return None, ""  # as 'wandb offline' has set it
@@ -200,8 +209,6 @@ def _mode(wandb: Any, online: bool) -> tuple[str | None, str]:
         hosts.append(_FORMER_HOST)
     if not (getattr(settings, "api_key", None) or _has_key(hosts)):
         return "offline", " (no API key: 'wandb login' to log online)"
-    if not _answers(base_url):
-        return "offline", f" ({clean(base_url)} did not answer within {PROBE_SECONDS:.0f} s)"
     return "online", ""
 
 
@@ -215,20 +222,6 @@ def _has_key(hosts: Sequence[str]) -> bool:
             if any(map(keys.authenticators, hosts)):
                 return True
     return False
-
-
-def _answers(base_url: str) -> bool:
-    """Whether anything answers there; name resolution can hang too, hence the thread."""
-
-    def probe() -> str:
-        with contextlib.suppress(urllib.error.HTTPError):
-            urllib.request.urlopen(base_url, timeout=PROBE_SECONDS).close()  # noqa: S310
-        return "answers"
-
-    try:
-        return bool(_within(PROBE_SECONDS + 1, probe))
-    except Exception:  # noqa: BLE001 - whatever it is, it is not an answer
-        return False
 
 
 def _where(run: Any) -> str:

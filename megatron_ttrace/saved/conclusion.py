@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +38,7 @@ from megatron_ttrace.jobs.settings import DEFAULT_ALLOW_UNCHECKED, Settings
 from megatron_ttrace.mcore import fronts, own_shards
 from megatron_ttrace.mcore.roles import is_beyond
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.report import explanations, later, wording
+from megatron_ttrace.report import explanations, later, wandb, wording
 from megatron_ttrace.trace.captured import Separate
 from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
@@ -278,7 +277,7 @@ class Answer:
 def prepare(settings: Settings) -> None:
     """Import what :func:`publish` will need, if this process makes the pages. Never raises."""
     if settings.exit_after:
-        report.prepare(wandb=settings.wandb)
+        report.prepare(wandb=settings.wandb and wandb.is_wanted(settings.wandb_online))
 
 
 def publish(answer: Answer, settings: Settings) -> None:
@@ -287,10 +286,9 @@ def publish(answer: Answer, settings: Settings) -> None:
     Where training goes on, only what is short is done at once: the verdict's files, and what goes
     into the job's own log and trackers. A process makes the rest.
     """
-    tensorboard, wandb = fronts.current().writers()
-    # The loop's own run, or one that the script has opened. ``getattr`` would import a package that
-    # nothing has used yet (``forkserver.preload``).
-    run = getattr(wandb, "run", None) or vars(sys.modules.get("wandb", sys)).get("run")
+    tensorboard, writer = fronts.current().writers()
+    # The loop's own run, or one that the script has opened.
+    run = getattr(writer, "run", None) or wandb.active_run()
     report.publish(
         answer.summary,
         answer.verdicts,
@@ -306,6 +304,6 @@ def publish(answer: Answer, settings: Settings) -> None:
         later.start(
             settings.directory,
             html=run is None or not settings.wandb,
-            wandb=settings.wandb and run is None,
+            wandb=run is None and settings.wandb and wandb.is_wanted(settings.wandb_online),
             online=settings.wandb_online,
         )

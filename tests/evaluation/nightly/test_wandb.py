@@ -26,7 +26,7 @@ def test_a_bad_night(tmp_path: Path) -> None:
     """A row per case, summary fields, and one alert that says what changed."""
     tonight = nights()[-1]
     lines = history.changes(tonight, nights()[0])
-    assert "offline run" in sink.log(tonight, lines, directory=tmp_path, online=False)
+    assert "offline run" in sink.log(tonight, lines, directory=tmp_path, online=True)
     run = OfflineRun(tmp_path)
     table = run.tables()["ttrace_nightly"]
     assert table["columns"] == list(sink.COLUMNS)
@@ -44,7 +44,7 @@ def test_a_bad_night(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_good_night_alerts_nobody(tmp_path: Path) -> None:
     """No alert."""
-    sink.log(nights()[0], [], directory=tmp_path, online=False)
+    sink.log(nights()[0], [], directory=tmp_path, online=True)
     assert OfflineRun(tmp_path).summary()["nightly/exit_code"] == 0
     assert OfflineRun(tmp_path).alerts() == []
 
@@ -56,6 +56,6 @@ def test_it_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         raise RuntimeError("no\nspace")
 
     monkeypatch.setattr(sink, "_log", fail)
-    line = sink.log(nights()[0], [], directory=tmp_path, online=False)
+    line = sink.log(nights()[0], [], directory=tmp_path, online=True)
     assert line.startswith("ttrace: WARNING: W&B logging failed")
     assert "\n" not in line
