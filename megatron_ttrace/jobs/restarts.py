@@ -164,11 +164,12 @@ def _long_enough(words: list[str], flags: CommandFlags, steps: int) -> tuple[lis
 
 def _into(restarted: Run, text: str, number: int) -> Run:
     """The same restart in another layout."""
+    usage = f"give flags of the script, such as --tensor-model-parallel-size 1, and {_NPROC}"
     try:
         words = shlex.split(text)
         CommandFlags.parse(words)
     except (ValueError, TTraceError) as error:
-        raise TTraceError(f"--into {text!a}: {error}") from error
+        raise TTraceError(f"--into {text!a}: {usage}") from error
     nproc = restarted.nproc
     if _NPROC in words[:-1]:
         at = words.index(_NPROC)
@@ -177,7 +178,7 @@ def _into(restarted: Run, text: str, number: int) -> Run:
         nproc = int(words[at + 1])
         words = [*words[:at], *words[at + 2 :]]
     if split(words)[1] != words or not all(CommandFlags.parse(words).flags):
-        raise TTraceError(f"--into {text!a}: give flags of the script, and {_NPROC}")
+        raise TTraceError(f"--into {text!a}: {usage}")
     if not CommandFlags.parse(words).has("make_vocab_size_divisible_by"):
         base = CommandFlags.parse(restarted.arguments)
         words += CommandFlags.parse([*restarted.arguments, *words]).padding(base.padded_multiple())
