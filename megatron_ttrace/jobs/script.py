@@ -171,38 +171,28 @@ def _enable_on_import() -> None:
     """
     if "megatron.core" in sys.modules:  # a fork of a process that imported it
         _entry().enable()
-    else:
-        sys.meta_path.insert(0, _Awaiting())
+        return
+    sys.meta_path.insert(0, _BeforeMegatron())
+    for loop in (PARSER, BRIDGE):
+        when_imported(loop, lambda: _entry().enable())
 
 
 def _entry() -> types.ModuleType:
-    return importlib.import_module(_ENTRY)
+    return importlib.import_module(_ENTRY)  # not earlier than needed: this imports torch
 
 
-class _Awaiting:
-    """Import hook: the CPU backend before Megatron, ``enable()`` after a loop's first module."""
+class _BeforeMegatron:
+    """Import hook: the CPU backend, before the first module of Megatron or of what it needs."""
 
     _active = False
 
-    def find_spec(
-        self, name: str, path: Any = None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Called for every module to be imported; finds only the parser's."""
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        """Called for every module to be imported; finds none."""
         del path, target
-        if name not in (*_BACKEND, PARSER, BRIDGE):
-            return None
-        if name in _BACKEND and self._active:
-            return None
-        entry = _entry()  # not earlier: this imports torch
-        if entry.is_enabled():
-            return None
-        if not self._active:
+        if name in _BACKEND and not self._active:
             self._active = True
-            entry.activate()
-        if name in _BACKEND:
-            return None
-        sys.meta_path.remove(self)
-        return _then(name, entry.enable)
+            if not _entry().is_enabled():
+                _entry().activate()
 
 
 def when_imported(name: str, do: Callable[[], None]) -> None:
@@ -228,21 +218,16 @@ class _After:
         if name != self.name:
             return None
         sys.meta_path.remove(self)
-        return _then(name, self.do)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
+            def execute_first(module: types.ModuleType) -> None:
+                execute(module)
+                self.do()
 
-def _then(name: str, do: Callable[[], None]) -> importlib.machinery.ModuleSpec | None:
-    """A module that calls ``do`` when its code has run."""
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.loader is not None:
-        execute = spec.loader.exec_module
-
-        def execute_first(module: types.ModuleType) -> None:
-            execute(module)
-            do()
-
-        spec.loader.exec_module = execute_first  # type: ignore[method-assign]
-    return spec
+            spec.loader.exec_module = execute_first  # type: ignore[method-assign]
+        return spec
 
 
 @contextlib.contextmanager

@@ -11,10 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.processes import forkserver, signals
@@ -123,10 +121,22 @@ class _Fork:
         reading, writing = os.pipe()
         parent = os.getpid()
         self._code: int | None = None
+
+        def program() -> None:
+            # Temporary directories of the parent are its own to remove.
+            atexit._clear()
+            null = os.open(os.devnull, os.O_RDWR)
+            forkserver.begin(parent, (null, null, writing), environment)
+            # As a new interpreter reads them.
+            sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+            sys.pycache_prefix = environment.get("PYTHONPYCACHEPREFIX") or None
+            sys.argv = [module, *words]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+
         with signals.deferred():
             self._child = os.fork()
             if not self._child:
-                self._run(parent, writing, [module, *words], environment)
+                forkserver.run_to_end(program, ExitCode.COULD_NOT_CHECK)
             os.close(writing)
         self.stderr = os.fdopen(reading, encoding="utf-8", errors="replace")
 
@@ -139,26 +149,3 @@ class _Fork:
     def kill(self) -> None:
         if self._code is None:
             os.kill(self._child, signal.SIGKILL)
-
-    @staticmethod
-    def _run(
-        parent: int, stderr: int, words: Sequence[str], environment: Mapping[str, str]
-    ) -> NoReturn:
-        code = int(ExitCode.COULD_NOT_CHECK)
-        try:
-            # Temporary directories of the parent are its own to remove.
-            atexit._clear()
-            null = os.open(os.devnull, os.O_RDWR)
-            forkserver.begin(parent, (null, null, stderr), environment)
-            # As a new interpreter reads them.
-            sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
-            sys.pycache_prefix = environment.get("PYTHONPYCACHEPREFIX") or None
-            sys.argv = list(words)
-            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
-            code = 0
-        except SystemExit as leaving:
-            code = leaving.code if isinstance(leaving.code, int) else code
-        except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
-            traceback.print_exc()
-        finally:
-            os._exit(code)

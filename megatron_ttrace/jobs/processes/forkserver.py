@@ -24,7 +24,7 @@ import socket
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -230,10 +230,24 @@ def fork(command: Sequence[str], environment: dict[str, str], log: Path) -> int:
     sys.stderr.flush()
     parent = os.getpid()
     environment = {**environment, **ends.announced(ends.file_of(log))}
+
+    def rank() -> None:
+        os.setpgid(0, 0)
+        # A group in the background that reads from the terminal is stopped.
+        null = os.open(os.devnull, os.O_RDONLY)
+        try:
+            output = owned.create(log, owned.PRIVATE_FILE)
+        except OSError:
+            # The parent finds out why; here nobody reads a message.
+            os._exit(1)
+        begin(parent, (null, output, output), environment)
+        _, script, *arguments = command
+        scripts.run(script, arguments, scripts.search_path(script))
+
     with signals.deferred():
         child = os.fork()
         if not child:
-            _run(parent, command, environment, log)
+            run_to_end(rank)
         # Both processes do this, so that the group exists when either continues.
         with contextlib.suppress(OSError):
             os.setpgid(child, child)
@@ -256,25 +270,16 @@ def begin(parent: int, streams: Sequence[int], environment: Mapping[str, str]) -
     os.environ.update(environment)
 
 
-def _run(parent: int, command: Sequence[str], environment: dict[str, str], log: Path) -> NoReturn:
-    """The child, from its first instruction to its last."""
-    code = 1
+def run_to_end(program: Callable[[], None], failed: int = 1) -> NoReturn:
+    """Run what a fork is for, and end as an interpreter does; an error is exit code ``failed``."""
+    code = failed
     try:
-        os.setpgid(0, 0)
-        # A group in the background that reads from the terminal is stopped.
-        null = os.open(os.devnull, os.O_RDONLY)
-        try:
-            output = owned.create(log, owned.PRIVATE_FILE)
-        except OSError:
-            # The parent finds out why; here nobody reads a message.
-            os._exit(code)
-        begin(parent, (null, output, output), environment)
-        _, script, *arguments = command
-        scripts.run(script, arguments, scripts.search_path(script))
+        program()
         code = 0
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        if isinstance(leaving.code, str):
+        if isinstance(leaving.code, int | None):
+            code = leaving.code or 0
+        else:
             print(leaving.code, file=sys.stderr)
     except BaseException:  # noqa: BLE001 - the child must end here, whatever happened
         traceback.print_exc()
