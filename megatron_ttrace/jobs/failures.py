@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.ends import EndRecord, Frame
 from megatron_ttrace.trace.errors import TTraceError, without_secrets
@@ -31,7 +30,7 @@ class KnownFailure:
 
     ``finding`` is the number of the fault in docs/findings.md. ``file`` and ``function`` are those
     of Megatron's innermost frame, below ``megatron/``. ``when``: whether a job with these validated
-    arguments has the fault. ``fixed``: the series of Megatron that do not have it any more.
+    arguments has the fault.
     """
 
     finding: int
@@ -40,7 +39,6 @@ class KnownFailure:
     function: str
     when: Callable[[Any], bool]
     advice: str
-    fixed: tuple[str, ...] = ()
 
 
 KNOWN = (
@@ -101,15 +99,10 @@ def _known(error: BaseException, frames: tuple[Frame, ...]) -> KnownFailure | No
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if args is None or not frames:
         return None
-    innermost, series = frames[0], versions.series(versions.megatron_core_version())
+    place = (frames[0].file, frames[0].function)
     for known in KNOWN:
-        if (
-            type(error) is known.error
-            and innermost.file == f"megatron/{known.file}"
-            and innermost.function == known.function
-            and series not in known.fixed
-            and known.when(args)
-        ):
+        is_here = place == (f"megatron/{known.file}", known.function)
+        if type(error) is known.error and is_here and known.when(args):
             return known
     return None
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_ttrace.jobs.settings import split
+from megatron_ttrace.jobs.shrink.axes import OPTIONS
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.mcore.checkpoints.loading import TRACKER
 from megatron_ttrace.mcore.options.decisions import SILENT
@@ -37,10 +38,6 @@ _FROM_CHECKPOINT = "use_checkpoint_opt_param_scheduler"
 _FROM_JOB = "--override-opt_param-scheduler"
 """Options that say whose schedules a job follows that starts from a checkpoint."""
 _NPROC = "--nproc-per-node"
-_SIZES = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +119,7 @@ def elsewhere(plan: Plan) -> Run | None:
     if plan.restarted.nproc == 1:
         return None
     flags = CommandFlags.parse(plan.restarted.arguments)
-    sizes = [option for option in _SIZES if flags.has(option)]
+    sizes = [option for option in OPTIONS.values() if flags.has(option)]
     words = [f"{_NPROC} 1", *(f"--{option.replace('_', '-')} 1" for option in sizes)]
     return _into(plan.restarted, " ".join(words), len(plan.into) + 1)
 

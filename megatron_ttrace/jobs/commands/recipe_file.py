@@ -8,20 +8,20 @@ anything else one value.
 
 import math
 import os
-import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.shrink import axes
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.trace import small_files
 from megatron_ttrace.trace.errors import TTraceError
 
 RANKS_PER_NODE = 8
 """Ranks that the functional tests start on a machine. A layout may need several machines."""
 
-_SIZE = re.compile(r"[0-9]{1,6}")
 _SCRIPTS = {
     "bert": ("pretrain_bert.py",),
     "hybrid": ("pretrain_hybrid.py", "pretrain_mamba.py"),
@@ -63,7 +63,10 @@ def read(path: Path) -> Command:
         for name, value in (variables.items() if isinstance(variables, Mapping) else ())
     }
     words = [word for name, value in values.items() for word in _words(str(name), value)]
-    return Command(str(_script(path, values)), tuple(words), environment, *_ranks(values))
+    # The functional tests start as many ranks as the layout needs: one is too few, so that many.
+    ranks = math.lcm(axes.of_large(CommandFlags.parse(words), 1).ranks, RANKS_PER_NODE)
+    nodes = ranks // RANKS_PER_NODE
+    return Command(str(_script(path, values)), tuple(words), environment, ranks, nodes)
 
 
 def _words(flag: str, value: Any) -> list[str]:
@@ -99,20 +102,3 @@ def _script(path: Path, values: Mapping[str, Any]) -> Path:
                 return Path(os.path.relpath(root / name)) if not roots else root / name
     where = roots[0] if roots else Path.cwd()
     raise TTraceError(f"{path} needs {' or '.join(names)}, which {where} lacks")
-
-
-def _ranks(values: Mapping[str, Any]) -> tuple[int, int]:
-    """Ranks and machines: the functional tests start as many as the layout needs."""
-
-    def size(axis: str) -> int:
-        text = str(values.get(f"--{axis}-parallel-size", "1"))
-        return int(text) if _SIZE.fullmatch(text) and int(text) else 1
-
-    pipeline = size("pipeline-model")
-    dense = size("tensor-model") * size("context")
-    experts = size("expert-model") * (
-        size("expert-tensor") if "--expert-tensor-parallel-size" in values else size("tensor-model")
-    )
-    least = math.lcm(dense, experts if "--num-experts" in values else 1) * pipeline
-    ranks = math.lcm(least, RANKS_PER_NODE)
-    return ranks, ranks // RANKS_PER_NODE

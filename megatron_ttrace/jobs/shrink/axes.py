@@ -9,11 +9,16 @@ from megatron_ttrace.jobs.shrink import patterns
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.trace.errors import TTraceError
 
+OPTIONS = {
+    "tp": "tensor_model_parallel_size",
+    "cp": "context_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+"""Megatron's option of each axis that has one."""
 FLAGS = {
-    "tp": "--tensor-model-parallel-size",
-    "cp": "--context-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "ep": "--expert-model-parallel-size",
+    **{name: f"--{OPTIONS[name].replace('_', '-')}" for name in ("tp", "cp", "pp", "ep")},
     "dp": "the data-parallel size",
 }
 """What a user calls the axes that ranks are divided along."""

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from megatron_ttrace.jobs.shrink import documents, patterns
+from megatron_ttrace.jobs.shrink.axes import OPTIONS
 from megatron_ttrace.jobs.shrink.case import Case, Change, bf16_ends
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -26,7 +27,7 @@ def _if_set(case: Case, why: str, **sizes: int) -> Iterator[Change]:
 def axes(case: Case) -> Iterator[Change]:
     """Sizes of the axes; what belongs to one that is left out goes with it."""
     flags, large, small = case.flags, case.large, case.small
-    for name, option in _AXIS_OPTIONS.items():
+    for name, option in OPTIONS.items():
         size = getattr(small, name)
         if flags.has(option):
             left_out = size == 1 and getattr(large, name) > 1
@@ -53,13 +54,6 @@ def axes(case: Case) -> Iterator[Change]:
                     yield Change(option, None, why)
 
 
-_AXIS_OPTIONS = {
-    "tp": "tensor_model_parallel_size",
-    "cp": "context_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-}
 _GOING = {
     "tp": "sequence_parallel tp_comm_overlap distribute_saved_activations "
     "defer_embedding_wgrad_compute wgrad_deferral_limit",
