@@ -24,7 +24,6 @@ Texts = Mapping[str, str]
 """Path below the tree -> content."""
 
 _NAME = re.compile(r"[^\W\d]\w*")
-_LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _LEAST_MOVED = 8
 """Characters of a line that is recognised where it was moved to; brackets are everywhere."""
 _IGNORED = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER})
@@ -377,4 +376,4 @@ def _parsed(text: str) -> ast.Module | None:
 
 def _lines(text: str) -> list[str]:
     """With their ends; as Python counts, which knows fewer ends than ``str.splitlines``."""
-    return _LINE.findall(text)
+    return list(io.StringIO(text))

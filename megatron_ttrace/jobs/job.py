@@ -18,9 +18,9 @@ from megatron_ttrace.jobs.processes import forkserver, ranks, signals
 from megatron_ttrace.jobs.processes.logs import (
     died_of,
     how_it_ended,
+    last_lines,
     port_was_taken,
     record_of,
-    tail,
     unwritable,
 )
 from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo, Progress
@@ -277,10 +277,7 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
         log = ranks.log_of(logs, end.rank)
         gave_up |= end.code > 0
         if -end.code in _UNBIDDEN or (end.code < 0 and not gave_up and not _aborted(end, log)):
-            return (
-                f"rank {end.rank} {how_it_ended(end.code)}; its last lines, from {log}:\n"
-                f"{tail(log)}"
-            )
+            return f"rank {end.rank} {how_it_ended(end.code)}; {last_lines(log)}"
     failed = [rank for rank, code in enumerate(codes) if code not in (0, None)]
     if failed:
         first = min(failed, key=lambda rank: _order(rank, codes, logs, observed))
@@ -288,8 +285,7 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
         kind = _kind(first, codes, logs)
         rank = min(rank for rank in failed if _kind(rank, codes, logs) == kind)
         return _failure(rank, codes[rank] or 0, ranks.log_of(logs, rank))
-    log = ranks.log_of(logs, 0)
-    return f"the job ended without a result; its last lines, from {log}:\n{tail(log)}"
+    return f"the job ended without a result; {last_lines(ranks.log_of(logs, 0))}"
 
 
 def _kind(rank: int, codes: Sequence[int | None], logs: Path) -> object:
@@ -319,7 +315,7 @@ def _failure(rank: int, code: int, log: Path) -> str:
         return f"rank {rank} {how}: {died} (log: {log})"
     if full := unwritable(log):
         return f"rank {rank} {how_it_ended(code)}: {log} cannot be written ({full})"
-    return f"rank {rank} {how_it_ended(code)}; its last lines, from {log}:\n{tail(log)}"
+    return f"rank {rank} {how_it_ended(code)}; {last_lines(log)}"
 
 
 def _fell_silent(rank: int, logs: Path, observed: ranks.Observed) -> int:

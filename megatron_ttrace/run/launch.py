@@ -18,10 +18,10 @@ from megatron_ttrace.jobs.processes import forkserver, ranks
 from megatron_ttrace.jobs.processes.child import environment_of, run_subprocess
 from megatron_ttrace.jobs.processes.logs import (
     how_it_ended,
+    last_lines,
     port_was_taken,
     reason_of,
     record_of,
-    tail,
 )
 from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo, say
 from megatron_ttrace.jobs.processes.waiting import OutOfTimeError
@@ -221,9 +221,7 @@ def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
     if code != 0:
         if reason := reason_of(log) if code > 0 else "":
             raise TTraceError(f"the reference run failed: {reason} (log: {log})")
-        raise TTraceError(
-            f"the reference run {how_it_ended(code)}; its last lines, from {log}:\n" + tail(log)
-        )
+        raise TTraceError(f"the reference run {how_it_ended(code)}; {last_lines(log)}")
     if not (home / META).exists():
         raise TTraceError(f"the reference run ended without a complete trace; see {log}")
 

@@ -129,13 +129,13 @@ def _looks_raised(lines: list[str]) -> str:
     return next(filter(_ERROR.match, stripped), "")
 
 
-def tail(log: Path) -> str:
-    """The last non-empty lines of a log, indented."""
+def last_lines(log: Path) -> str:
+    """The last non-empty lines of a log, indented, after what they are."""
     try:
-        lines = _lines(log)[-_TAIL_LINES:]
+        lines = [line[:300] for line in _lines(log)[-_TAIL_LINES:]] or [f"({log} is empty)"]
     except OSError as error:
-        return f"  ({log} cannot be read: {error})"
-    return "\n".join(f"  {line[:300]}" for line in lines) or f"  ({log} is empty)"
+        lines = [f"({log} cannot be read: {error})"]
+    return "\n  ".join([f"its last lines, from {log}:", *lines])
 
 
 def port_was_taken(log: Path) -> bool:

@@ -111,12 +111,15 @@ def _chunks(flags: CommandFlags, pp: int) -> int:
     if "|" in pattern:
         return max(1, len(pattern.split("|")) // pp)
     if flags.has("num_layers_per_virtual_pipeline_stage"):
-        layers = flags.integer("num_layers") + sum(
-            flags.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss")
-        )
+        layers = flags.integer("num_layers") + borrowed(flags)
         layers_per_chunk = max(1, flags.integer("num_layers_per_virtual_pipeline_stage", 1))
         return max(1, layers // pp // layers_per_chunk)
     return 1
+
+
+def borrowed(flags: CommandFlags) -> int:
+    """Places of layers that the embedding and the loss take in a pipeline."""
+    return sum(flags.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
 
 
 def of_small(

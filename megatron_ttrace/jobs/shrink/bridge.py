@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.jobs.shrink import patterns
+from megatron_ttrace.jobs.shrink.axes import borrowed
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.mcore.fronts import bridge_small
 from megatron_ttrace.mcore.fronts.bridge_options import Options
@@ -76,9 +77,8 @@ def divisible(cfg: Any) -> list[str]:
     stages = flags.integer("pipeline_model_parallel_size", 1) * flags.integer(_CHUNKS, 1)
     if stages == 1 or any(map(flags.has, (*fixed, "decoder_last_pipeline_num_layers"))):
         return []
-    ends = sum(flags.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))
     layers = max(2, -(-flags.integer("num_layers") // stages))
-    return ["--num-layers", str(layers * stages - ends)]
+    return ["--num-layers", str(layers * stages - borrowed(flags))]
 
 
 def _flag(option: str, value: Any) -> Iterator[str]:

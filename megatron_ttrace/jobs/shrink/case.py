@@ -5,7 +5,7 @@ import dataclasses
 import functools
 
 from megatron_ttrace.jobs.shrink import patterns
-from megatron_ttrace.jobs.shrink.axes import Axes
+from megatron_ttrace.jobs.shrink.axes import Axes, borrowed
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 
 
@@ -128,14 +128,12 @@ def _depth(case: Case) -> Depth:
         if small.pp > 1 and flags.has(f"decoder_{end}_pipeline_num_layers")
     }
     layers = (small.pp - len(ends)) * small.chunks * per_chunk
-    layers += sum(ends.values()) - _borrowed(flags, small)
-    divided = large.pp * large.chunks
-    if (
-        small.pp > 1
-        and not ends
-        and ((flags.integer("num_layers") + _borrowed(flags, large)) % divided)
-    ):
-        layers += 1  # Megatron refuses it, and says so
+    layers += sum(ends.values())
+    if small.pp > 1:
+        layers -= borrowed(flags)
+        places = flags.integer("num_layers") + borrowed(flags)
+        if not ends and places % (large.pp * large.chunks):
+            layers += 1  # Megatron refuses it, and says so
     return Depth(layers, ends.get("first"), ends.get("last"), per_chunk)
 
 
@@ -168,10 +166,3 @@ def _end(flags: CommandFlags, large: Axes, end: str, per_chunk: int, chunks: int
     middle = (flags.integer("num_layers") - sum(ends)) / stages if stages else sum(ends) / 2
     layers = flags.integer(f"decoder_{end}_pipeline_num_layers")
     return chunks * max(1, per_chunk + (layers > middle) - (layers < middle))
-
-
-def _borrowed(flags: CommandFlags, small: Axes) -> int:
-    """Places of layers that the embedding and the loss take in a pipeline."""
-    if small.pp == 1:
-        return 0
-    return sum(flags.has(f"account_for_{end}_in_pipeline_split") for end in ("embedding", "loss"))

@@ -132,15 +132,13 @@ def width(case: Case) -> Iterator[Change]:
     yield from _sizes("heads on every rank", num_attention_heads=heads)
     if groups:
         yield from _sizes("groups to ranks as before", num_query_groups=groups)
-    if flags.has("kv_channels"):
-        fits = flags.integer("kv_channels") * flags.integer("num_attention_heads") == before
-        size = hidden // heads if fits else (unit if unit * heads != hidden else 2 * unit)
-        relation = "" if fits else "not "
-        why_channels = f"product with heads as before: {relation}the hidden size"
-        yield from _sizes(why_channels, kv_channels=size)
-    if flags.has("ffn_hidden_size"):
-        size = hidden * (4 if flags.integer("ffn_hidden_size") == 4 * before else 2)
-        yield from _sizes(why, ffn_hidden_size=size)
+    fits = flags.integer("kv_channels") * flags.integer("num_attention_heads") == before
+    size = hidden // heads if fits else (unit if unit * heads != hidden else 2 * unit)
+    relation = "" if fits else "not "
+    why_channels = f"product with heads as before: {relation}the hidden size"
+    yield from _if_set(case, why_channels, kv_channels=size)
+    times = 4 if flags.integer("ffn_hidden_size") == 4 * before else 2
+    yield from _if_set(case, why, ffn_hidden_size=times * hidden)
     if flags.integer("mup_base_hidden_size") > 0:
         ratio = max(1, before // flags.integer("mup_base_hidden_size"))
         yield Change("mup_base_hidden_size", (str(max(1, hidden // ratio)),), "the same ratio")
