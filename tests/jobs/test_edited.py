@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ttrace.jobs import edited
 from megatron_ttrace.trace.executed import Edit, Edits
-from tests.jobs.processes.test_worktrees import git
+from tests.jobs.processes.test_worktrees import commit, git
 
 CODE = "def f():\n    return 1\n\n\ndef g():\n    return 2\n"
 FILE = "megatron/core/layers.py"
@@ -29,9 +29,7 @@ def tree(tmp_path, monkeypatch):
 
 def test_a_checkout(tree):
     """Since the last release, with what is not committed and files that git does not know."""
-    git(tree, "init", "-q", "-b", "main")
-    git(tree, "add", ".")
-    git(tree, "commit", "-q", "-m", "a release")
+    commit(tree, "a release")
     assert edited.find() == Edits()
     (tree / FILE).write_text(CODE.replace("return 1", "return 3"))
     head = git(tree, "rev-parse", "--short=12", "HEAD")
@@ -48,30 +46,23 @@ def test_a_checkout(tree):
 
 def test_a_fork_of_the_main_branch(tree):
     """It is compared with where the last release's branch began, not with an older release."""
-    git(tree, "init", "-q", "-b", "main")
-    git(tree, "commit", "-q", "--allow-empty", "-m", "an older release")
-    git(tree, "tag", "core_v0.18.0")
-    git(tree, "commit", "-q", "--allow-empty", "-m", "the branch begins here")
+    commit(tree, "an older release", "core_v0.18.0")
+    commit(tree, "the branch begins here")
     begin = git(tree, "rev-parse", "HEAD")
     git(tree, "switch", "-q", "-c", "release")
-    git(tree, "commit", "-q", "--allow-empty", "-m", "a release")
-    git(tree, "tag", "core_v0.19.0")
+    commit(tree, "a release", "core_v0.19.0")
     assert edited.release(tree) == "core_v0.19.0"
     git(tree, "switch", "-q", "-")
-    git(tree, "commit", "-q", "--allow-empty", "-m", "a change")
+    commit(tree, "a change")
     assert edited.release(tree) == begin[:12]
 
 
 def test_more_than_anybody_reads(tree, monkeypatch):
     """A fork that is far from its release is compared with HEAD."""
-    git(tree, "init", "-q", "-b", "main")
-    git(tree, "add", ".")
-    git(tree, "commit", "-q", "-m", "a release")
-    git(tree, "tag", "core_v0.19.0")
+    commit(tree, "a release", "core_v0.19.0")
     for number in range(3):
         (tree / "megatron" / "core" / f"new{number}.py").write_text("x = 1\n")
-    git(tree, "add", ".")
-    git(tree, "commit", "-q", "-m", "much")
+    commit(tree, "much")
     (tree / FILE).write_text(CODE.replace("return 1", "return 3"))
     monkeypatch.setattr(edited, "_MOST_FILES", 2)
     assert [edit.function for edit in edited.find().functions] == ["f"]
@@ -87,10 +78,7 @@ def test_the_script(tree, monkeypatch):
     for name in ("train.py", "beside.py", "tools/far.py"):
         (tree / name).parent.mkdir(exist_ok=True)
         (tree / name).write_text(CODE)
-    git(tree, "init", "-q", "-b", "main")
-    git(tree, "add", ".")
-    git(tree, "commit", "-q", "-m", "a release")
-    git(tree, "tag", "core_v0.19.0")
+    commit(tree, "a release", "core_v0.19.0")
     main = types.ModuleType("__main__")
     exec(compile(CODE, f"{tree}/train.py", "exec"), vars(main))
     monkeypatch.setitem(sys.modules, "__main__", main)

@@ -10,7 +10,7 @@ import pytest
 from megatron_ttrace.jobs import edited, hunks, overlay
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
-from tests.jobs.processes.test_worktrees import git
+from tests.jobs.processes.test_worktrees import commit, git
 
 GOOD = {
     "megatron/core/__init__.py": "",
@@ -34,10 +34,7 @@ def make(root):
     """A git checkout with a release."""
     write(root, GOOD)
     (root / "megatron" / "core" / "helpers.so").write_bytes(b"\x7fELF")
-    git(root, "init", "-q", "-b", "main")
-    git(root, "add", ".")
-    git(root, "commit", "-q", "-m", "a release")
-    git(root, "tag", "core_v0.19.7")
+    commit(root, "a release", "core_v0.19.7")
     return root
 
 
@@ -48,7 +45,7 @@ def fork(tmp_path):
     write(
         root, {"megatron/core/layers.py": GOOD["megatron/core/layers.py"].replace("y = x", "y = 2")}
     )
-    git(root, "commit", "-q", "-a", "-m", "a change")
+    commit(root, "a change")
     write(root, {"pretrain.py": "import megatron.core\n\nprint(1)\n"})
     write(root, {"megatron/core/new.py": "c = 1\n", "notes.txt": "no code\n"})
     (root / "megatron" / "core" / "old.py").unlink()

@@ -5,12 +5,10 @@
 """
 
 import argparse
-import importlib.util
 import io
 import json
 import os
 import re
-import shutil
 import stat
 import subprocess
 import tarfile
@@ -21,10 +19,8 @@ import pytest
 
 from megatron_ttrace.cli import patch as cli
 from megatron_ttrace.jobs import resources, script_patch
-from megatron_ttrace.jobs import text_data as text
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace.errors import TTraceError
-from tests import programs
 
 RELEASES = list(versions.KNOWN)
 CLONE = os.environ.get("TTRACE_MEGATRON_LM")
@@ -267,39 +263,3 @@ def test_real_checkout(release: str, tmp_path: Path) -> None:
     compile(patched, str(script), "exec")
     run(tmp_path, "--reverse")
     assert script.read_bytes() == original
-
-
-TRAINING = """
---num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
---max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 4 --train-iters 1
---lr 1e-3 --lr-decay-style constant --eval-iters 0 --eval-interval 100 --transformer-impl local
---no-masked-softmax-fusion --split 100,0,0 --tensor-model-parallel-size 2 --ttrace --ttrace-exit
-"""
-
-
-@pytest.mark.nightly
-@with_clone
-@pytest.mark.parametrize("release", RELEASES)
-def test_real_script_checks_itself(release: str, tmp_path: Path) -> None:
-    """Megatron-LM's own script and its own Megatron, on our data: TP 2 equals one device."""
-    checkout = tmp_path / "Megatron-LM"
-    names = ["pretrain_gpt.py", "gpt_builders.py", "model_provider.py", "megatron"]
-    unpack(release, checkout, *names)
-    run(checkout)
-    # The checkout has the extension's source only; the installed wheel's is as good.
-    compiled = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
-    assert compiled is not None
-    assert compiled.origin is not None
-    shutil.copy(compiled.origin, checkout / "megatron" / "core" / "datasets")
-    prefix = tmp_path / "data" / "std"
-    text.standard_library_corpus(prefix, 200_000)
-    data = text.training_flags(prefix).split()
-    options = [*TRAINING.split(), *data, "--ttrace-dir", str(tmp_path / "out")]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    variables = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
-    words = (*launch, "pretrain_gpt.py", *options)
-    done = programs.python(*words, cwd=checkout, timeout=600, **variables)
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["verdict"] == "equivalent"
-    assert summary["versions"]["megatron-core"].startswith(release.rsplit(".", 1)[0])

@@ -121,25 +121,6 @@ def test_the_reference_dies_with_its_rank(tmp_path: Path) -> None:
     assert command.left() == []
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.03, 0.1])
-def test_no_traceback_while_importing(tmp_path: Path, moment: float) -> None:
-    """One line from our first instruction on; before it Python itself starts."""
-    code = (
-        "import sys\nfrom megatron_ttrace.cli.main import main\n"
-        "from megatron_ttrace.jobs.processes import signals\n"
-        "real = signals.install\n"
-        "signals.install = lambda: (real(), print('go', flush=True))\n"
-        "sys.argv[1:] = ['doctor']\nsys.exit(main())"
-    )
-    command = Command(sys.executable, "-c", code, cwd=tmp_path)
-    assert command.process.stdout is not None
-    assert command.process.stdout.readline() == "go\n"
-    time.sleep(moment)
-    command.ctrl_c()
-    code_, _, errors = command.end()
-    assert (code_, errors) == (130, "ttrace: interrupted\n")
-
-
 SWALLOWED = """
 import signal, sys, time
 from megatron_ttrace.jobs.processes import signals

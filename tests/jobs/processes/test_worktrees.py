@@ -21,18 +21,25 @@ def git(folder, *words):
     return done.stdout.strip()
 
 
+def commit(folder, message, tag=""):
+    """All files; in a new repository where there is none."""
+    git(folder, "init", "-q", "-b", "main")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "--allow-empty", "-m", message)
+    if tag:
+        git(folder, "tag", tag)
+
+
 @pytest.fixture
 def home(tmp_path):
     """Three commits, and a file that was changed since."""
     folder = tmp_path / "checkout"
     folder.mkdir()
-    git(folder, "init", "-q", "-b", "main")
     lines = [f"line {number}\n" for number in range(20)]
     for number in range(3):
         lines[number * 8] = f"changed {number}\n"
         (folder / "a.py").write_text("".join(lines))
-        git(folder, "add", ".")
-        git(folder, "commit", "-q", "-m", f"change {number}")
+        commit(folder, f"change {number}")
     (folder / "a.py").write_text("being edited\n")
     return folder
 
