@@ -9,9 +9,8 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 
-from megatron_ttrace.jobs.settings import CHECK, FLAGS
+from megatron_ttrace.jobs.settings import SWITCHES
 
-_SWITCHES = {CHECK.name, *(flag.name for flag in FLAGS.values() if flag.is_switch)}
 _PREFIX = "--ttrace"
 
 _taken: list[str] = []
@@ -27,7 +26,7 @@ def separated(words: Sequence[str]) -> tuple[list[str], list[str]]:
             theirs.append(word)
             continue
         ours.append(word)
-        if "=" not in word and word not in _SWITCHES:
+        if "=" not in word and word not in SWITCHES:
             ours += [value for value in (next(remaining, None),) if value is not None]
     return ours, theirs
 

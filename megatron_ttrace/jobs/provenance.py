@@ -135,9 +135,8 @@ def commit_of(file: Path) -> tuple[str, bool]:
     repository without being part of it.
     """
     folder = file.parent
-    if git(folder, "ls-files", "--error-unmatch", "--", file.name) is None:
-        return "", False
-    commit = git(folder, "rev-parse", "HEAD")
+    tracked = git(folder, "ls-files", "--error-unmatch", "--", file.name)
+    commit = git(folder, "rev-parse", "HEAD") if tracked else None
     if commit is None:
         return "", False
     return commit.strip(), bool(git(folder, "status", "--porcelain", "--untracked-files=no"))

@@ -332,6 +332,8 @@ FLAGS: dict[str, Flag] = {
     field.name: field.metadata["flag"] for field in dataclasses.fields(Settings)
 }
 """Field of :class:`Settings` -> its flag."""
+SWITCHES = frozenset({CHECK.name, *(flag.name for flag in FLAGS.values() if flag.is_switch)})
+"""Names of our flags that have no value."""
 
 
 def add_arguments(

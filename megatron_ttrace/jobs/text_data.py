@@ -8,6 +8,7 @@ boundaries, and ``--eod-mask-loss`` and packing have an effect.
 
 import dataclasses
 import fnmatch
+import math
 import os
 import stat
 import sysconfig
@@ -92,17 +93,16 @@ def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Itera
     After ``max_bytes`` this stops; the last document is cut to fit. Raises ``TTraceError`` when a
     file cannot be read.
     """
-    remaining = max_bytes
+    remaining = math.inf if max_bytes is None else max_bytes
     for path in files:
-        if remaining is not None and remaining <= 0:
+        if remaining <= 0:
             return
         try:
             # Reading a pipe or a device may never end.
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):
                 raise TTraceError(f"{path}: not a regular file")
-            size = status.st_size if remaining is None else min(remaining, status.st_size)
-            if size > MOST_BYTES:
+            if min(remaining, status.st_size) > MOST_BYTES:
                 raise TTraceError(
                     f"{path}: more than {MOST_BYTES:,} bytes, too many for one document; "
                     "split it, or give --max-bytes"
@@ -111,12 +111,12 @@ def read_documents(files: Iterable[Path], max_bytes: int | None = None) -> Itera
                 # Empty, or one of the kernel's, some of which block (/proc/kmsg).
                 continue
             with path.open("rb") as file:
-                content = file.read(MOST_BYTES if remaining is None else min(remaining, MOST_BYTES))
+                content = file.read(int(min(remaining, MOST_BYTES)))
         except OSError as error:
             raise TTraceError(f"{path}: cannot be read: {error.strerror or error}") from error
         if content:
             yield content
-            remaining = None if remaining is None else remaining - len(content)
+            remaining -= len(content)
 
 
 def tokenise(content: bytes, *, append_eod: bool = True) -> NDArray[numpy.uint16]:

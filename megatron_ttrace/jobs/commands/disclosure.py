@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_ttrace.jobs.settings import CHECK, FLAGS
+from megatron_ttrace.jobs.settings import FLAGS, SWITCHES
 from megatron_ttrace.mcore.options.decisions import option_of
 from megatron_ttrace.mcore.options.roles import ROLES, VALUES, Role
 from megatron_ttrace.trace import errors
@@ -39,12 +39,9 @@ _SHOWN_ROLES = frozenset(
 )
 _FREE_TEXT = _SHOWN["free_text"]
 
-_OUR_FLAGS = _SHOWN["our_flags"] | {flag.name for flag in FLAGS.values() if not flag.is_switch}
+_OUR_FLAGS = _SHOWN["our_flags"] | {flag.name for flag in FLAGS.values()} - SWITCHES
 _LAUNCHER_VALUES = _SHOWN["launcher_flags"]
-_SWITCHES = _SHOWN["switches"] | {
-    CHECK.name,
-    *(flag.name for flag in FLAGS.values() if flag.is_switch),
-}
+_SWITCHES = _SHOWN["switches"] | SWITCHES
 _OF_COMMANDS = frozenset({"-c", "--against", "--into", "--ttrace-reference-args"})
 """Flags whose value is a command itself, or arguments."""
 _PROGRAM = re.compile(
