@@ -30,8 +30,6 @@ _IGNORED = frozenset({tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.
 
 _OF_MODULES = frozenset({"__file__", "__name__", "__path__", "__annotations__"})
 
-type Definition = ast.FunctionDef | ast.AsyncFunctionDef
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Splice:
@@ -92,11 +90,10 @@ def _of_file(file: str, good: str | None, bad: str | None) -> Iterator[Splice]:
     if good is None or bad is None:
         yield Splice(file, 0, tuple(old), tuple(new), 1, is_whole=True)
         return
-    functions = _Functions(good), _Functions(bad)
     comments = _comments(good), _comments(bad)
     for start, end, first, last in _blocks(old, new):
         # Where nothing was added, the function is that of the removed lines.
-        name = functions[1].at(first + 1) if first < last else functions[0].at(start + 1)
+        name = _function(bad, first + 1) if first < last else _function(good, start + 1)
         is_code = not (
             comments[0].issuperset(range(start + 1, end + 1))
             and comments[1].issuperset(range(first + 1, last + 1))
@@ -151,16 +148,24 @@ def broken(changed: Mapping[str, str | None], good: Texts, bad: Texts) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Names:
-    """Names of a file.
+    """What is known of a file; nothing if it does not compile.
 
-    ``bound`` are those at its top; ``missing`` those that it uses and does not bind (none if it
-    imports all of another file); ``imported`` come after the path of their module, which begins
-    with ``/``.
+    Attributes:
+        bound: names at its top.
+        missing: names that it uses and does not bind; none if it imports all of another file.
+        imported: names from other files, after the path of their module, which begins with ``/``.
+        shared: what it defines for others: functions, classes, parameters, attributes, and what is
+            bound outside of functions.
+        local: what each of its outermost functions binds, by qualified name.
+        statements: first and last lines of simple statements and of headers that have several.
     """
 
     bound: frozenset[str] = frozenset()
     missing: frozenset[str] = frozenset()
     imported: frozenset[tuple[str, str]] = frozenset()
+    shared: frozenset[str] = frozenset()
+    local: Mapping[str, set[str]] = dataclasses.field(default_factory=dict)
+    statements: tuple[tuple[int, int], ...] = ()
     compiles: bool = True
 
 
@@ -172,30 +177,65 @@ def _names(text: str) -> _Names:
             tree, top = ast.parse(text), symtable.symtable(text, "", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return _Names(compiles=False)
-    tables = [top]
-    for table in tables:
-        tables += table.get_children()
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    nodes = list(ast.walk(tree))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    attributes = (node for node in nodes if isinstance(node, ast.Attribute))
+    shared = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
     bound, used = set(vars(builtins)) | _OF_MODULES, set[str]()
-    for table in tables:
+    local: dict[str, set[str]] = defaultdict(set)
+    for function, table in _scopes(top, ""):
+        is_function = table.get_type() == "function"
         for symbol in table.get_symbols():
+            name = symbol.get_name()
             is_outer = table is top or symbol.is_global()
             is_bound = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
             if is_outer and is_bound:
-                bound.add(symbol.get_name())
+                bound.add(name)
             elif is_outer and symbol.is_referenced():
-                used.add(symbol.get_name())
+                used.add(name)
+            if is_function and (is_bound or symbol.is_parameter()):
+                local[function].add(name)
+            is_argument = symbol.is_parameter() and table.get_name() != "lambda"
+            if is_argument or symbol.is_namespace() or (is_bound and not is_function):
+                shared.add(name)
     has_star = any(alias.name == "*" for node in imports for alias in node.names)
     return _Names(
-        frozenset(bound),
-        frozenset() if has_star else frozenset(used - bound),
-        frozenset(
+        bound=frozenset(bound),
+        missing=frozenset() if has_star else frozenset(used - bound),
+        imported=frozenset(
             (f"/{node.module.replace('.', '/')}", alias.name)
             for node in imports
             for alias in node.names
             if node.module
         ),
+        shared=frozenset(shared),
+        local=local,
+        statements=tuple(_statements(nodes)),
     )
+
+
+def _scopes(
+    table: symtable.SymbolTable, prefix: str, function: str = ""
+) -> Iterator[tuple[str, symtable.SymbolTable]]:
+    """A table of names and all within, each with the outermost function that it is in."""
+    yield function, table
+    for inner in table.get_children():
+        name = f"{prefix}{inner.get_name()}"
+        if inner.get_type() == "function":
+            yield from _scopes(inner, "", function or name)
+        else:
+            is_class = inner.get_type() == "class"
+            yield from _scopes(inner, f"{name}." if is_class else prefix, function)
+
+
+def _statements(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, int]]:
+    for node in nodes:
+        if not isinstance(node, ast.stmt):
+            continue
+        body = getattr(node, "body", None)
+        last = body[0].lineno - 1 if body and isinstance(body, list) else node.end_lineno
+        if last and last > node.lineno:
+            yield node.lineno, last
 
 
 def groups(splices: Sequence[Splice], good: Texts, bad: Texts) -> list[tuple[int, ...]]:
@@ -210,12 +250,16 @@ def groups(splices: Sequence[Splice], good: Texts, bad: Texts) -> list[tuple[int
         by_file[splice.file].append((number, splice))
     together: list[list[int]] = []
     for file, numbered in by_file.items():
-        old, new = good.get(file, ""), bad.get(file, "")
+        old, new = _names(good.get(file, "")), _names(bad.get(file, ""))
         together += _of_statements(numbered, old, new)
         together += _of_moved_lines(numbered)
-        together += _of_local_names(numbered, old, new)
-    names = _global_names(good, by_file) ^ _global_names(bad, by_file)
-    together += _of_names(list(enumerate(splices)), names)
+        for function in {splice.function for _, splice in numbered} - {""}:
+            inside = [pair for pair in numbered if pair[1].function == function]
+            names = old.local.get(function, set()) ^ new.local.get(function, set())
+            together += _of_names(inside, names)
+    together += _of_names(
+        list(enumerate(splices)), _shared_names(good, by_file) ^ _shared_names(bad, by_file)
+    )
     sets = [{number} for number in range(len(splices))]
     for numbers in together:
         union = set[int]().union(*(sets[number] for number in numbers))
@@ -227,10 +271,9 @@ def groups(splices: Sequence[Splice], good: Texts, bad: Texts) -> list[tuple[int
 type _Numbered = Sequence[tuple[int, Splice]]
 
 
-def _of_statements(numbered: _Numbered, good: str, bad: str) -> Iterator[list[int]]:
+def _of_statements(numbered: _Numbered, good: _Names, bad: _Names) -> Iterator[list[int]]:
     """Hunks in one simple statement, or in one header of a compound one, of either version."""
-    for text, is_old in ((good, True), (bad, False)):
-        spans = list(_statements(text))
+    for spans, is_old in ((good.statements, True), (bad.statements, False)):
         by_span: dict[tuple[int, int], list[int]] = defaultdict(list)
         for number, splice in numbered:
             first = splice.start + 1 if is_old else splice.line
@@ -239,18 +282,6 @@ def _of_statements(numbered: _Numbered, good: str, bad: str) -> Iterator[list[in
                 if first <= span[1] and first + count - 1 >= span[0]:
                     by_span[span].append(number)
         yield from by_span.values()
-
-
-def _statements(text: str) -> Iterator[tuple[int, int]]:
-    """First and last lines of simple statements and of headers, where they are several lines."""
-    tree = _parsed(text)
-    for node in ast.walk(tree) if tree else ():
-        if not isinstance(node, ast.stmt):
-            continue
-        body = getattr(node, "body", None)
-        last = body[0].lineno - 1 if body and isinstance(body, list) else node.end_lineno
-        if last and last > node.lineno:
-            yield node.lineno, last
 
 
 def _of_moved_lines(numbered: _Numbered) -> Iterator[list[int]]:
@@ -267,14 +298,6 @@ def _of_moved_lines(numbered: _Numbered) -> Iterator[list[int]]:
             yield [*numbers, *added[line]]
 
 
-def _of_local_names(numbered: _Numbered, good: str, bad: str) -> Iterator[list[int]]:
-    """Hunks in one function that mention a name that it binds in one version alone."""
-    old, new = _Functions(good), _Functions(bad)
-    for function in {splice.function for _, splice in numbered} - {""}:
-        names = old.bound(function) ^ new.bound(function)
-        yield from _of_names([pair for pair in numbered if pair[1].function == function], names)
-
-
 def _of_names(numbered: _Numbered, names: Collection[str]) -> Iterable[list[int]]:
     by_name: dict[str, list[int]] = defaultdict(list)
     for number, splice in numbered:
@@ -284,74 +307,23 @@ def _of_names(numbered: _Numbered, names: Collection[str]) -> Iterable[list[int]
     return by_name.values()
 
 
-def _global_names(texts: Texts, files: Iterable[str]) -> set[str]:
-    """What files define for others: modules, functions, classes, parameters, attributes."""
-    names: set[str] = set()
-    for file in files:
-        tree = _parsed(texts[file]) if file in texts else None
-        if tree is None:
-            continue
-        stem = file.rpartition("/")[2].removesuffix(".py")
-        names |= {stem, *_outer_names(tree.body)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                names |= {node.name, *(argument.arg for argument in _arguments(node))}
-            elif isinstance(node, ast.ClassDef):
-                names |= {node.name, *_outer_names(node.body)}
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.attr)
-    return names
+def _shared_names(texts: Texts, files: Iterable[str]) -> set[str]:
+    """What files define for others, and their own names."""
+    present = [file for file in files if file in texts]
+    stems = {file.rpartition("/")[2].removesuffix(".py") for file in present}
+    return stems.union(*(_names(texts[file]).shared for file in present))
 
 
-def _outer_names(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Names that statements bind outside of functions."""
-    for statement in body:
-        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield from _bound(statement)
+@functools.lru_cache(maxsize=2)
+def _functions(text: str) -> list[tuple[int, int, str]]:
+    """First and last lines and names of the outermost functions of a file."""
+    functions = changes.read(text.encode(errors="surrogatepass")).functions
+    return [(*span, name) for name, function in functions.items() for span in function.spans]
 
 
-def _bound(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).partition(".")[0]
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-
-
-def _arguments(node: Definition) -> Iterator[ast.arg]:
-    every = node.args
-    yield from (*every.posonlyargs, *every.args, *every.kwonlyargs)
-    yield from filter(None, (every.vararg, every.kwarg))
-
-
-class _Functions:
-    """The outermost functions of a file, by line."""
-
-    def __init__(self, text: str) -> None:
-        functions = changes.read(text.encode(errors="surrogatepass")).functions
-        self._spans = [
-            (*span, name) for name, function in functions.items() for span in function.spans
-        ]
-        self._text = text
-
-    def at(self, line: int) -> str:
-        """The one that a line is in; empty outside of functions."""
-        return next((name for a, b, name in self._spans if a <= line <= b), "")
-
-    def bound(self, function: str) -> set[str]:
-        """Names that are bound in it."""
-        lines = _lines(self._text)
-        names: set[str] = set()
-        for a, b, name in self._spans:
-            if name == function:
-                # Indented, it is a body: of a class, perhaps.
-                tree = _parsed("if 1:\n " + " ".join(lines[a - 1 : b]))
-                names.update(_bound(tree) if tree else ())
-        return names
+def _function(text: str, line: int) -> str:
+    """The outermost function that a line is in; empty outside of functions."""
+    return next((name for a, b, name in _functions(text) if a <= line <= b), "")
 
 
 def _comments(text: str) -> set[int]:
@@ -364,14 +336,6 @@ def _comments(text: str) -> set[int]:
     except (tokenize.TokenError, SyntaxError, ValueError):
         return set()
     return set(range(1, text.count("\n") + 2)) - codes
-
-
-def _parsed(text: str) -> ast.Module | None:
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
 
 
 def _lines(text: str) -> list[str]:

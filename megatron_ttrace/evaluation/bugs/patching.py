@@ -49,10 +49,8 @@ def introduce(bug_id: str) -> None:
 
 def _require_emulation(bug: Bug) -> None:
     """A bug of TransformerEngine is in its stand-in, which must be the one that runs."""
-    from megatron_ttrace.cpu import te  # imports torch
-
     ours = all(patch.module.startswith("megatron_ttrace.") for patch in bug.patches)
-    if ours and not te.emulated():
+    if ours and not provenance.emulates_transformer_engine():
         raise TTraceError(
             f"--ttrace-bug {bug.id}: is re-created in the emulated TransformerEngine, which runs "
             "only if the real one cannot be imported: ttrace eval bugs run"
