@@ -102,8 +102,8 @@ def code(script: Path) -> dict[str, str]:
     """
     packages = dict.fromkeys((*scripts.MEGATRON, *scripts.imported()))
     return {
-        "script": _content([script]),
-        "modules beside the script": _content(_beside(script)),
+        "script": _content([script], script.parent),
+        "modules beside the script": _content(_beside(script), script.resolve().parent),
         "megatron_ttrace": _tree(Path(__file__).parents[1]),
         **{name: _tree(_folder_of(name)) for name in packages},
     }
@@ -191,11 +191,14 @@ def _data(args: MegatronArguments) -> dict[str, Any]:
     return stamps
 
 
-def _content(paths: Iterable[Path]) -> str:
+def _content(paths: Iterable[str | Path], root: Path) -> str:
+    """A hash of files and of their places below ``root``."""
     total = hashlib.sha256()
-    for path in paths:
-        if path.is_file():
-            total.update(path.name.encode() + path.read_bytes())
+    for path in filter(os.path.isfile, paths):
+        with open(path, "rb") as file:
+            content = file.read()
+        head = f"{os.path.relpath(path, root)}:{len(content)}:"
+        total.update(head.encode(errors="surrogateescape") + content)
     return total.hexdigest()[:16]
 
 
@@ -206,17 +209,9 @@ def _folder_of(package: str) -> Path:
 
 def _tree(folder: Path) -> str:
     """A hash of a package's Python files; Megatron's core has about 8 MB of them."""
-    total = hashlib.sha256()
-    for where, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            if name.endswith(".py"):
-                path = os.path.join(where, name)
-                with open(path, "rb") as file:
-                    content = file.read()
-                head = f"{os.path.relpath(path, folder)}:{len(content)}:"
-                total.update(head.encode(errors="surrogateescape") + content)
-    return total.hexdigest()[:16]
+    # Not ``rglob``, which takes five times as long.
+    files = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in names)
+    return _content(sorted(file for file in files if file.endswith(".py")), folder)
 
 
 def _beside(script: Path) -> list[Path]:
