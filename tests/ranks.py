@@ -23,7 +23,7 @@ def main(nproc: int, command: list[str]) -> int:
     forkserver.preload(Path(command[0]))
     kept = os.environ.pop(LOGS, "")
     with contextlib.nullcontext(kept) if kept else tempfile.TemporaryDirectory() as home:
-        codes = run_ranks(nproc, [sys.executable, *command], Path(home), fork=True)
+        codes = run_ranks(nproc, [sys.executable, *command], Path(home), fork=True).codes
         if kept:
             Path(home, "codes.json").write_text(json.dumps(codes))
         for rank in range(nproc):

@@ -126,8 +126,8 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
         began = time.monotonic()
         progress = Progress(say)
         progress(f"starting {job.nproc} rank{'s' if job.nproc > 1 else ''}")
-        codes, observed = _run_ranks(job, claim.run, fork, progress)
-        summary = _believed(job.directory, claim.run, codes, observed)
+        observed = _run_ranks(job, claim.run, fork, progress)
+        summary = _believed(job.directory, claim.run, observed)
         timings = {**summary.timings, "wall": time.monotonic() - began}
         return dataclasses.replace(summary, timings=timings)
 
@@ -139,9 +139,9 @@ def record(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: No
         TTraceError: when a rank failed, with the reason.
     """
     with shared.claim(job.directory) as claim:
-        codes, observed = _run_ranks(job, claim.run, fork, Progress(say))
-    if set(codes) != {0}:
-        raise TTraceError(_why(codes, job.directory / shared.LOGS, observed))
+        observed = _run_ranks(job, claim.run, fork, Progress(say))
+    if set(observed.codes) != {0}:
+        raise TTraceError(_why(observed, job.directory / shared.LOGS))
 
 
 def configuration(job: Job, *, fork: bool, say: Callable[[str], None]) -> list[str]:
@@ -159,10 +159,8 @@ def configuration(job: Job, *, fork: bool, say: Callable[[str], None]) -> list[s
     return [str(word) for word in json.loads(file.read_text(encoding="utf-8"))]
 
 
-def _run_ranks(
-    job: Job, run_id: str, fork: bool, progress: Progress
-) -> tuple[list[int | None], ranks.Observed]:
-    """The exit codes of a job's ranks, and what was observed of them."""
+def _run_ranks(job: Job, run_id: str, fork: bool, progress: Progress) -> ranks.Observed:
+    """Run a job's ranks, once more if another process took their port."""
     logs = job.directory / shared.LOGS
     assigned = [f"{name}={value}" for name, value in job.environment.items()]
     disclosure.withhold([*assigned, "python", str(job.script), *job.arguments])
@@ -178,8 +176,7 @@ def _run_ranks(
     timeout = job.settings.timeout + (0.0 if fork else _MARGIN_SECONDS)
     watch = _Watch(job, ranks.log_of(logs, 0), progress, fork)
     for _ in range(2):
-        observed = ranks.Observed()
-        codes = ranks.run_ranks(
+        observed = ranks.run_ranks(
             job.nproc,
             command,
             logs,
@@ -187,18 +184,15 @@ def _run_ranks(
             environment=environment,
             progress=watch,
             patience=Patience(timeout, progress.note, _logs_of_references(job)),
-            observed=observed,
         )
         watch.flush()
         if not any(port_was_taken(ranks.log_of(logs, rank)) for rank in range(job.nproc)):
             break
-    return codes, observed
+    return observed
 
 
-def _believed(
-    directory: Path, run_id: str, codes: Sequence[int | None], observed: ranks.Observed
-) -> Summary:
-    """The answer of a run whose ranks ended with ``codes``.
+def _believed(directory: Path, run_id: str, observed: ranks.Observed) -> Summary:
+    """The answer of a run whose ranks ended as was observed.
 
     All ranks must have ended with the same code, and the summary of this very run must be intact,
     belong to the verdicts beside it, and say the same. Otherwise this raises ``TTraceError``.
@@ -207,7 +201,7 @@ def _believed(
     from megatron_ttrace.trace import files
 
     logs = directory / shared.LOGS
-    answers = set(codes)
+    answers = set(observed.codes)
     if answers == {ExitCode.COULD_NOT_CHECK}:
         with contextlib.suppress(TTraceError):
             summary = files.answer_of(directory, run_id)
@@ -215,11 +209,12 @@ def _believed(
                 return summary
     is_answer = answers in ({ExitCode.EQUIVALENT}, {ExitCode.DIVERGED})
     if not is_answer or not (directory / files.SUMMARY).exists():
-        raise TTraceError(_why(codes, logs, observed))
+        raise TTraceError(_why(observed, logs))
     summary = files.answer_of(directory, run_id)
     if {summary.verdict.exit_code} != answers:
+        (code,) = answers
         raise TTraceError(
-            f"the ranks ended with exit code {codes[0]}, but {directory / files.SUMMARY} says "
+            f"the ranks ended with exit code {code}, but {directory / files.SUMMARY} says "
             f"{summary.verdict.value!r}: run the check again (logs: {logs})"
         )
     return summary
@@ -260,14 +255,13 @@ class _Watch:
             echo.flush()
 
 
-def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | None = None) -> str:
+def _why(observed: ranks.Observed, logs: Path) -> str:
     """One reason out of many logs and exit codes.
 
     In this order: processes that are stopped; ranks that were killed from outside, or crashed
     before any other rank gave up; the rank that failed first, and not because of another. Ranks
     that we ended are never the reason.
     """
-    observed = observed or ranks.Observed()
     if observed.stopped:
         are = "is" if len(observed.stopped) == 1 else "are"
         log = observed.stopped_log
@@ -278,52 +272,47 @@ def _why(codes: Sequence[int | None], logs: Path, observed: ranks.Observed | Non
         gave_up |= end.code > 0
         if -end.code in _UNBIDDEN or (end.code < 0 and not gave_up and not _aborted(end, log)):
             return f"rank {end.rank} {how_it_ended(end.code)}; {last_lines(log)}"
-    failed = [rank for rank, code in enumerate(codes) if code not in (0, None)]
+    failed = sorted((end for end in observed.ends if end.code), key=lambda end: end.rank)
     if failed:
-        first = min(failed, key=lambda rank: _order(rank, codes, logs, observed))
+        kind = _kind(min(failed, key=lambda end: _order(end, logs)), logs)
         # Where all ranks fail alike, the lowest number says so best.
-        kind = _kind(first, codes, logs)
-        rank = min(rank for rank in failed if _kind(rank, codes, logs) == kind)
-        return _failure(rank, codes[rank] or 0, ranks.log_of(logs, rank))
+        end = next(end for end in failed if _kind(end, logs) == kind)
+        return _failure(end, ranks.log_of(logs, end.rank))
     return f"the job ended without a result; {last_lines(ranks.log_of(logs, 0))}"
 
 
-def _kind(rank: int, codes: Sequence[int | None], logs: Path) -> object:
-    record = record_of(ranks.log_of(logs, rank))
-    return codes[rank], dataclasses.replace(record, at=0) if record else rank
+def _kind(end: ranks.End, logs: Path) -> object:
+    record = record_of(ranks.log_of(logs, end.rank))
+    return end.code, dataclasses.replace(record, at=0) if record else end.rank
 
 
-def _order(
-    rank: int, codes: Sequence[int | None], logs: Path, observed: ranks.Observed
-) -> tuple[bool, int]:
+def _order(end: ranks.End, logs: Path) -> tuple[bool, int]:
     """Sorts the rank that failed by itself, and first, before those that failed because of it."""
-    record = record_of(ranks.log_of(logs, rank))
-    if record is not None:
+    log = ranks.log_of(logs, end.rank)
+    if record := record_of(log):
         return record.follows, record.at
     # Without a record, exit code 1 is that of a rank whose check diverged, or of os._exit.
-    return codes[rank] == ExitCode.DIVERGED, _fell_silent(rank, logs, observed)
+    return end.code == ExitCode.DIVERGED, _fell_silent(end, log)
 
 
-def _failure(rank: int, code: int, log: Path) -> str:
+def _failure(end: ranks.End, log: Path) -> str:
+    how = how_it_ended(end.code)
     record = record_of(log)
     if record is not None and record.reason:
         if not record.error:
             return record.reason
-        return f"rank {rank} failed: {record.reason} (log: {log})"
+        return f"rank {end.rank} failed: {record.reason} (log: {log})"
     if died := died_of(log):
-        how = how_it_ended(code) if code < 0 else "failed"
-        return f"rank {rank} {how}: {died} (log: {log})"
+        return f"rank {end.rank} {how if end.code < 0 else 'failed'}: {died} (log: {log})"
     if full := unwritable(log):
-        return f"rank {rank} {how_it_ended(code)}: {log} cannot be written ({full})"
-    return f"rank {rank} {how_it_ended(code)}; {last_lines(log)}"
+        return f"rank {end.rank} {how}: {log} cannot be written ({full})"
+    return f"rank {end.rank} {how}; {last_lines(log)}"
 
 
-def _fell_silent(rank: int, logs: Path, observed: ranks.Observed) -> int:
+def _fell_silent(end: ranks.End, log: Path) -> int:
     """When a rank last wrote to its log; for a crash, which writes nothing, when it ended."""
-    for end in observed.ends:
-        if end.rank == rank and end.code < 0 and -end.code != signal.SIGABRT:
-            return end.seen
-    log = ranks.log_of(logs, rank)
+    if end.code < 0 and -end.code != signal.SIGABRT:
+        return end.seen
     return log.stat().st_mtime_ns if log.is_file() else 0
 
 

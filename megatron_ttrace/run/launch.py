@@ -263,7 +263,6 @@ def _start_ranks(
 ) -> tuple[int, int]:
     """Run a reference's ranks as new processes; returns as ``forkserver.request_ranks``."""
     echo = Echo(ranks.log_of(folder, 0), say, OF_REFERENCE)
-    observed = ranks.Observed()
     deadline = time.monotonic() + timeout
 
     def watch() -> None:
@@ -271,14 +270,8 @@ def _start_ranks(
         if time.monotonic() > deadline:
             raise OutOfTimeError(f"no reference after {timeout:.0f} s (logs: {folder})")
 
-    ranks.run_ranks(
-        count,
-        command,
-        folder,
-        fork=False,
-        environment=variables,
-        progress=watch,
-        observed=observed,
+    observed = ranks.run_ranks(
+        count, command, folder, fork=False, environment=variables, progress=watch
     )
     echo.flush()
     return next(((end.code, end.rank) for end in observed.ends if end.code), (0, 0))

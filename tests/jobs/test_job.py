@@ -33,13 +33,19 @@ AssertionError: world size (2) is not divisible by 3
 """
 
 
+def ended(*codes):
+    """Ranks that ended in this order; without a code those that we ended."""
+    ends = [ranks.End(rank, code, 0) for rank, code in enumerate(codes) if code is not None]
+    return ranks.Observed(len(codes), ends)
+
+
 def why(tmp_path, codes, *logs, step=1):
     """The reason for these exit codes and logs; the first log was written first, or last."""
     for rank, text in enumerate(logs):
         log = ranks.log_of(tmp_path, rank)
         log.write_text(text)
         os.utime(log, ns=2 * (9 + step * rank,))
-    return jobs._why(codes, tmp_path)
+    return jobs._why(ended(*codes), tmp_path)
 
 
 def leave(tmp_path, rank, at, message, **more):
@@ -191,8 +197,7 @@ def test_a_crash_and_who_lost_it(tmp_path, crash_first):
     ranks.log_of(tmp_path, 0).write_text("step 1\n")
     leave(tmp_path, 1, 0, "rank 1: lost the connection", follows=crash_first)
     ends = [ranks.End(0, -signal.SIGSEGV, 1), ranks.End(1, 2, 2)]
-    observed = ranks.Observed(ends=ends if crash_first else ends[::-1])
-    reason = jobs._why([-signal.SIGSEGV, 2], tmp_path, observed)
+    reason = jobs._why(ranks.Observed(2, ends if crash_first else ends[::-1]), tmp_path)
     crashed = "rank 0 was killed by signal 11 (SIGSEGV)"
     assert reason.startswith(crashed if crash_first else "rank 1: lost the connection")
 
@@ -205,7 +210,7 @@ def test_a_log_without_room(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    reason = jobs._why([1], tmp_path)
+    reason = jobs._why(ended(1), tmp_path)
     assert reason.startswith("rank 0 failed with exit code 1: ")
     assert reason.endswith("cannot be written (No space left on device)")
 
@@ -221,7 +226,7 @@ def test_no_room_for_a_record(tmp_path, monkeypatch):
         return opened(path, flags, *mode, **more)
 
     monkeypatch.setattr(os, "open", full)
-    assert jobs._why([2], tmp_path).endswith("cannot be written (No space left on device)")
+    assert jobs._why(ended(2), tmp_path).endswith("cannot be written (No space left on device)")
 
 
 def test_a_log_with_room(tmp_path):
@@ -233,8 +238,8 @@ def test_a_log_with_room(tmp_path):
 
 def test_no_log_at_all(tmp_path):
     """There is a reason even without a log."""
-    assert jobs._why([3], tmp_path).startswith("rank 0 failed with exit code 3")
-    assert jobs._why([0, 0], tmp_path).startswith("the job ended without a result")
+    assert jobs._why(ended(3), tmp_path).startswith("rank 0 failed with exit code 3")
+    assert jobs._why(ended(0, 0), tmp_path).startswith("the job ended without a result")
 
 
 ANSWER = """

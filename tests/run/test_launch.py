@@ -71,9 +71,8 @@ def test_a_reference_on_two_ranks(
     divided = ((Kind.OUTPUT, "decoder.layers.*.mlp", 0, (1, 2)),)
     orders = []
 
-    def run(
-        count: int, command: list[str], logs: Path, *, observed: ranks.Observed, **_: object
-    ) -> list[int | None]:
+    def run(count: int, command: list[str], logs: Path, **_: object) -> ranks.Observed:
+        observed = ranks.Observed(count)
         orders.append(Order.read(Path(command[-1])))
         logs.mkdir(exist_ok=True)
         for rank, code in enumerate(codes):
@@ -90,7 +89,7 @@ def test_a_reference_on_two_ranks(
                 observed.ends.insert(0, ranks.End(rank, code, 0))
         seal(Path(orders[0].directory), {"fingerprint": NAME})
         assert count == 2
-        return codes
+        return observed
 
     monkeypatch.setattr(ranks, "run_ranks", run)
     monkeypatch.setattr(trial, "checked", lambda layout, settings: divided)

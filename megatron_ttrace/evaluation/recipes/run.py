@@ -231,7 +231,7 @@ class Checker:
 
     def _ends_badly(self, job: SmallJob, started: int, more: Sequence[str] = ()) -> bool:
         try:
-            codes = ranks.run_ranks(
+            observed = ranks.run_ranks(
                 started,
                 (sys.executable, job.script, *self.arguments(job), *more),
                 self._runner.directory / job.key / _ALONE,
@@ -242,7 +242,7 @@ class Checker:
             )
         except TTraceError:
             return False
-        return any(codes)
+        return any(observed.codes)
 
 
 def text(place: Path) -> Callable[[SmallJob], Sequence[str]]:

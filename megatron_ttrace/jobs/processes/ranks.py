@@ -36,13 +36,20 @@ class End:
 class Observed:
     """What was observed of a job's processes.
 
-    ``ends`` are of the ranks, in the order in which they ended, without those that we ended;
-    ``stopped`` names processes that were stopped (SIGSTOP) when the job ended.
+    ``ends`` are of its ``nproc`` ranks, in the order in which they ended, without those that we
+    ended; ``stopped`` names processes that were stopped (SIGSTOP) when the job ended.
     """
 
+    nproc: int
     ends: list[End] = dataclasses.field(default_factory=list)
     stopped: list[str] = dataclasses.field(default_factory=list)
     stopped_log: Path | None = None
+
+    @property
+    def codes(self) -> list[int | None]:
+        """The exit codes of the ranks; ``None`` for those that we ended."""
+        by_rank = {end.rank: end.code for end in self.ends}
+        return [by_rank.get(rank) for rank in range(self.nproc)]
 
 
 def log_of(logs: Path, rank: int) -> Path:
@@ -59,26 +66,23 @@ def run_ranks(
     environment: dict[str, str] | None = None,
     progress: Callable[[], None] = lambda: None,
     patience: Patience | None = None,
-    observed: Observed | None = None,
     world: int | None = None,
-) -> list[int | None]:
-    """Run ``[python, script, *args]`` as ``nproc`` ranks; returns their exit codes.
+) -> Observed:
+    """Run ``[python, script, *args]`` as ``nproc`` ranks to their end.
 
-    When a rank dies, the others have some seconds to end by themselves; then they are killed, and
-    their code is ``None``. No process of the job is left when this returns or raises, nor when this
-    process is killed.
+    When a rank dies, the others have some seconds to end by themselves; then they are killed. No
+    process of the job is left when this returns or raises, nor when this process is killed.
 
     With ``fork`` the ranks are forks of this process (``forkserver.preload`` first).
-    ``environment`` is added to each rank's, ``progress`` is called several times per second, and
-    ``observed`` is filled in. ``world``: ranks of the job, where only the first ``nproc`` of them
-    are started.
+    ``environment`` is added to each rank's, and ``progress`` is called several times per second.
+    ``world``: ranks of the job, where only the first ``nproc`` of them are started.
 
     Raises:
         OutOfTimeError: when ``patience`` has run out.
         TTraceError: when a rank cannot be started.
     """
     owned.make(logs, owned.PRIVATE_FOLDER)
-    job = _Job(fork, observed or Observed())
+    job = _Job(fork, nproc)
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     base = child.environment_of(
         world or nproc, {**threads, **(environment or {}), **job.environment}
@@ -99,9 +103,9 @@ def run_ranks(
 class _Job:
     """The processes of one job, forks or subprocesses, by process id."""
 
-    def __init__(self, fork: bool, observed: Observed) -> None:
+    def __init__(self, fork: bool, nproc: int) -> None:
         self._requests = forkserver.Requests() if fork else None
-        self._observed = observed
+        self._observed = Observed(nproc)
         self._ranks: dict[int, int] = {}
         self._references: dict[int, int] = {}  # the number of each rank by its process id
         self._failed: tuple[int, int] | None = None  # the first code that is not 0, and whose
@@ -109,7 +113,6 @@ class _Job:
         self._groups: list[int] = []
         self._waited: dict[int, Waited] = {}
         self._watched: dict[int, int] = {}
-        self._codes: dict[int, int | None] = {}
         # Without this reference the next Popen would reap a process and lose its exit code.
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -137,25 +140,23 @@ class _Job:
         with contextlib.suppress(OSError, AttributeError):
             self._watched[process.pid] = os.pidfd_open(process.pid)
 
-    def watch(self, progress: Callable[[], None], patience: Patience) -> list[int | None]:
-        count = len(self._ranks)
+    def watch(self, progress: Callable[[], None], patience: Patience) -> Observed:
+        ends = self._observed.ends
         deadline: float | None = None
         while True:
             self._reap()
-            if len(self._codes) >= count:
+            if not self._ranks:
                 break
             self._serve()
             if time.monotonic() > self._ending:
                 for pid in self._references:
                     _kill(pid)
-            if deadline is None and any(code not in (0, 1) for code in self._codes.values()):
+            if deadline is None and any(end.code not in (0, 1) for end in ends):
                 deadline = time.monotonic() + _GRACE_SECONDS
-            if deadline is None and 0 < len(self._codes) < count:
+            if deadline is None and ends:
                 # One rank ended early: in an orderly end all end together.
                 deadline = time.monotonic() + 6 * _GRACE_SECONDS
             if deadline is not None and time.monotonic() > deadline:
-                for rank in range(count):
-                    self._codes.setdefault(rank, None)
                 break
             signals.check()
             patience.look(list(self._waited.values()))
@@ -165,7 +166,7 @@ class _Job:
             if process.is_stopped:
                 self._observed.stopped.append(str(process))
                 self._observed.stopped_log = self._observed.stopped_log or process.log
-        return [self._codes[rank] for rank in range(count)]
+        return self._observed
 
     def _pause(self) -> None:
         """Wait until a process ends or asks, but not long: the first to die is the cause."""
@@ -187,9 +188,7 @@ class _Job:
                     self._requests.answer(*(self._failed or (0, 0)))
                     self._failed, self._ending = None, math.inf
             else:
-                rank = self._ranks.pop(pid)
-                self._codes[rank] = code
-                self._observed.ends.append(End(rank, code, time.time_ns()))
+                self._observed.ends.append(End(self._ranks.pop(pid), code, time.time_ns()))
 
     def _ended(self) -> Iterator[tuple[int, int]]:
         """Process ids and exit codes of processes that have ended since the last call."""

@@ -295,7 +295,7 @@ class Campaign:
         shutil.rmtree(folder, ignore_errors=True)
         case = self._case(job, {**order, "end": str(folder)})
         try:
-            codes = ranks.run_ranks(
+            observed = ranks.run_ranks(
                 case.nproc,
                 (sys.executable, str(case.script), *case.arguments, *_STEPS),
                 folder,
@@ -305,7 +305,7 @@ class Campaign:
             )
         except OutOfTimeError:
             return []
-        if any(codes):
+        if any(observed.codes):
             return []
         return [file.read_text(encoding="utf-8") for file in sorted(folder.glob("[0-9]*.json"))]
 

@@ -4,6 +4,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -206,7 +207,7 @@ def test_a_job_that_cannot_be_checked(tmp_path, monkeypatch, codes, answer):
 
     def alone(nproc, command, logs, **options):
         commands.append(command)
-        return codes
+        return SimpleNamespace(codes=codes)
 
     monkeypatch.setattr(running.Runner, "run", fails)
     monkeypatch.setattr(running.Runner, "__init__", runner_without_megatron)
@@ -229,7 +230,7 @@ def test_a_model_that_cannot_be_built(tmp_path, monkeypatch):
 
     def alone(nproc, command, logs, **options):
         started.append((nproc, options["world"], command[2:]))
-        return [1] * nproc
+        return SimpleNamespace(codes=[1] * nproc)
 
     def check(self, case):
         raise AssertionError("checked")

@@ -29,13 +29,8 @@ def run(tmp_path, code, nproc=2, **others):
     """Exit codes of ranks that run ``code`` with ``rank`` set."""
     script = tmp_path / "script.py"
     script.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{code}\n")
-    return run_ranks(
-        nproc,
-        [sys.executable, "-S", str(script), "an argument"],
-        tmp_path / "logs",
-        fork=False,
-        **others,
-    )
+    command = [sys.executable, "-S", str(script), "an argument"]
+    return run_ranks(nproc, command, tmp_path / "logs", fork=False, **others).codes
 
 
 def log(tmp_path, rank):
@@ -173,6 +168,6 @@ def test_a_reference_on_two_ranks(tmp_path, monkeypatch, short_grace, codes, ans
             os._exit(code)
 
     monkeypatch.setattr(forkserver, "fork", fork)
-    assert run_ranks(1, ["rank"], tmp_path / "logs", fork=True) == [answer]
+    assert run_ranks(1, ["rank"], tmp_path / "logs", fork=True).codes == [answer]
     number = codes.index(str(answer))
     assert (tmp_path / "number").read_text() == str(number)

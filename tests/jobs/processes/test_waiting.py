@@ -168,7 +168,7 @@ def test_variables_of_other_launchers_are_left_out(
     code += "assert os.environ['MASTER_ADDR'] == '127.0.0.1'"
     (tmp_path / "train.py").write_text(code)
     command = [sys.executable, str(tmp_path / "train.py")]
-    assert ranks.run_ranks(1, command, tmp_path, fork=False) == [0]
+    assert ranks.run_ranks(1, command, tmp_path, fork=False).codes == [0]
     names = ranks.log_of(tmp_path, 0).read_text().split()
     assert "MASTER_PORT" in names
     assert foreign.isdisjoint(names)
@@ -179,7 +179,7 @@ def test_nobody_reads_the_terminal(tmp_path: Path) -> None:
     command = [sys.executable, str(tmp_path / "train.py")]
     (tmp_path / "train.py").write_text("import os; print(os.read(0, 9), flush=True)")
     for fork in (False, True):
-        assert ranks.run_ranks(1, command, tmp_path, fork=fork) == [0]
+        assert ranks.run_ranks(1, command, tmp_path, fork=fork).codes == [0]
         assert ranks.log_of(tmp_path, 0).read_text() == "b''\n"
 
 
