@@ -167,7 +167,8 @@ def require_unshrunk(settings: Settings) -> None:
 def _shrink(cfg: Any, settings: Settings) -> None:
     """Write what flags a configuration stands for, and end; or change it as we were asked to."""
     if settings.role == "plan" and settings.overrides is not None:
-        owned.write(settings.overrides, [json.dumps(small.shrinkable(cfg))])
+        bridge_small.require_text(cfg)
+        owned.write(settings.overrides, [json.dumps(small.words(cfg))])
         raise SystemExit(0)
     if settings.small is not None:
         words = shlex.split(settings.small.read_text(encoding="utf-8"))

@@ -61,12 +61,6 @@ def words(cfg: Any) -> list[str]:
     return [word for option, value in values.items() for word in _flag(option, value)]
 
 
-def shrinkable(cfg: Any) -> list[str]:
-    """The same of a model of text; raises ``TTraceError`` for others."""
-    bridge_small.require_text(cfg)
-    return words(cfg)
-
-
 def divisible(cfg: Any) -> list[str]:
     """The flag for as many layers as pipeline stages can share.
 

@@ -9,7 +9,7 @@ import time
 import uuid
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 _MARK = "TTRACE_TEST_MARK"
 # A shell without job control starts background jobs with SIGINT ignored; so may be our parent.
 _FRESH = (
@@ -23,20 +23,18 @@ _FRESH = (
 class Command:
     """A running command; its descendants carry a mark in their environment."""
 
-    def __init__(self, *words: object, cwd: Path, **more: object) -> None:
+    def __init__(self, *words: object, cwd: Path) -> None:
         self.mark = uuid.uuid4().hex
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        environment |= {_MARK: self.mark, **more.pop("env", {})}
+        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", _MARK: self.mark}
         self.process = subprocess.Popen(
             [sys.executable, "-c", _FRESH, *map(str, words)],
             cwd=cwd,
-            env=environment,
+            env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
-            stdout=more.pop("stdout", subprocess.PIPE),
-            stderr=more.pop("stderr", subprocess.PIPE),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            **more,
         )
 
     def ctrl_c(self) -> None:
@@ -46,7 +44,7 @@ class Command:
     def end(self, timeout: float = 600) -> tuple[int, str, str]:
         """Exit code and both outputs."""
         out, errors = self.process.communicate(timeout=timeout)
-        return self.process.returncode, out or "", errors or ""
+        return self.process.returncode, out, errors
 
     def left(self, seconds: float = 60.0) -> list[str]:
         """Descendants that still run after this time, with their command lines."""

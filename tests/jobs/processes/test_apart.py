@@ -27,7 +27,7 @@ def test_the_interpreter_of_a_command(tmp_path):
 
 def test_its_error(tmp_path):
     """Its exit code, and its own words."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     words = ["compare", str(tmp_path / "absent"), "b"]
     code, reason = apart.ttrace(sys.executable, words, environment, quiet=True)
     assert code == 2

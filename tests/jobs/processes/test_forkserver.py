@@ -15,7 +15,7 @@ import pytest
 from megatron_ttrace.jobs.processes import forkserver
 from tests import programs
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def in_fresh_process(tmp_path, code, *arguments):
