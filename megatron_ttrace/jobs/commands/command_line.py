@@ -163,7 +163,7 @@ def _text(
         before = words
         while before and (before[0] == "export" or _ASSIGNMENT.fullmatch(before[0])):
             before = before[1:]
-        if before and (command is not None or before[0][0] in "({"):
+        if before and (command is not None or before[0].startswith(("(", "{"))):
             raise TTraceError(
                 f"the quoted text has several commands, at {_quoted(words)}: give the training "
                 "command alone, with its arguments on lines that begin with -"

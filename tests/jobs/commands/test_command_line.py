@@ -312,6 +312,7 @@ def test_a_shell_in_which_other_commands_are_unknown():
         ),
         (["bash -c 'bash -c \"python x.py -a\"'"], Command("x.py", ("-a",))),
         (["python x.py -a !$"], Command("x.py", ("-a", "!$"))),
+        (["'' python x.py -a"], Command("x.py", ("-a",))),
     ],
 )
 def test_a_shell_within(words, expected):
