@@ -174,7 +174,7 @@ def _into(restarted: Run, text: str, number: int) -> Run:
             raise TTraceError(f"--into {text!a}: {_NPROC} needs a number")
         nproc = int(words[at + 1])
         words = [*words[:at], *words[at + 2 :]]
-    if split(words)[1] != words or not all(CommandFlags.parse(words).flags):
+    if split(words)[1] != words:
         raise TTraceError(f"--into {text!a}: {usage}")
     if not CommandFlags.parse(words).has("make_vocab_size_divisible_by"):
         base = CommandFlags.parse(restarted.arguments)
