@@ -264,7 +264,9 @@ def _launched(launcher: str, words: list[str], context: _Context) -> Command | S
             or name.endswith((".py", ".sh"))
         ):
             if ":" in words:
-                raise TTraceError(f"{launcher} starts several programs: give one training command")
+                raise TTraceError(
+                    f"{_quoted([launcher])} starts several programs: give one training command"
+                )
             if launcher in _TASKS:
                 _read_tasks(launcher, words[:at], context)
             _read_variables(words[:at], context)
