@@ -6,16 +6,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
 from megatron_ttrace.compare.tolerance import SAFETY, epsilon, few_samples
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.saved.whole import Shards
+from megatron_ttrace.saved.whole import Tensors
 from megatron_ttrace.trace.recorded import FOLDER, Point, RankRecord, Step, read_ranks
-from megatron_ttrace.trace.records import LoadedIndex, TraceKey
+from megatron_ttrace.trace.records import LoadedIndex
 from megatron_ttrace.trace.resumed import What
 from megatron_ttrace.trace.store import TraceReader
 
@@ -81,45 +81,23 @@ class Recorded:
         return any(getattr(rank, attribute) for rank in self.ranks)
 
 
-class State:
+class State(Tensors[tuple[What, str]]):
     """The logical tensors of a recorded state, by what they are and by name."""
 
     def __init__(self, trace: TraceReader) -> None:
-        self._trace = trace
-        self._shards = Shards(trace)
-        self._keys = {(_WHAT[LoadedIndex(key.index)], key.name): key for key in self._shards}
-
-    def __iter__(self) -> Iterator[tuple[What, str]]:
-        return iter(self._keys)
-
-    def __contains__(self, item: tuple[What, str]) -> bool:
-        return item in self._keys
-
-    def tensor(self, item: tuple[What, str]) -> torch.Tensor | None:
-        """The whole tensor; ``None`` if the ranks' shards do not cover it."""
-        return self._shards.tensor(self._keys[item])
-
-    def conflicting(self, item: tuple[What, str], whole: torch.Tensor) -> list[int]:
-        """The ranks whose part is not that of ``whole``."""
-        return self._shards.conflicting(self._keys[item], whole)
+        super().__init__(trace, lambda key: (_WHAT[LoadedIndex(key.index)], key.name))
 
     def parts(self, item: tuple[What, str]) -> dict[int, torch.Tensor]:
         """What each rank has of a tensor, as it has it."""
-        holders = self._shards.holders(self._keys[item])
-        return {
-            rank: self._trace.tensor(self._trace.ranks[rank][number]) for rank, number in holders
-        }
+        return {rank: self._trace.tensor(entry) for rank, entry in self.entries(item)}
 
     def shape(self, item: tuple[What, str]) -> tuple[int, ...]:
         """The logical shape, as the first rank has it."""
-        rank, number = self._shards.holders(self._keys[item])[0]
-        return self._trace.ranks[rank][number].logical_shape
+        return self.entries(item)[0][1].logical_shape
 
     def part(self, item: tuple[What, str], rank: int) -> str:
         """What a rank has of a tensor, as slices; empty if it has all."""
-        key: TraceKey = self._keys[item]
-        number = next(n for r, n in self._shards.holders(key) if r == rank)
-        entry = self._trace.ranks[rank][number]
+        entry = next(entry for holder, entry in self.entries(item) if holder == rank)
         has_all = all(box.extent == entry.logical_shape for box in entry.boxes)
         return "" if has_all else _slices(entry.boxes)
 

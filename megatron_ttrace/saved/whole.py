@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -20,52 +21,53 @@ from megatron_ttrace.trace.store import Entry, TraceReader
 from megatron_ttrace.trace.views import box_views, memory
 
 
-class Shards:
-    """The logical tensors of a run whose ranks stored their parts."""
+class Tensors[K]:
+    """The logical tensors of a run whose ranks stored their parts, by what ``key_of`` gives."""
 
-    def __init__(self, trace: TraceReader) -> None:
+    def __init__(self, trace: TraceReader, key_of: Callable[[TraceKey], K]) -> None:
         self._trace = trace
-        self._held: dict[TraceKey, list[tuple[int, int]]] = {}
+        self._held: dict[K, list[tuple[int, int]]] = {}
         for rank, entries in trace.ranks.items():
             for number, entry in enumerate(entries):
-                self._held.setdefault(entry.key, []).append((rank, number))
+                self._held.setdefault(key_of(entry.key), []).append((rank, number))
 
-    def __iter__(self) -> Iterator[TraceKey]:
+    def __iter__(self) -> Iterator[K]:
         """All keys, rank by rank."""
         return iter(self._held)
 
-    def __contains__(self, key: TraceKey) -> bool:
+    def __contains__(self, key: K) -> bool:
         return key in self._held
 
-    def holders(self, key: TraceKey) -> list[tuple[int, int]]:
+    def holders(self, key: K) -> list[tuple[int, int]]:
         """The ranks that have a part of a tensor, each with the number of its line."""
         return self._held[key]
 
-    def _entries(self, key: TraceKey) -> list[Entry]:
-        return [self._trace.ranks[rank][number] for rank, number in self._held[key]]
+    def entries(self, key: K) -> list[tuple[int, Entry]]:
+        """The same, each with its line."""
+        return [(rank, self._trace.ranks[rank][number]) for rank, number in self._held[key]]
 
-    def moments(self, key: TraceKey) -> tuple[Entry, Moments] | None:
+    def moments(self, key: K) -> tuple[Entry, Moments] | None:
         """One entry and the moments of a parameter's initial values; of replicas the first."""
         parts: dict[tuple[object, ...], Moments] = {}
-        entries = self._entries(key)
+        entries = [entry for _, entry in self.entries(key)]
         for entry in entries:
             region = tuple(box.region for box in entry.boxes)
             if region and (moments := Moments.of(entry.sums)).n:
                 parts.setdefault(region, moments)
         shape = entries[0].logical_shape
-        if not self._covers(entries) or sum(part.n for part in parts.values()) != _size(shape):
+        if not self._covers(entries) or sum(part.n for part in parts.values()) != math.prod(shape):
             return None
         # Not summed from Moments(): the checksum of a whole tensor's is that of its bits.
         return entries[0], functools.reduce(Moments.__add__, parts.values())
 
-    def tensor(self, key: TraceKey) -> torch.Tensor | None:
+    def tensor(self, key: K) -> torch.Tensor | None:
         """The whole tensor, as a single device has it.
 
         Returns:
             The tensor; ``None`` where the candidate has not stored it, or not all of it, or in
             parts that do not belong together.
         """
-        entries = self._entries(key)
+        entries = [entry for _, entry in self.entries(key)]
         first = entries[0]
         if any(entry.misfit or not entry.file for entry in entries) or not self._covers(entries):
             return None
@@ -73,22 +75,17 @@ class Shards:
         if first.partial_over:
             # As the judge does: ranks with the same elements hold the terms of their sum.
             regions = {box.region for entry in entries for box in entry.boxes}
-            if sum(_size(extent) for _, extent in regions) != _size(first.logical_shape):
+            if sum(math.prod(extent) for _, extent in regions) != math.prod(first.logical_shape):
                 return None
             total = torch.zeros(first.logical_shape, dtype=torch.float64)
             for entry in entries:
-                self._put(entry, total, add=True)
+                for part, target in self._pairs(entry, total):
+                    target.add_(part)
             return total.to(whole.dtype)
         for entry in reversed(entries):
-            self._put(entry, whole, add=False)
-        return whole
-
-    def _put(self, entry: Entry, whole: torch.Tensor, *, add: bool) -> None:
-        for part, target in self._pairs(entry, whole):
-            if add:
-                target.add_(part)
-            else:
+            for part, target in self._pairs(entry, whole):
                 target.copy_(part)
+        return whole
 
     def _pairs(
         self, entry: Entry, whole: torch.Tensor
@@ -99,14 +96,13 @@ class Shards:
             part = shard if entry.factor == 1.0 else shard.double() / entry.factor
             yield part, target
 
-    def conflicting(self, key: TraceKey, whole: torch.Tensor) -> list[int]:
+    def conflicting(self, key: K, whole: torch.Tensor) -> list[int]:
         """The ranks whose part of a tensor is not that of ``whole``, to the bit.
 
         What is summed over an axis is not anyone's part.
         """
         ranks = []
-        for rank, number in self._held[key]:
-            entry = self._trace.ranks[rank][number]
+        for rank, entry in self.entries(key):
             pairs = () if entry.partial_over else self._pairs(entry, whole)
             if not all(_is_same(ours, right) for ours, right in pairs):
                 ranks.append(rank)
@@ -120,6 +116,13 @@ class Shards:
         )
 
 
+class Shards(Tensors[TraceKey]):
+    """The logical tensors of a run by their keys."""
+
+    def __init__(self, trace: TraceReader) -> None:
+        super().__init__(trace, lambda key: key)
+
+
 class WholeTensors(Shards):
     """The logical tensors of a saved candidate."""
 
@@ -131,13 +134,13 @@ class WholeTensors(Shards):
 
     def is_judged_by_sums(self, key: TraceKey) -> bool:
         """Whether sums were kept instead of the tensor."""
-        return all(entry.sums for entry in self._entries(key))
+        return all(entry.sums for _, entry in self.entries(key))
 
     def unjudged(self, key: TraceKey) -> Reason | None:
         """Why the tensor is not a single device's by design, in this layout."""
         holders = [
             Measured(key, entry.placement, entry.boxes, entry.logical_shape, None)
-            for entry in self._entries(key)
+            for _, entry in self.entries(key)
         ]
         return unjudged(self._mesh, self._config, key, holders)
 
@@ -147,7 +150,3 @@ def _is_same(ours: torch.Tensor, right: torch.Tensor) -> bool:
     ours = ours.to(right.dtype) if ours.dtype is torch.float64 else ours
     ours, right = ours.contiguous(), right.contiguous()
     return ours.dtype == right.dtype and memory(ours) == memory(right)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return functools.reduce(lambda a, b: a * b, shape, 1)
