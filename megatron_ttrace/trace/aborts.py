@@ -2,23 +2,11 @@
 """Report the state of a process that code other than Python's aborts, before it ends."""
 
 import contextlib
-import ctypes
-import functools
 import os
 import threading
 from collections.abc import Callable
 
 from megatron_ttrace.trace import compiled
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    return compiled.load("trace.aborts")
-
-
-def is_compiled() -> bool:
-    """Whether :func:`before` can do something."""
-    return _library() is not None
 
 
 def before(report: Callable[[], None], seconds: float) -> Callable[[], None]:
@@ -27,7 +15,7 @@ def before(report: Callable[[], None], seconds: float) -> Callable[[], None]:
     Not if there is another handler, or if the aborted thread has Python's lock. The process ends
     after ``seconds`` at the latest. Returns a function that undoes this.
     """
-    library = _library()
+    library = compiled.load("trace.aborts")
     if library is None:
         return lambda: None
     asked, ask = os.pipe()

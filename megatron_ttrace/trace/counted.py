@@ -163,10 +163,6 @@ Once = Callable[[Callable[[Any], Any], Any], Any]
 """Calls a function with a value, unless it knows the result (:class:`folded.Once`)."""
 
 
-def _plainly(read: Callable[[Any], Any], value: Any) -> Any:
-    return read(value)
-
-
 def compact(counted: Counted) -> list[Any]:
     """A record as JSON in which ranks of the same structure have equal parts (``folded.py``).
 
@@ -209,7 +205,7 @@ def compact(counted: Counted) -> list[Any]:
     ]
 
 
-def expanded(message: Any, once: Once = _plainly) -> Counted:
+def expanded(message: Any, once: Once) -> Counted:
     """The inverse of :func:`compact`. Raises ``CodecError`` on a foreign message.
 
     Args:

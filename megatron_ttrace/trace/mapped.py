@@ -55,11 +55,6 @@ def _library() -> ctypes.CDLL | None:
     return loaded
 
 
-def is_compiled() -> bool:
-    """Whether :func:`survive` can do something."""
-    return _library() is not None
-
-
 def survive() -> bool:
     """From now on this process survives when a mapped file is truncated while it is read.
 

@@ -32,10 +32,6 @@ def _head(body: bytes) -> bytes:
 _HEAD_SIZE = len(_head(b""))
 
 
-class SealError(ValueError):
-    """The bytes are not those that were sealed."""
-
-
 def seal_json(document: dict[str, Any], *, indent: int = 1) -> str:
     """A non-empty JSON object as the text of a sealed file. Its first key is the checksum."""
     content = {key: value for key, value in document.items() if key != CHECKSUM}
@@ -52,10 +48,10 @@ def open_sealed(data: bytes) -> dict[str, Any]:
     """The document of a sealed file.
 
     Raises:
-        SealError: when a byte differs from what was sealed.
+        CodecError: when a byte differs from what was sealed.
     """
     if not is_sealed(data):
-        raise SealError("its checksum does not match")
+        raise codec.CodecError("its checksum does not match")
     document: dict[str, Any] = json.loads(data)
     return document
 

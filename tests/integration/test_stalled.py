@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.trace import aborts
+from megatron_ttrace.trace import compiled
 from tests.integration.jobs import TP, check
 
 
@@ -25,7 +25,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path, mistake: str, module: str) ->
     assert "; rank 1 waits in " in line
 
 
-@pytest.mark.skipif(not aborts.is_compiled(), reason="not compiled")
+@pytest.mark.skipif(compiled.load("trace.aborts") is None, reason="not compiled")
 def test_collectives_of_different_sizes(tmp_path: Path) -> None:
     """gloo aborts a rank; each rank's collective is named first."""
     checked = check(tmp_path, *TP, code=2, mistake="mismatched_forward")

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megatron_ttrace.trace import aborts
+from megatron_ttrace.trace import compiled
 
 CHILD = """
 import ctypes, faulthandler, os, signal, sys, threading, time
@@ -32,7 +32,7 @@ ctypes.CDLL(None).abort()  # without
 """
 
 
-@pytest.mark.skipif(not aborts.is_compiled(), reason="not compiled")
+@pytest.mark.skipif(compiled.load("trace.aborts") is None, reason="not compiled")
 @pytest.mark.parametrize(
     ("case", "printed"),
     [

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from megatron_ttrace.trace import mapped
+from megatron_ttrace.trace import compiled
 from megatron_ttrace.trace.mapped import MappedFile
+from tests.trace.traces import bits
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -22,11 +23,6 @@ DTYPES = (
     *(torch.bool, torch.uint16, torch.complex64),
 )
 """The last two are left to safetensors."""
-
-
-def bits(tensor):
-    """For comparison."""
-    return bytes(tensor.reshape(-1).view(torch.uint8).tolist())
 
 
 @given(
@@ -124,7 +120,7 @@ for ask in (lambda: file.get("b"), mapped.require_whole):
 """
 
 
-@pytest.mark.skipif(not mapped.is_compiled(), reason="not compiled")
+@pytest.mark.skipif(compiled.load("trace.mapped") is None, reason="not compiled")
 @pytest.mark.parametrize(
     ("case", "code", "printed"),
     [

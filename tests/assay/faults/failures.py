@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that all ranks run, each of which fails on one rank of a training."""
 
-from megatron_ttrace.trace import mapped
+from megatron_ttrace.trace import compiled
 from tests.assay.faults.fault import Family, Fault, Outcome
 from tests.assay.faults.training import fail
 
@@ -80,7 +80,7 @@ ACTIONS = (
     fail(f"{SINK}tensor", 5, 1, layout="exit", outcome=EXITS),
     fail("saved/conclusion.py:conclude", 1, 1, layout="exit", outcome=EXITS),
     # Between the check of a file's size and the access to its mapping.
-    *((fail(SUMS, 3, 1, "truncated", outcome=TRAINS),) if mapped.is_compiled() else ()),
+    *((fail(SUMS, 3, 1, "truncated", outcome=TRAINS),) if compiled.load("trace.mapped") else ()),
 )
 REPRESENTATIVE = (f"{STEP}_gradients", f"{OPTIMIZER}restore", SUMS)
 """In a hook, while the training state is put back, and while the reference is truncated."""
