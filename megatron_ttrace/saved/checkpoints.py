@@ -222,15 +222,22 @@ def _compared(item: Item, a: Stored, b: Stored) -> Tensor:
             wrong.append(number)
     if rounded:
         notes.append(rounded)
-    if not wrong:
-        note = "; ".join(notes)
-        return Tensor(item.name, Same.ROUNDED if rounded else Same.SAME, 0.0, note, state)
-    if len(parts) > 1:
+    if wrong and len(parts) > 1:
         shown = ", ".join(map(str, wrong[:_NAMED])) + (", ..." if len(wrong) > _NAMED else "")
         notes.append(f"layers {shown} of {len(parts)}")
+    return _measured(item.name, state, squares, bool(rounded), notes)
+
+
+def _measured(
+    name: str, state: str, squares: torch.Tensor, rounded: bool, notes: list[str]
+) -> Tensor:
+    """What the sums of :func:`_squares` say about a tensor, in one dtype if it was ``rounded``."""
+    note = "; ".join(notes)
+    if not squares[0]:
+        return Tensor(name, Same.ROUNDED if rounded else Same.SAME, 0.0, note, state)
     error = float((squares[0] / squares[1]).sqrt())
     error = error if math.isfinite(error) else math.inf
-    return Tensor(item.name, Same.DIFFERENT, error, "; ".join(notes), state)
+    return Tensor(name, Same.DIFFERENT, error, note, state)
 
 
 def _same_dtype(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
@@ -291,10 +298,7 @@ def _bucket(key: str, a: Stored, b: Stored) -> Tensor:
         notes.append(f"{skipped} elements between parameters are not compared")
         ours = torch.where(free, 0, ours)
         theirs = torch.where(free, 0, theirs)
-    squares = _squares(ours, theirs)
-    same = Same.DIFFERENT if squares[0] else Same.ROUNDED if rounded else Same.SAME
-    error = float((squares[0] / squares[1]).sqrt()) if squares[0] else 0.0
-    return Tensor(key, same, error if math.isfinite(error) else math.inf, "; ".join(notes), state)
+    return _measured(key, state, _squares(ours, theirs), bool(rounded), notes)
 
 
 def _between_parameters(bucket: Stored) -> torch.Tensor:

@@ -30,6 +30,7 @@ from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.outcomes import Reason, Unexercised
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, ParamIndex, Summary, TraceKey
+from megatron_ttrace.trace.sanitise import some_of
 from megatron_ttrace.trace.store import META, Entry, TraceReader, TraceWriter, read_meta, seal
 
 _ASIDE, _DAY = ".against-", 86400.0
@@ -366,7 +367,7 @@ class Review:
     def notices(self) -> list[str]:
         """Which run is which, and what was not compared, by name."""
         notices = [
-            f"{subject}: {_listed(list(names))}"
+            f"{subject}: {some_of(names, _NAMED)}"
             for subject, names in self._names_by_subject.items()
         ]
         if self._padded:
@@ -413,11 +414,6 @@ class Review:
 
 def _lacking(lacking: str) -> Note:
     return Note(Remark.LACKING, text=f"not compared: the other run has {lacking}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def padded(first: Side, second: Side) -> tuple[int, int] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,7 +60,8 @@ def resume(
         TTraceError: when the uninterrupted run or the restart in the same layout gives no state.
     """
     folder = settings.directory.resolve()
-    say = _once(say)
+    # Nothing twice: every run repeats what is true of all.
+    say = functools.cache(say)
     scripts.require_flags(command.script, "ttrace resume")
     plan = restarts.plan(command.arguments, nproc, steps, into, folder)
     from megatron_ttrace.jobs import job as jobs
@@ -99,18 +101,6 @@ def resume(
         )
         owned.write(folder / ANSWER, [json.dumps(resumed.to_json(), indent=1), "\n"])
     return resumed
-
-
-def _once(say: Callable[[str], None]) -> Callable[[str], None]:
-    """Say nothing twice: every run repeats what is true of all."""
-    lines = set()
-
-    def saying(line: str) -> None:
-        if line not in lines:
-            lines.add(line)
-            say(line)
-
-    return saying
 
 
 def _clear(folder: Path) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -26,6 +26,7 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.recorded import Point
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.resumed import Blame, Difference, How, Logged, Restart, What
+from megatron_ttrace.trace.sanitise import some_of
 from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER
 
 type Stored = Callable[[What, str], torch.Tensor | None]
@@ -135,7 +136,7 @@ class _Comparison:
         if self._otherwise and not self.differences:
             self._notices.append(
                 "the checkpoint has other values than were saved, and they were loaded as saved: "
-                f"{_listed(self._otherwise)}"
+                f"{some_of(self._otherwise, _NAMED)}"
             )
 
     def _tensors(self) -> None:
@@ -155,7 +156,7 @@ class _Comparison:
                 self._by_rank(item, saved, loaded, Blame.EITHER)
         if by_rank:
             self._notices.append(
-                f"not compared, because ranks had values of their own: {_listed(by_rank)}"
+                f"not compared, because ranks had values of their own: {some_of(by_rank, _NAMED)}"
             )
         for item in loaded:
             if item in saved or (self._without_optimizer and item[0] in _OF_OPTIMIZER):
@@ -350,7 +351,8 @@ class _Comparison:
                 f"{difference.what} {difference.name}" for difference in self._suspects
             )
             self._notices.append(
-                f"not restored, without effect on the steps that were compared: {_listed(names)}"
+                "not restored, without effect on the steps that were compared: "
+                f"{some_of(names, _NAMED)}"
             )
 
     def _incomparable(self, moves: Moves | None) -> str:
@@ -431,18 +433,13 @@ class _Comparison:
         if by_rank:
             self._notices.append(
                 "not compared after the last step, because ranks had values of their own: "
-                f"{_listed(by_rank)}"
+                f"{some_of(by_rank, _NAMED)}"
             )
         if blind:
             self._notices.append(
                 f"not compared after the last step, because rounding alone moves it by more than "
-                f"{BLIND:.0%}: {_listed(blind)}"
+                f"{BLIND:.0%}: {some_of(blind, _NAMED)}"
             )
-
-
-def _listed(names: Collection[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join([*names][:_NAMED]) + more
 
 
 def _flag(option: str) -> str:

@@ -10,6 +10,7 @@ enough, and a lossless file can be read back.
 import json
 import re
 import unicodedata
+from collections.abc import Collection
 from typing import Any
 
 NAME_LIMIT = 120
@@ -79,6 +80,12 @@ def shorten(text: str, limit: int) -> str:
         return ELLIPSIS[:limit]
     head = (limit - 1) // 2
     return text[:head] + ELLIPSIS + text[len(text) - (limit - 1 - head) :]
+
+
+def some_of(names: Collection[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join([*names][:most]) + more
 
 
 def for_encoding(text: str, encoding: str) -> str:

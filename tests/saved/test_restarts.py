@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ttrace resume``: the order of its runs, and what it prints meanwhile."""
+"""``ttrace resume``: the order of its runs."""
 
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,6 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import LoadedIndex
 from megatron_ttrace.trace.resumed import What
 from tests.saved import recordings
-
-
-def test_what_all_runs_print() -> None:
-    """It is printed once."""
-    printed: list[str] = []
-    say = restarts._once(printed.append)
-    for line in ("on the CPU", "training (uninterrupted)", "on the CPU", "training (restarted)"):
-        say(line)
-    assert printed == ["on the CPU", "training (uninterrupted)", "training (restarted)"]
-
 
 OTHER, ALIKE = "--tensor-model-parallel-size 1", "--pipeline-model-parallel-size 2"
 

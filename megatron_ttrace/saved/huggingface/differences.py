@@ -254,11 +254,3 @@ def notices(inputs: Inputs) -> list[str]:
 def why(inputs: Inputs, key: TraceKey) -> str:
     """Why the model has no such tensor."""
     return next(difference.why for difference in DIFFERENCES if difference.covers(inputs, key))
-
-
-def document() -> list[str]:
-    """The rows of the table in docs/huggingface.md."""
-    return [
-        f"| {difference.what} | {difference.why} | {difference.effect} |"
-        for difference in DIFFERENCES
-    ]

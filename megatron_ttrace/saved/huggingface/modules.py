@@ -205,22 +205,17 @@ MODEL = (
     Row("rotary_pos_emb", Kind.OUTPUT, (_FREQUENCIES,), _angles),
     *_through("decoder.final_layernorm", _in("model.norm"), "model.norm"),
     *_through("decoder.final_norm", _in("model.norm"), "model.norm"),
-    Row("output_layer", Kind.INPUT, (_in("lm_head"),)),
-    Row("output_layer", Kind.OUTPUT, (Source("lm_head"),)),
+    *_through("output_layer", _in("lm_head"), "lm_head"),
     Row(ROOT, Kind.OUTPUT, (Source(LOSS),), _same),
 )
 LAYER = (
-    Row("", Kind.INPUT, (_in(""),)),
-    Row("", Kind.OUTPUT, (Source(""),)),
-    Row("input_layernorm", Kind.INPUT, (_in(_NORM_1),)),
-    Row("input_layernorm", Kind.OUTPUT, (Source(_NORM_1),)),
+    *_through("", _in(""), ""),
+    *_through("input_layernorm", _in(_NORM_1), _NORM_1),
     Row("self_attention", Kind.INPUT, (Source(_NORM_1),)),
     Row("self_attention.linear_qkv", Kind.INPUT, (Source(_NORM_1),)),
     Row("self_attention.linear_qkv", Kind.OUTPUT, _QKV, _by_group),
-    Row("self_attention.q_layernorm", Kind.INPUT, (_in("self_attn.q_norm"),)),
-    Row("self_attention.q_layernorm", Kind.OUTPUT, (Source("self_attn.q_norm"),)),
-    Row("self_attention.k_layernorm", Kind.INPUT, (_in("self_attn.k_norm"),)),
-    Row("self_attention.k_layernorm", Kind.OUTPUT, (Source("self_attn.k_norm"),)),
+    *_through("self_attention.q_layernorm", _in("self_attn.q_norm"), "self_attn.q_norm"),
+    *_through("self_attention.k_layernorm", _in("self_attn.k_norm"), "self_attn.k_norm"),
     *(
         Row("self_attention.core_attention", Kind.INPUT, (_in(_CORE, index),), _heads, index)
         for index in range(3)
@@ -229,8 +224,7 @@ LAYER = (
     Row("self_attention.linear_proj", Kind.INPUT, (_in("self_attn.o_proj"),)),
     Row("self_attention.linear_proj", Kind.OUTPUT, (_OUT,)),
     Row("self_attention", Kind.OUTPUT, (_OUT,)),
-    Row("pre_mlp_layernorm", Kind.INPUT, (_in(_NORM_2),)),
-    Row("pre_mlp_layernorm", Kind.OUTPUT, (Source(_NORM_2),)),
+    *_through("pre_mlp_layernorm", _in(_NORM_2), _NORM_2),
     *_mlp("mlp", "mlp"),
     *_mlp("mlp.shared_experts", "mlp.shared_experts"),
     *_router((Source(_GATE),), _token_order, Source(_GATE, index=1), Source(_GATE, index=2)),
