@@ -34,6 +34,12 @@ def compare(a, b):
     return checkpoints.compare(holding(a), holding(b)).tensors
 
 
+def wrong_one(compared):
+    """The one tensor of a comparison that is not the same."""
+    (wrong,) = (tensor for tensor in compared.tensors if not tensor.same.is_same)
+    return wrong
+
+
 @given(st.integers(0, 19))
 def test_any_element(wrong):
     """The same, or not if any element differs."""
@@ -152,7 +158,7 @@ def test_optimizer_state():
     other.tensors[Item(State.EXP_AVG, "decoder.layers.w")] = held(data)
     compared = checkpoints.compare(trained(), other)
     assert compared.code is ExitCode.DIVERGED
-    (wrong,) = (tensor for tensor in compared.tensors if not tensor.same.is_same)
+    wrong = wrong_one(compared)
     assert (wrong.name, wrong.state, wrong.note) == ("decoder.layers.w", "exp_avg", "layers 1 of 2")
     assert checkpoints.compare(trained(), other, weights_only=True).code is ExitCode.EQUIVALENT
 
@@ -162,8 +168,7 @@ def test_main_weights_of_one_side():
     other = trained()
     other.tensors[Item(State.MAIN, "decoder.layers.w")] = held(torch.ones(2, 6))
     for a, b, side in ((trained(), other, "B"), (other, trained(), "A")):
-        tensors = checkpoints.compare(a, b).tensors
-        (wrong,) = (tensor for tensor in tensors if not tensor.same.is_same)
+        wrong = wrong_one(checkpoints.compare(a, b))
         assert (wrong.state, wrong.same) == (State.MAIN, Same.DIFFERENT)
         assert wrong.note.endswith(f"in {side} they do not round to the weights")
         assert "round" not in checkpoints.compare(other, other).tensors[1].note
@@ -174,7 +179,7 @@ def test_no_optimizer_on_one_side():
     states = set(State) - {State.WEIGHT}
     compared = checkpoints.compare(trained(), trained(without=states))
     assert compared.code is ExitCode.DIVERGED
-    (lacking,) = (tensor for tensor in compared.tensors if not tensor.same.is_same)
+    lacking = wrong_one(compared)
     assert (lacking.name, lacking.same) == ("all parameters", Same.ONLY_A)
     assert lacking.state == "main weight, exp_avg, GG"
     exported = trained(without=states, format=Format.SAFETENSORS)
@@ -271,5 +276,5 @@ def test_states_beside_buckets():
     for pair, same in (((a, b), Same.ONLY_A), ((b, a), Same.ONLY_B)):
         compared = checkpoints.compare(*pair)
         assert compared.code is ExitCode.DIVERGED
-        (wrong,) = (tensor for tensor in compared.tensors if not tensor.same.is_same)
+        wrong = wrong_one(compared)
         assert (wrong.state, wrong.same) == ("exp_avg", same)

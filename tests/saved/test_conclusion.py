@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from megatron_ttrace.report.wording import too_few_text
 from megatron_ttrace.saved.conclusion import _is_evidence, conclude, not_enough, unjudged
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
-from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey
+from megatron_ttrace.trace.records import Kind, Outcome, Result, Summary, TraceKey, Verdict
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.diagnose.judged_by_hand import judged
 from tests.placement.meshes import mesh_of
@@ -76,57 +76,63 @@ def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "installed", dict)
 
 
-class Job:
-    """A reference of computed tensors, of which some are blind, and a candidate that has them."""
+def conclusion(
+    home: Path,
+    moves: Mapping[TraceKey, float],
+    measured: list[Measured],
+    *,
+    logs: bool = False,
+    config: RunConfig = RunConfig(),  # noqa: B008
+    allow_unchecked: float = 0.10,
+) -> tuple[Summary, list[Verdict]]:
+    """Of what one rank measured, and a reference of tensors that replays moved so far."""
+    writer = TraceWriter(home / "reference", 0)
+    sink = WriteSink(writer, 1)
+    for key in moves:
+        shape = () if key.kind is Kind.METRIC else (4,)
+        sink.placed((key.microbatch, key.kind, key.name, 0), torch.ones(shape), shape, ())
+    writer.close()
+    meta = {"role": "reference", "epsilon": epsilon("float32"), "logs": logs}
+    seal(home / "reference", meta)
+    moved = {key: Moved(4, 2.0, (move,)) for key, move in moves.items()}
+    return conclude(
+        TraceReader(home / "reference"),
+        Tolerances(moved, dict.fromkeys(moves, "float32")),
+        of_ranks({0: measured}),
+        candidate=home / "candidate",
+        mesh=mesh_of(0, 2, tp=2),
+        config=config,
+        timings={},
+        allow_unchecked=allow_unchecked,
+    )
 
-    def __init__(self, directory: Path, *, blind: int, seen: int) -> None:
-        self.directory = directory
-        names = [f"decoder.layers.{number}" for number in range(blind + seen)]
-        self.keys = [TraceKey(1, 0, Kind.OUTPUT, name) for name in names]
-        self.moved = {
-            key: Moved(4, 2.0, (0.5 if number < blind else 1e-6,))
-            for number, key in enumerate(self.keys)
-        }
-        writer = TraceWriter(directory / "reference", 0)
-        sink = WriteSink(writer, 1)
-        for key in self.keys:
-            sink.placed((0, key.kind, key.name, 0), torch.ones(4), (4,), ())
-        writer.close()
-        seal(directory / "reference", {"role": "reference", "epsilon": epsilon("float32")})
 
-    def answer(self, allowed: float, *, error: float = 0.0) -> Summary:
-        """The conclusion; ``error`` is the relative error of the last tensor."""
-        measured = [
-            Measured(key, "Replicate", product([whole(4)]), (4,), Sums(4, 0.0, 4.0, 4.0, 4.0))
-            for key in self.keys
-        ]
-        wrong = Sums(4, 4.0 * error**2, 4.0, 4.0, 4.0)
-        measured[-1] = dataclasses.replace(measured[-1], sums=wrong)
-        summary, _ = conclude(
-            TraceReader(self.directory / "reference"),
-            Tolerances(self.moved, dict.fromkeys(self.keys, "float32")),
-            of_ranks({0: measured}),
-            candidate=self.directory / "candidate",
-            mesh=mesh_of(0, 2, tp=2),
-            config=RunConfig(),
-            timings={},
-            allow_unchecked=allowed,
-        )
-        return summary
+def measured_of(key: TraceKey, error: float = 0.0) -> Measured:
+    """A tensor with a relative error."""
+    sums = Sums(4, 4.0 * error**2, 4.0, 4.0, 4.0)
+    return Measured(key, "Replicate", product([whole(4)]), (4,), sums)
+
+
+def answer(home: Path, allowed: float, *, blind: int, seen: int, error: float = 0.0) -> Summary:
+    """Of computed tensors, the first of which are blind; the last one has an error."""
+    keys = [TraceKey(1, 0, Kind.OUTPUT, f"decoder.layers.{n}") for n in range(blind + seen)]
+    moves = {key: 0.5 if number < blind else 1e-6 for number, key in enumerate(keys)}
+    measured = [*map(measured_of, keys[:-1]), measured_of(keys[-1], error)]
+    summary, _ = conclusion(home, moves, measured, allow_unchecked=allowed)
+    return summary
 
 
 @pytest.mark.usefixtures("no_versions")
 def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
     """Three of twelve are blind: the notice says how many, why, and which share accepts it."""
-    job = Job(tmp_path, blind=3, seen=9)
-    summary = job.answer(0.10)
+    summary = answer(tmp_path / "refused", 0.10, blind=3, seen=9)
     assert summary.verdict is Result.COULD_NOT_CHECK
     assert summary.verdict.exit_code == 2
     assert summary.notices == (
         "could not check enough: 3 of 12 tensors (25.0 %) are unchecked, more than 10 %; "
         "most: blind (3); --ttrace-allow-unchecked 0.25 accepts it",
     )
-    accepted = job.answer(0.25)
+    accepted = answer(tmp_path / "accepted", 0.25, blind=3, seen=9)
     assert accepted.verdict is Result.EQUIVALENT
     assert accepted.notices == ()
     assert accepted.not_exercised == (NotExercised(Unexercised.UNCHECKED, 3, 12),)
@@ -135,7 +141,7 @@ def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_versions")
 def test_a_divergence_stays_one(tmp_path: Path) -> None:
     """A divergence stays one, however little was checked."""
-    summary = Job(tmp_path, blind=9, seen=3).answer(0.10, error=0.5)
+    summary = answer(tmp_path, 0.10, blind=9, seen=3, error=0.5)
     assert summary.verdict is Result.DIVERGED
     assert summary.notices == ()
 
@@ -143,7 +149,7 @@ def test_a_divergence_stays_one(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_versions")
 def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
     """If everything is blind, no allowed share makes it a pass."""
-    summary = Job(tmp_path, blind=3, seen=0).answer(1.0)
+    summary = answer(tmp_path, 1.0, blind=3, seen=0)
     assert summary.verdict is Result.COULD_NOT_CHECK
     assert "all of them are unchecked" in summary.notices[0]
 
@@ -160,24 +166,12 @@ def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
 def test_numbers_that_one_run_logs(tmp_path: Path, reference, candidate, result) -> None:
     """They are missing if both can log; a notice if one has no ``training_log``."""
     key, other = TraceKey(1, -1, Kind.METRIC, "z_loss"), TraceKey(1, 0, Kind.OUTPUT, "a")
-    writer = TraceWriter(tmp_path / "reference", 0)
-    sink = WriteSink(writer, 1)
-    for logged, shape in ((other, (4,)), (key, ())):
-        place = (logged.microbatch, logged.kind, logged.name, 0)
-        sink.placed(place, torch.ones(shape), shape, ())
-    writer.close()
-    meta = {"role": "reference", "epsilon": epsilon("float32"), "logs": reference}
-    seal(tmp_path / "reference", meta)
-    same = Measured(other, "Replicate", product([whole(4)]), (4,), Sums(4, 0.0, 4.0, 4.0, 4.0))
-    moved = {tensor: Moved(4, 2.0, (1e-6,)) for tensor in (key, other)}
-    summary, verdicts = conclude(
-        TraceReader(tmp_path / "reference"),
-        Tolerances(moved, dict.fromkeys(moved, "float32")),
-        of_ranks({0: [same]}),
-        candidate=tmp_path / "candidate",
-        mesh=mesh_of(0, 2, tp=2),
+    summary, verdicts = conclusion(
+        tmp_path,
+        {other: 1e-6, key: 1e-6},
+        [measured_of(other)],
+        logs=reference,
         config=RunConfig(logs=candidate),
-        timings={},
     )
     assert summary.verdict is result
     assert len(summary.notices) == (result is Result.EQUIVALENT)

@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,16 @@ def answer(tmp_path: Path, layout: str = "", **restart: object) -> Restart:
     )
 
 
+def stored(**tensors: torch.Tensor) -> Callable[[What, str], torch.Tensor | None]:
+    """A checkpoint of these tensors of the parameter, by the names of what they are."""
+
+    def read(kind: What, name: str) -> torch.Tensor | None:
+        assert name == NAME
+        return tensors.get(kind.name)
+
+    return read
+
+
 def test_the_same(tmp_path: Path) -> None:
     """Nothing differs."""
     restart = answer(tmp_path)
@@ -36,20 +47,17 @@ def test_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "blame"),
-    [(None, Blame.EITHER), (0.5, Blame.LOADING), (0.25, Blame.SAVING)],
+    ("kept", "blame"),
+    [
+        ({}, Blame.EITHER),
+        ({"EXP_AVG": torch.full((4,), 0.5)}, Blame.LOADING),
+        ({"EXP_AVG": torch.full((4,), 0.25)}, Blame.SAVING),
+    ],
 )
-def test_a_lost_moment(tmp_path: Path, stored: float | None, blame: Blame) -> None:
+def test_a_lost_moment(tmp_path: Path, kept: dict[str, torch.Tensor], blame: Blame) -> None:
     """What is stored decides whether saving or loading lost it; zeros are of no tensor."""
     loaded = state() | {LoadedIndex.EXP_AVG: torch.zeros(4)}
-
-    def read(kind: What, name: str) -> torch.Tensor | None:
-        assert name == NAME
-        if kind is What.EXP_AVG:
-            return None if stored is None else torch.full((4,), stored)
-        return None
-
-    restart = answer(tmp_path, loaded=loaded, stored=read)
+    restart = answer(tmp_path, loaded=loaded, stored=stored(**kept))
     (difference,) = restart.differences
     assert (difference.what, difference.how, difference.blame, difference.name) == (
         What.EXP_AVG,
@@ -86,12 +94,7 @@ def test_a_weight_that_is_overwritten(tmp_path: Path) -> None:
         LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16),
         LoadedIndex.EXP_AVG: torch.zeros(4),
     }
-    right = state()[LoadedIndex.WEIGHT]
-
-    def read(kind: What, name: str) -> torch.Tensor | None:
-        del name
-        return {What.WEIGHT: right, What.EXP_AVG: torch.zeros(4)}.get(kind)
-
+    read = stored(WEIGHT=state()[LoadedIndex.WEIGHT], EXP_AVG=torch.zeros(4))
     weight, moment = answer(tmp_path, loaded=loaded, stored=read).differences
     assert (weight.blame, moment.blame) == (Blame.LOADING, Blame.SAVING)
     assert weight.where == moment.where
@@ -115,11 +118,7 @@ def test_missing(tmp_path: Path) -> None:
 
 def test_otherwise_stored(tmp_path: Path) -> None:
     """Wrong in the checkpoint, and loaded as it was: a notice, for this restart goes on."""
-
-    def read(kind: What, name: str) -> torch.Tensor | None:
-        return torch.zeros(4) if kind is What.WEIGHT else None
-
-    restart = answer(tmp_path, stored=read)
+    restart = answer(tmp_path, stored=stored(WEIGHT=torch.zeros(4)))
     assert (restart.verdict, restart.otherwise) == (Result.EQUIVALENT, 1)
     assert any("other values" in notice for notice in restart.notices)
 
@@ -127,10 +126,7 @@ def test_otherwise_stored(tmp_path: Path) -> None:
 def test_weights_stored_with_more_bits(tmp_path: Path) -> None:
     """They are what was saved if they round to it."""
     loaded = state() | {LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16)}
-
-    def read(kind: What, name: str) -> torch.Tensor | None:
-        return torch.arange(4.0) * (1 + 1e-4) if kind is What.WEIGHT else None
-
+    read = stored(WEIGHT=torch.arange(4.0) * (1 + 1e-4))
     (difference,) = answer(tmp_path, loaded=loaded, stored=read).differences
     assert (difference.what, difference.blame) == (What.WEIGHT, Blame.LOADING)
 

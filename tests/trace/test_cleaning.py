@@ -8,14 +8,13 @@ from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.cleaning import Sort
 from megatron_ttrace.trace.locks import Lock
 from megatron_ttrace.trace.records import Kind, TraceKey
-from megatron_ttrace.trace.store import Entry, TraceWriter, atomic_write, seal
+from megatron_ttrace.trace.store import atomic_write, seal
+from tests.trace import traces
 
 
 def reference(folder):
     """A reference with one tensor."""
-    writer = TraceWriter(folder, 0)
-    writer.add(Entry.of(TraceKey(1, 0, Kind.OUTPUT, "m", 0), torch.ones(4)), torch.ones(4))
-    writer.close()
+    traces.written(folder, {TraceKey(1, 0, Kind.OUTPUT, "m", 0): torch.ones(4)})
     for name in ("overrides.json", "tolerances.jsonl", "start.0000.safetensors"):
         atomic_write(folder / name, "{}")
     seal(folder, {"fingerprint": folder.name})

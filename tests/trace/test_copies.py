@@ -13,6 +13,7 @@ from megatron_ttrace.trace import copies as module
 from megatron_ttrace.trace.copies import Copies
 from megatron_ttrace.trace.errors import TTraceError
 from tests.bench.memory import Peak
+from tests.trace.traces import bits
 
 MB = 1 << 20
 CPU = torch.device("cpu")
@@ -32,11 +33,6 @@ def noise(dtype, *shape):
     size = dtype.itemsize
     data = torch.randint(0, 2 if dtype is torch.bool else 256, (*shape, size), dtype=torch.uint8)
     return data.view(dtype).reshape(shape)
-
-
-def bits(tensor):
-    """A tensor's bytes."""
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 @given(

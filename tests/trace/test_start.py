@@ -13,9 +13,10 @@ from megatron_ttrace.trace import start
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.start import StartValues, write_moments
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from megatron_ttrace.trace.store import TraceReader, seal
 from tests.mcore.test_parameters import FC1, Config, parameter, sharded
 from tests.placement.meshes import mesh_of
+from tests.trace import traces
 
 
 def state_of(main, place, mesh, *, flat=None, **how):
@@ -33,9 +34,7 @@ def kept(directory, dtype=torch.float32):
     fill(place, main, SINGLE, seed=7, config=Config(), init="reveal")
     made = {}
     state_of(main, place, SINGLE, keep=made.__setitem__)
-    writer = TraceWriter(directory, 0)
-    writer.add(Entry.of(TraceKey(2, STEP_LEVEL, Kind.PARAM, FC1), main.data), main.data)
-    writer.close()
+    traces.written(directory, {TraceKey(2, STEP_LEVEL, Kind.PARAM, FC1): main.data})
     write_moments(directory, made)
     seal(directory, {})
     return directory

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces survive the disk, and damaged ones are refused with one clear line."""
 
-import ast
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from safetensors.torch import save_file
 
-from megatron_ttrace import trace
 from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace import index as index_module
 from megatron_ttrace.trace.budget import Budget
@@ -20,6 +17,7 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.sealing import seal_json
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, read_meta, seal
+from tests.trace import traces
 from tests.trace.arbitrary import arbitrary
 
 
@@ -35,19 +33,10 @@ def entry(data, name="a", **others):
     return Entry.of(key(name), data, **others)
 
 
-def written(directory, tensors, rank=0, meta=None):
+def written(directory, tensors, **meta):
     """A sealed trace of the given tensors."""
-    writer = TraceWriter(directory, rank)
-    for name, data in tensors.items():
-        writer.add(entry(data, name), data)
-    writer.close()
-    seal(directory, {"role": "reference"} if meta is None else meta)
-    return directory
-
-
-def bits(data):
-    """The tensor's bytes."""
-    return bytes(data.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+    named = {key(name): data for name, data in tensors.items()}
+    return traces.sealed(directory, named, {"role": "reference", **meta})
 
 
 TENSORS = {
@@ -82,7 +71,7 @@ def test_every_dtype_and_shape_survives_bit_for_bit(tmp_path):
         stored_entry = reader.entry(key(name))
         stored = reader.tensor(stored_entry)
         assert (stored.shape, stored.dtype) == (data.shape, data.dtype), name
-        assert bits(stored) == bits(data), name
+        assert traces.bits(stored) == traces.bits(data), name
         assert stored_entry.shape == tuple(data.shape)
         assert stored_entry.dtype == str(stored.dtype).removeprefix("torch.")
 
@@ -153,10 +142,7 @@ def test_second_names_share_the_data(tmp_path):
 def test_ranks_have_their_own_files(tmp_path):
     """Two ranks write one trace; each one's entries are known by its number."""
     for rank in (0, 11):
-        writer = TraceWriter(tmp_path, rank)
-        data = torch.full((2,), float(rank))
-        writer.add(entry(data, f"of {rank}"), data)
-        writer.close()
+        traces.written(tmp_path, {key(f"of {rank}"): torch.full((2,), float(rank))}, rank=rank)
     seal(tmp_path, {"role": "candidate"})
     reader = TraceReader(tmp_path)
     assert {rank: [e.key.name for e in entries] for rank, entries in reader.ranks.items()} == {
@@ -206,11 +192,6 @@ def data_file(directory):
     return file
 
 
-def reseal(directory):
-    """Declare whatever is there complete."""
-    seal(directory, {})
-
-
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -230,9 +211,7 @@ def test_a_copy_that_is_not_whole(tmp_path, name, content, says):
 
 def test_a_run_that_never_ended(tmp_path):
     """No ``meta.json``: the writer died."""
-    writer = TraceWriter(tmp_path, 0)
-    writer.add(entry(torch.ones(2)), torch.ones(2))
-    writer.close()
+    traces.written(tmp_path, {key(): torch.ones(2)})
     refused(tmp_path, "does not contain a complete trace")
     refused(tmp_path / "nowhere", "does not contain a complete trace")
 
@@ -281,7 +260,7 @@ def test_bytes_that_are_no_text(tmp_path):
     """Noise in the JSON files is damage, not a Python error."""
     written(tmp_path, {"a": torch.randn(5)})
     (tmp_path / "rank-00000.index.jsonl").write_bytes(b"\xff\xfe\n")
-    reseal(tmp_path)
+    seal(tmp_path, {})
     refused(tmp_path, "index.jsonl:1 is damaged")
     (tmp_path / "meta.json").write_bytes(b"\xff\xfe\n")
     refused(tmp_path, "meta.json cannot be read")
@@ -301,7 +280,7 @@ def test_a_good_index_line(tmp_path):
     index = written(tmp_path, {"a": torch.randn(5)}) / "rank-00000.index.jsonl"
     boxes = [[[0], [5], [0]]]
     index.write_text(index.read_text() + json.dumps(GOOD | {"boxes": boxes}) + "\n")
-    reseal(tmp_path)
+    seal(tmp_path, {})
     read_all(tmp_path)
 
 
@@ -310,7 +289,7 @@ def test_an_endless_index_line(tmp_path, monkeypatch):
     monkeypatch.setattr(codec, "LINE_LIMIT", 1000)
     index = written(tmp_path, {"a": torch.randn(5)}) / "rank-00000.index.jsonl"
     index.write_text(index.read_text() + " " * 2000)
-    reseal(tmp_path)
+    seal(tmp_path, {})
     refused(tmp_path, "index.jsonl:2 is damaged .longer than 1000 bytes")
 
 
@@ -351,7 +330,7 @@ def test_a_damaged_index_line(tmp_path, line):
     line = line if isinstance(line, str) else json.dumps(line)
     index = written(tmp_path, {"a": torch.randn(5)}) / "rank-00000.index.jsonl"
     index.write_text(index.read_text() + line + "\n")
-    reseal(tmp_path)
+    seal(tmp_path, {})
     refused(tmp_path, r"rank-00000.index.jsonl:2 is damaged")
 
 
@@ -360,13 +339,13 @@ def test_damaged_data_of_the_right_size(tmp_path):
     file = data_file(written(tmp_path, {"a": torch.randn(50)}))
     file.write_bytes(b"\xff" * file.stat().st_size)
     refused(tmp_path, r"safetensors is damaged \(its checksum does not match\)")
-    reseal(tmp_path)
+    seal(tmp_path, {})
     refused(tmp_path, r"safetensors is damaged")
     other = written(tmp_path / "other", {})
     index = other / "rank-00000.index.jsonl"
     line = index_module.encode(entry(torch.ones(1), file="none.safetensors", tensor="0"))
     index.write_text(f"{line}\n")
-    reseal(other)
+    seal(other, {})
     refused(other, r"index.jsonl:1 is damaged \('file' is not a file of this trace\)")
 
 
@@ -375,13 +354,13 @@ def test_data_of_another_kind_than_the_index_says(tmp_path):
     for data in (torch.randn(6), torch.randn(5).double(), torch.randn(1, 5)):
         written(tmp_path, {"a": torch.randn(5)})
         save_file({"0": data}, data_file(tmp_path))
-        reseal(tmp_path)
+        seal(tmp_path, {})
         refused(tmp_path, "it holds another tensor than the index says")
 
 
 def test_meta_keeps_what_it_is_given(tmp_path):
     """Role, fingerprint and whatever else, beside the sizes of all files."""
-    written(tmp_path, {"a": torch.randn(5)}, meta={"role": "reference", "microbatches": 4})
+    written(tmp_path, {"a": torch.randn(5)}, microbatches=4)
     (tmp_path / "unrelated.txt").write_text("left alone")
     meta = read_meta(tmp_path)
     assert (meta["role"], meta["microbatches"], meta["format"]) == ("reference", 4, 5)
@@ -389,23 +368,8 @@ def test_meta_keeps_what_it_is_given(tmp_path):
     assert re.fullmatch("[0-9a-f]{16}", meta["run"])
 
 
-def test_sealing_leaves_no_temporary_files(tmp_path):
-    """Small files are written whole or not at all."""
-    written(tmp_path, {"a": torch.randn(5)})
-    assert not list(tmp_path.glob("*.tmp"))
-
-
-def test_no_pickle_anywhere(tmp_path):
-    """Neither in the code that reads and writes, nor in the bytes."""
-    for module in Path(trace.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(module.read_text())):
-            names = {
-                *(getattr(a, "name", a) for a in getattr(node, "names", None) or []),
-                getattr(node, "module", None),
-            }
-            assert not names & {"pickle", "dill", "marshal", "shelve"}
-            called = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-            assert not (called and node.value.id == "torch" and node.attr in {"load", "save"})
+def test_no_pickle_on_disk(tmp_path):
+    """Not in the bytes; ``tests/test_project.py`` finds code that would write it."""
     written(tmp_path, TENSORS)
     for path in tmp_path.iterdir():
         assert path.suffix in (".safetensors", ".json", ".jsonl") or owned.MANIFEST.match(path.name)

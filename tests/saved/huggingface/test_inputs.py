@@ -14,8 +14,9 @@ from megatron_ttrace.saved.huggingface.inputs import POSITIONS, Inputs
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Kind, RoutingIndex, TraceKey
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
+from megatron_ttrace.trace.store import TraceReader
 from tests.saved.huggingface.jobs import TWINS
+from tests.trace import traces
 
 EMBEDDING = TraceKey(1, STEP_LEVEL, Kind.PARAM, "embedding.word_embeddings.weight")
 NORMS = [
@@ -26,13 +27,8 @@ NORMS = [
 
 def trace(folder: Path, *more: TraceKey, rows: int = 160, **meta: Any) -> TraceReader:
     """A reference with an embedding and two layers."""
-    writer = TraceWriter(folder, 0)
-    for key in (EMBEDDING, *NORMS, *more):
-        data = torch.ones(rows, 4)
-        writer.add(Entry.of(key, data), data)
-    writer.close()
-    seal(folder, ReferenceMeta(**meta).to_json())
-    return TraceReader(folder)
+    tensors = {key: torch.ones(rows, 4) for key in (EMBEDDING, *NORMS, *more)}
+    return TraceReader(traces.sealed(folder, tensors, ReferenceMeta(**meta).to_json()))
 
 
 def test_only_sizes_are_the_traces(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tensor of transformers is which of Megatron's."""
 
-import dataclasses
+from collections.abc import Collection
 
 import pytest
 import torch
 
 from megatron_ttrace.saved.huggingface import modules
-from megatron_ttrace.saved.huggingface.modules import Correspondence, Sizes
+from megatron_ttrace.saved.huggingface.modules import Correspondence, Row, Rows, Sizes, Source
 from megatron_ttrace.trace.records import Kind, RoutingIndex, TraceKey
 
 SIZES = Sizes(tokens=3, groups=2, experts=4)
@@ -19,13 +19,26 @@ def key(name: str, kind: Kind = Kind.OUTPUT, index: int = 0) -> TraceKey:
     return TraceKey(1, 0, kind, name, index)
 
 
+def row_of(
+    name: str,
+    kind: Kind = Kind.OUTPUT,
+    index: int = 0,
+    *,
+    parameters: Collection[str] = (),
+    rows: Rows | None = None,
+) -> Row:
+    """The row of a tensor that has one."""
+    row = Correspondence(parameters, rows).row(key(name, kind, index))
+    assert row is not None
+    return row
+
+
 def test_queries_keys_and_values_by_group() -> None:
     """Each group has its queries, its key and its value; the sequence comes first."""
     b, s, d = 2, 3, 5
     heads = {"q": 4, "k": 2, "v": 2}
     parts = [torch.randn(b, s, count * d) for count in heads.values()]
-    row = Correspondence(()).row(key(f"{LAYER}.self_attention.linear_qkv"))
-    assert row is not None
+    row = row_of(f"{LAYER}.self_attention.linear_qkv")
     assert [source.module for source in row.sources] == [
         f"model.layers.1.self_attn.{x}_proj" for x in heads
     ]
@@ -41,14 +54,10 @@ def test_routers_are_in_the_order_of_tokens() -> None:
     """Weights and numbers of chosen experts become those of all experts, token by token."""
     chosen = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]])  # b 2, s 3
     weights = torch.rand(6, 2)
-    correspondence = Correspondence(())
     probabilities, marked, choice = (
-        correspondence.row(key(f"{LAYER}.mlp.router", *tensor))
+        row_of(f"{LAYER}.mlp.router", *tensor)
         for tensor in ((Kind.OUTPUT, 0), (Kind.OUTPUT, 1), (Kind.ROUTING, RoutingIndex.CHOICE))
     )
-    assert probabilities is not None
-    assert marked is not None
-    assert choice is not None
     of_all = probabilities.layout([weights, chosen], SIZES)
     assert of_all[1].tolist() == [weights[3, 1], 0, 0, weights[3, 0]]  # position 0, sample 1
     assert marked.layout([chosen], SIZES).equal(of_all > 0)
@@ -77,52 +86,42 @@ def test_the_gradient_of_what_experts_read_too() -> None:
 )
 def test_norms_inside_modules(module: str, norm: str, weight: str, fused: bool) -> None:
     """A module that contains the norm before it has the norm's input, else the norm's output."""
-    row = Correspondence([] if fused else [f"{LAYER}.{weight}.weight"]).row(
-        key(f"{LAYER}.{module}", Kind.GRAD_INPUT)
-    )
-    assert row is not None
-    assert row.sources == (modules.Source(f"model.layers.1.{norm}", fused),)
+    parameters = [] if fused else [f"{LAYER}.{weight}.weight"]
+    row = row_of(f"{LAYER}.{module}", Kind.GRAD_INPUT, parameters=parameters)
+    assert row.sources == (Source(f"model.layers.1.{norm}", fused),)
 
 
 def test_rows_of_a_family() -> None:
     """Names are replaced with all that is within them; rows are added or replace others."""
-    router, mlp = key(f"{LAYER}.mlp.router"), key(f"{LAYER}.mlp.linear_fc2")
-    frequencies = modules.Source("model.rotary_emb.inv_freq")
-    angles = modules.Row("self_attention.rope", Kind.OUTPUT, (frequencies,))
-    rows = modules.Rows(
+    frequencies = Source("model.rotary_emb.inv_freq")
+    angles = Row("self_attention.rope", Kind.OUTPUT, (frequencies,))
+    rows = Rows(
         names={"mlp": "block", "mlp.gate": "block.router", "model.norm": "model.last"},
-        layer=(angles, modules.Row("mlp.router", Kind.OUTPUT, (modules.Source("mlp.x"),))),
+        layer=(angles, Row("mlp.router", Kind.OUTPUT, (Source("mlp.x"),))),
     )
-    correspondence = Correspondence((), rows)
-    for tensor, name in {
-        router: "model.layers.1.block.x",
-        dataclasses.replace(router, kind=Kind.ROUTING): "model.layers.1.block.router",
-        mlp: "model.layers.1.block.down_proj",
-        key("decoder.final_layernorm"): "model.last",
-        key(f"{LAYER}.self_attention.rope"): frequencies.module,
-    }.items():
-        row = correspondence.row(tensor)
-        assert row is not None
-        assert row.sources[0].module == name
+    for name, kind, theirs in (
+        (f"{LAYER}.mlp.router", Kind.OUTPUT, "model.layers.1.block.x"),
+        (f"{LAYER}.mlp.router", Kind.ROUTING, "model.layers.1.block.router"),
+        (f"{LAYER}.mlp.linear_fc2", Kind.OUTPUT, "model.layers.1.block.down_proj"),
+        ("decoder.final_layernorm", Kind.OUTPUT, "model.last"),
+        (f"{LAYER}.self_attention.rope", Kind.OUTPUT, frequencies.module),
+    ):
+        assert row_of(name, kind, rows=rows).sources[0].module == theirs
 
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_latent_attention(fused: bool) -> None:
     """A norm between two linear layers is in the second, or between them."""
     names = [] if fused else [f"{LAYER}.self_attention.kv_layernorm.weight"]
-    row = Correspondence(names, modules.LATENT).row(
-        key(f"{LAYER}.self_attention.linear_kv_up_proj", Kind.GRAD_INPUT)
-    )
-    assert row is not None
-    assert row.sources == (modules.Source("model.layers.1.self_attn.kv_a_layernorm", fused),)
+    name = f"{LAYER}.self_attention.linear_kv_up_proj"
+    row = row_of(name, Kind.GRAD_INPUT, parameters=names, rows=modules.LATENT)
+    assert row.sources == (Source("model.layers.1.self_attn.kv_a_layernorm", fused),)
 
 
 def test_routers_with_a_bias() -> None:
     """Experts are chosen by the sigmoid of a logit plus the bias of the expert."""
-    row = Correspondence((), modules.LATENT).row(
-        key(f"{LAYER}.mlp.router", Kind.ROUTING, RoutingIndex.SCORES)
-    )
-    assert row is not None
+    name = f"{LAYER}.mlp.router"
+    row = row_of(name, Kind.ROUTING, RoutingIndex.SCORES, rows=modules.LATENT)
     logits, bias = torch.randn(2, 3, 4), torch.randn(4)  # b 2, s 3
     scores = row.layout([logits.flatten(0, 1), bias], SIZES)
     assert scores[3].equal(logits[1, 1].sigmoid() + bias)
@@ -142,8 +141,7 @@ def test_routers_with_a_bias() -> None:
 def test_hybrid_models(module: str, kind: Kind, theirs: str, weights: list[str]) -> None:
     """What is in a layer has one name there, whatever it is."""
     names = [f"{LAYER}.{weight}" for weight in weights]
-    row = Correspondence(names, modules.HYBRID).row(key(f"{LAYER}.{module}", kind))
-    assert row is not None
+    row = row_of(f"{LAYER}.{module}", kind, parameters=names, rows=modules.HYBRID)
     assert row.sources[0].module == f"model.layers.1.{theirs}"
     is_from_experts = theirs == "mixer.experts"
     assert row.sources[0].is_input is is_from_experts
@@ -151,25 +149,21 @@ def test_hybrid_models(module: str, kind: Kind, theirs: str, weights: list[str])
 
 def test_gates_of_mixers() -> None:
     """Megatron multiplies by the gate before the norm: no gradient is that of this product."""
-    correspondence = Correspondence((), modules.HYBRID)
-    row = correspondence.row(key(f"{LAYER}.mixer.norm", Kind.INPUT))
-    assert row is not None
+    row = row_of(f"{LAYER}.mixer.norm", Kind.INPUT, rows=modules.HYBRID)
     scanned, gate = torch.randn(2, 2, 3, 5)  # b 2, s 3
     expected = scanned[1, 2] * gate[1, 2] * gate[1, 2].sigmoid()
     torch.testing.assert_close(row.layout([scanned, gate], SIZES)[2, 1], expected)
+    correspondence = Correspondence((), modules.HYBRID)
     assert correspondence.row(key(f"{LAYER}.mixer.norm", Kind.GRAD_INPUT)) is None
     assert correspondence.row(key(f"{LAYER}.mixer.norm", Kind.GRAD_OUTPUT)) is not None
 
 
 def test_angles() -> None:
     """Those of a layer's embedding are the model's."""
-    correspondence = Correspondence((), modules.LATENT)
     model, layer = (
-        correspondence.row(key(name))
+        row_of(name, rows=modules.LATENT)
         for name in ("rotary_pos_emb", f"{LAYER}.self_attention.rotary_pos_emb")
     )
-    assert model is not None
-    assert layer is not None
     assert model.sources == layer.sources
     angles = layer.layout([torch.tensor([1.0, 0.5])], SIZES)
     assert angles[2, 0, 0].tolist() == [2.0, 1.0, 2.0, 1.0]
@@ -202,9 +196,6 @@ def test_linear_layers_return_no_bias() -> None:
         "mlp.linear_fc2": "mlp.down_proj",
         "mlp": "mlp.down_proj",
     }.items():
-        row = Correspondence([bias]).row(key(f"{LAYER}.{name}"))
-        assert row is not None
-        assert row.sources == (modules.Source(f"model.layers.1.{module}", bare=True),)
-    row = Correspondence(()).row(key(f"{LAYER}.mlp"))
-    assert row is not None
-    assert row.sources == (modules.Source("model.layers.1.mlp"),)
+        row = row_of(f"{LAYER}.{name}", parameters=[bias])
+        assert row.sources == (Source(f"model.layers.1.{module}", bare=True),)
+    assert row_of(f"{LAYER}.mlp").sources == (Source("model.layers.1.mlp"),)
