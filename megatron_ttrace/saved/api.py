@@ -243,8 +243,9 @@ def diff(
     assert tested.candidate is not None, "in_order requires a candidate"
     with difference.aside(folder) as home:
         with consistent(trusted.directory, tested.directory):
-            written = difference.write(trusted, tested, home)
-        review = difference.Review(trusted, tested, written, (*lists.read(lists.OWN_LIST), *listed))
+            left_out = difference.write(trusted, tested, home)
+        all_known = (*lists.read(lists.OWN_LIST), *listed)
+        review = difference.Review(trusted, tested, left_out, all_known)
         return show_to(
             TraceReader(home), tested.candidate, review=review, own_summary=tested.summary
         )

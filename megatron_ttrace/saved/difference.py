@@ -184,16 +184,11 @@ def in_order(first: Side, second: Side) -> tuple[Side, Side]:
     return first, second
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
-    """A run's trace as a reference; ``left_out``: why some of its tensors are not in it."""
+def write(first: Side, second: Side, directory: Path) -> dict[TraceKey, Reason]:
+    """Write the first run's trace as a reference for the second.
 
-    directory: Path
-    left_out: Mapping[TraceKey, Reason]
-
-
-def write(first: Side, second: Side, directory: Path) -> Written:
-    """Write the first run's trace as a reference for the second."""
+    Returns why some of its tensors are not in it.
+    """
     ours = WholeTensors(first.candidate) if first.candidate else None
     theirs = WholeTensors(second.candidate) if second.candidate else None
     rows = padded(first, second)
@@ -228,7 +223,7 @@ def write(first: Side, second: Side, directory: Path) -> Written:
         epsilon=max(other.epsilon for other in metas),
     )
     seal(directory, meta.to_json())
-    return Written(directory, left_out)
+    return left_out
 
 
 def _keys(first: Side, second: Side, tensors: WholeTensors | None) -> Iterator[TraceKey]:
@@ -329,10 +324,14 @@ class Review:
     """Whether causes are looked for."""
 
     def __init__(
-        self, first: Side, second: Side, written: Written, known: Sequence[Difference]
+        self,
+        first: Side,
+        second: Side,
+        left_out: Mapping[TraceKey, Reason],
+        known: Sequence[Difference],
     ) -> None:
         self.reference = first.directory
-        self._left_out = written.left_out
+        self._left_out = left_out
         self._padded = padded(first, second)
         versions = (first.version, second.version)
         self._known = [difference for difference in known if difference.applies(versions)]

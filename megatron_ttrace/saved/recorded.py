@@ -19,15 +19,6 @@ from megatron_ttrace.trace.records import LoadedIndex
 from megatron_ttrace.trace.resumed import What
 from megatron_ttrace.trace.store import TraceReader
 
-_WHAT = {
-    LoadedIndex.WEIGHT: What.WEIGHT,
-    LoadedIndex.MAIN: What.MAIN,
-    LoadedIndex.EXP_AVG: What.EXP_AVG,
-    LoadedIndex.EXP_AVG_SQ: What.EXP_AVG_SQ,
-    LoadedIndex.BUFFER: What.BUFFER,
-    LoadedIndex.OTHER: What.OTHER,
-}
-
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
@@ -85,7 +76,8 @@ class State(Tensors[tuple[What, str]]):
     """The logical tensors of a recorded state, by what they are and by name."""
 
     def __init__(self, trace: TraceReader) -> None:
-        super().__init__(trace, lambda key: (_WHAT[LoadedIndex(key.index)], key.name))
+        # What is read from a checkpoint has the same names in both.
+        super().__init__(trace, lambda key: (What[LoadedIndex(key.index).name], key.name))
 
     def parts(self, item: tuple[What, str]) -> dict[int, torch.Tensor]:
         """What each rank has of a tensor, as it has it."""

@@ -32,14 +32,6 @@ from megatron_ttrace.trace.states import Item, State
 _OTHERWISE = "the checkpoint has other values than were saved: give another layout (--into)"
 ANSWER = "resume.json"
 """The file with the answer."""
-_STATES = {
-    What.WEIGHT: State.WEIGHT,
-    What.BUFFER: State.WEIGHT,
-    What.MAIN: State.MAIN,
-    What.EXP_AVG: State.EXP_AVG,
-    What.EXP_AVG_SQ: State.EXP_AVG_SQ,
-    What.OTHER: State.OTHER,
-}
 
 
 def resume(
@@ -223,5 +215,7 @@ class _Checkpoint:
             return None
         parameter, _, slot = name.partition("/")
         stored = self._names.get(parameter, parameter)
-        match = self._checkpoint.find(Item(_STATES[kind], stored, slot))
+        # A buffer is stored as weights are.
+        state = State.WEIGHT if kind is What.BUFFER else State[kind.name]
+        match = self._checkpoint.find(Item(state, stored, slot))
         return None if match is None else match[1].read()

@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,26 +18,26 @@ from tests.saved import recordings
 from tests.saved.recordings import NAME, NUMBERS, state, step
 
 
-def answer(tmp_path: Path, layout: str = "", **restart: object) -> Restart:
-    """The answer for a restart that differs in something."""
-    more = {name: restart.pop(name) for name in ("stored", "numbers_stored") if name in restart}
-    return compare(
-        recordings.uninterrupted(tmp_path / "a"),
-        recordings.restarted(tmp_path / "b", **restart),  # type: ignore[arg-type]
-        layout,
-        stored=more.get("stored", lambda kind, name: None),  # type: ignore[arg-type]
-        numbers=more.get("numbers_stored"),  # type: ignore[arg-type]
-    )
-
-
-def stored(**tensors: torch.Tensor) -> Callable[[What, str], torch.Tensor | None]:
-    """A checkpoint of these tensors of the parameter, by the names of what they are."""
+def answer(
+    tmp_path: Path,
+    *,
+    stored: Mapping[What, torch.Tensor] | None = None,
+    numbers_stored: Mapping[str, object] | None = None,
+    **restart: object,
+) -> Restart:
+    """The answer for a restart that differs in something; ``stored``: of the parameter."""
 
     def read(kind: What, name: str) -> torch.Tensor | None:
         assert name == NAME
-        return tensors.get(kind.name)
+        return (stored or {}).get(kind)
 
-    return read
+    return compare(
+        recordings.uninterrupted(tmp_path / "a"),
+        recordings.restarted(tmp_path / "b", **restart),  # type: ignore[arg-type]
+        "",
+        stored=read,
+        numbers=numbers_stored,
+    )
 
 
 def test_the_same(tmp_path: Path) -> None:
@@ -50,14 +50,14 @@ def test_the_same(tmp_path: Path) -> None:
     ("kept", "blame"),
     [
         ({}, Blame.EITHER),
-        ({"EXP_AVG": torch.full((4,), 0.5)}, Blame.LOADING),
-        ({"EXP_AVG": torch.full((4,), 0.25)}, Blame.SAVING),
+        ({What.EXP_AVG: torch.full((4,), 0.5)}, Blame.LOADING),
+        ({What.EXP_AVG: torch.full((4,), 0.25)}, Blame.SAVING),
     ],
 )
-def test_a_lost_moment(tmp_path: Path, kept: dict[str, torch.Tensor], blame: Blame) -> None:
+def test_a_lost_moment(tmp_path: Path, kept: dict[What, torch.Tensor], blame: Blame) -> None:
     """What is stored decides whether saving or loading lost it; zeros are of no tensor."""
     loaded = state() | {LoadedIndex.EXP_AVG: torch.zeros(4)}
-    restart = answer(tmp_path, loaded=loaded, stored=stored(**kept))
+    restart = answer(tmp_path, loaded=loaded, stored=kept)
     (difference,) = restart.differences
     assert (difference.what, difference.how, difference.blame, difference.name) == (
         What.EXP_AVG,
@@ -94,8 +94,8 @@ def test_a_weight_that_is_overwritten(tmp_path: Path) -> None:
         LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16),
         LoadedIndex.EXP_AVG: torch.zeros(4),
     }
-    read = stored(WEIGHT=state()[LoadedIndex.WEIGHT], EXP_AVG=torch.zeros(4))
-    weight, moment = answer(tmp_path, loaded=loaded, stored=read).differences
+    kept = {What.WEIGHT: state()[LoadedIndex.WEIGHT], What.EXP_AVG: torch.zeros(4)}
+    weight, moment = answer(tmp_path, loaded=loaded, stored=kept).differences
     assert (weight.blame, moment.blame) == (Blame.LOADING, Blame.SAVING)
     assert weight.where == moment.where
     assert weight.where.startswith("megatron/optimizer.py")
@@ -118,7 +118,7 @@ def test_missing(tmp_path: Path) -> None:
 
 def test_otherwise_stored(tmp_path: Path) -> None:
     """Wrong in the checkpoint, and loaded as it was: a notice, for this restart goes on."""
-    restart = answer(tmp_path, stored=stored(WEIGHT=torch.zeros(4)))
+    restart = answer(tmp_path, stored={What.WEIGHT: torch.zeros(4)})
     assert (restart.verdict, restart.otherwise) == (Result.EQUIVALENT, 1)
     assert any("other values" in notice for notice in restart.notices)
 
@@ -126,8 +126,8 @@ def test_otherwise_stored(tmp_path: Path) -> None:
 def test_weights_stored_with_more_bits(tmp_path: Path) -> None:
     """They are what was saved if they round to it."""
     loaded = state() | {LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16)}
-    read = stored(WEIGHT=torch.arange(4.0) * (1 + 1e-4))
-    (difference,) = answer(tmp_path, loaded=loaded, stored=read).differences
+    kept = {What.WEIGHT: torch.arange(4.0) * (1 + 1e-4)}
+    (difference,) = answer(tmp_path, loaded=loaded, stored=kept).differences
     assert (difference.what, difference.blame) == (What.WEIGHT, Blame.LOADING)
 
 

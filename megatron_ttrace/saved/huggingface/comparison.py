@@ -105,7 +105,6 @@ class Compared:
         self._by_layer = needed > free
         self._sizes = f"{budget.shown(needed)} needed for all, {budget.shown(free)} available"
         _run(self.inputs.path, trusted.directory, directory, by_layer=self._by_layer)
-        self.trace = TraceReader(directory)
         self._correspondence = self.inputs.correspondence()
 
     @property
