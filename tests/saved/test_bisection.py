@@ -7,15 +7,23 @@ from hypothesis import strategies as st
 from megatron_ttrace.saved.bisection import Answer, Causes, causes, first_bad, smallest
 
 
+def noted(is_bad, skipped=()):
+    """A check that answers so, and what it was asked."""
+    asked = []
+
+    def check(what):
+        asked.append(what if isinstance(what, int) else tuple(what))
+        if what in skipped:
+            return Answer.SKIPPED
+        return Answer.BAD if is_bad(what) else Answer.GOOD
+
+    return check, asked
+
+
 def test_sixty_four_commits():
     """Seven checks at most, wherever the fault is."""
     for fault in range(64):
-        asked = []
-
-        def check(number, fault=fault, asked=asked):
-            asked.append(number)
-            return Answer.BAD if number >= fault else Answer.GOOD
-
+        check, asked = noted(lambda number, fault=fault: number >= fault)
         bad = first_bad(64, check)
         assert (bad.number, bad.suspects) == (fault, ())
         assert len(asked) <= 7
@@ -27,14 +35,7 @@ def test_some_cannot_be_checked(count, data):
     """The fault is the commit found, or one of the suspects before it; no commit is asked twice."""
     fault = data.draw(st.integers(0, count - 1))
     skipped = data.draw(st.sets(st.integers(0, count - 1))) - {count - 1}
-    asked = []
-
-    def check(number):
-        asked.append(number)
-        if number in skipped:
-            return Answer.SKIPPED
-        return Answer.BAD if number >= fault else Answer.GOOD
-
+    check, asked = noted(lambda number: number >= fault, skipped)
     bad = first_bad(count, check)
     assert fault in (bad.number, *bad.suspects)
     assert set(bad.suspects) <= skipped
@@ -82,12 +83,7 @@ def test_one_cause_among_harmless_changes(count, data):
     """It is found and proven in 2 log2(n) + 6 checks, none of them asked twice."""
     cause = data.draw(st.integers(0, count - 1))
     pivots = sorted(data.draw(st.sets(st.integers(0, count - 1), max_size=2)))
-    asked = []
-
-    def check(parts):
-        asked.append(tuple(parts))
-        return Answer.BAD if cause in parts else Answer.GOOD
-
+    check, asked = noted(lambda parts: cause in parts)
     answer = causes([*range(count)], check, pivots)
     assert answer == Causes(((cause,),), Answer.GOOD)
     assert {(cause,), (), tuple(part for part in range(count) if part != cause)} <= set(asked)
@@ -100,12 +96,7 @@ def test_a_likely_cause_is_found_at_once(count, data):
     """With a pivot behind it, the number of unlikely parts hardly matters."""
     likely = data.draw(st.integers(1, min(count, 4)))
     cause = data.draw(st.integers(0, likely - 1))
-    asked = []
-
-    def check(parts):
-        asked.append(parts)
-        return Answer.BAD if cause in parts else Answer.GOOD
-
+    check, asked = noted(lambda parts: cause in parts)
     assert causes([*range(count)], check, [likely - 1]).sets == ((cause,),)
     assert len(asked) <= 8
 

@@ -17,7 +17,6 @@ from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
-from megatron_ttrace.jobs import provenance
 from megatron_ttrace.placement.boxes import Box, product, whole
 from megatron_ttrace.report.wording import too_few_text
 from megatron_ttrace.saved.conclusion import _is_evidence, conclude, not_enough, unjudged
@@ -70,12 +69,6 @@ def test_updates_of_parts_of_a_matrix(kind, index, name, rows, reason) -> None:
     assert unjudged(mesh_of(0, 2, tp=2), job, key, holders) is reason
 
 
-@pytest.fixture
-def no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collecting the versions imports Megatron, which takes many seconds."""
-    monkeypatch.setattr(provenance, "installed", dict)
-
-
 def conclusion(
     home: Path,
     moves: Mapping[TraceKey, float],
@@ -122,7 +115,6 @@ def answer(home: Path, allowed: float, *, blind: int, seen: int, error: float = 
     return summary
 
 
-@pytest.mark.usefixtures("no_versions")
 def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
     """Three of twelve are blind: the notice says how many, why, and which share accepts it."""
     summary = answer(tmp_path / "refused", 0.10, blind=3, seen=9)
@@ -138,7 +130,6 @@ def test_too_many_unchecked_are_no_answer(tmp_path: Path) -> None:
     assert accepted.not_exercised == (NotExercised(Unexercised.UNCHECKED, 3, 12),)
 
 
-@pytest.mark.usefixtures("no_versions")
 def test_a_divergence_stays_one(tmp_path: Path) -> None:
     """A divergence stays one, however little was checked."""
     summary = answer(tmp_path, 0.10, blind=9, seen=3, error=0.5)
@@ -146,7 +137,6 @@ def test_a_divergence_stays_one(tmp_path: Path) -> None:
     assert summary.notices == ()
 
 
-@pytest.mark.usefixtures("no_versions")
 def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
     """If everything is blind, no allowed share makes it a pass."""
     summary = answer(tmp_path, 1.0, blind=3, seen=0)
@@ -154,7 +144,6 @@ def test_without_any_evidence_no_share_is_enough(tmp_path: Path) -> None:
     assert "all of them are unchecked" in summary.notices[0]
 
 
-@pytest.mark.usefixtures("no_versions")
 @pytest.mark.parametrize(
     ("reference", "candidate", "result"),
     [

@@ -7,19 +7,12 @@ import shutil
 import pytest
 import torch
 
-from megatron_ttrace.jobs import provenance
 from megatron_ttrace.report import wording
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Kind, Outcome, Result, TraceKey
 from tests.run import kept
-
-
-@pytest.fixture(autouse=True)
-def no_versions(monkeypatch):
-    """Collecting the versions imports Megatron, which takes many seconds."""
-    monkeypatch.setattr(provenance, "installed", dict)
 
 
 @pytest.fixture

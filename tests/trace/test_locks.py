@@ -15,6 +15,14 @@ import pytest
 from megatron_ttrace.trace.locks import Lock
 
 
+def is_free(path: Path) -> bool:
+    """Whether somebody else could take a lock, who gives it back at once."""
+    lock = Lock(path)
+    taken = lock.acquire()
+    lock.release()
+    return taken
+
+
 def test_one_holder(tmp_path: Path) -> None:
     """A second one waits until the first gives it back; the holder is named."""
     first, second = Lock(tmp_path / "l"), Lock(tmp_path / "l")
@@ -25,20 +33,17 @@ def test_one_holder(tmp_path: Path) -> None:
     assert second.holder().startswith(f"process {os.getpid()} on ")
     first.release()
     first.release()
-    assert second.acquire()
-    second.release()
+    assert is_free(tmp_path / "l")
 
 
 def test_shared_holders(tmp_path: Path) -> None:
     """Several share; none alone has it."""
     ranks = [Lock(tmp_path / "l") for _ in range(3)]
     assert all(rank.acquire(shared=True) for rank in ranks)
-    assert not Lock(tmp_path / "l").acquire()
+    assert not is_free(tmp_path / "l")
     for rank in ranks:
         rank.release()
-    alone = Lock(tmp_path / "l")
-    assert alone.acquire()
-    alone.release()
+    assert is_free(tmp_path / "l")
 
 
 def test_a_forked_child_neither_keeps_nor_releases_it(tmp_path: Path) -> None:
@@ -52,11 +57,9 @@ def test_a_forked_child_neither_keeps_nor_releases_it(tmp_path: Path) -> None:
         os._exit(0)
     try:
         time.sleep(0.2)
-        assert not Lock(tmp_path / "l").acquire()
+        assert not is_free(tmp_path / "l")
         lock.release()
-        again = Lock(tmp_path / "l")
-        assert again.acquire()
-        again.release()
+        assert is_free(tmp_path / "l")
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -75,12 +78,10 @@ def test_a_killed_holder(tmp_path: Path) -> None:
     assert holder.stdout is not None
     sleeper = int(holder.stdout.readline())
     try:
-        assert not Lock(tmp_path / "l").acquire()
+        assert not is_free(tmp_path / "l")
         holder.kill()
         holder.wait()
-        again = Lock(tmp_path / "l")
-        assert again.acquire()
-        again.release()
+        assert is_free(tmp_path / "l")
     finally:
         os.kill(sleeper, signal.SIGKILL)
 

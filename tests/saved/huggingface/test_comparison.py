@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_ttrace.compare.exercised import Requested
-from megatron_ttrace.jobs import provenance
 from megatron_ttrace.report import wording
 from megatron_ttrace.saved import api
 from megatron_ttrace.saved.huggingface import comparison
@@ -31,7 +30,6 @@ EXPERT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp.experts.linear_fc1")
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A function that compares a trace with a model that computes a tensor, times a factor."""
-    monkeypatch.setattr(provenance, "installed", dict)
     monkeypatch.setattr(comparison, "version", lambda: "5.0")
     keys = (kept.EMBEDDING, NORM, OUTPUT, EXPERT, MOMENT, LATER)
     tensors = {key: torch.rand(128, 6) + 1 for key in keys}
