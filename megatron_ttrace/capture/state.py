@@ -22,6 +22,8 @@ MOMENTS = {Kind.EXP_AVG: LoadedIndex.EXP_AVG, Kind.EXP_AVG_SQ: LoadedIndex.EXP_A
 """Which index the moments of a kind have."""
 _NOT_OTHER = ("master_param", "step")
 """State of a torch optimizer that is read in another way."""
+_MULTIPLIERS = ("wd_mult", "lr_mult")
+"""Of a parameter group: what its scheduled numbers are multiplied by."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +122,21 @@ def bucketed(model: TracedModel) -> Iterator[Bucketed]:
                 logical_shape=place.logical_shape,
                 boxes=boxes,
             )
+
+
+def held_multipliers(model: TracedModel) -> dict[str, float]:
+    """Each parameter's multipliers of the learning rate and the weight decay, from its group.
+
+    If two groups change places, the groups are the same as before, but these are not.
+    """
+    places, owned = dict(model.places()), owned_by(model.optimizer)
+    return {
+        f"param_groups[of {places[parameter].name}].{name}": float(part.group[name])
+        for parameter, part in owned.items()
+        if parameter in places
+        for name in _MULTIPLIERS
+        if part.group.get(name) is not None
+    }
 
 
 def held_numbers(args: MegatronArguments, scheduler: Scheduler, optimizer: Any) -> dict[str, float]:

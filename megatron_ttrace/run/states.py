@@ -21,6 +21,7 @@ from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.state import (
     StateTensor,
     bucketed,
+    held_multipliers,
     held_numbers,
     held_state,
     read_numbers,
@@ -156,7 +157,8 @@ class StateSession:
         )
 
     def _held_numbers(self) -> dict[str, float]:
-        return held_numbers(self._args, self._scheduler, self.model.optimizer)
+        numbers = held_numbers(self._args, self._scheduler, self.model.optimizer)
+        return numbers | held_multipliers(self.model)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

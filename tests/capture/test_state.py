@@ -93,6 +93,17 @@ def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost[f"{group}.step"] == 0.0
 
 
+def test_groups_that_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups' own numbers are the same, those of their parameters are not."""
+    model = stepped(monkeypatch)
+    (group,) = model.optimizer.optimizer.param_groups
+    group["wd_mult"] = 0.0
+    assert state.held_multipliers(model) == {  # type: ignore[arg-type]
+        "param_groups[of weight].wd_mult": 0.0,
+        "param_groups[of bias].wd_mult": 0.0,
+    }
+
+
 def test_groups_that_are_alike() -> None:
     """All but the first get a number; their order among different ones does not matter."""
     decayed, expert = {"wd_mult": 1.0}, {"wd_mult": 1.0, "is_expert_parallel": True, "lr_mult": 2.0}
