@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Function, Ledger, Numbers, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
@@ -163,12 +164,21 @@ class Outcomes:
         owner = pattern(module.partition("#")[0])
         return any(name.rpartition(".")[0] == owner for name in self.names(kind))
 
-    def share(self, kind: Kind) -> float:
-        """How many of the tensors of a kind fail, of those that were judged."""
+    def share(self, kind: Kind, like: str = "") -> float:
+        """How many of the tensors of a kind fail, of those that were judged.
+
+        ``like``: only experts, if this is one, or only what is none.
+        """
         # What is counted passes as a whole: one of all parameters.
         whole = Kind.MAIN_GRAD if kind is Kind.COUNTED else kind
         failed = self.names(kind)
         judged = {name for name, other in self._failed | self._passed if other is whole} | failed
+        if like:
+            expert = is_within_experts(like)
+            failed, judged = (
+                {name for name in names if is_within_experts(name) is expert}
+                for names in (failed, judged)
+            )
         return len(failed) / max(1, len(judged))
 
 

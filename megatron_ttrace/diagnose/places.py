@@ -164,8 +164,9 @@ class _Judge:
             and verdict.kind in (Kind.MAIN_GRAD, Kind.COUNTED, Kind.PARAM_DELTA)
             and (is_missing or not self._causes.isdisjoint(_LACKING))
         )
-        # One factor is for all parameters.
-        self._of_few = self._few and verdict.kind is Kind.MAIN_GRAD
+        # One factor is for all parameters, or for all that are experts.
+        few = outcomes.share(verdict.kind, verdict.name) < _FEW
+        self._of_few = few and verdict.kind is Kind.MAIN_GRAD
         counted = verdict.kind is Kind.COUNTED
         self._lack = finding.lack if isinstance(finding, Miscounted) else None
         self._is_reduced = counted and verdict.index == Statistic.REDUCED.number

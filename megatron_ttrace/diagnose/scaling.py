@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from megatron_ttrace.diagnose.evidence import (
+    DENSE,
     Evidence,
     FailedPart,
     Pieces,
+    axes_of,
     axis_combinations,
     dot,
     gain_of,
@@ -270,12 +272,16 @@ def constant_factor(evidence: Evidence, value: float) -> ConstantFactor:
     root = evidence.key.kind is Kind.GRAD_NORM
     size = size**2 if root else size
     sizes: list[tuple[str, ...]] = []
-    for axes in axis_combinations(tuple(layout)):
-        if sizes and len(axes) > len(sizes[0]):
+    others = _sizes_of_others(evidence)
+    for among in ([name for name in layout if name not in others], [*layout]):
+        for axes in axis_combinations(among):
+            if sizes and len(axes) > len(sizes[0]):
+                break
+            number = math.prod(layout[axis] for axis in axes)
+            if abs(max(number, 1 / number) / size - 1) <= near:
+                sizes.append(axes)
+        if sizes:
             break
-        number = math.prod(layout[axis] for axis in axes)
-        if abs(max(number, 1 / number) / size - 1) <= near:
-            sizes.append(axes)
     if sizes == [(_SOFTMAX,)]:
         return ConstantFactor(Cause.SOFTMAX_SCALE, ratio=value, sizes=tuple(sizes))
     cause = Cause.TOO_LARGE if abs(value) > 1 else Cause.TOO_SMALL
@@ -296,4 +302,16 @@ def sizes_of(evidence: Evidence) -> dict[str, float]:
             sizes[name] = value
     if INNER_ATTENTION in evidence.key.name and evidence.reference.ndim == 4:
         sizes[_SOFTMAX] = math.sqrt(evidence.reference.shape[-1])
-    return sizes
+    return sizes | _sizes_of_others(evidence)
+
+
+def _sizes_of_others(evidence: Evidence) -> dict[str, float]:
+    """Sizes of axes that do not divide an expert, but by which its gradient is scaled.
+
+    Gradients are sums over all tokens, divided by the ranks that have different ones: those of the
+    other layers.
+    """
+    if evidence.key.kind is not Kind.MAIN_GRAD:
+        return {}
+    others = (axis for axis in DENSE if axis not in axes_of(evidence.key.name))
+    return {axis: evidence.size(axis) for axis in others if evidence.size(axis) > 1}

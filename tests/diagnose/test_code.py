@@ -77,6 +77,10 @@ def test_outcomes() -> None:
     gradients = [judged(Kind.MAIN_GRAD, name) for name in "abcd"]
     counted = [judged(Kind.COUNTED, name, Outcome.DIVERGED) for name in "ae"]
     assert Outcomes([*gradients, *counted]).share(Kind.COUNTED) == 2 / 5
+    experts = [judged(Kind.MAIN_GRAD, f"mlp.experts.{name}", Outcome.DIVERGED) for name in "ab"]
+    outcomes = Outcomes([*gradients, *experts])
+    names = ("", "c", "mlp.experts.a")
+    assert [outcomes.share(Kind.MAIN_GRAD, name) for name in names] == [2 / 6, 0.0, 1.0]
 
 
 def test_marks_that_only_what_fails_has() -> None:

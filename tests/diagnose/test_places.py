@@ -436,6 +436,15 @@ def test_what_computes_a_factor(axes: str, few: int, known: bool) -> None:
     assert clues.get("Buffer.__init__") is not Clue.SETS
 
 
+def test_a_factor_of_all_experts() -> None:
+    """Experts have a factor of their own: most other gradients may be right."""
+    expert = "decoder.layers.0.mlp.experts.linear.weight"
+    others = [judged(Kind.MAIN_GRAD, f"{NORM}.a{n}x") for n in range(9)]
+    failure = judged(Kind.MAIN_GRAD, expert, Outcome.DIVERGED)
+    ranked = Places(record(GRADIENTS), [failure, *others]).ranked(failure, large("dp"))
+    assert Clue.SETS in {place.clue for _, place in ranked}
+
+
 def test_what_is_divided_by_a_coefficient() -> None:
     """What names the coefficient, and gives the value to what logs it."""
     assert places(Kind.METRIC, "z_loss", large("auxiliary"))[0].function == "attach"

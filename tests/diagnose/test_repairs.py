@@ -437,3 +437,23 @@ def test_rows_that_differ_from_column_to_column() -> None:
     evidence = evidence_of(values(8, 16), meshes(1), lambda rank, right: right * 2)
     part = FailedPart.of(values(4, 16, seed=1), evidence.parts[0].mesh, boxes, 1.0)
     assert position.rows(dataclasses.replace(evidence, parts=[part])) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "sizes"),
+    [
+        # Divided by the size of dp, but summed over more ranks.
+        (Kind.MAIN_GRAD, {"tp": 2, "etp": 1}, (("tp",), ("dp",))),
+        (Kind.PARAM_DELTA, {"tp": 2, "etp": 1}, ()),
+        # What numbers its own ranks comes first.
+        (Kind.MAIN_GRAD, {"tp": 2, "etp": 1, "ep": 2}, (("ep",), ("edp",))),
+    ],
+)
+def test_a_factor_of_experts(
+    kind: Kind, layout: dict[str, int], sizes: tuple[tuple[str, ...], ...]
+) -> None:
+    """Their gradients are scaled by sizes of the other layers' axes too."""
+    key = dataclasses.replace(WEIGHT, kind=kind, name="decoder.layers.0.mlp.experts.w.weight")
+    finding = scaling.factor(of(LONG, LONG / 2, meshes(4, **layout), key=key))
+    assert finding is not None
+    assert finding.sizes == sizes
