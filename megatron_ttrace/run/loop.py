@@ -110,7 +110,8 @@ class Watch:
             clear_scratch(chunks)
         if (recorder := self._recorder) is not None:
             self._attempt(
-                "preparing the recording", lambda: recorder.begin(chunks, optimizer, scheduler)
+                "preparing the recording",
+                lambda: self._begin(recorder, chunks, optimizer, scheduler),
             )
         if (session := self._session) is not None:
             self._attempt(
@@ -136,7 +137,9 @@ class Watch:
     def _make_recorder(self) -> StateSession:
         from megatron_ttrace.run.states import StateSession
 
-        return StateSession(fronts.current().arguments(), self._settings, self._ranks)
+        recorder = StateSession(fronts.current().arguments(), self._settings, self._ranks)
+        self._watch_ranks(ends_check=True)
+        return recorder
 
     def _record(self, recorder: StateSession, step: Callable[[], Any], iterator: Any) -> Any:
         """A training step that is recorded; the last one ends the job."""
@@ -148,7 +151,15 @@ class Watch:
             self._leave(code)
         return result
 
-    def _begin(self, session: Session, *built: Any) -> None:
+    def _watch_ranks(self, *, ends_check: bool) -> None:
+        from megatron_ttrace.run.stall import Watchdog
+
+        ranks = self._ranks
+        if ranks.size > 1:
+            logs = self._settings.directory / "logs"
+            self._watchdog = Watchdog(logs, ranks.rank, ranks.size, ends_check=ends_check)
+
+    def _begin(self, session: Session | StateSession, *built: Any) -> None:
         session.begin(*built)
         if self._watchdog is not None:
             self._watchdog.knows(session.model.names, session.model.mesh)
@@ -159,16 +170,12 @@ class Watch:
 
     def _make_session(self) -> Session:
         from megatron_ttrace.run.candidate import CandidateSession
-        from megatron_ttrace.run.stall import Watchdog
 
         args, settings, ranks = fronts.current().arguments(), self._settings, self._ranks
         if settings.role == "reference":
             return self._reference(args)
         session = CandidateSession(args, settings, ranks, self._executed, self._calls)
-        if ranks.size > 1:
-            self._watchdog = Watchdog(
-                settings.directory / "logs", ranks.rank, ranks.size, ends_check=settings.exit_after
-            )
+        self._watch_ranks(ends_check=settings.exit_after)
         return session
 
     def _reference(self, args: MegatronArguments) -> Session:

@@ -2,10 +2,12 @@
 """What is done about ranks that never go on: a check ends, training does not."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_ttrace.run import stall
+from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.run import loop, stall, states
 from megatron_ttrace.trace import waits
 from megatron_ttrace.trace.waits import Doing, Wait
 
@@ -59,3 +61,18 @@ def test_meeting_says_itself_what_it_waits_for(
         waits.write(tmp_path, rank, Wait(doing=Doing.MEETING))
     watchdog._judge(31.0)
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_recording_is_watched(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart that hangs ends as a check does."""
+    started: list[tuple[object, ...]] = []
+    monkeypatch.setattr(
+        stall, "Watchdog", lambda *given, ends_check: started.append((*given, ends_check))
+    )
+    monkeypatch.setattr(states, "StateSession", lambda *_: None)
+    monkeypatch.setattr(loop.fronts, "current", lambda: SimpleNamespace(arguments=lambda: None))
+    watch = loop.Watch(Settings(directory=tmp_path, role="state"))
+    watch.__dict__["_ranks"] = SimpleNamespace(rank=0, size=size)
+    watch._make_recorder()
+    assert started == [(tmp_path / "logs", 0, 2, True)] * (size > 1)
