@@ -36,6 +36,7 @@ class Requested(Record):
         clip: largest gradient norm, 0 without clipping.
         window: how many keys to the left of itself a query sees, 0 without a window.
         sparse: how many keys sparse attention chooses, 0 without it.
+        fp8_weights: weights are to be kept in FP8, but an emulation keeps them as they are.
         overlap: communication of gradients or parameters overlaps with computation.
         buckets: gradient buckets of the rank that reports, 0 if unknown.
         final_batch: global batch size at the end of a ramp-up, 0 without one.
@@ -44,6 +45,7 @@ class Requested(Record):
 
     dropout: bool = False
     random_routing: bool = False
+    fp8_weights: bool = False
     clip: float = 0.0
     masks_ends: bool = False
     resets_positions: bool = False
@@ -154,6 +156,7 @@ def unexercised(
         (one_bucket, no(what.BUCKETS, 1)),
         (asked.dropout, no(what.DROPOUT)),
         (asked.random_routing, no(what.RANDOM_ROUTING)),
+        (asked.fp8_weights, no(what.FP8_WEIGHTS)),
         (asked.masks_ends and seen.masks_loss is False, no(what.LOSS_MASK)),
         (asked.resets_positions and seen.restarts_positions is False, no(what.POSITION_RESET)),
         (asked.resets_attention and seen.hides_documents is False, no(what.ATTENTION_RESET)),

@@ -12,6 +12,7 @@ from megatron_ttrace.compare import gathered, wire
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
+from megatron_ttrace.cpu import te
 from megatron_ttrace.jobs import known_faults, provenance
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, fronts, own_shards, quiet, statistics
@@ -183,6 +184,7 @@ def requested(args: Any, chunks: Sequence[Any]) -> Requested:
     return Requested(
         dropout=quiet.has_dropout(args),
         random_routing=quiet.has_random_routing(args),
+        fp8_weights=bool(getattr(args, "fp8_param_gather", False)) and te.emulated(),
         clip=float(args.clip_grad or 0.0),
         masks_ends=bool(getattr(args, "eod_mask_loss", False)),
         resets_positions=bool(getattr(args, "reset_position_ids", False)),
