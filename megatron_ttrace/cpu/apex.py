@@ -18,7 +18,6 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -26,51 +25,35 @@ from megatron_ttrace.cpu.stand_in import offer
 from megatron_ttrace.cpu.te.norms import NormFunction, NormKind
 
 
-class FusedLayerNormAffineFunction(NormFunction):
+class FusedLayerNormAffineFunction:
     """Layer norm with weight and bias over the last dim, the only one that Megatron normalises."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
+    def forward(
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor,
         normalized_shape: Sequence[int],
         eps: float,
-        memory_efficient: bool = False,
     ) -> torch.Tensor:
-        """Normalise.
+        """Normalise; Megatron asks this function's arguments which version of Apex there is."""
+        output: torch.Tensor = NormFunction.apply(input, weight, bias, NormKind("LayerNorm", eps))
+        return output
 
-        ``memory_efficient`` saves the output and inverts the norm in the backward pass, to spare
-        memory at the price of rounding. Memory is no matter here: the input is saved.
-        """
-        return NormFunction.forward(ctx, input, weight, bias, NormKind("LayerNorm", eps))
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of the input, the weight and the bias."""
-        return *NormFunction.backward(ctx, grad_output), None, None
+    apply = forward
 
 
-class FastLayerNormFN(NormFunction):
+class FastLayerNormFN:
     """Apex's persistent layer norm: the same function."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        eps: float,
-        memory_efficient: bool = False,
+    def forward(
+        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Normalise over the last dim."""
-        return NormFunction.forward(ctx, input, weight, bias, NormKind("LayerNorm", eps))
+        return FusedLayerNormAffineFunction.apply(input, weight, bias, weight.shape, eps)
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of the input, the weight and the bias."""
-        return *NormFunction.backward(ctx, grad_output), None
+    apply = forward
 
 
 def real_apex_present() -> bool:

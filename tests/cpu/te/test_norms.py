@@ -57,6 +57,26 @@ def test_sixteen_bits_are_computed_in_float32():
     torch.testing.assert_close(module(x), torch.ones(1, 4, dtype=torch.float16))
 
 
+def test_results_are_rounded_once():
+    """Those of each step would be another result; gradients have the types of their tensors."""
+    torch.manual_seed(3)
+    x = (torch.randn(5, 3, 12) * 3 + 1).bfloat16().requires_grad_()
+    module = LayerNorm(normalized_shape=12)
+    with torch.no_grad():
+        module.weight.copy_(1 + torch.randn(12).bfloat16())
+        module.bias.copy_(torch.randn(12).bfloat16())
+    output = module(x)
+    exact = expected("LayerNorm", x.double(), module.double())
+    assert torch.equal(output, exact.float().bfloat16())
+    module.bfloat16()
+    mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+    rounded = (x - mean) * torch.rsqrt(variance + module.eps) * module.weight + module.bias
+    assert not torch.equal(output, rounded)
+    module.float()
+    grads = torch.autograd.grad(module(x).sum(), (x, module.weight, module.bias))
+    assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
+
+
 def test_meta_device_waits_for_reset():
     module = LayerNorm(normalized_shape=4, device="meta", sequence_parallel=True)
     assert module.weight.is_meta
