@@ -12,15 +12,14 @@ group, and a ring over another.
 """
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.cpu.te import cp_ring
 from megatron_ttrace.cpu.te.attention_core import AttentionSettings, FusedAttention
+from megatron_ttrace.cpu.te.cp_ring import RingAttention
 from megatron_ttrace.cpu.te.masks import Tokens
 from megatron_ttrace.cpu.te.norms import compute_dtype
 from megatron_ttrace.cpu.te.parallel import (
@@ -132,67 +131,6 @@ class Traded(torch.autograd.Function):
         return (_gather_heads if ctx.scatters else _scatter_heads)(grad, ctx.group), None, None
 
 
-@dataclass(frozen=True)
-class SequenceParts:
-    """How the sequence is cut: which way ranks communicate, their groups, tokens of all ranks."""
-
-    comm: str
-    levels: list[Group]
-    tokens: list[Tokens]
-
-    @classmethod
-    def of(
-        cls, group: Group, comm: str, local_length: int, cu_seqlens: torch.Tensor | None
-    ) -> "SequenceParts":
-        """For parts of ``local_length`` tokens; ``cu_seqlens`` are starts before the cut."""
-        levels = groups(group)
-        if comm == "a2a+p2p":
-            if len(levels) != 2:
-                raise ValueError("a2a+p2p needs two process groups")
-            first = levels[0]
-            levels = [level for level in levels if group_size(level) > 1]
-            if len(levels) == 1:
-                comm = "a2a" if levels == [first] else "p2p"
-        size = math.prod(group_size(level) for level in levels)
-        tokens = [held_tokens(local_length, size, rank, cu_seqlens) for rank in range(size)]
-        return cls(comm, levels, tokens)
-
-    def attention(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        settings: AttentionSettings,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of this rank's queries; see :func:`attention`."""
-        group, tokens = self.levels[0], self.tokens
-        if self.comm == "p2p":
-            return cp_ring.attention(q, k, v, settings, group, tokens)
-        everyone = tokens[0].join(*tokens[1:])
-        if self.comm == "all_gather":
-            k, v = GatherSequence.apply(k, group), GatherSequence.apply(v, group)
-            allowed = settings.rule.allowed(tokens[dist.get_rank(group)], everyone)
-            out, max_score = FusedAttention.apply(q, k, v, None, None, allowed, settings)
-            return out, max_score
-        if self.comm not in ("a2a", "a2a+p2p"):
-            raise ValueError(f"unknown context-parallel communication {self.comm}")
-        q, k, v = (Traded.apply(tensor, group, True) for tensor in (q, k, v))
-        if self.comm == "a2a":
-            if sink is not None:
-                sink = sink.chunk(group_size(group))[dist.get_rank(group)]
-            allowed = settings.rule.allowed(everyone, everyone)
-            out, max_score = FusedAttention.apply(q, k, v, None, sink, allowed, settings)
-        else:
-            width = group_size(group)
-            joined = [
-                tokens[start].join(*tokens[start + 1 : start + width])
-                for start in range(0, len(tokens), width)
-            ]
-            out, max_score = cp_ring.attention(q, k, v, settings, self.levels[1], joined)
-        return Traded.apply(out, group, False), gather_rows(max_score, group)
-
-
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -221,5 +159,44 @@ def attention(
     ):
         if asked and comm not in ways:
             raise ValueError(f"context parallelism by {comm} does not support {feature}")
-    parts = SequenceParts.of(group, comm, q.shape[2], cu_seqlens)
-    return parts.attention(q, k, v, sink, settings)
+    comm, levels = _levels(comm, groups(group))
+    size = math.prod(group_size(level) for level in levels)
+    tokens = [held_tokens(q.shape[2], size, rank, cu_seqlens) for rank in range(size)]
+    first = levels[0]
+    if comm == "p2p":
+        out, max_score = RingAttention.apply(q, k, v, settings, first, tokens)
+        return out, max_score
+    everyone = tokens[0].join(*tokens[1:])
+    if comm == "all_gather":
+        k, v = GatherSequence.apply(k, first), GatherSequence.apply(v, first)
+        allowed = settings.rule.allowed(tokens[dist.get_rank(first)], everyone)
+        out, max_score = FusedAttention.apply(q, k, v, None, None, allowed, settings)
+        return out, max_score
+    if comm not in ("a2a", "a2a+p2p"):
+        raise ValueError(f"unknown context-parallel communication {comm}")
+    q, k, v = (Traded.apply(tensor, first, True) for tensor in (q, k, v))
+    if comm == "a2a":
+        if sink is not None:
+            sink = sink.chunk(group_size(first))[dist.get_rank(first)]
+        allowed = settings.rule.allowed(everyone, everyone)
+        out, max_score = FusedAttention.apply(q, k, v, None, sink, allowed, settings)
+    else:
+        width = group_size(first)
+        joined = [
+            tokens[start].join(*tokens[start + 1 : start + width])
+            for start in range(0, len(tokens), width)
+        ]
+        out, max_score = RingAttention.apply(q, k, v, settings, levels[1], joined)
+    return Traded.apply(out, first, False), gather_rows(max_score, first)
+
+
+def _levels(comm: str, levels: list[Group]) -> tuple[str, list[Group]]:
+    """How ranks communicate, over which groups: of a hierarchy, one may have a single rank."""
+    if comm != "a2a+p2p":
+        return comm, levels
+    if len(levels) != 2:
+        raise ValueError("a2a+p2p needs two process groups")
+    needed_levels = [level for level in levels if group_size(level) > 1]
+    if len(needed_levels) == 1:
+        comm = "a2a" if needed_levels == levels[:1] else "p2p"
+    return comm, needed_levels

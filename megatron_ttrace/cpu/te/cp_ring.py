@@ -126,16 +126,3 @@ class RingAttention(torch.autograd.Function):
             grad_block = ring.start(grad_block)()
         grad_k, grad_v = _unpack(grad_block, k.shape[-1])
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None
-
-
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    settings: AttentionSettings,
-    group: Group,
-    tokens: list[Tokens],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the ring ``group``; ``tokens`` of all its ranks."""
-    out, max_score = RingAttention.apply(q, k, v, settings, group, tokens)
-    return out, max_score

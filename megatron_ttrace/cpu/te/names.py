@@ -33,35 +33,12 @@ class DType(Enum):
 
 
 class QuantizedTensor(torch.Tensor):
-    """Base class of tensors stored in FP8."""
+    """A tensor stored in fewer bits, or what makes, holds or gathers one."""
 
 
-class Float8Tensor(QuantizedTensor):
-    """A tensor with one scale."""
-
-
-class Float8BlockwiseQTensor(QuantizedTensor):
-    """A tensor with a scale for each block of 128."""
-
-
-class MXFP8Tensor(QuantizedTensor):
-    """A tensor with a scale for each block of 32."""
-
-
-class MXFP8TensorStorage:
-    """The data of an :class:`MXFP8Tensor`."""
-
-
-class NVFP4TensorStorage:
-    """The data of a tensor in four bits."""
-
-
-class MXFP8Quantizer:
-    """Makes an :class:`MXFP8Tensor`."""
-
-
-class _NVFP4AllGatherAsyncHandle:
-    """The handle of a gather of tensors in four bits, which needs work afterwards."""
+Float8Tensor = Float8BlockwiseQTensor = MXFP8Tensor = QuantizedTensor
+MXFP8TensorStorage = NVFP4TensorStorage = MXFP8Quantizer = QuantizedTensor
+_NVFP4AllGatherAsyncHandle = QuantizedTensor
 
 
 class FusibleOperation:

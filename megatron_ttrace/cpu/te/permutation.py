@@ -89,9 +89,12 @@ class Fp8Padding(torch.nn.Module):
         super().__init__()
         self.num_gemms, self.align_size = num_gemms, align_size or 16
 
-    def forward(self, inp: torch.Tensor, m_splits: list[int]) -> tuple[torch.Tensor, list[int]]:
+    def _padded(self, m_splits: list[int]) -> list[int]:
+        return [-(-size // self.align_size) * self.align_size for size in m_splits]
+
+    def forward(self, inp: torch.Tensor, m_splits: list[int]) -> Any:
         """``[rows, h]`` to ``[more rows, h]``, and the new numbers of rows."""
-        padded = [-(-size // self.align_size) * self.align_size for size in m_splits]
+        padded = self._padded(m_splits)
         parts = [
             torch.nn.functional.pad(rows, (0, 0, 0, wanted - rows.shape[0]))
             for rows, wanted in zip(inp.split(m_splits), padded, strict=True)
@@ -99,15 +102,10 @@ class Fp8Padding(torch.nn.Module):
         return torch.cat(parts), padded
 
 
-class Fp8Unpadding(torch.nn.Module):
+class Fp8Unpadding(Fp8Padding):
     """Take the zeros of :class:`Fp8Padding` away."""
-
-    def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
-        super().__init__()
-        self.num_gemms, self.align_size = num_gemms, align_size or 16
 
     def forward(self, inp: torch.Tensor, m_splits: list[int]) -> torch.Tensor:
         """``[more rows, h]`` to ``[rows, h]``; ``m_splits`` are the numbers without padding."""
-        padded = [-(-size // self.align_size) * self.align_size for size in m_splits]
-        parts = [rows[:size] for rows, size in zip(inp.split(padded), m_splits, strict=True)]
-        return torch.cat(parts)
+        padded = inp.split(self._padded(m_splits))
+        return torch.cat([rows[:size] for rows, size in zip(padded, m_splits, strict=True)])

@@ -44,21 +44,26 @@ class Precision:
     wgrad_in_high_precision = True
     #: Whether scales come from earlier passes.
     scales_are_delayed = False
+    #: Eight-bit type of gradients.
+    backward_dtype = FORWARD
 
     def input(self, tensor: torch.Tensor, index: int = 0, again: bool = False) -> Operand:
         """Round ``[..., k]``, the ``index``-th group of the input; ``again`` in backward."""
-        return Operand(tensor, tensor)
+        return self._operand(tensor, FORWARD)
 
     def weight(self, tensor: torch.Tensor, index: int = 0) -> Operand:
         """Round the ``index``-th weight ``[n, k]``."""
-        return Operand(tensor, tensor)
+        return self._operand(tensor, FORWARD)
 
     def grad_output(self, tensor: torch.Tensor, index: int = 0) -> Operand:
         """Round ``[..., n]``, the ``index``-th group of the gradient of the output."""
-        return Operand(tensor, tensor)
+        return self._operand(tensor, self.backward_dtype)
 
     def after_backward(self) -> None:
         """Called at the end of the layer's backward pass."""
+
+    def _operand(self, tensor: torch.Tensor, fp8: torch.dtype) -> Operand:
+        return Operand(tensor, tensor)
 
 
 class CurrentScaling(Precision):
@@ -74,18 +79,6 @@ class CurrentScaling(Precision):
     def _operand(self, tensor: torch.Tensor, fp8: torch.dtype) -> Operand:
         result = quantize.current_scaling(tensor, fp8)
         return Operand(result, result)
-
-    def input(self, tensor: torch.Tensor, index: int = 0, again: bool = False) -> Operand:
-        """Round ``[..., k]``."""
-        return self._operand(tensor, FORWARD)
-
-    def weight(self, tensor: torch.Tensor, index: int = 0) -> Operand:
-        """Round ``[n, k]``."""
-        return self._operand(tensor, FORWARD)
-
-    def grad_output(self, tensor: torch.Tensor, index: int = 0) -> Operand:
-        """Round ``[..., n]``."""
-        return self._operand(tensor, self.backward_dtype)
 
 
 class BlockScaling(CurrentScaling):
