@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all of TransformerEngine's modules share: parameters, FP8 state, checkpoint entries."""
+"""What all of TransformerEngine's modules share: parameters, weight gradients, parallelism."""
 
 from collections import deque
 from collections.abc import Callable
@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ttrace.cpu.te import fp8
+from megatron_ttrace.cpu.te.fp8 import ScaledModule
 from megatron_ttrace.cpu.te.norms import materialise
 from megatron_ttrace.cpu.te.parallel import TensorParallel, group_size
-from megatron_ttrace.cpu.te.precision import Precision
 
 InitMethod = Callable[[torch.Tensor], Any]
 
@@ -42,7 +41,7 @@ class ParameterInit(NamedTuple):
     fp8_meta_index: int | None = None
 
 
-class TransformerEngineBaseModule(torch.nn.Module):
+class TransformerEngineBaseModule(ScaledModule):
     """Base class; Megatron asks for it by this name."""
 
     rng_tracker_name: str | None = None
@@ -51,10 +50,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fp8_initialized = False
-        self.fp8 = False
-        self.fp8_calibration = False
-        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
         self.tp_group: Any = None
         self.tp_size = 1
         self.sequence_parallel = False
@@ -64,7 +59,6 @@ class TransformerEngineBaseModule(torch.nn.Module):
         self.param_init_meta: dict[str, ParameterInit] = {}
         self.wgrad_queue: Queue | None = None
         self._after_backward_dw: list[Callable[[], Any]] = []
-        self._fp8 = fp8.ModuleState(self)
 
     # Parameters
 
@@ -170,21 +164,3 @@ class TransformerEngineBaseModule(torch.nn.Module):
         """How this layer is cut; a size with no group yet does not communicate."""
         size = group_size(self.tp_group)
         return TensorParallel(self.tp_group, size, self.parallel_mode, self.sequence_parallel)
-
-    # FP8
-
-    def precision(self, num_gemms: int = 1) -> Precision:
-        """Return what rounds this forward pass's tensors, by the FP8 context it runs in."""
-        return self._fp8.precision(num_gemms)
-
-    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Make scales and amax histories, if the current FP8 context needs them."""
-        self._fp8.prepare(num_gemms)
-
-    def get_extra_state(self) -> torch.Tensor:
-        """FP8 scales and amax histories as bytes; none without FP8."""
-        return self._fp8.to_bytes()
-
-    def set_extra_state(self, state: Any) -> None:
-        """Take FP8 scales and amax histories back."""
-        self._fp8.from_bytes(state)

@@ -210,29 +210,31 @@ def fp8_model_init(
 quantized_model_init = fp8_model_init
 
 
-class ModuleState:
-    """Scales and histories of one module, if its recipe needs any; they go into checkpoints."""
+class ScaledModule(torch.nn.Module):
+    """Has scales and histories, if its recipe needs any; they go into checkpoints."""
 
-    def __init__(self, module: Any) -> None:
-        self._module = module
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8_initialized = False
+        self.fp8 = False
+        self.fp8_calibration = False
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
         self._stashed: deque[tuple[torch.Tensor, bool]] = deque()
 
     @property
     def _scaling(self) -> tuple[ScalingState, ScalingState] | None:
-        meta = self._module.fp8_meta
-        if "scaling_fwd" not in meta:
+        if "scaling_fwd" not in self.fp8_meta:
             return None
-        return meta["scaling_fwd"], meta["scaling_bwd"]
+        return self.fp8_meta["scaling_fwd"], self.fp8_meta["scaling_bwd"]
 
-    def prepare(self, num_gemms: int = 1) -> None:
-        """Note the context's recipe, and make the state that it needs."""
-        module = self._module
-        module.fp8 = FP8GlobalStateManager.is_fp8_enabled()
-        if not module.fp8:
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Note the context's recipe, and make scales and histories if it needs them."""
+        self.fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        if not self.fp8:
             return
         recipe = FP8GlobalStateManager.get_fp8_recipe()
-        module.fp8_meta |= {"recipe": recipe, "num_gemms": num_gemms, "fp8_checkpoint": True}
-        module.fp8_initialized = True
+        self.fp8_meta |= {"recipe": recipe, "num_gemms": num_gemms, "fp8_checkpoint": True}
+        self.fp8_initialized = True
         if isinstance(recipe, DelayedScaling):
             self._allocate(num_gemms, recipe.amax_history_len)
 
@@ -240,15 +242,15 @@ class ModuleState:
         existing = self._scaling
         if existing is not None and existing[0].amax_history.shape[0] == history_length:
             return
-        meta = self._module.fp8_meta
+        meta = self.fp8_meta
         meta["scaling_fwd"] = ScalingState(_FORWARD_SLOTS * num_gemms, history_length)
         meta["scaling_bwd"] = ScalingState(_BACKWARD_SLOTS * num_gemms, history_length)
         meta["scaling_bwd"].scale.fill_(_first_backward_scale)
 
     def precision(self, num_gemms: int = 1) -> Precision:
-        """Return the rounding for one forward pass and its backward pass."""
-        self.prepare(num_gemms)
-        if not self._module.fp8:
+        """Return what rounds one forward pass's tensors, and its backward pass's."""
+        self.init_fp8_metadata(num_gemms)
+        if not self.fp8:
             return Precision()
         recipe = FP8GlobalStateManager.get_fp8_recipe()
         if isinstance(recipe, DelayedScaling):
@@ -278,13 +280,13 @@ class ModuleState:
         states = DelayedStates(forward, backward, scale, num_gemms)
         return DelayedScalingPrecision(recipe, states, not again, finish)
 
-    def to_bytes(self) -> torch.Tensor:
+    def get_extra_state(self) -> torch.Tensor:
         """Scales and histories as JSON in bytes; empty without FP8.
 
         TransformerEngine pickles them. No pickle is read or written here, so a checkpoint carries
         FP8 state from one emulated run to another, not to or from a GPU.
         """
-        meta = self._module.fp8_meta
+        meta = self.fp8_meta
         if not meta["fp8_checkpoint"]:
             return torch.empty(0, dtype=torch.uint8)
         state: dict[str, Any] = {"num_gemms": meta["num_gemms"]}
@@ -293,11 +295,11 @@ class ModuleState:
             state[f"amax_history_{direction}"] = scaling.amax_history.tolist()
         return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
-    def from_bytes(self, state: Any) -> None:
+    def set_extra_state(self, state: Any) -> None:
         """Take the state back.
 
         Raises:
-            ValueError: when it is not what :meth:`to_bytes` wrote, a GPU checkpoint's pickle say.
+            ValueError: when it is not what :meth:`get_extra_state` wrote, but a GPU's pickle, say.
         """
         if not isinstance(state, torch.Tensor) or state.numel() == 0:
             return
@@ -309,7 +311,7 @@ class ModuleState:
                 "load it without FP8, or on a GPU"
             ) from error
         num_gemms = content["num_gemms"]
-        self._module.fp8_meta |= {"num_gemms": num_gemms, "fp8_checkpoint": True}
+        self.fp8_meta |= {"num_gemms": num_gemms, "fp8_checkpoint": True}
         if "scale_fwd" not in content:
             return
         self._allocate(num_gemms, len(content["amax_history_fwd"]))
