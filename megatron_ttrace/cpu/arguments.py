@@ -27,9 +27,9 @@ class _Adapter:
         self.args = args
         self.changes: list[str] = []
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str) -> Any:
         """Value of an argument that not every release of Megatron has."""
-        return getattr(self.args, name, default)
+        return getattr(self.args, name, None)
 
     def switch_off(self, name: str, label: str, off: Any = False, when: bool = True) -> None:
         """Set ``name`` to ``off``; report ``label`` when that changed what the user has."""
@@ -72,7 +72,7 @@ def _refuse_for_local_layers(adapter: _Adapter) -> None:
 
 
 def _adapt_operations(adapter: _Adapter) -> None:
-    """The emulated TransformerEngine has no operation fuser (``te/ops.py``)."""
+    """The emulated TransformerEngine has no operation fuser (``te/names.py``)."""
     if adapter.get("use_te_activation_func"):
         # Its GELU is the tanh approximation, Megatron's own the exact one: another model.
         raise TTraceError(
@@ -164,7 +164,6 @@ def _adapt_communication(adapter: _Adapter) -> None:
 
 
 def _adapt_kernels(adapter: _Adapter) -> None:
-    args = adapter.args
     if not adapter.get("defer_embedding_wgrad_compute"):  # which needs it
         adapter.switch_off("gradient_accumulation_fusion", "gradient accumulation fusion")
     rotary = adapter.get("position_embedding_type") in ("rope", "yarn", "mrope") or any(
@@ -190,7 +189,7 @@ def _adapt_kernels(adapter: _Adapter) -> None:
     adapter.switch_off("num_workers", "data-loader workers", 0)
     adapter.switch_off("persistent_workers", "data-loader workers")
     adapter.switch_off("nvtx_ranges", "NVTX ranges")
-    if getattr(args, "fp8_param_gather", False) and not getattr(args, "fp8", None):
+    if adapter.get("fp8_param_gather") and not adapter.get("fp8"):
         adapter.switch_off("fp8_param_gather", "FP8 parameter gather")
 
 

@@ -100,8 +100,8 @@ class Ranks:
 
         Args:
             timeout: seconds without a sign of life after which a rank counts as lost.
-            store: key-value store of all ranks. By default it is the job's own, and rank and size
-                are those of the process group.
+            store: key-value store of all ranks. By default it is the job's own, or one in memory
+                for a single rank, and rank and size are those of the process group.
             rank: this rank.
             size: number of ranks.
         """
@@ -110,7 +110,7 @@ class Ranks:
             store = channel.store() if size > 1 else None
         self.rank, self.size = rank, size
         self._timeout = timeout
-        self._store = store
+        self._store = dist.HashStore() if store is None else store  # type: ignore[attr-defined]
         self._counts = {"check": 0, "back": 0}
         self._given_up: GivenUpError | None = None
 
@@ -299,8 +299,6 @@ class Ranks:
 
     def farewell(self) -> None:
         """Let rank 0, which may hold the store, leave last."""
-        if self.size == 1:
-            return
         with contextlib.suppress(Exception):
             left = self._store.add(_key("left"), 1)
             deadline = time.monotonic() + _FAREWELL_SECONDS
@@ -330,8 +328,6 @@ class Ranks:
 
     def _arrive(self, lane: str, task: str) -> None:
         self._counts[lane] += 1
-        if self.size == 1:
-            return
         at = f"{lane}/{self._counts[lane]}"
         self._ask(lambda: self._store.set(_key(f"{at}/{self.rank}"), "1"))
         if self._ask(lambda: self._store.add(_key(f"{at}/arrived"), 1)) == self.size:
@@ -399,8 +395,6 @@ class Ranks:
 
     def _announce(self, key: str, cause: Cause) -> Cause:
         """Leave the cause for the others; returns the one that was announced first."""
-        if self.size == 1:
-            return cause
         try:
             text = json.dumps(dataclasses.asdict(cause))
             return Cause.of_message(self._store.compare_set(_key(key), "", text).decode())
@@ -409,8 +403,6 @@ class Ranks:
 
     def _wake(self) -> None:
         """Let no rank wait for this one, neither at the current point nor at the next."""
-        if self.size == 1:
-            return
         count = self._counts["check"]
         with contextlib.suppress(Exception):
             for number in (count, count + 1):

@@ -23,7 +23,7 @@ from megatron_ttrace.capture.initial import Initial, initial_values, uninitialis
 from megatron_ttrace.capture.state import held_numbers
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.jobs import edited, reference_layout
-from megatron_ttrace.jobs.processes.progress import NOTICE
+from megatron_ttrace.jobs.processes.progress import NOTICE, say
 from megatron_ttrace.jobs.settings import Keep, Settings
 from megatron_ttrace.mcore import fronts, loss_scale, losses, quiet, samples, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
@@ -53,7 +53,7 @@ from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 def _say(notice: str) -> None:
     if dist.get_rank() == 0:
-        print(f"ttrace: {NOTICE}{notice}", flush=True)
+        say(f"{NOTICE}{notice}")
 
 
 class CandidateSession:
@@ -136,7 +136,7 @@ class CandidateSession:
             numbers = held_numbers(self.args, scheduler, optimizer)
             self._find_reference(started)
             reference = self.comparison.reference
-            with self.comparison.step(first, layout_of(self.model, self.args), (), ()) as sink:
+            with self.comparison.step(first, layout_of(self.model, self.args)) as sink:
                 loaded.compare(self.model, numbers, reference, first, sink)
             for text in loaded.notices(reference):
                 self._notice(text)
@@ -196,8 +196,8 @@ class CandidateSession:
                 )
                 layout = layout_of(self.model, self.args, scale)
                 batches = block.batches(iteration)
-                with comparison.step(iteration, layout, batches, numbers) as sink:
-                    counted = self.rehearsal.trace(step, sink, numbers, iteration)
+                with comparison.step(iteration, layout) as sink:
+                    counted = self.rehearsal.trace(step, sink, numbers, iteration, batches)
                     comparison.counted.append(counted)
 
     def _warm_up(self, block: Block) -> None:
@@ -322,7 +322,7 @@ class CandidateSession:
     ) -> None:
         """Check again with modules isolated, and add to the answer what fails on its own."""
         if dist.get_rank() == 0:
-            print("ttrace: not every cause is known: checking with modules isolated", flush=True)
+            say("not every cause is known: checking with modules isolated")
         began = time.monotonic()
         folder = self.settings.directory / shared.ISOLATED
         settings = dataclasses.replace(self.settings, isolate=True, directory=folder)

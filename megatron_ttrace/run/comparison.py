@@ -22,7 +22,6 @@ from megatron_ttrace.run.agreement import Ranks
 from megatron_ttrace.run.rehearsal import Block, Rehearsal
 from megatron_ttrace.trace import mapped
 from megatron_ttrace.trace.budget import Budget, require_space
-from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.counted import Counted
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
@@ -75,14 +74,8 @@ class Comparison:
         )
 
     @contextmanager
-    def step(
-        self, iteration: int, layout: RankLayout, batches: Sequence[Batch], numbers: Sequence[int]
-    ) -> Iterator[StepSink]:
-        """Compare one traced step, which runs in this context and is captured into the sink.
-
-        ``batches`` are this rank's microbatches, whose tokens are compared; there are none without
-        data. ``numbers`` are the reference's numbers of the microbatches.
-        """
+    def step(self, iteration: int, layout: RankLayout) -> Iterator[StepSink]:
+        """Compare one traced step, which runs in this context and is captured into the sink."""
         sink = CompareSink(
             self.reference,
             iteration,
@@ -93,9 +86,6 @@ class Comparison:
             isolate=self._isolate,
             budget=self._budget,
         )
-        for number, batch in zip(numbers, batches, strict=False):
-            for name, value in batch.items():
-                sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
         yield sink
         self._measured += sink.measured
 

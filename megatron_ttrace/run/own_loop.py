@@ -10,6 +10,7 @@ times: perturbed, and once more with modules isolated.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,12 +85,13 @@ def step[T](
         watch = Watch(settings)
         watch.building()
         watch.built(chunks, optimizer, scheduler or _Unscheduled())
-        source = _Source(batches)
+        # What microbatches are taken from (capture/batches.py).
+        source = types.SimpleNamespace(iterable=iter([dict(batch) for batch in batches]))
         watch.step(functools.partial(_stepped, run, source, len(batches)), source)
         raise TTraceError("the step was not checked")
 
 
-def _stepped(run: Callable[..., Any], source: _Source, count: int) -> Any:
+def _stepped(run: Callable[..., Any], source: types.SimpleNamespace, count: int) -> Any:
     from megatron_ttrace.mcore.fronts import own
 
     result = run([own.nested(next(source.iterable)) for _ in range(count)])
@@ -97,13 +99,6 @@ def _stepped(run: Callable[..., Any], source: _Source, count: int) -> Any:
         return result
     losses = result if isinstance(result, dict) else {}
     return losses, 0, False, False, 0, None, None, None
-
-
-class _Source:
-    """What microbatches are taken from (``capture/batches.py``)."""
-
-    def __init__(self, batches: Sequence[Microbatch]) -> None:
-        self.iterable = iter([dict(batch) for batch in batches])
 
 
 class _Unscheduled:

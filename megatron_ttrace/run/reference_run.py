@@ -24,7 +24,7 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.jobs import fingerprint
-from megatron_ttrace.jobs.processes.progress import OF_REFERENCE
+from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, say
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import fronts, loss_scale, losses, quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
@@ -277,12 +277,8 @@ class ReferenceSession:
         """Capture the steps of a block, each into a sink of its own."""
         numbers = self._numbers(block.microbatches)
         for iteration in block.iterations:
-            sink = sink_of(iteration)
-            # Without data on a pipeline's middle stages.
-            for number, batch in zip(numbers, block.batches(iteration), strict=False):
-                for name, value in batch.items():
-                    sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
-            self._counted.append(self.rehearsal.trace(block.run, sink, numbers, iteration))
+            sink, batches = sink_of(iteration), block.batches(iteration)
+            self._counted.append(self.rehearsal.trace(block.run, sink, numbers, iteration, batches))
 
     def _replayed(self, block: Block, again: Callable[[], None]) -> dict[TraceKey, Moved]:
         """Replay as often as asked for, or as the tolerances need; no tensor is kept."""
@@ -379,4 +375,4 @@ class ReferenceSession:
 
 
 def _say(line: str) -> None:
-    print(f"ttrace: {OF_REFERENCE}{line}", flush=True)
+    say(f"{OF_REFERENCE}{line}")

@@ -296,9 +296,21 @@ class Rehearsal:
             served.serve()
 
     def trace(
-        self, run: Callable[[], Any], sink: StepSink, microbatches: Sequence[int], iteration: int
+        self,
+        run: Callable[[], Any],
+        sink: StepSink,
+        microbatches: Sequence[int],
+        iteration: int,
+        batches: Sequence[Batch] = (),
     ) -> Counted:
         """Run one traced training step, on all ranks.
+
+        Args:
+            run: the step.
+            sink: receives what is captured.
+            microbatches: the reference's numbers of this rank's microbatches.
+            iteration: of the step.
+            batches: the microbatches, of which tokens are captured; none on a rank without data.
 
         Returns:
             Which elements went into the step's norms, counts and updates on this rank.
@@ -307,6 +319,9 @@ class Rehearsal:
             GivenUpError: on every rank, when tracing failed on any.
             EndError: when Megatron's own step failed.
         """
+        for number, batch in zip(microbatches, batches, strict=False):
+            for name, value in batch.items():
+                sink.placed((number, Kind.TOKENS, name, 0), value, value.shape, ())
         tap = StepTap(
             self.model,
             sink,

@@ -60,9 +60,6 @@ _TOKENS = ("tokens", "text")
 class StateSession:
     """Records the run that it is part of."""
 
-    finished = False
-    judged = False
-
     def __init__(self, args: MegatronArguments, settings: Settings, ranks: Ranks) -> None:
         if settings.overrides is None:
             raise TTraceError("--ttrace-role state is internal: use ttrace resume")

@@ -14,6 +14,7 @@ from megatron_ttrace.jobs import argv
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes.child import environment_of, run_subprocess
 from megatron_ttrace.jobs.processes.logs import how_it_ended, reason_of
+from megatron_ttrace.jobs.processes.progress import say
 from megatron_ttrace.jobs.provenance import SHRUNK
 from megatron_ttrace.jobs.reference_layout import Layout
 from megatron_ttrace.jobs.settings import Settings, checking
@@ -57,10 +58,9 @@ def checked(layout: Layout, settings: Settings) -> sharding.Divided:
         timeout=settings.timeout,
     )
     words = checking(script, [*job.arguments, *data], layout.ranks, check)
-    print(
-        f"ttrace: checking the reference's layout ({layout}) against one device, on a shrunk job "
-        f"(log: {log})",
-        flush=True,
+    say(
+        f"checking the reference's layout ({layout}) against one device, on a shrunk job "
+        f"(log: {log})"
     )
     code = run_subprocess(
         [sys.executable, "-m", "megatron_ttrace", *words],

@@ -6,7 +6,7 @@ for the first half of the MLP.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -266,18 +266,15 @@ class ParallelLinear(TransformerEngineBaseModule):
         else:
             self.bias = torch.Tensor()
 
-    def settings(
-        self, norm: NormKind | None = None, return_normalized: bool = False, num_gemms: int = 1
-    ) -> LinearSettings:
+    def settings(self, num_gemms: int = 1, **of_norm: Any) -> LinearSettings:
         """Fix layout and precision for one call."""
         return LinearSettings(
             layout=self.layout(),
             precision=self.precision(num_gemms),
-            norm=norm,
-            return_normalized=return_normalized,
             save_original_input=self.save_original_input,
             buffer=self.ub_name if self.ub_overlap_ag else None,
             delayed=self.wgrad_queue,
+            **of_norm,
         )
 
 
@@ -341,18 +338,14 @@ class LayerNormLinear(ParallelLinear):
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
     ) -> Any:
         """``[s, ..., k]`` to ``[s', ..., n]``; then bias and norm output as asked for."""
-        kind = NormKind(self.normalization, self.eps, self.zero_centered_gamma)
-        output, normalized = LinearFunction.apply(
-            inp,
-            self.layer_norm_weight,
-            self.layer_norm_bias,
-            self.weight,
-            self.bias if self.apply_bias else None,
-            replace(
-                self.settings(kind, self.return_layernorm_output),
-                return_gathered=self.return_layernorm_output_gathered,
-            ),
+        settings = self.settings(
+            norm=NormKind(self.normalization, self.eps, self.zero_centered_gamma),
+            return_normalized=self.return_layernorm_output,
+            return_gathered=self.return_layernorm_output_gathered,
         )
+        norm = self.layer_norm_weight, self.layer_norm_bias
+        bias = self.bias if self.apply_bias else None
+        output, normalized = LinearFunction.apply(inp, *norm, self.weight, bias, settings)
         results = [output]
         if self.return_bias:
             results.append(self.bias)

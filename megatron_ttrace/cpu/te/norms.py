@@ -137,7 +137,9 @@ class _Norm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         if self.has_bias:
             self.bias = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        mark_sequence_parallel(self, self.sequence_parallel)
+        for parameter in self.parameters():
+            # Whether its gradient is a partial sum.
+            parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
         if not self.weight.is_meta:
             self.reset_parameters()
 
@@ -173,13 +175,6 @@ class RMSNorm(_Norm):
     """``x / sqrt(mean(x²) + eps) * weight``."""
 
     name = "RMSNorm"
-
-
-def mark_sequence_parallel(module: torch.nn.Module, sequence_parallel: bool) -> None:
-    """Say on a norm's own parameters whether their gradients are partial sums."""
-    for parameter in module.parameters(recurse=False):
-        attributes: Any = parameter
-        attributes.sequence_parallel = sequence_parallel
 
 
 def materialise(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
