@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process with the CPU backend on: prints what it sees, as JSON, for the tests to judge.
+"""Each substitution of the CPU backend, in a process in which it is active.
 
-Activation replaces parts of PyTorch for the whole process, so it must not happen in pytest's.
+Prints why each check failed, as JSON. Activation replaces parts of PyTorch for the whole process,
+so it must not happen in pytest's.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import sys
 import tempfile
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from megatron_ttrace import cpu
 ORIGINAL_EMPTY = torch.empty
 
 
-def devices() -> dict[str, Any]:
-    """Every way to ask for a CUDA device, and the device that one gets."""
+def devices() -> None:
+    """Only the place of a tensor changes, whatever way one asks for a CUDA device."""
     x = torch.arange(6.0)
     asked = {
         "string": torch.zeros(2, device="cuda"),
@@ -39,59 +41,57 @@ def devices() -> dict[str, Any]:
         "module": torch.nn.Linear(2, 2).to("cuda").cuda(0).weight,
         "legacy": torch.cuda.FloatTensor([1.0]),
     }
-    found = {name: str(tensor.device) for name, tensor in asked.items()}
-    in_thread: list[str] = []
-    thread = threading.Thread(
-        target=lambda: in_thread.append(str(torch.zeros(1, device="cuda").device))
+    assert {name: str(tensor.device) for name, tensor in asked.items()} == dict.fromkeys(
+        asked, "cpu"
     )
+    assert x.cuda() is x
+    assert x.to("cuda").dtype == torch.float32
+    assert asked["to keyword"].dtype == torch.float64
+    assert torch.zeros(2, device="meta").is_meta
+
+
+def threads() -> None:
+    """Checkpoints are written, and data sets built, by other threads."""
+    made: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: made.append(torch.zeros(1, device="cuda")))
     thread.start()
     thread.join()
-    return {
-        "asked": found,
-        "thread": in_thread[0],
-        "same tensor": x.cuda() is x,
-        "dtype kept": str(x.to("cuda").dtype),
-        "double": str(x.to(device="cuda", dtype=torch.float64).dtype),
-        "meta": str(torch.zeros(2, device="meta").device),
-    }
+    assert made[0].device.type == "cpu"
 
 
-def mesh() -> str:
+def mesh() -> None:
     """The device of a mesh of ranks; torch's FSDP2 takes its own from there."""
-    return str(
-        torch.distributed.device_mesh.DeviceMesh(
-            "cuda", [0], _init_backend=False, _rank=0
-        ).device_type
-    )
+    ranks = torch.distributed.device_mesh.DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
+    assert ranks.device_type == "cpu"
 
 
-def default_device() -> str:
+def default_device() -> None:
+    """``--init-model-with-meta-device`` builds the model under one."""
     with torch.device("meta"):
-        return str(torch.empty(2).device)
+        assert torch.empty(2).is_meta
 
 
-def scripted() -> list[float]:
+def scripted() -> None:
     """TorchScript still finds the factories behind the wrappers."""
 
     def scale(x: torch.Tensor) -> torch.Tensor:
         return x + torch.ones([2])
 
-    return torch.jit.script(scale)(torch.zeros(2)).tolist()
+    assert torch.jit.script(scale)(torch.zeros(2)).tolist() == [1.0, 1.0]
 
 
-def type_names() -> dict[str, str]:
-    """``tensor.type()`` as Megatron and as everyone else sees it."""
+def type_names() -> None:
+    """Only Megatron sees CUDA types in ``tensor.type()``."""
     asker: dict[str, Any] = {"__name__": "megatron.core.optimizer.optimizer"}
     exec("def ask(tensor): return tensor.type()", asker)
     x = torch.zeros(1)
-    return {
-        "megatron": asker["ask"](x),
-        "megatron bf16": asker["ask"](x.bfloat16()),
-        "others": x.type(),
-    }
+    assert asker["ask"](x) == "torch.cuda.FloatTensor"
+    assert asker["ask"](x.bfloat16()) == "torch.cuda.BFloat16Tensor"
+    assert x.type() == "torch.FloatTensor"
 
 
-def streams() -> dict[str, Any]:
+def streams() -> None:
+    """All work has been done, in its order."""
     side, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
     event.record()
     with torch.cuda.stream(side):
@@ -100,47 +100,46 @@ def streams() -> dict[str, Any]:
         later = side.record_event()
     torch.cuda.synchronize()
     torch.zeros(1).record_stream(side)
-    return {
-        "done": side.query() and event.query(),
-        "ordered": event.elapsed_time(later) >= 0,
-        "capturing": torch.cuda.is_current_stream_capturing(),
-    }
+    assert side.query()
+    assert event.query()
+    assert event.elapsed_time(later) >= 0
+    assert not torch.cuda.is_current_stream_capturing()
 
 
-def random_states() -> dict[str, Any]:
-    """The round trip that Megatron's tracker makes at every dropout."""
+def random_states() -> None:
+    """The round trip that Megatron's tracker makes at every dropout, with one generator."""
     torch.manual_seed(7)
     kept = torch.cuda.get_rng_state()
     first = torch.rand(3)
     torch.cuda.manual_seed(8)
     other = torch.rand(3)
     torch.cuda.default_generators[0].set_state(kept)
-    again = torch.rand(3)
+    assert torch.equal(torch.rand(3), first)
+    assert not torch.equal(other, first)
+    torch.manual_seed(8)
+    assert torch.equal(torch.rand(3), other)
+
+
+def data_loader() -> None:
+    """Its seed, drawn on one rank only, would part the dropout masks of the others."""
     torch.manual_seed(8)
     seeded = torch.rand(3)
     torch.manual_seed(8)
     list(torch.utils.data.DataLoader(torch.arange(3)))  # type: ignore[arg-type]
-    after_reading = torch.rand(3)
-    return {
-        "kept by a data loader": torch.equal(after_reading, seeded),
-        "restored": torch.equal(first, again),
-        "another stream": not torch.equal(first, other),
-        "same as the CPU's": torch.equal(other, seeded),
-    }
+    assert torch.equal(torch.rand(3), seeded)
 
 
-def queries() -> dict[str, Any]:
-    return {
-        "available": torch.cuda.is_available(),
-        "accelerator": torch.accelerator.is_available(),
-        "allocated": torch.cuda.memory_allocated() + torch.cuda.memory_stats()["any"],
-        "capability": list(torch.cuda.get_device_capability()),
-        "memory": torch.cuda.get_device_properties(0).total_memory > 0,
-        "still needed": cpu.needed(),
-    }
+def queries() -> None:
+    """Megatron finds a device, and the data loader none; the backend is needed still."""
+    assert torch.cuda.is_available()
+    assert cpu.needed()
+    assert not torch.accelerator.is_available()
+    assert torch.cuda.memory_allocated() + torch.cuda.memory_stats()["any"] == 0
+    assert torch.cuda.get_device_properties(0).total_memory > 0
+    assert torch.cuda.get_device_capability() >= (8, 0)  # bf16 is refused below
 
 
-def collectives(rank: int, where: str) -> dict[str, Any]:
+def collectives(rank: int, where: str) -> None:
     """What gloo refuses and the MoE dispatchers do; every value is the rank's number plus one."""
     dist.init_process_group(
         "nccl",
@@ -150,54 +149,57 @@ def collectives(rank: int, where: str) -> dict[str, Any]:
         device_id=torch.device("cuda", rank),
     )
     group = dist.new_group([0, 1], backend="nccl")
+    assert dist.get_backend(group) == "gloo"
     mine = float(rank + 1)
     rows = [1, 3]
     gathered = [torch.zeros(n, 2) for n in rows]
     dist.all_gather(gathered, torch.full((rows[rank], 2), mine), group=group)
+    assert [part.flatten().tolist() for part in gathered] == [[1.0, 1.0], [2.0] * 6]
     parts = [torch.full((n,), mine) for n in rows]
     scattered = torch.zeros(rows[rank])
     dist.reduce_scatter(scattered, parts, group=group)
-    splits = [torch.tensor([1, 2]), torch.tensor([1, 2])]
+    assert scattered.tolist() == [3.0] * rows[rank]
+    # Gloo's own reduce writes partial sums into the buffers of the other ranks.
+    assert [part.tolist() for part in parts] == [[mine] * n for n in rows]
     wanted = torch.tensor([1, 1]) if rank == 0 else torch.tensor([2, 2])
     exchanged = torch.zeros(int(wanted.sum()))
-    dist.all_to_all_single(exchanged, torch.full((3,), mine), wanted, splits[rank], group=group)
+    splits = torch.tensor([1, 2])
+    dist.all_to_all_single(exchanged, torch.full((3,), mine), wanted, splits, group=group)
+    assert exchanged.tolist() == ([1.0, 2.0] if rank == 0 else [1.0, 1.0, 2.0, 2.0])
     halves = torch.zeros(1, dtype=torch.bfloat16)
     dist.reduce_scatter_tensor(halves, torch.full((2,), mine, dtype=torch.bfloat16), group=group)
+    assert halves.tolist() == [3.0]
+    coalesced(group, rank, mine)
+    dist.destroy_process_group()
+
+
+def coalesced(group: Any, rank: int, mine: float) -> None:
+    """Reductions at once; two of one buffer are refused, and a rank alone changes nothing late."""
     summed = [torch.full((2,), mine), torch.full((1,), mine)]
     with dist._coalescing_manager(group):
         for one in (*summed, torch.zeros(0), torch.zeros(0)):
             dist.all_reduce(one, group=group)
+    assert [one.tolist() for one in summed] == [[3.0, 3.0], [3.0]]
+    refused = ""
     try:
         with dist._coalescing_manager(group):
             for _ in range(2):
                 dist.all_reduce(summed[0], group=group)
-        refused = ""
     except RuntimeError as error:
         refused = str(error)
+    assert "undefined with NCCL" in refused
     alone = [dist.new_group([rank], backend="nccl") for rank in (0, 1)][rank]
     changed = torch.ones(2)
     with dist._coalescing_manager(alone, async_ops=True) as waiting:
         dist.reduce_scatter_tensor(changed, changed, group=alone, async_op=True)
     changed += 1
     waiting.wait()
-    found = {
-        "backend": dist.get_backend(group),
-        "changed meanwhile": changed.tolist(),
-        "coalesced": [one.tolist() for one in summed],
-        "coalesced twice": refused,
-        "all_gather": [part.flatten().tolist() for part in gathered],
-        "reduce_scatter": scattered.tolist(),
-        "inputs kept": [part.tolist() for part in parts],
-        "all_to_all": exchanged.tolist(),
-        "bf16": halves.tolist(),
-    }
-    dist.destroy_process_group()
-    return found
+    assert changed.tolist() == [2.0, 2.0]
 
 
-def forked() -> list[dict[str, Any]]:
+def forked() -> None:
     """Ranks forked from this process, which has activated but holds no group and no thread."""
-    threads = threading.active_count()
+    assert threading.active_count() == 1
     with tempfile.TemporaryDirectory() as where:
         children = []
         for rank in range(2):
@@ -205,20 +207,24 @@ def forked() -> list[dict[str, Any]]:
             if child == 0:
                 code = 1
                 try:
-                    found = collectives(rank, where) | {"parent's threads": threads}
-                    (Path(where) / str(rank)).write_text(json.dumps(found), encoding="utf-8")
+                    collectives(rank, where)
                     code = 0
+                except BaseException:  # noqa: BLE001 - the parent reports it
+                    (Path(where) / f"error-{rank}").write_text(traceback.format_exc())
                 finally:
                     os._exit(code)
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if any(codes):
-            raise SystemExit(f"a forked rank failed: {codes}")
-        return [json.loads((Path(where) / str(rank)).read_text()) for rank in range(2)]
+        errors = [path.read_text() for path in sorted(Path(where).glob("error-*"))]
+        assert codes == [0, 0], "\n".join(errors) or codes
 
 
-def compiles() -> bool:
-    """Whether an optimizer's methods and a dispatch mode import torch's compiler."""
+def compiled() -> None:
+    """``torch.compile`` returns functions as they are, and nothing imports the compiler."""
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert torch.compile(main) is main
+    assert torch.compile(main, mode="max-autotune") is main
+    assert torch.compile(dynamic=True)(main) is main
     parameters = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     parameters.zero_grad()
     parameters.load_state_dict(parameters.state_dict())
@@ -229,41 +235,43 @@ def compiles() -> bool:
 
     with Mode():
         torch.ones(1)
-    return "torch._dynamo" in sys.modules
+    assert "torch._dynamo" not in sys.modules
 
 
-def optimizer() -> bool:
-    """A step, before which torch imports its compiler."""
+def optimizer() -> None:
+    """Before its step torch imports its compiler, which wants each function of torch.cuda once."""
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     torch.optim.SGD([parameter], lr=1.0).step()
-    return parameter.item() == 0.0
+    assert parameter.item() == 0.0
+
+
+def twice() -> None:
+    """Activating twice wraps once."""
+    assert torch.empty.__wrapped__ is ORIGINAL_EMPTY  # type: ignore[attr-defined]
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        *(compiled, twice, devices, threads, mesh, default_device, scripted, type_names, streams),
+        *(random_states, data_loader, queries, forked, optimizer),
+    )
+}
+"""In this order: scripting, and an optimizer's step, import the compiler."""
 
 
 def main() -> None:
+    """Run all checks."""
     cpu.activate()
     cpu.activate()
-    facts = {
-        "wrapped once": torch.empty.__wrapped__ is ORIGINAL_EMPTY,  # type: ignore[attr-defined]
-        "dynamo": os.environ["TORCHDYNAMO_DISABLE"],
-        "compiled": [
-            torch.compile(main) is main,
-            torch.compile(main, mode="max-autotune") is main,
-            torch.compile(dynamic=True)(main) is main,
-            compiles(),
-        ],
-        "devices": devices(),
-        "default device": default_device(),
-        "mesh": mesh(),
-        "scripted": scripted(),
-        "types": type_names(),
-        "streams": streams(),
-        "random": random_states(),
-        "queries": queries(),
-        "forked": forked(),
-        "optimizer": optimizer(),
-    }
-    json.dump(facts, sys.stdout)
+    failures = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+        except Exception:  # noqa: BLE001 - the test reports it
+            failures[name] = traceback.format_exc()
+    json.dump(failures, sys.stdout)
 
 
 if __name__ == "__main__":

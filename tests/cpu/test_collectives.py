@@ -52,24 +52,22 @@ def test_patience_ends(bound: socket.socket) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("RANK", "0"), ("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", ""), ("MASTER_PORT", "²")],
+    [
+        ("RANK", "0"),
+        ("MASTER_ADDR", "10.0.0.1"),
+        ("MASTER_PORT", ""),
+        ("MASTER_PORT", "²"),
+        ("_SOCKETS", ""),
+    ],
 )
 def test_who_does_not_wait(
     bound: socket.socket, name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0, another machine, and a launcher that says something else."""
-    monkeypatch.setenv(name, value)
-    waiting = threading.Thread(target=collectives.await_store, args=(LONG,), daemon=True)
-    waiting.start()
-    waiting.join(LONG / 2)
-    assert not waiting.is_alive()
-
-
-def test_without_a_list_of_sockets(
-    bound: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is waited for that cannot be seen."""
-    monkeypatch.setattr(collectives, "_SOCKETS", (tmp_path / "tcp",))
+    """Rank 0, another machine, a launcher that says something else; without a list of sockets."""
+    if name == "_SOCKETS":
+        monkeypatch.setattr(collectives, name, (Path("/nowhere"),))
+    else:
+        monkeypatch.setenv(name, value)
     waiting = threading.Thread(target=collectives.await_store, args=(LONG,), daemon=True)
     waiting.start()
     waiting.join(LONG / 2)

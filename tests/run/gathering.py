@@ -7,7 +7,7 @@ Each process has what a rank of Kimi K2's first stage holds (tests/placement/sca
 differences that all pass, or with ``--failing`` all fail in one layer; and the counts and the
 collectives of such a rank (tests/run/rank_records.py). Nothing is trained. Prints one JSON object:
 seconds from the first to the last rank, messages and records of the last rank. "Recorded" are
-counts and collectives; they are judged, too.
+counts and collectives; what they say is right is asserted.
 
     python -m tests.run.gathering --stage 16384
 
@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 import traceback
-import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,37 +112,14 @@ def of_stage(job: Job) -> dict[str, Any]:
         return message, path + time.process_time() - began, received
 
     message, path, received = arrived(size - 1)
-    findings = channel.unpacked(message, 0)
     began = time.process_time()
-    counts = counts_in(findings["each"])
-    read = time.process_time()
-    verdicts = compare_counted.judge((), counts).verdicts
-    judging = time.process_time() - read
-    assert {verdict.verdict for verdict in verdicts} == {Outcome.PASS}
-    tracemalloc.start()
-    counts = counts_in(findings["each"])
-    taken = tracemalloc.get_traced_memory()[0]
+    require_right(channel.unpacked(message, 0)["each"])
     return {
         "ranks": job.world,
         "of the first stage": size,
         "processor seconds on the longest path": round(path, 2),
+        "to read and judge counts and collectives": round(time.process_time() - began, 2),
         "bytes received by the last rank": received,
-        "bytes sent on": len(message),
-        "records merged": len(decode(findings["held"])),
-        "bytes recorded by all ranks": len(json.dumps(findings["each"])),
-        "nodes": len(findings["each"]["nodes"]),
-        "processor seconds to read counts": round(read - began, 2),
-        "to judge them": round(judging, 2),
-        "bytes of memory that they take": taken,
-    }
-
-
-def counts_in(records: Any) -> dict[int, list[counted.Counted]]:
-    """By rank."""
-    once = folded.Once()
-    return {
-        rank: [counted.expanded(step, once) for step in steps]
-        for rank, (_, steps, _) in folded.unfold(records).items()
     }
 
 
@@ -175,53 +151,39 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
         lambda parts: answer.merged(parts, failed, comparison, args),
         cpu,
     )
-    spent, cpu_seconds = time.monotonic() - began, time.process_time()
+    spent = time.monotonic() - began
     if merged is not None:
-        began = time.process_time()
-        answer.merged([merged], failed, comparison, args)
-        rate = len(tensors := decode(merged["held"])) / (time.process_time() - began)
-        began = time.process_time()
-        folded.merge([merged["each"]])
-        folding = time.process_time() - began
-        alone = json.dumps([counted.encode(comparison.counted), recorded])
+        tensors = decode(merged["held"])
         result = {
             "ranks": job.world,
             "failing tensors": len(failed),
-            "records of a rank": len(comparison.findings()),
             "records of all ranks": sum(len(tensor.ranks) for tensor in tensors),
             "records merged": len(tensors),
             "bytes received by the last rank": sum(sent),
-            "bytes of the merged records": len(json.dumps(merged["held"])),
             "seconds": round(spent, 2),
-            "processor seconds of the last rank": round(cpu_seconds, 2),
-            "records merged per processor second": round(rate),
-            "bytes recorded by a rank": len(alone),
+            "bytes recorded by a rank": len(
+                json.dumps([counted.encode(comparison.counted), recorded])
+            ),
             "bytes recorded by all ranks": len(json.dumps(merged["each"])),
-            "compressed": len(channel.packed(merged["each"])),
-            "nodes folded per processor second": round(len(merged["each"]["nodes"]) / folding),
-            **judged(merged["each"]),
         }
+        require_right(merged["each"])
         (directory / "result.json").write_text(json.dumps(result))
     ranks.meet("leaving")
 
 
-def judged(records: dict[str, Any]) -> dict[str, float]:
-    """Processor seconds of reading and judging what ranks recorded; everything must be right."""
-    began = time.process_time()
-    counts, once = counts_in(records), folded.Once()
-    ledgers = [recording.decoded(message, once) for *_, message in folded.unfold(records).values()]
-    read = time.process_time()
+def require_right(records: dict[str, Any]) -> None:
+    """Read and judge what ranks recorded."""
+    once, unfolded = folded.Once(), folded.unfold(records)
+    counts = {
+        rank: [counted.expanded(step, once) for step in steps]
+        for rank, (_, steps, _) in unfolded.items()
+    }
     verdicts = compare_counted.judge((), counts).verdicts
     assert {verdict.verdict for verdict in verdicts} == {Outcome.PASS}
-    counting = time.process_time()
+    ledgers = [recording.decoded(message, once) for *_, message in unfolded.values()]
     ledger = collectives.merge(ledgers, lambda _: "", compute="bfloat16", gradients="bfloat16")
     assert ledger.collectives
     assert not ledger.findings
-    return {
-        "processor seconds to read them": round(read - began, 2),
-        "to judge counts": round(counting - read, 2),
-        "to judge collectives": round(time.process_time() - counting, 2),
-    }
 
 
 def _serve() -> int:

@@ -169,18 +169,6 @@ def test_cross_entropy_is_rounded_as_by_the_release(release, monkeypatch):
     assert torch.equal(logits.grad, gradient.bfloat16())
 
 
-def test_cross_entropy_gradient_by_token():
-    """Each token's gradient is multiplied by that of its own loss, and not scaled."""
-    torch.manual_seed(1)
-    logits, target = torch.randn(3, 1, 8, dtype=torch.float64), torch.arange(3)[:, None]
-    weights = torch.tensor([[0.5], [0.0], [2.0]], dtype=torch.float64)
-    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    (parallel_cross_entropy(ours, target) * weights).sum().backward()
-    exact = F.cross_entropy(theirs[:, 0], target[:, 0], reduction="none")
-    (exact * weights[:, 0]).sum().backward()
-    close(ours.grad, theirs.grad)
-
-
 @pytest.mark.parametrize("option", [{"reduce_loss": True}, {"label_smoothing": 0.1}])
 def test_cross_entropy_that_megatron_does_not_ask_for(option):
     with pytest.raises(NotImplementedError, match="smoothed labels"):
