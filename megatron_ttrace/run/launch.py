@@ -124,31 +124,26 @@ def _make(
 ) -> None:
     # Reports are for others to read, tensors only in a cache that says so.
     owned.make(home, reference_cache.mode())
+    overrides = overrides_of(args)
+    divided: Divided = ()
+    where, log = "one device", settings.directory / _LOG
+    if layout := settings.reference_layout:
+        from megatron_ttrace.run import trial
+
+        padding = overrides["make_vocab_size_divisible_by"]
+        overrides = {**overrides, **layout.overrides(padding, experts=bool(args.num_experts))}
+        divided = trial.checked(layout, settings)
+        where = f"{layout.ranks} ranks ({layout})"
+        log = ranks.log_of(settings.directory / shared.REFERENCE_LOGS, 0)
     order = Order(
-        overrides=overrides_of(args),
+        overrides=overrides,
         fingerprint=name,
         identity=identity,
         directory=str(home.resolve()),
         started=started,
+        layout=layout,
+        divided=divided,
     )
-    if layout := settings.reference_layout:
-        from megatron_ttrace.run import trial
-
-        order = dataclasses.replace(
-            order,
-            overrides={
-                **order.overrides,
-                **layout.overrides(
-                    order.overrides["make_vocab_size_divisible_by"], experts=bool(args.num_experts)
-                ),
-            },
-            layout=layout,
-            divided=trial.checked(layout, settings),
-        )
-    where, log = "one device", settings.directory / _LOG
-    if layout:
-        where = f"{layout.ranks} ranks ({layout})"
-        log = ranks.log_of(settings.directory / shared.REFERENCE_LOGS, 0)
     say(f"making the reference on {where} (log: {log})")
     began = time.monotonic()
     _run(order, settings, log, settings.timeout)

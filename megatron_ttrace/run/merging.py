@@ -22,9 +22,9 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import MOMENTS, STEP_LEVEL, Direction, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
-Movement = list[tuple[tuple[Any, ...], str, int, str, str, str]]
-"""Of each part of a tensor: key, region, elements, and sums of squares of the difference and of the
-reference, as Python writes numbers."""
+Movement = list[tuple[tuple[Any, ...], str, int, float, float, float]]
+"""Of each part of a tensor: key, region, elements, sums of squares of the difference and of the
+reference, and the largest difference."""
 
 
 def merge(directory: Path, stages: Sequence[int], writer: TraceWriter) -> None:
@@ -150,7 +150,7 @@ def movement(measured: Iterable[Measured]) -> Movement:
     parts: Movement = []
     for part in measured:
         sums = part.sums or Sums(diff=math.inf)
-        numbers = sums.n, repr(sums.diff), repr(sums.reference), repr(sums.worst)
+        numbers = sums.n, sums.diff, sums.reference, sums.worst
         parts.append((dataclasses.astuple(part.key), repr(part.region), *numbers))
     return parts
 
@@ -160,7 +160,7 @@ def joined(movements: Iterable[Movement]) -> Movement:
     parts: dict[tuple[Any, ...], Any] = {}
     for part in itertools.chain.from_iterable(movements):
         at = (*part[0], part[1])
-        if at not in parts or float(part[3]) > float(parts[at][3]):
+        if at not in parts or part[3] > parts[at][3]:
             parts[at] = part
     return list(parts.values())
 
@@ -169,7 +169,7 @@ def moved(movement: Movement, before: Mapping[TraceKey, Moved]) -> dict[TraceKey
     """Tensors with one more replay: the :func:`joined` movement of all ranks."""
     total: dict[TraceKey, Sums] = {}
     for (iteration, microbatch, kind, name, index), _, n, diff, reference, worst in movement:
-        part = Sums(n, diff=float(diff), reference=float(reference), worst=float(worst))
+        part = Sums(n, diff=diff, reference=reference, worst=worst)
         key = TraceKey(iteration, microbatch, Kind(kind), name, index)
         total[key] = total.get(key, Sums()) + part
     return {key: Moved.after(before.get(key), sums) for key, sums in total.items()}

@@ -111,15 +111,14 @@ class InCheckpoint:
         """Write what every rank must have. The model has the state that was handed over by now."""
         stepped = owned_by(self._model.optimizer) if self._loads_optimizer else {}
         state = {(part.index, part.place.name): part.data for part in held_state(self._model)}
-        lines = _Lines(sink)
         weights, states = [], []
         for parameter, place in self._model.places():
-            if self._write_weight(lines, parameter, place) is LoadedIndex.AGREED:
+            if self._write_weight(sink, parameter, place) is LoadedIndex.AGREED:
                 weights.append(place.name)
             for index in _STEPPED if parameter in stepped else ():
                 data = state.get((index, place.name))
                 if (stored := self._stored(parameter, place, index, data)) is not None:
-                    lines.add(place, index, stored)
+                    _put(sink, place, index, stored)
                 elif (
                     self._checkpoint
                     and data is not None
@@ -130,33 +129,35 @@ class InCheckpoint:
         for place, buffer in self._model.buffers():
             stored = self._stored(buffer, place, LoadedIndex.BUFFER, buffer)
             if stored is not None:
-                lines.add(place, LoadedIndex.BUFFER, stored)
+                _put(sink, place, LoadedIndex.BUFFER, stored)
             elif self._find(buffer, place, LoadedIndex.BUFFER) is not None:
                 states.append(place.name)
         if self._checkpoint is not None and self._source is not None:
             for name, value in _comparable(self._checkpoint.numbers, self._source):
                 number = torch.tensor(value, dtype=torch.float64)
-                lines.add(ParameterPlace(name, (), ()), LoadedIndex.NUMBER, number)
+                _put(sink, ParameterPlace(name, (), ()), LoadedIndex.NUMBER, number)
         self.unverified = Unverified(
             self._why, self._unread, tuple(weights), tuple(dict.fromkeys(states))
         )
 
     def _write_weight(
-        self, lines: _Lines, parameter: torch.nn.Parameter, place: ParameterPlace
+        self, sink: Storing, parameter: torch.nn.Parameter, place: ParameterPlace
     ) -> LoadedIndex:
-        """Write a weight; returns what it must be, at last."""
+        """Write a weight, and what main weights are, rounded; returns what it must be, at last."""
         loaded, data = self._weights.pop(place.name, None), parameter.data
         stored = self._stored(parameter, place, LoadedIndex.WEIGHT, data)
-        index = LoadedIndex.AGREED if stored is None else LoadedIndex.WEIGHT
+        values, is_same = [], False
         if loaded is not None:
-            lines.add(place, LoadedIndex.ONE_DEVICE, loaded)
+            values.append((LoadedIndex.ONE_DEVICE, loaded))
             # Of several ranks, each may answer differently.
             alone = self._model.mesh.world_size == 1
-            if stored is None or (alone and torch.equal(stored, loaded.cpu())):
-                lines.rounded(parameter, place)
-                return LoadedIndex.ONE_DEVICE
-        lines.add(place, index, data if stored is None else stored)
-        lines.rounded(parameter, place)
+            is_same = alone and stored is not None and torch.equal(stored, loaded.cpu())
+        if stored is not None and not is_same:
+            values.append((LoadedIndex.WEIGHT, stored))
+        for index, value in values or [(LoadedIndex.AGREED, data)]:
+            where = _put(sink, place, index, value)
+        if parameter.requires_grad:  # a frozen one has no main weights
+            _put(sink, place, LoadedIndex.ROUNDED, value, where)
         return index
 
     def _stored(
@@ -232,27 +233,17 @@ def of_ranks(ranks: Sequence[Unverified]) -> Unverified:
     )
 
 
-class _Lines:
-    """Writes the reference's ``loaded`` entries."""
-
-    def __init__(self, sink: Storing) -> None:
-        self._sink = sink
-        self._last: tuple[Place, torch.Tensor] | None = None
-
-    def add(self, place: ParameterPlace, index: LoadedIndex, data: torch.Tensor) -> None:
-        """Write a tensor."""
-        where = STEP_LEVEL, Kind.LOADED, place.name, index
-        self._sink.placed(where, data, place.logical_shape, place.placement)
-        self._last = where, data
-
-    def rounded(self, parameter: torch.nn.Parameter, place: ParameterPlace) -> None:
-        """Also write the last one as what main weights are; a frozen parameter has none."""
-        if not parameter.requires_grad:
-            return
-        assert self._last is not None, "add() comes first"
-        first, data = self._last
-        where = STEP_LEVEL, Kind.LOADED, place.name, LoadedIndex.ROUNDED
-        self._sink.placed(where, data, place.logical_shape, place.placement, first)
+def _put(
+    sink: Storing | StepSink,
+    place: ParameterPlace,
+    index: LoadedIndex,
+    data: torch.Tensor,
+    *first_name: Place,
+) -> Place:
+    """Give a tensor to the sink; returns its name, of which a later one may be another."""
+    name = STEP_LEVEL, Kind.LOADED, place.name, index
+    sink.placed(name, data, place.logical_shape, place.placement, *first_name)
+    return name
 
 
 def _comparable(numbers: Mapping[str, Number], source: Source) -> Iterator[tuple[str, float]]:
@@ -293,22 +284,19 @@ def compare(
     def is_known(name: str, index: LoadedIndex) -> bool:
         return TraceKey(iteration, STEP_LEVEL, Kind.LOADED, name, index) in reference
 
-    def put(data: torch.Tensor, place: ParameterPlace, index: LoadedIndex) -> None:
-        where = STEP_LEVEL, Kind.LOADED, place.name, index
-        sink.placed(where, data, place.logical_shape, place.placement)
-
     for part in held_state(model):
         place, data = part.place, part.data
         indices = [part.index]
         if part.index is LoadedIndex.WEIGHT:
             indices = [*_WEIGHTS]
         elif part.index is LoadedIndex.MAIN and part.parameter is not None:
-            put(data.detach().to(part.parameter.dtype), place, LoadedIndex.ROUNDED)
+            rounded = data.detach().to(part.parameter.dtype)
+            _put(sink, place, LoadedIndex.ROUNDED, rounded)
         known = [index for index in indices if is_known(place.name, index)]
         if part.index is LoadedIndex.WEIGHT and not known:
             known = [LoadedIndex.ONE_DEVICE]
         for index in known:
-            put(data, place, index)
+            _put(sink, place, index, data)
     for name, value in numbers.items():
         reference_name = name
         if not is_known(name, LoadedIndex.NUMBER):
@@ -317,7 +305,7 @@ def compare(
             reference_name = f"{label}.{field.partition('.')[2]}" if numbered else name
         if is_known(reference_name, LoadedIndex.NUMBER):
             data = torch.tensor(_number(value), dtype=torch.float64)
-            put(data, ParameterPlace(reference_name, (), ()), LoadedIndex.NUMBER)
+            _put(sink, ParameterPlace(reference_name, (), ()), LoadedIndex.NUMBER, data)
 
 
 def notices(reference: TraceReader) -> Iterator[str]:
