@@ -27,6 +27,10 @@ def isolates(args: MegatronArguments, settings: Settings) -> bool:
 
 def require(args: MegatronArguments, settings: Settings) -> None:
     """Raise ``TTraceError`` for a run that cannot be traced."""
+
+    def has(option: str) -> bool:
+        return bool(getattr(args, option, False))
+
     for why in decisions.refusals(args):
         raise TTraceError(why)
     _require_layout(args, settings)
@@ -40,9 +44,7 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
     if settings.role == "candidate":
         require_iterations(args, settings)
-    if getattr(args, "use_torch_fsdp2", False) and getattr(
-        args, "init_model_with_meta_device", False
-    ):
+    if has("use_torch_fsdp2") and has("init_model_with_meta_device"):
         raise TTraceError(
             "--use-torch-fsdp2 with --init-model-with-meta-device: Megatron leaves the weights "
             "without memory: omit the latter"
@@ -52,19 +54,17 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "--cuda-graph-impl: modules in a CUDA graph run without hooks; check the same job with "
             "--cuda-graph-impl none"
         )
-    if getattr(args, "use_megatron_fsdp", False) and starts_from_checkpoint(args):
+    if has("use_megatron_fsdp") and starts_from_checkpoint(args):
         raise TTraceError(
             "--use-megatron-fsdp with --load: a reference cannot get the loaded state"
         )
-    if getattr(args, "overlap_moe_expert_parallel_comm", False) and getattr(
-        args, "hybrid_layer_pattern", None
-    ):
+    if has("overlap_moe_expert_parallel_comm") and has("hybrid_layer_pattern"):
         raise TTraceError(
             "--overlap-moe-expert-parallel-comm with --hybrid-layer-pattern: the pieces in which "
             "its layers run are not captured: check the same job without the overlap"
         )
     if (
-        getattr(args, "fim_data", False)
+        has("fim_data")
         and getattr(args, "data_parallel_size", 1) > 1
         and not samples.is_by_sample(args, exits=settings.exit_after)
     ):
@@ -80,7 +80,7 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "so layouts differ by design: check the job with fp32"
         )
     if (
-        any(getattr(args, name, False) for name in samples.PACKING)
+        any(map(has, samples.PACKING))
         and args.num_experts
         and args.micro_batch_size > 1
         and (args.context_parallel_size > 1 or args.sequence_parallel)
@@ -90,19 +90,17 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "in a microbatch: Megatron arranges the tokens differently than on a single device: "
             "check the job with --micro-batch-size 1"
         )
-    if getattr(args, "use_precision_aware_optimizer", False) and loading.loads_optimizer(args):
+    if has("use_precision_aware_optimizer") and loading.loads_optimizer(args):
         raise TTraceError(
             "--use-precision-aware-optimizer with --load: the reference cannot get the loaded "
             "state of the optimizer: check the job with --no-load-optim"
         )
-    if getattr(args, "use_layer_wise_distributed_optimizer", False) and not args.bf16:
+    if has("use_layer_wise_distributed_optimizer") and not args.bf16:
         raise TTraceError(
             "--use-distributed-optimizer with an optimizer other than Adam: Megatron supports it "
             "only with --bf16: add that, or omit --use-distributed-optimizer"
         )
-    if balancing.depends_on_layout(args) and getattr(
-        args, "moe_pad_expert_input_to_capacity", False
-    ):
+    if balancing.depends_on_layout(args) and has("moe_pad_expert_input_to_capacity"):
         raise TTraceError(
             "--moe-pad-expert-input-to-capacity with sequence or context parallelism: padding "
             "depends on a rank's tokens, so layouts differ by design: check the job without it"
