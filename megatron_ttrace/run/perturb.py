@@ -193,7 +193,6 @@ def perturbed(
         yield
         return
     generator = torch.Generator().manual_seed(seed)
-    handles = []
     named = [pair for names in chunks for pair in names.parameters.items()]
     ends = (_EMBEDDING, ROOT) if spread is None or spread.ends else (_EMBEDDING,)
 
@@ -214,16 +213,13 @@ def perturbed(
             if parameter.dtype == torch.float32:
                 values = local(parameter.data)
                 values.copy_(perturb(values, signs_of(name)))
-    for names in chunks:
-        for name, module in names.modules.items():
-            if name in ends:
-                handles.append(module.register_forward_hook(outputs))
-            if name == _HEAD:
-                handles.append(split_head(module, generator, spread))
-                handles.append(step_of_loss(module, generator))
     with ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.remove)
+        for name, module in (pair for names in chunks for pair in names.modules.items()):
+            if name in ends:
+                stack.callback(module.register_forward_hook(outputs).remove)
+            if name == _HEAD:
+                stack.callback(split_head(module, generator, spread).remove)
+                stack.callback(step_of_loss(module, generator).remove)
         if te.emulated():
             from megatron_ttrace.cpu.te import quantize
 
