@@ -8,7 +8,7 @@ the first layer is through), and the next scales are taken from them.
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,7 @@ from megatron_ttrace.cpu.te.recipes import (
 #: Tensors per product: input, weight, output; and their gradients: of output and of input.
 _FORWARD_SLOTS, _BACKWARD_SLOTS = 3, 2
 _DIRECTIONS = ("fwd", "bwd")
+_SCALING = tuple(f"{what}_{way}" for way in _DIRECTIONS for what in ("scale", "amax_history"))
 
 _first_backward_scale = 1.0
 
@@ -210,6 +211,38 @@ def fp8_model_init(
 quantized_model_init = fp8_model_init
 
 
+def encode_state(state: Mapping[str, Any]) -> torch.Tensor:
+    """The FP8 state of a module as JSON in bytes.
+
+    TransformerEngine pickles it. No pickle is read or written here, so a checkpoint carries FP8
+    state from one emulated run to another, not to or from a GPU.
+    """
+    plain: dict[str, Any] = {"num_gemms": state["extra_fp8_variables"]["num_gemms"]}
+    plain |= {name: state[name].tolist() for name in _SCALING if name in state}
+    return torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
+
+
+def decode_state(encoded: Any) -> dict[str, Any] | None:
+    """What :func:`encode_state` was given, with the length of the recipe's histories.
+
+    ``None`` for a module without FP8. Raises ``ValueError`` for other bytes, a GPU's pickle, say.
+    """
+    if not isinstance(encoded, torch.Tensor) or encoded.numel() == 0:
+        return None
+    try:
+        plain: dict[str, Any] = json.loads(bytes(encoded.detach().cpu().numpy()))
+    except ValueError as error:
+        raise ValueError(
+            "this checkpoint's FP8 state was not written by the CPU backend: "
+            "load it without FP8, or on a GPU"
+        ) from error
+    state: dict[str, Any] = {"extra_fp8_variables": {"num_gemms": plain.pop("num_gemms")}}
+    state |= {name: torch.tensor(values) for name, values in plain.items()}
+    history = state.get("amax_history_fwd")
+    state["recipe"] = Recipe() if history is None else DelayedScaling(amax_history_len=len(history))
+    return state
+
+
 class ScaledModule(torch.nn.Module):
     """Has scales and histories, if its recipe needs any; they go into checkpoints."""
 
@@ -281,41 +314,27 @@ class ScaledModule(torch.nn.Module):
         return DelayedScalingPrecision(recipe, states, not again, finish)
 
     def get_extra_state(self) -> torch.Tensor:
-        """Scales and histories as JSON in bytes; empty without FP8.
-
-        TransformerEngine pickles them. No pickle is read or written here, so a checkpoint carries
-        FP8 state from one emulated run to another, not to or from a GPU.
-        """
+        """Scales and histories; empty without FP8."""
         meta = self.fp8_meta
         if not meta["fp8_checkpoint"]:
             return torch.empty(0, dtype=torch.uint8)
-        state: dict[str, Any] = {"num_gemms": meta["num_gemms"]}
+        state: dict[str, Any] = {"extra_fp8_variables": {"num_gemms": meta["num_gemms"]}}
         for direction, scaling in zip(_DIRECTIONS, self._scaling or (), strict=False):
-            state[f"scale_{direction}"] = scaling.scale.tolist()
-            state[f"amax_history_{direction}"] = scaling.amax_history.tolist()
-        return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
+            state[f"scale_{direction}"] = scaling.scale
+            state[f"amax_history_{direction}"] = scaling.amax_history
+        return encode_state(state)
 
     def set_extra_state(self, state: Any) -> None:
-        """Take the state back.
-
-        Raises:
-            ValueError: when it is not what :meth:`get_extra_state` wrote, but a GPU's pickle, say.
-        """
-        if not isinstance(state, torch.Tensor) or state.numel() == 0:
+        """Take the state back. Raises ``ValueError`` when it cannot be read."""
+        content = decode_state(state)
+        if content is None:
             return
-        try:
-            content: dict[str, Any] = json.loads(bytes(state.detach().cpu().numpy()))
-        except ValueError as error:
-            raise ValueError(
-                "this checkpoint's FP8 state was not written by the CPU backend: "
-                "load it without FP8, or on a GPU"
-            ) from error
-        num_gemms = content["num_gemms"]
+        num_gemms = content["extra_fp8_variables"]["num_gemms"]
         self.fp8_meta |= {"num_gemms": num_gemms, "fp8_checkpoint": True}
         if "scale_fwd" not in content:
             return
         self._allocate(num_gemms, len(content["amax_history_fwd"]))
         assert self._scaling is not None
         for target, direction in zip(self._scaling, _DIRECTIONS, strict=True):
-            target.scale = torch.tensor(content[f"scale_{direction}"])
-            target.amax_history = torch.tensor(content[f"amax_history_{direction}"])
+            target.scale = content[f"scale_{direction}"]
+            target.amax_history = content[f"amax_history_{direction}"]

@@ -9,6 +9,7 @@ import torch
 
 from megatron_ttrace.cpu.te.base import InitMethod, now_or_later
 from megatron_ttrace.cpu.te.distributed_weight import gathered, gradient_dtype, scattered
+from megatron_ttrace.cpu.te.fp8 import decode_state, encode_state
 from megatron_ttrace.cpu.te.linear import LinearSettings, ParallelLinear, refuse_delayed
 from megatron_ttrace.cpu.te.precision import (
     Operand,
@@ -111,11 +112,22 @@ def _refuse_single(asked: bool) -> None:
         )
 
 
+_OF_STATE = {"_encode_extra_state": encode_state, "_decode_extra_state": decode_state}
+"""Methods of Megatron's grouped layers that pickle."""
+
+
 class GroupedLinear(ParallelLinear):
     """Linear layers ``weight0``, ``weight1``, … of equal shape.
 
     Megatron's token dispatcher does the communication of experts, so this layer does none.
     """
+
+    def __init_subclass__(cls) -> None:
+        """Megatron divides FP8 state among experts and joins it: read and written in our form."""
+        super().__init_subclass__()
+        for name, ours in _OF_STATE.items():
+            if name in vars(cls):
+                setattr(cls, name, staticmethod(ours))
 
     def __init__(
         self,

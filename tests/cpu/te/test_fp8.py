@@ -291,8 +291,31 @@ def check_checkpoint(rank):
             assert torch.equal(one, two)
 
 
+class Pickles(GroupedLinear):
+    """As Megatron's: it divides the state among its experts."""
+
+    def _encode_extra_state(self, state):
+        raise AssertionError("pickled")
+
+    def _decode_extra_state(self, state):
+        raise AssertionError("unpickled")
+
+
+def test_experts_divide_their_state():
+    """Without a pickle; a state without FP8 is none."""
+    layer = Pickles(2, 16, 16, bias=False)
+    assert layer._decode_extra_state(layer.get_extra_state()) is None
+    with fp8_autocast(fp8_recipe=DelayedScaling(amax_history_len=3)):
+        layer(torch.randn(8, 16), [3, 5])
+    state = layer._decode_extra_state(layer.get_extra_state())
+    assert state["scale_fwd"].view(3, -1).shape == (3, 2)
+    assert state["amax_history_bwd"].view(state["recipe"].amax_history_len, 2, -1).shape[2] == 2
+    assert state["extra_fp8_variables"] == {"num_gemms": 2}
+    layer.set_extra_state(layer._encode_extra_state(state))
+
+
 def test_state_survives_a_checkpoint():
-    """On its own: the recipe is pickled under the module name that only a stand-in offers."""
+    """On its own: the stand-in is installed."""
     pytest.importorskip("megatron.core")
     run_ranks(1, check_checkpoint)
 
