@@ -63,9 +63,8 @@ class Recorded:
         """Losses and gradient norm of a step, of the last rank that has them."""
         step = self.steps[number]
         losses = next((record.losses for record in reversed(step) if record.losses), {})
-        return losses, next(
-            (record.grad_norm for record in reversed(step) if record.grad_norm), None
-        )
+        norms = (record.grad_norm for record in reversed(step) if record.grad_norm is not None)
+        return losses, next(norms, None)
 
     def any(self, attribute: str) -> bool:
         """Whether something is true of any rank."""
@@ -107,7 +106,8 @@ def merged(all_numbers: Iterable[Mapping[str, float]]) -> dict[str, frozenset[fl
     values_of: dict[str, set[float]] = {}
     for numbers in all_numbers:
         for name, value in numbers.items():
-            values_of.setdefault(name, set()).add(value)
+            # Two values that are not a number are unequal, but one object is in a set once.
+            values_of.setdefault(name, set()).add(math.nan if math.isnan(value) else value)
     return {name: frozenset(values) for name, values in values_of.items()}
 
 

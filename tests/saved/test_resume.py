@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_ttrace.saved.recorded import Moves
+from megatron_ttrace.saved.recorded import merged
 from megatron_ttrace.saved.resume import compare
 from megatron_ttrace.trace.recorded import Point
 from megatron_ttrace.trace.records import LoadedIndex, Result
@@ -144,6 +145,12 @@ def test_a_number(tmp_path: Path) -> None:
         0.0,
     )
     assert difference.blame is Blame.LOADING
+
+
+def test_numbers_that_are_none() -> None:
+    """A scale that is not a number in both runs is no difference."""
+    nan, other = float("nan"), -float("nan")
+    assert merged([{"a": nan}, {"a": other}]) == merged([{"a": other}]) != merged([{"a": 0.0}])
 
 
 def test_a_schedule(tmp_path: Path) -> None:

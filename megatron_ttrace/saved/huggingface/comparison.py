@@ -99,7 +99,8 @@ class Compared:
         differences.require_comparable(self.inputs)
         self.version = version()
         self.reference = trusted.directory
-        self._known = known
+        # A model is no version of megatron-core.
+        self._known = [difference for difference in known if not difference.between]
         self._explained: Counter[str] = Counter()
         needed, free = self.inputs.needed_bytes, budget.host_room(1)
         self._by_layer = needed > free

@@ -76,6 +76,8 @@ def test_a_different_model(run, tmp_path) -> None:
     report = run(1.01, known=known, allow_unchecked=1.0)
     assert not report.failures()
     assert "known difference, not judged: our own norm" in report.summary.notices
+    known.write_text(known.read_text() + 'between = ["0.18", "0.19"]\n')
+    assert run(1.01, known=known).verdict is Result.DIVERGED
 
 
 def test_what_a_killed_comparison_leaves(run, tmp_path) -> None:
