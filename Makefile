@@ -73,7 +73,7 @@ docs: venv ## serve the documentation on this machine, at 127.0.0.1:8000
 nightly: venv ## all tests, including the long ones
 	HYPOTHESIS_PROFILE=nightly $(PYTEST) --timeout 3600
 
-# BENCH="--only traced-step --job TP" measures a part.
+# BENCH="--only traced-step --job TP" measures a part; with --write the page has the figures.
 bench: venv ## measure what a check costs, as ratios; see docs/measurements.md
 	$(PYTHON) -m tests.bench $(BENCH)
 

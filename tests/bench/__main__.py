@@ -10,7 +10,6 @@ import argparse
 import os
 import platform
 import sys
-from pathlib import Path
 
 from tests.bench import baseline, table
 from tests.bench.jobs import ROOT, BenchError
@@ -18,7 +17,7 @@ from tests.bench.sections import SECTIONS, Options, Row
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print, and write what was asked for; 1 for a regression, 2 for a failed section."""
+    """Measure, print, and write the figures if asked to; 2 if a section failed."""
     args = _parser().parse_args(argv)
     rows: list[Row] = []
     failed = False
@@ -31,16 +30,10 @@ def main(argv: list[str]) -> int:
         except BenchError as error:
             print(f"{name}: {error}", file=sys.stderr)
             failed = True
-    if args.json:
-        args.json.write_text(baseline.encode(rows, machine()), encoding="utf-8")
     if args.write:
         table.write(ROOT / "docs" / "measurements.md", rows, machine(), args.pairs)
-    if args.write_baseline:
         baseline.update(rows, machine())
-    worse = baseline.regressions(rows) if args.check else []
-    for text in worse:
-        print(text, file=sys.stderr)
-    return 2 if failed else int(bool(worse))
+    return 2 if failed else 0
 
 
 def machine() -> str:
@@ -58,15 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="sections")
     parser.add_argument("--job", default="", help="only jobs whose name contains this")
     parser.add_argument("--pairs", type=int, default=5, help="of each comparison (default 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    parser.add_argument("--write", action="store_true", help="write docs/measurements.md")
     parser.add_argument(
-        "--check",
-        action="store_true",
-        help=f"exit code 1 if a ratio is 20 %% above {baseline.FILE}",
-    )
-    parser.add_argument(
-        "--write-baseline", action="store_true", help=f"write the ratios to {baseline.FILE}"
+        "--write", action="store_true", help=f"write docs/measurements.md and {baseline.FILE}"
     )
     return parser
 

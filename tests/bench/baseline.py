@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ratios of an earlier run, committed; a ratio that is 20 % larger is a regression."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,6 @@ from tests.bench.sections import Row
 FILE = "tests/bench/baseline.json"
 PATH = Path(__file__).with_name("baseline.json")
 ALLOWED = 1.2
-
-
-def encode(rows: Sequence[Row], machine: str) -> str:
-    """The rows as JSON."""
-    return json.dumps({"machine": machine, "rows": [dataclasses.asdict(r) for r in rows]}, indent=1)
 
 
 def read() -> dict[str, float]:

@@ -78,7 +78,6 @@ class Turns:
         steps: seconds of Megatron's own step in each dear turn, with capture; not a rehearsal's
             preparation.
         plain_steps: the same of each plain turn.
-        report: seconds for the last turn's verdicts and report.
         peaks: of the ranks, bytes of memory above the peak of the first, plain turn.
         peaks_mapped: the same with mapped files.
         plain_peak: the first turn's bytes.
@@ -88,7 +87,6 @@ class Turns:
     dear: tuple[float, ...]
     steps: tuple[float, ...]
     plain_steps: tuple[float, ...]
-    report: float
     peak: int
     peak_mapped: int
     plain_peak: int
@@ -198,7 +196,6 @@ def _read(home: Path, ranks: int) -> Turns:
         dear=most(timed_dear, "seconds"),
         steps=first_steps(timed_dear),
         plain_steps=first_steps(timed_plain),
-        report=max(rank["report"] for rank in sampled_dear),
         peak=above("peak"),
         peak_mapped=above("resident"),
         plain_peak=max(rank["peak"] for rank in by_turn[0]),

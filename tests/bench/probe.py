@@ -41,16 +41,6 @@ def python() -> Path:
     return program
 
 
-def compare(target: Path, golden: Path, out: Path) -> list[str]:
-    """The arguments of a Python that compares two dumps of a step."""
-    words = ["-m", "msprobe.msprobe", "compare", "-tp", str(target), "-gp", str(golden)]
-    return [*words, "-o", str(out)]
-
-
-HELP = ("-m", "msprobe.msprobe", "compare", "--help")
-"""What starts it, and does nothing."""
-
-
 class Probe:
     """Dumps the steps of this process: all modules' inputs, outputs and gradients."""
 

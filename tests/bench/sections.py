@@ -3,7 +3,6 @@
 
 import dataclasses
 import functools
-import json
 import statistics
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tests.bench import jobs, probe
-from tests.bench.jobs import BASE, BF16, LARGE, PP2, ROOT, SCRIPT, TP2, BenchError, Job, scratch
+from tests.bench.jobs import BASE, BF16, LARGE, PP2, SCRIPT, TP2, BenchError, Job, scratch
 
 _MB = 1e6
 _SIDE = 4096
@@ -69,8 +68,6 @@ def traced_step(options: Options) -> Iterator[Row]:
             note = f"plain {turns.plain_peak / _MB:.0f} MB; {turns.peak_mapped / _MB:.0f} MB with "
             note += "mapped files"
             yield Row("memory", f"{job.name}: above plain", memory, "MB a rank", note)
-            size = _size(home / "run" / "reference") / _MB
-            yield Row("disk", f"{job.name}: reference", size, "MB")
 
 
 def recorder(options: Options) -> Iterator[Row]:
@@ -111,7 +108,7 @@ def other_tools(options: Options) -> Iterator[Row]:
 
 
 def comparison(options: Options) -> Iterator[Row]:
-    """The comparison of two tensors in memory, against a copy of one; then whole traces."""
+    """The comparison of two tensors in memory, against a copy of one."""
     from megatron_ttrace.compare.measure import measure
     from megatron_ttrace.placement.boxes import Box
 
@@ -134,41 +131,6 @@ def comparison(options: Options) -> Iterator[Row]:
             note += f"the copy {reference.nbytes / copied / 1e9:.1f} GB/s"
             ratio = jobs.median_ratio(*zip(*pairs, strict=True))
             yield Row("comparison", f"{name}, {kind} values", ratio, "× a copy", note)
-
-
-def traces(options: Options) -> Iterator[Row]:
-    """``ttrace compare`` of two traces, against msprobe's comparison of two dumps."""
-    own = functools.partial(Row, "traces")
-    with scratch() as home:
-        run = ["check", "--nproc-per-node", "1", "--ttrace-save-candidate", "--ttrace-dir", "run"]
-        words = [*run, "--", str(SCRIPT), *BASE.arguments, "--train-iters", "1"]
-        jobs.run([sys.executable, "-m", "megatron_ttrace", *words], home)
-        size = _size(home / "run" / "reference") / 1e9
-        ours = [sys.executable, "-m", "megatron_ttrace", "compare", "run/reference"]
-        ours += ["run/candidate", "--output", "again"]
-        seconds = [_time(lambda: jobs.run(ours, home)) for _ in range(options.pairs)]
-        note = f"{statistics.median(seconds):.1f} s with its start"
-        yield own("ttrace compare", statistics.median(seconds) / size, "s/GB", note)
-        told = json.loads((home / "again" / "summary.json").read_text())["timings"]
-        quick = sum(told[name] for name in ("measure", "judge")) / size
-        yield own("ttrace compare, without its start", quick, "s/GB", "measured and judged")
-    try:
-        python = probe.python()
-        with scratch() as home:
-            jobs.in_turns(BASE, "tensor", 1, home, python=python)
-            steps = sorted((home / "dump").glob("step*"))[:2]
-            size = _size(steps[0]) / 1e9
-            theirs = [str(python), *probe.compare(steps[0], steps[1], home / "found")]
-            seconds = [_time(lambda: jobs.run(theirs, home)) for _ in range(options.pairs)]
-            note = f"{statistics.median(seconds):.1f} s with its start"
-            yield own("msprobe compare", statistics.median(seconds) / size, "s/GB", note)
-            start = [str(python), *probe.HELP]
-            starts = [_time(lambda: jobs.run(start, home)) for _ in range(options.pairs)]
-            slow = (statistics.median(seconds) - statistics.median(starts)) / size
-            yield own("msprobe compare, without its start", slow, "s/GB", "less its --help")
-            yield own("ttrace against msprobe", quick / slow, "× msprobe", "without their starts")
-    except BenchError as error:
-        yield own("msprobe compare", None, "s/GB", _first(error))
 
 
 def whole_check(options: Options) -> Iterator[Row]:
@@ -215,42 +177,6 @@ def _check(job: Job, home: Path) -> tuple[float, float]:
     return time.perf_counter() - began, first
 
 
-def growth(options: Options) -> Iterator[Row]:
-    """How the cost of a traced iteration grows; one without growth stays at the same ratio."""
-    small = Job("small", hidden=128, layers=2, sequence=64, microbatches=2)
-    tp = ("--tensor-model-parallel-size",)
-    for name, job in (
-        *((f"{n} layers", dataclasses.replace(small, layers=n)) for n in (2, 4, 8)),
-        *((f"{n} microbatches", dataclasses.replace(small, microbatches=n)) for n in (4, 8)),
-        *(
-            (f"{n} ranks", dataclasses.replace(small, ranks=n, layout=(*tp, str(n))))
-            for n in (2, 4)
-        ),
-    ):
-        if options.only not in name:
-            continue
-        with scratch() as home:
-            turns = jobs.in_turns(job, "ttrace", options.pairs, home)
-        added = statistics.median(d - p for d, p in zip(turns.dear, turns.plain, strict=True))
-        yield Row("growth", name, turns.ratio, "× plain", f"{1000 * added:.0f} ms added")
-
-
-def suites(options: Options) -> Iterator[Row]:
-    """The bug suite and the tests, against one bare run of the benchmark job."""
-    del options
-    with scratch() as home:
-        bare = _bare(BASE, home)
-        for name, words in (
-            ("bug suite", ["-m", "megatron_ttrace", "eval", "bugs", "run", "--all"]),
-            (
-                "tests",
-                ["-m", "pytest", "-q", "-m", "not nightly and not releases", str(ROOT / "tests")],
-            ),
-        ):
-            seconds = _time(lambda words=words: jobs.run([sys.executable, *words], home))
-            yield Row("suites", name, seconds / bare, "× a bare run", f"{seconds:.0f} s")
-
-
 def _time(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
     began = clock()
     work()
@@ -272,7 +198,4 @@ SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "comparison": comparison,
     "whole-check": whole_check,
     "other-tools": other_tools,
-    "traces": traces,
-    "growth": growth,
-    "suites": suites,
 }
