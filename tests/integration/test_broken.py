@@ -25,21 +25,22 @@ SP = (*TP, "--sequence-parallel", "--global-batch-size", "6")
 EMBEDDING, ROUTER, HEAD = (
     *("embedding.word_embeddings.weight", "decoder.layers.1.mlp.router", "output_layer"),
 )
+ALWAYS = ("decay_of_another_head", "zero_stale_parameter")
 MICROBATCHES = "3.000 times too large = the number of microbatches"
 
 
-# --- in features that few layouts have ----------------------------------------------------------
+# --- of one rank, of one layout, or in features that few layouts have ---------------------------
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name == "decay_of_another_head" else pytest.mark.nightly)
+        pytest.param(name, marks=() if name in ALWAYS else pytest.mark.nightly)
         for name, mistake in load().items()
-        if mistake.is_feature
+        if mistake.job
     ],
 )
-def test_a_feature(name, tmp_path):
+def test_a_job(name, tmp_path):
     """At the place, or right behind it."""
     mistake = load()[name]
     nproc, words = mistake.arguments(tmp_path)

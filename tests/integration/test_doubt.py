@@ -39,7 +39,7 @@ def test_modules_are_isolated_at_once(tmp_path: Path) -> None:
 def test_the_verdict_outlives_a_failed_isolation(tmp_path: Path, rank: int, function: str) -> None:
     """What was found before is reported, from whichever rank the failure comes."""
     failure = {"function": function, "call": 2, "error": "RuntimeError", "mark": "mark"}
-    order = json.dumps({str(rank): {"raise": failure}})
+    order = json.dumps({str(rank): failure})
     words = (*TINY, "--use-distributed-optimizer", *TRACED)
     ran = torchrun(2, TRAIN, *words, cwd=tmp_path, **NOISE, **{ORDER: order})
     assert ran.returncode == 0, ran.stdout + ran.stderr

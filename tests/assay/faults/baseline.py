@@ -45,6 +45,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     ),
     # Without --ttrace this flag does nothing.
     "exit": (*jobs.TP, "--ttrace-exit"),
+    "saved": (*jobs.TP, *SAVED, "--save", "CHECKPOINT", "--save-interval", "3"),
     "load": (*jobs.TP, *SAVED, "--load", "CHECKPOINT", *CONTINUED),
 }
 """Layouts of trainings on two ranks."""
@@ -68,7 +69,6 @@ class Baseline:
         start: seconds that a cold start takes before it.
         trained: seconds of a traced training by layout, without and with a cached reference.
         bits: what an untraced training logs, by layout.
-        functions: by rank, the functions of ours that a traced one calls, and how often.
     """
 
     folder: Path
@@ -77,7 +77,6 @@ class Baseline:
     start: float = 1.0
     trained: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     bits: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-    functions: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     @property
     def slowness(self) -> float:
@@ -103,20 +102,18 @@ def check(
     cache: Path | None = None,
     faulty: bool = False,
     script: Path | str = train.SCRIPT,
-    model: Sequence[str] = JOB,
     job: Sequence[str] = (),
-    nproc: int = NPROC,
     **more: object,
 ) -> Command:
     """``ttrace check`` of the campaign's job."""
-    words = ("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", str(nproc))
+    words = ("check", "--quiet", "--ttrace-no-wandb", "--nproc-per-node", str(NPROC))
     words += ("--ttrace-dir", directory, *flags)
     if faulty:
         words += ("--ttrace-bug", BUG)
     variables = {"TTRACE_CACHE": None if cache is None else str(cache)}
     variables |= more.pop("variables", {})  # type: ignore[arg-type]
     return Command(
-        words=(*words, "--", str(script), *model, *job),
+        words=(*words, "--", str(script), *JOB, *job),
         home=home,
         variables=variables,
         **more,  # type: ignore[arg-type]
@@ -124,29 +121,24 @@ def check(
 
 
 def training(
-    base: Baseline | None,
+    base: Baseline,
     home: Path,
-    layout: str | Sequence[str],
+    layout: str,
     *flags: str,
     cache: Path,
     order: Mapping[str, object] | None = None,
-    nproc: int = NPROC,
-    **variables: str,
 ) -> Command:
     """A training whose ranks print their bits; its launcher does as torchrun would."""
-    words = LAYOUTS[layout] if isinstance(layout, str) else layout
-    if base is not None:
-        words = [word.replace("CHECKPOINT", str(base.folder / "checkpoint")) for word in words]
-    model = jobs.TINY if isinstance(layout, str) else ()
+    checkpoint = str(base.folder / "checkpoint")
+    words = [word.replace("CHECKPOINT", checkpoint) for word in LAYOUTS[layout]]
     return Command(
-        words=(str(nproc), train.__file__, *model, *words, *flags),
+        words=(str(NPROC), train.__file__, *jobs.TINY, *words, *flags),
         home=home,
         script=Path(ranks.__file__),
         variables={
             "TTRACE_CACHE": str(cache),
             ranks.LOGS: str(home / "logs"),
             train.ORDER: json.dumps({"bits": True, **(order or {})}),
-            **variables,
         },
     )
 
@@ -184,7 +176,7 @@ def prepare(
     return _trained(base, layouts) if layouts else base
 
 
-_NO_CHECKS = {Family.LOCAL, Family.TRAINING, Family.PLANTED, Family.INPUTS, Family.FOREIGN}
+_NO_CHECKS = {Family.LOCAL, Family.TRAINING, Family.INPUTS, Family.FOREIGN}
 
 
 def _run(home: Path, code: int, *flags: str, **more: object) -> float:
@@ -210,36 +202,27 @@ def _end(started: Started, code: int) -> float:
 
 
 def _trained(base: Baseline, layouts: Collection[str]) -> Baseline:
-    """Bits of untraced trainings, which traced ones must log as well; and what these call."""
-    folder, bits, seconds = base.folder, {}, {}
+    """Bits of untraced trainings, which traced ones must log as well."""
+    bits, seconds = {}, {}
     if "load" in layouts:
-        words = (*jobs.TINY, *jobs.TP, *SAVED, "--save", "CHECKPOINT", "--save-interval", "3")
-        _train(base, "saved", words)
+        _train(base, "saved", "saved")
     for layout in sorted({"tp", *layouts}):
         bits[layout], _ = _train(base, f"{layout}-untraced", layout)
         flags = ["--ttrace", "--ttrace-no-wandb", "--ttrace-dir", "out"]
-        if layout == "exit":
+        if layout == "exit":  # as "tp", whose reference it has
             continue
-        order: dict[str, object] = {}
-        if layout == "tp":
-            calls = [folder / f"calls-{rank}.json" for rank in range(NPROC)]
-            order = {str(rank): {"record": str(file)} for rank, file in enumerate(calls)}
         flags += ["--ttrace-iterations", "1-2" if layout != "load" else "4"]
-        traced, fresh = _train(base, f"{layout}-traced", layout, *flags, order=order)
+        traced, fresh = _train(base, f"{layout}-traced", layout, *flags)
         _, cached = _train(base, f"{layout}-cached", layout, *flags)
         if traced != bits[layout] or len(traced) < 2 * NPROC:
             raise NoBaselineError(f"traced and untraced training differ: {layout}: {traced}")
         seconds[layout] = (fresh, cached)
-    functions = tuple(tuple(sorted(json.loads(text(file)).items())) for file in calls)
-    return dataclasses.replace(base, bits=bits, functions=functions, trained=seconds)
+    return dataclasses.replace(base, bits=bits, trained=seconds)
 
 
-def _train(
-    base: Baseline, name: str, layout: str | Sequence[str], *flags: str, **more: object
-) -> tuple[list[str], float]:
+def _train(base: Baseline, name: str, layout: str, *flags: str) -> tuple[list[str], float]:
     home = base.folder / name
     home.mkdir()
-    cache = base.folder / "local"
-    command = training(base, home, layout, *flags, cache=cache, **more)  # type: ignore[arg-type]
+    command = training(base, home, layout, *flags, cache=base.folder / "local")
     took = _end(Started(command), 0)
     return jobs.bits_of("".join(ended(home)[1])), took

@@ -5,7 +5,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 
-from tests.assay.faults import failures, inputs, planted
+from tests.assay.faults import failures, inputs
 from tests.assay.faults.actions import (
     Harm,
     Thing,
@@ -24,9 +24,9 @@ from tests.assay.faults.actions import (
 )
 from tests.assay.faults.fault import Action, Family, Fault, Promise
 from tests.assay.faults.processes import Stream, Target
-from tests.assay.faults.training import Event, disturb, fail
+from tests.assay.faults.training import Event, disturb
 
-LISTS = (failures, planted, inputs)
+LISTS = (failures, inputs)
 """Faults that are the same for every seed."""
 SIGNALLED = r"(?i)signal|\bSIG[A-Z]+|killed"
 WAITED = r"(?i)time|wait|answer|respon|still|stopped|signal|lost|gone"
@@ -147,15 +147,6 @@ def _cache(numbers: random.Random) -> Iterator[_Case]:
         yield damage_in_use(in_use[number % 6], moment), Promise(), number % 2 == 0
 
 
-def _local(numbers: random.Random) -> Iterator[_Case]:
-    errors = ("RuntimeError", "OSError", "MemoryError", "KeyError", "TTraceError")
-    for number in range(44):
-        exits = number % 3 == 2
-        function, call = numbers.random(), numbers.random() ** 2
-        action = fail(function, call, number % 2, errors[number % len(errors)], checks=exits)
-        yield action, Promise(), exits and numbers.random() < 0.6
-
-
 def _two(numbers: random.Random) -> Iterator[_Case]:
     for number in range(12):
         share = Where.CACHE if number % 3 == 2 else Where.DIRECTORY
@@ -259,7 +250,6 @@ _DRAWN: dict[Family, Callable[[random.Random], Iterator[_Case]]] = {
     Family.RANKS: _ranks,
     Family.DISK: _disk,
     Family.CACHE: _cache,
-    Family.LOCAL: _local,
     Family.TWO: _two,
     Family.HOSTILE: _hostile,
     Family.TRAINING: _training,
@@ -281,13 +271,10 @@ _WANTED = {
     Family.SIGNALS: 2,
     Family.TRAINING: 1,
 }
-_NAMED = (
-    "planted-zero_stale_parameter",
-    *(
-        fault.id
-        for fault in failures.FAULTS
-        if fault.layout == "tp" and fault.action.arguments["function"] in failures.REPRESENTATIVE
-    ),
+_NAMED = tuple(
+    fault.id
+    for fault in failures.FAULTS
+    if fault.layout == "tp" and fault.action.arguments["function"] in failures.REPRESENTATIVE
 )
 
 

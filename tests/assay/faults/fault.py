@@ -38,7 +38,6 @@ class Family(StrEnum):
     TWO = "two runs at once"
     HOSTILE = "hostile names and environments"
     TRAINING = "faults while a training is traced"
-    PLANTED = "mistakes of one rank or layout"
     INPUTS = "bad input"
     FOREIGN = "directories of somebody else"
 

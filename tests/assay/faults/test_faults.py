@@ -64,7 +64,7 @@ def test_all_faults(tmp_path: Path) -> None:
     assert len(rows) == len(choose(seed))
     broken = [str(row) for row in rows.values() if not row.marks.get("as promised", True)]
     assert not broken, "\n".join(broken)
-    assert sum(row.marks["injected"] for row in rows.values()) >= 500
+    assert sum(row.marks["injected"] for row in rows.values()) >= 0.9 * len(rows)
 
 
 @pytest.mark.parametrize(

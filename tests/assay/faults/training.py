@@ -2,7 +2,6 @@
 """Faults while a training is traced: it goes on bit for bit, or ends as the docs say."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,6 @@ from tests.assay.faults.actions import Harm, Where, fill, mount_small, spoil
 from tests.assay.faults.experiment import Experiment
 from tests.assay.faults.fault import Outcome, Problem, action, of_training, text
 from tests.assay.faults.processes import Started, Target, bury
-from tests.assay.planted import train
 
 _GAVE_UP = re.compile(r"(?im)^ttrace.*(unchecked|could not|not check|fail)")
 TRACED = ("--ttrace", "--ttrace-no-wandb", "--ttrace-dir", "out", "--ttrace-iterations", "1-2")
@@ -133,42 +131,29 @@ def _happen(
 @action
 def fail(
     x: Experiment,
-    function: str | float,
-    call: float,
+    function: str,
+    call: int,
     rank: int,
     error: str = "RuntimeError",
     layout: str = "tp",
-    outcome: Outcome = Outcome.EITHER,
-    checks: bool = False,
+    outcome: Outcome = Outcome.TRAINS,
 ) -> None:
     """An exception in a function that a healthy run calls, on one rank.
 
     Args:
         x: the experiment.
-        function: ``file:function``, or a share of the list of functions that such a run calls.
-        call: which call of it (0: each of them), or a share of the function's calls.
+        function: ``file:function``.
+        call: which call of it (0: each of them).
         rank: of two.
         error: class of the exception, or a signal; "truncated": all mapped files.
         layout: of :data:`baseline.LAYOUTS`.
         outcome: what is promised.
-        checks: in a ``ttrace check`` instead of a training.
     """
-    name, number = str(function), int(call)
-    if isinstance(function, float):
-        functions = x.base.functions[rank]
-        name, count = functions[int(function * len(functions))]
-        number = 1 + int(call * count)
     mark = x.home / "raised.txt"
-    failure = {"function": name, "call": number, "error": error, "mark": str(mark)}
-    order = {str(rank): {"raise": failure}}
-    x.output = f"{name} call {number}"
+    failure = {"function": function, "call": call, "error": error, "mark": str(mark)}
+    order = {str(rank): failure}
+    x.output = f"{function} call {call}"
     cache = x.cache("local")
-    if checks:
-        variables = {train.ORDER: json.dumps(order)}
-        script = Path(train.__file__)
-        x.watch(Started(x.check(cache=cache, script=script, variables=variables)))
-        x.injected = mark.is_file()
-        return
     command = baseline.training(x.base, x.home, layout, *TRACED, cache=cache, order=order)
     started = Started(command)
     hung = not started.wait(2 * x.limit)
@@ -180,10 +165,8 @@ def fail(
         x.problem(Problem.HANG, f"exit codes {codes}")
     elif x.injected:
         # Whichever rank reads a truncated file first says so.
-        is_shared = outcome in (Outcome.DIES, Outcome.EITHER) or error == "truncated"
-        expected = x.base.bits[layout]
-        named = None if is_shared else rank
-        x.problems += of_training(codes, logs, expected, outcome, rank=named)
-        needs_line = outcome is Outcome.EITHER or error == "truncated"
-        if needs_line and not _GAVE_UP.search("".join(logs)):
+        is_truncated = error == "truncated"
+        named = None if is_truncated or outcome is Outcome.DIES else rank
+        x.problems += of_training(codes, logs, x.base.bits[layout], outcome, rank=named)
+        if is_truncated and not _GAVE_UP.search("".join(logs)):
             x.problem(Problem.NO_LINE, "".join(logs)[-300:])

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PLANTED, MARK = "TTRACE_TEST_PLANTED", "TTRACE_TEST_MARK"
-"""Environment variables: which mistake to make, and a file that is made when its code runs."""
+PLANTED = "TTRACE_TEST_PLANTED"
+"""Environment variable: which mistake to make."""
 LISTS = ("parallel", "features", "counting")
 
 
@@ -39,16 +39,11 @@ class Mistake:
     place: str
     everywhere: bool
 
-    @property
-    def is_feature(self) -> bool:
-        """Whether its job is a configuration of the matrix."""
-        return "/" in self.job
-
     def arguments(self, directory: Path) -> tuple[int, tuple[str, ...]]:
         """Number of ranks and Megatron's arguments of the job."""
         from megatron_ttrace.evaluation.matrix import configurations as matrix
 
-        if self.is_feature:
+        if "/" in self.job:
             (job,) = matrix.select(matrix.configurations(), [self.job])
             return job.nproc, job.case(directory).arguments
         model, _, words = self.job.partition(" ")
@@ -95,8 +90,6 @@ def wrap(target: str, new: Callable[..., Any]) -> None:
 
     @functools.wraps(old)
     def wrapped(*args: Any, **more: Any) -> Any:
-        if MARK in os.environ:
-            Path(os.environ[MARK]).touch()
         return new(old, *args, **more)
 
     if isinstance(raw, property):

@@ -11,19 +11,19 @@ reference sees it, is a JSON object:
   ``end``: one for checksums of what training ends with; ``script``: what trains.
 - ``mode``: ``bare`` runs Megatron on the CPU backend, without the rest of this package;
   ``spilling`` keeps no copy of the training state in memory, and prints their size in files.
-- a rank's number: ``record`` (a file) counts calls of our functions; ``raise`` fails in one.
+- a rank's number: how it fails: a function of ours (``function``), in which ``call`` of it (0: in
+  each), with which ``error``, and a file that is written then (``mark``).
 """
 
 import errno
 import gc
 import hashlib
-import inspect
+import itertools
 import json
 import os
 import runpy
 import signal
 import sys
-from collections import Counter
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -38,10 +38,6 @@ from tests.assay.planted.mistakes import PLANTED, plant
 ORDER = "TTRACE_TEST_ORDER"
 SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "pretrain_gpt.py"
 
-# Not under test here: the stand-in for a GPU, what is not part of a rank, and the net that catches
-# exceptions itself.
-_LEFT_OUT = ("cpu/", "jobs/job.py", "jobs/processes/", "cli/", "evaluation/", "trace/errors.")
-_ENTRY = ("entry.py", "loop.py", "__init__.py", "__main__.py", "resources.py")
 _HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
@@ -53,18 +49,6 @@ def _name(code: CodeType, package: str) -> str:
     """``file:function``, the file below the package or below ``site-packages``."""
     file = code.co_filename.removeprefix(package).rpartition("site-packages/")[2]
     return f"{file}:{code.co_qualname}"
-
-
-def _may_fail(code: CodeType, package: str) -> bool:
-    name = _name(code, package)
-    return (
-        code.co_filename.startswith(package)
-        and not name.startswith(_LEFT_OUT)
-        and not name.partition(":")[0].endswith(_ENTRY)
-        and "<" not in code.co_name
-        # Not the body of a class.
-        and bool(code.co_flags & inspect.CO_OPTIMIZED)
-    )
 
 
 def _fail(kind: str) -> None:
@@ -85,35 +69,25 @@ def _fail(kind: str) -> None:
     raise kinds[kind]("put in by a test")
 
 
-def watch(order: dict[str, Any]) -> None:
-    """Count calls, or fail at one of them (``call`` 0: at all of them)."""
+def fail_in(order: dict[str, Any]) -> None:
+    """Fail at a call of a function."""
     package = f"{Path(megatron_ttrace.__file__).parent}{os.sep}"
     monitoring = sys.monitoring
-    calls: Counter[str] = Counter()
-    wanted = order.get("raise")
+    calls = itertools.count(1)
 
     def called(code: CodeType, offset: int) -> Any:
         name = _name(code, package)
-        if not _may_fail(code, package) if wanted is None else name != wanted["function"]:
+        if name != order["function"]:
             return monitoring.DISABLE
-        calls[name] += 1
-        if wanted is not None and wanted["call"] in (0, calls[name]):
-            Path(wanted["mark"]).write_text(name, encoding="utf-8")
+        if order["call"] in (0, next(calls)):
+            Path(order["mark"]).write_text(name, encoding="utf-8")
             print("INJECTED", name, flush=True)
-            _fail(wanted["error"])
+            _fail(order["error"])
         return None
 
     monitoring.use_tool_id(_TOOL, "faults")
     monitoring.register_callback(_TOOL, monitoring.events.PY_START, called)
     monitoring.set_events(_TOOL, monitoring.events.PY_START)
-    if "record" in order:
-        leave = os._exit
-
-        def end(code: int) -> None:
-            Path(order["record"]).write_text(json.dumps(calls), encoding="utf-8")
-            leave(code)
-
-        os._exit = end  # type: ignore[assignment]
 
 
 def bare() -> None:
@@ -210,7 +184,7 @@ def _digest(chunks: list[Any]) -> str:
 def main() -> None:
     """Prepare this process and train."""
     order = json.loads(os.environ.pop(ORDER, "{}"))
-    mine = order.get(os.environ["RANK"], {})
+    failure = order.get(os.environ["RANK"])
     if order.get("mode") == "bare":
         bare()
     else:
@@ -223,8 +197,8 @@ def main() -> None:
     default = SCRIPT.with_name("pretrain_hybrid.py") if hybrid else SCRIPT
     script = Path(order.get("script", default))
     sys.path.insert(0, str(script.parent))
-    if mine:
-        watch(mine)
+    if failure:
+        fail_in(failure)
     if "states" in order:
         digests.at_start(Path(order["states"]))
     end = digests.at_end(Path(order["end"])) if "end" in order else lambda: None
@@ -252,8 +226,6 @@ def main() -> None:
         sys.argv[0] = str(script)
         runpy.run_path(str(script), run_name="__main__")
     end()
-    if "record" in mine:
-        os._exit(0)
 
 
 if __name__ == "__main__":
