@@ -21,7 +21,7 @@ from megatron_ttrace.trace.sanitise import in_one_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from megatron_ttrace.evaluation.bugs.suite import BugRow, Totals
+    from megatron_ttrace.evaluation.bugs.suite import BugRow
 
 _EPILOG = """\
 examples:
@@ -181,20 +181,8 @@ def _show(rows: Sequence[BugRow], seconds: float) -> None:
             console.print(f"[red]{row.bug.id} {row.bug.name}:[/red] {problem}")
     good = sum(row.met for row in rows)
     console.print(f"{good} of {len(rows)} cases as expected, in {seconds:.0f} s")
-    console.print(_total(suite.totals(rows)), soft_wrap=True)
+    console.print(suite.totals(rows), soft_wrap=True)
     console.print(_looked(rows), soft_wrap=True)
-
-
-def _total(totals: Totals) -> str:
-    sentence = (
-        f"of {totals.bugs} bugs {totals.detected} detected, {totals.localised} localised, "
-        f"{totals.explained} explained; {totals.healthy} of {totals.cases} healthy runs pass"
-    )
-    if totals.weakest is not None:
-        sentence += f"; weakest margin of a culprit {totals.weakest[0]:.3g} ({totals.weakest[1]})"
-    if totals.nearest is not None:
-        sentence += f", largest of a healthy run {totals.nearest[0]:.3g} ({totals.nearest[1]})"
-    return sentence
 
 
 def _looked(rows: Sequence[BugRow]) -> str:

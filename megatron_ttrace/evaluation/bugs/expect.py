@@ -16,13 +16,6 @@ from megatron_ttrace.trace.places import Place
 from megatron_ttrace.trace.records import Culprit, Result, Summary
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)")
-SHARES = {
-    "file_first": 0.7,
-    "function_first": 0.5,
-    "file_in_three": 0.85,
-    "function_in_three": 0.65,
-}
-"""The least shares of a good checker, by the field of :class:`Looked`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

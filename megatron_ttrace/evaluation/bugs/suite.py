@@ -141,52 +141,25 @@ class BugRow:
         }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Totals:
-    """The result by bug: the variants of one (04a, 04b) count together.
-
-    Attributes:
-        detected, localised, explained: how many were so in all of their layouts.
-        healthy: healthy runs found equivalent, of ``cases``.
-        weakest: smallest margin of a culprit, and the bug's id.
-        nearest: largest margin of a healthy run, and the bug's id.
-    """
-
-    bugs: int
-    detected: int
-    localised: int
-    explained: int
-    healthy: int
-    cases: int
-    weakest: tuple[float, str] | None
-    nearest: tuple[float, str] | None
-
-
-def totals(rows: Sequence[BugRow]) -> Totals:
-    """Count."""
-    of_bug: dict[str, list[Assessment | None]] = {}
-    for row in rows:
-        bug = row.bug.id.rstrip(string.ascii_lowercase)
-        of_bug.setdefault(bug, []).append(row.assessment)
-
-    def whole(name: str) -> int:
-        return sum(
-            all(getattr(assessment, name, False) for assessment in cases)
-            for cases in of_bug.values()
-        )
-
-    culprits = [(r.assessment.margin, r.bug.id) for r in rows if r.assessment]
-    healthy = [(r.healthy_margin, r.bug.id) for r in rows]
-    return Totals(
-        bugs=len(of_bug),
-        detected=whole("detected"),
-        localised=whole("localised"),
-        explained=whole("explained"),
-        healthy=sum(row.is_healthy for row in rows),
-        cases=len(rows),
-        weakest=min(((m, bug) for m, bug in culprits if m is not None), default=None),
-        nearest=max(((m, bug) for m, bug in healthy if m is not None), default=None),
+def totals(rows: Sequence[BugRow]) -> str:
+    """A sentence: how many bugs were found in all layouts; 04a and 04b, say, are one bug."""
+    assessed = [(row.bug.id.rstrip(string.ascii_lowercase), row.assessment) for row in rows]
+    bugs = {bug for bug, _ in assessed}
+    detected, localised, explained = (
+        len(bugs - {bug for bug, assessment in assessed if not getattr(assessment, name, False)})
+        for name in ("detected", "localised", "explained")
     )
+    sentence = (
+        f"of {len(bugs)} bugs {detected} detected, {localised} localised, {explained} explained; "
+        f"{sum(row.is_healthy for row in rows)} of {len(rows)} healthy runs pass"
+    )
+    culprits = [(row.assessment.margin, row.bug.id) for row in rows if row.assessment]
+    healthy = [(row.healthy_margin, row.bug.id) for row in rows]
+    if weakest := min(((m, bug) for m, bug in culprits if m is not None), default=None):
+        sentence += f"; weakest margin of a culprit {weakest[0]:.3g} ({weakest[1]})"
+    if nearest := max(((m, bug) for m, bug in healthy if m is not None), default=None):
+        sentence += f", largest of a healthy run {nearest[0]:.3g} ({nearest[1]})"
+    return sentence
 
 
 def exit_code(rows: Sequence[BugRow]) -> ExitCode:

@@ -103,8 +103,7 @@ class Hunt:
                     "nothing can be tried around it"
                 )
             command = self._space.command(combination)
-            small = _small(command, job)
-            row = self._row(small, combination)
+            row = self._row(SmallJob.of(command, job), combination)
             if row.answer in (Answer.EQUIVALENT, Answer.DIVERGED):
                 self.covering.ran(combination)
             if row.together:
@@ -116,7 +115,7 @@ class Hunt:
     def given(self, command: Command, jobs: Sequence[plan.Job]) -> JobRow:
         """Check the small jobs of a command, until one does not come out equivalent."""
         for job in jobs:
-            row = self._row(_small(command, job))
+            row = self._row(SmallJob.of(command, job))
             if row.answer is Answer.DIVERGED:
                 self._reduce(command, job, row)
             if row.answer is not Answer.EQUIVALENT:
@@ -144,7 +143,7 @@ class Hunt:
             values = dict(some)
             job = self._job(values) if self._space.has_effect(values) else None
             return job is not None and self._check.fails(
-                _small(self._space.command(values), job), early=early
+                SmallJob.of(self._space.command(values), job), early=early
             )
 
         return tuple(smallest(tuple(combination.items()), fails))
@@ -175,15 +174,10 @@ class Hunt:
         ranks = job.axes.ranks
         if ranks > self._most:
             return None
-        words = self._check.arguments(_small(command, job))
+        words = self._check.arguments(SmallJob.of(command, job))
         options = validity.options(words, ranks)
         if options is None or any(each.fits(options) for each in self._fails):
             return None
         if known_faults.finding_of(options, self._version):
             self._known.add(job)
         return job
-
-
-def _small(command: Command, job: plan.Job) -> SmallJob:
-    environment = tuple(sorted(command.environment.items()))
-    return SmallJob(command.script, job.arguments, job.axes.ranks, environment)

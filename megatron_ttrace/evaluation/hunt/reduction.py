@@ -112,9 +112,7 @@ class _Search:
     def diverges(self, job: Job) -> bool:
         """Whether it still does. One that cannot be checked does not."""
         if job not in self.rows:
-            environment = tuple(sorted(self._command.environment.items()))
-            small = SmallJob(self._command.script, job.arguments, job.axes.ranks, environment)
-            self.rows[job] = self._check(small)
+            self.rows[job] = self._check(SmallJob.of(self._command, job))
         row = self.rows[job]
         # Without some options it may show a known fault instead, in the same module.
         same = row.answer is Answer.DIVERGED and row.finding == self._first.finding

@@ -82,7 +82,7 @@ def headline(night: Night) -> str:
     texts = [f"{counts[State.MISSED]} missed"] * bool(counts[State.MISSED])
     texts += [f"{alarms} false alarm{'s' * (alarms > 1)}"] * bool(alarms)
     texts += [f"{counts[State.BROKEN]} could not run"] * bool(counts[State.BROKEN])
-    lost = [gap.part.value for gap in night.gaps if not gap.by_choice]
+    lost = [gap.part.value for gap in night.gaps]
     texts += [f"{' and '.join(lost)} incomplete"] * bool(lost)
     return ", ".join(texts) or f"all good: {len(night.cases)} cases"
 
@@ -91,7 +91,7 @@ def changes(night: Night, good: Night | None) -> list[str]:
     """What is wrong, then what changed since the last good night."""
     broken = [case for case in night.cases if case.state is State.BROKEN]
     lines = [f"{c.state}: {c.part} {c.name}: {c.note}" for c in (*night.bad, *broken)]
-    lines += [f"{gap.part} is incomplete: {gap.reason}" for gap in night.gaps if not gap.by_choice]
+    lines += [f"{gap.part} is incomplete: {gap.reason}" for gap in night.gaps]
     if night.is_good:
         return lines
     if good is None:

@@ -74,7 +74,6 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
     gaps: list[Gap] = []
     for part in NightPart:
         if part not in options.parts:
-            gaps.append(Gap(part, "switched off", by_choice=True))
             continue
         left = None if options.seconds is None else options.seconds - (time.monotonic() - clock)
         if left is not None and left <= 0:

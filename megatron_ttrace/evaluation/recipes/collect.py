@@ -49,6 +49,12 @@ class SmallJob:
     ranks: int
     environment: tuple[tuple[str, str], ...]
 
+    @classmethod
+    def of(cls, command: Command, job: plan.Job) -> SmallJob:
+        """A job that a command was shrunk to."""
+        environment = tuple(sorted(command.environment.items()))
+        return cls(command.script, job.arguments, job.axes.ranks, environment)
+
     @property
     def key(self) -> str:
         """The same for jobs that are the same, wherever the checkout is."""
@@ -106,35 +112,34 @@ def collect(
     Raises:
         TTraceError: when there are none.
     """
-    if places:
-        paths = sorted({path for place in places for path in _training(place)})
-        return [
-            _recipe(name, path, checkout, most)
-            for path in paths
-            if _fits(name := path.relative_to(checkout).as_posix(), patterns)
-        ]
-    files = sorted((checkout / _TESTS).rglob("model_config.yaml"))
-    scripts = [
-        path for path in sorted((checkout / "examples").rglob("*.sh")) if _mentions(path, _SCRIPT)
-    ]
-    if not files and not scripts:
-        if anywhere and _training(checkout):
-            return collect(checkout, patterns, most, (checkout,))
+    paths = {} if places else _own(checkout)
+    if not paths and (places or anywhere):
+        found = {path for place in places or (checkout,) for path in _training(place)}
+        paths = {path.relative_to(checkout).as_posix(): path for path in sorted(found)}
+    if not paths and not places:
         raise TTraceError(
             f"{checkout} has neither {_TESTS} nor examples: give a checkout of Megatron-LM"
             + (" or a folder of scripts" if anywhere else "")
         )
-    recipes = []
-    for path in (*files, *scripts):
-        place = path.parent if path.suffix == ".yaml" else path
-        name = str(place.relative_to(checkout)).removeprefix(f"{_TESTS}/")
-        if _fits(name, patterns):
-            recipes.append(_recipe(name, path, checkout, most))
-    return recipes
+    return [
+        _recipe(name, path, checkout, most)
+        for name, path in paths.items()
+        if not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
 
 
-def _fits(name: str, patterns: Sequence[str]) -> bool:
-    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+def _own(checkout: Path) -> dict[str, Path]:
+    """The configurations that Megatron-LM has, by their names."""
+    tests = sorted((checkout / _TESTS).rglob("model_config.yaml"))
+    scripts = sorted((checkout / "examples").rglob("*.sh"))
+    return {
+        **{path.parent.relative_to(checkout / _TESTS).as_posix(): path for path in tests},
+        **{
+            path.relative_to(checkout).as_posix(): path
+            for path in scripts
+            if _mentions(path, _SCRIPT)
+        },
+    }
 
 
 def _training(place: Path) -> list[Path]:
@@ -165,12 +170,11 @@ def _recipe(name: str, path: Path, checkout: Path, most: int) -> Recipe:
         other = isinstance(error, recipe_file.NoTrainingError)
         why = " ".join(str(error).replace(str(path), "it").split())
         return Recipe(name, Kind.OTHER if other else Kind.NOT_SHRUNK, why=why, file=file)
-    environment = tuple(
-        sorted(item for item in command.environment.items() if item[0].startswith(_VARIABLES))
-    )
-    jobs = tuple(
-        SmallJob(command.script, job.arguments, job.axes.ranks, environment) for job in small.jobs
-    )
+    seen = {
+        name: value for name, value in command.environment.items() if name.startswith(_VARIABLES)
+    }
+    command = dataclasses.replace(command, environment=seen)
+    jobs = tuple(SmallJob.of(command, job) for job in small.jobs)
     return Recipe(name, Kind.TRAINING, jobs, lost=small.lost, file=file)
 
 

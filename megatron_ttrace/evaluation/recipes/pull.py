@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_ttrace.evaluation.recipes import collect, reached
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
-from megatron_ttrace.evaluation.recipes.reached import Files, Record, Records
+from megatron_ttrace.evaluation.recipes.reached import Files, Records
 from megatron_ttrace.jobs.processes import apart, stripped
 from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
 from megatron_ttrace.jobs.settings import Settings, checking
@@ -207,9 +207,9 @@ class Pull:
         if ran is not None and reference.parent == references and reference.name in cached:
             # The reference was made by an earlier check: what it ran counts too.
             made = self.records.references.get(reference.name)
-            ran = None if made is None else reached.merged(made.ran, ran)
-        elif ran is not None:
-            self.records.references[reference.name] = Record.of(reference.name, "", ran)
+            ran = None if made is None else reached.merged(made, ran)
+        elif ran is not None and reached.is_complete(ran):
+            self.records.references[reference.name] = ran
         return Checked(report.verdict, report.culprits, folder=folder, ran=ran)
 
     def keep(self, job: SmallJob, name: str, ran: Files | None) -> None:

@@ -5,8 +5,9 @@ Run as a program, with ``LOG ROOT WORDS``, it is ``ttrace WORDS`` and writes dow
 ROOT that run in it, in its ranks and in its reference run, which are its forks. What ran is kept
 with digests of its code: where another commit has the same, its check would run the same code.
 
-Records lie in a cache that may be damaged or shared. A record counts only if it is complete, was
-made with this checker, and has the digests of a commit's files as they are computed now.
+Records lie in a cache that may be damaged or shared. They count only if their file is undamaged and
+was made with this checker, and each only if it has the digests of a commit's files as they are
+computed now.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 from megatron_ttrace.trace import changes, codec, owned
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.files import write_atomically
+from megatron_ttrace.trace.sealing import open_sealed, seal_json
 
 Files = dict[str, dict[str, str]]
 """Path below the checkout -> function -> digest of its body; for ``""`` of the rest of the file."""
@@ -149,30 +151,10 @@ def _environment() -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """What a check ran.
-
-    Attributes:
-        tree: git's id of the content of the commit that was checked.
-        seal: checksum of this record, its name, and the versions that it was made with.
-    """
+    """What a check ran; ``tree`` is git's id of the content of the commit that was checked."""
 
     tree: str
     ran: Files
-    seal: str
-
-    @classmethod
-    def of(cls, name: str, tree: str, ran: Files) -> Record:
-        """A sealed record."""
-        return cls(tree, ran, _seal(name, tree, ran))
-
-    def is_of(self, name: str) -> bool:
-        """Whether it is undamaged, complete, and was made with these versions, for this name."""
-        return is_complete(self.ran) and self.seal == _seal(name, self.tree, self.ran)
-
-
-def _seal(*content: Any) -> str:
-    text = json.dumps([_environment(), *content], sort_keys=True)
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,31 +163,25 @@ class Records:
 
     Attributes:
         jobs: by key, of each small job: a record per commit.
-        references: by name, of each cached reference: a check that finds one does not run it.
+        references: by name, what made each cached one: a check that finds one does not run that.
     """
 
     jobs: dict[str, tuple[Record, ...]] = dataclasses.field(default_factory=dict)
-    references: dict[str, Record] = dataclasses.field(default_factory=dict)
+    references: dict[str, Files] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> Records:
-        """Those of a file that count; none if it is absent or damaged."""
+        """Those of a file; none if it is absent, damaged, or was made with other versions."""
         try:
-            stored = codec.decode(cls, codec.parse(codec.read(path)))
-        except (OSError, codec.CodecError):
+            document = open_sealed(codec.read(path))
+            return codec.decode(cls, document) if document["made"] == _environment() else cls()
+        except (OSError, ValueError, KeyError):
             return cls()
-        return cls(
-            {
-                key: kept
-                for key, records in stored.jobs.items()
-                if (kept := tuple(record for record in records if record.is_of(key)))
-            },
-            {name: record for name, record in stored.references.items() if record.is_of(name)},
-        )
 
     def save(self, path: Path) -> None:
         """Write them to a file. Raises ``TTraceError`` when that fails."""
-        write_atomically(path, [json.dumps(codec.encode(self))], sealed=False)
+        document = {"made": _environment(), **codec.encode(self)}
+        write_atomically(path, [seal_json(document)], sealed=False)
 
     def of_job(self, key: str, tree: str, root: Path) -> Files | None:
         """What a job ran in the commit whose files are in ``root``; ``None`` if that is not known.
@@ -228,7 +204,7 @@ class Records:
             if record.tree in trees and record.tree != tree
         ]
         if ran is not None and is_complete(ran):
-            kept.append(Record.of(key, tree, ran))
+            kept.append(Record(tree, ran))
         if kept:
             self.jobs[key] = tuple(kept)
 

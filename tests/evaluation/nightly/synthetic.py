@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
+from megatron_ttrace.evaluation.nightly.records import Night, NightCase, NightPart, State
 
 VERSIONS = {"megatron-core": "0.19.2", "torch": "2.15.0"}
 OPTIONS = {"parts": "bugs matrix recipes", "bugs": "all"}
@@ -40,7 +40,7 @@ def nights() -> list[Night]:
     )
     return [
         night(*good),
-        night(*good, day=2, gaps=(Gap(NightPart.RECIPES, "switched off", by_choice=True),)),
+        night(*good, day=2),
         night(*bad, day=3, versions={**VERSIONS, "torch": "2.16.0"}),
     ]
 

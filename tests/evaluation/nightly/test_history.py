@@ -12,7 +12,6 @@ from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightPart, St
 from megatron_ttrace.trace.errors import TTraceError
 from tests.evaluation.nightly.synthetic import case, night, nights
 
-SWITCHED_OFF = Gap(NightPart.RECIPES, "switched off", by_choice=True)
 MISSED = case(state=State.MISSED, note="found equivalent")
 ALARM = case(NightPart.MATRIX, state=State.ALARM)
 
@@ -21,7 +20,6 @@ ALARM = case(NightPart.MATRIX, state=State.ALARM)
     ("tonight", "code"),
     [
         (night(), 0),
-        (night(gaps=(SWITCHED_OFF,)), 0),
         (night(MISSED), 2),
         (night(ALARM), 1),
         (night(MISSED, ALARM), 1),
@@ -48,7 +46,6 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     """All of it, a line for each case; what was cut off, and foreign text, costs nothing else."""
     strange = night(
         case(name="Robert'); DROP TABLE nights;--", margin=math.inf, note="π\n\x1b[31m"),
-        gaps=(SWITCHED_OFF,),
         day=9,
     )
     path = tmp_path / "new" / history.FILE
@@ -121,7 +118,7 @@ def test_no_good_night_yet() -> None:
             night(MISSED, ALARM, ALARM, case(state=State.BROKEN)),
             "1 missed, 2 false alarms, 1 could not run",
         ),
-        (night(gaps=(Gap(NightPart.MATRIX, "x"), SWITCHED_OFF)), "matrix incomplete"),
+        (night(gaps=(Gap(NightPart.MATRIX, "x"),)), "matrix incomplete"),
     ],
 )
 def test_headline(tonight: Night, text: str) -> None:

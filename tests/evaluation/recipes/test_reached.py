@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ran is recorded, in forks too, and only changes of its code reach it."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.evaluation.recipes import reached
-from megatron_ttrace.trace import codec
 
 SOURCE = """\
 import os
@@ -128,30 +126,30 @@ files = st.dictionaries(names, st.dictionaries(names, st.text("01", max_size=3),
 
 @given(jobs=st.dictionaries(names, files, max_size=2), references=st.dictionaries(names, files))
 def test_records_come_back(
-    jobs: dict[str, reached.Files], references: dict[str, reached.Files]
+    tmp_path_factory: pytest.TempPathFactory,
+    jobs: dict[str, reached.Files],
+    references: dict[str, reached.Files],
 ) -> None:
-    """As JSON."""
+    """From a file."""
+    path = tmp_path_factory.mktemp("records") / "records.json"
     records = reached.Records(
-        {name: (reached.Record.of(name, "tree", ran),) for name, ran in jobs.items()},
-        {name: reached.Record.of(name, "", ran) for name, ran in references.items()},
+        {name: (reached.Record("tree", ran),) for name, ran in jobs.items()}, references
     )
-    text = json.dumps(codec.encode(records))
-    assert codec.decode(reached.Records, codec.parse(text)) == records
+    records.save(path)
+    assert reached.Records.load(path) == records
 
 
-RAN = {"megatron/b.py": {"": "1", "f": "2"}}
-
-
-def test_records_in_a_file(tmp_path: Path) -> None:
-    """Complete ones are found again, under their names."""
-    complete, empty = (reached.Record.of("a", "tree", ran) for ran in (RAN, {}))
-    records = reached.Records(
-        {"a": (complete, empty), "b": (complete,)}, {"a": complete, "c": complete}
-    )
-    records.save(tmp_path / "records.json")
-    assert reached.Records.load(tmp_path / "records.json") == reached.Records(
-        {"a": (complete,)}, {"a": complete}
-    )
+def test_records_of_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not count, nor do those that were changed."""
+    path = tmp_path / "records.json"
+    reached.Records(references={"a": {"megatron/b.py": {"": "1", "f": "2"}}}).save(path)
+    text = path.read_text()
+    path.write_text(text.replace('"f": "2"', '"f": "3"'))
+    assert reached.Records.load(path) == reached.Records()
+    path.write_text(text)
+    assert reached.Records.load(path) != reached.Records()
+    monkeypatch.setattr(reached, "_environment", lambda: "another checker")
+    assert reached.Records.load(path) == reached.Records()
 
 
 def test_a_record_is_of_the_content_that_it_has(tmp_path: Path) -> None:
