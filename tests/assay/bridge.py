@@ -15,16 +15,14 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Outcome
-from tests import warm
 from tests.assay import harness
 from tests.assay.harness import FALSE_ALARM, Row
 from tests.assay.planted.mistakes import PLANTED
 from tests.bridge import data
-from tests.integration.jobs import ROOT, environment
+from tests.integration import jobs
 
-SCRIPTS = ROOT / "tests" / "bridge"
+SCRIPTS = jobs.ROOT / "tests" / "bridge"
 _TABLE = Path(__file__).with_suffix(".toml")
-_SECONDS = 900.0
 _EPILOG = """\
 examples:
   python -m tests.assay bridge healthy --only 'sft*'
@@ -144,12 +142,7 @@ def attempt(case: Case, directory: Path) -> Row:
     flags = ("--ttrace-bug", case.bug) if case.bug else ()
     script = SCRIPTS / ("planted.py" if case.planted else "job.py")
     check = ("check", "--quiet", "--nproc-per-node", case.ranks, *flags)
-    done = warm.run(
-        ["-m", "megatron_ttrace", *check, "--", script, *words],
-        cwd=directory,
-        env=environment(**variables),
-        timeout=_SECONDS,
-    )
+    done = jobs.ttrace(*check, "--", script, *words, cwd=directory, **variables)
     if done.returncode not in (0, 1):
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         is_refused = case.refused and done.returncode == 2 and len(lines) == 1
@@ -175,11 +168,7 @@ def attempt(case: Case, directory: Path) -> Row:
 
 def _save(case: Case, directory: Path, variables: Mapping[str, str]) -> None:
     words = [*case.start, f"checkpoint.save={directory / 'start'}", "checkpoint.save_interval=2"]
-    done = warm.run(
-        ["-m", "tests.ranks", 2, SCRIPTS / "train.py", SCRIPTS / "job.py", *words],
-        cwd=directory,
-        env=environment(**variables),
-        timeout=_SECONDS,
-    )
+    scripts = (SCRIPTS / "train.py", SCRIPTS / "job.py")
+    done = jobs.torchrun(2, *scripts, *words, cwd=directory, **variables)
     if done.returncode:
         raise TTraceError(f"{case.id}: no checkpoint: {(done.stdout + done.stderr)[-2000:]}")

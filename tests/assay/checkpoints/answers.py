@@ -13,12 +13,11 @@ from megatron_ttrace.evaluation.matrix import configurations as matrix
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Kind, LoadedIndex
-from tests import warm
 from tests.assay.checkpoints.jobs import Job, Layout
 from tests.assay.planted.mistakes import PLANTED
-from tests.integration.jobs import TRAIN, environment
+from tests.integration import jobs
+from tests.integration.jobs import TRAIN
 
-_SECONDS = 900.0
 _STATES = {
     "momentum_buffer": "exp_avg",
     "main weight": "main",
@@ -131,9 +130,7 @@ def _run(
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     more = {PLANTED: fault} if fault else {}
-    done = warm.run(
-        ["-m", "megatron_ttrace", *words], cwd=directory, env=environment(**more), timeout=_SECONDS
-    )
+    done = jobs.ttrace(*words, cwd=directory, **more)
     file = directory / answer
     document = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     return done, document

@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ttrace.trace.errors import TTraceError
-from tests import warm
 from tests.assay.checkpoints.jobs import LAST, SAVED, Job, Layout, Planted
 from tests.assay.planted.checkpoint_faults import MECHANISMS, Side
 from tests.assay.planted.checkpoints import TRUTH
 from tests.assay.planted.mistakes import PLANTED
 from tests.assay.planted.train import ORDER
-from tests.integration.jobs import TRAIN, bits_of, environment
-
-_SECONDS = 400.0
+from tests.integration.jobs import TRAIN, bits_of, torchrun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +46,8 @@ def run(directory: Path, nproc: int, job: Job, words: Sequence[object], fault: s
     more = {ORDER: json.dumps({"bits": True, "mode": "bare", "states": str(scratch)})}
     if fault:
         more |= {PLANTED: fault, TRUTH: str(scratch)}
-    done = warm.run(
-        ["-m", "tests.ranks", nproc, TRAIN, *job.base, *job.layout.flags, *words],
-        cwd=directory,
-        env=environment(**more),
-        timeout=_SECONDS,
-    )
+    arguments = (*job.base, *job.layout.flags, *words)
+    done = torchrun(nproc, TRAIN, *arguments, cwd=directory, **more)
     states = {
         f"{file.stem} {name}": digest
         for file in scratch.glob("[0-9]*.json")

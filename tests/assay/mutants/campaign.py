@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import functools
 import json
-import os
 import shutil
 import sys
 import tomllib
@@ -21,7 +20,6 @@ from megatron_ttrace.evaluation.bugs.expect import looked
 from megatron_ttrace.evaluation.matrix.configurations import SCRIPTS, Configuration, arguments_of
 from megatron_ttrace.jobs.processes import ranks
 from megatron_ttrace.jobs.processes.waiting import OutOfTimeError, Patience
-from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.saved.runner import NO_WANDB, Case, Runner
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
@@ -43,8 +41,6 @@ WANTED = {
 }
 _PATIENCE, _LEAST_SECONDS, _MOST_SECONDS = 6.0, 20.0, 300.0
 _CULPRITS = 5
-_MORE = ("--eval-interval", "1000")
-"""Megatron's own scripts need one."""
 _STEPS = ("--train-iters", "3", "--log-interval", "1")
 """What one step leaves behind can change the next, and its log."""
 _TABLE = tomllib.loads(Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8"))
@@ -80,11 +76,7 @@ def add_parser(subparsers: command.Subparsers) -> None:
     running.add_argument(
         "--layout", nargs="+", action="extend", default=[], metavar="NAME", help="only these jobs"
     )
-    listing = harness.add(actions, "list", _list, summary="list the mutants", epilog=_EPILOG)
-    for action in (running, listing):
-        action.add_argument(
-            "--checkout", type=Path, metavar="DIR", help="a Megatron-LM checkout to use"
-        )
+    harness.add(actions, "list", _list, summary="list the mutants", epilog=_EPILOG)
 
 
 def layouts(names: Sequence[str]) -> list[Configuration]:
@@ -117,14 +109,6 @@ def survivors() -> dict[str, tuple[str, str]]:
 
 
 def _scanned(args: argparse.Namespace) -> list[Mutant]:
-    if args.checkout is not None:
-        if not (args.checkout / "megatron" / "core" / "__init__.py").is_file():
-            raise TTraceError(f"--checkout {args.checkout}: has no megatron/core")
-        checkout = str(args.checkout.resolve())
-        # Here, and in the ranks of candidates and references.
-        paths = [checkout, *filter(None, [os.environ.get("PYTHONPATH")])]
-        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-        sys.path.insert(0, checkout)
     mutants = scan.scan(args.only)
     if not mutants:
         raise TTraceError(f"nothing matches {' '.join(args.only)}: see the command 'list'")
@@ -145,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
     if seed is None:  # a sample that is always the same would be learned by heart
         seed = int(f"{datetime.datetime.now(datetime.UTC):%Y%m%d}")
     say = command.progress()
-    campaign = Campaign(args.directory, args.checkout or launch_dir(), jobs)
+    campaign = Campaign(args.directory, jobs)
     healthy = []
     for job in jobs:
         healthy.append(campaign.reach(job))
@@ -172,23 +156,18 @@ class Reach:
 class Campaign:
     """Runs jobs in one directory, which share references."""
 
-    def __init__(self, directory: Path, scripts: Path, jobs: Sequence[Configuration]) -> None:
+    def __init__(self, directory: Path, jobs: Sequence[Configuration]) -> None:
         """Import Megatron.
 
         Raises:
-            TTraceError: when ranks cannot be forked, or a script is missing.
+            TTraceError: when ranks cannot be forked.
         """
-        self._directory, self._scripts = directory, scripts.resolve()
+        self._directory = directory
         self._files = {module: str(path) for module, path in scan.modules()}
         self._jobs = {job.name: job for job in jobs}
         self._reached: dict[str, Reach] = {}
         self._healthy: dict[str, list[str]] = {}
-        for script in {job.script for job in jobs}:
-            if not (self._scripts / script).is_file():
-                raise TTraceError(f"{self._scripts} has no {script}")
-        flags = ("--ttrace-device", "cpu", NO_WANDB)
-        first = self._scripts / jobs[0].script
-        self._runner = Runner(self._directory, flags=flags, script=first)
+        self._runner = Runner(self._directory, flags=("--ttrace-device", "cpu", NO_WANDB))
         if not self._runner.forks:
             raise TTraceError("mutants run on a CPU only: hide the accelerator")
 
@@ -201,7 +180,9 @@ class Campaign:
         except TTraceError as error:
             return Row(job.name, "no mutant", marks, _last_line(error))
         if summary.verdict is not Result.EQUIVALENT:
-            return Row(job.name, "no mutant", marks | {FALSE_ALARM: True}, _culprits(summary))
+            return Row(
+                job.name, "no mutant", marks | {FALSE_ALARM: True}, suites.culprits_of(summary)
+            )
         covered = coverage.read(folder.glob("rank-*.jsonl"))
         # Later runs of this job do not make a reference.
         seconds = summary.timings["wall"] - summary.timings.get("reference", 0.0)
@@ -264,7 +245,7 @@ class Campaign:
         except TTraceError as error:
             marks, note = {"crashed": True}, _last_line(error)
         if summary is not None:
-            marks, note = {"found": summary.verdict is Result.DIVERGED}, _culprits(summary)
+            marks, note = {"found": summary.verdict is Result.DIVERGED}, suites.culprits_of(summary)
         if summary is not None and marks["found"]:
             ran = self._reached[job.name].coverage.ran(
                 self._files[mutant.module], mutant.span.first_line, mutant.classes
@@ -322,18 +303,11 @@ class Campaign:
     def _case(self, job: Configuration, order: dict[str, Any]) -> Case:
         from tests.assay.planted import train
 
-        case = job.case(self._directory)
-        order = {**order, "script": str(self._scripts / job.script)}
         return dataclasses.replace(
-            case,
-            arguments=(*case.arguments, *_MORE),
+            job.case(self._directory),
             script=Path(train.__file__),
             environment={train.ORDER: json.dumps(order)},
         )
-
-
-def _culprits(summary: Summary) -> str:
-    return suites.culprits_of(summary)
 
 
 def _last_line(error: TTraceError) -> str:

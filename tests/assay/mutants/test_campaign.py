@@ -7,19 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ttrace.mcore.versions import megatron_core_version, series
-from tests import warm
 from tests.assay import harness
 from tests.assay.harness import Row
 from tests.assay.mutants import campaign, scan
-from tests.integration.jobs import ROOT, environment
+from tests.integration.jobs import ROOT, python
 
-OVERLAPPED = "distributed.param_and_grad_buffer:*.register_grad_ready:drop-collective:*"
 DOUBLED = "tensor_parallel.mappings:_ReduceFromModelParallelRegion.forward:double-collective:*"
 
 
 def mutants(*words):
-    command = ["-m", "tests.assay", "mutants", *words]
-    return warm.run(command, cwd=ROOT, env=environment(), timeout=840)
+    command = ("-m", "tests.assay", "mutants", *words)
+    return python(*command, cwd=ROOT, timeout=840, cold=False)
 
 
 @pytest.fixture(scope="module")
@@ -52,32 +50,12 @@ def test_the_checker_knows_nothing(folder):
     [
         (("run", "--only", "nothing:*"), "nothing matches nothing:*"),
         (("run", "--only", DOUBLED, "--layout", "tp3"), "nothing matches tp3"),
-        (("list", "--checkout", "no/such"), "--checkout no/such: has no megatron/core"),
     ],
 )
 def test_wrong_use(words, message):
     """A clear message, exit code 2."""
     done = mutants(*words)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
-
-
-@pytest.mark.nightly
-def test_overlap_is_seen(tmp_path):
-    """Overlap starts with the second step, and the traced step has it."""
-    words = ("--only", OVERLAPPED, "--layout", "dp2", "--directory", tmp_path)
-    done = mutants("run", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    _, (row,) = harness.load(tmp_path / "rows.jsonl")
-    assert row.marks.get("found", True)
-
-
-@pytest.mark.nightly
-def test_not_reached(folder):
-    """A fault in a line that no job runs is not a mutant."""
-    words = ("--only", "tensor_parallel.inference_layers:*", "--layout", "tp2")
-    done = mutants("run", *words, "--directory", folder)
-    assert done.returncode == 2
-    assert "no job runs the line" in done.stderr
 
 
 @pytest.mark.parametrize(

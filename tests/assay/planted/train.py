@@ -8,7 +8,7 @@ reference sees it, is a JSON object:
 - ``bits``: print all bits of what each step logs and of the weights it leaves.
 - ``states``: a directory for checksums of what each rank begins with (``digests.py``).
 - ``mutant``: one to introduce; ``lines``: a directory for a record of the lines that run;
-  ``end``: one for checksums of what training ends with; ``script``: what trains.
+  ``end``: one for checksums of what training ends with.
 - ``mode``: ``bare`` runs Megatron on the CPU backend, without the rest of this package;
   ``spilling`` keeps no copy of the training state in memory, and prints their size in files.
 - a rank's number: how it fails: a function of ours (``function``), in which ``call`` of it (0: in
@@ -194,8 +194,7 @@ def main() -> None:
     if order.get("bits"):
         print_bits()
     hybrid = "--hybrid-layer-pattern" in sys.argv
-    default = SCRIPT.with_name("pretrain_hybrid.py") if hybrid else SCRIPT
-    script = Path(order.get("script", default))
+    script = SCRIPT.with_name("pretrain_hybrid.py") if hybrid else SCRIPT
     sys.path.insert(0, str(script.parent))
     if failure:
         fail_in(failure)

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_ttrace.jobs.resources import patches_dir
-from tests import warm
-from tests.integration.jobs import environment
+from tests.integration.jobs import ROOT, python
 
-ROOT = Path(__file__).parents[3]
 BUGS = patches_dir() / "bugs"
 ALL = sorted(path.name for path in BUGS.glob("*.toml"))
 ONE, TWO = ALL[:1], ("01-tp-embedding-mask.toml", "11-sp-layernorm.toml")
@@ -27,7 +25,7 @@ def ttrace(folder: Path | None, *words: str, timeout: float = 840) -> tuple[int,
     """Run the command in a process of its own: the suite switches the CPU backend on."""
     driver = [str(ROOT / "tests" / "evaluation" / "bugs" / "driver.py"), str(folder)]
     start = driver if folder else ["-m", "megatron_ttrace"]
-    done = warm.run([*start, *words], cwd=ROOT, env=environment(), timeout=timeout)
+    done = python(*start, *words, cwd=ROOT, timeout=timeout, cold=False)
     return done.returncode, done.stdout, done.stderr
 
 
