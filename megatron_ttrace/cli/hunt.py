@@ -20,7 +20,8 @@ from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:
-    from megatron_ttrace.evaluation.hunt.hunting import Failure, Hunt, Tried
+    from megatron_ttrace.evaluation.hunt.hunting import Hunt, Tried
+    from megatron_ttrace.evaluation.hunt.reduction import Reduced
 
 _EPILOG = """\
 examples:
@@ -153,10 +154,9 @@ def _answer(hunt: Hunt, tried: list[Tried]) -> dict[str, object]:
     }
 
 
-def _failure(failure: Failure) -> dict[str, object]:
-    reduced = failure.reduced
+def _failure(reduced: Reduced) -> dict[str, object]:
     return {
-        "job": failure.first,
+        "job": reduced.first,
         "axes": reduced.axes,
         "flags": list(reduced.flags),
         "left out": list(reduced.left_out),
@@ -179,8 +179,7 @@ def _show(hunt: Hunt, tried: list[Tried]) -> None:
         )
     for why, number in Counter(_unknown(tried)).most_common():
         print(f"unknown    {number}: {why}")
-    for number, failure in enumerate(hunt.failures, 1):
-        reduced = failure.reduced
+    for number, reduced in enumerate(hunt.failures, 1):
         sizes = ", ".join(f"{name} {size}" for name, size in reduced.axes.items()) or "no axis"
         print(f"\n{number}. the smallest job that diverges has {sizes} ({reduced.checked} checks)")
         print(f"culprit    {', '.join(reduced.row.modules)}")

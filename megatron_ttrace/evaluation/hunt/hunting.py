@@ -35,19 +35,6 @@ class Tried:
     row: JobRow
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """What some combinations diverge by.
-
-    Attributes:
-        first: the key of the job that showed it.
-        reduced: what it needs.
-    """
-
-    first: str
-    reduced: Reduced
-
-
 class Hunt:
     """Combinations around a command.
 
@@ -81,7 +68,7 @@ class Hunt:
         self._jobs: dict[tuple[tuple[str, str], ...], plan.Job | None] = {}
         self._known: set[plan.Job] = set()
         self.covering = Covering(space, self._is_new, seed)
-        self.failures: list[Failure] = []
+        self.failures: list[Reduced] = []
         self._failing: list[frozenset[tuple[str, str]]] = []
 
     def run(self, seconds: float) -> Iterator[Tried]:
@@ -123,8 +110,7 @@ class Hunt:
         return row
 
     def _reduce(self, command: Command, job: plan.Job, row: JobRow) -> None:
-        reduced = reduction.reduce(command, job, row, self._row, self._most)
-        self.failures.append(Failure(first=row.key, reduced=reduced))
+        self.failures.append(reduction.reduce(command, job, row, self._row, self._most))
 
     def _row(self, small: SmallJob, combination: Combination | None = None) -> JobRow:
         row = self._results.of(small)
@@ -156,7 +142,7 @@ class Hunt:
         if job is None or job in self._known:
             return False
         options = CommandFlags.parse(job.arguments).options()
-        return not any(each.reduced.pattern().fits(options) for each in self.failures)
+        return not any(each.pattern().fits(options) for each in self.failures)
 
     def _job(self, combination: Combination) -> plan.Job | None:
         """The small job of a combination; ``None`` where there is none, or Megatron refuses it."""

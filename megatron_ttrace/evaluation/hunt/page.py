@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from megatron_ttrace.evaluation.hunt.combinations import Space
-from megatron_ttrace.evaluation.hunt.hunting import Failure, Tried
+from megatron_ttrace.evaluation.hunt.hunting import Tried
+from megatron_ttrace.evaluation.hunt.reduction import Reduced
 from megatron_ttrace.evaluation.recipes.run import Answer
 from megatron_ttrace.report import html
 
@@ -45,7 +46,7 @@ def cells(space: Space, tried: Sequence[Tried]) -> dict[tuple[str, str], Cell]:
     }
 
 
-def render(space: Space, tried: Sequence[Tried], failures: Sequence[Failure]) -> str:
+def render(space: Space, tried: Sequence[Tried], failures: Sequence[Reduced]) -> str:
     """The page."""
     values = [
         (name, value, Counter(t.row.answer for t in tried if t.combination.get(name) == value))

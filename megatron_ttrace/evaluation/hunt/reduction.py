@@ -29,6 +29,7 @@ class Reduced:
     """A diverging job of which nothing more can be left out.
 
     Attributes:
+        first: the key of the job that showed the divergence.
         axes: the sizes that it needs, by their short names.
         flags: that it needs, besides sizes.
         left_out: flags that it does not need.
@@ -37,6 +38,7 @@ class Reduced:
         checked: how many jobs.
     """
 
+    first: str
     axes: dict[str, int]
     flags: tuple[str, ...]
     left_out: tuple[str, ...]
@@ -87,6 +89,7 @@ def reduce(command: Command, job: Job, row: JobRow, check: Check, most: int) -> 
     least = smallest(features, lambda some: search.diverges(with_flags(some)))
     job = with_flags(least)
     return Reduced(
+        first=row.key,
         axes={name: getattr(job.axes, name) for name in kept},
         flags=tuple(str(flag) for flag in least),
         left_out=tuple(str(flag) for flag in features if flag not in least),

@@ -2,7 +2,7 @@
 """The page counts pairs that were equivalent, and prints whatever a job says harmlessly."""
 
 from megatron_ttrace.evaluation.hunt.combinations import Dimension, Space
-from megatron_ttrace.evaluation.hunt.hunting import Failure, Tried
+from megatron_ttrace.evaluation.hunt.hunting import Tried
 from megatron_ttrace.evaluation.hunt.page import cells, render
 from megatron_ttrace.evaluation.hunt.reduction import Reduced
 from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
@@ -33,10 +33,9 @@ def test_the_page():
     """All that was found, escaped."""
     unknown = tried(Answer.COULD_NOT_CHECK, "<script>alert(1)</script>", dtype="--bf16")
     row = JobRow(key="k", answer=Answer.DIVERGED, ranks=2, modules=("a.<b>",), command="ttrace c")
-    reduced = Reduced(
-        axes={"tp": 2}, flags=("--swiglu",), left_out=(), row=row, healthy="ttrace h", checked=3
-    )
-    text = render(SPACE, [unknown], [Failure(first="k", reduced=reduced)])
+    more = {"left_out": (), "row": row, "healthy": "ttrace h", "checked": 3}
+    reduced = Reduced(first="k", axes={"tp": 2}, flags=("--swiglu",), **more)
+    text = render(SPACE, [unknown], [reduced])
     assert "<script>" not in text
     assert "&lt;script&gt;alert(1)" in text
     assert "a.&lt;b&gt;" in text
