@@ -10,7 +10,7 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.trace.errors import TTraceError
 from tests.assay import harness
 from tests.assay.faults import baseline
-from tests.assay.faults.drawing import choose, representative
+from tests.assay.faults.drawing import choose
 from tests.assay.faults.experiment import Experiment, own_mounts
 from tests.assay.faults.fault import Fault
 from tests.assay.faults.processes import ROOT, adopt_orphans, die_with_parent, warm
@@ -40,12 +40,11 @@ def add_parser(subparsers: command.Subparsers) -> None:
         seed="which faults are drawn (default 1)",
     )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="faults at a time")
-    parser.add_argument("--representative", action="store_true", help="a few of each family")
 
 
 def _run(args: argparse.Namespace) -> int:
     seed = 1 if args.seed is None else args.seed
-    faults = {f.id: f for f in (representative(seed) if args.representative else choose(seed))}
+    faults = {fault.id: fault for fault in choose(seed)}
     chosen = [faults[name] for name in harness.chosen(faults, args.only)]
     # Every process of the campaign imports this checkout, whatever is installed.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -209,13 +209,16 @@ def _hostile(numbers: random.Random) -> Iterator[_Case]:
         (hostile(variables=(("OMP_NUM_THREADS", "junk"),)), any_line),
         (hostile(variables=(("COLUMNS", "3"), ("TERM", "dumb"))), right),
         (hostile(variables=(("PYTHONHASHSEED", "7"), ("PYTHONUNBUFFERED", "1")), cold=True), right),
-        (hostile(stdin=Stream.CLOSED), right),
+        (hostile(stdin=Stream.CLOSED, cold=True), right),
         (hostile(stdout=Stream.CLOSED, cold=True), right),
         (hostile(stderr=Stream.CLOSED, cold=True), right),
-        (hostile(stdin=Stream.CLOSED, stdout=Stream.CLOSED, stderr=Stream.CLOSED), right),
-        (hostile(stdout=Stream.FULL), right),
-        (hostile(stderr=Stream.FULL), right),
-        (hostile(stdout=Stream.BROKEN), right),
+        (
+            hostile(stdin=Stream.CLOSED, stdout=Stream.CLOSED, stderr=Stream.CLOSED, cold=True),
+            right,
+        ),
+        (hostile(stdout=Stream.FULL, cold=True), right),
+        (hostile(stderr=Stream.FULL, cold=True), right),
+        (hostile(stdout=Stream.BROKEN, cold=True), right),
         (hostile(stdout=Stream.BROKEN, stderr=Stream.BROKEN, cold=True), right),
     ]
     for number, (action, promise) in enumerate(actions):
@@ -254,42 +257,3 @@ _DRAWN: dict[Family, Callable[[random.Random], Iterator[_Case]]] = {
     Family.HOSTILE: _hostile,
     Family.TRAINING: _training,
 }
-
-
-def representative(seed: int) -> list[Fault]:
-    """A few faults that are cheap, of every family that starts processes."""
-    numbers, faults = random.Random(seed), choose(seed)
-    chosen: list[Fault] = []
-    for family, count in _WANTED.items():
-        cheap = [fault for fault in faults if fault.family is family and not _is_dear(fault)]
-        chosen += numbers.sample(cheap, count)
-    return chosen + [fault for fault in faults if fault.id in _NAMED]
-
-
-_WANTED = {
-    **dict.fromkeys((Family.RANKS, Family.DISK, Family.CACHE, Family.TWO, Family.HOSTILE), 1),
-    Family.SIGNALS: 2,
-    Family.TRAINING: 1,
-}
-_NAMED = tuple(
-    fault.id
-    for fault in failures.FAULTS
-    if fault.layout == "tp" and fault.action.arguments["function"] in failures.REPRESENTATIVE
-)
-
-
-def _is_dear(fault: Fault) -> bool:
-    """Whether a fault waits for a time-out, a cold start, a reference, or a checkpoint.
-
-    Ranks that are not yet connected wait for one that has ended; others notice at once. After
-    the end there is nothing to disturb.
-    """
-    name, arguments = fault.action.name, fault.action.arguments
-    is_slow = bool(arguments.get("cold") or arguments.get("fresh"))
-    if name == "signals" and fault.family is Family.RANKS:
-        return is_slow or not 0.5 < arguments["moment"] < 0.9
-    if name == "stop":
-        return arguments["seconds"] is None
-    if name == "disturb":
-        return arguments["layout"] != "tp" or arguments["event"] is Event.STOP
-    return is_slow

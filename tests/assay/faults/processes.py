@@ -69,6 +69,7 @@ class Command:
         script: train with this script instead of running ``ttrace``.
         variables: changes to the environment; ``None`` removes a variable.
         limit: most bytes a file may grow to, or ``None``.
+        stdin, stdout, stderr: what is unusual needs a fresh interpreter.
         cold: a fresh interpreter instead of a fork.
     """
 
@@ -222,6 +223,7 @@ def _become(command: Command) -> None:
         if command.cold:
             program = [sys.executable, "-m", "megatron_ttrace", *command.words]
             os.execv(sys.executable, program)
+        _make_streams()
         code = _outcome(lambda: _main(command))
     finally:
         os._exit(code)
@@ -258,17 +260,13 @@ def _outcome(main: Callable[[], Any]) -> int:
     except BaseException:  # noqa: BLE001 - as at the top of a program
         traceback.print_exc()
         code = 1
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None and not stream.closed:
-                stream.flush()
-        except (OSError, ValueError):
-            code = 120
+    sys.stdout.flush()
+    sys.stderr.flush()
     return int(code or 0) & 0xFF
 
 
 def _connect(command: Command) -> None:
-    """The three standard streams, with Python's objects for them."""
+    """The three standard streams."""
     streams = (command.stdin, command.stdout, command.stderr)
     # Opened first, so that no file takes the number of a closed stream.
     sources = [_open(command, number, stream) for number, stream in enumerate(streams)]
@@ -282,20 +280,13 @@ def _connect(command: Command) -> None:
     for source in sources:
         if source is not None and source > 2:
             os.close(source)
-    if command.cold:
-        return
-    objects = [
-        None if source is None else open(number, mode, closefd=False, errors=errors)  # noqa: SIM115
-        for number, source, mode, errors in (
-            (0, sources[0], "r", "strict"),
-            (1, sources[1], "w", "strict"),
-            (2, sources[2], "w", "backslashreplace"),
-        )
-    ]
-    if objects[2] is not None:
-        objects[2].reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.stdin, sys.stdout, sys.stderr = objects  # type: ignore[assignment]
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = objects  # type: ignore[misc,assignment]
+
+
+def _make_streams() -> None:
+    """Python's objects for them."""
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, closefd=False, errors="backslashreplace")  # noqa: SIM115
 
 
 def _open(command: Command, number: int, stream: Stream) -> int | None:

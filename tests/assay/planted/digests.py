@@ -62,14 +62,14 @@ def _write(directory: Path, content: dict[str, Any]) -> None:
 def _tensors(model: Any, optimizer: Any) -> Iterator[tuple[str, str]]:
     for number, chunk in enumerate(model):
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
-            yield f"model{number}.{name}", _digest(tensor)
+            yield f"model{number}.{name}", of(tensor)
     for number, leaf in enumerate(_leaves(optimizer)):
         for order, group in enumerate(leaf.optimizer.param_groups):
             for index, main in enumerate(group["params"]):
-                yield f"optimizer{number}.{order}.{index}", _digest(main)
+                yield f"optimizer{number}.{order}.{index}", of(main)
                 for state, value in sorted(leaf.optimizer.state.get(main, {}).items()):
                     if torch.is_tensor(value):
-                        yield f"optimizer{number}.{order}.{index}.{state}", _digest(value)
+                        yield f"optimizer{number}.{order}.{index}.{state}", of(value)
 
 
 def _numbers(optimizer: Any, scheduler: Any) -> Iterator[tuple[str, str]]:
@@ -80,11 +80,11 @@ def _numbers(optimizer: Any, scheduler: Any) -> Iterator[tuple[str, str]]:
         for order, group in enumerate(leaf.optimizer.param_groups):
             for field, value in group.items():
                 if field != "params":
-                    yield f"optimizer{number}.{order}.{field}", _digest(value)
+                    yield f"optimizer{number}.{order}.{field}", of(value)
             for index, main in enumerate(group["params"]):
                 for state, value in sorted(leaf.optimizer.state.get(main, {}).items()):
                     if not torch.is_tensor(value):
-                        yield f"optimizer{number}.{order}.{index}.{state}", _digest(value)
+                        yield f"optimizer{number}.{order}.{index}.{state}", of(value)
         if getattr(leaf, "grad_scaler", None) is not None:
             yield f"optimizer{number}.scale", repr(leaf.grad_scaler.state_dict())
     yield "scheduler", repr(scheduler.state_dict())
@@ -92,8 +92,8 @@ def _numbers(optimizer: Any, scheduler: Any) -> Iterator[tuple[str, str]]:
     for name in ("iteration", "consumed_train_samples", "skipped_train_samples"):
         yield name, repr(getattr(args, name, None))
     states = tensor_parallel.get_cuda_rng_tracker().get_states()
-    yield "rng", _digest(repr((torch.get_rng_state().tolist(), random.getstate())))
-    yield "rng.tracker", _digest(repr({name: _digest(state) for name, state in states.items()}))
+    yield "rng", of(repr((torch.get_rng_state().tolist(), random.getstate())))
+    yield "rng.tracker", of(repr({name: of(state) for name, state in states.items()}))
 
 
 def _leaves(optimizer: Any) -> Iterator[Any]:
@@ -104,10 +104,12 @@ def _leaves(optimizer: Any) -> Iterator[Any]:
             yield leaf
 
 
-def _digest(value: Any) -> str:
+def of(value: Any) -> str:
+    """The checksum of a value; of a tensor, of this rank's part."""
     if torch.is_tensor(value):
         tensor = getattr(value, "_local_tensor", value).detach().cpu().contiguous()
         if not tensor.untyped_storage().nbytes():
             return "released"
+        # Of a copy: what NumPy has seen cannot be resized.
         return hashlib.sha256(tensor.reshape(-1).clone().view(torch.uint8).numpy()).hexdigest()
     return hashlib.sha256(repr(value).encode()).hexdigest()

@@ -199,11 +199,3 @@ def test_all_bugs_with_expectations_of_others(tmp_path: Path) -> None:
     assert {row["id"] for row in found} == {name.split("-")[0] for name in ALL}
     assert [row["id"] for row in found if row["met"]] == []
     assert all(row["detected"] for row in found)
-
-
-@pytest.mark.nightly
-def test_all_bugs_without_their_faults(tmp_path: Path) -> None:
-    """What is found is the fault: without it the same jobs are equivalent, or are refused."""
-    found = run(tmp_path, ALL, harmless(described(ALL)), timeout=1800)
-    assert [row["id"] for row in found if row["met"]] == []
-    assert {row["id"] for row in found if row["problem"] != "found equivalent"} == {"09"}
