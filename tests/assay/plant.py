@@ -86,17 +86,14 @@ WHOLE_SIZE: dict[str, Shape] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlantedError:
-    """One error: where it was planted, and the verdict on it.
+    """The verdict on one error.
 
     Attributes:
-        key, rank: where.
         found: whether the verdict is a failure.
         right_rank: whether the verdict names the rank first.
         margin: of the verdict; NaN without one.
     """
 
-    key: TraceKey
-    rank: int
     found: bool
     right_rank: bool
     margin: float
@@ -169,7 +166,7 @@ class Field:
         verdict = self.verdict(entry.key, rank, local)
         found = verdict.verdict.is_failure
         margin = math.nan if verdict.margin is None else verdict.margin
-        return PlantedError(entry.key, rank, found, found and verdict.ranks[:1] == (rank,), margin)
+        return PlantedError(found, found and verdict.ranks[:1] == (rank,), margin)
 
     def _unit(self, rank: int, entry: Entry) -> float:
         """Norm of a difference that is one tolerance of this rank's part."""

@@ -4,7 +4,6 @@
 import dataclasses
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -105,11 +104,8 @@ def median_ratio(dear: Sequence[float], plain: Sequence[float]) -> float:
 @contextmanager
 def scratch() -> Iterator[Path]:
     """A directory that is removed afterwards."""
-    home = Path(tempfile.mkdtemp(prefix="bench-"))
-    try:
-        yield home
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as home:
+        yield Path(home)
 
 
 def in_turns(
