@@ -83,14 +83,8 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Check the configurations and print the table."""
-    from megatron_ttrace.evaluation.recipes.run import (
-        Checker,
-        Results,
-        coverage,
-        jobs_of,
-        of_bridge,
-        text,
-    )
+    from megatron_ttrace.evaluation.recipes.bridge import discover
+    from megatron_ttrace.evaluation.recipes.run import Checker, Results, coverage, jobs_of, text
     from megatron_ttrace.jobs import validity
 
     say = command.silent if args.json else command.progress()
@@ -103,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     finished: dict[str, JobRow] = {}
     if jobs and not args.dry_run:
         first = Path(next(iter(jobs.values())).script)
-        data = of_bridge if args.bridge else text
+        data = discover.data if args.bridge else text
         checker = Checker(directory, first, args.seconds, data)
         validity.prepare(first)
         results = Results(directory)

@@ -92,7 +92,7 @@ def changes(night: Night, good: Night | None) -> list[str]:
     broken = [case for case in night.cases if case.state is State.BROKEN]
     lines = [f"{c.state}: {c.part} {c.name}: {c.note}" for c in (*night.bad, *broken)]
     lines += [f"{gap.part} is incomplete: {gap.reason}" for gap in night.gaps]
-    if night.is_good:
+    if night.exit_code is ExitCode.EQUIVALENT:
         return lines
     if good is None:
         return [*lines, "there is no good night yet to compare with"]

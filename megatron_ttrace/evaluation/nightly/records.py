@@ -94,15 +94,6 @@ class Night:
         alarm = any(case.state is State.ALARM for case in self.cases)
         return suites.exit_code(alarm=alarm, met=good and not self.gaps)
 
-    @property
-    def is_good(self) -> bool:
-        """Whether later nights can be compared with it."""
-        return self.exit_code is ExitCode.EQUIVALENT
-
-    def count(self, part: NightPart, state: State) -> int:
-        """How many cases of a part have this result."""
-        return sum(case.part is part and case.state is state for case in self.cases)
-
 
 def known_bug(row: Json) -> NightCase:
     """A row of ``ttrace eval bugs run --rows``: a bug in one layout."""

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -48,9 +50,9 @@ def summary_fields(night: Night) -> dict[str, Any]:
         "nightly/exit_code": int(night.exit_code),
         "nightly/seconds": night.seconds,
     }
-    for part in NightPart:
-        for state in State:
-            fields[f"nightly/{part}/{state.replace(' ', '_')}"] = night.count(part, state)
+    counts = Counter((case.part, case.state) for case in night.cases)
+    for part, state in itertools.product(NightPart, State):
+        fields[f"nightly/{part}/{state.replace(' ', '_')}"] = counts[part, state]
     culprits = [case.margin for case in night.cases if case.part is NightPart.BUGS and case.margin]
     healthy = [case.margin for case in night.cases if case.part is NightPart.MATRIX and case.margin]
     if culprits:

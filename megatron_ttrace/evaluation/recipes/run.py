@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.evaluation import suites
-from megatron_ttrace.evaluation.recipes.bridge import discover
 from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
 from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.jobs.commands import disclosure
@@ -249,13 +248,6 @@ def text(place: Path) -> Callable[[SmallJob], Sequence[str]]:
     """Data for scripts of Megatron-LM, for :class:`Checker`."""
     prefix = documents.write(place / "text", (documents.SFT,))
     return lambda job: documents.arguments(job.script, prefix, job.arguments)
-
-
-def of_bridge(place: Path) -> Callable[[SmallJob], Sequence[str]]:
-    """Data for recipes of Megatron-Bridge; it is imported here, once for all ranks."""
-    words = discover.write_data(place)
-    discover.prepare()
-    return lambda job: words
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

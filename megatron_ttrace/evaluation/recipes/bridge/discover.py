@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ttrace.evaluation.recipes.bridge import driver
@@ -137,12 +137,12 @@ def _recipe(function: str, planned: Planned | None, jobs: dict[str, SmallJob]) -
     return Recipe(title(function), kind, tuple(small), planned.why, planned.lost)
 
 
-def prepare() -> None:
-    """Import Bridge into this process, for ranks that are forks of it."""
+def data(place: Path) -> Callable[[SmallJob], Sequence[str]]:
+    """Texts to fine-tune on and a tokenizer, for ``recipes.run.Checker``.
+
+    Bridge is imported here, once for all ranks, which are forks of this process.
+    """
+    words = (sizes.DATA, str(documents.write_tuning(place / "text")))
     os.environ.update(driver.OFFLINE)
     forkserver.further(driver.PACKAGE)
-
-
-def write_data(place: Path) -> list[str]:
-    """Write texts to fine-tune on, once, and a tokenizer; the script's arguments that name them."""
-    return [sizes.DATA, str(documents.write_tuning(place / "text"))]
+    return lambda job: words
