@@ -76,9 +76,10 @@ def signals(
     gap: float = 0.1,
     fresh: bool = False,
     cold: bool = False,
+    layout: str = "",
 ) -> None:
     """Signals, ``gap`` seconds apart. With ``fresh`` the reference is being made, too."""
-    started = Started(x.check(fresh=fresh, cold=cold))
+    started = x.begin(fresh=fresh, layout=layout, cold=cold)
     pid = x.target(started, target, moment, x.seconds_of(fresh=fresh, cold=cold))
     if pid is not None:
         for position, number in enumerate(numbers):
@@ -90,29 +91,28 @@ def signals(
 
 @action
 def stop(
-    x: Experiment, target: Target, moment: float, seconds: float | None, fresh: bool = False
+    x: Experiment,
+    target: Target,
+    moment: float,
+    seconds: float | None,
+    fresh: bool = False,
+    layout: str = "",
 ) -> None:
     """SIGSTOP; SIGCONT after ``seconds``, or never, with a short time-out."""
     expected = x.seconds_of(fresh=fresh)
     patience = max(5.0, 2.5 * expected)
     flags = () if seconds is not None else ("--ttrace-timeout", f"{patience:.1f}")
-    started = Started(x.check(*flags, fresh=fresh))
+    started = x.begin(*flags, fresh=fresh, layout=layout)
     pid = x.target(started, target, moment, expected)
     if pid is not None:
         x.injected = x.send(started, pid, signal.SIGSTOP)
         if seconds is not None:
             started.wait(seconds)
-            x.send(started, pid, signal.SIGCONT)
+            # A helper may outlive its launcher.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
     # The reference, the ranks and the launcher may wait one after the other.
     x.watch(started, limit=None if seconds is not None else 2 * patience + 40)
-
-
-def mount_small(x: Experiment, where: Where, kib: int, inodes: int = 0) -> Path:
-    """A file system of so many KiB (0: a read-only one), or of so many files."""
-    path = x.home / where
-    options = f"size={kib}k" if kib else "ro"
-    x.mount(path, f"nr_inodes={inodes}" if inodes else options)
-    return path
 
 
 @action
@@ -122,38 +122,42 @@ def full(
     kib: int = _ROOM_KIB,
     inodes: int = 0,
     moment: float | None = None,
+    fresh: bool = True,
+    layout: str = "",
 ) -> None:
-    """A small file system; with a ``moment`` it is large, and somebody else fills it then."""
+    """A small file system; with a ``moment`` it is large, and somebody else fills it then.
+
+    It has so many KiB (0: it is read-only), or so many files.
+    """
     if not x.mounts:
         return
-    path = mount_small(x, where, kib, inodes)
+    path = x.home / where
+    options = f"size={kib}k" if kib else "ro"
+    x.mount(path, f"nr_inodes={inodes}" if inodes else options)
     more: dict[str, Any] = {}
     if where is Where.CACHE:
         more["cache"] = path
     if where is Where.TMPDIR:
         more["variables"] = {"TMPDIR": str(path)}
-    started = Started(x.check(fresh=True, **more))
-    x.injected = moment is None or x.until(started, moment, x.base.fresh)
+    started = x.begin(fresh=fresh, layout=layout, **more)
+    x.injected = moment is None or x.until(started, moment, x.seconds_of(fresh=fresh))
     if moment is not None:
-        fill(path)
+        with contextlib.suppress(OSError), (path / "filler").open("wb", 0) as filler:
+            while True:
+                filler.write(bytes(4096))
     x.watch(started)
 
 
-def fill(folder: Path) -> None:
-    """Leave no room."""
-    with contextlib.suppress(OSError), (folder / "filler").open("wb", 0) as filler:
-        while True:
-            filler.write(bytes(4096))
-
-
 @action
-def vanish(x: Experiment, how: Vanishing, moment: float) -> None:
+def vanish(
+    x: Experiment, how: Vanishing, moment: float, fresh: bool = False, layout: str = ""
+) -> None:
     """The ``--ttrace-dir`` goes away during the run."""
     out = x.home / "out"
     if how is Vanishing.COVERED and not x.mounts:
         return
-    started = Started(x.check())
-    x.injected = x.until(started, moment, x.base.cached)
+    started = x.begin(fresh=fresh, layout=layout)
+    x.injected = x.until(started, moment, x.seconds_of(fresh=fresh))
     if how is Vanishing.COVERED:
         x.mount(out, "ro")
     elif how is Vanishing.RENAMED:
@@ -239,12 +243,27 @@ def damage(
 
 
 @action
-def damage_in_use(x: Experiment, harm: Harm, moment: float) -> None:
+def damage_in_use(
+    x: Experiment, harm: Harm, moment: float, fresh: bool = False, layout: str = ""
+) -> None:
     """All tensors of the reference are damaged while they are in use."""
-    started = Started(x.check())
-    x.injected = x.until(started, moment, x.base.cached)
-    for file in sorted((x.home / "cache").rglob("*.safetensors")):
-        spoil(file, harm, x.base.folder / "other")
+    started = x.begin(fresh=fresh, layout=layout)
+    files: set[Path] = set()
+
+    def there() -> bool:
+        """Whether there is a reference by now."""
+        folders = (x.home / "cache", x.home / "out")
+        paths = (path for folder in folders for path in folder.rglob("*.safetensors"))
+        with contextlib.suppress(OSError):
+            files.update(path.resolve() for path in paths)
+        return bool(files)
+
+    if x.until(started, moment, x.seconds_of(fresh=fresh)):
+        started.wait(x.limit, there)
+        x.injected = bool(files) and started.code is None
+        for file in files:
+            with contextlib.suppress(OSError):
+                spoil(file, harm, x.base.folder / "other")
     x.watch(started, limit=2 * x.limit)
 
 

@@ -49,6 +49,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "load": (*jobs.TP, *SAVED, "--load", "CHECKPOINT", *CONTINUED),
 }
 """Layouts of trainings on two ranks."""
+TRACED = ("--ttrace", "--ttrace-no-wandb", "--ttrace-dir", "out", "--ttrace-iterations", "1-2")
+"""Flags of a training that is traced."""
 BUG = "01"
 """The known bug of faulty candidates; every layout with tensor parallelism has it."""
 PATIENCE = 600.0

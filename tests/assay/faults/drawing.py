@@ -4,6 +4,7 @@
 import random
 import signal
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from tests.assay.faults import failures, inputs
 from tests.assay.faults.actions import (
@@ -22,9 +23,8 @@ from tests.assay.faults.actions import (
     two,
     vanish,
 )
-from tests.assay.faults.fault import Action, Family, Fault, Promise
+from tests.assay.faults.fault import Action, Family, Fault, Outcome, Promise
 from tests.assay.faults.processes import Stream, Target
-from tests.assay.faults.training import Event, disturb
 
 LISTS = (failures, inputs)
 """Faults that are the same for every seed."""
@@ -227,25 +227,39 @@ def _hostile(numbers: random.Random) -> Iterator[_Case]:
 
 def _training(numbers: random.Random) -> Iterator[_Case]:
     layouts = ("tp", "pp", "zero", "load")
-    processes = (Target.RANK0, Target.RANK1, Target.REFERENCE, Target.LAUNCHER, Target.HELPER)
+    ranks = (Target.RANK0, Target.RANK1, Target.LAUNCHER)
+    harms = (Harm.CUT, Harm.OVERWRITTEN, Harm.DELETED)
     for number in range(60):
-        event = list(Event)[number % len(Event)]
-        targets = processes
-        if event is Event.STOP:
-            # Nothing can train on without one of its ranks.
-            targets = (Target.REFERENCE, Target.HELPER)
-        target = numbers.choice(targets)
+        event = number % 9
+        # Nothing can train on without one of its ranks.
+        targets = () if event == 1 else ranks
+        target = numbers.choice((*targets, Target.REFERENCE, Target.HELPER))
         # Some time before the end of a training its reference is made.
-        is_early = target is Target.REFERENCE and event in (Event.KILL, Event.STOP, Event.PAUSE)
-        action = disturb(
-            event,
-            target,
-            numbers.uniform(0, 0.3 if is_early else 0.95),
-            numbers.choice(layouts),
-            kib=round(4 * 2 ** numbers.uniform(0, 10)) if event is Event.SMALL else 0,
-            cached=numbers.random() < 0.5 and not is_early,
-        )
-        yield action, Promise(()), False
+        is_early = target is Target.REFERENCE and event < 3
+        moment = numbers.uniform(0, 0.3 if is_early else 0.95)
+        fresh = is_early or numbers.random() < 0.5
+        how: dict[str, Any] = {"fresh": fresh, "layout": numbers.choice(layouts)}
+        match event:
+            case 0:
+                action = signals(target, (signal.SIGKILL,), moment, **how)
+            case 1:
+                # Nobody but its parent's parent can know of a helper, once it is the last one.
+                seconds = 120.0 if target is Target.HELPER else None
+                action = stop(target, moment, seconds, **how)
+            case 2:
+                action = stop(target, moment, 2.0, **how)
+            case 3:
+                kib = round(4 * 2 ** numbers.uniform(0, 10))
+                action = full(Where.DIRECTORY, kib, **how)
+            case 4:
+                action = full(Where.DIRECTORY, moment=moment, **how)
+            case 5:
+                action = vanish(Vanishing.REMOVED, moment, **how)
+            case _:
+                action = damage_in_use(harms[event - 6], moment, **how)
+        is_fatal = event == 0 and target in ranks
+        outcome = Outcome.EITHER if is_fatal else Outcome.TRAINS
+        yield action, Promise((), outcome=outcome), False
 
 
 _DRAWN: dict[Family, Callable[[random.Random], Iterator[_Case]]] = {

@@ -8,8 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from tests.assay.faults.baseline import Baseline, check
-from tests.assay.faults.fault import Fault, Problem, of_command, text
+from tests.assay.faults.baseline import TRACED, Baseline, check, ended, training
+from tests.assay.faults.fault import Fault, Outcome, Problem, of_command, of_training, text
 from tests.assay.faults.processes import Command, Started, Target, bury
 from tests.assay.harness import Row
 
@@ -113,8 +113,22 @@ class Experiment:
         shutil.copytree(self.base.folder / name, copy, dirs_exist_ok=True)
         return copy
 
+    def begin(self, *flags: str, fresh: bool = False, layout: str = "", **more: object) -> Started:
+        """Start what is disturbed: a check, or with a layout a training that is traced."""
+        if not layout:
+            return Started(self.check(*flags, fresh=fresh, **more))
+        flags = (*TRACED, "--ttrace-timeout", f"{self._patience(fresh=fresh):.0f}")
+        cache = self.home / "cache" if fresh else self.cache("local")
+        return Started(training(self.base, self.home, layout, *flags, cache=cache))
+
+    def _patience(self, *, fresh: bool) -> float:
+        """Seconds that ranks of a training wait for each other."""
+        return max(8.0, 2.5 * self.seconds_of(fresh=fresh))
+
     def seconds_of(self, *, fresh: bool, cold: bool = False) -> float:
-        """A healthy check's duration."""
+        """The duration of a healthy check, or of a healthy training that is traced."""
+        if self.fault.layout:
+            return self.base.trained[self.fault.layout][not fresh]
         start = self.base.start if cold else 0.0
         return start + (self.base.fresh if fresh else self.base.cached)
 
@@ -157,11 +171,29 @@ class Experiment:
         is_check: bool = True,
     ) -> None:
         """Wait for the end of a command, and judge it."""
+        if self.fault.layout:
+            self._watch_training(started)
+            return
         if limit is None:
             limit = _COLD_LIMIT * self.base.slowness if started.command.cold else self.limit
         started.wait(limit - (time.monotonic() - started.began))
         self.judge(started, faulty=self.fault.faulty, report=report, is_check=is_check)
         self.orphans()
+
+    def _watch_training(self, started: Started) -> None:
+        hung = not started.wait(2 * self.limit + 2 * self._patience(fresh=True))
+        self.took(started)
+        if hung:
+            seconds = time.monotonic() - started.began
+            self.problem(Problem.HANG, f"still running after {seconds:.0f} s")
+        self.orphans()
+        codes, logs = ended(self.home)
+        self.codes += codes or [started.code]
+        self.output = text(started.command.output("stderr"))[-300:]
+        promised = self.fault.promise.outcome
+        if self.injected or promised is Outcome.TRAINS:
+            bits, outcome = self.base.bits[self.fault.layout], Outcome.EITHER if hung else promised
+            self.problems += of_training(codes or [None], logs, bits, outcome)
 
     def orphans(self) -> None:
         """Nothing may be left of what was started."""

@@ -107,12 +107,14 @@ def action(function: Callable[..., None]) -> Callable[..., Action]:
 class Promise:
     """What is promised: the right verdict, if ``verdict``, or one of ``codes``.
 
-    ``reason`` is a pattern that the line of an exit code 2 must match.
+    ``reason`` is a pattern that the line of an exit code 2 must match, ``outcome`` what becomes of
+    a training that is disturbed.
     """
 
     codes: tuple[int, ...] = (2,)
     verdict: bool = True
     reason: str = ""
+    outcome: Outcome = Outcome.TRAINS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
