@@ -229,7 +229,11 @@ def of_training(
 def _unnamed(logs: Sequence[str], outcome: Outcome, rank: int, is_whole: bool) -> str:
     """Why the ranks' lines do not say that this rank failed, and what follows from that."""
     if outcome is Outcome.EXITS:
-        return "" if re.search(rf"^ttrace: rank {rank} on .*", logs[0], re.MULTILINE) else logs[0]
+        return (
+            ""
+            if re.search(rf"^ttrace(?: ends)?: rank {rank} on .*", logs[0], re.MULTILINE)
+            else logs[0]
+        )
     ending = "training goes on, UNCHECKED" if is_whole else "the job ends"
     pattern = re.compile(rf"^ttrace(?: ends)?: (.*); {ending}$", re.MULTILINE)
     lines = [set(pattern.findall(log)) for log in logs]

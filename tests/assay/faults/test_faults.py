@@ -182,6 +182,7 @@ ENDS = LOG.replace("training goes on, UNCHECKED", "the job ends")
         ([2, 2], [ENDS, ENDS], Outcome.ENDS, None),
         ([0, -9], ["", ""], Outcome.DIES, Problem.EXIT_CODE),
         ([2, 0], [LOG, LOG], Outcome.EXITS, Problem.EXIT_CODE),
+        ([2, 2], ["ttrace ends: rank 1 on x, y: z\n", ""], Outcome.EXITS, None),
     ],
 )
 def test_how_a_training_is_judged(
