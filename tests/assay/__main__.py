@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_ttrace.cli import command
 from megatron_ttrace.cli import main as ttrace
 from megatron_ttrace.trace.errors import ExitCode
-from tests.assay import blame, bridge, conversions, harness, huggingface, models, plant
+from tests.assay import blame, bridge, conversions, harness, huggingface, models, plant, same
 from tests.assay.checkpoints import campaign as checkpoints
 from tests.assay.faults import campaign as faults
 from tests.assay.faults.fuzz import harness as fuzz
@@ -32,7 +32,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for module in (
         *(mutants, faults, fuzz, plant, checkpoints, conversions),
-        *(bridge, huggingface, blame, models),
+        *(bridge, huggingface, blame, models, same),
     ):
         module.add_parser(subparsers)
     tabled = command.add(

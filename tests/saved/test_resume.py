@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ttrace.saved.recorded import Moves
-from megatron_ttrace.saved.recorded import merged
+from megatron_ttrace.saved.recorded import Moves, merged
 from megatron_ttrace.saved.resume import compare
 from megatron_ttrace.trace.recorded import Point
 from megatron_ttrace.trace.records import LoadedIndex, Result
