@@ -9,13 +9,23 @@ from __future__ import annotations
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Function, Ledger, Numbers, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import Cause, Lack, Loss, Term
+from megatron_ttrace.trace.findings import (
+    Cause,
+    Composed,
+    Finding,
+    InPart,
+    Lack,
+    Loss,
+    LossShare,
+    LossTerm,
+    Term,
+)
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Kind, Outcome
@@ -363,3 +373,21 @@ def choosing_without(ledger: Ledger, axes: set[str]) -> dict[int, int]:
         for number, fits in chosen.items()
         if not any(fits) and not axes.isdisjoint(calls.functions[number].axes)
     }
+
+
+def complementary(finding: Finding) -> bool:
+    """Whether no element is wrong on all ranks that are wrong in a part."""
+    spans = [span for _, span, _ in finding.spans] if isinstance(finding, InPart) else []
+    return len(spans) > 1 and max(a for a, _ in spans) > min(b for _, b in spans)
+
+
+def parts_of(finding: Finding | None) -> Iterator[Finding]:
+    """A finding and those that it consists of."""
+    if finding is not None:
+        yield finding
+    match finding:
+        case Composed(steps=steps):
+            for step in steps:
+                yield from parts_of(step)
+        case LossShare(fault=fault) | LossTerm(fault=fault) | InPart(fault=fault):
+            yield from parts_of(fault)

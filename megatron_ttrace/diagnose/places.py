@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from megatron_ttrace.diagnose.code import (
     BUILDING,
@@ -24,23 +24,25 @@ from megatron_ttrace.diagnose.code import (
     Outcomes,
     choosing_without,
     communicates,
+    complementary,
     is_given,
     loss_of,
     origins,
+    parts_of,
     sending,
     tokens,
 )
+from megatron_ttrace.diagnose.ran import ran_in
 from megatron_ttrace.diagnose.suspects import OF_PARAMETERS, Suspects, anchor_of, is_sent
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Numbers, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.executed import ChangedFunction
 from megatron_ttrace.trace.findings import (
     FACTORS,
     Cause,
-    Composed,
     ConstantFactor,
     Finding,
-    InPart,
     Lack,
     Loss,
     LossShare,
@@ -66,17 +68,15 @@ _MEAN = 1.5
 """Points for a mean over ranks, where something is too small by their number."""
 _INSTEAD = 0.4
 """Weight of what is named for another loss."""
-_CALLED = 1.0
-_LOOPS = 0.7
-"""Points for going through items, where some tensors lack what others have."""
+_CHANGED = 4.0
+"""Points for what the user changed."""
+_CALLED, _LOOPS = 1.0, 0.7
+"""Points for a name that is the factor's; for a loop, where some tensors lack what others have."""
 _OF_ONE_COPY = {"shared", "shared_embedding"}
 """Marks that one of several copies has by design."""
-_UNEQUAL = 4.0
-"""Points for naming a mark of the parameter that only some ranks have set."""
-_CHOOSES = 3.0
-"""Points for naming marks where parameters are chosen, if some are left out."""
-_SEPARATES = 2.0
-"""Points for a mark that the failing parameters have, and no others."""
+_UNEQUAL, _CHOOSES, _SEPARATES = 4.0, 3.0, 2.0
+"""Points for naming marks: one that only some ranks have set; where parameters are chosen, if some
+are left out; one that all failing parameters have, and no others."""
 _WORDY = 3
 """Words of a function's name; a longer name has a word more easily by chance."""
 _SCALED = {*FACTORS, Cause.WEIGHTS, Cause.ADDEND, Cause.SOFTMAX_SCALE, Cause.HYPERPARAMETERS}
@@ -94,11 +94,15 @@ class Places:
     """Finds the places to look at."""
 
     def __init__(
-        self, ledger: Ledger, verdicts: Iterable[Judged], expected: Numbers | None = None
+        self,
+        ledger: Ledger,
+        verdicts: Iterable[Judged],
+        expected: Numbers | None = None,
+        changed: Iterable[ChangedFunction] = (),
     ) -> None:
-        """``expected``: the numbers that functions of the reference were given and returned."""
+        """``expected``: numbers of the reference's functions; ``changed``: the user's changes."""
         self._ledger, self._code = ledger, Code(ledger)
-        self._expected = expected or {}
+        self._expected, self._changed = expected or {}, [*changed]
         self._outcomes = Outcomes(verdicts)
 
     def of(self, diagnosis: Diagnosis) -> Diagnosis:
@@ -111,9 +115,8 @@ class Places:
         places = [place for _, place in ranked[:MOST]]
         anchor = "" if sent else anchor_of(self._ledger.sources, verdict)
         # What is not Megatron's code is not among the functions that were recorded.
-        if (place := Place.of(anchor, Clue.RAN)) and (
-            is_loaded or self._code.number(anchor) is None
-        ):
+        is_other = is_loaded or self._code.number(anchor) is None
+        if is_other and (place := Place.of(anchor, Clue.RAN)):
             places.insert(0, place)
         why = dataclasses.replace(diagnosis.why, places=tuple(places[:MOST]))
         return dataclasses.replace(diagnosis, why=why)
@@ -127,6 +130,7 @@ class Places:
         """
         judge = _Judge(self._code, self._ledger, self._outcomes, verdict, finding, sent=sent)
         judge.facts(self._expected)
+        judge.changes(self._changed)
         scores = judge.scores().items()
         places = [(score, judge.place(number)) for number, score in scores if score > 0]
         return sorted(places, key=lambda ranked: -ranked[0])
@@ -147,7 +151,7 @@ class _Judge:
     ) -> None:
         self._code, self._ledger, self._outcomes = code, ledger, outcomes
         self._verdict = verdict
-        findings = list(_parts(finding))
+        findings = list(parts_of(finding))
         self._causes = {f.cause for f in findings}
         self._ratios = [abs(f.ratio) for f in findings if isinstance(f, ConstantFactor) and f.ratio]
         self._axes = {axis for f in findings for axis in f.axes}
@@ -185,7 +189,7 @@ class _Judge:
         losses = {loss for f in findings if isinstance(f, LossShare) for loss in f.losses}
         self._factors = dict.fromkeys(losses, 1.0) | dict.fromkeys(NAMED.keys() & self._axes, 2.0)
         # Of these parameters, each rank has the right values of its own part.
-        self._unsent = verdict.kind is Kind.PARAM and any(map(_complementary, findings))
+        self._unsent = verdict.kind is Kind.PARAM and any(map(complementary, findings))
         # The share of a loss is computed beside the module's output.
         self._of_loss = isinstance(finding, LossShare)
         self._losses = losses if losses and Loss.MAIN not in losses else set()
@@ -221,6 +225,22 @@ class _Judge:
             for number in code.below(divides, BUILDING):
                 suspects.weights[number] = 1.0
                 suspects.add(number, Clue.DIVIDES, _DIVIDES)
+
+    def changes(self, changed: Iterable[ChangedFunction]) -> None:
+        """For what the user changed: what ran in the culprit, else all; less if it is much."""
+        code, suspects, verdict = self._code, self._suspects, self._verdict
+        numbers = ((code.named(function.file, function.function), function) for function in changed)
+        ran = {number: function for number, function in numbers if number is not None}
+        inside = {
+            number: function
+            for number, function in ran.items()
+            if number in suspects.weights or ran_in(function, verdict.name, verdict.direction)
+        }
+        for number, function in (found := inside or ran).items():
+            share = len(found) ** -0.5
+            suspects.weights[number] = max(share, suspects.weights.get(number, 0.0))
+            suspects.add(number, Clue.CHANGED, _CHANGED * share)
+            self._lines[number, Clue.CHANGED] = function.line
 
     def place(self, number: int) -> Place:
         """A suspect with the clue that is worth most."""
@@ -281,8 +301,6 @@ class _Judge:
         """Whether a function names an axis of the finding, or none."""
         axes = {*self._code.functions[number].axes} & {*AXES}
         return not self._mesh or not axes or not axes.isdisjoint(self._mesh)
-
-    # Clues
 
     def _own_code(self, number: int, function: Function) -> None:
         add, clues = self._suspects.add, self._suspects.clues[number]
@@ -479,21 +497,3 @@ class _Judge:
                 suspects.add(number, Clue.SELECTS, 1.5)
             if marks & separating:
                 suspects.add(number, Clue.SELECTS, _SEPARATES)
-
-
-def _complementary(finding: Finding) -> bool:
-    """Whether no element is wrong on all ranks that are wrong in a part."""
-    spans = [span for _, span, _ in finding.spans] if isinstance(finding, InPart) else []
-    return len(spans) > 1 and max(a for a, _ in spans) > min(b for _, b in spans)
-
-
-def _parts(finding: Finding | None) -> Iterator[Finding]:
-    """A finding and those that it consists of."""
-    if finding is not None:
-        yield finding
-    match finding:
-        case Composed(steps=steps):
-            for step in steps:
-                yield from _parts(step)
-        case LossShare(fault=fault) | LossTerm(fault=fault) | InPart(fault=fault):
-            yield from _parts(fault)

@@ -76,21 +76,24 @@ _PARTS = {
 
 def in_culprits(changed: ChangedCode, culprits: Iterable[Culprit]) -> ChangedCode:
     """The same, with the code that ran in a culprit marked as such, and first."""
-    blamed = [(pattern(c.name.partition("#")[0]), c.direction) for c in culprits]
+    blamed = [(culprit.name, culprit.direction) for culprit in culprits]
 
     def judged(function: ChangedFunction) -> ChangedFunction:
-        is_inside = any(
-            any(_is_in(module, name, direction) for module in function.modules)
-            or not {*function.phases}.isdisjoint(_PARTS.get(direction, ()))
-            for name, direction in blamed
-        )
-        if function.ran is not Execution.ELSEWHERE or not is_inside:
-            return function
-        return dataclasses.replace(function, ran=Execution.IN_CULPRIT)
+        if function.ran is Execution.ELSEWHERE and any(ran_in(function, *it) for it in blamed):
+            return dataclasses.replace(function, ran=Execution.IN_CULPRIT)
+        return function
 
     order = list(Execution)
     functions = sorted(map(judged, changed.functions), key=lambda f: order.index(f.ran))
     return dataclasses.replace(changed, functions=tuple(functions))
+
+
+def ran_in(function: ChangedFunction, name: str, direction: Direction) -> bool:
+    """Whether changed code ran in a culprit, or in the part of the step that is."""
+    name = pattern(name.partition("#")[0])
+    return any(_is_in(module, name, direction) for module in function.modules) or (
+        not {*function.phases}.isdisjoint(_PARTS.get(direction, ()))
+    )
 
 
 def _is_in(module: str, name: str, direction: Direction) -> bool:

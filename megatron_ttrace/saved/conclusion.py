@@ -159,7 +159,8 @@ def conclude(
     if separate is not None and explainer.unexplained:
         explainer.separate(separate)
         diagnoses = localise(verdicts, explain, isolated=config.isolate)
-    places = Places(ledger, verdicts, reference.reference.numbers)
+    functions = () if changed is None else changed.functions
+    places = Places(ledger, verdicts, reference.reference.numbers, functions)
     culprits = tuple(explanations.culprit_of(places.of(diagnosis)) for diagnosis in diagnoses)
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT

@@ -16,6 +16,8 @@ class Clue(StrEnum):
 
     REDUCES = "reduces"
     """A reduction that the finding is about, or any if there is no finding, runs in it."""
+    CHANGED = "changed"
+    """The user changed it."""
     SILENT = "silent"
     """By its name it communicates, but nothing was sent in it."""
     MARKS = "marks"

@@ -8,8 +8,9 @@ import dataclasses
 import pytest
 
 from megatron_ttrace.diagnose.places import Places
-from megatron_ttrace.trace.collectives import UNRECORDED, Collective, Ledger
+from megatron_ttrace.trace.collectives import UNRECORDED, Collective, Ledger, Phase
 from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.executed import ChangedFunction, Execution
 from megatron_ttrace.trace.findings import (
     Cause,
     ConstantFactor,
@@ -434,6 +435,35 @@ def test_what_computes_a_factor(axes: str, few: int, known: bool) -> None:
     clues = {place.function: place.clue for _, place in ranked}
     assert (clues.get("wrap") is Clue.SETS) is known
     assert clues.get("Buffer.__init__") is not Clue.SETS
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "changed", "first"),
+    [
+        (Kind.OUTPUT, LINEAR, ["Product.forward"], "Product.forward"),
+        (Kind.OUTPUT, LINEAR, ["Norm.forward", "reduce"], "reduce"),
+        (Kind.OUTPUT, LINEAR, ["Norm.forward", "absent"], "Norm.forward"),
+        (Kind.OUTPUT, LINEAR, ["Linear.__init__"], "Linear.__init__"),
+        (Kind.MAIN_GRAD, WEIGHT, ["finalize"], "finalize"),
+        # Among several changes, other evidence counts more.
+        (Kind.OUTPUT, LINEAR, ["Product.forward", "Linear.reset_parameters"], "Linear.forward"),
+    ],
+)
+def test_what_the_user_changed(kind: Kind, name: str, changed: list[str], first: str) -> None:
+    """It is the first to look at if it ran in the culprit, or if nothing changed did."""
+    failure = judged(kind, name, Outcome.DIVERGED)
+    module, phase = (LINEAR, F) if kind is Kind.OUTPUT else ("", Phase.GRADIENTS)
+    modules = {"Norm.forward": NORM, "Linear.__init__": "", "Linear.reset_parameters": ""}
+    edits = [
+        ChangedFunction(
+            "m.py", edit, 8, Execution.ELSEWHERE, (modules.get(edit, module),), (phase,)
+        )
+        for edit in changed
+    ]
+    ranked = Places(record(FORWARD), [failure], changed=edits).ranked(failure, PARTIAL)
+    place = ranked[0][1]
+    assert place.function == first
+    assert (place.line == 8, place.clue is Clue.CHANGED) == (first in changed, first in changed)
 
 
 def test_a_factor_of_all_experts() -> None:
