@@ -22,7 +22,7 @@ examples:
   ttrace eval nightly --minutes 60 --matrix '*/bf16'
 
 Files under DIR: nights.jsonl (all nights: one line for each bug, healthy job and recipe), logs of
-the parts, wandb/ (the run of the night, if it is offline).
+the parts, wandb/ (the run of the night, if W&B was asked for and it is offline).
 
 exit code: 0 all good, 1 a job diverged that should not, 2 none did, but a bug was missed or
 something could not be run
