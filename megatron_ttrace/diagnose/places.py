@@ -22,6 +22,7 @@ from megatron_ttrace.diagnose.code import (
     Code,
     Context,
     Outcomes,
+    absent,
     choosing_without,
     communicates,
     complementary,
@@ -60,14 +61,13 @@ _FEW = 0.5
 """Share of the tensors of a kind."""
 _SETS, _FARTHER = 1.5, 0.7
 """Points for what sets a factor; of what leads to a collective, by the number of calls."""
-_VALUE, _ORIGIN = 2.0, 2.5
-"""Points for a factor of the size of the error, and for what makes a number that is off by it."""
-_GROUP, _DIVIDES = 1.5, 4.0
-"""Points for process groups that lack the axis, and for what divides the parameter wrongly."""
+_VALUE, _ORIGIN, _GROUP, _DIVIDES = 2.0, 2.5, 1.5, 4.0
+"""Points for a factor of the size of the error, for what makes a number that is off by it, for
+process groups that lack the axis, and for what divides the parameter wrongly."""
 _MEAN = 1.5
 """Points for a mean over ranks, where something is too small by their number."""
 _INSTEAD = 0.4
-"""Weight of what is named for another loss."""
+"""Weight of what is named for another loss, or for one that the job does not have."""
 _CHANGED = 4.0
 """Points for what the user changed."""
 _CALLED, _LOOPS = 1.0, 0.7
@@ -108,13 +108,12 @@ class Places:
     def of(self, diagnosis: Diagnosis) -> Diagnosis:
         """The same, with the places to look at, most likely first."""
         verdict, finding = diagnosis.verdict, diagnosis.why.finding
-        # No function that was recorded has loaded anything.
-        is_loaded = verdict.kind is Kind.LOADED
+        is_loaded = verdict.kind is Kind.LOADED  # by no function that was recorded
         sent = is_sent(diagnosis)
         ranked = [] if is_loaded else self.ranked(verdict, finding, sent=sent)
         places = [place for _, place in ranked[:MOST]]
         anchor = "" if sent else anchor_of(self._ledger.sources, verdict)
-        # What is not Megatron's code is not among the functions that were recorded.
+        # Only Megatron's functions were recorded.
         is_other = is_loaded or self._code.number(anchor) is None
         if is_other and (place := Place.of(anchor, Clue.RAN)):
             places.insert(0, place)
@@ -192,6 +191,7 @@ class _Judge:
         self._unsent = verdict.kind is Kind.PARAM and any(map(complementary, findings))
         # The share of a loss is computed beside the module's output.
         self._of_loss = isinstance(finding, LossShare)
+        self._absent = absent(outcomes.losses())
         self._losses = losses if losses and Loss.MAIN not in losses else set()
         self._lines: dict[tuple[int, Clue], int] = {}
         self._expected: Numbers = {}
@@ -259,7 +259,8 @@ class _Judge:
         prior = 0.15 * math.log2(max(2.0, self._code.functions[number].size / 32))
         points = prior + sum(self._suspects.clues[number].values())
         weight = self._suspects.weights[number]
-        if self._losses and loss_of(self._code.functions[number]) not in {None, *self._losses}:
+        loss = loss_of(self._code.functions[number])
+        if loss in self._absent or (self._losses and loss not in {None, *self._losses}):
             weight *= _INSTEAD
         return weight * points / math.sqrt(1.0 + passed)
 
