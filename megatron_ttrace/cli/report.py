@@ -66,14 +66,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         terminal.render(summary, verdicts, Console(), args.directory)
     if args.wandb:
-        where = wandb.log(
-            summary,
-            verdicts,
-            args.directory / files.HTML,
-            directory=args.directory,
-            online=True,
-        )
-        print(where, file=sys.stderr if args.json else sys.stdout)
+        page, directory = args.directory / files.HTML, args.directory
+        if where := wandb.log(summary, verdicts, page, directory=directory, online=True):
+            print(where, file=sys.stderr if args.json else sys.stdout)
     return int(summary.verdict.exit_code)
 
 

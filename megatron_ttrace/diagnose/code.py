@@ -265,13 +265,6 @@ def communicates(function: Function) -> bool:
     return not _COMMUNICATE.isdisjoint(words) or "alltoall" in "".join(words)
 
 
-def absent(logged: Iterable[str]) -> set[Loss]:
-    """The losses that a job does not have, by the names of those that it logs, if there are any."""
-    words = [{*tokens(name)} for name in logged]
-    named = {loss: NAMED[loss] - {"aux", "loss"} for loss in Loss if loss in NAMED}
-    return {loss for loss in named if words and not any(named[loss] <= name for name in words)}
-
-
 def loss_of(function: Function) -> Loss | None:
     """The loss that a function is named for."""
     words = {*tokens(function.name)}

@@ -22,7 +22,6 @@ from megatron_ttrace.diagnose.code import (
     Code,
     Context,
     Outcomes,
-    absent,
     choosing_without,
     communicates,
     complementary,
@@ -67,7 +66,7 @@ process groups that lack the axis, and for what divides the parameter wrongly.""
 _MEAN = 1.5
 """Points for a mean over ranks, where something is too small by their number."""
 _INSTEAD = 0.4
-"""Weight of what is named for another loss, or for one that the job does not have."""
+"""Weight of what is named for another loss."""
 _CHANGED = 4.0
 """Points for what the user changed."""
 _CALLED, _LOOPS = 1.0, 0.7
@@ -191,7 +190,6 @@ class _Judge:
         self._unsent = verdict.kind is Kind.PARAM and any(map(complementary, findings))
         # The share of a loss is computed beside the module's output.
         self._of_loss = isinstance(finding, LossShare)
-        self._absent = absent(outcomes.losses())
         self._losses = losses if losses and Loss.MAIN not in losses else set()
         self._lines: dict[tuple[int, Clue], int] = {}
         self._expected: Numbers = {}
@@ -227,7 +225,7 @@ class _Judge:
                 suspects.add(number, Clue.DIVIDES, _DIVIDES)
 
     def changes(self, changed: Iterable[ChangedFunction]) -> None:
-        """For what the user changed: what ran in the culprit, else all; less if it is much."""
+        """For what the user changed: what ran in the culprit, else what built the model."""
         code, suspects, verdict = self._code, self._suspects, self._verdict
         numbers = ((code.named(function.file, function.function), function) for function in changed)
         ran = {number: function for number, function in numbers if number is not None}
@@ -236,7 +234,9 @@ class _Judge:
             for number, function in ran.items()
             if number in suspects.weights or ran_in(function, verdict.name, verdict.direction)
         }
-        for number, function in (found := inside or ran).items():
+        built = {number: ran[number] for number in ran.keys() & code.at[BUILDING].keys()}
+        for number, function in (found := inside or built).items():
+            # The more was changed, the less it says of each.
             share = len(found) ** -0.5
             suspects.weights[number] = max(share, suspects.weights.get(number, 0.0))
             suspects.add(number, Clue.CHANGED, _CHANGED * share)
@@ -259,8 +259,7 @@ class _Judge:
         prior = 0.15 * math.log2(max(2.0, self._code.functions[number].size / 32))
         points = prior + sum(self._suspects.clues[number].values())
         weight = self._suspects.weights[number]
-        loss = loss_of(self._code.functions[number])
-        if loss in self._absent or (self._losses and loss not in {None, *self._losses}):
+        if self._losses and loss_of(self._code.functions[number]) not in {None, *self._losses}:
             weight *= _INSTEAD
         return weight * points / math.sqrt(1.0 + passed)
 

@@ -9,7 +9,6 @@ from megatron_ttrace.diagnose.code import (
     BUILDING,
     Code,
     Outcomes,
-    absent,
     choosing_without,
     communicates,
     loss_of,
@@ -82,13 +81,6 @@ def test_outcomes() -> None:
     outcomes = Outcomes([*gradients, *experts])
     names = ("", "c", "mlp.experts.a")
     assert [outcomes.share(Kind.MAIN_GRAD, name) for name in names] == [2 / 6, 0.0, 1.0]
-
-
-def test_losses_that_a_job_does_not_have() -> None:
-    """By the names of those that are logged; without any, nothing is known."""
-    assert absent([]) == set()
-    logged = ["load_balancing_loss", "seq_load_balancing_loss", "mtp_1 loss"]
-    assert absent(logged) == {Loss.GLOBAL, Loss.Z, Loss.INDEXER}
 
 
 def test_marks_that_only_what_fails_has() -> None:

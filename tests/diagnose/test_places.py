@@ -45,6 +45,7 @@ PARTIAL = Finding(Cause.PARTIAL, ("tp",))
 WEIGHT = f"{LINEAR}.weight"
 FORWARD = collective("reduce", module=LINEAR, direction=F)
 SMALL = ConstantFactor(Cause.TOO_SMALL, ("tp", "dp"), ratio=0.5)
+BUILDERS = "Linear.__init__", "Linear.reset_parameters", "Model.__init__"
 MEANS = collective("reduce_norms", reduction="avg", bytes=640)
 NORMS, GRADIENTS = collective("reduce_norms"), collective("sync_grads", "dp", bytes=640)
 
@@ -442,7 +443,9 @@ def test_what_computes_a_factor(axes: str, few: int, known: bool) -> None:
     [
         (Kind.OUTPUT, LINEAR, ["Product.forward"], "Product.forward"),
         (Kind.OUTPUT, LINEAR, ["Norm.forward", "reduce"], "reduce"),
-        (Kind.OUTPUT, LINEAR, ["Norm.forward", "absent"], "Norm.forward"),
+        # It ran in another module, or not at all.
+        (Kind.OUTPUT, LINEAR, ["Norm.forward", "absent"], "Linear.forward"),
+        (Kind.OUTPUT, LINEAR, ["Norm.forward", "Model.__init__"], "Model.__init__"),
         (Kind.OUTPUT, LINEAR, ["Linear.__init__"], "Linear.__init__"),
         (Kind.MAIN_GRAD, WEIGHT, ["finalize"], "finalize"),
         # Among several changes, other evidence counts more.
@@ -450,10 +453,10 @@ def test_what_computes_a_factor(axes: str, few: int, known: bool) -> None:
     ],
 )
 def test_what_the_user_changed(kind: Kind, name: str, changed: list[str], first: str) -> None:
-    """It is the first to look at if it ran in the culprit, or if nothing changed did."""
+    """It is the first to look at if it ran in the culprit, or else if it built the model."""
     failure = judged(kind, name, Outcome.DIVERGED)
     module, phase = (LINEAR, F) if kind is Kind.OUTPUT else ("", Phase.GRADIENTS)
-    modules = {"Norm.forward": NORM, "Linear.__init__": "", "Linear.reset_parameters": ""}
+    modules = {"Norm.forward": NORM, **dict.fromkeys(BUILDERS, "")}
     edits = [
         ChangedFunction(
             "m.py", edit, 8, Execution.ELSEWHERE, (modules.get(edit, module),), (phase,)
