@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.experts import Followed
-from megatron_ttrace.capture.replaced import wrapped
+from megatron_ttrace.mcore.replaced import wrapped
 from megatron_ttrace.trace.captured import Groups
 
 _Function = Callable[..., Any]

@@ -38,6 +38,7 @@ from megatron_ttrace.capture.modules import tensors_in
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.groups import group_name
 from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.replaced import replaced, wrapped
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.collectives import (
     Call,
@@ -248,17 +249,17 @@ class CollectiveTap:
         torch._C._current_autograd_node()
         kept.callback(register_module_forward_pre_hook(self._begins).remove)
         kept.callback(register_module_forward_hook(self._ends, always_call=True).remove)
-        for name in _METHODS:
-            original = vars(dist.ProcessGroup).get(name)
-            if original is not None:
-                kept.callback(setattr, dist.ProcessGroup, name, original)
-                setattr(dist.ProcessGroup, name, self._method(name, original))
+        methods = [(name, vars(dist.ProcessGroup).get(name)) for name in _METHODS]
+        kept.enter_context(
+            replaced((dist.ProcessGroup, name, self._method(name, m)) for name, m in methods if m)
+        )
         functional = sys.modules.get(_FUNCOL)
-        for name in _FUNCTIONAL:
-            original = getattr(functional, name, None)
-            if original is not None:
-                kept.callback(setattr, functional, name, original)
-                setattr(functional, name, self._functional(name, original))
+        kept.enter_context(
+            wrapped(
+                (functional, name, functools.partial(self._functional, operation))
+                for name, operation in _FUNCTIONAL.items()
+            )
+        )
 
     def _guard(self, work: Callable[..., None], *args: Any) -> None:
         """An error of ours never reaches the training run; nothing is recorded after it."""
@@ -350,12 +351,9 @@ class CollectiveTap:
 
         return method
 
-    def _functional(self, name: str, original: Any) -> Callable[..., Any]:
-        def function(*args: Any, **kwargs: Any) -> Any:
-            self._guard(self._note_functional, _FUNCTIONAL[name], original, args, kwargs)
-            return original(*args, **kwargs)
-
-        return function
+    def _functional(self, operation: Operation, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._guard(self._note_functional, operation, original, args, kwargs)
+        return original(*args, **kwargs)
 
     def _note_method(self, name: str, group: Any, args: Any, kwargs: Any) -> None:
         what, coalesced = _METHODS[name], name.endswith("_coalesced")

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms, group_ranks
 from megatron_ttrace.capture.reducing import Reducing
-from megatron_ttrace.capture.replaced import wrapped
 from megatron_ttrace.mcore import statistics
 from megatron_ttrace.mcore.names import raw
 from megatron_ttrace.mcore.optimizer import owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace
+from megatron_ttrace.mcore.replaced import wrapped
 from megatron_ttrace.mcore.sharded_weights import gathered_rows, local, parts_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.counted import Counted, Counting, Hyperparameters, Runs, Statistic
@@ -155,21 +155,17 @@ class Tally:
             self._attempt(lambda: flow.reduced(tensor, group_ranks(group)))
             return work
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(wrapped([(dist, "all_reduce", reduce)]))
-            # A global of the function's module, of which another may have wrapped the function.
-            scope = getattr(inspect.unwrap(function), "__globals__", {})
-            apply = scope.get(statistics.KERNELS)
-            if apply is not None:
+        def apply(
+            applier: Callable[..., Any], kernel: Any, buffer: Any, lists: Any, *more: Any
+        ) -> Any:
+            terms = self._attempt(lambda: flow.of(lists))
+            out = applier(kernel, buffer, lists, *more)
+            self._attempt(lambda: flow.set(out, terms))
+            return out
 
-                def applied(kernel: Any, buffer: Any, lists: Any, *more: Any) -> Any:
-                    terms = self._attempt(lambda: flow.of(lists))
-                    out = apply(kernel, buffer, lists, *more)
-                    self._attempt(lambda: flow.set(out, terms))
-                    return out
-
-                scope[statistics.KERNELS] = applied
-                stack.callback(scope.__setitem__, statistics.KERNELS, apply)
+        # Another module may have wrapped the function.
+        module = inspect.getmodule(inspect.unwrap(function))
+        with wrapped([(dist, "all_reduce", reduce), (module, statistics.KERNELS, apply)]):
             yield
 
     def _clip(

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.capture.replaced import wrapped
+from megatron_ttrace.mcore.replaced import wrapped
 
 
 class _Substitute(torch.autograd.Function):

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.capture.replaced import wrapped
 from megatron_ttrace.mcore import balancing, statistics
 from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.replaced import wrapped
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.capture.flow import Memory, group_ranks
-from megatron_ttrace.capture.replaced import wrapped
 from megatron_ttrace.mcore import statistics
+from megatron_ttrace.mcore.replaced import wrapped
 from megatron_ttrace.trace.counted import Counting, Runs, Statistic, Sum, Term
 
 _ELSEWHERE = -1

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.quiet import changed
+from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.trace.findings import Loss
 
 _COEFFICIENTS = {
@@ -64,7 +64,7 @@ def weighted(
             if index is not None:
                 scaled = [*before[:index], scaled, *before[index + 1 :]]
             values.append((config, name, scaled))
-    return changed(values)
+    return replaced(values)
 
 
 def _coefficient(config: Any, loss: Loss) -> tuple[str, int | None, float] | None:

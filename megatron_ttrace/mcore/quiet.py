@@ -2,14 +2,15 @@
 """What is switched off or restored for a rehearsal: random choices, reruns, metrics."""
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.replaced import replaced
 
 _DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout_p")
 
@@ -34,20 +35,9 @@ def has_random_routing(args: MegatronArguments) -> bool:
     )
 
 
-@contextmanager
-def changed(values: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Within this context attributes (owner, name) that exist have other values."""
-    with ExitStack() as stack:
-        for owner, name, value in values:
-            if hasattr(owner, name):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, value)
-        yield
-
-
 def without_random_routing(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
     """Let routers choose by their own scores: each rank draws numbers of its own."""
-    return changed(
+    return replaced(
         (config, name, off)
         for chunk in chunks
         for module in chunk.modules()
@@ -62,7 +52,7 @@ def without_dropout(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager
     ``bias_dropout_add`` reads ``hidden_dropout`` of its layer, attention and embedding have
     ``torch.nn.Dropout`` modules, and TransformerEngine keeps ``attention_dropout``.
     """
-    return changed(
+    return replaced(
         (module, name, 0.0)
         for chunk in chunks
         for module in chunk.modules()

@@ -26,7 +26,7 @@ from megatron_ttrace.mcore.fronts.bridge_batches import (
 )
 from megatron_ttrace.mcore.fronts.bridge_options import Options
 from megatron_ttrace.mcore.fronts.front import Front, StepNumbers, Watch, wrapped
-from megatron_ttrace.mcore.quiet import changed
+from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.trace.errors import TTraceError
 
 _PACKAGE = "megatron.bridge.training"
@@ -163,7 +163,7 @@ class Bridge(Front):
         values += [(state.train_state, "step", 1)]
         groups = optimizer.param_groups
         rates = [group["lr"] for group in groups if not group["is_decoupled_lr"]]
-        with changed(values):
+        with replaced(values):
             utils.training_log(
                 loss_dict={},
                 total_loss_dict={},

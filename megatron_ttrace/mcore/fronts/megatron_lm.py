@@ -18,7 +18,7 @@ import torch
 from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
 from megatron_ttrace.mcore.fronts.front import Front, StepNumbers, Watch, wrapped
-from megatron_ttrace.mcore.quiet import changed
+from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.mcore.versions import call_known
 
 _UNWATCHED = MappingProxyType(
@@ -103,7 +103,7 @@ class MegatronLM(Front):
         writers = dict.fromkeys(_WRITERS, lambda: None) | {_WRITERS[0]: lambda: writer}
         values: list[tuple[Any, str, Any]] = [(args, *option) for option in _UNWATCHED.items()]
         values += [(training, *function) for function in writers.items()]
-        with changed(values):
+        with replaced(values):
             log(
                 loss_dict={},
                 total_loss_dict={},
