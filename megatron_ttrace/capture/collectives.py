@@ -53,6 +53,7 @@ from megatron_ttrace.trace.collectives import (
 from megatron_ttrace.trace.counted import runs_of
 from megatron_ttrace.trace.errors import one_line
 from megatron_ttrace.trace.records import ROOT
+from megatron_ttrace.trace.views import every_tensor
 
 _NODES = 200
 """Graph nodes of a module that are looked at for autograd functions."""
@@ -365,8 +366,10 @@ class CollectiveTap:
         agreed = () if what.agreed is None else given[what.agreed]
         pairs = zip(inputs, agreed, strict=True) if coalesced else [(inputs, agreed)]
         for tensors, alike in pairs:
-            size = -1 if what.agreed is None else _bytes(_flat(alike))
-            self._add(what.operation, reduction, known, [*_flat(tensors)], agreed=size, peer=peer)
+            size = -1 if what.agreed is None else _bytes(every_tensor(alike))
+            self._add(
+                what.operation, reduction, known, every_tensor(tensors), agreed=size, peer=peer
+            )
 
     def _note_functional(self, operation: Operation, original: Any, args: Any, kwargs: Any) -> None:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
@@ -376,7 +379,7 @@ class CollectiveTap:
             c10d._resolve_process_group(resolve(given["group"], given.get("tag", "")))
         )
         reduction = str(given.get("reduceOp", ""))
-        for one in _flat(next(iter(given.values()))):
+        for one in every_tensor(next(iter(given.values()))):
             size = -1 if operation is Operation.ALL_TO_ALL else _bytes([one])
             self._add(operation, reduction, known, [one], agreed=size)
 
@@ -484,14 +487,6 @@ def _reduction(given: Iterable[Any]) -> str:
 @functools.cache
 def _reduction_name(kind: dist.ReduceOp.RedOpType) -> str:
     return str(kind).rpartition(".")[2].lower()
-
-
-def _flat(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
 from megatron_ttrace.mcore.sharded_weights import local
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.counted import Part, Runs, Sum, Term, runs_of
+from megatron_ttrace.trace.views import every_tensor
 
 Terms = Counter[tuple[bool, int]]
 """How often each part, or (``True``) each result of a collective, is added; by number."""
@@ -153,7 +153,7 @@ class Flow(TorchDispatchMode):
 
     def of(self, values: Any) -> Terms:
         """What tensors hold together; each tensor counts once."""
-        tensors = {id(tensor): tensor for tensor in tree_leaves(values) if torch.is_tensor(tensor)}
+        tensors = {id(tensor): tensor for tensor in every_tensor(values)}
         total: Terms = Counter()
         for tensor in tensors.values():
             total.update(self._of(local(tensor)))
@@ -161,8 +161,8 @@ class Flow(TorchDispatchMode):
 
     def set(self, values: Any, terms: Terms) -> None:
         """Note that tensors are made of these terms."""
-        for tensor in tree_leaves(values):
-            if torch.is_tensor(tensor) and (storage := _storage(local(tensor))):
+        for tensor in every_tensor(values):
+            if storage := _storage(local(tensor)):
                 self._known[storage] = terms
 
     def reduced(self, tensor: torch.Tensor, ranks: Runs) -> None:

@@ -14,12 +14,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.groups import group_name
 from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.views import every_tensor
 from megatron_ttrace.trace.waits import Doing, Wait
 
 _AGREED = {
@@ -105,7 +105,7 @@ def _wait(stack: list[FrameType], modules: Mapping[Any, str], mesh: Mesh | None)
     peer = values.get(_PEER.get(name, ""))
     if isinstance(peer, int):
         members = tuple(sorted({dist.get_rank(), peer}))
-    tensors = list(_tensors(values.get(_AGREED[name])))
+    tensors = every_tensor(values.get(_AGREED[name]))
     return Wait(
         doing=Doing.COLLECTIVE,
         operation=name,
@@ -133,11 +133,3 @@ def _called(frame: FrameType) -> str:
         if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             last = str(instruction.argval)
     return last
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)

@@ -3,8 +3,10 @@
 
 import ctypes
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron_ttrace.placement.boxes import Box
 
@@ -13,6 +15,11 @@ _WRITABLE = 0x200
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view.restype = ctypes.py_object
+
+
+def every_tensor(values: Any) -> list[torch.Tensor]:
+    """All tensors in nested lists, tuples and dictionaries."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def box_views(

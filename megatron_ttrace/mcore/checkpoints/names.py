@@ -7,10 +7,11 @@ from the canonical name (``mcore/names.py``), because what is under test must no
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron_ttrace.mcore.names import unwrap
 
@@ -29,9 +30,10 @@ def stored_names(chunks: Iterable[torch.nn.Module]) -> dict[torch.Tensor, str]:
     for chunk in chunks:
         model: Any = unwrap(chunk)
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        for key, data in _leaves(model.sharded_state_dict()):
-            if (tensor := tensors.get(id(data))) is not None:
-                names[tensor] = _NUMBERS.sub("", key)
+        # ``ShardedTensor`` and ``ShardedTensorFactory`` have a key and data.
+        for leaf in tree_leaves(model.sharded_state_dict()):
+            if (tensor := tensors.get(id(getattr(leaf, "data", None)))) is not None:
+                names[tensor] = _NUMBERS.sub("", leaf.key)
     return names
 
 
@@ -45,15 +47,3 @@ def stored_name(name: str, canonical: str) -> str:
     if match := _EXPERT.search(canonical):
         name = name.replace(".experts.experts.", f".experts.experts.{match[1] or match[2]}.", 1)
     return name
-
-
-def _leaves(state: Any) -> Iterator[tuple[str, Any]]:
-    """Keys and data of the ``ShardedTensor`` and ``ShardedTensorFactory`` in a state."""
-    if isinstance(state, Mapping):
-        for value in state.values():
-            yield from _leaves(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _leaves(value)
-    elif isinstance(data := getattr(state, "data", None), torch.Tensor) and hasattr(state, "key"):
-        yield state.key, data
