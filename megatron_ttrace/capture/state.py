@@ -13,7 +13,7 @@ from megatron_ttrace.mcore.arguments import MegatronArguments, Scheduler
 from megatron_ttrace.mcore.checkpoints import numbers
 from megatron_ttrace.mcore.checkpoints.buckets import in_buckets
 from megatron_ttrace.mcore.checkpoints.read import Reading, Stepped
-from megatron_ttrace.mcore.optimizer import layer_wise, leaves_of, owned_by
+from megatron_ttrace.mcore.optimizer import layer_wise, leaves_of, owned_by, scalers_of
 from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
 from megatron_ttrace.trace.records import Kind, LoadedIndex
 from megatron_ttrace.trace.states import Bucketed
@@ -145,15 +145,13 @@ def held_numbers(args: MegatronArguments, scheduler: Scheduler, optimizer: Any) 
     The position in the data; the scheduler's; of each parameter group its hyper-parameters and the
     steps that were made; the loss scale.
     """
-    leaves = list(leaves_of(optimizer))
-    inner = [leaf.optimizer for leaf in leaves if getattr(leaf, "optimizer", None)]
-    scalers = [leaf.grad_scaler for leaf in leaves if getattr(leaf, "grad_scaler", None)]
+    inner = [each for leaf in leaves_of(optimizer) if (each := getattr(leaf, "optimizer", None))]
     groups = [_with_step(each.state, group) for each in inner for group in each.param_groups]
     state = {
         "iteration": args.iteration,
         "args": args,
         "opt_param_scheduler": scheduler.state_dict(),
-        "optimizer": [{"grad_scaler": scaler.state_dict()} for scaler in scalers],
+        "optimizer": [{"grad_scaler": scaler.state_dict()} for scaler in scalers_of(optimizer)],
     }
     return _numbers(state, groups)
 

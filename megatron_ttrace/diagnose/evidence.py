@@ -19,17 +19,13 @@ from megatron_ttrace.compare.measure import Sums, relative_error
 from megatron_ttrace.compare.tolerance import Tolerance
 from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.boxes import Box
-from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.placement.mesh import DENSE, EXPERT, Mesh
 from megatron_ttrace.trace.findings import FailingRanks, Finding
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.views import local_view, logical_view
 
 ELEMENTS = 1 << 20
 """Of larger tensors, only so many elements on all ranks are judged: it must be quick."""
-
-DENSE = ("tp", "cp", "dp", "pp")
-EXPERT = ("etp", "ep", "edp", "pp")
-"""The two ways in which Megatron numbers the same ranks."""
 
 EXPLAINED = 0.5
 """A repair that leaves more than this share of a part's error explains nothing."""

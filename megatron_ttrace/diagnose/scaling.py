@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from megatron_ttrace.diagnose.evidence import (
-    DENSE,
     Evidence,
     FailedPart,
     Pieces,
@@ -23,6 +22,7 @@ from megatron_ttrace.diagnose.evidence import (
 )
 from megatron_ttrace.diagnose.sources import normed
 from megatron_ttrace.mcore.roles import INNER_ATTENTION
+from megatron_ttrace.placement.mesh import DENSE
 from megatron_ttrace.trace.findings import (
     CastOperand,
     Cause,

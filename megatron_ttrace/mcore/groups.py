@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.placement.mesh import Axes, Mesh
+from megatron_ttrace.placement.mesh import DENSE, EXPERT, Axes, Mesh
 
 _DESCRIBED = {
     "TENSOR_MODEL_PARALLEL": ("tp",),
@@ -30,8 +30,6 @@ _DESCRIBED = {
 
 _EMBEDDINGS = {"EMBEDDING": "embedding", "POSITION_EMBEDDING": "position-embedding"}
 """Groups of the first and the last pipeline stage."""
-
-_LAYOUTS = (("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp"))
 
 
 def group_name(description: str, members: Sequence[int], mesh: Mesh) -> str:
@@ -61,7 +59,7 @@ def described(group: Any, mesh: Mesh) -> str:
 
 def axes_of(members: Sequence[int], meshes: Sequence[Mesh]) -> str:
     """The axes that a group of global ranks spans; ``ranks`` if it is not made of axes."""
-    for layout in _LAYOUTS:
+    for layout in (DENSE, EXPERT):
         axes = [a for a in layout if len({meshes[rank].at(a) for rank in members}) > 1]
         if axes and len(members) == math.prod(meshes[0].size(axis) for axis in axes):
             return "-".join(axes)

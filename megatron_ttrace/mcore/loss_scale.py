@@ -9,7 +9,7 @@ that leaves them finite.
 import math
 from typing import Any
 
-from megatron_ttrace.mcore.optimizer import leaves_of
+from megatron_ttrace.mcore.optimizer import leaves_of, scalers_of
 
 STEP = 16.0
 """By how much a scale that overflows is lowered at a time."""
@@ -20,17 +20,13 @@ ROOM = 2.0
 
 def get(optimizer: Any) -> float | None:
     """The loss scale; ``None`` for runs that have none."""
-    for leaf in leaves_of(optimizer):
-        if (scaler := getattr(leaf, "grad_scaler", None)) is not None:
-            return float(scaler.scale)
-    return None
+    return next((float(scaler.scale) for scaler in scalers_of(optimizer)), None)
 
 
 def put(optimizer: Any, scale: float) -> None:
     """Set the loss scale of all parts of an optimizer."""
-    for leaf in leaves_of(optimizer):
-        if (scaler := getattr(leaf, "grad_scaler", None)) is not None:
-            scaler._scale = scaler._scale.new_full((1,), scale)
+    for scaler in scalers_of(optimizer):
+        scaler._scale = scaler._scale.new_full((1,), scale)
 
 
 def overflowed(optimizer: Any) -> bool:

@@ -12,6 +12,7 @@ import re
 
 import torch
 
+from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.trace.records import ROOT
 
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
@@ -142,7 +143,7 @@ def _join(prefix: str, leaf: str) -> str:
 def _expert_leaf(prefix: str, leaf: str, expert_offset: int) -> str:
     """``weight0`` of a grouped linear in experts is the weight of the rank's first expert."""
     match = _GROUPED_WEIGHT.fullmatch(leaf)
-    if match and ".experts." in f".{prefix}.":
+    if match and is_within_experts(prefix):
         return f"{match[1]}{int(match[2]) + expert_offset}"
     return leaf
 

@@ -177,6 +177,12 @@ def leaves_of(optimizer: Any) -> Iterator[Any]:
             yield from leaves_of(part)
 
 
+def scalers_of(optimizer: Any) -> list[Any]:
+    """The gradient scalers of an optimizer's parts; none where there is no loss scale."""
+    scalers = (getattr(leaf, "grad_scaler", None) for leaf in leaves_of(optimizer))
+    return [scaler for scaler in scalers if scaler is not None]
+
+
 def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
     """The stepped part of each model parameter, except those that the optimizer does not have."""
     owned: dict[torch.nn.Parameter, Owned] = {}
@@ -297,7 +303,7 @@ class Snapshot:
         copies = copies or Copies()
         self._chunks = chunks
         self._inner = _torch_optimizers(optimizer)
-        tensors = list(_mutable(chunks, optimizer))
+        tensors = _mutable(chunks, optimizer)
         state = [v for i in self._inner for s in i.state.values() for v in s.values()]
         sizes = [local(value).nbytes for value in (*tensors, *state) if torch.is_tensor(value)]
         if tensors:
@@ -324,10 +330,7 @@ class Snapshot:
             ]
             for inner in self._inner
         ]
-        scalers = (getattr(leaf, "grad_scaler", None) for leaf in leaves_of(optimizer))
-        self._scalers = [
-            (scaler, _copies(vars(scaler))) for scaler in scalers if scaler is not None
-        ]
+        self._scalers = [(scaler, _copies(vars(scaler))) for scaler in scalers_of(optimizer)]
         self._rng = torch.get_rng_state()
         on_gpu = torch.version.cuda is not None and torch.cuda.device_count() > 0
         self._cuda_rng = torch.cuda.get_rng_state() if on_gpu else None
@@ -389,8 +392,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone() if torch.is_tensor(value) else value
 
 
-def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Tensor]:
-    seen: set[int] = set()
+def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> list[torch.Tensor]:
     mains = [
         parameter
         for inner in _torch_optimizers(optimizer)
@@ -400,11 +402,9 @@ def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> Iterator[torch.Te
     # Sharded weights exist only as the parts that the optimizer steps.
     sharded = are_published(chunks)
     models = [unwrap(chunk) for chunk in chunks]
-    for tensor in (
+    tensors = (
         *(parameter for model in models for parameter in model.parameters() if not sharded),
         *(buffer for model in models for buffer in model.buffers()),
         *mains,
-    ):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield tensor
+    )
+    return list(dict.fromkeys(tensors))

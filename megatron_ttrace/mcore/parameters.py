@@ -9,6 +9,7 @@ from typing import Self
 import torch
 
 from megatron_ttrace.mcore.names import raw
+from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.mcore.sharded_weights import Rows, gathered_rows
 from megatron_ttrace.mcore.stacked import Shares
 from megatron_ttrace.placement.boxes import Box
@@ -62,11 +63,7 @@ def reduced_over(name: str) -> tuple[str, ...]:
     Their gradients are added up (``DistributedDataParallel`` in megatron/core/distributed). Taken
     from the name, because the mark ``allreduce`` that Megatron decides by may be lost.
     """
-    return ("edp",) if _is_of_expert(name) else ("dp", "cp")
-
-
-def _is_of_expert(name: str) -> bool:
-    return ".experts." in f".{name}"
+    return ("edp",) if is_within_experts(name) else ("dp", "cp")
 
 
 def place_parameter(
@@ -86,7 +83,7 @@ def place_parameter(
         ValueError: when consecutive data-parallel ranks do not have consecutive rows.
     """
     parameter = raw(parameter)
-    of_expert = not getattr(parameter, "allreduce", True) or _is_of_expert(name)
+    of_expert = not getattr(parameter, "allreduce", True) or is_within_experts(name)
     axis = "etp" if of_expert else "tp"
     shape = list(parameter.shape)
     rows = gathered_rows(parameter)
@@ -109,7 +106,7 @@ def _gathered(
     place: ParameterPlace, parameter: torch.nn.Parameter, rows: Rows, mesh: Mesh
 ) -> ParameterPlace:
     """The place of some rows of what tensor parallelism left. Raises ``ValueError``."""
-    axis = "edp" if _is_of_expert(place.name) else "dp"
+    axis = "edp" if is_within_experts(place.name) else "dp"
     if mesh.at(axis) % rows.parts != rows.number:
         raise ValueError(f"{place.name}: rank {mesh.rank} has part {rows.number} of {rows.parts}")
     step = Step(axis, PartShard(0, rows.parts, rows.length))

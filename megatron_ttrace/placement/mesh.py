@@ -22,6 +22,9 @@ class Axes(NamedTuple):
 
 
 AXES = Axes._fields
+DENSE = ("tp", "cp", "dp", "pp")
+EXPERT = ("etp", "ep", "edp", "pp")
+"""The two ways in which Megatron numbers the same ranks."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

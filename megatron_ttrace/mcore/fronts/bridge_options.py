@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE, Action, Decision, decision
+from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE, Action, Decision, decision
 from megatron_ttrace.mcore.options.roles import ROLES, Role
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -288,16 +288,9 @@ class Options:
         """
         if name.startswith("__"):
             raise AttributeError(name)
-        if name in RENAMED:
-            place = RENAMED[name]
-            for section, owner in self._owners():
-                if section == place.section and hasattr(owner, place.field):
-                    value = getattr(owner, place.field)
-                    return not value if place.negated else value
-            raise AttributeError(name)
         if name in _DERIVED:
             return _DERIVED[name](self._cfg, self._state)
-        values = [getattr(owner, name) for _, owner in self._owners() if _has(owner, name)]
+        values = [not value if negated else value for _, _, value, negated in self._places(name)]
         if values:
             # A deprecated field may have moved to another section: it is None in the old one.
             return next((value for value in values if value is not None), None)
@@ -307,18 +300,11 @@ class Options:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an option in each sub-configuration that has it."""
-        if name in RENAMED:
-            place = RENAMED[name]
-            for section, owner in self._owners():
-                if section == place.section and hasattr(owner, place.field):
-                    setattr(owner, place.field, not value if place.negated else value)
-            return
         if name in _POSITION:
             setattr(self._state.train_state, _POSITION[name], value)
             return
-        for _, owner in self._owners():
-            if _has(owner, name):
-                setattr(owner, name, value)
+        for owner, field, _, negated in self._places(name):
+            setattr(owner, field, not value if negated else value)
 
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
@@ -381,6 +367,15 @@ class Options:
             for name in _fields(owner)
             if decision_of(section, name) is None and not _is_of_bridge(owner, name)
         ]
+
+    def _places(self, option: str) -> Iterator[tuple[Any, str, Any, bool]]:
+        """The fields that are an option: owner, name, value, and whether it is the negated one."""
+        place = RENAMED.get(option)
+        for section, owner in self._owners():
+            if place is None and _has(owner, option):
+                yield owner, option, getattr(owner, option), False
+            elif place and section == place.section and hasattr(owner, place.field):
+                yield owner, place.field, getattr(owner, place.field), place.negated
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
         for section in SECTIONS:
@@ -472,5 +467,3 @@ _DERIVED: dict[str, Callable[[Any, Any], Any]] = {
     **{name: _position(field) for name, field in _POSITION.items()},
 }
 """Options that follow from other fields, or from the run's state."""
-
-__all__ = ["ABSENT", "KEPT", "QUIET", "RENAMED", "SECTIONS", "Options", "decision_of"]
