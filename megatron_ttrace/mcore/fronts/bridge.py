@@ -144,6 +144,7 @@ class Bridge(Front):
 
         calculate = _module("utils.train_utils").calc_params_l2_norm
 
+        @functools.wraps(calculate)  # whose module's kernels are followed
         def norm(chunks: list[torch.nn.Module]) -> Any:
             fsdp = self._cfg.dist.use_megatron_fsdp
             return calculate(chunks, get_model_config(chunks[0]), use_megatron_fsdp=fsdp)
