@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.capture.experts import Followed
+from megatron_ttrace.capture.experts import Followed, Replay
 from megatron_ttrace.mcore.replaced import wrapped
-from megatron_ttrace.trace.captured import Groups
 
 _Function = Callable[..., Any]
 
@@ -82,7 +81,7 @@ class BalancingTap:
 
     def _unfused(self, function: _Function, topk: int, routing_map: torch.Tensor) -> Any:
         """What another choice than the fused function's leads to; ``None`` for the same."""
-        replay = _Replay(self._followed, routing_map.nonzero()[:, 1].view(-1, topk))
+        replay = Replay(self._followed, routing_map.nonzero()[:, 1].view(-1, topk))
         routed = function(router_replay=replay)
         return routed if replay.differs else None
 
@@ -107,28 +106,3 @@ class BalancingTap:
         if instead is None or torch.equal(instead, kept):
             return None
         return dropping(routing_map=instead)
-
-
-class _Replay:
-    """In the place of Megatron's ``RouterReplay``: the reference's choice, where it has one."""
-
-    def __init__(self, followed: Followed, chosen: torch.Tensor) -> None:
-        self.differs = False
-        self._followed = followed
-        self._chosen = chosen
-
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: _Function | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scores and experts of each token, as Megatron's router asks for them."""
-        groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
-        instead = self._followed.routed(scores, self._chosen, groups)
-        if instead is None:
-            return scores.gather(1, self._chosen), self._chosen
-        self.differs = not torch.equal(instead.sort(dim=1).values, self._chosen.sort(dim=1).values)
-        return scores.gather(1, instead), instead

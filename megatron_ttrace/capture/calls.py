@@ -232,8 +232,7 @@ class CallTap:
         near = code, module, id(phase)
         if near in seen.near:
             seen.phase = phase
-            seen.starts += 1
-            return None if seen.starts < _ENOUGH else self._silenced(seen)
+            return self._nothing_new(seen)
         if phase:
             seen.near.add(near)
         caller, by = self._megatrons(back)
@@ -254,11 +253,13 @@ class CallTap:
                 else:
                     self._keep(seen, name, value)
             return None
-        seen.starts += 1
-        return None if seen.starts < _ENOUGH else self._silenced(seen)
+        return self._nothing_new(seen)
 
-    def _silenced(self, seen: _Seen) -> Any:
-        """Hear no more of a function until something new begins."""
+    def _nothing_new(self, seen: _Seen) -> Any:
+        """Count this start; after enough, hear no more of it until something new begins."""
+        seen.starts += 1
+        if seen.starts < _ENOUGH:
+            return None
         self._silent.append(seen.code)
         return sys.monitoring.DISABLE
 

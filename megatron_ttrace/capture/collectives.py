@@ -423,8 +423,8 @@ class CollectiveTap:
         code, line, phase, nested = _site(operation)
         run = self._run
         if run.stack:
-            recomputes = is_recomputing()
-            return _Place(run.stack[-1], phase or _PASSES[recomputes], code, line)
+            forward = Phase.RECOMPUTATION if is_recomputing() else Phase.FORWARD
+            return _Place(run.stack[-1], phase or forward, code, line)
         if not is_recomputing():
             return _Place("", phase or Phase.OTHER, code, line)
         node = torch._C._current_autograd_node()
@@ -432,9 +432,6 @@ class CollectiveTap:
         made = (run if nested or run is self._main else self._main).made
         module = "" if node is None else made(node._sequence_nr())
         return _Place(module, phase or Phase.BACKWARD, code, line)
-
-
-_PASSES = (Phase.FORWARD, Phase.RECOMPUTATION)
 
 
 def _site(operation: Operation) -> tuple[CodeType | None, int, Phase | None, bool]:

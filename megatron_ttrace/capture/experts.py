@@ -182,19 +182,24 @@ def _reraise(error: Exception) -> None:
     raise error
 
 
-class RouterTap:
-    """Replaces a router's ``router_replay``, whose interface it has."""
+class Replay:
+    """In the place of Megatron's ``RouterReplay``: the reference's choice, where it has one.
 
-    def __init__(self, router: Any, followed: Followed) -> None:
-        """Attach to Megatron's ``TopKRouter``."""
-        self._router = router
+    ``chosen``: what the router chose, if it is known before it asks.
+    """
+
+    def __init__(self, followed: Followed, chosen: torch.Tensor | None = None) -> None:
         self._followed = followed
-        self._before = router.router_replay
-        router.router_replay = self
+        self._chosen = chosen
+        self._instead: torch.Tensor | None = None
 
-    def remove(self) -> None:
-        """Detach."""
-        self._router.router_replay = self._before
+    @property
+    def differs(self) -> bool:
+        """Whether any token got other experts than were known to be chosen."""
+        if self._chosen is None or self._instead is None:
+            return False
+        chosen, instead = (each.sort(dim=1).values for each in (self._chosen, self._instead))
+        return not torch.equal(chosen, instead)
 
     def get_replay_topk(
         self,
@@ -205,8 +210,28 @@ class RouterTap:
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The scores and experts of each token, as Megatron's router asks for them."""
-        assert default_compute_topk is not None
-        values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
+        if (chosen := self._chosen) is None:
+            assert default_compute_topk is not None
+            values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
+        else:
+            values = scores.gather(1, chosen)
         groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
-        instead = self._followed.override(chosen, self._followed.routed, scores, chosen, groups)
-        return (values, chosen) if instead is chosen else (scores.gather(1, instead), instead)
+        self._instead = self._followed.override(None, self._followed.routed, scores, chosen, groups)
+        if self._instead is None:
+            return values, chosen
+        return scores.gather(1, self._instead), self._instead
+
+
+class RouterTap(Replay):
+    """On the ``router_replay`` of one router."""
+
+    def __init__(self, router: Any, followed: Followed) -> None:
+        """Attach to Megatron's ``TopKRouter``."""
+        super().__init__(followed)
+        self._router = router
+        self._before = router.router_replay
+        router.router_replay = self
+
+    def remove(self) -> None:
+        """Detach."""
+        self._router.router_replay = self._before

@@ -78,13 +78,10 @@ def _users(
             if other.iteration == verdict.iteration and other.kind in _FROM_GRADIENT and related:
                 yield other
     elif verdict.microbatch != STEP_LEVEL:
+        read, batches = _READ.get(verdict.direction, ()), (verdict.microbatch, STEP_LEVEL)
         for other in later:
-            same = other.iteration == verdict.iteration
-            if (
-                same
-                and other.kind in _READ.get(verdict.direction, ())
-                and other.microbatch in (verdict.microbatch, STEP_LEVEL)
-            ):
+            same = other.iteration == verdict.iteration and other.microbatch in batches
+            if same and other.kind in read:
                 yield other
 
 

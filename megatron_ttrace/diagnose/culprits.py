@@ -8,6 +8,7 @@ of the traced step comes from, are examined separately.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -256,10 +257,6 @@ def _forward(verdicts: Sequence[Judged]) -> list[_Origin]:
     return parts or _first(verdicts, Kind.INPUT, Grounds.BETWEEN_MODULES) or born
 
 
-def _loss(verdicts: Sequence[Judged]) -> list[_Origin]:
-    return _first(verdicts, Kind.LOSS, Grounds.LOSS)
-
-
 def _backward(verdicts: Sequence[Judged]) -> list[_Origin]:
     absent = (v for v in verdicts if v.verdict in _ABSENT and v.direction is Direction.BACKWARD)
     if (first := next(absent, None)) is not None:
@@ -456,7 +453,7 @@ _STAGES = (
     (Direction.START, _start),
     (Direction.FORWARD, _absent),
     (Direction.FORWARD, _forward),
-    (Direction.FORWARD, _loss),
+    (Direction.FORWARD, functools.partial(_first, kind=Kind.LOSS, grounds=Grounds.LOSS)),
     (Direction.BACKWARD, _backward),
     (Direction.GRADIENT, _gradient),
     (Direction.UPDATE, _update),

@@ -195,6 +195,7 @@ def with_blocks_stacked(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _stacked(blocks: Sequence[Stored]) -> Stored:
+    """Several tensors as one, along the first dimension."""
     rows = sum(block.shape[0] for block in blocks)
     return Stored(
         (rows, *blocks[0].shape[1:]),
@@ -376,29 +377,17 @@ def _as_torch_dist(tensors: Mapping[Item, Stored]) -> dict[Item, Stored]:
     for item, stored in tensors.items():
         name, end = item.name[:-2], item.name[-2:]
         halves = [tensors.get(dataclasses.replace(item, name=name + half)) for half in _HALVES]
-        if end not in _HALVES or halves[0] is None or halves[1] is None:
+        both = [half for half in halves if half is not None]
+        if end not in _HALVES or len(both) < len(_HALVES):
             joined[item] = stored
         elif end == _HALVES[0]:
-            joined[dataclasses.replace(item, name=name)] = _joined(halves[0], halves[1])
+            joined[dataclasses.replace(item, name=name)] = _stacked(both)
     stepped = {item.name for item in joined if item.state is not State.WEIGHT}
     return joined | {
         dataclasses.replace(item, state=State.MAIN): stored
         for item, stored in joined.items()
         if item.state is State.WEIGHT and item.name in stepped
     }
-
-
-def _joined(first: Stored, second: Stored) -> Stored:
-    """Two tensors as one, along the first dimension."""
-    rows = first.shape[0]
-
-    def load(index: Index) -> torch.Tensor:
-        row, *columns = index or (slice(None),)
-        if isinstance(row, slice):
-            return torch.cat([first.read(), second.read()])[index]
-        return first.load((row, *columns)) if row < rows else second.load((row - rows, *columns))
-
-    return Stored((rows + second.shape[0], *first.shape[1:]), load)
 
 
 def _padding(bucket: TensorStorageMetadata) -> tuple[tuple[int, int], ...]:
