@@ -20,10 +20,11 @@ from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import Settings, checking, split
 from megatron_ttrace.saved import api, blame
 from megatron_ttrace.saved.bisection import Answer, FirstBad, first_bad
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.blamed import Blame
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Culprit
-from megatron_ttrace.trace.sanitise import in_one_line
+from megatron_ttrace.trace.sanitise import clean, in_one_line
 
 if TYPE_CHECKING:
     from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
@@ -76,11 +77,11 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Search commits."""
     words = args.command_words
-    if words and "--" not in words:
+    if args.recipe is None and words and "--" not in words:
         raise TTraceError(
             f"no training command: give it after --, ttrace bisect {' '.join(words[:2])} -- COMMAND"
         )
-    at = words.index("--") if words else 0
+    at = words.index("--") if "--" in words else len(words)
     ends, args.command_words = words[:at], words[at:]
     if len(ends) != 2 or any(end.startswith("-") for end in ends):
         raise TTraceError("give two commits after all options: ttrace bisect GOOD BAD -- COMMAND")
@@ -166,18 +167,15 @@ class _Checks:
 
 def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -> int:
     from megatron_ttrace.jobs.processes.worktrees import Checkout
-    from megatron_ttrace.trace import owned
 
-    script = Path(command_.script)
-    if not script.is_file():
-        raise TTraceError(f"{script}: no such script")
+    script = training.script_of(command_)
     checkout = Checkout(args.checkout or script.resolve().parent)
     commits = checkout.between(checkout.commit(good), checkout.commit(bad))
-    say = command.silent if args.quiet or args.json else command.progress()
+    say = command.progress_of(args)
     owned.require(args.directory, ["trees"])
     owned.make(args.directory, ignored=True)
     quiet = say is command.silent
-    interpreter = apart.interpreter_of(args.command_words[1:])
+    interpreter = apart.interpreter_of(training.words_of(args))
     checks = _Checks(checkout, command_, interpreter, args.directory, args.against, quiet)
 
     def check(number: int) -> Answer:
@@ -269,8 +267,6 @@ def nearest(hunks: Sequence[Hunk], culprits: Sequence[Culprit]) -> list[Hunk]:
 
 
 def _show(answer: dict[str, Any]) -> None:
-    from megatron_ttrace.trace.sanitise import clean
-
     at = answer["commit"][:12]
     counted = f"{answer['checked']} of {answer['commits']} commits were checked"
     if answer["suspects"]:

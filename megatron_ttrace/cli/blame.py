@@ -4,12 +4,10 @@
 import argparse
 import json
 import os
-from pathlib import Path
 
 from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import check_single, settings_of, split
-from megatron_ttrace.trace.errors import TTraceError
 
 _EPILOG = """\
 examples:
@@ -37,7 +35,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "and without which it does not.",
         epilog=_EPILOG,
     )
-    parser.set_defaults(began=None)
     add_good(parser)
     training.add_options(parser)
     training.add_arguments(parser)
@@ -65,16 +62,14 @@ def run(args: argparse.Namespace) -> int:
     command_ = training.command_of(args)
     check_single(args, "nproc_per_node")
     settings, arguments = split(command_.arguments, settings_of(args))
-    say = command.silent if args.quiet or args.json else command.progress(args.began)
-    script = Path(command_.script)
-    if not script.is_file():
-        raise TTraceError(f"{script}: no such script")
+    say = command.progress_of(args)
+    script = training.script_of(command_)
     # The Megatron is the one that the command would import.
     os.environ.update(command_.environment)
     tree = overlay.Tree.of(script)
     difference = overlay.difference(tree, args.good)
     trial = blame.Trial(
-        interpreter=apart.interpreter_of(args.command_words[1:]),
+        interpreter=apart.interpreter_of(training.words_of(args)),
         arguments=tuple(arguments),
         ranks=args.nproc_per_node or training.ranks_of(command_),
         settings=settings,

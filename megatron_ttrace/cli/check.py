@@ -44,7 +44,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "--ttrace and --ttrace-exit are implied; the script needs no changes.",
         epilog=_EPILOG,
     )
-    parser.set_defaults(began=None)  # the process may have begun before this command
     training.add_options(parser)
     parser.add_argument(
         "--shrink",
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     command_ = training.command_of(args)
     check_single(args, "nproc_per_node")
     began = time.time()
-    say = command.silent if args.quiet or args.json else command.progress(args.began)
+    say = command.progress_of(args)
     if args.good is not None and not args.blame:
         raise TTraceError("--good: only with --blame")
     if args.against is not None:
@@ -113,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         reports = [training.check(command_, settings_of(args), say, **how)]
         ranks = args.nproc_per_node or training.ranks_of(command_)
         reports = [_blamed(args, command_, reports[0], ranks, say)]
-    if len(reports) == 1 and args.began is not None:
+    if len(reports) == 1:
         reports = [api.timed(reports[0], time.monotonic() - args.began)]
     if args.json:
         summaries = [report.summary.to_json() for report in reports]

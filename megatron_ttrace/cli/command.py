@@ -173,6 +173,11 @@ def progress(began: float | None = None) -> Say:
     return say
 
 
+def progress_of(args: argparse.Namespace) -> Say:
+    """:func:`progress` since the command began; nothing with ``--quiet`` or ``--json``."""
+    return silent if args.quiet or args.json else progress(args.began)
+
+
 def process_began() -> float:
     """When this process was started, on the clock of ``time.monotonic()``; without /proc, now."""
     now = time.monotonic()

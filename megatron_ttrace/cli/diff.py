@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         raise TTraceError("hf: describes a model: give a trace or a command with it")
     for other, folder in ((args.b, "a"), (args.a, "b")):
         _require_apart(other, args.directory / folder, "--directory")
-    say = command.silent if args.quiet or args.json else command.progress()
+    say = command.progress_of(args)
     first = _kept("A", args.a, Settings(directory=args.directory / "a"), say)
     second = _kept("B", args.b, Settings(directory=args.directory / "b"), say, like=first)
     settings = Settings(

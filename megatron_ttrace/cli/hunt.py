@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import json
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command, training
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.jobs import validity
     from megatron_ttrace.jobs.shrink import plan
 
-    say = command.silent if args.quiet or args.json else command.progress()
+    say = command.progress_of(args)
     table = combinations.table()
     is_given = bool(args.command_words) or args.recipe is not None
     if is_given:
@@ -98,16 +97,15 @@ def run(args: argparse.Namespace) -> int:
     alike = dataclasses.replace(settings, reference=None, wandb=True, wandb_online=False)
     ours = alike.words()[2:]
     base = dataclasses.replace(base, arguments=tuple(words))
-    if not Path(base.script).is_file():
-        raise TTraceError(f"{base.script}: no such script")
+    script = training.script_of(base)
     shrunk = plan.shrink(base, args.max_ranks)
     directory = args.directory.absolute()
     owned.make(directory, ignored=True)
-    checker = Checker(directory, Path(base.script), args.seconds, text, ours)
+    checker = Checker(directory, script, args.seconds, text, ours)
     first = shrunk.jobs[0]
     small = dataclasses.replace(base, arguments=first.arguments, ranks=first.axes.ranks)
     space = combinations.Space(small if is_given else base, table.dimension)
-    validity.prepare(Path(base.script))
+    validity.prepare(script)
     results = Results(directory, ours)
     hunt = Hunt(space, checker, results, args.max_ranks, args.seed, fails=table.fails)
     row = hunt.given(base, shrunk.jobs)

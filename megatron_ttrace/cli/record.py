@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     folder = settings.directory
     if (folder / "candidate").exists():
         raise TTraceError(f"{folder} holds a trace already: choose another --ttrace-dir")
-    say = command.silent if args.quiet or args.json else command.progress()
+    say = command.progress_of(args)
     began = time.time()
     report = kept(job, settings, say, fork=not args.no_fork, nproc=args.nproc_per_node)
     if args.json:
@@ -106,7 +106,7 @@ def run_apart(text: str, job: Command, settings: Settings, *, quiet: bool) -> No
     words = checking(job.script, job.arguments, ranks, unshown, command="record")
     inherited = {name: value for name, value in os.environ.items() if name not in job.unset}
     environment = {**inherited, **job.environment}
-    interpreter = apart.interpreter_of(text.split())
+    interpreter = apart.interpreter_of([text])
     code, reason = apart.ttrace(interpreter, words, environment, quiet=quiet)
     if code:
         raise TTraceError(f"no trace of {in_one_line(text)[:60]!r}: {reason}")

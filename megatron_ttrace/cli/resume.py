@@ -37,7 +37,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "the following steps with the run that was not interrupted.",
         epilog=_EPILOG,
     )
-    parser.set_defaults(began=None)
     parser.add_argument(
         "--steps",
         type=flags.integer(1, 1000),
@@ -69,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     check_single(args, "nproc_per_node", "steps", "directory", "timeout")
     folder: Path = args.directory
     settings, theirs = split(job.arguments, Settings(directory=folder, timeout=args.timeout))
-    say = command.silent if args.quiet or args.json else command.progress(args.began)
+    say = command.progress_of(args)
     resumed = restarts.resume(
         dataclasses.replace(job, arguments=tuple(theirs)),
         dataclasses.replace(settings, directory=folder, wandb=False, wandb_online=False),

@@ -58,26 +58,40 @@ def command_of(args: argparse.Namespace) -> Command:
 
     Raises ``TTraceError`` when there is none, or more than one.
     """
+    words = words_of(args)
     if args.recipe is not None:
-        if [word for word in args.command_words if word != "--"]:
+        if words:
             raise TTraceError("--recipe FILE and a command: give one of them")
         from megatron_ttrace.jobs.commands import recipe_file
 
         return recipe_file.read(args.recipe)
-    command_ = parsed(args.command_words, args.command, getattr(args, "nproc_per_node", None))
+    command_ = parsed(words, args.command, getattr(args, "nproc_per_node", None))
     for name in command_.unset:
         os.environ.pop(name, None)
     return command_
 
 
+def words_of(args: argparse.Namespace) -> list[str]:
+    """The words of the training command, without the ``--`` before them."""
+    words: list[str] = args.command_words
+    return words[1:] if words[:1] == ["--"] else words
+
+
+def script_of(command_: Command) -> Path:
+    """The script of a command. Raises ``TTraceError`` when there is no such file."""
+    script = Path(command_.script)
+    if not script.is_file():
+        raise TTraceError(f"{script}: no such script")
+    return script
+
+
 def parsed(words: list[str], user: str, nproc: int | None = None) -> Command:
-    """The training command that these words are, perhaps after a ``--``.
+    """The training command that these words are.
 
     One word may be the text of a whole command. ``user`` is the command of ours that needs it, and
     ``nproc`` the number of ranks that is given beside it. Raises ``TTraceError`` when there is no
     script in the words.
     """
-    words = words[1:] if words[:1] == ["--"] else words
     if not words:
         raise TTraceError(f"no script given: ttrace {user} -- {EXAMPLE}")
     command_ = _as_script(words) or parse(words, os.environ)

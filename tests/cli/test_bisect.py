@@ -134,6 +134,7 @@ def test_nothing_to_find(history, checked, capsys):
         (["a", "--", "x.py"], "give two commits after all options"),
         (["a", "b"], "no training command: give it after --, ttrace bisect a b -- COMMAND"),
         (["a", "b", "--quiet", "--", "x.py"], "give two commits after all options"),
+        (["--recipe", "absent.yaml", "a", "b"], "absent.yaml cannot be read"),
         (["a", "b", "--", "absent.py"], "absent.py: no such script"),
         (["a", "b", "--", "here.py"], "not in a git checkout: give Megatron's with --checkout"),
         (["a", "b", "--", "srun", "-N", "2", "here.py"], "several machines"),

@@ -339,6 +339,16 @@ def test_combinations_are_compiled_once(fork, checked, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    "words", [["nowhere/python", "pretrain.py"], ["--", "nowhere/python pretrain.py"]]
+)
+def test_the_interpreter_that_the_command_names(fork, checked, capsys, words):
+    """Also without ``--`` before it, and in the text of a whole command."""
+    edit(fork, ("x + 3", "x + 4"))
+    assert main(["blame", "--quiet", *words]) == 2
+    assert "nowhere/python: no such interpreter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--", "pretrain.py"], "has the same Python files as core_v0.19.7"),

@@ -29,9 +29,10 @@ _INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
 def interpreter_of(words: Sequence[str]) -> str:
     """The Python that a command names with its folder, or the one beside such a ``torchrun``.
 
-    Without either it is this process's. Raises ``TTraceError`` when it does not exist.
+    Without either it is this process's. ``words`` are as a shell splits the command, or one word
+    with its whole text. Raises ``TTraceError`` when the interpreter does not exist.
     """
-    for word in words:
+    for word in words[0].split() if len(words) == 1 else words:
         path = Path(word)
         if path.parent != Path() and _INTERPRETER.fullmatch(path.name):
             python = path if path.name.startswith("python") else path.with_name("python")

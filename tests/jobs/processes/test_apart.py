@@ -22,6 +22,7 @@ def test_the_interpreter_of_a_command(tmp_path):
     torchrun = [f"{tmp_path}/torchrun", "--nproc-per-node", "2", *JOB]
     assert apart.interpreter_of(torchrun) == f"{tmp_path}/python"
     assert apart.interpreter_of(["A=b", f"{tmp_path}/python3.12", *JOB]) == f"{tmp_path}/python3.12"
+    assert apart.interpreter_of([" ".join(torchrun)]) == f"{tmp_path}/python"
     assert apart.interpreter_of(["torchrun", *JOB]) == sys.executable
 
 
