@@ -92,6 +92,10 @@ def run(args: argparse.Namespace) -> int:
             raise TTraceError(
                 "--blame: not with --against, which compares two runs of one Megatron"
             )
+        if args.shrink:
+            raise TTraceError(
+                "--against and --shrink: give one of them; ttrace shrink prints the jobs"
+            )
         if not api.is_model(args.against):
             return diff.against(args, command_, say)
     elif args.known is not None:

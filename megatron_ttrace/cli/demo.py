@@ -2,7 +2,6 @@
 """``ttrace demo``: check a healthy run and a faulty one, on this machine, in about a minute."""
 
 import argparse
-from pathlib import Path
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.trace.errors import ExitCode
@@ -47,9 +46,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     command.add_directory(parser, "demo-out")
-    parser.add_argument(
-        "--script", type=Path, default=None, metavar="SCRIPT", help=argparse.SUPPRESS
-    )
     return parser
 
 
@@ -65,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     say = command.progress()
 
     say("importing Megatron")
-    runner = Runner(args.directory, flags=(), script=args.script)
+    runner = Runner(args.directory, flags=())
     say("making a data set from this Python's standard library")
     prefix = args.directory / "data" / "stdlib"
     text_data.standard_library_corpus(prefix, _CORPUS_BYTES)

@@ -87,8 +87,6 @@ def run(args: argparse.Namespace) -> int:
 
 def against(args: argparse.Namespace, job: Command, say: command.Say) -> int:
     """Run ``ttrace check --against``: another run takes the place of the reference."""
-    if args.shrink:
-        raise TTraceError("--against and --shrink: give one of them; ttrace shrink prints the jobs")
     _require_known(args.known)
     settings, theirs = split(job.arguments, settings_of(args))
     home = settings.directory
@@ -119,8 +117,6 @@ def with_model(args: argparse.Namespace, job: Command, say: command.Say) -> Iter
 
     A job in bf16, or with what transformers lacks or defines differently, runs once more without.
     """
-    if args.shrink:
-        raise TTraceError("--against and --shrink: give one of them; ttrace shrink prints the jobs")
     settings = split(job.arguments, settings_of(args))[0]
     how = {"fork": not args.no_fork, "nproc": args.nproc_per_node}
     checked = training.check(job, settings_of(args), say, **how, settle=not args.once)

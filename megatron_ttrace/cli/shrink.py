@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,11 +76,13 @@ def run(args: argparse.Namespace) -> int:
         return ExitCode.EQUIVALENT
     from rich.console import Console
 
+    from megatron_ttrace.report import terminal
+
     show(plan, Console())
     for job, words in commands:
         spread = ", ".join(f"{name} {getattr(job.axes, name)}" for name in job.axes.spread())
         print(f"\n# {job.axes.ranks} ranks{f': {spread}' if spread else ''}")
-        print(_wrapped(words))
+        print("\n".join(terminal.shell_lines(words, 80)))
     return ExitCode.EQUIVALENT
 
 
@@ -107,13 +108,3 @@ def show(plan: Plan, console: Console) -> None:
     console.print(f"flags kept as they are: {len(plan.kept)}", markup=False, highlight=False)
     for lost in plan.lost:
         console.print(f"not kept: {lost}", markup=False, highlight=False, style="yellow")
-
-
-def _wrapped(words: list[str]) -> str:
-    """A command for a shell, in lines of at most 80 columns where its words allow that."""
-    lines = [""]
-    for word in map(shlex.quote, words):
-        if lines[-1] and len(lines[-1]) + len(word) > 76:
-            lines.append("  ")
-        lines[-1] += word if not lines[-1].strip() else f" {word}"
-    return " \\\n".join(lines)
