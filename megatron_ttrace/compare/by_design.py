@@ -37,8 +37,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -52,7 +51,16 @@ from megatron_ttrace.trace.collectives import Ledger, Phase
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import FLOW, ROOT, Direction, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import (
+    FLOW,
+    ROOT,
+    Direction,
+    Kind,
+    Outcome,
+    TraceKey,
+    is_within,
+    module_of,
+)
 from megatron_ttrace.trace.store import TraceReader
 
 _GRADIENT = {Kind.OUTPUT: Kind.GRAD_OUTPUT, Kind.INPUT: Kind.GRAD_INPUT}
@@ -63,6 +71,9 @@ _EVIDENT = 2.0
 _COMPUTED = (Direction.FORWARD, Direction.BACKWARD)
 
 _Place = tuple[int, int, Kind, str]
+
+type _Rule = Callable[[Judged], Judged | None]
+"""The verdict in place of a failure; ``None`` if a fault may be behind it."""
 
 
 def review(
@@ -89,20 +100,14 @@ def review(
     for record in held:
         holders[record.measured.key].append(record)
     run = _Run(verdicts, holders, tolerances, eps)
-    rules: list[_Rule] = [_Unused(run, reference), _Copied(run, reference), _Untrained(reference)]
+    rules: list[_Rule] = [_Unused(run, reference).instead]
     if not isolated:
-        rules.insert(1, _Partial(run, mesh, ledger))
+        rules.append(_Partial(run, mesh, ledger).instead)
+    rules += [_Copied(run, reference).instead, _Untrained(reference).instead]
     return [
-        next((found for rule in rules if (found := rule.instead(v))), v) if v.key in failed else v
+        next((found for rule in rules if (found := rule(v))), v) if v.key in failed else v
         for v in verdicts
     ]
-
-
-class _Rule(Protocol):
-    """A reason for which tensors fail by design."""
-
-    def instead(self, failure: Judged) -> Judged | None:
-        """The verdict in its place; ``None`` if a fault may be behind the failure."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +146,7 @@ class _Partial:
         self._places: dict[_Place, list[Judged]] = defaultdict(list)
         flow = [v for v in run.verdicts if v.kind in FLOW]
         for v in flow:
-            self._places[v.iteration, v.microbatch, v.kind, _base(v.name)].append(v)
+            self._places[v.iteration, v.microbatch, v.kind, module_of(v.name)].append(v)
         self._sums = {
             v.key: error
             for v in flow
@@ -172,18 +177,20 @@ class _Partial:
         tolerance = self._tolerances.of(failure.key)
         if tolerance.blind or sum(held.copies for held in holders) != self._ranks:
             return None
+        parts = []
         for held in holders:
             sums = held.measured.sums
             if not held.measured.sketch or sums is None or sums.nonfinite or sums.undefined:
                 return None
-        worst = max(tolerance.error_of(sums) for _, sums in summed(holders))
+            parts.append((held, sums))
+        worst = max(tolerance.error_of(sums) for _, sums in summed(parts))
         return worst if worst.margin <= 1.0 else None
 
     def _is_harmless(self, failure: Judged) -> bool:
         around = self._container(failure)
         if not around or any(v.verdict is not Outcome.PASS for v in around):
             return False
-        container = _base(around[0].name)
+        container = module_of(around[0].name)
         return (
             self._is_sound(failure.iteration, container)
             and self._is_sensitive(failure, around)
@@ -199,7 +206,7 @@ class _Partial:
                 for v in self._run.verdicts
                 if v.iteration == iteration
                 and (v.direction in _COMPUTED or v.kind is Kind.MAIN_GRAD)
-                and _is_inside(v.name, container)
+                and is_within(v.name, container)
             ]
             self._sound[place] = all(
                 v.key in self._sums for v in within if v.verdict.is_failure
@@ -210,7 +217,7 @@ class _Partial:
         """The tensors of the nearest container in which ranks' values are no summands."""
         forward = failure.direction is Direction.FORWARD
         kind = Kind.OUTPUT if forward else Kind.GRAD_INPUT
-        for name in _containers(_base(failure.name)):
+        for name in _containers(module_of(failure.name)):
             around = self._places[failure.iteration, failure.microbatch, kind, name]
             if any(v.key not in self._sums for v in around):
                 return around
@@ -259,7 +266,7 @@ class _Partial:
             and REDUCED_OVER in collective.group.split("-")
             and collective.direction in phases
             # The backward pass of code between modules belongs to none.
-            and (not collective.module or _is_inside(collective.module, container))
+            and (not collective.module or is_within(collective.module, container))
             and collective.bytes >= elements * _itemsize(collective.dtype)
             for collective in ledger.collectives
         )
@@ -370,7 +377,7 @@ class _Untrained:
         begun: set[tuple[int, int]] = set()
         for key in self._reference:
             step = key.iteration, key.microbatch
-            if key.kind is Kind.OUTPUT and _base(key.name) in trained:
+            if key.kind is Kind.OUTPUT and module_of(key.name) in trained:
                 begun.add(step)
             if key.kind in _GRADIENT and step not in begun:
                 found.add(dataclasses.replace(key, kind=_GRADIENT[key.kind]))
@@ -392,17 +399,8 @@ def _itemsize(dtype: str) -> float:
     return float(getattr(getattr(torch, dtype, None), "itemsize", math.inf))
 
 
-def _base(name: str) -> str:
-    """A module's name without the number of its run."""
-    return name.partition("#")[0]
-
-
 def _containers(name: str) -> Iterator[str]:
     """The modules around one, from the innermost to the whole model."""
     while name := name.rpartition(".")[0]:
         yield name
     yield ROOT
-
-
-def _is_inside(name: str, container: str) -> bool:
-    return container == ROOT or f"{_base(name)}.".startswith(f"{container}.")

@@ -20,7 +20,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex, expert_boxes, match
 from megatron_ttrace.trace.findings import Note
-from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import Kind, TraceKey, is_within, module_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class ExpertRows:
     def holds(self, key: TraceKey) -> str:
         """The experts that ``key`` lies in, if their rows were announced; else empty."""
         for layer in self._layers:
-            if f"{key.name.partition('#')[0]}.".startswith(f"{layer}."):
+            if is_within(key.name, layer):
                 return layer if (key.microbatch, layer) in self._here else ""
         return ""
 
@@ -156,7 +156,7 @@ class ExpertRows:
             NoPlacementError: when rows or columns do not fit.
         """
         layer = self.holds(key)
-        expert, module = within(key.name.partition("#")[0], layer)
+        expert, module = within(module_of(key.name), layer)
         index = self._here[key.microbatch, layer]
         if expert is not None:
             index = index.of_expert(expert)

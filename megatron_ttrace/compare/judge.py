@@ -15,6 +15,8 @@ from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Outcome, TraceKey
 
+type _Part = tuple[Holding, Sums]
+
 
 def judge(
     expected: Iterable[tuple[TraceKey, tuple[int, ...]]],
@@ -67,16 +69,19 @@ def _judge(
         return verdict(Outcome.PASS, [], Note(Remark.EMPTY))
     if not holdings:
         return verdict(Outcome.MISSING, [], Note(Remark.MISSING))
-    if misfits := [
-        holding for holding in holdings if holding.measured.problem or holding.measured.sums is None
-    ]:
+    parts: list[_Part] = []
+    misfits = []
+    for holding in holdings:
+        if holding.measured.problem or holding.measured.sums is None:
+            misfits.append(holding)
+        else:
+            parts.append((holding, holding.measured.sums))
+    if misfits:
         note = min(misfits, key=lambda holding: holding.ranks).measured.note
         return verdict(Outcome.SHAPE, _ranks(misfits), note)
     ranks = _ranks(holdings)
     placement = min(holdings, key=lambda holding: holding.ranks).measured.placement
-    if bad := [
-        holding for holding in holdings if holding.measured.sums and holding.measured.sums.nonfinite
-    ]:
+    if bad := [holding for holding, sums in parts if sums.nonfinite]:
         note = Note(Remark.NONFINITE)
         return verdict(Outcome.NONFINITE, _ranks(bad), note, placement=placement)
     cover = covered(
@@ -85,7 +90,7 @@ def _judge(
     if not cover.complete:
         return verdict(Outcome.UNCOVERED, ranks, Note(Remark.UNCOVERED), placement=placement)
     errors: dict[int, PartError] = {}
-    for holding, sums in _wholes(holdings):
+    for holding, sums in _wholes(parts):
         error = tolerance.error_of(sums)
         for rank in holding.ranks:
             errors[rank] = max(error, errors.get(rank, error))
@@ -95,18 +100,12 @@ def _judge(
     )
     worst = max(errors.values())
     conflicts = conflicting(
-        (rank, holding.measured.region, holding.measured.sums.checksum)
-        for holding in holdings
-        if holding.measured.sums is not None
-        and holding.measured.sums.n
-        and not holding.measured.partial_over
+        (rank, holding.measured.region, sums.checksum)
+        for holding, sums in parts
+        if sums.n and not holding.measured.partial_over
         for rank in holding.ranks
     )
-    undefined = sum(
-        holding.copies * holding.measured.sums.undefined
-        for holding in holdings
-        if holding.measured.sums
-    )
+    undefined = sum(holding.copies * sums.undefined for holding, sums in parts)
     notes = list(
         dict.fromkeys(holding.measured.note for holding in holdings if holding.measured.note)
     )
@@ -146,22 +145,17 @@ def _ranks(holdings: Iterable[Holding]) -> list[int]:
     return sorted(rank for holding in holdings for rank in holding.ranks)
 
 
-def _wholes(holdings: Sequence[Holding]) -> Iterator[tuple[Holding, Sums]]:
+def _wholes(parts: Sequence[_Part]) -> Iterator[_Part]:
     """What each rank holds; for partial tensors the error of their sum, the same for all ranks."""
-    for holding in holdings:
-        if holding.measured.sums and not holding.measured.partial_over:
-            yield holding, holding.measured.sums
-    yield from summed(holding for holding in holdings if holding.measured.partial_over)
+    yield from (part for part in parts if not part[0].measured.partial_over)
+    yield from summed(part for part in parts if part[0].measured.partial_over)
 
 
-def summed(holdings: Iterable[Holding]) -> Iterator[tuple[Holding, Sums]]:
+def summed(parts: Iterable[_Part]) -> Iterator[_Part]:
     """Each with the error of the sum of all that have the same elements, by their sketches."""
-    partials: dict[object, list[tuple[Holding, Sums]]] = {}
-    for holding in holdings:
-        if holding.measured.sums is not None:
-            partials.setdefault(holding.measured.region, []).append(
-                (holding, holding.measured.sums)
-            )
+    partials: dict[object, list[_Part]] = {}
+    for holding, sums in parts:
+        partials.setdefault(holding.measured.region, []).append((holding, sums))
     for group in partials.values():
         diff = squared_norm(
             [holding.measured.sketch for holding, _ in group for _ in range(holding.copies)]

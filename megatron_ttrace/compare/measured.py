@@ -77,8 +77,7 @@ class Measured:
     @property
     def is_part(self) -> bool:
         """Whether the rank holds some of the logical elements only."""
-        held = sum(math.prod(box.extent) for box in self.boxes)
-        return held < math.prod(self.logical_shape)
+        return sum(box.numel for box in self.boxes) < math.prod(self.logical_shape)
 
 
 def fails(sums: Sums | None, tolerances: Tolerances, key: TraceKey) -> bool:

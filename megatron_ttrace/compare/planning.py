@@ -18,7 +18,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placements, copies, describe, describe_partial, plan
 from megatron_ttrace.placement.token_index import TokenIndex, ends_of, token_positions
 from megatron_ttrace.trace.captured import Partials
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey, module_of
 from megatron_ttrace.trace.store import TraceReader
 
 REDUCED_OVER = "tp"
@@ -94,7 +94,7 @@ class Placer:
         Raises:
             NoPlacementError: when the shape fits no layout.
         """
-        blocks, layout, module = self.blocks(key), self._layout, _module(key)
+        blocks, layout, module = self.blocks(key), self._layout, module_of(key.name)
         heads = layout.head_rows.get(module, 0)
 
         def infer() -> Placements:
@@ -122,7 +122,7 @@ class Placer:
 
     def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
         """``data`` with its dims in the order in which one device has them."""
-        turned = _module(key) in self._layout.sequence_first and key.kind in (
+        turned = module_of(key.name) in self._layout.sequence_first and key.kind in (
             Kind.OUTPUT,
             Kind.GRAD_OUTPUT,
         )
@@ -138,7 +138,7 @@ class Placer:
         """The blocks that are stacked in a tensor's last dim; 1 if none are."""
         if key.kind not in (Kind.OUTPUT, Kind.GRAD_OUTPUT):
             return 1
-        return self._layout.stacked.get(_module(key), 1)
+        return self._layout.stacked.get(module_of(key.name), 1)
 
     def _plan(
         self, memo: object, placement: Callable[[], Placements], whole: tuple[int, ...]
@@ -242,8 +242,3 @@ class Planner(Placer):
     def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
         """``data`` with its dims in the reference's order, where it has this tensor."""
         return super().oriented(key, data) if key in self._reference else data
-
-
-def _module(key: TraceKey) -> str:
-    """The module's name without the number of its run."""
-    return key.name.partition("#")[0]

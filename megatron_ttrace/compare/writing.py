@@ -12,7 +12,14 @@ from megatron_ttrace.compare.experts import encode_rows, within
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.trace.captured import Place, Routed
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, RoutingIndex, TraceKey
+from megatron_ttrace.trace.records import (
+    STEP_LEVEL,
+    Kind,
+    RoutingIndex,
+    TraceKey,
+    is_within,
+    module_of,
+)
 from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
@@ -155,13 +162,12 @@ class WriteSink(Storing):
     def _as_stored(self, place: Place, data: torch.Tensor) -> torch.Tensor:
         """An experts' tensor without the rows that pad it for a quantised product."""
         microbatch, kind, name, _ = place
-        name = name.partition("#")[0]
         if not data.ndim or kind is Kind.ROUTING:
             return data
         for (number, experts), rows in self._rows.items():
-            if number != microbatch or not f"{name}.".startswith(f"{experts}."):
+            if number != microbatch or not is_within(name, experts):
                 continue
-            expert, _ = within(name, experts)
+            expert, _ = within(module_of(name), experts)
             mine = rows if expert is None else rows.of_expert(expert)
             real = np.flatnonzero(mine.fitted(data.shape[0]).microbatch != NOBODY)
             if len(real) != data.shape[0]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from megatron_ttrace.report.terminal import STYLES
+from megatron_ttrace.report.wording import on_ranks
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.resumed import Blame, Difference, How, Restart, Resumed, What
 from megatron_ttrace.trace.sanitise import clean
@@ -22,11 +24,6 @@ _PLURAL = {
 }
 _NAMED = 3
 _WIDTH = 80
-_COLOURS = {
-    Result.EQUIVALENT: "green",
-    Result.DIVERGED: "red",
-    Result.COULD_NOT_CHECK: "yellow",
-}
 
 
 def by_cause(differences: Sequence[Difference]) -> list[list[Difference]]:
@@ -62,7 +59,7 @@ def render(resumed: Resumed, console: Console, folder: Path) -> None:
 
 def lines(resumed: Resumed, folder: Path) -> Iterator[Text]:
     """All that is printed."""
-    yield Text(f"ttrace: {headline(resumed)}", style=f"bold {_COLOURS[resumed.verdict]}")
+    yield Text(f"ttrace: {headline(resumed)}", style=STYLES[resumed.verdict])
     for restart in resumed.restarts:
         yield Text()
         yield from _restart(restart)
@@ -131,14 +128,13 @@ def _cause(alike: Sequence[Difference]) -> Iterator[str]:
                 "elements"
             )
         if worst.ranks:
-            ranks = ", ".join(map(str, worst.ranks[:8])) + ", ..." * (len(worst.ranks) > 8)
             has = f", which has {worst.part}" if worst.part and len(worst.ranks) == 1 else ""
-            yield f"wrong on rank{'s' if len(worst.ranks) > 1 else ''} {ranks}{has}"
+            yield f"wrong on {on_ranks(worst.ranks)}{has}"
     elif worst.what is What.NUMBER:
         yield f"{worst.blame}: {names}: {changed}"
     elif worst.what is What.RANDOM:
-        ranks = ", ".join(str(rank) for difference in alike for rank in difference.ranks)
-        yield f"{worst.blame}: random state {worst.name} on ranks {ranks}: {_HOW[worst.how]}"
+        ranks = on_ranks(rank for difference in alike for rank in difference.ranks)
+        yield f"{worst.blame}: random state {worst.name} on {ranks}: {_HOW[worst.how]}"
     elif worst.what is What.SAMPLES:
         yield f"{worst.blame}: iteration {worst.name} trains on other samples"
     else:

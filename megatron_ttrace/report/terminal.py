@@ -39,7 +39,7 @@ _LABEL = 11
 _CODE: dict[str, Any] = {"drop_whitespace": False, "replace_whitespace": False}
 
 _SHORT = {Outcome.REPLICA_CONFLICT: "conflict", Outcome.NONFINITE: "NaN, inf"}
-_STYLES = {
+STYLES = {
     Result.EQUIVALENT: "bold green",
     Result.DIVERGED: "bold red",
     Result.COULD_NOT_CHECK: "bold yellow",
@@ -123,7 +123,7 @@ class _Page:
         """The first line, which goes on below where the page is narrow."""
         verdict = summary.verdict
         word, sentence = verdict.value, wording.result_text(summary)
-        start = ("ttrace  ", "bold"), (word, _STYLES[verdict])
+        start = ("ttrace  ", "bold"), (word, STYLES[verdict])
         if len(f"ttrace  {word}  {sentence}") <= self.width:
             self.line(*start, (f"  {sentence}", ""))
             return
@@ -351,7 +351,7 @@ def shell_lines(words: Sequence[str], width: int) -> list[str]:
     lines: list[str] = []
     pieces: list[str] = []
     for word in words:
-        quoted = clean(shlex.quote(word), NOTE_LIMIT)
+        quoted = clean(shlex.quote(word), wording.COMMAND_LIMIT)
         if pieces and pieces[-1].startswith("--") and " " not in pieces[-1] and word[:1] != "-":
             pieces[-1] += f" {quoted}"
         else:

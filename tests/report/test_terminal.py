@@ -90,6 +90,7 @@ def test_paths_can_be_copied(diverged: Check, tmp_path: Path) -> None:
 def test_a_command_can_be_copied(diverged: Check) -> None:
     """Where the job is known, the whole command is there; a shell reads it as it was meant."""
     words = ["ttrace", "check", "--nproc-per-node", "2", "--", "a script.py", "--x=$HOME", "-1"]
+    assert shlex.split(" ".join(terminal.shell_lines(["x" * 2000], 80))) == ["x" * 2000]
     words += [word for number in range(12) for word in (f"--a-flag-{number}", "value")]
     file = io.StringIO()
     terminal.render(*diverged, Console(file=file), Path("out"), words)
