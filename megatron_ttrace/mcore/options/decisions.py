@@ -12,7 +12,7 @@ import enum
 from types import MappingProxyType
 from typing import Any
 
-from megatron_ttrace.mcore.options.roles import ROLES, Role
+from megatron_ttrace.mcore.options.roles import RESETS, ROLES, Role
 
 
 class Action(enum.Enum):
@@ -40,161 +40,34 @@ class Decision:
     why: str = ""
 
 
-def _of(value: Any, names: str) -> dict[str, Any]:
-    return {name: copy.copy(value) for name in names.split()}
-
-
-_LAYOUT: dict[str, Any] = {
-    **_of(
-        False,
-        """
-        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-        cpu_offloading_retain_pinned_cpu_buffers create_all_gather_group ddp_average_in_collective
-        ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation
-        defer_embedding_wgrad_compute delay_offload_until_cuda_graph delay_wgrad_compute
-        distribute_saved_activations enable_cuda_graph enable_full_sharding_in_hsdp
-        ep_overlap_early_attn_memory_release external_cuda_graph fine_grained_activation_offloading
-        fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer fsdp_manual_registration
-        gtp_remat_reduce_scatter_with_fp32_accumulation hybrid_context_parallel
-        init_model_with_meta_device keep_fp8_transpose_cache
-        megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer
-        moe_enable_deepep moe_layer_recompute moe_paged_stash moe_permute_fusion_into_hybridep
-        mtp_standalone optimizer_cpu_offload optimizer_cuda_graph
-        overlap_cpu_optimizer_d2h_h2d overlap_dispatch_backward_with_experts_wgrad
-        overlap_grad_reduce overlap_moe_expert_parallel_comm overlap_p2p_comm
-        overlap_p2p_comm_warmup_flush overlap_param_gather
-        overlap_param_gather_with_optimizer_step recompute_activations
-        reuse_grad_buf_for_mxfp8_param_ag sequence_parallel tp_comm_overlap tp_comm_overlap_rs_dgrad
-        use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2 use_tp_pp_dp_mapping
-        """,
-    ),
-    **_of(
-        True,
-        """
-        align_grad_reduce align_param_gather gradient_reduce_div_fusion pin_cpu_grads pin_cpu_params
-        torch_fsdp2_reshard_after_forward tp_comm_bulk_dgrad
-        tp_comm_bulk_wgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_split_ag tp_comm_split_rs
-        use_layer_wise_param_layout
-        """,
-    ),
-    **_of(
-        None,
-        """
-        cuda_graph_scope_deprecated ddp_bucket_size ddp_num_buckets
-        fine_grained_offloading_max_inflight_offloads recompute_granularity recompute_method
-        recompute_modules suggested_communication_unit_size
-        """,
-    ),
-    **_of([], "cuda_graph_modules gtp_remat_opt_in_modules offload_modules"),
-    **_of([], "ddp_param_name_patterns_for_fp32_local_accumulation"),
-    **_of("no_shard", "data_parallel_sharding_strategy outer_dp_sharding_strategy"),
-    **_of(1.0, "activation_offload_fraction optimizer_offload_fraction"),
-    **_of(0, "delta_offload_bytes_across_pp_ranks wgrad_deferral_limit"),
-    "cp_comm_type": ["p2p"],
-    "cuda_graph_impl": "none",
-    "cuda_graph_warmup_steps": 3,
-    "gdp_num_chunk_states_to_recompute": 2,
-    "megatron_fsdp_version": 1,
-    "min_offloaded_tensor_size": 1 << 20,
-    "mlp_chunks_for_training": 1,
-    "moe_flex_dispatcher_backend": "deepep",
-    "moe_paged_stash_buffer_size_factor_cpu": 0.0,
-    "moe_paged_stash_buffer_size_factor_cuda": 1.1,
-    "moe_paged_stash_page_size": 64,
-}
-
-_AXES: dict[str, Any] = {
-    **_of(
-        1,
-        """
-        context_parallel_size expert_model_parallel_size expert_tensor_parallel_size
-        num_distributed_optimizer_instances pipeline_model_parallel_size tensor_model_parallel_size
-        """,
-    ),
-    **_of(
-        None,
-        """
-        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
-        expert_tensor_parallel_num_weight_shards hierarchical_context_parallel_sizes
-        max_seqlen_per_dp_cp_rank mhc_recompute_layer_num microbatch_group_size_per_vp_stage
-        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
-        pipeline_model_parallel_layout recompute_num_layers tensor_parallel_num_weight_shards
-        """,
-    ),
-    "cpu_offloading_num_layers": 0,
-}
-
-_TRANSPORT: dict[str, Any] = {
-    **_of(
-        None,
-        """
-        nccl_communicator_config_path pipeline_model_parallel_comm_backend sharp_enabled_group
-        symmetric_ar_type tp_comm_overlap_cfg
-        """,
-    ),
-    **_of(
-        False,
-        """
-        disable_symmetric_registration gtp_expert_remat_nccl_ub gtp_remat_nccl_ub nccl_ub
-        use_ring_exchange_p2p use_sharp
-        """,
-    ),
-    **_of("bf16", "moe_combine_bwd_dtype moe_dispatch_fwd_dtype"),
-    "high_priority_stream_groups": [],
-}
-
 DERIVED = MappingProxyType({"virtual_pipeline_model_parallel_size": None, "cpu_offloading": False})
 """Attributes that no option sets and that a reference sets all the same."""
 
-SINGLE_DEVICE = MappingProxyType({**_AXES, **_LAYOUT, **_TRANSPORT, **DERIVED})
-"""What a single device does not do."""
-
-SILENT = MappingProxyType(
-    {
-        **_of(
-            None,
-            """
-            check_weight_hash_across_dp_replicas_interval ckpt_convert_format
-            ckpt_pg_tensors_cache_path
-            dump_param_to_param_group_map exit_duration_in_mins exit_interval
-            fault_injector_num_ranks fault_injector_ranks flight_recorder_dump_path
-            gpu_sniff_test_interval logits_save_dir moe_routing_trace_path
-            non_persistent_ckpt_type non_persistent_save_interval result_rejected_tracker_filename
-            save_activations_interval save_dgrads_interval save_params_interval
-            save_tokens_per_expert_interval save_wgrads_interval tensorboard_dir
-            """,
-        ),
-        **_of(
-            False,
-            """
-            adlr_autoresume calc_ft_timeouts ckpt_pg_tensors_cache_create enable_ft_package
-            enable_one_logger exit_signal_handler inprocess_restart log_progress log_straggler
-            otel_enabled profile record_memory_history replication run_workload_inspector_server
-            use_pytorch_profiler
-            """,
-        ),
-        **_of("", "config_logger_dir wandb_exp_name wandb_project"),
-        "error_injection_rate": 0,
-    }
+_RUNNING = (Role.OPERATION, Role.CHECKPOINT, Role.LENGTH)
+_OF_REFERENCE = frozenset(
+    """
+    load pretrained_checkpoint save async_save exit_on_missing_checkpoint
+    load_main_params_from_ckpt moe_use_upcycling ckpt_format rerun_mode
+    """.split()
 )
-"""What a run of ours must not do although the user's run does: write, log, stop early."""
+"""Options about loading and saving: runs of ours other than a reference do as the user's."""
 
 QUIET = MappingProxyType(
     {
-        **SILENT,
-        **_of(None, "load pretrained_checkpoint save"),
-        **_of(
-            False,
-            """
-            async_save exit_on_missing_checkpoint load_main_params_from_ckpt moe_use_upcycling
-            """,
-        ),
-        # That of Megatron-FSDP is refused without it.
-        "ckpt_format": "torch_dist",
-        "rerun_mode": "disabled",
+        name: value
+        for name, value in RESETS.items()
+        if ROLES[name] in _RUNNING or name in _OF_REFERENCE
     }
 )
-"""What the reference run must not do: that, load and save."""
+"""What the reference run must not do: write, log, stop early, load and save."""
+
+SILENT = MappingProxyType({name: QUIET[name] for name in QUIET if name not in _OF_REFERENCE})
+"""What no run of ours must do although the user's run does: write, log, stop early."""
+
+SINGLE_DEVICE = MappingProxyType(
+    {name: RESETS[name] for name in RESETS if name not in QUIET} | DERIVED
+)
+"""What a single device does not do."""
 
 _REPORTING = ("tensorboard_dir", "wandb_exp_name", "wandb_project")
 """Options that say where the verdicts go."""
@@ -312,9 +185,8 @@ def decision(option: str) -> Decision | None:
         return None
     if option in _REFUSED:
         return Decision(role, Action.REFUSE, why=_REFUSED[option])
-    for values in (SINGLE_DEVICE, QUIET):
-        if option in values:
-            return Decision(role, Action.RESET, values[option])
+    if option in RESETS:
+        return Decision(role, Action.RESET, RESETS[option])
     return Decision(role, Action.KEEP)
 
 
@@ -354,7 +226,8 @@ def derive(args: object) -> dict[str, Any]:
         values["use_distributed_optimizer"] = True
     if getattr(args, "optimizer_cpu_offload", False):
         # Its optimizers are made without these options.
-        values |= _of("fp32", "exp_avg_dtype exp_avg_sq_dtype main_params_dtype")
+        dtypes = "exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"
+        values |= dict.fromkeys(dtypes, "fp32")
     if getattr(args, "use_torch_fsdp2", False) and getattr(args, "bf16", False):
         # What it does to gradients: it has no buffers of another precision for them.
         values["grad_reduce_in_bf16"] = True

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every option of a known Megatron (``versions.KNOWN``) is about.
+"""What every option of a known Megatron (``versions.KNOWN``) is about, from roles.toml.
 
 Options are named as attributes of Megatron's parsed arguments. A release that registers an option
 without a role fails ``tests/mcore/options/test_decisions.py``.
 """
 
 import enum
+import json
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,17 +30,23 @@ class Role(enum.Enum):
     REFUSED = "cannot be checked"
 
 
-_NAMES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+def _read() -> Iterator[tuple[str, Role, str, str]]:
+    """Of each option: its name, its role, how many values it has, and what it is reset to."""
+    roles = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    for role, words in roles.items():
+        for word in words.split():
+            option, _, reset = word.partition("=")
+            name, _, values = option.partition(":")
+            yield name, Role[role], values or "1", reset
 
-_OPTIONS = {
-    name: (Role[role], values or "1")
-    for role, words in _NAMES.items()
-    for name, _, values in (word.partition(":") for word in words.split())
-}
-ROLES = MappingProxyType({name: role for name, (role, _) in _OPTIONS.items()})
+
+_OPTIONS = list(_read())
+ROLES = MappingProxyType({name: role for name, role, _, _ in _OPTIONS})
 """The role of each option."""
 MANY = 1 << 30
 VALUES = MappingProxyType(
-    {name: MANY if values == "+" else int(values) for name, (_, values) in _OPTIONS.items()}
+    {name: MANY if values == "+" else int(values) for name, _, values, _ in _OPTIONS}
 )
 """How many words follow each option at most; :data:`MANY`: any number."""
+RESETS = MappingProxyType({name: json.loads(reset) for name, _, _, reset in _OPTIONS if reset})
+"""What a reference resets options to; it keeps the others."""
