@@ -4,6 +4,7 @@
 import ast
 import dataclasses
 import importlib
+import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,80 +20,7 @@ from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE, Action
 from megatron_ttrace.mcore.options.roles import ROLES
 from megatron_ttrace.trace.errors import TTraceError
 
-KEPT = {
-    "model": """
-        activation_func activation_func_fp8_input_store autocast_dtype batch_p2p_comm
-        batch_p2p_sync beta_fast beta_slow bias_activation_fusion
-        cuda_graph_use_single_mempool deallocate_pipeline_outputs dense_grouped_gemm
-        disable_parameter_transpose_cache embedding_init_method enable_autocast
-        experimental_attention_variant_loss_scale_func extra_checkpoint_metadata
-        fp4_param fp8_dot_product_attention fp8_multi_head_attention fp8_param
-        fused_single_qkv_rope hetereogenous_dist_checkpoint heterogeneous_block_specs
-        hf_model_id hf_model_revision hybrid_attention_ratio hybrid_mlp_ratio
-        hybrid_stack_spec inference_sampling_seed init_method keep_mtp_spec_in_bf16
-        mamba_chunk_size memory_efficient_layer_norm moe_router_topk_limited_devices
-        moe_token_dropping mtp_enabled original_max_position_embeddings
-        output_layer_init_method parallel_output params_dtype persist_layer_norm
-        pipeline_dtype post_wrap_hooks pre_wrap_hooks quant_recipe
-        restore_modelopt_state rope_scaling scatter_embedding_sequence_parallel
-        seq_len_interpolation_factor should_pad_vocab softmax_scale tp_only_amax_red
-        transformer transformer_layer_spec use_arbitrary_attention_mask
-        use_inference_optimized_layers use_kitchen use_te_rng_tracker
-        use_transformer_engine_full_layer_spec variable_seq_lengths yarn_mscale
-        yarn_mscale_all_dim yarn_rotary_scaling_factor
-    """,
-    "optimizer": """
-        adaptive_muon_beta2 adaptive_muon_eps adaptive_muon_moment2_method
-        decoupled_weight_decay grad_norm_skip_threshold params_dtype
-        soap_precondition_frequency soap_shampoo_beta soap_use_kl_shampoo
-        store_param_remainders
-    """,
-    "ddp": """
-        check_for_nan_in_grad
-    """,
-    "scheduler": """
-        lr_decay_steps lr_warmup_steps max_steps wd_incr_steps wsd_decay_steps
-    """,
-    "train": """
-        check_optimizer_step_success num_epochs skip_sync_grad_norm_across_mp
-    """,
-    "dist": """
-        enable_megatron_core_experimental
-    """,
-    "checkpoint": """
-        async_write_results_mp_mode custom_manager_class fully_parallel_load
-        fully_parallel_save hf_distributed_save hf_save_every_n_ranks hf_source_path
-        hf_trust_remote_code most_recent_k save_optim save_rng storage_writers_per_rank
-    """,
-    "dataset": """
-        add_extra_token_to_sequence blend blend_per_split create_attention_mask
-        dataloader_load dataset_kwargs dataset_root defer_in_batch_packing_to_step
-        defer_npy_index_mmap do_test do_validation drop_last
-        drop_last_partial_validation_sequence enable_in_batch_packing
-        enable_offline_packing fast_cache_load hf_dataset hf_output_root
-        hf_processor_path hf_rewrite hf_test_dataset hf_validation_dataset
-        hf_validation_proportion in_batch_packing_pad_to_multiple_of
-        inter_document_masking max_train_samples memmap_workers mock
-        offline_packing_specs pad_to_max_length pad_to_multiple_of path_to_cache
-        persistent_workers pin_memory preprocessing random_seed sequence_length
-        sequence_parallel_size sequences_per_dataset
-        skip_getting_attention_mask_from_dataset source split_matrix test_source
-        token_dtype_code validation_source
-    """,
-    "tokenizer": """
-        chat_template_path force_system_message hf_tokenizer_kwargs image_tag_type
-        sp_tokenizer_kwargs tokenizer_prompt_format use_tokenizer_vocab_size
-    """,
-    "logger": """
-        comet_api_key comet_tags comet_workspace filter_warnings memory_keys
-        mlflow_description mlflow_log_artifacts mlflow_tags mlflow_tracking_uri
-        modules_to_filter runtime_time_unit set_level_for_all_loggers
-        skip_train_metrics_log throughput_window_size
-    """,
-    "rerun_state_machine": """
-        check_for_nan_in_loss spiky_loss_factor
-    """,
-}
+KEPT = tomllib.loads(Path(__file__).with_name("kept.toml").read_text(encoding="utf-8"))
 """Fields without an option that define numbers, or change nothing."""
 
 
