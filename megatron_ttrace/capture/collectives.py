@@ -165,13 +165,7 @@ class CollectiveTap:
     def __init__(
         self, chunks: Sequence[Names], mesh: Mesh, entered: Callable[[], None] = lambda: None
     ) -> None:
-        """Prepare.
-
-        Args:
-            chunks: canonical names of this rank's model chunks.
-            mesh: the layout.
-            entered: called when the forward pass of a sort of module begins for the first time.
-        """
+        """``entered`` is called when a sort of module runs forward for the first time."""
         self._mesh = mesh
         self._sorts: set[str] = set()
         self._entered = entered

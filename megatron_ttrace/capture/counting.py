@@ -45,14 +45,9 @@ class Tally:
         mesh: Mesh,
         attempt: Callable[[Callable[[], Any]], Any],
     ) -> None:
-        """Prepare.
+        """``places``: of the chunks' parameters.
 
-        Args:
-            chunks: this rank's model chunks.
-            places: of their parameters.
-            optimizer: Megatron's.
-            mesh: of this rank.
-            attempt: runs work of ours; if it fails, Megatron's step goes on.
+        ``attempt`` runs work of ours; if that fails, Megatron's step goes on.
         """
         self._chunks = chunks
         named = dict(places)

@@ -25,10 +25,8 @@ def watched(
 ) -> Iterator[None]:
     """Within this context hand over what each update of the biases is computed from.
 
-    Args:
-        chunks: of this rank.
-        attempt: runs work of ours; if it fails, Megatron's step goes on.
-        take: called with the name of a bias and the relative loads of its experts.
+    ``take`` is called with the name of a bias and the relative loads of its experts; ``attempt``
+    runs work of ours: if that fails, Megatron's step goes on.
     """
 
     def hand_over(tokens: torch.Tensor) -> None:

@@ -62,13 +62,9 @@ class ModuleTap:
         microbatches: Sequence[int],
         on_error: Callable[[BaseException], None],
     ) -> None:
-        """Prepare a tap.
+        """``microbatches``: the global number of each of this rank's.
 
-        Args:
-            chunks: canonical names of this rank's model chunks.
-            sink: receives the tensors.
-            microbatches: global number of this rank's j-th microbatch.
-            on_error: receives an error of ours, after which the tap captures nothing.
+        ``on_error`` receives an error of ours, after which the tap captures nothing.
         """
         self._chunks = chunks
         self._sink = sink
@@ -337,13 +333,7 @@ class DirectCalls:
     def __init__(
         self, module: torch.nn.Module, before: Sequence[_Hook], after: Sequence[_Hook]
     ) -> None:
-        """Put a function in the place of ``module.forward``.
-
-        Args:
-            module: whose calls are hooked.
-            before: as forward pre-hooks with keywords.
-            after: as forward hooks with keywords.
-        """
+        """Put a function in the place of ``module.forward``; hooks take keywords."""
         self._module = module
         self._before, self._after = before, after
         self._forward = module.forward

@@ -44,13 +44,10 @@ class Reducing:
         attempt: Callable[[Callable[[], Any]], Any],
         unknown: str = "",
     ) -> None:
-        """Prepare.
+        """``remember``, called in the step, knows where gradients are in memory.
 
-        Args:
-            chunks: this rank's model chunks.
-            remember: knows where gradients are in memory; called in the step.
-            attempt: runs work of ours; if it fails, Megatron's step goes on.
-            unknown: why what the buckets reduce says too little.
+        ``attempt`` runs work of ours; if that fails, Megatron's step goes on. ``unknown``: why what
+        the buckets reduce says too little.
         """
         self._groups = [group for chunk in chunks for group in statistics.bucket_groups(chunk)]
         self._remember = functools.cache(remember)

@@ -66,13 +66,10 @@ class PlanTap:
     def __init__(
         self, names: Names, state: ChunkState, see: _See, guard: Callable[..., Any]
     ) -> None:
-        """Attach.
+        """``state``: of the hooks on the chunk's modules.
 
-        Args:
-            names: of the chunk.
-            state: of the hooks on the chunk's modules.
-            see: takes what enters and leaves a module that is not called.
-            guard: calls a function, so that its errors do not reach training.
+        ``see`` takes what enters and leaves a module that is not called, ``guard`` calls a function
+        so that its errors do not reach training.
         """
         self._model: Any = names.modules[ROOT]
         self._names = {id(module): name for name, module in names.modules.items()}

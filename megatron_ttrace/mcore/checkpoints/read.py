@@ -122,12 +122,7 @@ class Reading:
         return [state for _, state in _by_leaf(optimizer, self.state.get("optimizer"))]
 
     def random(self, place: str, dp_rank: int) -> Mapping[str, Any] | None:
-        """The random states, as of Megatron's ``get_rng_state``.
-
-        Args:
-            place: of the rank among pipeline and tensor ranks, ``(PP, TP)``.
-            dp_rank: its data-parallel rank.
-        """
+        """The random states, as of Megatron's ``get_rng_state``; ``place`` is ``(PP, TP)``."""
         states = self.state.get(_RANDOM)
         if isinstance(states, Mapping):
             states = states.get(place)

@@ -67,14 +67,7 @@ class _Arguments(Options):
 
 
 class OwnLoop(Front):
-    """The front of such a loop.
-
-    Args:
-        chunks: of the model, wrapped for data parallelism.
-        optimizer: Megatron's.
-        batches: this rank's microbatches.
-        known: options that follow from neither.
-    """
+    """The front of such a loop; ``known`` has options that follow from nothing else."""
 
     logs = False
 
