@@ -169,7 +169,7 @@ def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -
     from megatron_ttrace.jobs.processes.worktrees import Checkout
 
     script = training.script_of(command_)
-    checkout = Checkout(args.checkout or script.resolve().parent)
+    checkout = Checkout(args.checkout or script.resolve().parent, " with --checkout DIR")
     commits = checkout.between(checkout.commit(good), checkout.commit(bad))
     say = command.progress_of(args)
     owned.require(args.directory, ["trees"])

@@ -41,7 +41,6 @@ installed megatron-bridge, whose models get the sizes that transformers' classes
 exit code: 0 all that ran are equivalent or refused by Megatron; 1 a job diverged, even if a known
 finding explains it, because it may have a second fault; 2 a job could not be checked
 """
-_NOT_RUN = "not run yet"
 
 
 def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
@@ -191,7 +190,7 @@ def _label(row: RecipeRow) -> str:
     from megatron_ttrace.evaluation.recipes.run import Answer
 
     if row.answer is None:
-        return _NOT_RUN if row.jobs else "not for training"
+        return "not run yet" if row.jobs else "not for training"
     if row.answer is Answer.DIVERGED:
         return f"diverged (finding: {row.finding})" if row.finding else "diverged (new)"
     return row.answer.value

@@ -118,12 +118,9 @@ def merge(
 ) -> Ledger:
     """One ledger out of those of all ranks, in the order of ranks.
 
-    Args:
-        ranks: what each rank recorded.
-        name_of: names a group by its members, if its own description does not.
-        compute: dtype of the activations.
-        gradients: dtype in which gradients are reduced by the run's settings; empty if they leave
-            it open.
+    ``name_of`` names a group by its members, if its own description does not. ``compute`` is the
+    dtype of activations, ``gradients`` that in which gradients are reduced by the run's settings;
+    empty if they leave it open.
     """
     code = _sources(ranks)
     known = _ranks(ranks, name_of, code)

@@ -64,10 +64,7 @@ class Arithmetic(Record):
 def must_be_equal(key: TraceKey, job: Arithmetic, *, later: bool = False) -> bool:
     """Whether a tensor must be bitwise equal to the reference's.
 
-    Args:
-        key: of the tensor.
-        job: the configuration.
-        later: whether this step started from this run's own updates.
+    ``later``: whether this step started from this run's own updates.
     """
     if not (job.deterministic and job.same_code):
         return False
@@ -99,9 +96,7 @@ def examine(
 ) -> tuple[list[Judged], Exactness | None]:
     """Add a note to every pass that should be bitwise equal and is not; count them.
 
-    Args:
-        verdicts: in execution order.
-        job: the candidate's; without it (an older trace) nothing must be bitwise equal.
+    ``verdicts`` are in execution order. Without ``job`` (an older trace) nothing must be equal.
     """
     if job is None:
         return list(verdicts), None

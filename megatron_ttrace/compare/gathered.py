@@ -89,11 +89,8 @@ def merge(
 ) -> list[Holding]:
     """The same in fewer records, in the order in which the tensors first appear.
 
-    Args:
-        held: of any ranks.
-        tolerances: of the reference.
-        failed: tensors that fail on any rank (:func:`failing`); they are not joined.
-        parted: kinds of which it matters whether a rank holds a part; they are not joined.
+    Not joined are tensors that ``failed`` on any rank (:func:`failing`), and those of the kinds
+    ``parted``, of which it matters whether a rank holds a part.
     """
     alike: dict[TraceKey, dict[Measured, list[Holding]]] = {}
     for record in held:

@@ -27,13 +27,10 @@ def judge(
 ) -> list[Judged]:
     """One verdict for every tensor of the reference or of any rank.
 
-    Args:
-        expected: keys and logical shapes of the reference's traced iteration, in execution order.
-        holdings: what all ranks measured.
-        tolerances: of the reference.
-        eps: machine epsilon of the job's compute dtype, for printing errors in its multiples.
-        unjudged: why a tensor that these ranks hold cannot be compared in this layout; ``None`` if
-            it can.
+    ``expected`` are keys and logical shapes of the reference's traced iterations, in execution
+    order. ``eps`` is the machine epsilon of the job's compute dtype, in whose multiples errors are
+    printed. ``unjudged`` returns why a tensor that these ranks hold cannot be compared in this
+    layout; ``None`` if it can.
     """
     by_key: dict[TraceKey, list[Holding]] = {}
     for holding in holdings:

@@ -39,10 +39,7 @@ def measure_saved(
 ) -> dict[int, list[Measured]]:
     """The findings of every rank of a saved candidate.
 
-    Args:
-        reference: the trusted trace.
-        candidate: all ranks' tensors.
-        tolerances: of the reference; without them a failure is never taken for a summand.
+    Without ``tolerances`` a failure is never taken for a summand.
 
     Raises:
         TTraceError: when an index contradicts itself or the stored tensors.

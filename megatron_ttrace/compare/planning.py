@@ -83,13 +83,9 @@ class Placer:
         whole: tuple[int, ...],
         ends: tuple[int, ...] = (),
     ) -> Match:
-        """The place of an activation, or of its gradient.
+        """The place of an activation of shape ``local``, or of its gradient.
 
-        Args:
-            key: its name.
-            local: its shape.
-            whole: that of the logical tensor.
-            ends: of packed sequences that are divided one by one.
+        ``ends`` are those of packed sequences that are divided one by one.
 
         Raises:
             NoPlacementError: when the shape fits no layout.
@@ -174,13 +170,9 @@ class Planner(Placer):
     ) -> list[Match | Measured]:
         """What a tensor of shape ``local`` is compared with; empty where nothing is known.
 
-        Args:
-            key: its name.
-            local: its shape, with the dims in the reference's order.
-            known: logical shape and placement, where these need not be inferred.
-
-        Returns:
-            Its parts; for one that cannot be compared, the finding that says so.
+        The dims of ``local`` are in the reference's order; ``known`` are logical shape and
+        placement, where these need not be inferred. Of a tensor that cannot be compared, the
+        finding that says so is returned.
         """
         whole = self._reference.shape(key)
         try:

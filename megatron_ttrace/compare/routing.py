@@ -63,10 +63,8 @@ def left(
     of the number of assignments that differ, times the error of its probabilities. One that keeps
     more or fewer tokens has a regret as well, of either sign.
 
-    Args:
-        probabilities: the candidate's, of all that was chosen, [tokens, experts].
-        kept: what the candidate kept, [tokens, experts].
-        reference: what the reference kept of the same tokens.
+    ``probabilities`` are the candidate's, of all that was chosen; ``kept`` is what the candidate
+    kept, ``reference`` what the reference kept of the same tokens; all are [tokens, experts].
 
     Returns:
         Sums on the scale of the probabilities, and the number of assignments that differ.

@@ -147,7 +147,7 @@ class CompareSink:
             reference: the trusted trace.
             iteration: of the traced step.
             layout: of this rank.
-            tolerances: tell which tensors failed.
+            tolerances: show which tensors failed.
             writer: stores the failed ones, so that they can be explained.
             keep_all: store all of them.
             isolate: replace what was compared by the reference's values.

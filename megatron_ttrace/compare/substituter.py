@@ -25,9 +25,7 @@ class Substituter:
     ``perturb`` changes the values, in a replay that estimates tolerances.
     """
 
-    def __init__(
-        self, reference: TraceReader, planner: Planner, perturb: Perturb | None = None
-    ) -> None:
+    def __init__(self, reference: TraceReader, planner: Planner, perturb: Perturb | None) -> None:
         self._reference = reference
         self._planner = planner
         self._perturb = perturb

@@ -71,10 +71,10 @@ def integer(least: int = -(1 << 63), most: int = (1 << 63) - 1) -> Callable[[str
 
 
 def number(text: str) -> float:
-    """For argparse: a finite number, in ASCII digits."""
+    """For argparse: a finite number that is not negative, in ASCII digits."""
     value = float(text) if _NUMBER.fullmatch(text) else math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text[:40]!a}: give a number")
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text[:40]!a}: give a number from 0")
     return value
 
 

@@ -154,17 +154,18 @@ class HeatMap:
 def _places(verdicts: Sequence[Verdict]) -> list[Place]:
     """The cell of every verdict; names repeat, so each is taken apart once."""
     stacks = stacks_of(verdicts)
-    known: dict[tuple[str, Kind, Direction], Place] = {}
+    known: dict[tuple[str, Kind, Direction, bool], Place] = {}
     places = []
     for verdict in verdicts:
-        key = (verdict.name, verdict.kind, verdict.direction)
+        fails = verdict.verdict.is_failure
+        key = verdict.name, verdict.kind, verdict.direction, fails
         if key not in known:
             layer, tail = split_name(verdict.name, stacks)
             kind = verdict.kind
             if kind is Kind.PARAM and verdict.direction is Direction.UPDATE:
                 kind = Kind.PARAM_DELTA
             is_number = (kind, verdict.index) == (Kind.LOADED, LoadedIndex.NUMBER)
-            if (kind in _PER_STEP or is_number) and not verdict.verdict.is_failure:
+            if (kind in _PER_STEP or is_number) and not fails:
                 layer, tail = WHOLE_STEP, kind.value
             elif kind in (Kind.INITIAL, Kind.LOADED) and not is_number:
                 kind = Kind.PARAM

@@ -52,6 +52,7 @@ def test_commands_that_moved_have_their_old_names(name: str) -> None:
             "unrecognized arguments: 1 more than this command has (see ttrace doctor --help)",
         ),
         ("hunt --minutes soon", "--minutes: 'soon': give a number"),
+        ("clean --older-than -1", "--older-than: '-1': give a number from 0"),
         ("hunt -- absent.py --num-layers 2", "absent.py: no such script"),
         ("hunt -- python", "no training script"),
         (

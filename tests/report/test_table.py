@@ -240,3 +240,18 @@ def test_a_parameter_after_the_step_is_part_of_the_update() -> None:
         (Direction.START, Kind.PARAM): (2, 0),
         (Direction.UPDATE, Kind.PARAM_DELTA): (2, 1),
     }
+
+
+@pytest.mark.parametrize("first", [Outcome.PASS, Outcome.DIVERGED])
+def test_a_metric_that_fails_in_one_step(first: Outcome) -> None:
+    """It has a cell of its own, whatever the other step's verdict is."""
+    outcomes = (first, Outcome.DIVERGED if first is Outcome.PASS else Outcome.PASS)
+    verdicts = [
+        make_verdict("lm loss", Kind.METRIC, iteration=iteration, microbatch=-1, verdict=outcome)
+        for iteration, outcome in enumerate(outcomes, 1)
+    ]
+    cells = table.heat_map(verdicts).cells
+    assert {(c.tail, g.failures, g.total) for (_, c), g in cells.items()} == {
+        ("lm loss", 1, 1),
+        ("metric", 0, 1),
+    }

@@ -38,15 +38,16 @@ class Hunk:
 class Checkout:
     """A git checkout."""
 
-    def __init__(self, folder: Path) -> None:
-        """Find it from a folder in it. Raises ``TTraceError`` when there is none."""
+    def __init__(self, folder: Path, how: str = "") -> None:
+        """Find it from a folder in it. Raises ``TTraceError`` when there is none.
+
+        ``how``: by which option, for its message.
+        """
         self.root = folder
         try:
             self.root = Path(self._git("rev-parse", "--show-toplevel").strip())
         except TTraceError as error:
-            raise TTraceError(
-                f"{folder} is not in a git checkout: give Megatron's with --checkout DIR"
-            ) from error
+            raise TTraceError(f"{folder} is not in a git checkout: give Megatron's{how}") from error
 
     def commit(self, name: str) -> str:
         """The id of a commit. Raises ``TTraceError`` when there is no such commit."""

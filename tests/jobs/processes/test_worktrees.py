@@ -123,8 +123,8 @@ def test_lines_that_look_like_headers(home):
 
 def test_no_checkout(tmp_path, home):
     """One line that says what to give."""
-    with pytest.raises(TTraceError, match="--checkout DIR"):
-        Checkout(tmp_path)
+    with pytest.raises(TTraceError, match="give Megatron's with --checkout DIR"):
+        Checkout(tmp_path, " with --checkout DIR")
     with pytest.raises(TTraceError, match="rev-parse"):
         Checkout(home).commit("absent")
 
