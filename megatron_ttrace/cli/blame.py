@@ -2,7 +2,6 @@
 """``ttrace blame``: which of the user's changes to Megatron make a job diverge."""
 
 import argparse
-import json
 import os
 
 from megatron_ttrace.cli import command, training
@@ -78,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
     )
     say(f"comparing {command.near(tree.packages)} with {difference.since}")
     report = blame.blame(tree, difference, trial, say)
-    if args.json:
-        print(json.dumps(report.summary.to_json(), indent=1))
-    else:
+    if not args.json:
         terminal.render(report.summary, report.verdicts, Console(), report.directory)
-    return int(report.verdict.exit_code)
+    return command.answered(report, as_json=args.json)

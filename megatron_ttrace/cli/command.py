@@ -17,6 +17,7 @@ from megatron_ttrace.jobs.settings import FLAGS, Settings
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.sanitise import log_line
 
 type Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 type Say = Callable[[str], None]
@@ -161,13 +162,14 @@ def answered(report: api.Report, *, as_json: bool) -> int:
 def progress(began: float | None = None) -> Say:
     """A function that writes a line to standard error, with the seconds since ``began``.
 
-    ``began`` is on the clock of ``time.monotonic()``, by default now.
+    The line may quote foreign text: it is made harmless. ``began`` is on the clock of
+    ``time.monotonic()``, by default now.
     """
     start = time.monotonic() if began is None else began
 
     def say(line: str) -> None:
         # In one piece: a signal's last line must not begin in the middle of this one.
-        sys.stderr.write(f"[{time.monotonic() - start:5.1f} s] {line}\n")
+        sys.stderr.write(f"[{time.monotonic() - start:5.1f} s] {log_line(line)}\n")
         sys.stderr.flush()
 
     return say

@@ -16,7 +16,7 @@ from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.settings import split
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
-from megatron_ttrace.trace.sanitise import in_one_line
+from megatron_ttrace.trace.sanitise import clean, in_one_line
 
 if TYPE_CHECKING:
     from megatron_ttrace.evaluation.hunt.hunting import Hunt, Tried
@@ -180,7 +180,7 @@ def _show(hunt: Hunt, tried: list[Tried]) -> None:
     for number, reduced in enumerate(hunt.failures, 1):
         sizes = ", ".join(f"{name} {size}" for name, size in reduced.axes.items()) or "no axis"
         print(f"\n{number}. the smallest job that diverges has {sizes} ({reduced.checked} checks)")
-        print(f"culprit    {', '.join(reduced.row.modules)}")
+        print(f"culprit    {', '.join(map(clean, reduced.row.modules))}")
         print(f"needs      {', '.join(reduced.flags) or 'no other flag'}")
         print(f"finding    {reduced.row.finding or 'none is known'}")
         print(f"command    {reduced.row.command}")

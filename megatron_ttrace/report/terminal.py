@@ -84,11 +84,11 @@ def render(
         ("notices", (clean(notice, NOTE_LIMIT) for notice in summary.notices)),
         ("not exercised", map(wording.not_exercised_text, summary.not_exercised)),
     ]
-    for topic, texts in notices:
+    for topic, sentences in notices:
+        texts = list(sentences)
         limit = MAX_UNEXERCISED if topic == "not exercised" else MAX_NOTICES
-        for number, text in enumerate(texts := list(texts)):
-            if number < limit:
-                page.field("notice", text, "yellow")
+        for text in texts[:limit]:
+            page.field("notice", text, "yellow")
         if len(texts) > limit:
             page.field("", f"{len(texts) - limit} more {topic} in {files.SUMMARY}", "yellow")
     if summary.verdict is not Result.EQUIVALENT:

@@ -120,6 +120,14 @@ def test_a_command_works_in_the_shell_it_is_shown_in(
     assert command.typed([]) == []
 
 
+def test_progress_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a line quotes of a job's error stays one line, without control characters."""
+    command.progress()("it died: a\x1b[2J\n::error::b")
+    line = capsys.readouterr().err
+    assert line.startswith("[  0.0 s] it died: a\\x1b[2J ::error::b")
+    assert line.count("\n") == 1
+
+
 def _run(code: str, *words: object) -> str:
     """What a new process prints; it imports this package, wherever another one is installed."""
     command_ = [sys.executable, "-c", code, *map(str, words)]
