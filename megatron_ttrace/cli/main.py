@@ -16,31 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 COMMANDS = (
-    "megatron_ttrace.cli.check",
-    "megatron_ttrace.cli.shrink",
-    "megatron_ttrace.cli.recipes",
-    "megatron_ttrace.cli.compare",
-    "megatron_ttrace.cli.record",
-    "megatron_ttrace.cli.diff",
-    "megatron_ttrace.cli.blame",
-    "megatron_ttrace.cli.bisect",
-    "megatron_ttrace.cli.hunt",
-    "megatron_ttrace.cli.ci",
-    "megatron_ttrace.cli.resume",
-    "megatron_ttrace.cli.checkpoint",
-    "megatron_ttrace.cli.report",
-    "megatron_ttrace.cli.clean",
-    "megatron_ttrace.cli.doctor",
-    "megatron_ttrace.cli.patch",
-    "megatron_ttrace.cli.data",
-    "megatron_ttrace.cli.demo",
-)
-"""Modules with ``add_parser(subparsers)``; parsing imports neither torch nor Megatron."""
-EVALUATION = (
-    "megatron_ttrace.cli.bugs",
-    "megatron_ttrace.cli.matrix",
-    "megatron_ttrace.cli.nightly",
-)
+    "check shrink recipes compare record diff blame bisect hunt ci resume checkpoint report clean "
+    "doctor patch data demo"
+).split()
+"""Modules beside this one with ``add_parser``; parsing imports neither torch nor Megatron."""
+EVALUATION = "bugs matrix nightly".split()
 """The same, of ``ttrace eval``; without ``eval`` they are found too, but not listed."""
 OVERVIEW = """\
 ttrace checks that a Megatron training job computes what one device would.
@@ -63,7 +43,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     Other commands need not be imported then.
     """
-    import importlib
+    from importlib import import_module
 
     from megatron_ttrace.cli import command
     from megatron_ttrace.trace.version import __version__
@@ -80,20 +60,20 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     named = _named(words)
     for name in COMMANDS:
         if named in ("", name):
-            importlib.import_module(name).add_parser(subparsers)
+            import_module(f"megatron_ttrace.cli.{name}").add_parser(subparsers)
     actions = command.add_evaluation(subparsers)
     for name in EVALUATION:
         if named in ("", name):
-            importlib.import_module(name).add_parser(actions)
+            import_module(f"megatron_ttrace.cli.{name}").add_parser(actions)
     subparsers._name_parser_map.update(actions._name_parser_map)
     return parser
 
 
 def _named(words: Sequence[str]) -> str:
-    """The module of the command that a command line names; empty if it names none."""
-    first = words[:2][-1] if words[:1] == ["eval"] else "".join(words[:1])
-    known = EVALUATION if words[:1] == ["eval"] else (*COMMANDS, *EVALUATION)
-    return next((name for name in known if name.rpartition(".")[2] == first), "")
+    """The command that a command line names; empty if it names none."""
+    if words[:1] == ["eval"]:
+        return words[1] if words[1:] and words[1] in EVALUATION else ""
+    return words[0] if words and words[0] in (*COMMANDS, *EVALUATION) else ""
 
 
 def _overview(_: argparse.Namespace) -> int:

@@ -188,8 +188,7 @@ def test_help_needs_no_heavy_import() -> None:
 )
 def test_only_the_command_that_runs_is_imported(words: str, named: str) -> None:
     """Its parser is the same as among all commands; a name that is unknown needs them all."""
-    module = _named(words.split())
-    assert module.rpartition(".")[2] == named
+    assert _named(words.split()) == named
     (some,) = (
         action for action in build_parser(words.split())._actions if action.dest == "command"
     )
