@@ -84,10 +84,16 @@ class _Seen:
 
 
 class CallTap:
-    """Records the calls of Megatron's functions on this rank."""
+    """Records the calls of Megatron's functions on this rank.
+
+    Attributes:
+        error: why nothing more is recorded.
+        replacing: the user's functions that replace Megatron's, by identity.
+    """
 
     def __init__(self) -> None:
         self.error = ""
+        self.replacing: dict[int, CodeType] = {}
         self._calls: dict[tuple[int, int, str, int], Phase] = {}
         self._seen: dict[int, _Seen | None] = {}
         self._values: dict[tuple[int, str], set[float]] = defaultdict(set)
@@ -136,7 +142,9 @@ class CallTap:
             return
         self._imported = len(sys.modules)
         try:
-            self._reports.follow(sources.imported_code(self._modules))
+            codes = [*sources.imported_code(self._modules)]
+            self.replacing |= {id(code): code for code in sources.replacing(codes)}
+            self._reports.follow(codes)
         except Exception as error:  # noqa: BLE001 - recording never harms training
             self.error = one_line(error)
 
@@ -212,7 +220,8 @@ class CallTap:
         """What is known of a function; ``None`` if it is not Megatron's."""
         seen = self._seen.get(id(code))
         if seen is None and id(code) not in self._seen:
-            if code.co_name != "<module>" and sources.in_megatron(code.co_filename):
+            is_megatrons = sources.in_megatron(code.co_filename) or id(code) in self.replacing
+            if code.co_name != "<module>" and is_megatrons:
                 arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
                 part = sources.part_of(code.co_filename)
                 seen = _Seen(code, part, part in _INSIDE, arguments)

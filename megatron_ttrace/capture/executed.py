@@ -6,6 +6,7 @@ was changed is not known: all of Megatron's functions that run are noted, which 
 From then on only the changed ones are reported, each time, and nothing if nothing was changed.
 """
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.starts import Starts
+from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Phase, pattern
 from megatron_ttrace.trace.errors import one_line
@@ -56,7 +58,7 @@ class ExecutedTap:
         """The model is built now: record where these functions run."""
         for number, edit in enumerate(edits):
             file = self._path(edit.file)
-            if edit.is_whole:
+            if not edit.line:
                 self._whole.setdefault(file, []).append(number)
             else:
                 self._wanted.setdefault((file, edit.function), []).append(number)
@@ -97,21 +99,27 @@ class ExecutedTap:
         return tuple(Executed(*place) for place in sorted(ran))
 
     def _path(self, file: str) -> str:
-        folder = next((name for name in self._folders if file.startswith(name)), "")
-        return self._folders.get(folder, "") + file.removeprefix(folder)
+        known = (
+            at + file.removeprefix(name)
+            for name, at in self._folders.items()
+            if file.startswith(name)
+        )
+        # The user's are named as they are imported (``sources.relative``).
+        imported = (os.path.join(folder, file) for folder in sys.path)
+        return next(filter(os.path.exists, (*known, *imported)), file)
 
     def _numbers(self, file: str, name: str) -> list[int]:
         return [*self._wanted.get((file, name), ()), *self._whole.get(file, ())]
 
     def _early_start(self, code: CodeType, _: int) -> Any:
         if code.co_filename.startswith(self._roots):
-            self._early.add((code.co_filename, _outermost(code)))
+            self._early.add((code.co_filename, sources.outermost(code)))
         return sys.monitoring.DISABLE
 
     def _starts(self, code: CodeType, _: int) -> Any:
         if code.co_filename not in self._files or self.error:
             return sys.monitoring.DISABLE
-        numbers = self._numbers(code.co_filename, _outermost(code))
+        numbers = self._numbers(code.co_filename, sources.outermost(code))
         if not numbers:
             return sys.monitoring.DISABLE
         try:
@@ -124,11 +132,6 @@ class ExecutedTap:
         except Exception as error:  # noqa: BLE001 - recording never harms training
             self.error = one_line(error)
         return None
-
-
-def _outermost(code: CodeType) -> str:
-    """The function that code belongs to, which may be inside of it."""
-    return code.co_qualname.partition(".<locals>")[0]
 
 
 def _being_built() -> weakref.ref[torch.nn.Module] | None:

@@ -50,6 +50,7 @@ from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.trace.collectives import Ledger, Phase
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.modules import is_within, module_of
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import (
     FLOW,
@@ -58,8 +59,6 @@ from megatron_ttrace.trace.records import (
     Kind,
     Outcome,
     TraceKey,
-    is_within,
-    module_of,
 )
 from megatron_ttrace.trace.store import TraceReader
 

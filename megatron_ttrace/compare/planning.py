@@ -18,7 +18,12 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.placement.plan import Placements, copies, describe, describe_partial, plan
 from megatron_ttrace.placement.token_index import TokenIndex, ends_of, token_positions
 from megatron_ttrace.trace.captured import Partials
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey, module_of
+from megatron_ttrace.trace.modules import module_of
+from megatron_ttrace.trace.records import (
+    STEP_LEVEL,
+    Kind,
+    TraceKey,
+)
 from megatron_ttrace.trace.store import TraceReader
 
 REDUCED_OVER = "tp"

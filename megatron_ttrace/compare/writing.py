@@ -12,13 +12,12 @@ from megatron_ttrace.compare.experts import encode_rows, within
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.trace.captured import Place, Routed
+from megatron_ttrace.trace.modules import is_within, module_of
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Kind,
     RoutingIndex,
     TraceKey,
-    is_within,
-    module_of,
 )
 from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import Entry, TraceWriter

@@ -15,6 +15,7 @@ from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Function, Ledger, Numbers, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.executed import ChangedFunction
 from megatron_ttrace.trace.findings import (
     Cause,
     Composed,
@@ -27,6 +28,7 @@ from megatron_ttrace.trace.findings import (
     Term,
 )
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Kind, Outcome
 
@@ -72,6 +74,17 @@ class Code:
     def named(self, file: str, name: str) -> int | None:
         """A function by its file and its qualified name."""
         return self._numbers.get((file, name))
+
+    def changed(self, function: ChangedFunction) -> list[int]:
+        """A changed function and those inside of it, or all of a file of which any may be."""
+        if function.line and not function.function:
+            return []
+        within = function.function and f"{function.function}."
+        return [
+            number
+            for (file, name), number in self._numbers.items()
+            if file == function.file and f"{name}.".startswith(within)
+        ]
 
     def callers(self, function: int, context: Context) -> list[int]:
         """Functions that call a function in the same context."""
@@ -138,7 +151,7 @@ class Outcomes:
         self._failed: set[tuple[str, Kind]] = set()
         self._passed: set[tuple[str, Kind]] = set()
         for verdict in verdicts:
-            key = pattern(verdict.name.partition("#")[0]), verdict.kind
+            key = pattern(module_of(verdict.name)), verdict.kind
             if verdict.verdict.is_failure:
                 self._failed.add(key)
             elif verdict.verdict is Outcome.PASS:
@@ -171,7 +184,7 @@ class Outcomes:
 
     def failed(self, kind: Kind, module: str) -> bool:
         """Whether a tensor of a kind of a module's own parameters fails."""
-        owner = pattern(module.partition("#")[0])
+        owner = pattern(module_of(module))
         return any(name.rpartition(".")[0] == owner for name in self.names(kind))
 
     def share(self, kind: Kind, like: str = "") -> float:

@@ -19,6 +19,7 @@ from megatron_ttrace.diagnose.start import loaded
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import (
     MOMENTS,
@@ -440,7 +441,7 @@ def _inside(module: str, container: str) -> bool:
 
     A module that runs again in a microbatch has a number (``name#1``), which is not a place.
     """
-    inner, outer = module.partition("#")[0], container.partition("#")[0]
+    inner, outer = module_of(module), module_of(container)
     return outer == ROOT or inner.startswith(f"{outer}.")
 
 

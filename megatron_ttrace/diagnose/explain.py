@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_ttrace.compare import initial
 from megatron_ttrace.compare.measured import Problem
-from megatron_ttrace.diagnose import losses, ran, region, replicas, start
+from megatron_ttrace.diagnose import losses, ran, region, replicas, settings, start
 from megatron_ttrace.diagnose.evidence import Evidence, ExhaustedError, Work, axes_of
 from megatron_ttrace.diagnose.gather import Traces, sort_of
 from megatron_ttrace.diagnose.search import Composition, alternative, repeated, search
@@ -37,6 +37,7 @@ from megatron_ttrace.trace.findings import (
     Miscounted,
 )
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.records import ROOT, Kind, LoadedIndex, Outcome, TraceKey
 
 STRICT = "TTRACE_STRICT"
@@ -135,7 +136,10 @@ class Explainer:
         if finding is None:
             if verdict.kind in losses.KINDS:
                 self.unexplained.append(key)
-            return Explanation(observed=region.extent(evidence) or replicas.some_copies(evidence))
+            numbers = self._ledger.numbers, self._traces.reference.reference.numbers
+            setting = settings.differing(module_of(verdict.name), *numbers)
+            pattern = region.extent(evidence) or replicas.some_copies(evidence)
+            return Explanation(observed=setting or pattern)
         ranks, alike = evidence.failing_ranks(), self._alike_in(key, finding)
         if key.kind is Kind.PARAM_DELTA and finding.cause is Cause.ZERO:
             # Why it did not change, if no optimizer steps any of it: the earlier fault.

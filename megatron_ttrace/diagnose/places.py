@@ -51,6 +51,7 @@ from megatron_ttrace.trace.findings import (
     UnequalShares,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import ROOT, Kind, MetricIndex
 
@@ -219,7 +220,7 @@ class _Judge:
                 suspects.add(number, Clue.GROUP, _GROUP)
                 self._lines[number, Clue.GROUP] = chosen[number]
         divides = code.number(ledger.sources.sharding)
-        if self._verdict.name.partition("#")[0] in ledger.torn and divides is not None:
+        if module_of(self._verdict.name) in ledger.torn and divides is not None:
             for number in code.below(divides, BUILDING):
                 suspects.weights[number] = 1.0
                 suspects.add(number, Clue.DIVIDES, _DIVIDES)
@@ -227,8 +228,7 @@ class _Judge:
     def changes(self, changed: Iterable[ChangedFunction]) -> None:
         """For what the user changed: what ran in the culprit, else what built the model."""
         code, suspects, verdict = self._code, self._suspects, self._verdict
-        numbers = ((code.named(function.file, function.function), function) for function in changed)
-        ran = {number: function for number, function in numbers if number is not None}
+        ran = {number: function for function in changed for number in code.changed(function)}
         inside = {
             number: function
             for number, function in ran.items()
@@ -237,10 +237,11 @@ class _Judge:
         built = {number: ran[number] for number in ran.keys() & code.at[BUILDING].keys()}
         for number, function in (found := inside or built).items():
             # The more was changed, the less it says of each.
-            share = len(found) ** -0.5
+            share = len({*found.values()}) ** -0.5
             suspects.weights[number] = max(share, suspects.weights.get(number, 0.0))
-            suspects.add(number, Clue.CHANGED, _CHANGED * share)
-            self._lines[number, Clue.CHANGED] = function.line
+            clue = function.clue
+            suspects.add(number, clue, _CHANGED * share)
+            self._lines[number, clue] = function.line
 
     def place(self, number: int) -> Place:
         """A suspect with the clue that is worth most."""

@@ -21,6 +21,7 @@ from megatron_ttrace.trace.collectives import (
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import FACTORS, Cause, Finding
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.records import Culprit, Direction
 
 _PHASES = {
@@ -45,7 +46,7 @@ def cite(verdict: Judged, finding: Finding | None, ledger: Ledger) -> Citation |
     if phase not in (Phase.FORWARD, Phase.BACKWARD):
         ran = tuple(call for call in _of(*step) if call.axes.intersection(axes))
         return Citation(phase, ran, _without(axes, ran, ledger.unseen)) if axes else None
-    module = verdict.name.partition("#")[0]
+    module = module_of(verdict.name)
     ran = tuple(_inside(_of(*step), module))
     code = _runs(ledger.sources.of(module))
     siblings = [
@@ -90,7 +91,7 @@ def in_culprits(changed: ChangedCode, culprits: Iterable[Culprit]) -> ChangedCod
 
 def ran_in(function: ChangedFunction, name: str, direction: Direction) -> bool:
     """Whether changed code ran in a culprit, or in the part of the step that is."""
-    name = pattern(name.partition("#")[0])
+    name = pattern(module_of(name))
     return any(_is_in(module, name, direction) for module in function.modules) or (
         not {*function.phases}.isdisjoint(_PARTS.get(direction, ()))
     )

@@ -18,6 +18,7 @@ from megatron_ttrace.trace.collectives import Ledger, ModuleCode, Phase, Sources
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Miscounted
 from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, Kind, LoadedIndex
 
@@ -64,7 +65,7 @@ class Suspects:
         self._code, self._sources = code, ledger.sources
         self._verdict, self._finding = verdict, finding
         self._few, self._whole, self._right = few, whole, logged
-        self.module = verdict.name.partition("#")[0]
+        self.module = module_of(verdict.name)
         self._owner = self.module
         if verdict.kind in OF_PARAMETERS:
             self._owner = self.module.rpartition(".")[0] or ROOT
@@ -353,7 +354,7 @@ def around(module: str) -> Iterator[str]:
 
 def anchor_of(sources: Sources, verdict: Judged) -> str:
     """The function that surely had a part in making a tensor; empty if it is not known."""
-    kind, direction, name = verdict.kind, verdict.direction, verdict.name.partition("#")[0]
+    kind, direction, name = verdict.kind, verdict.direction, module_of(verdict.name)
     if (kind, name) == (Kind.INPUT, ROOT) or kind in (Kind.TOKENS, Kind.LOSS):
         return sources.step
     if kind is Kind.METRIC:

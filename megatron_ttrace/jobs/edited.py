@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the user changed in the Megatron that is imported, and in the script beside it.
 
-In a git checkout: what differs from the last release (:func:`release`), or (without one, or if that
-is too much to list) from HEAD. In an installed wheel: the files whose content is not what
-the wheel's RECORD says.
+In a git checkout: what differs from the last release (:func:`release`). Else, in an installed
+wheel: the files whose content is not what its RECORD says; in a copy of the same version: what
+differs from the wheel. Else, or if that is too much to list: what differs from where the branch
+left the default branch of a remote, or from HEAD. Always: the user's functions that replace
+Megatron's since it was imported.
 """
 
 import base64
@@ -12,11 +14,13 @@ import hashlib
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import CodeType
 
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.mcore import sources, versions
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.changes import changes
 from megatron_ttrace.trace.executed import Edit, Edits
@@ -29,7 +33,7 @@ _RELEASES = "core_v*"
 _BESIDE = ""
 """The path in :class:`Edit` of scripts and of modules beside them."""
 _MOST_FILES = 60
-"""A fork with more changed files is compared with HEAD: nobody reads such a list."""
+"""With more changed files, a fork is compared with what is nearer: nobody reads such a list."""
 _MOST = 300
 """Changed functions that are listed."""
 
@@ -62,21 +66,41 @@ def _home_of_script() -> str:
     return folder if folder == os.path.realpath(folder) else ""
 
 
-def find() -> Edits:
-    """What differs from the release or commit; nothing where that is not known. Never raises."""
+def find(replacing: Iterable[CodeType] = ()) -> Edits:
+    """What differs from the release or commit; nothing where that is not known. Never raises.
+
+    ``replacing``: the user's functions that replace Megatron's.
+    """
     edits: list[Edit] = []
     since = ""
     try:
         if GIVEN in os.environ:
             return Edits.from_json(codec.parse(codec.read(Path(os.environ[GIVEN]))))
-        for prefix, path in folders().items():
-            folder = Path(path)
-            base, more = _in_checkout(folder, prefix) or _in_wheel(folder, prefix)
+        trees: dict[str, dict[str, Path]] = {}
+        for prefix, folder in folders().items():
+            path = Path(folder)
+            is_tracked = provenance.git(path, "ls-files", "--", "*.py")
+            root = provenance.git(path, "rev-parse", "--show-toplevel") if is_tracked else None
+            trees.setdefault(root or "", {})[prefix] = path
+        for root, tree in trees.items():
+            compared = _compared(tree, is_tracked=bool(root))
+            base, more = next((it for it in compared if it[1] is not None), ("", []))
             since = since or (base if more else "")
-            edits += more
+            edits += more or []
+        edits += _replaced(replacing)
     except Exception:  # noqa: BLE001 - an addition to the report
         return Edits()
     return Edits(since, tuple(edits[:_MOST]))
+
+
+def _replaced(codes: Iterable[CodeType]) -> list[Edit]:
+    lines = {
+        (sources.relative(c.co_filename), sources.outermost(c)): c.co_firstlineno for c in codes
+    }
+    # Whether they were seen to run is not known: they can run before anything is recorded.
+    return [
+        Edit(file, name, line, is_seen=False, replaces=True) for (file, name), line in lines.items()
+    ]
 
 
 def release(folder: Path) -> str:
@@ -84,33 +108,61 @@ def release(folder: Path) -> str:
 
     Upstream's releases have branches of their own: a fork of the main branch descends from none.
     """
-    tags = (provenance.git(folder, "tag", "--list", _RELEASES) or "").split()
-    common = provenance.git(folder, "merge-base", "HEAD", *tags) if tags else None
-    if not common:
-        return ""
-    words = ("describe", "--tags", "--exact-match", "--match", _RELEASES, common.strip())
-    return (provenance.git(folder, *words) or common[:12]).strip()
+    common = _common(folder, f"refs/tags/{_RELEASES}")
+    words = ("describe", "--tags", "--exact-match", "--match", _RELEASES, common)
+    return (provenance.git(folder, *words) or common if common else "").strip()
 
 
-def _in_checkout(folder: Path, prefix: str) -> tuple[str, list[Edit]] | None:
-    """``None`` if the folder is not tracked by git."""
-    if not (provenance.git(folder, "ls-files", "--", "*.py") or ""):
+def _common(folder: Path, pattern: str) -> str:
+    """The beginning of the id of the last commit in common with any of these refs; or empty."""
+    refs = (provenance.git(folder, "for-each-ref", "--format=%(refname)", pattern) or "").split()
+    commit = provenance.git(folder, "merge-base", "HEAD", *refs) if refs else ""
+    return (commit or "").strip()[:12]
+
+
+def installed(core: Path) -> tuple[importlib.metadata.Distribution, Path] | None:
+    """The installed release, and the folder it is in, if its version is this megatron/core's."""
+    try:
+        wheel = importlib.metadata.distribution("megatron-core")
+        version = versions.version_in((core / "package_info.py").read_text(encoding="utf-8"))
+    except (importlib.metadata.PackageNotFoundError, OSError):
         return None
-    commit = (provenance.git(folder, "rev-parse", "--short=12", "HEAD") or "").strip()
-    files = "*.py" if prefix != _BESIDE else ":(glob)*.py"
-    for base in filter(None, (release(folder), commit)):
-        words = ("diff", "--name-only", "-z", "--no-renames", "--diff-filter=d", "--relative")
-        listed = provenance.git(folder, *words, base, "--", files)
-        fresh = provenance.git(
-            folder, "ls-files", "-z", "--others", "--exclude-standard", "--", files
-        )
-        names = sorted({name for name in f"{listed or ''}{fresh or ''}".split("\0") if name})
-        if listed is not None and len(names) <= _MOST_FILES:
-            return base, [edit for name in names for edit in _edits(folder, prefix, name, base)]
-    return "", []
+    return (wheel, Path(str(wheel.locate_file("")))) if wheel.version == version else None
 
 
-def _edits(folder: Path, prefix: str, name: str, base: str) -> Iterator[Edit]:
+def _compared(
+    tree: Mapping[str, Path], *, is_tracked: bool
+) -> Iterator[tuple[str, list[Edit] | None]]:
+    """What folders can be compared with, and what differs: ``None`` if that is too much."""
+    folder = next(iter(tree.values()))
+    if is_tracked and (tag := release(folder)):
+        yield tag, _since_commit(tree, tag)
+    if _BESIDE not in tree and (found := installed(folder.parent / "core")):
+        wheel, root = found
+        yield f"megatron-core {wheel.version}", _since_wheel(tree, wheel, root)
+    if is_tracked and (base := _common(folder, "refs/remotes/*/HEAD")):
+        yield base, _since_commit(tree, base)
+    if is_tracked and (head := provenance.git(folder, "rev-parse", "--short=12", "HEAD")):
+        yield head.strip(), _since_commit(tree, head.strip())
+
+
+def _since_commit(tree: Mapping[str, Path], base: str) -> list[Edit] | None:
+    diff = ("diff", "--name-only", "-z", "--no-renames", "--diff-filter=d", "--relative", base)
+    others = ("ls-files", "-z", "--others", "--exclude-standard")
+    names: list[tuple[str, Path, str]] = []
+    for prefix, folder in tree.items():
+        files = "--", "*.py" if prefix != _BESIDE else ":(glob)*.py"
+        listed = provenance.git(folder, *diff, *files)
+        if listed is None:
+            return None
+        listed += provenance.git(folder, *others, *files) or ""
+        names += sorted((prefix, folder, name) for name in {*listed.split("\0")} if name)
+    if len(names) > _MOST_FILES:
+        return None
+    return [edit for name in names for edit in _edits(*name, base)]
+
+
+def _edits(prefix: str, folder: Path, name: str, base: str) -> Iterator[Edit]:
     # As text on both sides, because that is how git's output is read.
     before = (provenance.git(folder, "show", f"{base}:./{name}") or "").encode()
     after = (folder / name).read_bytes().decode(errors="replace").encode()
@@ -118,25 +170,37 @@ def _edits(folder: Path, prefix: str, name: str, base: str) -> Iterator[Edit]:
         yield Edit(f"{prefix}{name}", change.name, change.line, change.is_seen)
 
 
-def _in_wheel(folder: Path, prefix: str) -> tuple[str, list[Edit]]:
-    if prefix == _BESIDE:
-        return "", []
-    try:
-        wheel = importlib.metadata.distribution("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return "", []
-    root = str(wheel.locate_file(""))
-    if os.path.join(root, prefix) != str(folder) + os.sep:
-        return "", []
-    edits = []
+def _since_wheel(
+    tree: Mapping[str, Path], wheel: importlib.metadata.Distribution, root: Path
+) -> list[Edit] | None:
     # Not ``wheel.files``, which looks for each of its 2,000 files.
-    for name, written, _ in csv.reader((wheel.read_text("RECORD") or "").splitlines()):
-        if not name.endswith(".py") or not name.startswith(prefix) or not written:
+    recorded = {
+        name: digest
+        for name, digest, _ in csv.reader((wheel.read_text("RECORD") or "").splitlines())
+    }
+    paths = {
+        f"{prefix}{path.relative_to(folder).as_posix()}": path
+        for prefix, folder in tree.items()
+        for path in sorted(folder.rglob("*.py"))
+    }
+    contents = {name: path.read_bytes() for name, path in paths.items()}
+    differing = [name for name in contents if _recorded(contents[name]) != recorded.get(name)]
+    if len(differing) > _MOST_FILES:
+        return None
+    edits = []
+    for name in differing:
+        if name in recorded and paths[name] == root / name:
+            edits.append(Edit(name, "", 0))
             continue
-        mode, _, recorded = written.partition("=")
-        path = os.path.join(root, name)
-        content = Path(path).read_bytes() if os.path.isfile(path) else b""
-        digest = hashlib.new(mode, content).digest()
-        if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != recorded:
-            edits.append(Edit(name, "", 1, is_whole=True))
-    return f"megatron-core {wheel.version}", edits
+        before = (root / name).read_bytes() if name in recorded else b""
+        edits += [
+            Edit(name, change.name, change.line, change.is_seen)
+            for change in changes(before, contents[name])
+        ]
+    return edits
+
+
+def _recorded(content: bytes) -> str:
+    """As in a wheel's RECORD."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest())
+    return f"sha256={digest.rstrip(b'=').decode()}"

@@ -6,10 +6,8 @@ folders with files that differ, are copied, everything else is linked.
 """
 
 import dataclasses
-import importlib.metadata
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
@@ -23,7 +21,6 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.executed import Edit, Edits
 
 _CORE = "megatron.core"
-_VERSION = re.compile(r"^(MAJOR|MINOR|PATCH) = (\d+)", re.MULTILINE)
 _EPOCH = 1_000_000_000
 """Seconds: files of the copy are modified from then on, each at a time of its own. Python compares
 a file's time and size with those of what it compiled."""
@@ -165,17 +162,13 @@ def _texts(root: Path, names: Iterable[str]) -> dict[str, str]:
 
 def _installed(tree: Tree) -> tuple[Path, str] | None:
     """The folder and name of an installed release of the same version that is another tree."""
-    try:
-        wheel = importlib.metadata.distribution("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
+    if (found := edited.installed(tree.packages / "core")) is None:
         return None
-    home = Path(str(wheel.locate_file("megatron"))).resolve().parent
-    text = (tree.packages / "core" / "package_info.py").read_text(encoding="utf-8")
-    parts = dict(_VERSION.findall(text))
-    version = ".".join(parts.get(name, "") for name in ("MAJOR", "MINOR", "PATCH"))
-    if home == tree.packages.parent or wheel.version != version:
+    wheel, root = found
+    home = (root / "megatron").resolve().parent
+    if home == tree.packages.parent:
         return None
-    return home, f"megatron-core {version} in {home}"
+    return home, f"megatron-core {wheel.version} in {home}"
 
 
 class Overlay:

@@ -8,10 +8,14 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import linecache
+import math
 import opcode
 import os
 import re
 import sys
+import sysconfig
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -21,11 +25,22 @@ import torch
 
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import leaves_of
-from megatron_ttrace.trace.collectives import Function, ModuleCode, Operation, Phase, Sources
+from megatron_ttrace.trace.collectives import (
+    Function,
+    ModuleCode,
+    Numbers,
+    Operation,
+    Phase,
+    Sources,
+    pattern,
+)
 from megatron_ttrace.trace.states import SCHEDULER
 
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_IMPORT = re.compile(r"^ *(?:from|import) +(\w+)", re.MULTILINE)
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 _PHASES = (
     ("core/distributed/", Phase.GRADIENTS),
@@ -50,10 +65,29 @@ def in_megatron(file: str) -> bool:
     return bool(folder) and file.startswith(folder)
 
 
+@functools.cache
+def is_users(file: str) -> bool:
+    """Whether a source file is neither Megatron's, this package's, Python's, nor installed."""
+    installed = file.startswith((_STDLIB, _TORCH)) or _INSTALLED.search(file) is not None
+    return bool(file) and not (in_megatron(file) or is_own(file) or installed)
+
+
+def replacing(codes: Iterable[CodeType]) -> list[CodeType]:
+    """Of the code in Megatron's modules, the user's, which replaces Megatron's own."""
+    users = [code for code in codes if is_users(code.co_filename)]
+    # A library that is installed as a checkout may look like the user's, but Megatron imports it.
+    modules = [*sys.modules.values()] if users else []
+    files = {str(getattr(module, "__file__", "")) for module in modules}
+    texts = ("".join(linecache.getlines(file)) for file in files if in_megatron(file))
+    libraries = {name for text in texts for name in _IMPORT.findall(text)}
+    return [code for code in users if _package_of(code.co_filename) not in libraries]
+
+
 def imported_code(known: set[str]) -> Iterator[CodeType]:
     """The code in Megatron's modules that were imported; not in ``known`` ones, which it adds to.
 
-    Of functions that exist, also those inside of others, and those that a decorator wraps.
+    Of functions that exist, also those inside of others, those that a decorator wraps, and the
+    user's that replace others.
     """
     visited: set[int] = set()
     for name, module in [*sys.modules.items()]:
@@ -69,13 +103,15 @@ def _codes_in(values: Iterable[Any], visited: set[int]) -> Iterator[CodeType]:
     for value in values:
         if isinstance(value, FunctionType):
             code = value.__code__
-            if id(code) not in visited and in_megatron(code.co_filename):
+            file = code.co_filename
+            if id(code) not in visited and (in_megatron(file) or is_users(file)):
                 visited.add(id(code))
                 yield from _nested(code)
             if (inner := vars(value).get("__wrapped__")) is not None:
                 yield from _codes_in([inner], visited)
         elif isinstance(value, type):
-            if id(value) not in visited and str(value.__module__).partition(".")[0] == "megatron":
+            file = getattr(sys.modules.get(str(value.__module__)), "__file__", None) or ""
+            if id(value) not in visited and (in_megatron(file) or is_users(file)):
                 visited.add(id(value))
                 yield from _codes_in([*vars(value).values()], visited)
         elif isinstance(value, staticmethod | classmethod | functools._lru_cache_wrapper):
@@ -154,6 +190,8 @@ _PRODUCTS = frozenset(
 )
 _SHARDING = "_build_gbuf_range_map"
 """The method of ``DistributedOptimizer`` that divides a buffer's buckets among ranks."""
+_UNRELATED = ("training", "call_super_init", "dump_patches")
+"""Attributes of every module of PyTorch's."""
 _UNMARKED = {"allreduce": True, "use_muon": True}
 """What Megatron takes a mark for where it is not set, if not for false."""
 
@@ -177,7 +215,7 @@ def function_of(code: CodeType) -> Function:
     local = {*code.co_varnames[arguments:], *code.co_cellvars} - {*code.co_varnames[:arguments]}
     operations, operands = code.co_code[::2], code.co_code[1::2]
     return Function(
-        file=_relative(code.co_filename),
+        file=relative(code.co_filename),
         line=code.co_firstlineno,
         name=code.co_qualname.replace(".<locals>", ""),
         part=part_of(code.co_filename),
@@ -220,16 +258,26 @@ def enters_autograd(code: CodeType) -> bool:
 def shown(code: CodeType, line: int = 0) -> str:
     """``megatron/core/tensor_parallel/layers.py:123 (ColumnParallelLinear.forward)``."""
     function = code.co_qualname.replace(".<locals>", "")
-    return f"{_relative(code.co_filename)}:{line or code.co_firstlineno} ({function})"
+    return f"{relative(code.co_filename)}:{line or code.co_firstlineno} ({function})"
+
+
+def outermost(code: CodeType) -> str:
+    """The function that code belongs to, which may be inside of it."""
+    return code.co_qualname.partition(".<locals>")[0]
 
 
 @functools.cache
-def _relative(file: str) -> str:
+def relative(file: str) -> str:
     """A path from the folder that the package was imported from."""
     if in_megatron(file):
         return "megatron/" + Path(file.removeprefix(megatron_folder())).as_posix()
     folders = [folder for folder in sys.path if folder and file.startswith(folder + os.sep)]
     return Path(file.removeprefix(max(folders, key=len, default="") + os.sep)).as_posix()
+
+
+def _package_of(file: str) -> str:
+    """What a program imports that the file is, or is in."""
+    return relative(file).partition("/")[0].removesuffix(".py")
 
 
 def function_place(function: Any) -> str:
@@ -241,7 +289,7 @@ def function_place(function: Any) -> str:
 
 
 def class_place(kind: type, method: str) -> str:
-    """Where ``kind.method`` is: of Megatron's own classes among its bases, the first.
+    """Where ``kind.method`` is: in the first class of Megatron's or the user's among its bases.
 
     A layer of TransformerEngine is a base of Megatron's; the bare one is used where Megatron has
     no class in between.
@@ -250,9 +298,28 @@ def class_place(kind: type, method: str) -> str:
     functions = [getattr(function, "__func__", function) for function in definitions]
     codes = [getattr(inspect.unwrap(function), "__code__", None) for function in functions]
     places = [(code.co_filename, shown(code)) for code in codes if code]
-    of_megatron = [place for file, place in places if in_megatron(file)]
+    near = [place for file, place in places if in_megatron(file) or is_users(file)]
     foreign = [place for file, place in places if not is_own(file) and not in_torch(file)]
-    return next(iter(of_megatron or foreign), "")
+    return next(iter(near or foreign), "")
+
+
+def attributes_of(chunks: Iterable[Names]) -> Numbers:
+    """The numbers that modules have as attributes, by module.
+
+    What is equal in all layers is noted once, for the name with ``*`` in the place of the layer.
+    """
+    named = [item for names in chunks for item in names.modules.items()]
+    found: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+    for name, module in named:
+        for attribute, value in vars(module).items():
+            if type(value) in (int, float, bool) and attribute not in _UNRELATED:
+                found[pattern(name), attribute][name] = float(value)
+    numbers: Numbers = defaultdict(dict)
+    for (alike, attribute), values in found.items():
+        is_one = len({*values.values()}) == 1
+        for name, value in values.items() if math.isfinite(sum(values.values())) else ():
+            numbers[alike if is_one else name][attribute] = (value,)
+    return dict(numbers)
 
 
 def sources_of(

@@ -62,7 +62,15 @@ def effort(blame: Blame) -> str:
 
 def suggestion(changed: ChangedCode | None) -> str:
     """What to do about a job that diverges with changed code; empty if none of it may have run."""
-    if changed is None or all(function.ran is Execution.NOT_RUN for function in changed.functions):
+    edits = [
+        function for function in (changed.functions if changed else ()) if not function.replaces
+    ]
+    if changed is None or all(function.ran is Execution.NOT_RUN for function in edits):
         return ""
     since = clean(changed.since)
-    return f"your Megatron differs from {since}; ttrace blame -- COMMAND finds the change to blame"
+    if not all(function.line for function in edits):
+        good = "--good ORIGINAL "  # of an edited wheel, which is not at hand
+    else:
+        good = "" if " " in since else f"--good {since} "
+    command = f"ttrace blame {good}-- COMMAND"
+    return f"your Megatron differs from {since}; {command} finds the change to blame"

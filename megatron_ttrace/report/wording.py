@@ -4,6 +4,7 @@
 Errors are written in percent and in multiples of the machine epsilon: ``20.5 % (26.4 ε)``.
 """
 
+import itertools
 import math
 import shlex
 import tomllib
@@ -280,15 +281,15 @@ def isolated_texts(culprits: Sequence[Culprit]) -> list[str]:
 def changed_texts(changed: ChangedCode | None) -> list[str]:
     """The changed code by where it ran, a line for each, what ran in the culprit first."""
     lines = []
-    for ran, text in _CHANGED.items():
+    for ran, replaces in itertools.product(Execution, (False, True)):
         places = [
-            f"{function.file}:{function.line} ({function.function or 'outside of functions'})"
+            function.place
             for function in (changed.functions if changed else ())
-            if function.ran is ran
+            if (function.ran, function.replaces) == (ran, replaces)
         ]
         if changed and places:
-            line = f"{text.format(since=changed.since)}: {', '.join(first_of(places, 4))}"
-            lines.append(clean(line, NOTE_LIMIT))
+            text = _CHANGED[ran].format(since="it was imported" if replaces else changed.since)
+            lines.append(clean(f"{text}: {', '.join(first_of(places, 4))}", NOTE_LIMIT))
     return lines
 
 

@@ -93,7 +93,10 @@ class CandidateSession:
         run, edits = ranks.from_one(
             0,
             "preparing the check",
-            lambda: (shared.prepare(settings.directory), edited.find().to_json()),
+            lambda: (
+                shared.prepare(settings.directory),
+                edited.find(calls.replacing.values()).to_json(),
+            ),
         )
         shared.require(settings.directory, run)
         self._edits = Edits.from_json(edits)

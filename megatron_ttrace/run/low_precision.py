@@ -23,6 +23,7 @@ from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.run.perturb import perturb
+from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.records import TraceKey
 
 NOTICE = (
@@ -86,7 +87,7 @@ def input_perturbation(
     }
 
     def perturbed(key: TraceKey, values: torch.Tensor) -> torch.Tensor:
-        name = key.name.partition("#")[0]
+        name = module_of(key.name)
         return values if name in exact else perturb(values, generator)
 
     return perturbed

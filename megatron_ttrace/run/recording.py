@@ -18,7 +18,7 @@ from megatron_ttrace.mcore import logged
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.checkpoints.buckets import shards_of
 from megatron_ttrace.mcore.groups import axes_of, described, reduced_in, unseen_axes
-from megatron_ttrace.mcore.sources import sources_of
+from megatron_ttrace.mcore.sources import attributes_of, sources_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, folded
 from megatron_ttrace.trace.collectives import (
@@ -104,11 +104,12 @@ class Recording:
             )
             mesh, names = self._model.mesh, self._model.names
             calls = self._calls.calls(names, lambda group: described(group, mesh))
+            numbers = self._calls.numbers() | attributes_of(names)
             buckets, shards = shards_of(self._model.optimizer, names)
             calls = dataclasses.replace(calls, buckets=buckets)
             sources = dataclasses.replace(sources, metrics=dict(logged.PLACES), calls=calls)
             return dataclasses.replace(
-                self._tap.ledger(), sources=sources, numbers=self._calls.numbers(), shards=shards
+                self._tap.ledger(), sources=sources, numbers=numbers, shards=shards
             ).to_json()
         except Exception as error:  # noqa: BLE001 - it is an addition to the report
             return RankLedger(error=one_line(error)).to_json()
@@ -149,6 +150,7 @@ def changed(edits: Edits, messages: Sequence[Any], once: folded.Once) -> Changed
                 ran=Execution.ELSEWHERE if ran else state,
                 modules=tuple(dict.fromkeys(module for module, _ in ran if module)),
                 phases=tuple(dict.fromkeys(phase for _, phase in ran)),
+                replaces=edit.replaces,
             )
         )
     return ChangedCode(edits.since, tuple(functions))

@@ -28,6 +28,7 @@ from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, say
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import fronts, loss_scale, losses, quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.mcore.sources import attributes_of
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run import low_precision
 from megatron_ttrace.run.agreement import Ranks
@@ -141,6 +142,7 @@ class ReferenceSession:
         layout = self._order.layout
         # A rank of several passes only its share to functions.
         is_recorded = self.ranks.size == 1 and not self._calls.error
+        numbers = self._calls.numbers() | attributes_of(self.model.names)
         meta = ReferenceMeta(
             fingerprint=self._order.fingerprint,
             identity=self._order.identity,
@@ -149,7 +151,7 @@ class ReferenceSession:
             counted=tuple(counted.encode(counts)),
             logs=fronts.current().logs,
             seconds=self._seconds,
-            numbers=self._calls.numbers() if is_recorded else {},
+            numbers=numbers if is_recorded else {},
             layout=None if layout is None else dataclasses.asdict(layout),
             **self._arithmetic(),
         )

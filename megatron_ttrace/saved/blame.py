@@ -21,6 +21,7 @@ from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blamin
 from megatron_ttrace.trace.collectives import pattern
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.executed import ChangedCode, Execution
+from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.records import Culprit, Result, Run
 from megatron_ttrace.trace.sanitise import in_one_line
 
@@ -127,9 +128,7 @@ def _remove_copies(trial: Trial) -> None:
 
 def names_of(culprits: Iterable[Culprit]) -> frozenset[str]:
     """Where a job diverges: the names of its culprits, in any layer."""
-    return frozenset(pattern(culprit.name.partition("#")[0]) for culprit in culprits) or frozenset(
-        {""}
-    )
+    return frozenset(pattern(module_of(culprit.name)) for culprit in culprits) or frozenset({""})
 
 
 type _Group = tuple[int, ...]

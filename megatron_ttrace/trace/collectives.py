@@ -270,7 +270,7 @@ class Calls(Record):
 
 Numbers = dict[str, dict[str, tuple[float, ...]]]
 """Numbers that functions were given or returned, by :attr:`Function.where` and argument, which is
-empty for what was returned."""
+empty for what was returned; and those that modules have as attributes, by module."""
 
 
 class Shard(NamedTuple):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megatron_ttrace.trace.codec import Count, Record
 from megatron_ttrace.trace.collectives import Phase
+from megatron_ttrace.trace.places import Clue
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,16 +17,16 @@ class Edit(Record):
     Attributes:
         file: from the folder that Megatron was imported from: ``megatron/core/...``.
         function: qualified name; empty for lines outside of functions, which run at import.
-        line: the first changed line.
+        line: the first changed line; 0 if any line of the file may be.
         is_seen: whether it is seen to run: false if a decorator may replace its code.
-        is_whole: any function of the file may be the changed one.
+        replaces: whether it is the user's, and replaces Megatron's since that was imported.
     """
 
     file: str
     function: str
     line: Count
     is_seen: bool = True
-    is_whole: bool = False
+    replaces: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +65,21 @@ class ChangedFunction(Record):
     ran: Execution
     modules: tuple[str, ...] = ()
     phases: tuple[Phase, ...] = ()
+    replaces: bool = False
+
+    @property
+    def place(self) -> str:
+        """The file, and what of it, if that is known."""
+        if not self.line:
+            return self.file
+        return f"{self.file}:{self.line} ({self.function or 'outside of functions'})"
+
+    @property
+    def clue(self) -> Clue:
+        """What speaks for it as the cause."""
+        if self.replaces:
+            return Clue.REPLACES
+        return Clue.CHANGED if self.line else Clue.FILE_CHANGED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ class Cause(StrEnum):
     OTHER_NORM = "other_norm"
     HYPERPARAMETERS = "hyperparameters"
     NUMBER = "number"
+    SETTING = "setting"
 
 
 class Remark(StrEnum):
@@ -154,6 +155,15 @@ class MisplacedLayers(Finding):
     twice: tuple[int, ...] = ()
     strange: tuple[int, ...] = ()
     divisor: int = 0
+
+
+class OtherSetting(Finding):
+    """``module`` has a number as an ``attribute`` that differs from the reference's."""
+
+    module: str
+    attribute: str
+    value: float
+    expected: float
 
 
 class OtherDivision(Finding):

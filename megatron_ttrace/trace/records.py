@@ -64,16 +64,6 @@ ROOT = "model"
 """Name of the whole model where a name is needed for it."""
 
 
-def module_of(name: str) -> str:
-    """A module's name without the number of its run in a microbatch: ``mlp#1`` -> ``mlp``."""
-    return name.partition("#")[0]
-
-
-def is_within(name: str, module: str) -> bool:
-    """Whether a module or a parameter is in a module, or that module; all are in the model."""
-    return module == ROOT or f"{module_of(name)}.".startswith(f"{module}.")
-
-
 class Direction(StrEnum):
     """Where in a training step a module went wrong."""
 

@@ -133,6 +133,21 @@ def test_calls(tap: CallTap) -> None:
     assert Calls.from_json(calls.to_json()) == calls
 
 
+def test_the_users_function_that_replaces_one_of_megatrons(tap: CallTap) -> None:
+    """It is followed as Megatron's own; what it calls of the user's is not."""
+    other: dict[str, Any] = {"len": lambda: None}
+    exec(compile("def primitive(*_):\n    return len()\n", __file__, "exec"), other)
+    functions = made(MODEL, "core/models/made.py")
+    functions["primitive"] = other["primitive"]
+    tap.in_steps(lambda: ("decoder", Phase.FORWARD))
+    functions["forward"](1)
+    assert named(tap.calls([])) == {
+        ("forward", "", "decoder", Phase.FORWARD),
+        ("primitive", "forward", "decoder", Phase.FORWARD),
+    }
+    assert [code.co_name for code in tap.replacing.values()] == ["primitive"]
+
+
 def test_numbers_in_tensors(tap: CallTap) -> None:
     """Of one element, with the value at the call; read after the step, and none without a value."""
     model = made(MODEL, "core/m.py")

@@ -13,7 +13,8 @@ from megatron_ttrace.trace.executed import Edit, Edits
 from tests.jobs.processes.test_worktrees import commit, git
 
 CODE = "def f():\n    return 1\n\n\ndef g():\n    return 2\n"
-FILE = "megatron/core/layers.py"
+FILE, NEW = "megatron/core/layers.py", "megatron/core/new.py"
+VERSION = "megatron/core/package_info.py"
 
 
 @pytest.fixture
@@ -37,10 +38,10 @@ def test_a_checkout(tree):
     git(tree, "tag", "core_v0.19.0")
     git(tree, "commit", "-q", "-a", "-m", "a change")
     (tree / FILE).write_text((tree / FILE).read_text().replace("return 2", "return 4"))
-    (tree / "megatron" / "core" / "new.py").write_text("def h():\n    pass\n")
+    (tree / NEW).write_text("def h():\n    pass\n")
     assert edited.find() == Edits(
         "core_v0.19.0",
-        (Edit(FILE, "f", 2), Edit(FILE, "g", 6), Edit("megatron/core/new.py", "h", 1)),
+        (Edit(FILE, "f", 2), Edit(FILE, "g", 6), Edit(NEW, "h", 1)),
     )
 
 
@@ -58,7 +59,7 @@ def test_a_fork_of_the_main_branch(tree):
 
 
 def test_more_than_anybody_reads(tree, monkeypatch):
-    """A fork that is far from its release is compared with HEAD."""
+    """A fork that is far from its release is compared with its remote's branch, or with HEAD."""
     commit(tree, "a release", "core_v0.19.0")
     for number in range(3):
         (tree / "megatron" / "core" / f"new{number}.py").write_text("x = 1\n")
@@ -66,7 +67,11 @@ def test_more_than_anybody_reads(tree, monkeypatch):
     (tree / FILE).write_text(CODE.replace("return 1", "return 3"))
     monkeypatch.setattr(edited, "_MOST_FILES", 2)
     assert [edit.function for edit in edited.find().functions] == ["f"]
-    assert edited.find().since == git(tree, "rev-parse", "--short=12", "HEAD")
+    head = git(tree, "rev-parse", "--short=12", "HEAD")
+    assert edited.find().since == head
+    git(tree, "update-ref", "refs/remotes/origin/HEAD", head)
+    commit(tree, "a change")
+    assert edited.find() == Edits(head, (Edit(FILE, "f", 2),))
 
 
 def test_the_script(tree, monkeypatch):
@@ -92,17 +97,57 @@ def test_the_script(tree, monkeypatch):
     assert [*edited.folders()] == ["megatron/core/"]
 
 
-def test_a_wheel(tree, monkeypatch):
-    """Files that are not what was installed."""
-    info = tree / "megatron_core-0.19.2.dist-info"
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """An installed release."""
+    root = tmp_path / "installed"
+    info = root / "megatron_core-0.19.2.dist-info"
+    contents = {FILE: CODE, VERSION: "MAJOR = 0\nMINOR = 19\nPATCH = 2\n"}
+    record = [f"{info.name}/RECORD,,\n"]
+    for name, text in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=")
+        record.append(f"{name},sha256={digest.decode()},{len(text)}\n")
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron-core\nVersion: 0.19.2\n")
-    digest = base64.urlsafe_b64encode(hashlib.sha256(CODE.encode()).digest()).rstrip(b"=").decode()
-    (info / "RECORD").write_text(f"{FILE},sha256={digest},{len(CODE)}\n{info.name}/RECORD,,\n")
-    monkeypatch.syspath_prepend(str(tree))
+    (info / "RECORD").write_text("".join(record))
+    monkeypatch.syspath_prepend(str(root))
+    return root
+
+
+def test_a_wheel(wheel, monkeypatch):
+    """Files that are not what was installed."""
+    monkeypatch.setattr(edited, "folders", lambda: {"megatron/core/": f"{wheel}/megatron/core/"})
     assert edited.find() == Edits()
-    (tree / FILE).write_text(CODE + "x = 1\n")
-    assert edited.find() == Edits("megatron-core 0.19.2", (Edit(FILE, "", 1, is_whole=True),))
+    (wheel / FILE).write_text(CODE + "x = 1\n")
+    (wheel / NEW).write_text("def h():\n    pass\n")
+    assert edited.find() == Edits("megatron-core 0.19.2", (Edit(FILE, "", 0), Edit(NEW, "h", 1)))
+
+
+def test_a_copy_of_a_wheel(tree, wheel):
+    """It is compared with the wheel, as is a checkout without releases; not with another one."""
+    (tree / VERSION).write_text((wheel / VERSION).read_text())
+    (tree / "megatron" / "core" / "__init__.py").unlink()
+    assert edited.find() == Edits()
+    (tree / FILE).write_text(CODE.replace("return 2", "return 4"))
+    (tree / NEW).write_text("def h():\n    pass\n")
+    changed = Edits("megatron-core 0.19.2", (Edit(FILE, "g", 6), Edit(NEW, "h", 1)))
+    assert edited.find() == changed
+    commit(tree, "a fork's")
+    assert edited.find() == changed
+    (tree / VERSION).write_text("MAJOR = 0\nMINOR = 20\nPATCH = 0\n")
+    assert edited.find().since == git(tree, "rev-parse", "--short=12", "HEAD")
+
+
+def test_code_of_the_users_in_place_of_megatrons():
+    """It is named by the function that it is in."""
+    code = (lambda: None).__code__
+    name = "test_code_of_the_users_in_place_of_megatrons"
+    edit = Edit(
+        "tests/jobs/test_edited.py", name, code.co_firstlineno, is_seen=False, replaces=True
+    )
+    assert edited.find([code]).functions == (edit,)
 
 
 def test_nothing_is_known(tree, monkeypatch):

@@ -3,6 +3,7 @@
 
 import functools
 import importlib.util
+import math
 import sys
 import types
 from pathlib import Path
@@ -87,6 +88,42 @@ def test_code_of_imported_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert {"megatron.made", "elsewhere"} <= known
     assert not list(sources.imported_code(known))
+
+
+def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function, a method and a class; of a library that Megatron imports, nothing."""
+    module = types.ModuleType("megatron.made")
+    module.__file__ = f"{sources.megatron_folder()}core/made.py"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    known = {*sys.modules} - {module.__name__}
+    layer = type("Layer", (), {"__module__": module.__name__, "forward": Own.forward})
+    vars(module).update(f=forward_step, Layer=layer, Optimizer=Optimizer, linear=torch.nn.Linear)
+    monkeypatch.setattr(sources.linecache, "getlines", lambda file: ["import torch\n"])
+    replacing = sources.replacing([*sources.imported_code(known)])
+    assert [code.co_qualname for code in replacing] == [
+        "forward_step",
+        "Own.forward",
+        "Optimizer.step",
+    ]
+    monkeypatch.setattr(sources.linecache, "getlines", lambda file: ["from tests import x\n"])
+    assert not sources.replacing(replacing)
+    assert not any(map(sources.is_users, ("", sources.__file__, torch.__file__, types.__file__)))
+
+
+def test_numbers_of_modules() -> None:
+    """Those of layers are noted once where they are equal; what is no number, never."""
+    layers = {f"decoder.layers.{number}": torch.nn.Module() for number in range(2)}
+    for number, layer in enumerate(layers.values()):
+        vars(layer).update(layer_number=number, is_moe=True, eps=1e-5, kind="x", none=None)
+    layers["decoder"] = torch.nn.Dropout(math.nan)
+    names = object.__new__(Names)
+    object.__setattr__(names, "modules", layers)
+    assert sources.attributes_of([names]) == {
+        "decoder.layers.0": {"layer_number": (0.0,)},
+        "decoder.layers.1": {"layer_number": (1.0,)},
+        "decoder.layers.*": {"is_moe": (1.0,), "eps": (1e-5,)},
+        "decoder": {"inplace": (0.0,)},
+    }
 
 
 def line_of(function: object) -> int:

@@ -130,14 +130,17 @@ def missing() -> Check:
 
 
 def changed() -> Check:
-    """Changed code that ran, elsewhere or not; a name that is hostile."""
+    """Changed code that ran, elsewhere or not, or that replaces Megatron's; a hostile name."""
     functions = [
         ChangedFunction("megatron/core/a.py", f"f{number}", number, ran)
         for ran in Execution
         for number in range(1, 7)
     ]
     hostile = ChangedFunction("b\x1b.py", "", 3, Execution.IN_CULPRIT)
-    return healthy(changed_code=ChangedCode("core_v0.19.0", (hostile, *functions)))
+    whole = ChangedFunction("megatron/core/b.py", "", 0, Execution.ELSEWHERE)
+    users = ChangedFunction("adaptor.py", "f", 9, Execution.IN_CULPRIT, replaces=True)
+    order = (hostile, *functions[:6], users, whole, *functions[6:])
+    return healthy(changed_code=ChangedCode("core_v0.19.0", order))
 
 
 UNEXERCISED = (

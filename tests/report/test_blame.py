@@ -83,8 +83,6 @@ def test_the_suggestion(ran):
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     terminal.render(summary, verdicts, console, directory=html.Path("ttrace-out"))
     printed = " ".join(console.export_text().split())
-    text = (
-        "your Megatron differs from core_v0.19.2; ttrace blame -- COMMAND finds the change to blame"
-    )
+    text = "ttrace blame --good core_v0.19.2 -- COMMAND finds the change to blame"
     assert (text in printed) == (ran is not Execution.NOT_RUN)
     assert blame.suggestion(None) == ""

@@ -27,6 +27,7 @@ from megatron_ttrace.trace import changes, owned
 from megatron_ttrace.trace.blamed import Blame
 from megatron_ttrace.trace.collectives import pattern
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.records import Culprit, Result
 from megatron_ttrace.trace.sanitise import clean, in_one_line
 
@@ -463,7 +464,7 @@ def _annotations(
         if not file:
             file, line = places[0]
         if blamed is not None and blamed.changes:
-            change = blamed.of(pattern(culprit.name.partition("#")[0]))
+            change = blamed.of(pattern(module_of(culprit.name)))
             file, line = change.hunks[0].file, change.hunks[0].line
             places_of = [f"blame: {blaming.place(hunk)}" for hunk in change.hunks[:_MOST]]
             causes = [*places_of, blaming.sentence(blamed), *causes]
