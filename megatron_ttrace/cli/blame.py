@@ -63,12 +63,13 @@ def run(args: argparse.Namespace) -> int:
     settings, arguments = split(command_.arguments, settings_of(args))
     say = command.progress_of(args)
     script = training.script_of(command_)
+    interpreter = apart.interpreter_of(training.words_of(args))
     # The Megatron is the one that the command would import.
     os.environ.update(command_.environment)
     tree = overlay.Tree.of(script)
     difference = overlay.difference(tree, args.good)
     trial = blame.Trial(
-        interpreter=apart.interpreter_of(training.words_of(args)),
+        interpreter=interpreter,
         arguments=tuple(arguments),
         ranks=args.nproc_per_node or training.ranks_of(command_),
         settings=settings,

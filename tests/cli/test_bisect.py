@@ -146,9 +146,8 @@ def test_bad_input(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").touch()
     assert main(["bisect", *words]) == 2
-    error = capsys.readouterr().err.splitlines()
-    assert len(error) == 1
-    assert message in error[0]
+    (error,) = capsys.readouterr().err.splitlines()
+    assert message in error
 
 
 def culprit(where: str, name: str = "a") -> Culprit:

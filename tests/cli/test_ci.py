@@ -229,10 +229,9 @@ def test_bad_input(fork, checked, capsys, words, message):
     commit(fork, "unrelated")
     git(fork, "checkout", "-q", "change")
     assert main(["ci", *words]) == 2
-    error = capsys.readouterr().err.splitlines()
-    assert len(error) == 1
-    assert message in error[0]
-    assert "--checkout" not in error[0]  # which this command does not have
+    (error,) = capsys.readouterr().err.splitlines()
+    assert message in error
+    assert "--checkout" not in error  # which this command does not have
 
 
 def test_a_recipe_that_is_removed_with_a_fault(fork, checked, pull):

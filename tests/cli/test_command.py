@@ -47,10 +47,7 @@ def test_commands_that_moved_have_their_old_names(name: str) -> None:
         ("report DIR --jnuit=x", "--jnuit; did you mean --junit"),
         ("check --nproc_per_node 2 -- a.py", "did you mean --nproc-per-node?"),
         ("check --ttrace-device cpuu -- a.py", "(choose from 'auto', 'cpu'); did you mean cpu?"),
-        (
-            "doctor more",
-            "unrecognized arguments: 1 more than this command has (see ttrace doctor --help)",
-        ),
+        ("doctor more", "unrecognized arguments: 1 more than this command has (see ttrace doctor"),
         ("hunt --minutes soon", "--minutes: 'soon': give a number"),
         ("clean --older-than -1", "--older-than: '-1': give a number from 0"),
         ("hunt -- absent.py --num-layers 2", "absent.py: no such script"),
@@ -123,9 +120,7 @@ def test_a_command_works_in_the_shell_it_is_shown_in(
 def test_progress_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
     """What a line quotes of a job's error stays one line, without control characters."""
     command.progress()("it died: a\x1b[2J\n::error::b")
-    line = capsys.readouterr().err
-    assert line.startswith("[  0.0 s] it died: a\\x1b[2J ::error::b")
-    assert line.count("\n") == 1
+    assert capsys.readouterr().err == "[  0.0 s] it died: a\\x1b[2J ::error::b\n"
 
 
 def _run(code: str, *words: object) -> str:

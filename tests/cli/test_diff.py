@@ -151,9 +151,8 @@ def test_bad_input(capsys, words, message):
     for folder in ("a", "ttrace-out/reference"):
         Path(folder).mkdir(parents=True)
     assert main(words) == 2
-    error = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
-    assert len(error) == 1
-    assert message in error[0]
+    (error,) = (e for e in capsys.readouterr().err.splitlines() if not e.startswith("["))
+    assert message in error
 
 
 def test_a_command_that_fails(tmp_path, monkeypatch):

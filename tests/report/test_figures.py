@@ -72,12 +72,8 @@ def ranks_of(rank_map: figures.RankMap) -> list[figures.RankCell]:
 def test_curves_run_from_embedding_to_output(diverged: Check) -> None:
     """All four directions, one x axis: the depth of the model."""
     curves = curves_of(diverged[1])
-    assert [curve.title.split(":")[0] for curve in curves] == [
-        "forward",
-        "backward",
-        "gradient",
-        "update",
-    ]
+    directions = "forward backward gradient update".split()
+    assert [curve.title.split(":")[0] for curve in curves] == directions
     for curve in curves:
         labels = [band[4] for band in curve.bands if band[4]]
         assert labels[:5] == ["embedding", "0", "1", "2", "3"]

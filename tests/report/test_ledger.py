@@ -71,10 +71,7 @@ COUNT = LedgerFinding(
     [
         (None, ""),
         (Citation(Phase.FORWARD), "no collective ran in its forward pass"),
-        (
-            Citation(Phase.BACKWARD, (), ("tp",)),
-            "no reduction over tp ran in its backward pass",
-        ),
+        (Citation(Phase.BACKWARD, (), ("tp",)), "no reduction over tp ran in its backward pass"),
         (
             Citation(Phase.FORWARD, (RAN, RAN), ("tp",), ((Operation.REDUCE, "ep"),), 3),
             "collectives in its forward pass: all_gather over tp (bfloat16); no reduction over "
