@@ -164,7 +164,8 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
     from megatron_ttrace.jobs.shrink import documents
 
     settings, theirs = split(command_.arguments, settings_of(args))
-    large = dataclasses.replace(command_, arguments=tuple(theirs))
+    ranks = command_.ranks or args.nproc_per_node
+    large = dataclasses.replace(command_, arguments=tuple(theirs), ranks=ranks)
     folder = settings.directory
     prefix = folder.with_name(f"{folder.name}-data") / training.DATA
     plan = training.shrunk(

@@ -102,5 +102,8 @@ def test_a_configuration_is_shrunk(
     folder = tmp_path / "ttrace-out-data" / "shrunk-text-chats"
     assert f"--data {folder}" in flags
     assert (folder / "prompt" / "training.jsonl").is_file()
+    bare = ["--nproc-per-node", "8", "--", str(script), "trains"]
+    assert main([*how[: how.index("--")], *bare]) == 2
+    assert json.loads(capsys.readouterr().out)["notices"][0] == "2"
     assert main([*how, "ends"]) == 2
     assert "train.py ended before pretrain()" in capsys.readouterr().err
