@@ -25,7 +25,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from megatron_ttrace.capture.balancing import BalancingTap
 from megatron_ttrace.capture.chunk_state import ChunkState, OnGradient, Seen, is_recomputing
@@ -164,7 +163,7 @@ class ModuleTap:
             _, *parameters = inspect.signature(type(module).forward).parameters
             given = zip(parameters, args, strict=False)
             names.inputs.extend(
-                name for name, value in (*given, *kwargs.items()) for _ in tree_leaves(value)
+                name for name, value in (*given, *kwargs.items()) for _ in _leaves(value)
             )
 
     def _root_ends(
@@ -310,16 +309,39 @@ def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
     one layout does not shift the others. Parameters (a tied head's weight) are judged elsewhere,
     nested tensors as what a module makes of them: they have no shape that could be divided.
     """
-    for position, leaf in enumerate(tree_leaves(value)):
+    for position, leaf in enumerate(_leaves(value)):
         is_tensor = isinstance(leaf, torch.Tensor) and not leaf.is_nested
         if is_tensor and not isinstance(leaf, torch.nn.Parameter):
             yield position, leaf
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    # Unlike in torch's pytree, an instance of a subclass of dict or list is no leaf.
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
 def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
     """``value`` with the leaves at the given positions exchanged."""
-    leaves, structure = tree_flatten(value)
-    return tree_unflatten([replaced.get(n, leaf) for n, leaf in enumerate(leaves)], structure)
+    position = -1
+
+    def rebuild(item: Any) -> Any:
+        nonlocal position
+        if isinstance(item, tuple | list):
+            parts = [rebuild(part) for part in item]
+            return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
+        if isinstance(item, Mapping):
+            return {name: rebuild(part) for name, part in item.items()}
+        position += 1
+        return replaced.get(position, item)
+
+    return rebuild(value)
 
 
 class DirectCalls:
