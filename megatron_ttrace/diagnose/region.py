@@ -149,7 +149,7 @@ def _tokens(evidence: Evidence) -> tuple[torch.Tensor, torch.Tensor, WrongTokens
     if tokens is None or table is None:
         return None
     wrong, values = _wrong(evidence, (2,))
-    if wrong is None or not wrong.any():
+    if not wrong.any():
         return None
     bad, good = tokens[wrong].unique(), tokens[~wrong].unique()
     low, high = int(bad.min()), int(bad.max())
@@ -167,8 +167,6 @@ def _rows(evidence: Evidence) -> WrongRows | None:
     for dim, total in enumerate(evidence.reference.shape):
         others = tuple(d for d in range(evidence.reference.ndim) if d != dim)
         wrong, values = _wrong(evidence, others)
-        if wrong is None:
-            return None
         indices = tuple(wrong.nonzero().reshape(-1).tolist())
         if 0 < len(indices) <= _MOST * total:
             slice_of = _slice_of(evidence, total, indices)
@@ -187,7 +185,7 @@ def _rows(evidence: Evidence) -> WrongRows | None:
     return min(rows, key=lambda wrong: len(wrong.indices) / wrong.total, default=None)
 
 
-def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Which rows are beyond the tolerance, and the values; rows that no failing part holds pass.
 
     Where several parts hold a row, the worst counts.
@@ -199,8 +197,6 @@ def _wrong(evidence: Evidence, over: tuple[int, ...]) -> tuple[torch.Tensor | No
     for part in evidence.parts:
         for box, piece, right in zip(part.boxes, part.pieces, evidence.expected(part), strict=True):
             error, kept = logical_view(diff, box), logical_view(values, box)
-            if piece.shape != right.shape:
-                return None, values
             off = torch.nan_to_num((piece - right).abs(), nan=torch.inf)
             kept.copy_(torch.where(off > error, piece, kept))
             torch.maximum(error, off, out=error)
