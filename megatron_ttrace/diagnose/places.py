@@ -33,7 +33,7 @@ from megatron_ttrace.diagnose.code import (
     tokens,
 )
 from megatron_ttrace.diagnose.ran import ran_in
-from megatron_ttrace.diagnose.suspects import OF_PARAMETERS, Suspects, anchor_of, is_sent
+from megatron_ttrace.diagnose.suspects import FEW, OF_PARAMETERS, Suspects, anchor_of, is_sent
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Numbers, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
@@ -57,8 +57,6 @@ from megatron_ttrace.trace.records import ROOT, Kind, MetricIndex
 
 MOST = 3
 """Places that are reported."""
-_FEW = 0.5
-"""Share of the tensors of a kind."""
 _SETS, _FARTHER = 1.5, 0.7
 """Points for what sets a factor; of what leads to a collective, by the number of calls."""
 _VALUE, _ORIGIN, _GROUP, _DIVIDES = 2.0, 2.5, 1.5, 4.0
@@ -158,7 +156,8 @@ class _Judge:
         if Cause.WEIGHTS in self._causes:
             # The weights of means over tokens.
             self._axes.add("tokens")
-        self._few = outcomes.share(verdict.kind) < _FEW
+        self._suspects = Suspects(code, ledger, outcomes, verdict, finding, sent=sent)
+        self._few = self._suspects.few
         by_ranks = [ranks for f in findings if isinstance(f, UnequalShares) for ranks in f.by_ranks]
         is_missing = bool(by_ranks) and all(w.missing for _, weights in by_ranks for w in weights)
         # Nothing was done to these tensors that was done to others.
@@ -168,22 +167,11 @@ class _Judge:
             and (is_missing or not self._causes.isdisjoint(_LACKING))
         )
         # One factor is for all parameters, or for all that are experts.
-        few = outcomes.share(verdict.kind, verdict.name) < _FEW
+        few = outcomes.share(verdict.kind, verdict.name) < FEW
         self._of_few = few and verdict.kind is Kind.MAIN_GRAD
         counted = verdict.kind is Kind.COUNTED
         self._lack = finding.lack if isinstance(finding, Miscounted) else None
         self._is_reduced = counted and verdict.index == Statistic.REDUCED.number
-        whole = outcomes.failed(Kind.MAIN_GRAD, verdict.name)
-        self._suspects = Suspects(
-            code,
-            ledger,
-            verdict,
-            finding,
-            few=self._few,
-            whole=whole,
-            sent=sent,
-            logged=outcomes.losses(),
-        )
         self._words = sending(verdict.kind) if sent else self._words_of(findings)
         losses = {loss for f in findings if isinstance(f, LossShare) for loss in f.losses}
         self._factors = dict.fromkeys(losses, 1.0) | dict.fromkeys(NAMED.keys() & self._axes, 2.0)

@@ -10,9 +10,9 @@ its module's constructor called; for a logged number, what names it and what log
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
-from megatron_ttrace.diagnose.code import BUILDING, READING, Code, tokens
+from megatron_ttrace.diagnose.code import BUILDING, READING, Code, Outcomes, tokens
 from megatron_ttrace.diagnose.start import WEIGHTS
 from megatron_ttrace.trace.collectives import Ledger, ModuleCode, Phase, Sources, pattern
 from megatron_ttrace.trace.counted import Statistic
@@ -27,6 +27,8 @@ OF_PARAMETERS = {
     *(Kind.HYPERPARAMETERS, Kind.PARAM_DELTA, *MOMENTS),
 }
 _MISPLACED = (Cause.LAYERS, Cause.LAYER_NUMBERS)
+FEW = 0.5
+"""Share of the tensors of a kind."""
 _INSIDE = 0.3
 """Weight of what ran in a module inside the one concerned."""
 _DEEPER, _FARTHER = 0.9, 0.85
@@ -40,31 +42,28 @@ class Suspects:
     Attributes:
         weights: by number of the function.
         clues: what speaks for a function by the way it was found, with points.
+        few: whether most tensors of this kind pass.
     """
 
     def __init__(
         self,
         code: Code,
         ledger: Ledger,
+        outcomes: Outcomes,
         verdict: Judged,
         finding: Finding | None,
         *,
-        few: bool,
-        whole: bool,
         sent: bool,
-        logged: Mapping[str, bool],
     ) -> None:
-        """Find them.
-
-        ``few``: most tensors of this kind pass. ``whole``: the gradients of the module's parameters
-        fail, too. ``sent``: it was right on the ranks that sent it. ``logged``: whether the losses
-        that are logged are right, by name.
-        """
+        """``sent``: it was right on the ranks that sent it."""
         self.weights: dict[int, float] = {}
         self.clues: dict[int, dict[Clue, float]] = defaultdict(dict)
         self._code, self._sources = code, ledger.sources
         self._verdict, self._finding = verdict, finding
-        self._few, self._whole, self._right = few, whole, logged
+        self.few = outcomes.share(verdict.kind) < FEW
+        # The gradients of the module's parameters fail, too.
+        self._whole = outcomes.failed(Kind.MAIN_GRAD, verdict.name)
+        self._right = outcomes.losses()
         self.module = module_of(verdict.name)
         self._owner = self.module
         if verdict.kind in OF_PARAMETERS:
@@ -123,7 +122,7 @@ class Suspects:
             self._take((n for n in self._code.at[BUILDING] if "seed" in functions[n].name), 1.0)
             return
         # If most initial values are wrong, it is less likely the constructors of all these modules.
-        few = self._few or self._verdict.kind is not Kind.INITIAL
+        few = self.few or self._verdict.kind is not Kind.INITIAL
         self._built(self._owner, 1.0 if few else 0.5)
         self._built(self.module, 1.0 if few else 0.5)
         is_misplaced = cause in _MISPLACED
@@ -199,7 +198,7 @@ class Suspects:
 
     def _parameter_gradient(self) -> None:
         # If most are right, it is less likely what reduces all of them.
-        few = self._few
+        few = self.few
         self._part(_G, 0.6 if few else 1.0, 0.6)
         # Optimizers lay out the buffers of gradients.
         self._part(Phase.OPTIMIZER, 0.0, 0.6 if few else 0.3)

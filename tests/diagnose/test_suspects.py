@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,10 @@ def suspects(
     """Of a failure in the step made by hand."""
     ledger = record()
     verdict = judged(kind, name, Outcome.DIVERGED)
-    known = {"few": few, "whole": whole, "logged": logged}
-    return Suspects(Code(ledger), ledger, verdict, finding, sent=False, **known)
+    outcomes: Any = SimpleNamespace(
+        share=lambda _: 0.1 if few else 1.0, failed=lambda *_: whole, losses=lambda: logged
+    )
+    return Suspects(Code(ledger), ledger, outcomes, verdict, finding, sent=False)
 
 
 def large(*axes: str) -> Finding:
