@@ -76,23 +76,6 @@ RENAMED: Mapping[str, _Renamed] = MappingProxyType(
 )
 """Option -> the field that is the same."""
 
-ABSENT = frozenset(
-    """
-    adlr_autoresume calc_ft_timeouts create_all_gather_group cuda_graph_scope_deprecated
-    dump_param_to_param_group_map enable_ft_package enable_full_sharding_in_hsdp enable_one_logger
-    fault_injector_num_ranks fault_injector_ranks fim_data gdp_num_chunk_states_to_recompute
-    gtp_expert_remat_nccl_ub gtp_remat_nccl_ub gtp_remat_opt_in_modules
-    gtp_remat_reduce_scatter_with_fp32_accumulation inprocess_restart log_straggler logits_save_dir
-    megatron_fsdp_version mhc_recompute_layer_num moe_combine_bwd_dtype moe_dispatch_fwd_dtype
-    moe_use_upcycling num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
-    otel_enabled override_ckpt_iteration recompute_activations result_rejected_tracker_filename
-    run_workload_inspector_server sft torch_fsdp2_reshard_after_forward use_layer_wise_param_layout
-    use_flash_attn no_persist_layer_norm use_rotary_position_embeddings train_data_path
-    ckpt_pg_tensors_cache_create ckpt_pg_tensors_cache_path yaml_cfg
-    """.split()
-)
-"""Options that are read or reset and that no sub-configuration has in any form."""
-
 _OF_SOME = frozenset(("persistent_workers",))
 """Fields that are read, are no options, and that only some data sets have."""
 
@@ -179,7 +162,7 @@ def decision_of(section: str, field: str) -> Decision | None:
 class Options:
     """A configuration with the attributes of Megatron-LM's arguments; setting one sets its fields.
 
-    An option that is neither there nor known to be absent is an error, not a default.
+    A name that is neither a field nor an option is an error, not a default.
 
     Args:
         cfg: a ``ConfigContainer``.
@@ -211,7 +194,7 @@ class Options:
         if values:
             # A deprecated field may have moved to another section: it is None in the old one.
             return next((value for value in values if value is not None), None)
-        if name in ROLES or name in SINGLE_DEVICE or name in ABSENT | _OF_SOME:
+        if name in ROLES or name in SINGLE_DEVICE or name in _OF_SOME:
             raise AttributeError(name)
         raise TTraceError(f"{name}: what Megatron-Bridge calls this option is not known")
 

@@ -15,13 +15,12 @@ import pytest
 import megatron_ttrace
 from megatron_ttrace import cpu
 from megatron_ttrace.mcore.fronts import bridge_options
-from megatron_ttrace.mcore.fronts.bridge_options import ABSENT, RENAMED, Options, decision_of
+from megatron_ttrace.mcore.fronts.bridge_options import RENAMED, Options, decision_of
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE, Action
 from megatron_ttrace.mcore.options.roles import ROLES
 from megatron_ttrace.trace.errors import TTraceError
 
-KEPT = tomllib.loads(Path(__file__).with_name("kept.toml").read_text(encoding="utf-8"))
-"""Fields without an option that define numbers, or change nothing."""
+FIELDS = tomllib.loads(Path(__file__).with_name("bridge_fields.toml").read_text(encoding="utf-8"))
 
 
 @dataclasses.dataclass
@@ -196,7 +195,7 @@ def test_every_field_has_a_decision(section: str) -> None:
         for kind in _classes(section)
         for field in dataclasses.fields(kind)
         if decision_of(section, field.name) is None
-        and field.name not in KEPT.get(section, "").split()
+        and field.name not in FIELDS["kept"].get(section, "").split()
     }
     assert not lacking
 
@@ -244,8 +243,9 @@ def test_no_name_is_read_with_a_silent_default() -> None:
         for field in dataclasses.fields(kind)
     }
     known_names = fields | {*RENAMED, *bridge_options._DERIVED}
-    assert _read() - known_names - ABSENT == set()
-    assert not ABSENT & known_names
+    absent = {*FIELDS["absent"].split()}
+    assert _read() - known_names - absent == set()
+    assert not absent & known_names
 
 
 @pytest.mark.bridge
