@@ -27,54 +27,37 @@ SECTIONS = (
 )
 """Sub-configurations with options, in the order in which a name is looked up."""
 
-DROPPED = MappingProxyType(
-    dict.fromkeys(
-        ("comm_overlap", "ft", "straggler", "nvrx_straggler", "tensor_inspect", "inprocess_restart")
-    )
+DROPPED = (
+    *("comm_overlap", "ft", "straggler", "nvrx_straggler", "tensor_inspect"),
+    "inprocess_restart",
 )
 """Sub-configurations about the layout, or about supervising a run: a reference has none of them."""
 
 OTHERS = ("env_vars", "mixed_precision", "peft", "optimizer_config_override_provider")
 """Sub-configurations that define numbers: a reference keeps them as a whole."""
 
+_OF_DDP = """
+    average_in_collective bucket_size num_buckets pad_buckets_for_high_nccl_busbw
+    param_name_patterns_for_fp32_local_accumulation reduce_scatter_with_fp32_accumulation
+""".split()
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Renamed:
-    """Where the configuration has an option under another name."""
-
-    section: str
-    field: str
-    negated: bool = False
-
-
-RENAMED: Mapping[str, _Renamed] = MappingProxyType(
+RENAMED: Mapping[str, str] = MappingProxyType(
     {
-        "accumulate_allreduce_grads_in_fp32": _Renamed("ddp", "grad_reduce_in_fp32"),
-        "ddp_average_in_collective": _Renamed("ddp", "average_in_collective"),
-        "ddp_bucket_size": _Renamed("ddp", "bucket_size"),
-        "ddp_num_buckets": _Renamed("ddp", "num_buckets"),
-        "ddp_pad_buckets_for_high_nccl_busbw": _Renamed("ddp", "pad_buckets_for_high_nccl_busbw"),
-        "ddp_param_name_patterns_for_fp32_local_accumulation": _Renamed(
-            "ddp", "param_name_patterns_for_fp32_local_accumulation"
-        ),
-        "ddp_reduce_scatter_with_fp32_accumulation": _Renamed(
-            "ddp", "reduce_scatter_with_fp32_accumulation"
-        ),
-        "decoder_first_pipeline_num_layers": _Renamed(
-            "model", "num_layers_in_first_pipeline_stage"
-        ),
-        "decoder_last_pipeline_num_layers": _Renamed("model", "num_layers_in_last_pipeline_stage"),
-        "no_load_optim": _Renamed("checkpoint", "load_optim", negated=True),
-        "no_load_rng": _Renamed("checkpoint", "load_rng", negated=True),
-        "num_experts": _Renamed("model", "num_moe_experts"),
-        "profile": _Renamed("profiling", "use_nsys_profiler"),
-        "swiglu": _Renamed("model", "gated_linear_unit"),
-        "untie_embeddings_and_output_weights": _Renamed(
-            "model", "share_embeddings_and_output_weights", negated=True
-        ),
+        **{f"ddp_{field}": f"ddp.{field}" for field in _OF_DDP},
+        "accumulate_allreduce_grads_in_fp32": "ddp.grad_reduce_in_fp32",
+        "decoder_first_pipeline_num_layers": "model.num_layers_in_first_pipeline_stage",
+        "decoder_last_pipeline_num_layers": "model.num_layers_in_last_pipeline_stage",
+        "no_load_optim": "checkpoint.load_optim",
+        "no_load_rng": "checkpoint.load_rng",
+        "num_experts": "model.num_moe_experts",
+        "profile": "profiling.use_nsys_profiler",
+        "swiglu": "model.gated_linear_unit",
+        "untie_embeddings_and_output_weights": "model.share_embeddings_and_output_weights",
     }
 )
-"""Option -> the field that is the same."""
+"""Option -> the field that is the same, or (``_NEGATED``) the opposite."""
+
+_NEGATED = ("no_load_optim", "no_load_rng", "untie_embeddings_and_output_weights")
 
 _OF_SOME = frozenset(("persistent_workers",))
 """Fields that are read, are no options, and that only some data sets have."""
@@ -90,37 +73,31 @@ _RUNTIME = frozenset(
 
 _RESET: Mapping[str, Any] = MappingProxyType(
     {
-        "also_save_hf_checkpoint": False,
-        "comet_experiment_name": None,
-        "comet_project": None,
+        **dict.fromkeys(
+            """
+            also_save_hf_checkpoint cpu_offloading_double_buffering cpu_offloading_weights
+            external_gpu_device_mapping log_l2_norm_grad_to_tensorboard
+            log_runtime_to_tensorboard log_throughput_to_tensorboard
+            megatron_fsdp_cuda_graph_mode megatron_fsdp_use_decoupled_grad tp_comm_atomic_ag
+            tp_comm_atomic_rs tp_comm_overlap_disable_fc1 tp_comm_overlap_disable_qkv
+            use_custom_fsdp cuda_graph_retain_backward_graph
+            use_layer_wise_distributed_optimizer _checkpoint_load_required
+            """.split(),
+            False,
+        ),
+        **dict.fromkeys(
+            """
+            comet_experiment_name comet_project dataloader_save eval_context_parallel_size
+            mlflow_experiment mlflow_run_name save_config_filepath cuda_graph_scope
+            num_microbatches_with_partial_activation_checkpoints
+            """.split(),
+            None,
+        ),
         "cpu_offloading_activations": True,
-        "cpu_offloading_double_buffering": False,
-        "cpu_offloading_weights": False,
-        "dataloader_save": None,
-        "eval_context_parallel_size": None,
-        "external_gpu_device_mapping": False,
         "fsdp_all_gather_in_start_param_sync": True,
-        "log_l2_norm_grad_to_tensorboard": False,
-        "log_runtime_to_tensorboard": False,
-        "log_throughput_to_tensorboard": False,
-        "megatron_fsdp_cuda_graph_mode": False,
-        "megatron_fsdp_use_decoupled_grad": False,
-        "mlflow_experiment": None,
-        "mlflow_run_name": None,
-        "save_config_filepath": None,
-        "tp_comm_atomic_ag": False,
-        "tp_comm_atomic_rs": False,
-        "tp_comm_overlap_disable_fc1": False,
-        "tp_comm_overlap_disable_qkv": False,
-        "use_custom_fsdp": False,
-        "cuda_graph_retain_backward_graph": False,
-        "cuda_graph_scope": None,
-        "num_microbatches_with_partial_activation_checkpoints": None,
         "expert_gtp_weight_remat_size": 1,
         "gtp_weight_remat_size": 1,
-        "use_layer_wise_distributed_optimizer": False,
         "vision_cuda_graph_impl": "none",
-        "_checkpoint_load_required": False,
     }
 )
 """Fields without an option that a single device does not need, or that write and log."""
@@ -141,8 +118,8 @@ _OF_EACH_EXPERT: Mapping[str, bool] = MappingProxyType(
 
 def option_of(section: str, field: str) -> str:
     """The option that a field is; its own name if it is none."""
-    places = {(place.section, place.field): option for option, place in RENAMED.items()}
-    return places.get((section, field), field)
+    place = f"{section}.{field}"
+    return next((option for option, renamed in RENAMED.items() if renamed == place), field)
 
 
 def decision_of(section: str, field: str) -> Decision | None:
@@ -270,12 +247,12 @@ class Options:
 
     def _places(self, option: str) -> Iterator[tuple[Any, str, Any, bool]]:
         """The fields that are an option: owner, name, value, and whether it is the negated one."""
-        place = RENAMED.get(option)
+        of, _, field = RENAMED.get(option, "").partition(".")
         for section, owner in self._owners():
-            if place is None and _has(owner, option):
+            if not field and _has(owner, option):
                 yield owner, option, getattr(owner, option), False
-            elif place and section == place.section and hasattr(owner, place.field):
-                yield owner, place.field, getattr(owner, place.field), place.negated
+            elif section == of and hasattr(owner, field):
+                yield owner, field, getattr(owner, field), option in _NEGATED
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
         for section in SECTIONS:
