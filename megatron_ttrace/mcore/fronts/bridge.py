@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,24 +24,11 @@ from megatron_ttrace.mcore.fronts.bridge_batches import (
     padding,
 )
 from megatron_ttrace.mcore.fronts.bridge_options import Options
-from megatron_ttrace.mcore.fronts.front import Front, StepNumbers, Watch, wrapped
+from megatron_ttrace.mcore.fronts.front import UNWATCHED, Front, StepNumbers, Watch, wrapped
 from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.trace.errors import TTraceError
 
 _PACKAGE = "megatron.bridge.training"
-_UNWATCHED = {
-    "log_interval": sys.maxsize,
-    "tensorboard_log_interval": 1,
-    "log_l2_norm_grad_to_tensorboard": False,
-    "log_loss_scale_to_tensorboard": False,
-    "log_memory_to_tensorboard": False,
-    "log_runtime_to_tensorboard": False,
-    "log_throughput_to_tensorboard": False,
-    "log_timers_to_tensorboard": False,
-    "log_world_size_to_tensorboard": False,
-    "skip_train_metrics_log": False,
-}
-"""Fields of ``logger`` while a step is logged for the check."""
 _PADDED = "pad_to_max_length"
 _TRACKERS = {
     "wandb_project": "_wandb_logger",
@@ -156,7 +142,7 @@ class Bridge(Front):
     ) -> None:
         """``training_log``."""
         utils, state, cfg = _module("utils.train_utils"), self._state, self._cfg
-        values: list[tuple[Any, str, Any]] = [(cfg.logger, *field) for field in _UNWATCHED.items()]
+        values: list[tuple[Any, str, Any]] = [(cfg.logger, *field) for field in UNWATCHED.items()]
         for field, logger in _TRACKERS.items():
             values += [(cfg.logger, field, None), (state, logger, None)]
         values += [(state, "_tensorboard_logger", writer), (cfg, "profiling", None)]

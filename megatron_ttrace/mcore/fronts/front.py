@@ -9,14 +9,35 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+
+UNWATCHED = MappingProxyType(
+    {
+        # Neither the line of numbers, which needs timers that run, nor figures of the machine.
+        "log_interval": sys.maxsize,
+        "tensorboard_log_interval": 1,
+        "log_l2_norm_grad_to_tensorboard": False,
+        "log_loss_scale_to_tensorboard": False,
+        "log_memory_interval": None,
+        "log_memory_to_tensorboard": False,
+        "log_runtime_to_tensorboard": False,
+        "log_throughput_to_tensorboard": False,
+        "log_timers_to_tensorboard": False,
+        "log_world_size_to_tensorboard": False,
+        "skip_train_metrics_log": False,
+    }
+)
+"""Options of ``training_log`` while it is called, as far as a loop has them. The loss scale is the
+check's own."""
 
 
 class Watch(Protocol):

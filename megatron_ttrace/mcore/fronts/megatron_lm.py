@@ -8,32 +8,17 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
-from megatron_ttrace.mcore.fronts.front import Front, StepNumbers, Watch, wrapped
+from megatron_ttrace.mcore.fronts.front import UNWATCHED, Front, StepNumbers, Watch, wrapped
 from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.mcore.versions import call_known
-
-_UNWATCHED = MappingProxyType(
-    {
-        # Neither the line of numbers, which needs timers that run, nor figures of the machine.
-        "log_interval": sys.maxsize,
-        "tensorboard_log_interval": 1,
-        "log_loss_scale_to_tensorboard": False,
-        "log_memory_to_tensorboard": False,
-        "log_memory_interval": None,
-        "log_timers_to_tensorboard": False,
-        "log_world_size_to_tensorboard": False,
-    }
-)
-"""Options of ``training_log`` while it is called. The loss scale is the check's own."""
 
 _EVAL_INTERVAL = 1000
 _WRITERS = ("get_tensorboard_writer", "get_wandb_writer")
@@ -101,7 +86,7 @@ class MegatronLM(Front):
         training, args = _training(), self.arguments()
         log = _log_of(training)
         writers = dict.fromkeys(_WRITERS, lambda: None) | {_WRITERS[0]: lambda: writer}
-        values: list[tuple[Any, str, Any]] = [(args, *option) for option in _UNWATCHED.items()]
+        values: list[tuple[Any, str, Any]] = [(args, *option) for option in UNWATCHED.items()]
         values += [(training, *function) for function in writers.items()]
         with replaced(values):
             log(
