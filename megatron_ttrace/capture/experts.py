@@ -12,17 +12,22 @@ the layout: these rows count as padding.
 *Routing*: the choice of experts is discrete, and two scores within rounding may be ordered
 differently in another layout (or in bf16, where ties are frequent). The choice of each router is
 compared (:mod:`megatron_ttrace.compare.routing`), then replaced by the reference's through
-Megatron's interface for replaying (``RouterReplay.get_replay_topk``).
+Megatron's interface for replaying (``RouterReplay.get_replay_topk``). So is the choice of keys in
+sparse attention, which is a choice by scores as well (``fused_qk_topk_naive`` in
+megatron/core/transformer/experimental_attention_variant/dsa.py).
 """
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from megatron_ttrace.mcore.replaced import wrapped
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Groups, Routed
 from megatron_ttrace.trace.staging import to_device
@@ -235,3 +240,54 @@ class RouterTap(Replay):
     def remove(self) -> None:
         """Detach."""
         self._router.router_replay = self._before
+
+
+def dsa_of(module: Any) -> ModuleType | None:
+    """Where Megatron's sparse attention is defined, if the module is one."""
+    kinds = (kind for kind in type(module).__mro__ if kind.__name__ == "DSAttention")
+    return next((sys.modules[kind.__module__] for kind in kinds), None)
+
+
+class SelectionTap:
+    """On a sparse attention, whose indexer chooses keys for each token.
+
+    In the place of experts are the keys of a sample. A token with fewer keys than are chosen has no
+    choice: it has all of them, and -1 for the rest.
+    """
+
+    def __init__(self, attention: Any, followed: Followed) -> None:
+        """Attach to Megatron's ``DSAttention``."""
+        self._attention = attention
+        self._followed = followed
+        self._forward = attention.forward
+        attention.forward = self._selecting
+
+    def remove(self) -> None:
+        """Detach: the module's own method is its class's again."""
+        del self._attention.forward
+
+    def _selecting(self, *args: Any, **kwargs: Any) -> Any:
+        with wrapped([(dsa_of(self._attention), "fused_qk_topk_naive", self._select)]):
+            return self._forward(*args, **kwargs)
+
+    def _select(self, select: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, chosen = select(*args, **kwargs)
+        positions = kwargs.get("key_positions")
+        return scores, self._followed.override(chosen, self._instead, scores, chosen, positions)
+
+    def _instead(
+        self, scores: torch.Tensor, chosen: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The reference's choice of keys, [samples, tokens, k], by [samples, tokens, keys]."""
+        samples, tokens, keys = scores.shape
+        in_order = positions is None or bool((positions.diff() == 1).all())
+        if chosen.shape[-1] >= keys or not in_order:
+            return None
+        by_token = scores.transpose(0, 1).reshape(tokens * samples, keys)
+        ours = chosen.transpose(0, 1).reshape(tokens * samples, -1)
+        finite = by_token.masked_fill(by_token.isinf(), 0.0)
+        theirs = self._followed.routed(finite, ours.clamp(min=0))
+        if theirs is None:
+            return None
+        kept = torch.where((ours < 0).any(dim=1, keepdim=True), ours, theirs.to(ours.dtype))
+        return kept.view(tokens, samples, -1).transpose(0, 1)

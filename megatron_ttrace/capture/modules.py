@@ -28,7 +28,15 @@ import torch
 
 from megatron_ttrace.capture.balancing import BalancingTap
 from megatron_ttrace.capture.chunk_state import ChunkState, OnGradient, Seen, is_recomputing
-from megatron_ttrace.capture.experts import CAN_FOLLOW, DispatchTap, ExpertSink, Followed, RouterTap
+from megatron_ttrace.capture.experts import (
+    CAN_FOLLOW,
+    DispatchTap,
+    ExpertSink,
+    Followed,
+    RouterTap,
+    SelectionTap,
+    dsa_of,
+)
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
 from megatron_ttrace.mcore.names import Names
@@ -131,7 +139,7 @@ class ModuleTap:
             self._handles.append(DirectCalls(module, before, after))
 
     def _follow_tokens(self, state: ChunkState, name: str, module: torch.nn.Module) -> None:
-        """Follow the tokens through a mixture-of-experts layer's dispatcher and router."""
+        """Follow tokens to experts, and the choice of experts or of keys in sparse attention."""
 
         def microbatch() -> int:
             return self._microbatches[state.current]
@@ -143,6 +151,8 @@ class ModuleTap:
         if hasattr(module, "router_replay"):
             self._handles.append(RouterTap(module, followed))
             self._handles.append(BalancingTap(module, followed))
+        if dsa_of(module) is not None:
+            self._handles.append(SelectionTap(module, followed))
 
     def _guard(self, hook: Callable[..., Any], *args: Any) -> Any:
         """Fail open: an error in a hook is reported once and never reaches the training run."""

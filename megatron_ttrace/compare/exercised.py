@@ -14,6 +14,7 @@ import torch
 
 from megatron_ttrace.compare.tokens import PRIMARY
 from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.mcore.roles import selects_keys
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.judged import Judged
@@ -104,7 +105,8 @@ def observe(reference: TraceReader, tolerances: Tolerances, requested: Requested
     masks = list(field("loss_mask")) if requested.masks_ends or requested.per_token_loss else []
     tokens = tuple(round(float(mask.float().sum())) for mask in masks)
     positions = field("position_ids") if requested.resets_positions else ()
-    experts, idle, dropped = _routing(reference, [k for k in keys if k.kind is Kind.ROUTING])
+    routing = [key for key in keys if key.kind is Kind.ROUTING and not selects_keys(key)]
+    experts, idle, dropped = _routing(reference, routing)
     gradients = _zero_by_name(tolerances, (k for k in keys if k.kind is Kind.MAIN_GRAD))
     updates = _zero_by_name(tolerances, (k for k in keys if k.kind is Kind.PARAM_DELTA))
     return Observed(

@@ -50,6 +50,11 @@ def is_within_experts(name: str) -> bool:
     return ".experts." in f".{name}."
 
 
+def selects_keys(key: TraceKey) -> bool:
+    """Whether a choice is sparse attention's, of keys for each token, and not a router's."""
+    return key.kind is Kind.ROUTING and key.name.endswith(INNER_ATTENTION)
+
+
 def is_beyond(key: TraceKey, mesh: Mesh, dispatcher: str) -> bool:
     """Whether ``key`` lies in distributed experts whose dispatcher cannot be followed."""
     spread = mesh.size("ep") > 1 or mesh.size("etp") > 1

@@ -36,7 +36,7 @@ from megatron_ttrace.diagnose.residual import residuals
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.settings import DEFAULT_ALLOW_UNCHECKED, Settings
 from megatron_ttrace.mcore import fronts, own_shards
-from megatron_ttrace.mcore.roles import is_beyond
+from megatron_ttrace.mcore.roles import is_beyond, selects_keys
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.report import explanations, later, wandb, wording
 from megatron_ttrace.trace.captured import Separate
@@ -237,7 +237,7 @@ def unjudged(
     mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Measured]
 ) -> Reason | None:
     """Why a tensor that these ranks hold is not a single device's by design, if it is not."""
-    if key.kind is Kind.ROUTING and key.index in job.own_tokens:
+    if key.kind is Kind.ROUTING and key.index in job.own_tokens and not selects_keys(key):
         return Reason.OWN_TOKENS
     if (
         key.kind in job.own_shards

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from megatron_ttrace.capture.experts import DispatchTap, RouterTap
+from megatron_ttrace.capture.experts import DispatchTap, RouterTap, SelectionTap
 from megatron_ttrace.trace.captured import Groups
 from tests.capture.recorder import ExpertRecorder
 
@@ -165,6 +165,41 @@ def test_a_choice_is_left_alone_where_there_is_no_other():
     assert torch.equal(values, scores.topk(2).values)
     assert torch.equal(chosen, scores.topk(2).indices)
     assert sink.routes[0][2].groups == Groups(2, 1)
+
+
+class DSAttention(torch.nn.Module):
+    """Selects keys as Megatron's does."""
+
+    def forward(self, scores, **kwargs):
+        return fused_qk_topk_naive(scores, **kwargs)
+
+
+def fused_qk_topk_naive(scores, key_positions=None):
+    """The best two of [samples, tokens, keys]; -1 where there are not so many."""
+    values, chosen = scores.topk(2, dim=-1)
+    return scores, chosen.masked_fill(values.isinf(), -1)
+
+
+@pytest.mark.parametrize("kind", [DSAttention, type("Heir", (DSAttention,), {})])
+def test_a_selection_of_keys_is_replaced(kind):
+    """By token, as the reference's is stored; a token without a choice keeps all keys it has."""
+    attention = kind()
+    sink = ExpertRecorder(instead=torch.tensor([[2, 0]] * TOKENS * SAMPLES))
+    tap = SelectionTap(attention, sink.follow("core_attention"))
+    scores = torch.rand(SAMPLES, TOKENS, 3)
+    scores[:, 0, 1:] = -torch.inf
+    same, chosen = attention(scores)
+    assert same is scores
+    assert chosen[:, 0].tolist() == [[0, -1]] * SAMPLES
+    assert (chosen[:, 1:] == torch.tensor([2, 0])).all()
+    ((_, _, routed),) = sink.routes
+    assert torch.equal(routed.chosen.view(TOKENS, SAMPLES, 2)[1], scores.topk(2).indices[:, 1])
+    assert routed.scores.isfinite().all()
+    attention(scores, key_positions=torch.tensor([0, 2, 1]))  # not the order of the sequence
+    attention(scores[..., :2])  # no choice
+    assert len(sink.routes) == 1
+    tap.remove()
+    assert torch.equal(attention(scores)[1], fused_qk_topk_naive(scores)[1])
 
 
 def test_names_travel_also_from_a_rank_whose_tracing_failed(layer):

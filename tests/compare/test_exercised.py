@@ -197,6 +197,9 @@ def test_experts_are_counted_over_the_step(tmp_path: Path) -> None:
         trace.add(number, Kind.ROUTING, "mlp.router", torch.rand(2, 4), RoutingIndex.SCORES)
         trace.add(number, Kind.ROUTING, "mlp.router", torch.tensor(choice), RoutingIndex.CHOICE)
         trace.add(number, Kind.ROUTING, "mlp.experts", torch.zeros(4 - number, 2))
+        # Keys that sparse attention selects are no experts.
+        trace.add(number, Kind.ROUTING, "core_attention", torch.zeros(4, 9), RoutingIndex.SCORES)
+        trace.add(number, Kind.ROUTING, "core_attention", torch.zeros(4, 2), RoutingIndex.CHOICE)
     found = trace.observe()
     assert (found.experts, found.idle, found.dropped) == (4, {"mlp.router": 1}, 1)
 
