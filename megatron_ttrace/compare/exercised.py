@@ -46,6 +46,7 @@ class Requested(Record):
 
     dropout: bool = False
     random_routing: bool = False
+    mlp_chunks: bool = False
     fp8_weights: bool = False
     clip: float = 0.0
     masks_ends: bool = False
@@ -158,6 +159,7 @@ def unexercised(
         (one_bucket, no(what.BUCKETS, 1)),
         (asked.dropout, no(what.DROPOUT)),
         (asked.random_routing, no(what.RANDOM_ROUTING)),
+        (asked.mlp_chunks, no(what.MLP_CHUNKS)),
         (asked.fp8_weights, no(what.FP8_WEIGHTS)),
         (asked.masks_ends and seen.masks_loss is False, no(what.LOSS_MASK)),
         (asked.resets_positions and seen.restarts_positions is False, no(what.POSITION_RESET)),

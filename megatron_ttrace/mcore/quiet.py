@@ -21,6 +21,7 @@ _RANDOM_ROUTING = {
 }
 """Options with which a router draws random numbers (megatron/core/transformer/moe/router.py), and
 what they are without."""
+_SWITCHED_OFF = {**_RANDOM_ROUTING, "mlp_chunks_for_training": 1}
 
 
 def has_dropout(args: MegatronArguments) -> bool:
@@ -35,13 +36,21 @@ def has_random_routing(args: MegatronArguments) -> bool:
     )
 
 
-def without_random_routing(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
-    """Let routers choose by their own scores: each rank draws numbers of its own."""
+def has_mlp_chunks(args: MegatronArguments) -> bool:
+    """Whether an MLP runs for a chunk of its tokens at a time."""
+    return (getattr(args, "mlp_chunks_for_training", None) or 1) > 1
+
+
+def without_options(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+    """Let routers choose by their own scores, and each module run once.
+
+    Of random numbers each rank draws its own. A chunk of a rank's tokens is none of one device's.
+    """
     return replaced(
         (config, name, off)
         for chunk in chunks
         for module in chunk.modules()
-        for name, off in _RANDOM_ROUTING.items()
+        for name, off in _SWITCHED_OFF.items()
         if getattr(config := getattr(module, "config", None), name, off) != off
     )
 

@@ -207,5 +207,8 @@ def publish(chunks: Iterable[torch.nn.Module]) -> None:
             group.sync_model_weight_from_main_weight()
         for buffer in _buffers_of(chunk):
             buffer.copy_main_weights_to_model_weights()
-            chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+            weights = (group.model_weight_buffer for group in buffer.parameter_groups)
+            if not all(weight is None or weight.is_data_distributed for weight in weights):
+                chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
+            # Shards are gathered when they are used. A pool of buffers has no room for all.
             chunk.synchronize_param_gather()  # type: ignore[operator]

@@ -209,9 +209,9 @@ def _culprit(page: _Page, culprit: Culprit) -> None:
     tensor = f"{culprit.kind.value}.{culprit.index}, {wording.when_text(culprit)}"
     where = wording.on_ranks(culprit.ranks)
     page.field("direction", f"{culprit.direction.value} ({tensor}) on {where}")
-    if culprit.rel_err is None:
+    if culprit.rel_err is None and culprit.verdict is not Outcome.DIVERGED:
         page.field("error", f"not measurable: it {wording.OUTCOME_WORDS[culprit.verdict]}")
-    else:
+    elif culprit.rel_err is not None:
         tolerance = "no tolerance estimated"
         if culprit.tolerance is not None:
             tolerance = f"tolerance {wording.sci(culprit.tolerance)}, "

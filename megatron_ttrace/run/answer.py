@@ -184,6 +184,7 @@ def requested(args: Any, chunks: Sequence[Any]) -> Requested:
     return Requested(
         dropout=quiet.has_dropout(args),
         random_routing=quiet.has_random_routing(args),
+        mlp_chunks=quiet.has_mlp_chunks(args),
         fp8_weights=bool(getattr(args, "fp8_param_gather", False)) and te.emulated(),
         clip=float(args.clip_grad or 0.0),
         masks_ends=bool(getattr(args, "eod_mask_loss", False)),

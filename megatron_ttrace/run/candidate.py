@@ -88,6 +88,8 @@ class CandidateSession:
             _say("dropout is switched off in the traced steps")
         if quiet.has_random_routing(args):
             _say("random routing is switched off in the traced steps")
+        if quiet.has_mlp_chunks(args):
+            _say("MLPs run in one piece in the traced steps")
         for text in (*requirements.complete(args, settings), *requirements.notices(args, settings)):
             self._notice(text)
         run, edits = ranks.from_one(

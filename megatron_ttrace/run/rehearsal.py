@@ -397,7 +397,7 @@ class Rehearsal:
         self._copies = kept.enter_context(self._room())
         kept.enter_context(quiet.one_attempt())
         kept.enter_context(quiet.without_dropout(self.model.chunks))
-        kept.enter_context(quiet.without_random_routing(self.model.chunks))
+        kept.enter_context(quiet.without_options(self.model.chunks))
         kept.enter_context(quiet.random_states_kept())
         kept.enter_context(quiet.metrics_kept())
         kept.enter_context(

@@ -58,6 +58,7 @@ class Unexercised(StrEnum):
     BUCKETS = "buckets"
     DROPOUT = "dropout"
     RANDOM_ROUTING = "random_routing"
+    MLP_CHUNKS = "mlp_chunks"
     FP8_WEIGHTS = "fp8_weights"
     LOSS_MASK = "loss_mask"
     POSITION_RESET = "position_reset"

@@ -79,6 +79,7 @@ WHAT = Unexercised
         ({"buckets": 1}, {}, DP2, WHAT.BUCKETS, (1,)),
         ({"dropout": True}, {}, DP2, WHAT.DROPOUT, ()),
         ({"random_routing": True}, {}, DP2, WHAT.RANDOM_ROUTING, ()),
+        ({"mlp_chunks": True}, {}, DP2, WHAT.MLP_CHUNKS, ()),
         ({"fp8_weights": True}, {}, DP2, WHAT.FP8_WEIGHTS, ()),
         ({}, {"masks_loss": False}, DP2, WHAT.LOSS_MASK, ()),
         ({}, {"restarts_positions": False}, DP2, WHAT.POSITION_RESET, ()),

@@ -30,6 +30,7 @@ from megatron.training import get_args  # noqa: E402
 FIXES = defaultdict(list)
 FSDP = "distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 MUON = "optimizer.emerging_optimizers"
+BUCKETS = "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
 
 def fix(place, attribute, name=None):
@@ -457,6 +458,20 @@ def shards_and_random_init(broadcast, self):
 def fsdp_v2_norm(_, self):
     """Data-parallel ranks are added up where gradients are known to be sharded."""
     return parallel_state.get_model_parallel_group()
+
+
+@fix(BUCKETS, "reset", "reduced-once")
+def reduced_once(reset, self):
+    """A bucket group reduces its gradients once a step, also if that leaves no handle."""
+    self.has_started = False
+    reset(self)
+
+
+@fix(BUCKETS, "start_grad_sync", "reduced-once")
+def start_once(start, self, *args, **keywords):
+    if not self.has_started:
+        self.has_started = True
+        start(self, *args, **keywords)
 
 
 @FIXES["standalone-mtp"].append

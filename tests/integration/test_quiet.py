@@ -59,8 +59,8 @@ def test_logged_metrics_of_experts_are_not_added_to():
     tracker.clear()
 
 
-def test_random_routing_is_off_and_put_back():
-    """All options with which a router draws random numbers."""
+def test_random_routing_and_chunks_are_off_and_put_back():
+    """All options with which a router draws random numbers; MLPs run in one piece."""
     import argparse
 
     import torch
@@ -68,12 +68,15 @@ def test_random_routing_is_off_and_put_back():
     config = argparse.Namespace(
         moe_router_force_load_balancing=True, moe_router_force_biased=0.5, moe_input_jitter_eps=None
     )
+    config.mlp_chunks_for_training = 4
     router, other = torch.nn.Identity(), torch.nn.Identity()
     router.config = config
     wanted = argparse.Namespace(**vars(config))
     assert quiet.has_random_routing(argparse.Namespace(num_experts=4, **vars(config)))
-    with quiet.without_random_routing([torch.nn.Sequential(router, other)]):
+    assert quiet.has_mlp_chunks(config)
+    with quiet.without_options([torch.nn.Sequential(router, other)]):
         assert not quiet.has_random_routing(argparse.Namespace(num_experts=4, **vars(config)))
+        assert not quiet.has_mlp_chunks(config)
     assert config == wanted
 
 
