@@ -102,6 +102,16 @@ class Code:
                     entering[caller] = None
         return list(entering)
 
+    def entering(self, phases: Iterable[Phase]) -> set[int]:
+        """What calls, from another part of the step, functions that run in one of these."""
+        entered = ((call, by) for call, by in self._callers.items() if call[1][1] in phases)
+        return {
+            caller
+            for (_, context), callers in entered
+            for caller in callers
+            if caller not in self.at[context]
+        }
+
     def helpers(self, function: int) -> list[int]:
         """What a schedule's function calls for the loss, outside of modules."""
         parts = Phase.OPTIMIZER, Phase.OTHER

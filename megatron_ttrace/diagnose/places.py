@@ -32,7 +32,7 @@ from megatron_ttrace.diagnose.code import (
     sending,
     tokens,
 )
-from megatron_ttrace.diagnose.ran import ran_in
+from megatron_ttrace.diagnose.edits import OF_USER, elsewhere, nearest
 from megatron_ttrace.diagnose.suspects import FEW, OF_PARAMETERS, Suspects, anchor_of, is_sent
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Numbers, Phase, pattern
@@ -110,6 +110,10 @@ class Places:
         sent = is_sent(diagnosis)
         ranked = [] if is_loaded else self.ranked(verdict, finding, sent=sent)
         places = [place for _, place in ranked[:MOST]]
+        if not any(place.clue in OF_USER for place in places):
+            # The user knows best what a change far away may have done.
+            last = elsewhere(self._changed, self._code)
+            places = [*places[: MOST - len(last)], *last]
         anchor = "" if sent else anchor_of(self._ledger.sources, verdict)
         # Only Megatron's functions were recorded.
         is_other = is_loaded or self._code.number(anchor) is None
@@ -214,16 +218,10 @@ class _Judge:
                 suspects.add(number, Clue.DIVIDES, _DIVIDES)
 
     def changes(self, changed: Iterable[ChangedFunction]) -> None:
-        """For what the user changed: what ran in the culprit, else what built the model."""
-        code, suspects, verdict = self._code, self._suspects, self._verdict
-        ran = {number: function for function in changed for number in code.changed(function)}
-        inside = {
-            number: function
-            for number, function in ran.items()
-            if number in suspects.weights or ran_in(function, verdict.name, verdict.direction)
-        }
-        built = {number: ran[number] for number in ran.keys() & code.at[BUILDING].keys()}
-        for number, function in (found := inside or built).items():
+        """For what the user changed, as far as it is near."""
+        suspects = self._suspects
+        found = nearest(changed, self._code, suspects.weights, self._verdict)
+        for number, function in found.items():
             # The more was changed, the less it says of each.
             share = len({*found.values()}) ** -0.5
             suspects.weights[number] = max(share, suspects.weights.get(number, 0.0))

@@ -68,7 +68,7 @@ def cite(verdict: Judged, finding: Finding | None, ledger: Ledger) -> Citation |
     return Citation(phase, ran, _without(axes, ran, ledger.unseen), lacking, len(siblings))
 
 
-_PARTS = {
+PARTS = {
     Direction.GRADIENT: (Phase.GRADIENTS,),
     Direction.UPDATE: (Phase.OPTIMIZER, Phase.PARAMETERS),
 }
@@ -93,7 +93,7 @@ def ran_in(function: ChangedFunction, name: str, direction: Direction) -> bool:
     """Whether changed code ran in a culprit, or in the part of the step that is."""
     name = pattern(module_of(name))
     return any(_is_in(module, name, direction) for module in function.modules) or (
-        not {*function.phases}.isdisjoint(_PARTS.get(direction, ()))
+        not {*function.phases}.isdisjoint(PARTS.get(direction, ()))
     )
 
 

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How near to a failure the user's changes ran."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_ttrace.diagnose import edits
+from megatron_ttrace.diagnose.code import Code
+from megatron_ttrace.trace.collectives import Phase
+from megatron_ttrace.trace.executed import ChangedFunction, Execution
+from megatron_ttrace.trace.places import Clue, Place
+from megatron_ttrace.trace.records import Kind, Outcome
+from tests.diagnose.judged_by_hand import judged
+from tests.diagnose.ran_by_hand import LINEAR, NORM, B, C, F, S, record
+
+OTHER = Phase.OTHER
+
+
+def changed(name: str, phase: Phase, *modules: str) -> ChangedFunction:
+    """A function of a plug-in."""
+    return ChangedFunction("m.py", name, 8, Execution.ELSEWHERE, modules, (phase,), replaces=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "functions", "near"),
+    [
+        (Kind.OUTPUT, [changed("Product.forward", F, "decoder.layers.*.linear")], True),
+        # The module around it makes its input, and uses its output.
+        (Kind.OUTPUT, [changed("Layer.forward", F, "decoder.layers.*")], True),
+        (Kind.OUTPUT, [changed("Norm.forward", F, "decoder.layers.*.norm")], False),
+        # The step of the optimizer begins inside of it.
+        (Kind.EXP_AVG, [changed("run", S)], True),
+        (Kind.GRAD_INPUT, [changed("run", S)], False),
+        (Kind.GRAD_INPUT, [changed("Model.__init__", C)], True),
+        (Kind.GRAD_INPUT, [changed("absent", B)], False),
+    ],
+)
+def test_what_is_near(kind: Kind, functions: list[ChangedFunction], near: bool) -> None:
+    """By the module and the part of the step that it ran in."""
+    failure = judged(kind, LINEAR, Outcome.DIVERGED)
+    found = edits.nearest(functions, Code(record()), (), failure)
+    assert list(found.values()) == functions * near
+
+
+def test_the_innermost_module_around_it() -> None:
+    """What ran in modules farther outside is farther away."""
+    near, far = changed("Layer.forward", F, "decoder.layers.*"), changed("attach", F, "decoder")
+    failure = judged(Kind.INPUT, NORM, Outcome.DIVERGED)
+    assert [*edits.nearest([far, near], Code(record()), (), failure).values()] == [near]
+    assert [*edits.nearest([far], Code(record()), (), failure).values()] == [far]
+
+
+def test_a_change_that_ran_elsewhere() -> None:
+    """One of a few; not what ran before the step alone."""
+    code, functions = Code(record()), [changed(name, OTHER) for name in ("log", "report")]
+    place = Place("m.py", 8, "log", Clue.REPLACES)
+    assert edits.elsewhere(functions, code) == [place]
+    assert edits.elsewhere([changed("set_seed", C)], code) == []
+    assert edits.elsewhere([*functions, *functions], code) == []
