@@ -20,7 +20,7 @@ from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Misc
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.places import Clue
-from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, Kind, LoadedIndex
+from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, Kind, LoadedIndex, Outcome
 
 OF_PARAMETERS = {
     *(Kind.INITIAL, Kind.LOADED, Kind.PARAM, Kind.MAIN_GRAD, Kind.COUNTED, Kind.BUFFER),
@@ -99,7 +99,6 @@ class Suspects:
         by_kind: dict[Kind, Callable[[], None]] = {
             Kind.METRIC: self._logged,
             Kind.TOKENS: self._read,
-            Kind.INPUT: self._input,
             Kind.GRAD_OUTPUT: self._output_gradient,
             Kind.MAIN_GRAD: self._parameter_gradient,
             Kind.BUFFER: self._buffer,
@@ -111,7 +110,10 @@ class Suspects:
             Direction.GRADIENT: self._statistic,
             Direction.UPDATE: self._update,
         }
-        by_kind.get(kind, by_direction[direction])()
+        if arrives(self._verdict):
+            self._input()
+        else:
+            by_kind.get(kind, by_direction[direction])()
 
     # By what went wrong
 
@@ -143,6 +145,9 @@ class Suspects:
 
     def _input(self) -> None:
         self._ran(self._container(), _F, 1.0)
+        # The container may pass on what it was given itself.
+        for distance, outer in enumerate(around(self._container()), 1):
+            self._take(self._code.at.get((pattern(outer), _F), ()), _FARTHER**distance)
         if self.module == ROOT:
             self._part(Phase.SCHEDULE, 1.0)
             return
@@ -343,6 +348,17 @@ def is_sent(diagnosis: Diagnosis) -> bool:
     before, verdict = diagnosis.before, diagnosis.verdict
     of_module = verdict.kind in (Kind.INPUT, Kind.GRAD_OUTPUT)
     return of_module and before is not None and {*before.ranks}.isdisjoint(verdict.ranks)
+
+
+def arrives(verdict: Judged) -> bool:
+    """Whether the fault is in what a module is given.
+
+    That is an input, which tokens an expert gets, or a gradient that nothing asks for: the input
+    was cut off from the graph.
+    """
+    is_cut_off = verdict.kind is Kind.GRAD_INPUT and verdict.verdict is Outcome.MISSING
+    is_dispatched = verdict.kind is Kind.ROUTING and verdict.name.endswith("experts")
+    return verdict.kind is Kind.INPUT or is_cut_off or is_dispatched
 
 
 def around(module: str) -> Iterator[str]:

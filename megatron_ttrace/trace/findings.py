@@ -52,6 +52,7 @@ class Cause(StrEnum):
     HYPERPARAMETERS = "hyperparameters"
     NUMBER = "number"
     SETTING = "setting"
+    CUT_OFF = "cut_off"
 
 
 class Remark(StrEnum):
@@ -155,6 +156,10 @@ class MisplacedLayers(Finding):
     twice: tuple[int, ...] = ()
     strange: tuple[int, ...] = ()
     divisor: int = 0
+
+
+class CutOff(Finding):
+    """Nothing asks for the gradient of an input."""
 
 
 class OtherSetting(Finding):

@@ -28,10 +28,11 @@ def suspects(
     few: bool = False,
     whole: bool = False,
     logged: Mapping[str, bool] = MappingProxyType({}),
+    outcome: Outcome = Outcome.DIVERGED,
 ) -> Suspects:
     """Of a failure in the step made by hand."""
     ledger = record()
-    verdict = judged(kind, name, Outcome.DIVERGED)
+    verdict = judged(kind, name, outcome)
     outcomes: Any = SimpleNamespace(
         share=lambda _: 0.1 if few else 1.0, failed=lambda *_: whole, losses=lambda: logged
     )
@@ -41,6 +42,21 @@ def suspects(
 def large(*axes: str) -> Finding:
     """A factor by the size of axes."""
     return ConstantFactor(Cause.TOO_LARGE, axes, ratio=2.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "outcome"),
+    [
+        (Kind.INPUT, LINEAR, Outcome.DIVERGED),
+        (Kind.ROUTING, "decoder.layers.0.experts", Outcome.UNCOVERED),
+        (Kind.GRAD_INPUT, LINEAR, Outcome.MISSING),
+    ],
+)
+def test_what_a_module_is_given(kind: Kind, name: str, outcome: Outcome) -> None:
+    """It is made around the module, or farther out; hardly inside."""
+    weights = suspects(kind, name, outcome=outcome).weights
+    assert weights[NAMES.index("Layer.forward")] == 1.0
+    assert weights[NAMES.index("Product.forward")] < 0.5
 
 
 @pytest.mark.parametrize(
