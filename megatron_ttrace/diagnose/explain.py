@@ -30,7 +30,6 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import (
     FACTORS,
     Cause,
-    CutOff,
     Explanation,
     FailingRanks,
     Finding,
@@ -111,7 +110,7 @@ class Explainer:
             cause = initial.cause(verdict)
             return Explanation(Finding(cause) if cause else None)
         if verdict.verdict is Outcome.MISSING and verdict.kind is Kind.GRAD_INPUT:
-            return Explanation(observed=CutOff(cause=Cause.CUT_OFF))
+            return Explanation(observed=Finding(Cause.CUT_OFF))
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
             expected = [other.name for other in self._traces.reference if start.is_start(other)]
             stages = start.stages_of(self._traces.started, self._traces.meshes)

@@ -139,6 +139,8 @@ def _texts(finding: f.Finding, verdict: Judged) -> Text:
         return _rendered(finding)
     if finding.cause is Cause.ZERO:
         return _ZERO.get(verdict.kind, ("all zero", ""))
+    if finding.cause is Cause.CUT_OFF:
+        return notes_text([f.Note(f.Remark.CUT_OFF)]), ""
     return notes_text(verdict.notes), ""
 
 

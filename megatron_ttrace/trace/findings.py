@@ -87,6 +87,7 @@ class Remark(StrEnum):
     HYPERPARAMETERS = "hyperparameters"
     PARTIAL = "partial"
     UNUSED = "unused"
+    CUT_OFF = "cut_off"
 
 
 class Sample(NamedTuple):
@@ -156,10 +157,6 @@ class MisplacedLayers(Finding):
     twice: tuple[int, ...] = ()
     strange: tuple[int, ...] = ()
     divisor: int = 0
-
-
-class CutOff(Finding):
-    """Nothing asks for the gradient of an input."""
 
 
 class OtherSetting(Finding):

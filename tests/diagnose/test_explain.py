@@ -24,7 +24,7 @@ from megatron_ttrace.trace.captured import Share
 from megatron_ttrace.trace.collectives import Ledger
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.findings import Cause, CutOff, Finding, Loss, Miscounted
+from megatron_ttrace.trace.findings import Cause, Finding, Loss, Miscounted
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.diagnose.evidence_by_hand import evidence_of, failed, hint, meshes, text, values
@@ -191,7 +191,7 @@ def test_a_gradient_that_nothing_asks_for(made: tuple[Explainer, Path]) -> None:
     """A hint: its input was cut off from the graph."""
     verdict = failed(dataclasses.replace(keys()[0], kind=Kind.GRAD_INPUT), Outcome.MISSING)
     why = made[0].explain(verdict)
-    assert (why.finding, why.observed) == (None, CutOff(cause=Cause.CUT_OFF))
+    assert (why.finding, why.observed) == (None, Finding(Cause.CUT_OFF))
 
 
 @pytest.mark.parametrize(
