@@ -37,6 +37,8 @@ Explain = Callable[[Judged], Explanation]
 _SURFACING = 5.0
 """Growth of an error within one module that rounding does not explain."""
 
+_FEW = 0.5
+"""Share of the updates."""
 _ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
 _REDUCED, _STEPPED = Statistic.REDUCED.number, Statistic.STEPPED.number
 _SPECIAL: dict[tuple[Kind, int], Grounds] = {
@@ -350,7 +352,14 @@ def _gradient(verdicts: Sequence[Judged]) -> list[_Origin]:
     if origins or any(v.verdict in _ABSENT for v in _failures(verdicts, *MOMENTS)):
         # The norm is taken over what the optimizer knows: what it does not know is the finding.
         return origins
-    return _counted(verdicts) or _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
+    counted_wrongly = _counted(verdicts)
+    failing = Counter(v.kind for v in _failures(verdicts, *MOMENTS, Kind.PARAM_DELTA))
+    total = Counter(v.kind for v in verdicts)
+    few = failing and all(count < _FEW * total[kind] for kind, count in failing.items())
+    if few and not counted_wrongly:
+        # A wrong norm scales all updates. What makes few of them wrong makes the norm wrong, too.
+        return []
+    return counted_wrongly or _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
 
 
 def _counted(verdicts: Sequence[Judged]) -> list[_Origin]:

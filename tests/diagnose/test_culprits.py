@@ -217,6 +217,11 @@ STAGES = {
         run(is_(Kind.GRAD_NORM), is_(Kind.PARAM_DELTA)),
         *("grad_norm", Kind.GRAD_NORM, "every main gradient passes, their norm does not"),
     ),
+    # A wrong norm would scale all updates.
+    "an optimizer's gradient": (
+        run(is_(Kind.GRAD_NORM), is_(Kind.EXP_AVG, f"{NORM}.weight")),
+        *(NORM, Kind.EXP_AVG, ""),
+    ),
     **{
         kind: ([*run(), verdict(f"{FC1}.weight", kind, Outcome.DIVERGED)], FC1, kind, "")
         for kind in (Kind.PARAM_DELTA, *MOMENTS, Kind.BUFFER)
