@@ -139,10 +139,8 @@ def _cause(alike: Sequence[Difference]) -> Iterator[str]:
         yield f"{worst.blame}: iteration {worst.name} trains on other samples"
     else:
         within = f" (tolerated: {worst.tolerance:.1g})" if worst.tolerance else ""
-        yield (
-            f"{worst.blame}: the {worst.name} is {changed}{within}, although the whole state was "
-            "restored"
-        )
+        restored = "although weights and optimizer state were restored"
+        yield f"{worst.blame}: the {worst.name} is {changed}{within}, {restored}"
     if worst.where:
         yield f"look at {worst.where}"
 

@@ -71,7 +71,7 @@ def compare(
     comparison.loaded()
     if not comparison.differences:
         comparison.following(moves)
-        comparison.settle()
+    comparison.settle()
     return comparison.answer()
 
 
@@ -322,13 +322,16 @@ class _Comparison:
         for old, new in zip(self._before.ranks, self._after.ranks, strict=True):
             saved, loaded = old.random[Point.SAVED], new.random[Point.LOADED]
             read = new.random.get(Point.READ, {})
-            for name in saved:
-                if saved[name] != loaded.get(name):
+            for name in (name for name in saved if saved[name] != loaded.get(name)):
+                if saved[name] == old.random[Point.END].get(name):
+                    self._notices.append(
+                        f"not restored, and not used by the compared steps: {What.RANDOM} {name}"
+                    )
+                else:
                     blame = Blame.LOADING if read.get(name) == saved[name] else Blame.SAVING
                     if not read:
                         blame = Blame.EITHER
-                    rank = (old.mesh.rank,)
-                    self._differ(What.RANDOM, name, How.DIFFERENT, blame, ranks=rank)
+                    self._differ(What.RANDOM, name, How.DIFFERENT, blame, ranks=(old.mesh.rank,))
 
     def following(self, moves: Moves | None) -> None:
         """The following steps, and the state after them."""
@@ -343,17 +346,15 @@ class _Comparison:
             self._ends(None if exact else moves)
 
     def settle(self) -> None:
-        """State that may not matter is the cause if the following steps differ."""
-        if self.differences and self._suspects:
-            self.differences = self._suspects
+        """State that may not matter is the cause only if all that differs can follow from it."""
+        first = next(iter(self.differences), None)
+        causes = (What.NUMBER, What.SAMPLES)  # of a step, if they differ before its loss
+        if first and first.blame is Blame.TRAINING and first.what not in causes:
+            self.differences[:0] = self._suspects
         elif self._suspects:
-            names = dict.fromkeys(
-                f"{difference.what} {difference.name}" for difference in self._suspects
-            )
-            self._notices.append(
-                "not restored, without effect on the steps that were compared: "
-                f"{some_of(names, _NAMED)}"
-            )
+            effect = "perhaps without effect" if first else "without effect on the compared steps"
+            names = dict.fromkeys(f"{suspect.what} {suspect.name}" for suspect in self._suspects)
+            self._notices.append(f"not restored, {effect}: {some_of(names, _NAMED)}")
 
     def _incomparable(self, moves: Moves | None) -> str:
         if self._layout and self._before.any("dropout"):

@@ -101,8 +101,8 @@ class Restart(Record):
         stored: of them, those that were also read from the checkpoint.
         otherwise: of them, those that were loaded as they were, although the checkpoint has other
             values: it may be right for this layout alone.
-        differences: what is not as it was. If the loaded state differs, the following steps do so
-            as a consequence and are not listed.
+        differences: what is not as it was, the cause first. If the loaded state differs, the
+            following steps do so as a consequence and are not listed.
         notices: what was not compared, and why.
     """
 

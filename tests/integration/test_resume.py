@@ -129,7 +129,7 @@ def test_what_megatron_read(
     order = Fault(side, mechanism, 3).order
     (found,) = resume(tmp_path, *job, "--ckpt-format", "torch", code=1, mistake=order)
     blame = Blame.SAVING if side is Side.SAVE else Blame.LOADING
-    assert {one.blame for one in found.differences} == {blame}
+    assert {one.blame for one in found.differences} - {Blame.TRAINING} == {blame}
     assert what in {one.what for one in found.differences}
     assert found.compared == found.stored
     assert not found.notices

@@ -49,10 +49,14 @@ def run(
     *,
     numbers: Mapping[str, float] = NUMBERS,
     random: str = "a",
+    drawn: str = " later",
     replicas: Tensors | None = None,
     **changes: object,
 ) -> Recorded:
-    """A run of which two ranks have half of each tensor; of replicas at the end, a row each."""
+    """A run of which two ranks have half of each tensor; of replicas at the end, a row each.
+
+    ``drawn``: what the steps add to its random state.
+    """
     for point, tensors in points.items():
         folder = home / FOLDER / point
         for rank in range(2):
@@ -80,7 +84,7 @@ def run(
             dropout=False,
             samples_by_layout=False,
             numbers={point: dict(numbers) for point in points},
-            random={point: {"torch": random} for point in points},
+            random={p: {"torch": random + drawn * (p is Point.END)} for p in points},
             steps=tuple(steps),
             described={NAME: "megatron/norm.py:1 (sharded_state_dict)"},
             stored={NAME: NAME},
