@@ -93,7 +93,8 @@ class Traces:
         reference = self.reference.tensor(entry)
         if not reference.is_floating_point() and key.kind not in (Kind.TOKENS, Kind.INPUT):
             return None  # choices
-        ranks = self.meshes[0].size("dp") if self.meshes else 1
+        ranks, parts = (self.meshes[0].size(axis) if self.meshes else 1 for axis in ("dp", "cp"))
+        known = numbers(self.reference.reference, key.iteration, ranks * parts)
         evidence = Evidence(
             key=key,
             reference=reference,
@@ -103,7 +104,7 @@ class Traces:
             held={rank: measured.boxes for rank, measured in self.of(key) if measured.boxes},
             microbatches=max(1, self.reference.reference.microbatches // ranks),
             seq_length=self.seq_length,
-            numbers={**numbers(self.reference.reference), "shards": self.weight_shards},
+            numbers={**known, "shards": self.weight_shards},
             work=work,
             others=lambda: self._others(key, entry.shape),
             whole=lambda other: self.reference.data(other) if other in self.reference else None,

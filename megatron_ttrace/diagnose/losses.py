@@ -12,13 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from megatron_ttrace.diagnose import replicas, scaling
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, axis_combinations
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.trace.captured import Share
 from megatron_ttrace.trace.findings import Cause, Finding, Loss, LossShare, RankFactors
 from megatron_ttrace.trace.records import Kind
@@ -83,8 +82,7 @@ def _faults(share: Evidence) -> Iterator[tuple[int, float, Finding]]:
     Each with the number of its parameters, and the error that is left.
     """
     ratio = share.factor()
-    layout = scaling.sizes_of(share)
-    sizes = [math.prod(layout[axis] for axis in axes) for axes in axis_combinations([*layout])]
+    sizes = [size for _, size in scaling.products(scaling.sizes_of(share))]
     likely = {0.0, *sizes, *(1 / size for size in sizes)}
     for times in sorted(likely, key=lambda times: abs(times - ratio)):
         if (left := _left(share, times)) is not None:

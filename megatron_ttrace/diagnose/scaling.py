@@ -22,7 +22,7 @@ from megatron_ttrace.diagnose.evidence import (
 )
 from megatron_ttrace.diagnose.sources import normed
 from megatron_ttrace.mcore.roles import INNER_ATTENTION
-from megatron_ttrace.placement.mesh import DENSE
+from megatron_ttrace.placement.mesh import AXES, DENSE
 from megatron_ttrace.trace.findings import (
     CastOperand,
     Cause,
@@ -113,10 +113,8 @@ def rescaled(evidence: Evidence) -> Iterator[tuple[Finding, Evidence]]:
     if not (theirs and 0 < ours < math.inf):
         return
     evidence.work.spend(2 * evidence.elements)
-    layout = sizes_of(evidence)
     seen: set[float] = set()
-    for axes in axis_combinations(tuple(layout)):
-        size = math.prod(layout[axis] for axis in axes)
+    for _, size in products(sizes_of(evidence)):
         for ratio in (size, 1 / size):
             if ratio not in seen and abs(ours / theirs / ratio - 1) < _ALIKE:
                 seen.add(ratio)
@@ -266,18 +264,15 @@ def constant_factor(evidence: Evidence, value: float) -> ConstantFactor:
     near = min(max(2 * evidence.tolerance.value, 1e-4), _ROUGH)
     if abs(value + 1) <= near:
         return ConstantFactor(Cause.SIGN, ratio=value)
-    layout = sizes_of(evidence)
     size = max(abs(value), 1 / abs(value))
     # A norm is the root of a sum of squares, which a size is a factor of.
     root = evidence.key.kind is Kind.GRAD_NORM
     size = size**2 if root else size
     sizes: list[tuple[str, ...]] = []
-    others = _sizes_of_others(evidence)
-    for among in ([name for name in layout if name not in others], [*layout]):
-        for axes in axis_combinations(among):
+    for among in (_own_sizes(evidence), sizes_of(evidence)):
+        for axes, number in products(among):
             if sizes and len(axes) > len(sizes[0]):
                 break
-            number = math.prod(layout[axis] for axis in axes)
             if abs(max(number, 1 / number) / size - 1) <= near:
                 sizes.append(axes)
         if sizes:
@@ -289,8 +284,22 @@ def constant_factor(evidence: Evidence, value: float) -> ConstantFactor:
     return ConstantFactor(cause, axes, ratio=value, sizes=tuple(sizes), root=root)
 
 
+def products(sizes: Mapping[str, float]) -> Iterator[tuple[tuple[str, ...], float]]:
+    """What one fault is likely to be off by, with names: the ranks of a group, times a number.
+
+    Products of more numbers are nearly all powers of two, and fit whatever factor is one.
+    """
+    for names in axis_combinations([*sizes]):
+        if sum(name not in AXES for name in names) <= 1:
+            yield names, math.prod(sizes[name] for name in names)
+
+
 def sizes_of(evidence: Evidence) -> dict[str, float]:
     """Numbers of the layout that a forgotten or doubled division is likely to be off by."""
+    return _own_sizes(evidence) | _sizes_of_others(evidence)
+
+
+def _own_sizes(evidence: Evidence) -> dict[str, float]:
     sizes: dict[str, float] = {axis: evidence.size(axis) for axis in evidence.axes}
     # A main gradient fails alone only if the activations' gradients, which show this too, pass.
     kinds = (Kind.GRAD_OUTPUT, Kind.LOSS)
@@ -302,7 +311,7 @@ def sizes_of(evidence: Evidence) -> dict[str, float]:
             sizes[name] = value
     if INNER_ATTENTION in evidence.key.name and evidence.reference.ndim == 4:
         sizes[_SOFTMAX] = math.sqrt(evidence.reference.shape[-1])
-    return sizes | _sizes_of_others(evidence)
+    return sizes
 
 
 def _sizes_of_others(evidence: Evidence) -> dict[str, float]:

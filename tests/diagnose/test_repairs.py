@@ -179,6 +179,8 @@ EXPLAINED: list[tuple[Repair, Evidence, str]] = [
         "the number of tokens of the global batch",
     ),
     (explain, of(SMALL, 3 * SMALL, on(dp=2), numbers=NUMBERS), "not a size"),
+    (explain, of(SMALL, 512 * SMALL, on(dp=2), numbers=NUMBERS), "the size of dp times the number"),
+    (explain, of(SMALL, 2**15 * SMALL, on(dp=2), numbers=NUMBERS | {"shards": 64.0}), "not a size"),
     (scaling.rounded, rounded(torch.bfloat16), "rounded to bf16"),
     (scaling.rounded, rounded(torch.float16), "rounded to fp16"),
     (scaling.rounded, rounded(torch.float8_e4m3fn), "rounded to FP8 (E4M3)"),
