@@ -220,7 +220,11 @@ class _Step:
             stepped = [(c, _in(c, Statistic.STEPPED)) for c in ranks]
             has = {Lack.UNGROUPED: _all_of(groups), Lack.UNFILLED: _all_of(stepped), **has}
         for name, miscount in missing.items():
-            miscount.lack = next((lack for lack in has if name not in has[lack]), Lack.LOST)
+            results = (counting for rank in miscount.ranks for counting in self._result[rank])
+            # Nothing is lost on the way to a rank that needs its own only, and gets no others'.
+            sums = not self._statistic.is_local or any(counting.made for counting in results)
+            other = Lack.LOST if sums else Lack.LEFT_OUT
+            miscount.lack = next((lack for lack in has if name not in has[lack]), other)
 
     def _coverage(self, rank: int) -> dict[str, Coverage]:
         """How often a rank's result has the elements that it should have, by parameter."""

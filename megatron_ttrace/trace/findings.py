@@ -434,7 +434,7 @@ class Lack(StrEnum):
     UNFILLED = "unfilled"
     """No optimizer has a gradient of them."""
     LEFT_OUT = "left_out"
-    """No rank puts them in."""
+    """No rank puts them in, or none that has to."""
     LOST = "lost"
     """Ranks put in their own, and not all of them come together."""
 

@@ -164,6 +164,27 @@ def test_why_a_norm_lacks_elements(grouped, stepped, parts, group, lack: Lack) -
     assert skipped is (Lack.LOST if lack is Lack.LOST else Lack.LEFT_OUT)
 
 
+@pytest.mark.parametrize(
+    ("statistic", "sums", "lack"),
+    [
+        (Statistic.CLIPPED, (), Lack.LEFT_OUT),
+        (Statistic.STEPPED, (), Lack.LEFT_OUT),
+        (Statistic.STEPPED, (Sum(runs_of([1]), 0),), Lack.LOST),
+        (Statistic.GRAD_NORM, (), Lack.LOST),
+    ],
+)
+def test_what_one_rank_leaves_out(statistic: Statistic, sums: tuple[Sum, ...], lack: Lack) -> None:
+    """Nothing is lost on the way if each rank has to do it by itself."""
+    whole, none = Counting(statistic, parts=(Term(0),)), Counting(statistic, made=sums)
+    update = Counting(Statistic.STEPPED, parts=(Term(0),))
+    more = (update,) * (statistic is not Statistic.STEPPED)
+    groups = (Hyperparameters((Term(0),), ()),)
+    each = [Counted(1, (norm(),), (0,), (*more, counting), groups) for counting in (whole, none)]
+    found = judge((), {at: [counted] for at, counted in enumerate(each)})
+    assert failures(found) == {NORM: (Reason.NEVER_COUNTED, (1,))}
+    assert [finding.lack for finding in found.findings.values()] == [lack]
+
+
 def test_an_update() -> None:
     """A rank needs its own elements only: once from one of the ranks that it gathers from."""
     step = Statistic.STEPPED
