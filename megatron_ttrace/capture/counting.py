@@ -104,10 +104,8 @@ class Tally:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Record the optimizer's step, which runs in this context."""
-        wraps: list[tuple[Any, str, Callable[..., Any]]] = [
-            (module, name, functools.partial(self._call, statistics.WATCHED[name]))
-            for module, name in statistics.users(statistics.WATCHED)
-        ]
+        calls = {name: functools.partial(self._call, of) for name, of in statistics.WATCHED.items()}
+        wraps = [*statistics.users(calls)]
         for leaf, groups in statistics.leaves_and_groups(self._optimizer):
             inner = getattr(leaf, "optimizer", None)
             if inner is not None and not getattr(leaf, "is_stub_optimizer", False):

@@ -42,5 +42,5 @@ def watched(
         attempt(lambda: hand_over(next(iter(given.values()))))
         return updated
 
-    with wrapped((module, name, update) for module, name in statistics.users((balancing.UPDATE,))):
+    with wrapped(statistics.users({balancing.UPDATE: update})):
         yield

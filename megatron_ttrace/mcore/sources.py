@@ -96,30 +96,37 @@ def imported_code(known: set[str]) -> Iterator[CodeType]:
             contents = vars(module) if isinstance(module, ModuleType) else {}
             file = contents.get("__file__")
             if isinstance(file, str) and in_megatron(file):
-                yield from _codes_in([*contents.values()], visited)
+                for function in _functions_in([*contents.values()], visited):
+                    yield from _nested(function.__code__)
 
 
-def _codes_in(values: Iterable[Any], visited: set[int]) -> Iterator[CodeType]:
+def users_globals(module: ModuleType) -> list[dict[str, Any]]:
+    """The globals of the user's functions in a module of Megatron's; some may be there twice."""
+    functions = _functions_in([*vars(module).values()], set())
+    return [f.__globals__ for f in functions if is_users(f.__code__.co_filename)]
+
+
+def _functions_in(values: Iterable[Any], visited: set[int]) -> Iterator[FunctionType]:
     for value in values:
         if isinstance(value, FunctionType):
             code = value.__code__
             file = code.co_filename
             if id(code) not in visited and (in_megatron(file) or is_users(file)):
                 visited.add(id(code))
-                yield from _nested(code)
+                yield value
             if (inner := vars(value).get("__wrapped__")) is not None:
-                yield from _codes_in([inner], visited)
+                yield from _functions_in([inner], visited)
         elif isinstance(value, type):
             file = getattr(sys.modules.get(str(value.__module__)), "__file__", None) or ""
             if id(value) not in visited and (in_megatron(file) or is_users(file)):
                 visited.add(id(value))
-                yield from _codes_in([*vars(value).values()], visited)
+                yield from _functions_in([*vars(value).values()], visited)
         elif isinstance(value, staticmethod | classmethod | functools._lru_cache_wrapper):
-            yield from _codes_in([value.__wrapped__], visited)
+            yield from _functions_in([value.__wrapped__], visited)
         elif isinstance(value, property):
-            yield from _codes_in([value.fget, value.fset], visited)
+            yield from _functions_in([value.fget, value.fset], visited)
         elif isinstance(value, functools.partial):
-            yield from _codes_in([value.func], visited)
+            yield from _functions_in([value.func], visited)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:

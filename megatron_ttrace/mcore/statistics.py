@@ -3,13 +3,17 @@
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import MappingProxyType, ModuleType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
+from megatron_ttrace.mcore.sources import users_globals
 from megatron_ttrace.trace.counted import Statistic
+
+type Wrap = Callable[..., Any]
+"""Is called with a function, and the arguments of a call of it."""
 
 WATCHED = MappingProxyType(
     {
@@ -43,11 +47,44 @@ _PLAIN = (
 )
 
 
-def users(functions: Collection[str]) -> Iterator[tuple[ModuleType, str]]:
-    """Modules of Megatron that have globals of these names: each imported them for itself."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron."):
-            yield from ((module, name) for name in functions if callable(vars(module).get(name)))
+class _Globals:
+    """Those of a module, which may be registered no longer, as attributes."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.__dict__ = names
+
+
+def users(wraps: Mapping[str, Wrap]) -> Iterator[tuple[Any, str, Wrap]]:
+    """What has globals of these names: each module of Megatron's imported them for itself.
+
+    Also the modules of the user's functions that replace others there.
+    """
+    owners: dict[int, dict[str, Any]] = {}
+    for at, module in [*sys.modules.items()]:
+        if at.startswith("megatron.") and any(callable(vars(module).get(name)) for name in wraps):
+            owners |= {id(names): names for names in (vars(module), *users_globals(module))}
+    for name, wrap in wraps.items():
+        once = _outermost(wrap)
+        for names in owners.values():
+            if callable(names.get(name)):
+                yield _Globals(names), name, once
+
+
+def _outermost(wrap: Wrap) -> Wrap:
+    """Not for calls inside of another: what replaces a function may call that one."""
+    inside = False
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return original(*args, **kwargs)
+        inside = True
+        try:
+            return wrap(original, *args, **kwargs)
+        finally:
+            inside = False
+
+    return call
 
 
 def unknown_kind(optimizer: Any) -> str:

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that Megatron keeps from step to step."""
+"""Who calls Megatron's functions, and gradients that are kept from step to step."""
+
+import sys
+import types
 
 import torch
 from torch import nn
 
-from megatron_ttrace.mcore.statistics import leave_gradients, zero_gradients
+from megatron_ttrace.mcore import sources
+from megatron_ttrace.mcore.replaced import wrapped
+from megatron_ttrace.mcore.statistics import leave_gradients, users, zero_gradients
 
 
 class FP32Optimizer:
@@ -28,3 +33,26 @@ def test_gradients_of_a_step_before():
     assert not others.weight.main_grad.any()
     zero_gradients([ours, others])
     assert not ours.weight.main_grad.any()
+
+
+def test_a_method_that_the_user_replaced(monkeypatch) -> None:
+    """It calls its own module's function, which may call Megatron's: that is one call."""
+    module = types.ModuleType("megatron.made")
+    module.__file__ = f"{sources.megatron_folder()}core/made.py"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    script = {"made": module}
+    exec(compile("clip = lambda: made.clip()\nstep = lambda: clip()", "a.py", "exec"), script)
+    own, calls = script["clip"], []
+    vars(module).update(
+        clip=lambda: 1,
+        Optimizer=type("Optimizer", (), {"__module__": module.__name__, "step": script["step"]}),
+    )
+
+    def call(original):
+        calls.append(original)
+        return original()
+
+    with wrapped(users({"clip": call})):
+        assert module.Optimizer.step() == module.clip() == 1
+    assert calls == [own, module.clip]
+    assert script["clip"] is own
