@@ -8,6 +8,7 @@ or is simple enough for a template in ``messages.toml``.
 import dataclasses
 import string
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from megatron_ttrace.report.ledger import citation_text
@@ -109,7 +110,8 @@ def explanation_text(why: Explanation, verdict: Judged) -> str:
 def hint_text(why: Explanation, verdict: Judged) -> str:
     """What the finding suggests, or the error's pattern without one; this was not tested."""
     if why.finding is not None:
-        return _texts(why.finding, verdict)[1]
+        summed = why.collectives.summed if why.collectives else frozenset()
+        return _texts(why.finding, verdict, summed)[1]
     return _texts(why.observed, verdict)[0] if why.observed is not None else ""
 
 
@@ -127,14 +129,19 @@ def ranks_text(failing: FailingRanks) -> str:
     return text + (" ({} {})".format(*failing.shared) if failing.shared else "")
 
 
-def _texts(finding: f.Finding, verdict: Judged) -> Text:
+def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = frozenset()) -> Text:
+    """``summed``: axes over which something was added up where it fails."""
     if isinstance(finding, f.Composed):
-        steps = (_texts(step, verdict) for step in finding.steps)
+        steps = (_texts(step, verdict, summed) for step in finding.steps)
         texts, hints = map(list, zip(*steps, strict=True))
         first = finding.steps[0]
         if isinstance(first, f.PartialSums) and not first.mean:
             texts[0] = f"partial sums over {' and '.join(first.axes)}"
         return "; with that repaired: ".join(texts), "; ".join(filter(None, hints))
+    if isinstance(finding, f.PartialSums) and summed >= {*finding.axes}:
+        axes = " and ".join(finding.axes)
+        hint = f"a reduction over {axes} ran: it left this out, or something was added after it"
+        return _rendered(finding)[0], hint
     if type(finding) is not f.Finding:
         return _rendered(finding)
     if finding.cause is Cause.ZERO:

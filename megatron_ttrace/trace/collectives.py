@@ -425,6 +425,12 @@ class Citation:
     lacking: tuple[tuple[Operation, str], ...] = ()
     siblings: int = 0
 
+    @property
+    def summed(self) -> set[str]:
+        """The axes over which something was added up there."""
+        adds = (c for c in self.ran if c.operation.reduces and c.reduction not in ("max", "min"))
+        return {axis for call in adds for axis in call.axes}
+
 
 def pattern(module: str) -> str:
     """A module's name without the numbers of its layer and its expert."""

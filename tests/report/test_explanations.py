@@ -11,6 +11,7 @@ from megatron_ttrace.report import explanations
 from megatron_ttrace.report.wording import MESSAGES, messages
 from megatron_ttrace.trace import findings
 from megatron_ttrace.trace.blamed import Blaming
+from megatron_ttrace.trace.collectives import Citation, Operation, Phase
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.executed import Execution
 from megatron_ttrace.trace.findings import (
@@ -28,6 +29,7 @@ from megatron_ttrace.trace.outcomes import Grounds, Unexercised
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import Direction, Kind, LoadedIndex, Outcome, Result
 from tests.report.synthetic_report import make_judged
+from tests.report.test_ledger import RAN
 
 NOTE = Note(Remark.SHAPE, text="the note")
 VERDICT = make_judged("a.b", verdict=Outcome.DIVERGED, notes=(NOTE,))
@@ -102,6 +104,25 @@ def test_an_explanation_without_a_finding_is_unknown() -> None:
     """And suggests nothing."""
     assert explanations.explanation_text(Explanation(), VERDICT) == "unknown"
     assert explanations.hint_text(Explanation(), VERDICT) == ""
+
+
+@pytest.mark.parametrize(
+    ("ran", "hint"),
+    [
+        ([("dp-cp", "sum"), ("tp", "avg")], "a reduction over dp and tp ran: it left this out, or"),
+        ([("dp", "sum")], "a missing average over dp and tp"),
+        ([("tp-dp", "max")], "a missing average over dp and tp"),
+    ],
+)
+def test_a_reduction_that_ran_is_not_missing(ran: list[tuple[str, str]], hint: str) -> None:
+    """If something was added up over all axes; also as one of two repairs."""
+    call = dataclasses.replace(RAN, operation=Operation.ALL_REDUCE)
+    calls = [dataclasses.replace(call, group=group, reduction=kind) for group, kind in ran]
+    finding = findings.PartialSums(Cause.PARTIAL, ("dp", "tp"), mean=True)
+    both = findings.Composed(Cause.PARTIAL, finding.axes, steps=(finding, Finding(Cause.SIGN)))
+    for found in (finding, both):
+        why = Explanation(found, collectives=Citation(Phase.GRADIENTS, tuple(calls)))
+        assert explanations.hint_text(why, VERDICT).startswith(hint)
 
 
 def test_an_explanation_says_where_and_how_many() -> None:
