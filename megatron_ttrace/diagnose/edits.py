@@ -10,6 +10,7 @@ from megatron_ttrace.trace.executed import ChangedFunction
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.places import Clue, Place
+from megatron_ttrace.trace.records import Direction
 
 OF_USER = {Clue.CHANGED, Clue.FILE_CHANGED, Clue.REPLACES}
 """Clues of what the user changed."""
@@ -20,10 +21,12 @@ _BEFORE = {Phase.INITIALIZATION, Phase.CONSTRUCTION}
 
 def nearest(
     changed: Iterable[ChangedFunction], code: Code, suspects: Container[int], verdict: Judged
-) -> Mapping[int, ChangedFunction]:
-    """By number: what ran in the culprit, else around it, else what built the model.
+) -> tuple[Mapping[int, ChangedFunction], bool]:
+    """By number: what ran in the culprit, else around it, else before the step; and if it is near.
 
-    What starts the part of the step that the culprit belongs to is a part of it.
+    What starts the part of the step that the culprit belongs to is a part of it. What ran before
+    the step may have built another module, the optimizer or the scheduler: that is far from what
+    modules compute.
     """
     ran = {number: function for function in changed for number in code.changed(function)}
     entering = code.entering(PARTS.get(verdict.direction, ()))
@@ -37,8 +40,10 @@ def nearest(
     outer = {number: _around(function, verdict) for number, function in ran.items()}
     nearby = max(outer.values(), default=0)
     around = {number: ran[number] for number in ran if nearby and outer[number] == nearby}
-    built = {number: ran[number] for number in ran if number in code.at[BUILDING]}
-    return inside or around or built
+    early = {number: ran[number] for number in ran if number in code.at[BUILDING]}
+    near = inside or around
+    in_modules = verdict.direction in (Direction.FORWARD, Direction.BACKWARD)
+    return near or early, bool(near) or not in_modules
 
 
 def _around(function: ChangedFunction, verdict: Judged) -> int:

@@ -66,8 +66,8 @@ _MEAN = 1.5
 """Points for a mean over ranks, where something is too small by their number."""
 _INSTEAD = 0.4
 """Weight of what is named for another loss."""
-_CHANGED = 4.0
-"""Points for what the user changed."""
+_CHANGED, _FAR = 4.0, 0.5
+"""Points for what the user changed, and the share of them if it only ran before the step."""
 _CALLED, _LOOPS = 1.0, 0.7
 """Points for a name that is the factor's; for a loop, where some tensors lack what others have."""
 _OF_ONE_COPY = {"shared", "shared_embedding"}
@@ -110,16 +110,16 @@ class Places:
         sent = is_sent(diagnosis)
         ranked = [] if is_loaded else self.ranked(verdict, finding, sent=sent)
         places = [place for _, place in ranked[:MOST]]
-        if not any(place.clue in OF_USER for place in places):
-            # The user knows best what a change far away may have done.
-            last = elsewhere(self._changed, self._code)
-            places = [*places[: MOST - len(last)], *last]
         anchor = "" if sent else anchor_of(self._ledger.sources, verdict)
         # Only Megatron's functions were recorded.
         is_other = is_loaded or self._code.number(anchor) is None
         if is_other and (place := Place.of(anchor, Clue.RAN)):
-            places.insert(0, place)
-        why = dataclasses.replace(diagnosis.why, places=tuple(places[:MOST]))
+            places = [place, *places[: MOST - 1]]
+        if not any(place.clue in OF_USER for place in places):
+            # The user knows best what a change far away may have done.
+            last = elsewhere(self._changed, self._code)
+            places = [*places[: MOST - len(last)], *last]
+        why = dataclasses.replace(diagnosis.why, places=tuple(places))
         return dataclasses.replace(diagnosis, why=why)
 
     def ranked(
@@ -220,10 +220,10 @@ class _Judge:
     def changes(self, changed: Iterable[ChangedFunction]) -> None:
         """For what the user changed, as far as it is near."""
         suspects = self._suspects
-        found = nearest(changed, self._code, suspects.weights, self._verdict)
+        found, is_near = nearest(changed, self._code, suspects.weights, self._verdict)
         for number, function in found.items():
             # The more was changed, the less it says of each.
-            share = len({*found.values()}) ** -0.5
+            share = len({*found.values()}) ** -0.5 * (1.0 if is_near else _FAR)
             suspects.weights[number] = max(share, suspects.weights.get(number, 0.0))
             clue = function.clue
             suspects.add(number, clue, _CHANGED * share)

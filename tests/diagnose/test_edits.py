@@ -32,23 +32,25 @@ def changed(name: str, phase: Phase, *modules: str) -> ChangedFunction:
         # The step of the optimizer begins inside of it.
         (Kind.EXP_AVG, [changed("run", S)], True),
         (Kind.GRAD_INPUT, [changed("run", S)], False),
-        (Kind.GRAD_INPUT, [changed("Model.__init__", C)], True),
         (Kind.GRAD_INPUT, [changed("absent", B)], False),
     ],
 )
 def test_what_is_near(kind: Kind, functions: list[ChangedFunction], near: bool) -> None:
     """By the module and the part of the step that it ran in."""
     failure = judged(kind, LINEAR, Outcome.DIVERGED)
-    found = edits.nearest(functions, Code(record()), (), failure)
-    assert list(found.values()) == functions * near
+    found, is_near = edits.nearest(functions, Code(record()), (), failure)
+    assert (list(found.values()), is_near) == (functions * near, near)
+    built = changed("Model.__init__", C)
+    found, is_near = edits.nearest([*functions, built], Code(record()), (), failure)
+    assert (list(found.values()), is_near) == (functions if near else [built], near)
 
 
 def test_the_innermost_module_around_it() -> None:
     """What ran in modules farther outside is farther away."""
     near, far = changed("Layer.forward", F, "decoder.layers.*"), changed("attach", F, "decoder")
     failure = judged(Kind.INPUT, NORM, Outcome.DIVERGED)
-    assert [*edits.nearest([far, near], Code(record()), (), failure).values()] == [near]
-    assert [*edits.nearest([far], Code(record()), (), failure).values()] == [far]
+    assert [*edits.nearest([far, near], Code(record()), (), failure)[0].values()] == [near]
+    assert [*edits.nearest([far], Code(record()), (), failure)[0].values()] == [far]
 
 
 def test_a_change_that_ran_elsewhere() -> None:

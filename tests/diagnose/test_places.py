@@ -445,7 +445,8 @@ def test_what_computes_a_factor(axes: str, few: int, known: bool) -> None:
         (Kind.OUTPUT, LINEAR, ["Norm.forward", "reduce"], "reduce"),
         # It ran in another module, or not at all.
         (Kind.OUTPUT, LINEAR, ["Norm.forward", "absent"], "Linear.forward"),
-        (Kind.OUTPUT, LINEAR, ["Norm.forward", "Model.__init__"], "Model.__init__"),
+        (Kind.OUTPUT, LINEAR, ["Norm.forward", "Model.__init__"], "Linear.forward"),
+        (Kind.MAIN_GRAD, WEIGHT, ["Model.__init__"], "Model.__init__"),
         (Kind.OUTPUT, LINEAR, ["Linear.__init__"], "Linear.__init__"),
         (Kind.MAIN_GRAD, WEIGHT, ["finalize"], "finalize"),
         # Any function of the file may be the changed one.
