@@ -16,11 +16,10 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import CodeType
 
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs import script as scripts
-from megatron_ttrace.mcore import sources, versions
+from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.changes import changes
 from megatron_ttrace.trace.executed import Edit, Edits
@@ -66,7 +65,7 @@ def _home_of_script() -> str:
     return folder if folder == os.path.realpath(folder) else ""
 
 
-def find(replacing: Iterable[CodeType] = ()) -> Edits:
+def find(replacing: Iterable[Edit] = ()) -> Edits:
     """What differs from the release or commit; nothing where that is not known. Never raises.
 
     ``replacing``: the user's functions that replace Megatron's.
@@ -87,20 +86,10 @@ def find(replacing: Iterable[CodeType] = ()) -> Edits:
             base, more = next((it for it in compared if it[1] is not None), ("", []))
             since = since or (base if more else "")
             edits += more or []
-        edits += _replaced(replacing)
+        edits += replacing
     except Exception:  # noqa: BLE001 - an addition to the report
         return Edits()
     return Edits(since, tuple(edits[:_MOST]))
-
-
-def _replaced(codes: Iterable[CodeType]) -> list[Edit]:
-    lines = {
-        (sources.relative(c.co_filename), sources.outermost(c)): c.co_firstlineno for c in codes
-    }
-    # Whether they were seen to run is not known: they can run before anything is recorded.
-    return [
-        Edit(file, name, line, is_seen=False, replaces=True) for (file, name), line in lines.items()
-    ]
 
 
 def release(folder: Path) -> str:

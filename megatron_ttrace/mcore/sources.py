@@ -34,6 +34,7 @@ from megatron_ttrace.trace.collectives import (
     Sources,
     pattern,
 )
+from megatron_ttrace.trace.executed import Edit
 from megatron_ttrace.trace.states import SCHEDULER
 
 _OWN = str(Path(__file__).parents[1]) + os.sep
@@ -98,6 +99,15 @@ def imported_code(known: set[str]) -> Iterator[CodeType]:
             if isinstance(file, str) and in_megatron(file):
                 for function in _functions_in([*contents.values()], visited):
                     yield from _nested(function.__code__)
+
+
+def replacements(codes: Iterable[CodeType]) -> list[Edit]:
+    """The user's functions that this code belongs to."""
+    lines = {(relative(c.co_filename), outermost(c)): c.co_firstlineno for c in codes}
+    # Whether they were seen to run is not known: they can run before anything is recorded.
+    return [
+        Edit(file, name, line, is_seen=False, replaces=True) for (file, name), line in lines.items()
+    ]
 
 
 def users_globals(module: ModuleType) -> list[dict[str, Any]]:

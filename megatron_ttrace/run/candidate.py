@@ -27,6 +27,7 @@ from megatron_ttrace.jobs.processes.progress import NOTICE, say
 from megatron_ttrace.jobs.settings import Keep, Settings
 from megatron_ttrace.mcore import fronts, loss_scale, losses, quiet, samples, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.mcore.sources import replacements
 from megatron_ttrace.run import answer, launch, requirements
 from megatron_ttrace.run.agreement import EndError, Ranks
 from megatron_ttrace.run.comparison import (
@@ -97,7 +98,7 @@ class CandidateSession:
             "preparing the check",
             lambda: (
                 shared.prepare(settings.directory),
-                edited.find(calls.replacing.values()).to_json(),
+                edited.find(replacements(calls.replacing.values())).to_json(),
             ),
         )
         shared.require(settings.directory, run)

@@ -140,18 +140,10 @@ def test_a_copy_of_a_wheel(tree, wheel):
     assert edited.find().since == git(tree, "rev-parse", "--short=12", "HEAD")
 
 
-def test_code_of_the_users_in_place_of_megatrons():
-    """It is named by the function that it is in."""
-    code = (lambda: None).__code__
-    name = "test_code_of_the_users_in_place_of_megatrons"
-    edit = Edit(
-        "tests/jobs/test_edited.py", name, code.co_firstlineno, is_seen=False, replaces=True
-    )
-    assert edited.find([code]).functions == (edit,)
-
-
 def test_nothing_is_known(tree, monkeypatch):
     """Neither git nor a wheel knows these files; an error is no change."""
     assert edited.find() == Edits()
+    replaced = Edit("plugin.py", "f", 3, replaces=True)
+    assert edited.find([replaced]) == Edits("", (replaced,))
     monkeypatch.setattr(edited, "folders", lambda: 1 / 0)
     assert edited.find() == Edits()

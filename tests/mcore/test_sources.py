@@ -16,6 +16,7 @@ from megatron_ttrace.cpu.te import base
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase
+from megatron_ttrace.trace.executed import Edit
 
 HERE = "tests/mcore/test_sources.py"
 
@@ -107,6 +108,10 @@ def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch)
     ]
     monkeypatch.setattr(sources.linecache, "getlines", lambda file: ["from tests import x\n"])
     assert not sources.replacing(replacing)
+    inner = (lambda: None).__code__
+    name = "test_the_users_code_that_replaces_megatrons"
+    edit = Edit(HERE, name, inner.co_firstlineno, is_seen=False, replaces=True)
+    assert sources.replacements([inner]) == [edit]
     assert not any(map(sources.is_users, ("", sources.__file__, torch.__file__, types.__file__)))
 
 
