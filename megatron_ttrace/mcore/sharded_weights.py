@@ -207,8 +207,20 @@ def publish(chunks: Iterable[torch.nn.Module]) -> None:
             group.sync_model_weight_from_main_weight()
         for buffer in _buffers_of(chunk):
             buffer.copy_main_weights_to_model_weights()
-            weights = (group.model_weight_buffer for group in buffer.parameter_groups)
-            if not all(weight is None or weight.is_data_distributed for weight in weights):
+            if buffer.ddp_config.fsdp_double_buffer:
+                _gather_in_turn(chunk)
+            else:
                 chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
-            # Shards are gathered when they are used. A pool of buffers has no room for all.
             chunk.synchronize_param_gather()  # type: ignore[operator]
+
+
+def _gather_in_turn(chunk: Any) -> None:
+    """Gather all weights, as Megatron-FSDP does; a pool of buffers has no room for all at once."""
+    wrapper = chunk.module
+    wrapper._replace_param_with_raw_if_needed()
+    pipeline = wrapper.all_gather_pipeline
+    for number, group in enumerate(chunk.param_and_grad_buffer.parameter_groups):
+        pipeline.async_bucket_gather(bucket_id=number, bwd=False)
+        pipeline.wait_bucket_ready(number, False)
+        if group.fsdp_unit_id is not None:
+            pipeline.release_bucket(number, False)
