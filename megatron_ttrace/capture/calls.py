@@ -22,14 +22,7 @@ import torch.distributed as dist
 from megatron_ttrace.capture.starts import Runs
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
-from megatron_ttrace.trace.collectives import (
-    Calls,
-    FunctionCall,
-    Lookup,
-    Numbers,
-    Phase,
-    pattern,
-)
+from megatron_ttrace.trace.collectives import Calls, FunctionCall, Lookup, Numbers, Phase, pattern
 from megatron_ttrace.trace.errors import one_line
 
 _ENOUGH, _AGAIN = 8, 3

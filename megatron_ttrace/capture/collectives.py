@@ -28,10 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from megatron_ttrace.capture.chunk_state import is_recomputing
 from megatron_ttrace.capture.modules import tensors_in

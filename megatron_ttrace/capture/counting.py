@@ -157,8 +157,8 @@ class Tally:
             return out
 
         # Another module may have wrapped the function.
-        module = inspect.getmodule(inspect.unwrap(function))
-        with wrapped([(dist, "all_reduce", reduce), (module, statistics.KERNELS, apply)]):
+        scope = statistics.Globals(getattr(inspect.unwrap(function), "__globals__", {}))
+        with wrapped([(dist, "all_reduce", reduce), (scope, statistics.KERNELS, apply)]):
             yield
 
     def _clip(

@@ -285,8 +285,8 @@ class SelectionTap:
             return None
         by_token = scores.transpose(0, 1).reshape(tokens * samples, keys)
         ours = chosen.transpose(0, 1).reshape(tokens * samples, -1)
-        finite = by_token.masked_fill(by_token.isinf(), 0.0)
-        theirs = self._followed.routed(finite, ours.clamp(min=0))
+        allowed = by_token.masked_fill(by_token == -torch.inf, 0.0)
+        theirs = self._followed.routed(allowed, ours.clamp(min=0))
         if theirs is None:
             return None
         kept = torch.where((ours < 0).any(dim=1, keepdim=True), ours, theirs.to(ours.dtype))

@@ -52,14 +52,7 @@ from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.modules import is_within, module_of
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import (
-    FLOW,
-    ROOT,
-    Direction,
-    Kind,
-    Outcome,
-    TraceKey,
-)
+from megatron_ttrace.trace.records import FLOW, ROOT, Direction, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 _GRADIENT = {Kind.OUTPUT: Kind.GRAD_OUTPUT, Kind.INPUT: Kind.GRAD_INPUT}

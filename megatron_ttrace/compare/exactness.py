@@ -14,14 +14,7 @@ from megatron_ttrace.mcore.roles import is_shared_embedding
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.records import (
-    STEP_LEVEL,
-    Direction,
-    Exactness,
-    Kind,
-    Outcome,
-    TraceKey,
-)
+from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Exactness, Kind, Outcome, TraceKey
 
 _GRADIENTS = (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
 _UPDATES = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)

@@ -21,10 +21,7 @@ from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex, expert_boxes, match
 from megatron_ttrace.trace.findings import Note
 from megatron_ttrace.trace.modules import is_within, module_of
-from megatron_ttrace.trace.records import (
-    Kind,
-    TraceKey,
-)
+from megatron_ttrace.trace.records import Kind, TraceKey
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,11 +19,7 @@ from megatron_ttrace.placement.plan import Placements, copies, describe, describ
 from megatron_ttrace.placement.token_index import TokenIndex, ends_of, token_positions
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.modules import module_of
-from megatron_ttrace.trace.records import (
-    STEP_LEVEL,
-    Kind,
-    TraceKey,
-)
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 REDUCED_OVER = "tp"

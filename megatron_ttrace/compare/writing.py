@@ -13,12 +13,7 @@ from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.trace.captured import Place, Routed
 from megatron_ttrace.trace.modules import is_within, module_of
-from megatron_ttrace.trace.records import (
-    STEP_LEVEL,
-    Kind,
-    RoutingIndex,
-    TraceKey,
-)
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, RoutingIndex, TraceKey
 from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import Entry, TraceWriter
 

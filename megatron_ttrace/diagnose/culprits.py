@@ -19,7 +19,7 @@ from megatron_ttrace.diagnose.start import loaded
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.judged import Diagnosis, Judged
-from megatron_ttrace.trace.modules import module_of
+from megatron_ttrace.trace.modules import is_within
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import (
     MOMENTS,
@@ -407,7 +407,7 @@ def _born(
     born = [v for v in _failures(verdicts, *outputs) if (v.microbatch, v.name) not in wrong]
     names = {v.name for v in born}
     innermost = [
-        v for v in born if not any(other != v.name and _inside(other, v.name) for other in names)
+        v for v in born if not any(other != v.name and is_within(other, v.name) for other in names)
     ]
     entering = _worst(verdicts, inputs)
     origins = []
@@ -437,21 +437,12 @@ def _largest_jump(
         for v in failed
         if v.microbatch == container.microbatch
         and v.name != container.name
-        and _inside(v.name, container.name)
+        and is_within(v.name, container.name)
         and (v.microbatch, v.name) in entering
         and _severity(v) >= _SURFACING * _severity(container)
     ]
     size, largest = max(jumps, key=lambda jump: jump[0], default=(0.0, container))
     return _Origin(largest, largest.name, Grounds.JUMP) if size >= _SURFACING else None
-
-
-def _inside(module: str, container: str) -> bool:
-    """Whether a module is within another; everything is within the model.
-
-    A module that runs again in a microbatch has a number (``name#1``), which is not a place.
-    """
-    inner, outer = module_of(module), module_of(container)
-    return outer == ROOT or inner.startswith(f"{outer}.")
 
 
 def _first(verdicts: Sequence[Judged], kind: Kind, grounds: Grounds) -> list[_Origin]:

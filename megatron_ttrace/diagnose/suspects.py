@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ttrace.diagnose.code import BUILDING, READING, Code, Outcomes, tokens
 from megatron_ttrace.diagnose.start import WEIGHTS
+from megatron_ttrace.mcore.roles import names_tokens
 from megatron_ttrace.trace.collectives import Ledger, ModuleCode, Phase, Sources, pattern
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Miscounted
@@ -357,8 +358,7 @@ def arrives(verdict: Judged) -> bool:
     was cut off from the graph.
     """
     is_cut_off = verdict.kind is Kind.GRAD_INPUT and verdict.verdict is Outcome.MISSING
-    is_dispatched = verdict.kind is Kind.ROUTING and verdict.name.endswith("experts")
-    return verdict.kind is Kind.INPUT or is_cut_off or is_dispatched
+    return verdict.kind is Kind.INPUT or is_cut_off or names_tokens(verdict.key)
 
 
 def around(module: str) -> Iterator[str]:

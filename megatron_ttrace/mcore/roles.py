@@ -50,6 +50,11 @@ def is_within_experts(name: str) -> bool:
     return ".experts." in f".{name}."
 
 
+def names_tokens(key: TraceKey) -> bool:
+    """Whether it says which tokens arrive at experts, and is no router's choice."""
+    return key.kind is Kind.ROUTING and key.name.endswith("experts")
+
+
 def selects_keys(key: TraceKey) -> bool:
     """Whether a choice is sparse attention's, of keys for each token, and not a router's."""
     return key.kind is Kind.ROUTING and key.name.endswith(INNER_ATTENTION)

@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import inspect
 import itertools
-import linecache
 import math
 import opcode
 import os
@@ -73,14 +72,21 @@ def is_users(file: str) -> bool:
     return bool(file) and not (in_megatron(file) or is_own(file) or installed)
 
 
+@functools.cache
+def _imported_by(file: str) -> frozenset[str]:
+    """The packages that a source file imports."""
+    path = Path(file)
+    is_source = path.suffix == ".py" and path.is_file()
+    return frozenset(_IMPORT.findall(path.read_text("utf-8", "replace")) if is_source else ())
+
+
 def replacing(codes: Iterable[CodeType]) -> list[CodeType]:
     """Of the code in Megatron's modules, the user's, which replaces Megatron's own."""
     users = [code for code in codes if is_users(code.co_filename)]
     # A library that is installed as a checkout may look like the user's, but Megatron imports it.
     modules = [*sys.modules.values()] if users else []
     files = {str(getattr(module, "__file__", "")) for module in modules}
-    texts = ("".join(linecache.getlines(file)) for file in files if in_megatron(file))
-    libraries = {name for text in texts for name in _IMPORT.findall(text)}
+    libraries = {name for file in filter(in_megatron, files) for name in _imported_by(file)}
     return [code for code in users if _package_of(code.co_filename) not in libraries]
 
 

@@ -47,7 +47,7 @@ _PLAIN = (
 )
 
 
-class _Globals:
+class Globals:
     """Those of a module, which may be registered no longer, as attributes."""
 
     def __init__(self, names: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ def users(wraps: Mapping[str, Wrap]) -> Iterator[tuple[Any, str, Wrap]]:
         once = _outermost(wrap)
         for names in owners.values():
             if callable(names.get(name)):
-                yield _Globals(names), name, once
+                yield Globals(names), name, once
 
 
 def _outermost(wrap: Wrap) -> Wrap:

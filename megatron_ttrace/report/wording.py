@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.executed import ChangedCode, Execution
+from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import (
     FaultNote,
     Miscounted,
@@ -283,7 +283,7 @@ def changed_texts(changed: ChangedCode | None) -> list[str]:
     lines = []
     for ran, replaces in itertools.product(Execution, (False, True)):
         places = [
-            function.place
+            _edit_text(function)
             for function in (changed.functions if changed else ())
             if (function.ran, function.replaces) == (ran, replaces)
         ]
@@ -291,6 +291,13 @@ def changed_texts(changed: ChangedCode | None) -> list[str]:
             text = _CHANGED[ran].format(since="it was imported" if replaces else changed.since)
             lines.append(clean(f"{text}: {', '.join(first_of(places, 4))}", NOTE_LIMIT))
     return lines
+
+
+def _edit_text(function: ChangedFunction) -> str:
+    """The file, and what of it, if that is known."""
+    if not function.line:
+        return function.file
+    return f"{function.file}:{function.line} ({function.function or 'outside of functions'})"
 
 
 def notices(summary: Summary) -> list[str]:

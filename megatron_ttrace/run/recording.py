@@ -34,13 +34,7 @@ from megatron_ttrace.trace.collectives import (
     Sources,
 )
 from megatron_ttrace.trace.errors import one_line
-from megatron_ttrace.trace.executed import (
-    ChangedCode,
-    ChangedFunction,
-    Edits,
-    Executed,
-    Execution,
-)
+from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Edits, Executed, Execution
 
 _CALLS, _SIZES = codec.decoder(tuple[Call, ...]), codec.decoder(tuple[Size, ...])
 _GROUP, _SOURCES = codec.decoder(Group), codec.decoder(Sources)

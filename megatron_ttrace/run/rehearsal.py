@@ -27,12 +27,7 @@ from megatron_ttrace.mcore.groups import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
 from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
 from megatron_ttrace.mcore.roles import is_of_adapter
-from megatron_ttrace.mcore.sharded_weights import (
-    WeightPart,
-    are_published,
-    parts_of,
-    publish,
-)
+from megatron_ttrace.mcore.sharded_weights import WeightPart, are_published, parts_of, publish
 from megatron_ttrace.run import low_precision
 from megatron_ttrace.run.agreement import EndError, Ranks
 from megatron_ttrace.run.start import handoff

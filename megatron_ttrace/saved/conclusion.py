@@ -12,14 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megatron_ttrace import report
-from megatron_ttrace.compare import (
-    by_design,
-    collectives,
-    counted,
-    exactness,
-    exercised,
-    initial,
-)
+from megatron_ttrace.compare import by_design, collectives, counted, exactness, exercised, initial
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.gathered import Holding, by_rank
 from megatron_ttrace.compare.judge import judge

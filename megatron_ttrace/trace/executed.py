@@ -68,13 +68,6 @@ class ChangedFunction(Record):
     replaces: bool = False
 
     @property
-    def place(self) -> str:
-        """The file, and what of it, if that is known."""
-        if not self.line:
-            return self.file
-        return f"{self.file}:{self.line} ({self.function or 'outside of functions'})"
-
-    @property
     def clue(self) -> Clue:
         """What speaks for it as the cause."""
         if self.replaces:

@@ -11,4 +11,4 @@ def module_of(name: str) -> str:
 
 def is_within(name: str, module: str) -> bool:
     """Whether a module or a parameter is in a module, or that module; all are in the model."""
-    return module == ROOT or f"{module_of(name)}.".startswith(f"{module}.")
+    return module == ROOT or f"{module_of(name)}.".startswith(f"{module_of(module)}.")

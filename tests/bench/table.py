@@ -12,7 +12,7 @@ BEGIN, END = "<!-- bench -->", "<!-- end of bench -->"
 _SECTION = re.compile(r"\*\*(\S+)\*\*, (\S+)")
 _ROW = re.compile(r"\| ([^|]+) \| (?:[^|]+) \|")
 _HEAD = ("| what | figure | |", "|---|---|---|")
-_SHOWN = ("memory", "other-tools", "traced-step", "whole-check")
+_SHOWN = ("memory", "other-tools", "traced-step")
 """Sections that users decide by; all are printed, and their ratios are in ``baseline.json``."""
 
 

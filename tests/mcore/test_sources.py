@@ -99,19 +99,22 @@ def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch)
     known = {*sys.modules} - {module.__name__}
     layer = type("Layer", (), {"__module__": module.__name__, "forward": Own.forward})
     vars(module).update(f=forward_step, Layer=layer, Optimizer=Optimizer, linear=torch.nn.Linear)
-    monkeypatch.setattr(sources.linecache, "getlines", lambda file: ["import torch\n"])
+    imported = sources._imported_by
+    monkeypatch.setattr(sources, "_imported_by", lambda file: {"torch"})
     replacing = sources.replacing([*sources.imported_code(known)])
     assert [code.co_qualname for code in replacing] == [
         "forward_step",
         "Own.forward",
         "Optimizer.step",
     ]
-    monkeypatch.setattr(sources.linecache, "getlines", lambda file: ["from tests import x\n"])
+    monkeypatch.setattr(sources, "_imported_by", lambda file: {"tests"})
     assert not sources.replacing(replacing)
     inner = (lambda: None).__code__
     name = "test_the_users_code_that_replaces_megatrons"
     edit = Edit(HERE, name, inner.co_firstlineno, is_seen=False, replaces=True)
     assert sources.replacements([inner]) == [edit]
+    assert "torch" in imported(str(sources.__file__))
+    assert not imported("absent.py")
     assert not any(map(sources.is_users, ("", sources.__file__, torch.__file__, types.__file__)))
 
 
