@@ -99,7 +99,7 @@ def import_torch(script: Path, device: str) -> None:
     With a GPU nothing is imported: ranks are new processes there.
     """
     path = scripts.as_search_path(scripts.search_path(script))
-    with signals.abrupt(), path, forkserver.without_collecting():
+    with signals.abrupt(), path, forkserver.light_imports():
         from megatron_ttrace import cpu
 
         if not cpu.needed(device):

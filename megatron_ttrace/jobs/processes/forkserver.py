@@ -15,6 +15,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -61,12 +62,13 @@ _DEFERRED = "wandb"
 
 def needs_cpu(device: str) -> bool:
     """``cpu.needed``, without asking the GPU's driver in this process."""
-    from megatron_ttrace import cpu
+    with light_imports():
+        import torch
+
+        from megatron_ttrace import cpu
 
     if device != "auto" or cpu.active():
         return cpu.needed(device)
-    import torch
-
     if not torch.backends.cuda.is_built():
         return True
     child = os.fork()
@@ -117,7 +119,7 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
     from megatron_ttrace import cpu
 
     path = scripts.as_search_path(scripts.search_path(script))
-    with path, quiet_imports(), without_collecting(), _asking_nvml():
+    with path, quiet_imports(), light_imports(), _asking_nvml():
         import torch
 
         if on_cpu:
@@ -135,13 +137,21 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
 
 
 @contextlib.contextmanager
-def without_collecting() -> Iterator[None]:
-    """For imports: there is next to no garbage, and all that is imported stays."""
+def light_imports() -> Iterator[None]:
+    """Import without looking for garbage: there is next to none, and all that is imported stays.
+
+    Torch notes the line that registers an operator. ``inspect.getframeinfo`` would read its text,
+    too, which nobody uses.
+    """
+    getframeinfo = inspect.getframeinfo
+    inspect.getframeinfo = lambda frame, context=0: getframeinfo(frame, context=0)
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
+        inspect.getframeinfo = getframeinfo
 
 
 class _Deferred(types.ModuleType):

@@ -2,6 +2,7 @@
 """Forked ranks behave like started ones; a forked rank can request a reference run."""
 
 import argparse
+import gc
 import inspect
 import json
 import os
@@ -263,3 +264,20 @@ def test_a_child_asks_for_a_gpu(tmp_path, machine, needed):
     script.write_text(ASKED)
     done = programs.python(script, machine, timeout=600)
     assert done.stdout.split() == [needed, "0", "True"], done.stderr
+
+
+def test_what_was_imported_is_not_searched_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(inspect, "findsource", lambda thing: read.append(thing))
+    before = inspect.getframeinfo
+    frozen = gc.get_freeze_count()
+    try:
+        with forkserver.light_imports():
+            assert not gc.isenabled()
+            here = inspect.getframeinfo(sys._getframe(), 3)
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+    assert inspect.getframeinfo is before
+    assert (here.filename, here.code_context, read) == (__file__, None, [])
