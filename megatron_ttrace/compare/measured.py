@@ -22,7 +22,7 @@ class Problem(StrEnum):
     EXTRA = "extra"
     """The reference has no such tensor."""
     SHAPE = "shape"
-    """Its shape fits no part of the reference's."""
+    """Its shape fits no part of the reference's, or its dtype is coarser."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,9 +64,11 @@ class Measured:
         return cls(key, "", (), shape, None, problem=Problem.EXTRA, note=note)
 
     @classmethod
-    def misfit(cls, key: TraceKey, shape: tuple[int, ...], why: str) -> Self:
+    def misfit(
+        cls, key: TraceKey, shape: tuple[int, ...], why: str, remark: Remark = Remark.SHAPE
+    ) -> Self:
         """A tensor whose shape fits none of the reference's; of a parameter, the whole one's."""
-        note = Note(Remark.SHAPE, text=why)
+        note = Note(remark, text=why)
         return cls(key, "", (), shape, None, problem=Problem.SHAPE, note=note)
 
     @property

@@ -19,16 +19,19 @@ from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.compare.routing import choice, left
 from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
-from megatron_ttrace.compare.tolerance import Tolerances
+from megatron_ttrace.compare.tolerance import Tolerances, epsilon
 from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Place, Routed
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import Kind, RoutingIndex, TraceKey
+from megatron_ttrace.trace.records import FLOW, Kind, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
 _DEFAULT = Budget()
+
+_KEEP_DTYPE = (*FLOW, Kind.LOSS, Kind.MAIN_GRAD)
+"""Kinds of tensors whose dtype no layout changes."""
 
 MOST_SKETCHES = 4096
 """Failing tensors of a rank that are examined for being summands: a bound on what a rank sends."""
@@ -139,6 +142,7 @@ class CompareSink:
         keep_all: bool = False,
         isolate: bool = False,
         perturb: Perturb | None = None,
+        same_code: bool = False,
         budget: Budget = _DEFAULT,
     ) -> None:
         """Prepare a comparison.
@@ -152,6 +156,7 @@ class CompareSink:
             keep_all: store all of them.
             isolate: replace what was compared by the reference's values.
             perturb: changes these first, in a replay that estimates tolerances.
+            same_code: the reference runs the same code, so that each tensor has its dtype.
             budget: bounds the copies that wait on a device for their verdicts; beyond that the host
                 waits for the device.
         """
@@ -163,6 +168,7 @@ class CompareSink:
         self._tolerances = tolerances
         self._iteration = iteration
         self._isolate = isolate
+        self._same_code = same_code
         self._by_key: dict[TraceKey, Measured] = {}
         self._planner = Planner(reference, iteration, layout)
         self._substituter = Substituter(reference, self._planner, perturb)
@@ -182,7 +188,9 @@ class CompareSink:
         # 2. Plan: which parts of the reference must it equal?
         for match in self._planner.plan(key, tuple(data.shape), known):
             # 3. Measure how far it is from them.
-            if isinstance(match, Match):
+            if isinstance(match, Match) and (why := self._coarser(match.key, data.dtype)):
+                measured = Measured.misfit(match.key, match.logical_shape, why, Remark.DTYPE)
+            elif isinstance(match, Match):
                 measured = self._shared(compare(self._reference, match, data), match, data)
             else:
                 measured = match
@@ -196,6 +204,19 @@ class CompareSink:
                 planned = match if isinstance(match, Match) else None
                 self._stage(_Staged(len(self._measured) - 1, staged, planned))
         # 6. Capture then asks for a replacement, with replace().
+
+    def _coarser(self, key: TraceKey, dtype: torch.dtype) -> str:
+        """How a dtype is coarser than that of the reference; empty if it is not.
+
+        Its rounding may be within the tolerance, which is estimated for the whole model's dtype.
+        """
+        if not self._same_code or key.kind not in _KEEP_DTYPE:
+            return ""
+        theirs = self._reference.entry(key).dtype
+        is_coarser = 0.0 < epsilon(theirs) < epsilon(dtype)
+        return (
+            f"{str(dtype).removeprefix('torch.')}, in the reference {theirs}" if is_coarser else ""
+        )
 
     @property
     def measured(self) -> list[Measured]:

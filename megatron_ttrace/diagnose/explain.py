@@ -35,6 +35,8 @@ from megatron_ttrace.trace.findings import (
     Finding,
     LossShare,
     Miscounted,
+    Remark,
+    Rounded,
 )
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.modules import module_of
@@ -116,6 +118,8 @@ class Explainer:
             stages = start.stages_of(self._traces.started, self._traces.meshes)
             chunks = self._traces.meshes[0].vpp if self._traces.meshes else 1
             return Explanation(start.misplaced_layers(verdict.name, expected, stages, chunks))
+        if dtype := next((note.text for note in verdict.notes if note.what is Remark.DTYPE), ""):
+            return Explanation(Rounded(Cause.PRECISION, dtype=dtype, own=True))
         if verdict.verdict is Outcome.SHAPE and start.is_start(key):
             return Explanation(self._divided(key))
         if verdict.verdict not in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT, Outcome.NONFINITE):

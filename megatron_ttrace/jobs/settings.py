@@ -302,6 +302,11 @@ class Settings:
         """Whether all tensors of the candidate are kept for ``ttrace compare``."""
         return self.save_candidate or self.keep is Keep.ALL
 
+    @property
+    def same_code(self) -> bool:
+        """Whether the reference runs the code of the candidate."""
+        return not (self.reference_args or self.allow_other_megatron)
+
     def blocks(self) -> list[list[int]]:
         """The traced iterations as runs of consecutive ones; each run is one rehearsal."""
         return _blocks(self.iterations)

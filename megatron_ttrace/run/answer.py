@@ -171,7 +171,7 @@ def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings)
         per_rank_state=bool(getattr(args, "fp8", None)) or bool(args.num_experts),
         gradient_factor=gradient_factor(args, mesh),
         deterministic=device.type == "cpu" or bool(getattr(args, "deterministic_mode", False)),
-        same_code=not (settings.reference_args or settings.allow_other_megatron)
+        same_code=settings.same_code
         # A reference on several ranks adds up in an order of its own.
         and settings.reference_layout is None,
     )

@@ -255,6 +255,7 @@ class CandidateSession:
             budget=self.budget,
             keep_all=self.settings.saves_candidate,
             isolate=requirements.isolates(self.args, self.settings),
+            same_code=self.settings.same_code,
         )
         if layout := reference_layout.decoded(self.comparison.reference.reference.layout):
             self._notice(reference_layout.notice(layout, self.args))
@@ -340,6 +341,7 @@ class CandidateSession:
                 TraceWriter(folder / "candidate", dist.get_rank(), self.budget),
                 keep_all=False,
                 isolate=True,
+                same_code=settings.same_code,
                 budget=self.budget,
             )
             comparison.initial(self.settings.iterations[0], self._initial)

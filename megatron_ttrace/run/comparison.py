@@ -31,7 +31,8 @@ class Comparison:
     """What one rank measures, from the first traced step to the last.
 
     Failed tensors are kept with ``writer``; with ``keep_all`` the others are kept, too. With
-    ``isolate`` every module is given the reference's inputs. ``budget`` bounds the memory.
+    ``isolate`` every module is given the reference's inputs. ``same_code``: as the reference's.
+    ``budget`` bounds the memory.
 
     Raises:
         TTraceError: when all tensors are kept, and there is no room for them.
@@ -44,6 +45,7 @@ class Comparison:
         *,
         keep_all: bool,
         isolate: bool,
+        same_code: bool,
         budget: Budget,
     ) -> None:
         if keep_all:
@@ -55,6 +57,7 @@ class Comparison:
         self._writer = writer
         self._keep_all = keep_all
         self._isolate = isolate
+        self._same_code = same_code
         self._measured: list[Measured] = []
         self.counted: list[Counted] = []
 
@@ -84,6 +87,7 @@ class Comparison:
             writer=self._writer,
             keep_all=self._keep_all,
             isolate=self._isolate,
+            same_code=self._same_code,
             budget=self._budget,
         )
         yield sink

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is found out about a failed tensor, as enums and numbers.
-
-Nothing here is text for people: ``report/`` makes all of it.
-"""
+"""What is found out about a failed tensor, as enums and numbers; ``report/`` makes all text."""
 
 from __future__ import annotations
 
@@ -69,6 +66,7 @@ class Remark(StrEnum):
     ROUTED = "routed"
     DROPPED = "dropped"
     SHAPE = "shape"
+    DTYPE = "dtype"
     NOT_BITWISE = "not_bitwise"
     OTHER_SHAPE = "other_shape"
     REFERENCE_NONFINITE = "reference_nonfinite"
@@ -219,10 +217,11 @@ class ProductFactors(RankFactors):
 
 
 class Rounded(Finding):
-    """The reference rounded to ``dtype``; ``scaled``: with one scale for the tensor."""
+    """The reference rounded to ``dtype``: its ``own``, or ``scaled`` with one scale for it."""
 
     dtype: str
-    scaled: bool
+    scaled: bool = False
+    own: bool = False
 
 
 class PartialSums(Finding):

@@ -17,6 +17,7 @@ from megatron_ttrace.compare.sketch import squared_norm
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.placements import FlatShard, Shard
 from megatron_ttrace.placement.plan import Step
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import Kind
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.compare.traces import key_of as key
@@ -142,6 +143,22 @@ def test_extra_and_misshapen_tensors_are_findings(reference, tensors):
         ("shape", None, "the whole tensor is (6, 6), in the reference (24, 6)"),
         ("extra", None, "not in the reference"),
     ]
+
+
+@pytest.mark.parametrize("same_code", [True, False])
+def test_a_tensor_that_was_rounded_is_a_finding(reference, tensors, same_code):
+    """Its rounding may be within a tolerance that is estimated for a model in bf16."""
+    sink = CompareSink(reference, 1, layout(), same_code=same_code)
+    for place in (OUT, NORM):
+        sink.tensor((place,), tensors[place].bfloat16())
+    sink.tensor((GRAD,), tensors[GRAD].double())
+    rounded, norm, finer = sink.measured
+    assert (norm.problem, finer.problem) == (None, None)
+    if not same_code:
+        assert rounded.problem is None
+        return
+    assert (rounded.problem, rounded.logical_shape) == ("shape", (S, 1, H))
+    assert rounded.note == Note(Remark.DTYPE, text="bfloat16, in the reference float32")
 
 
 def test_a_repeated_name_is_not_measured_again(reference, tensors, monkeypatch):

@@ -24,7 +24,15 @@ from megatron_ttrace.trace.captured import Share
 from megatron_ttrace.trace.collectives import Ledger
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.findings import Cause, Finding, Loss, Miscounted
+from megatron_ttrace.trace.findings import (
+    Cause,
+    Finding,
+    Loss,
+    Miscounted,
+    Note,
+    Remark,
+    Rounded,
+)
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.diagnose.evidence_by_hand import evidence_of, failed, hint, meshes, text, values
@@ -102,6 +110,13 @@ def test_every_failing_part_is_tested(made: tuple[Explainer, Path]) -> None:
     """A repair of two ranks' parts is not the cause where a third rank fails too."""
     verdict = dataclasses.replace(failed(keys()[0]), ranks=(0, 1, 2))
     assert made[0].explain(verdict).finding is None
+
+
+def test_another_dtype(made: tuple[Explainer, Path]) -> None:
+    """It is the cause, without a search."""
+    note = Note(Remark.DTYPE, text="bfloat16, in the reference float32")
+    verdict = dataclasses.replace(failed(keys()[0]), verdict=Outcome.SHAPE, notes=(note,))
+    assert made[0].explain(verdict).finding == Rounded(Cause.PRECISION, dtype=note.text, own=True)
 
 
 def test_every_layer_is_explained(made: tuple[Explainer, Path]) -> None:

@@ -136,6 +136,9 @@ def test_an_explanation_says_where_and_how_many() -> None:
         "precision lost: it is the reference rounded to bf16, as are 2 of the 3 main gradients "
         "that fail, only on ranks 0, 2 (tp 0)"
     )
+    own = findings.Rounded(Cause.PRECISION, dtype="bf16, in the reference fp32", own=True)
+    text = explanations.explanation_text(Explanation(own), VERDICT)
+    assert text == "precision lost: its dtype is bf16, in the reference fp32"
 
 
 def test_initial_values_are_explained_by_their_note() -> None:

@@ -173,7 +173,7 @@ class GroupedLinear(ParallelLinear):
         if len(splits) != self.num_gemms:
             raise ValueError(f"{len(splits)} splits for {self.num_gemms} experts")
         biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
-        settings = self.settings(num_gemms=self.num_gemms)
+        settings = self.settings(inp, num_gemms=self.num_gemms)
         refuse_delayed(settings.precision, self.save_original_input)
         parameters = self.product_weights() + (biases if self.apply_bias else [])
         sizes = [int(size) for size in splits]

@@ -266,8 +266,17 @@ class ParallelLinear(TransformerEngineBaseModule):
         else:
             self.bias = torch.Tensor()
 
-    def settings(self, num_gemms: int = 1, **of_norm: Any) -> LinearSettings:
-        """Fix layout and precision for one call."""
+    def settings(self, inp: torch.Tensor, num_gemms: int = 1, **of_norm: Any) -> LinearSettings:
+        """Fix layout and precision for one call.
+
+        Raises ``TypeError`` as TransformerEngine if a parameter has another dtype than the input.
+        """
+        for name, parameter in () if torch.is_autocast_enabled() else self.named_parameters():
+            if parameter.dtype != inp.dtype:
+                raise TypeError(
+                    "Data types for parameters must match when outside of autocasted region. "
+                    f"Found input dtype: {inp.dtype} and {name!r} dtype: {parameter.dtype}"
+                )
         return LinearSettings(
             layout=self.layout(),
             precision=self.precision(num_gemms),
@@ -290,7 +299,7 @@ class Linear(ParallelLinear):
         it again gives the same.
         """
         bias = self.bias if self.apply_bias else None
-        output, _ = LinearFunction.apply(inp, None, None, self.weight, bias, self.settings())
+        output, _ = LinearFunction.apply(inp, None, None, self.weight, bias, self.settings(inp))
         return (output, self.bias) if self.return_bias else output
 
 
@@ -339,6 +348,7 @@ class LayerNormLinear(ParallelLinear):
     ) -> Any:
         """``[s, ..., k]`` to ``[s', ..., n]``; then bias and norm output as asked for."""
         settings = self.settings(
+            inp,
             norm=NormKind(self.normalization, self.eps, self.zero_centered_gamma),
             return_normalized=self.return_layernorm_output,
             return_gathered=self.return_layernorm_output_gathered,

@@ -155,10 +155,10 @@ class _Norm(torch.nn.Module):
                 self.bias.zero_()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise ``[..., h]``."""
+        """Normalise ``[..., h]``, which is first rounded to the weight's dtype."""
         kind = NormKind(self.name, self.eps, self.zero_centered_gamma)
         shape = x.shape
-        x = x.reshape(*shape[: x.dim() - self.weight.dim()], -1)
+        x = x.to(self.weight.dtype).reshape(*shape[: x.dim() - self.weight.dim()], -1)
         bias = self.bias.reshape(-1) if self.has_bias else None
         output: torch.Tensor = NormFunction.apply(x, self.weight.reshape(-1), bias, kind)
         return output.reshape(shape)

@@ -130,6 +130,13 @@ def test_layer_norm_linear(normalization, zero_centered):
     same_gradients(ours, theirs, [x, *module.parameters()])
 
 
+@pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
+def test_another_dtype_than_the_parameters_is_refused(kind):
+    """As by TransformerEngine, outside of autocast."""
+    with pytest.raises(TypeError, match=r"Found input dtype: torch.float32 and '\w+' dtype"):
+        kind(4, 4, bias=False, params_dtype=torch.bfloat16)(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_grouped_linear(bias):
     """One expert has no tokens."""

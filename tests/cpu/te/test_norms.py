@@ -63,6 +63,7 @@ def test_results_are_rounded_once():
     with torch.no_grad():
         module.weight.copy_(1 + torch.randn(12).bfloat16())
         module.bias.copy_(torch.randn(12).bfloat16())
+    module.bfloat16()
     output = module(x)
     exact = expected("LayerNorm", x.double(), module.double())
     assert torch.equal(output, exact.float().bfloat16())
@@ -72,7 +73,20 @@ def test_results_are_rounded_once():
     assert not torch.equal(output, rounded)
     module.float()
     grads = torch.autograd.grad(module(x).sum(), (x, module.weight, module.bias))
+    assert module(x).dtype is torch.float32
     assert [grad.dtype for grad in grads] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
+def test_the_input_is_rounded_to_the_dtype_of_the_weight(kind):
+    """As in TransformerEngine's ``ops/basic/layer_norm.py``: residuals may be in float32."""
+    module = kind(normalized_shape=4, dtype=torch.bfloat16)
+    x = torch.randn(3, 4, requires_grad=True)
+    output = module(x)
+    assert torch.equal(output, module(x.bfloat16()))
+    assert output.dtype is torch.bfloat16
+    output.sum().backward()
+    assert x.grad.dtype is torch.float32
 
 
 def test_meta_device_waits_for_reset():
