@@ -78,12 +78,14 @@ class ModuleTap:
         self._microbatches = microbatches
         self._on_error = on_error
         self._handles: list[Any] = []
+        self._states: list[ChunkState] = []
         self._failed = False
 
     def __enter__(self) -> Self:
         try:
             for names in self._chunks:
                 state = ChunkState(names.repeated)
+                self._states.append(state)
                 for name, module in names.modules.items():
                     self._attach(state, name, module, names)
                 if runs_in_pieces(names.modules[ROOT]):
@@ -96,6 +98,10 @@ class ModuleTap:
 
     def __exit__(self, *exc: object) -> None:
         self.detach()
+
+    def microbatch(self, chunk: int) -> int:
+        """The global number of that which a chunk works on."""
+        return self._microbatches[self._states[chunk].current]
 
     def detach(self) -> None:
         """Remove all hooks; what could not be removed is tried again by another call.

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ttrace.capture.counting import Tally
+from megatron_ttrace.capture.dropouts import DropoutTap
 from megatron_ttrace.capture.isolate import clipped_by
 from megatron_ttrace.capture.loads import watched
 from megatron_ttrace.capture.modules import ModuleTap, Sink
@@ -128,6 +129,7 @@ class StepTap:
             model.chunks, model.places(), model.optimizer, model.mesh, self._attempt
         )
         self._tap = ModuleTap(model.names, sink, microbatches, self._error)
+        self._dropouts = DropoutTap(model.names, model.mesh, self._tap.microbatch, self._dropout)
 
     def detach(self) -> None:
         """Remove what hooks :meth:`run` could not remove. Raises what prevents it."""
@@ -155,11 +157,16 @@ class StepTap:
             self._ready()
             optimizer.step = traced_step
             try:
-                with self._tally.reduction(), watched(names, self._attempt, self._load):
+                with (
+                    self._tally.reduction(),
+                    watched(names, self._attempt, self._load),
+                    self._dropouts.active(self._attempt),
+                ):
                     result = step()
             finally:
                 del optimizer.step
         self._attempt(self._losses, result)
+        self._attempt(self._dropouts.recomputed)
         self._metrics(result)
         self._attempt(self._buffers, BufferIndex.AFTER)
         self._attempt(self._parameters, ParamIndex.AFTER)
@@ -279,6 +286,9 @@ class StepTap:
             # A step changes no others that matter to the next.
             if when is BufferIndex.AFTER or place.name.endswith(f".{BIAS}"):
                 self._placed(Kind.BUFFER, place, buffer, when)
+
+    def _dropout(self, place: Place, number: int) -> None:
+        self._sink.placed(place, torch.tensor(number, dtype=torch.float64), (), ())
 
     def _load(self, name: str, load: torch.Tensor) -> None:
         place = ParameterPlace(name, tuple(load.shape), ())

@@ -30,8 +30,8 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
 _DEFAULT = Budget()
 
-_KEEP_DTYPE = (*FLOW, Kind.LOSS, Kind.MAIN_GRAD)
-"""Kinds of tensors whose dtype no layout changes."""
+_KEEP_DTYPE = (*FLOW, Kind.LOSS)
+"""Kinds of tensors whose dtype no layout changes; Megatron-FSDP may keep gradients in bf16."""
 
 MOST_SKETCHES = 4096
 """Failing tensors of a rank that are examined for being summands: a bound on what a rank sends."""

@@ -251,7 +251,7 @@ def _forward(verdicts: Sequence[Judged]) -> list[_Origin]:
     born = _born(
         verdicts,
         inputs=Kind.INPUT,
-        outputs=(Kind.OUTPUT, Kind.ROUTING),
+        outputs=(Kind.OUTPUT, Kind.ROUTING, Kind.DROPOUT),
         grounds=Grounds.OUTPUT,
         without_inputs=Grounds.OUTPUT_WITHOUT_INPUTS,
     )

@@ -30,6 +30,7 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import (
     FACTORS,
     Cause,
+    ConstantFactor,
     Explanation,
     FailingRanks,
     Finding,
@@ -129,6 +130,10 @@ class Explainer:
         except (TTraceError, CodecError) as error:  # the files may be damaged
             _log.warning("cannot read what was kept of %s: %s", key, error)
             return Explanation()
+        if evidence is not None and key.kind is Kind.DROPOUT:
+            part = evidence.parts[0]
+            ratio = float(part.pieces[0] / evidence.expected(part)[0])
+            return Explanation(ConstantFactor(Cause.RANDOM_STATE, ratio=ratio))
         if evidence is not None and (key.kind, key.index) == (Kind.LOADED, LoadedIndex.NUMBER):
             return Explanation(start.other_number(evidence))
         return Explanation() if evidence is None else self._repaired(verdict, evidence)

@@ -14,6 +14,10 @@ from megatron_ttrace.mcore.replaced import replaced
 
 _DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout_p")
 
+COMMON_STATES = ("data-parallel-rng",)
+"""Named random states that tensor-parallel ranks share
+(megatron/core/tensor_parallel/random.py)."""
+
 _RANDOM_ROUTING = {
     "moe_router_force_load_balancing": False,
     "moe_router_force_biased": None,
@@ -22,6 +26,10 @@ _RANDOM_ROUTING = {
 """Options with which a router draws random numbers (megatron/core/transformer/moe/router.py), and
 what they are without."""
 _SWITCHED_OFF = {**_RANDOM_ROUTING, "mlp_chunks_for_training": 1}
+
+
+class Off(float):
+    """The probability of dropout that is switched off."""
 
 
 def has_dropout(args: MegatronArguments) -> bool:
@@ -55,19 +63,52 @@ def without_options(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager
     )
 
 
-def without_dropout(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+def without_dropout(
+    chunks: Sequence[torch.nn.Module], off: float = 0.0
+) -> AbstractContextManager[None]:
     """Switch dropout off, because ranks of different layouts draw different masks.
 
     ``bias_dropout_add`` reads ``hidden_dropout`` of its layer, attention and embedding have
-    ``torch.nn.Dropout`` modules, and TransformerEngine keeps ``attention_dropout``.
+    ``torch.nn.Dropout`` modules, and TransformerEngine keeps ``attention_dropout``. With an
+    :class:`Off`, calls can be followed; kernels on a GPU are compiled for plain numbers.
     """
     return replaced(
-        (module, name, 0.0)
+        (module, name, off)
         for chunk in chunks
         for module in chunk.modules()
-        for name in (("p",) if isinstance(module, torch.nn.Dropout) else _DROPOUT_ATTRIBUTES)
+        for name in _names(module)
         if isinstance(value := getattr(module, name, None), float) and value > 0
     )
+
+
+def drops(module: torch.nn.Module) -> bool:
+    """Whether a module has dropout, which is :class:`Off`."""
+    return any(isinstance(getattr(module, name, None), Off) for name in _names(module))
+
+
+def _names(module: torch.nn.Module) -> tuple[str, ...]:
+    return ("p",) if isinstance(module, torch.nn.Dropout) else _DROPOUT_ATTRIBUTES
+
+
+@contextmanager
+def named_states() -> Iterator[list[str]]:
+    """The named random states that are drawn from, the innermost last, kept up to date."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = type(get_cuda_rng_tracker())
+    fork, names = tracker.fork, []
+
+    @contextmanager
+    def forked(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with fork(self, *args, **kwargs) as value:
+            names.append(str([*args, *kwargs.values(), "model-parallel-rng"][0]))
+            try:
+                yield value
+            finally:
+                names.pop()
+
+    with replaced([(tracker, "fork", forked)]):
+        yield names
 
 
 @contextmanager

@@ -26,7 +26,14 @@ from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds, Reason
-from megatron_ttrace.trace.records import Culprit, Kind, LoadedIndex, TensorResult, Verdict
+from megatron_ttrace.trace.records import (
+    Culprit,
+    DropoutIndex,
+    Kind,
+    LoadedIndex,
+    TensorResult,
+    Verdict,
+)
 from megatron_ttrace.trace.sanitise import clean
 
 _MEASURED = [field.name for field in dataclasses.fields(TensorResult)]
@@ -44,6 +51,9 @@ _MASKS = messages(f.MaskOrder)
 _OPERANDS = messages(f.CastOperand)
 _TERMS = messages(f.Term)
 _ZERO = {Kind[name]: (text, hint) for name, (text, hint) in MESSAGES["Zero"].items()}
+_DROPOUT: dict[str, tuple[str, str]] = {
+    name: (text, hint) for name, (text, hint) in MESSAGES["Dropout"].items()
+}
 _SUSPECTS = messages(Statistic, "Suspects")
 _LACKS, _SIZES = messages(f.Lack), MESSAGES["sizes"]
 _TEMPLATES = MESSAGES["Finding"]
@@ -142,6 +152,9 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
         axes = " and ".join(finding.axes)
         hint = f"a reduction over {axes} ran: it left this out, or something was added after it"
         return _rendered(finding)[0], hint
+    if verdict.kind is Kind.DROPOUT and isinstance(finding, f.ConstantFactor):
+        is_repeated = verdict.index == DropoutIndex.RECOMPUTED
+        return _DROPOUT["RECOMPUTED" if is_repeated else "ALIKE" if finding.ratio < 1 else "APART"]
     if type(finding) is not f.Finding:
         return _rendered(finding)
     if finding.cause is Cause.ZERO:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace import cpu
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.jobs.settings import Settings
@@ -391,7 +392,8 @@ class Rehearsal:
     def _keep(self, kept: ExitStack, *, restore: bool) -> None:
         self._copies = kept.enter_context(self._room())
         kept.enter_context(quiet.one_attempt())
-        kept.enter_context(quiet.without_dropout(self.model.chunks))
+        off = quiet.Off() if cpu.active() else 0.0
+        kept.enter_context(quiet.without_dropout(self.model.chunks, off))
         kept.enter_context(quiet.without_options(self.model.chunks))
         kept.enter_context(quiet.random_states_kept())
         kept.enter_context(quiet.metrics_kept())

@@ -101,6 +101,8 @@ def conclude(
     can_log = reference.reference.logs and config.logs
     if unlogged := not can_log and _logs(reference) != _logs(captured):
         apart.add(Kind.METRIC)
+    if not any(holding.measured.key.kind is Kind.DROPOUT for holding in holdings):
+        apart.add(Kind.DROPOUT)  # as on a GPU, where kernels draw the masks
     keys = [key for key in reference if key.kind not in apart]
     starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
     coverage = counted.judge(decode(reference.reference.counted), counts)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The typed records that the steps exchange.
+"""The typed records that the steps exchange; terminal, HTML, W&B and JSONL only render them.
 
-Every line of output is one of these records; terminal, HTML, W&B and JSONL only render them. The
-field names of :class:`Verdict` and :class:`Summary` are a contract (docs/flags-and-files.md).
+The field names of :class:`Verdict` and :class:`Summary` are a contract (docs/flags-and-files.md).
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ class Kind(StrEnum):
     INPUT = "input"
     OUTPUT = "output"
     ROUTING = "routing"
+    DROPOUT = "dropout"
     LOSS = "loss"
     GRAD_OUTPUT = "grad_output"
     GRAD_INPUT = "grad_input"
@@ -78,7 +78,7 @@ _DIRECTION = {
     kind: direction
     for direction, kinds in {
         Direction.START: (Kind.INITIAL, Kind.LOADED, Kind.TOKENS, Kind.PARAM),
-        Direction.FORWARD: (Kind.INPUT, Kind.OUTPUT, Kind.ROUTING, Kind.LOSS),
+        Direction.FORWARD: (Kind.INPUT, Kind.OUTPUT, Kind.ROUTING, Kind.DROPOUT, Kind.LOSS),
         Direction.BACKWARD: (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT),
         Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.COUNTED, Kind.GRAD_NORM),
         Direction.UPDATE: (
@@ -159,6 +159,13 @@ class LoadedIndex(IntEnum):
     """Likewise a number: the position in the data, of the scheduler, of a parameter group."""
 
 
+class DropoutIndex(IntEnum):
+    """Index of a ``dropout``: elements with masks of their own; 1 if recomputed rightly, else 0."""
+
+    ELEMENTS = 0
+    RECOMPUTED = 1
+
+
 class MetricIndex(IntEnum):
     """Index of a ``metric``."""
 
@@ -187,11 +194,7 @@ class BufferIndex(IntEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class TraceKey:
-    """Names one logical tensor of a run.
-
-    ``microbatch`` counts over the whole global batch, in the reference's order;
-    :data:`STEP_LEVEL` for tensors that belong to the step.
-    """
+    """Names one logical tensor; ``microbatch``: in the reference's order, or :data:`STEP_LEVEL`."""
 
     iteration: Count
     microbatch: Microbatch

@@ -75,7 +75,7 @@ ENUMS: tuple[type[Enum], ...] = (
 def test_every_member_has_words(enum: type[Enum]) -> None:
     """No enumeration is rendered in part."""
     assert {*messages(enum)} == {*enum}
-    partly = {"Phase", "Reason", "Ran", "Note", "Zero", "Suspects", "Finding", "sizes"}
+    partly = {"Phase", "Reason", "Ran", "Note", "Zero", "Dropout", "Suspects", "Finding", "sizes"}
     assert MESSAGES.keys() == {member_type.__name__ for member_type in ENUMS} | partly
     assert {*messages(Statistic, "Suspects")} == {*Statistic}
 

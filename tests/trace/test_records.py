@@ -68,7 +68,8 @@ def test_the_contracts_words():
     """Kinds and verdicts by the names that reports and programs use."""
     assert {kind.value for kind in Kind} == set(
         "input output grad_output grad_input main_grad param param_delta exp_avg exp_avg_sq "
-        "buffer routing loss grad_norm tokens initial counted metric loaded hyperparameters".split()
+        "buffer routing dropout loss grad_norm tokens initial counted metric loaded "
+        "hyperparameters".split()
     )
     assert {outcome.value for outcome in Outcome} == set(
         "pass diverged replica_conflict missing extra uncovered shape nonfinite unchecked".split()

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What dropout would draw its masks from; it is switched off in traced steps (mcore/quiet.py).
+
+Ranks with the same activations must drop the same elements, tensor-parallel ranks with different
+parts different ones, so Megatron keeps two random states: one that they share, and a named one that
+is each rank's own (megatron/core/tensor_parallel/random.py). A recomputation must drop what the
+forward pass dropped. Masks that TransformerEngine draws in its kernels are not followed.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules import module as hooks
+
+from megatron_ttrace.capture.chunk_state import is_recomputing
+from megatron_ttrace.capture.schedule_plan import runs_in_pieces
+from megatron_ttrace.mcore import quiet
+from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.replaced import replaced
+from megatron_ttrace.placement.mesh import Mesh
+from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.records import ROOT, DropoutIndex, Kind
+
+
+@dataclasses.dataclass(slots=True)
+class _Call:
+    """A call of dropout in a forward pass.
+
+    Attributes:
+        name: of its module, with a number after the first call.
+        number: drawn in place of the mask.
+        waits: to be recomputed, if it is.
+        is_right: whether its recomputation, if any, draws the same.
+    """
+
+    name: str
+    number: float
+    waits: bool = True
+    is_right: bool = True
+
+
+class DropoutTap:
+    """Follows the calls of ``torch.nn.functional.dropout`` in the modules of a rank."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Names],
+        mesh: Mesh,
+        microbatch: Callable[[int], int],
+        record: Callable[[Place, int], None],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            chunks: of this rank.
+            mesh: this rank's place.
+            microbatch: returns the reference's number of that which a chunk works on.
+            record: is given what is found out about a call (:class:`DropoutIndex`).
+        """
+        self._chunks = chunks
+        self._known = {
+            id(module): (chunk, name)
+            for chunk, names in enumerate(chunks)
+            for name, module in names.modules.items()
+        }
+        self._tp, self._cp = mesh.size("tp"), mesh.size("cp")
+        self._microbatch, self._record = microbatch, record
+        self._running: list[tuple[int, str]] = []
+        self._states: list[str] = []
+        self._calls: defaultdict[tuple[int, int, str], list[_Call]] = defaultdict(list)
+
+    @contextmanager
+    def active(self, attempt: Callable[..., Any]) -> Iterator[None]:
+        """Follow what runs in this context; ``attempt`` runs what must not raise."""
+        functional = torch.nn.functional
+        dropout = functional.dropout
+
+        def followed(
+            input: torch.Tensor,
+            p: float = 0.5,
+            training: bool = True,
+            inplace: bool = False,
+        ) -> torch.Tensor:
+            if training and isinstance(p, quiet.Off) and self._running:
+                attempt(self._draws, input)
+            return dropout(input, p, training, inplace)
+
+        modules = [module for names in self._chunks for module in names.modules.values()]
+        # A module that runs in pieces does not say which of them runs.
+        in_pieces = any(runs_in_pieces(names.modules[ROOT]) for names in self._chunks)
+        with ExitStack() as kept:
+            if any(map(quiet.drops, modules)) and not in_pieces:
+                before = hooks.register_module_forward_pre_hook(self._enters)
+                kept.callback(before.remove)
+                after = hooks.register_module_forward_hook(self._leaves, always_call=True)
+                kept.callback(after.remove)
+                self._states = kept.enter_context(quiet.named_states())
+                kept.enter_context(replaced([(functional, "dropout", followed)]))
+            yield
+
+    def recomputed(self) -> None:
+        """The step is over: record which calls were recomputed rightly."""
+        for (_, microbatch, _), calls in self._calls.items():
+            for call in calls:
+                place = microbatch, Kind.DROPOUT, call.name, DropoutIndex.RECOMPUTED
+                self._record(place, int(call.is_right))
+
+    def _enters(self, module: torch.nn.Module, args: Any) -> None:
+        if (where := self._known.get(id(module))) is not None:
+            self._running.append(where)
+
+    def _leaves(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._running and self._running[-1] == self._known.get(id(module)):
+            self._running.pop()
+
+    def _draws(self, data: torch.Tensor) -> None:
+        chunk, name = self._running[-1]
+        microbatch = self._microbatch(chunk)
+        calls = self._calls[chunk, microbatch, name]
+        number = float(torch.rand((), device=data.device))
+        if not is_recomputing():
+            own = self._tp if self._states and self._states[-1] not in quiet.COMMON_STATES else 1
+            order = len(calls) + (name in self._chunks[chunk].repeated)
+            numbered = f"{name}#{order}" if order else name
+            calls.append(_Call(numbered, number))
+            place = microbatch, Kind.DROPOUT, numbered, DropoutIndex.ELEMENTS
+            self._record(place, data.numel() * self._cp * own)
+            return
+        waiting = [call for call in calls if call.waits]
+        same = [call for call in waiting if call.number == number]
+        for call in (same or waiting)[:1]:
+            call.waits, call.is_right = False, bool(same)

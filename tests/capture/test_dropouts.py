@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From which random state dropout would draw, and whether a recomputation draws the same."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from megatron_ttrace.capture import dropouts
+from megatron_ttrace.capture.dropouts import DropoutTap
+from megatron_ttrace.mcore import quiet
+from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.records import DropoutIndex, Kind
+from tests.placement.meshes import mesh_of
+
+SIZE = 6
+NO_STATE = contextlib.nullcontext
+
+
+class Layer(torch.nn.Module):
+    """Drops twice: in a module of its own, and in itself."""
+
+    def __init__(self, state: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self.hidden_dropout = 0.25
+        self.inner = torch.nn.Dropout(0.5)
+        self.state = state
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Only the second call draws from ``state``."""
+        x = self.inner(x)
+        with self.state():
+            return F.dropout(x, self.hidden_dropout, self.training)
+
+
+class Tracker:
+    """As Megatron's, with a method that the tap follows."""
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        """Nothing is drawn."""
+        yield
+
+
+@pytest.fixture
+def tracker(monkeypatch: pytest.MonkeyPatch) -> Tracker:
+    tracker = Tracker()
+    monkeypatch.setattr("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: tracker)
+    return tracker
+
+
+def followed(
+    layer: Layer,
+    run: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    off: float = quiet.Off(),
+    repeated: frozenset[str] = frozenset(),
+    **sizes: int,
+) -> dict[Place, int]:
+    """What is recorded of ``run`` and its backward pass, on the first rank of a mesh."""
+    modules = {"model": torch.nn.Sequential(layer), "layer": layer, "layer.inner": layer.inner}
+    names = Names(modules, {}, {}, frozenset(), repeated)
+    found: dict[Place, int] = {}
+    mesh = mesh_of(0, math.prod(sizes.values()), **sizes)
+    tap = DropoutTap([names], mesh, lambda chunk: 3, found.__setitem__)
+    x = torch.ones(2, SIZE // 2, requires_grad=True)
+    with quiet.without_dropout([modules["model"]], off), tap.active(lambda f, *args: f(*args)):
+        y = run(x)
+        assert torch.equal(y, x)
+        y.sum().backward()
+    tap.recomputed()
+    assert F.dropout is dropouts.torch.nn.functional.dropout
+    return found
+
+
+def at(name: str, index: DropoutIndex = DropoutIndex.ELEMENTS) -> Place:
+    return 3, Kind.DROPOUT, name, index
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [(None, 1), ("model-parallel-rng", 2), ("expert-parallel-rng", 2), ("data-parallel-rng", 1)],
+)
+def test_masks_of_its_own(tracker: Tracker, name: str | None, factor: int) -> None:
+    """Each rank of tp has another named state; cp divides all activations."""
+    layer = Layer(lambda: tracker.fork(name) if name else NO_STATE())
+    found = followed(layer, layer, tp=2, cp=4)
+    assert found == {
+        at("layer.inner"): 4 * SIZE,
+        at("layer"): 4 * SIZE * factor,
+        at("layer.inner", DropoutIndex.RECOMPUTED): 1,
+        at("layer", DropoutIndex.RECOMPUTED): 1,
+    }
+
+
+def test_the_state_of_megatron_is_the_default(tracker: Tracker) -> None:
+    layer = Layer(lambda: tracker.fork())
+    assert followed(layer, layer, tp=2)[at("layer")] == 2 * SIZE
+
+
+def test_each_call_has_a_number(tracker: Tracker) -> None:
+    """A module that ran in another chunk before begins with 1."""
+    layer = Layer(NO_STATE)
+    found = followed(layer, lambda x: layer(layer(x)), repeated=frozenset({"layer.inner"}))
+    names = [name for _, _, name, index in found if index is DropoutIndex.ELEMENTS]
+    assert names == ["layer.inner#1", "layer", "layer.inner#2", "layer#1"]
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_a_recomputation_draws_the_same(tracker: Tracker, restored: bool) -> None:
+    """Of two runs the last is recomputed first."""
+    layer = Layer(NO_STATE)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(layer, x, use_reentrant=True, preserve_rng_state=restored)
+        return x
+
+    found = followed(layer, run)
+    right = {name: n for (_, _, name, index), n in found.items() if index}
+    assert right == dict.fromkeys(["layer.inner", "layer.inner#1", "layer", "layer#1"], restored)
+
+
+def test_what_is_not_followed(tracker: Tracker) -> None:
+    """Where kernels drop; what never drops; evaluation."""
+    layer = Layer(NO_STATE)
+    assert not followed(layer, layer, off=0.0)
+    layer.eval()
+    assert not followed(layer, layer)
+    without = Layer(NO_STATE)
+    without.hidden_dropout = without.inner.p = 0.0
+    assert not followed(without, without)
