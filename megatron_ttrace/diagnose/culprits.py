@@ -293,9 +293,12 @@ def _within(verdicts: Sequence[Judged]) -> list[_Origin]:
         if not failed.isdisjoint(around) or not around:
             if not origins:
                 return []
-        # Of the later ones, those in which no earlier error surfaces again.
-        elif not origins or _severity(v) >= _SURFACING * leaving[around[0]]:
-            origins.setdefault(around[0], _Origin(v, around[0][1], Grounds.WITHIN))
+        # Of the later ones, those in which no earlier error surfaces again: neither that of a
+        # module inside, which leaves it as a gradient here, nor one below the tolerance.
+        elif not any(
+            at == v.microbatch and is_within(name, around[0][1]) for at, name in origins
+        ) and (not origins or _severity(v) >= _SURFACING * leaving[around[0]]):
+            origins[around[0]] = _Origin(v, around[0][1], Grounds.WITHIN)
     return list(origins.values())
 
 
@@ -310,26 +313,26 @@ def _worst(verdicts: Iterable[Judged], kind: Kind) -> dict[_At, float]:
 
 
 def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Judged]) -> list[_Origin]:
-    """Without those that only share the tensor of another one.
+    """Without those that only share the tensor of another module, which need not be an origin.
 
     Modules with the same input have the same gradient there, the sum of what they all add. It is
     wrong through one whose weights' gradients are wrong, if the others' are right.
     """
     wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
-    sharing: dict[tuple[int, float], list[_Origin]] = {}
-    for origin in origins:
-        error = origin.verdict.rel_err
+    guilty: dict[tuple[int, float], set[str]] = defaultdict(set)
+    for v in _failures(verdicts, Kind.GRAD_INPUT):
         # All tensors of zeros have the error 1, and all that are missing have none.
-        if error is not None and math.isfinite(error) and error != 1.0:
-            sharing.setdefault((origin.verdict.microbatch, error), []).append(origin)
-    innocent = {
-        id(origin)
-        for alike in sharing.values()
-        if any(other.module in wrong for other in alike)
-        for origin in alike
-        if origin.module not in wrong
-    }
-    return [origin for origin in origins if id(origin) not in innocent]
+        if v.name in wrong and v.rel_err is not None and v.rel_err != 1.0:
+            guilty[v.microbatch, v.rel_err].add(v.name)
+
+    def is_innocent(origin: _Origin) -> bool:
+        error = origin.verdict.rel_err
+        if origin.module in wrong or error is None:
+            return False
+        others = guilty.get((origin.verdict.microbatch, error), ())
+        return any(not is_within(other, origin.module) for other in others)
+
+    return [origin for origin in origins if not is_innocent(origin)]
 
 
 def _gradient(verdicts: Sequence[Judged]) -> list[_Origin]:

@@ -266,7 +266,8 @@ class Suspects:
     # By where it ran
 
     def _take(self, functions: Iterable[int], weight: float) -> None:
-        for function in functions:
+        # What has no weight is no suspect, not even if the user changed it.
+        for function in functions if weight else ():
             self.weights[function] = max(weight, self.weights.get(function, 0.0))
 
     def _container(self) -> str:

@@ -76,7 +76,9 @@ def test_what_a_module_is_given(kind: Kind, name: str, outcome: Outcome) -> None
 )
 def test_suspects(kind: Kind, name: str, suspected: str, others: str) -> None:
     """What ran in that module and direction, or in that part of the step."""
-    names = {NAMES[number] for number, weight in suspects(kind, name).weights.items() if weight}
+    weights = suspects(kind, name).weights
+    assert all(weights.values()), "what has no weight would be one as soon as the user changes it"
+    names = {NAMES[number] for number in weights}
     assert names >= set(suspected.split())
     assert not names & set(others.split())
 

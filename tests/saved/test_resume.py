@@ -230,6 +230,15 @@ def test_another_layout(tmp_path: Path) -> None:
         assert restart.verdict is verdict
 
 
+@pytest.mark.parametrize("dropout", [False, True])
+def test_losses_that_differ_by_design(tmp_path: Path, dropout: bool) -> None:
+    """Beside a state that differs they are shown, but not if dropout alone changes them."""
+    before = recordings.uninterrupted(tmp_path / "a", dropout=dropout)
+    after = recordings.restarted(tmp_path / "b", steps=[step(3, losses={"lm loss": 5.0}), step(4)])
+    restart = compare(before, after, "--tensor-model-parallel-size 1")
+    assert bool(restart.steps) is not dropout
+
+
 def test_nothing_of_the_optimizer(tmp_path: Path) -> None:
     """With ``--no-load-optim`` weights are compared, and the rest is a notice."""
     loaded = {LoadedIndex.WEIGHT: state()[LoadedIndex.WEIGHT]}
