@@ -162,7 +162,7 @@ def _order(evidence: Evidence, dim: int, moves: list[_Move]) -> ReorderedRows:
     targets, sources = [own for own, _ in together], [to for _, to in together]
     half = len(targets) // 2
     order = RowOrder.BLOCKS
-    if len(set(sources)) < len(sources):
+    if set(sources) != set(targets):
         order = RowOrder.REPEATED
     elif sources == targets[half:] + targets[:half] and len(targets) == 2 * half:
         order = RowOrder.HALVES

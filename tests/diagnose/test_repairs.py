@@ -197,7 +197,9 @@ EXPLAINED: list[tuple[Repair, Evidence, str]] = [
     (position.rows, of(ROWS, ROWS.roll(-3, 0)), "another order"),
     (position.rows, of(ROWS, ROWS.flip(0)), "reverse order"),
     (position.rows, of(ROWS, ROWS.roll(16, 0)), "two halves of its rows are swapped"),
-    (position.rows, of(ROWS, ROWS[:1].expand_as(ROWS)), "some of them twice"),
+    (position.rows, of(ROWS, ROWS[:1].expand_as(ROWS)), "what belongs there is nowhere"),
+    # Another token's row, which is right where it belongs, too.
+    (position.rows, of(ROWS, with_rows(4, 5, ROWS[9:10])), "1 of 32 rows hold the values of other"),
     (position.rows, of(ROWS, shuffled()), "another order"),
     (position.rows, of(COLUMNS, COLUMNS.roll(4, 2), key=OUTPUT), "halves of its columns"),
     (position.rows, exchanged(), "rank 0 holds rows 16..31"),
