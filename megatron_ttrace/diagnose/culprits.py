@@ -236,7 +236,16 @@ def _absent(verdicts: Sequence[Judged]) -> list[_Origin]:
             module = max(absent_names, key=lambda name: (totals[name], len(name)))
             grounds = Grounds.ABSENT_MODULE
         origins.append(_Origin(v, module, grounds))
-    return origins or _of_modules(absent, Grounds.ABSENT)
+    if origins:
+        return origins
+    # A module that was not called has no input, and called none of the modules inside it.
+    uncalled = {
+        (v.microbatch, v.name)
+        for v in absent
+        if v.verdict is Outcome.MISSING and v.kind is Kind.INPUT
+    }
+    within = ((v, ((v.microbatch, name) for name in _containers(v.name))) for v in absent)
+    return _of_modules([v for v, around in within if uncalled.isdisjoint(around)], Grounds.ABSENT)
 
 
 def _containers(name: str) -> Iterator[str]:

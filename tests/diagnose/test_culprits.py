@@ -336,6 +336,15 @@ def test_absent_parameters_name_their_module(outcome: Outcome) -> None:
             ),
             ["first", "other"],
         ),
+        # A layer that is never called: neither are the modules inside it.
+        (
+            [
+                verdict(name, kind, Outcome.MISSING, margin=None)
+                for name in (LAYERS[1], f"{LAYERS[1]}.mlp", FC1)
+                for kind in (Kind.INPUT, Kind.OUTPUT)
+            ],
+            [LAYERS[1]],
+        ),
         # Moments are missing: the wrong norm, and all clipped updates, are consequences.
         (
             [
