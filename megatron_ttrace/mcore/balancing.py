@@ -65,6 +65,18 @@ def updated_biases(chunks: list[Names]) -> list[str]:
     ]
 
 
+def keep_biases(chunks: list[torch.nn.Module]) -> None:
+    """Let the biases of routers have the float32 that routers give them in a forward pass.
+
+    In 0.18 they have the model's dtype until the first one. If a run has made one and another has
+    not, the same start values would be rounded in one of them only.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if keep := getattr(module, "_maintain_float32_expert_bias", None):
+                keep()
+
+
 def loads(tokens: torch.Tensor) -> torch.Tensor:
     """The load of each expert relative to the mean, [routers, experts], in the counts' dtype.
 

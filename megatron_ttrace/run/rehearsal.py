@@ -21,9 +21,8 @@ from megatron_ttrace import cpu
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import fronts, gathering, quiet
+from megatron_ttrace.mcore import balancing, fronts, gathering, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
-from megatron_ttrace.mcore.balancing import BIAS
 from megatron_ttrace.mcore.groups import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
 from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
@@ -165,6 +164,7 @@ class Rehearsal:
         self._budget = budget
         self._scheduler = scheduler
         self._schedule = copy.copy(vars(scheduler))
+        balancing.keep_biases(chunks)
         self._buffers = [(buffer, buffer.detach().clone()) for _, buffer in self.model.buffers()]
         self._errors: list[str] = []
         self._copies = Copies()
@@ -280,7 +280,7 @@ class Rehearsal:
             if part:
                 part.stepped.copy_(target)
         for place, buffer in self.model.buffers() if names is None else ():
-            if place.name.endswith(f".{BIAS}"):
+            if place.name.endswith(f".{balancing.BIAS}"):
                 put(place, buffer)
 
     def serve(self, served: Served) -> None:

@@ -4,8 +4,9 @@
 import argparse
 
 import pytest
+import torch
 
-from megatron_ttrace.mcore.balancing import depends_on_layout
+from megatron_ttrace.mcore.balancing import depends_on_layout, keep_biases
 from megatron_ttrace.trace.records import RoutingIndex
 
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
@@ -40,3 +41,19 @@ def arguments(**values):
 def test_where_a_rank_has_a_part_of_the_tokens(values, expected):
     """Only there, and only what looks at all of them."""
     assert tuple(depends_on_layout(arguments(**values))) == expected
+
+
+def test_biases_have_the_precision_that_routers_use():
+    """Before a first forward pass, too, in releases that leave them in the model's."""
+
+    class Router(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("expert_bias", torch.zeros(4, dtype=torch.bfloat16))
+
+        def _maintain_float32_expert_bias(self):
+            self.expert_bias.data = self.expert_bias.data.float()
+
+    router = Router()
+    keep_biases([torch.nn.Sequential(torch.nn.Linear(2, 2), router)])
+    assert router.expert_bias.dtype == torch.float32
