@@ -159,9 +159,11 @@ def _in_bucket(
 def rows_of(parameter: torch.nn.Parameter) -> tuple[int, int] | None:
     """This rank's elements of a flattened parameter that torch's FSDP2 divides, else ``None``.
 
-    Rows are divided as by ``torch.chunk``: all ranks but the last ones have equally many.
+    Rows are divided as by ``torch.chunk``: all ranks but the last ones have equally many. Only
+    since 0.19 does Megatron mark such parameters.
     """
-    if not getattr(parameter, "is_torch_fsdp2_param", False):
+    is_sharded = getattr(parameter, "_local_tensor", None) is not None
+    if not is_sharded or hasattr(parameter, "orig_param"):
         return None
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
     rows, *columns = parameter.shape

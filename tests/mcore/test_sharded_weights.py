@@ -161,14 +161,15 @@ def test_rows_of_a_parameter(size):
                 rows, mesh, [Shard(0)], shape=weight.shape, stride=weight.stride()
             )
             parameter = torch.nn.Parameter(sharded)
-            assert rows_of(parameter) is None
-            parameter.is_torch_fsdp2_param = True
+            assert rows_of(torch.nn.Parameter(weight)) is None
             model = torch.nn.Module()
             model.weight = parameter
             part = parts_of([model])[parameter]
             assert part.stepped.tolist() == list(range(*part.range))
             assert part.weights_range == part.range
             elements[number] += part.weights.tolist()
+            parameter.orig_param = weight  # Megatron-FSDP's, which has buckets
+            assert rows_of(parameter) is None
         dist.destroy_process_group()
     assert elements == [list(range(math.prod(shape))) for shape in SHAPES]
 
