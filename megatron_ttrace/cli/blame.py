@@ -64,8 +64,6 @@ def run(args: argparse.Namespace) -> int:
     say = command.progress_of(args)
     script = training.script_of(command_)
     interpreter = apart.interpreter_of(training.words_of(args))
-    # The Megatron is the one that the command would import.
-    os.environ.update(command_.environment)
     tree = overlay.Tree.of(script)
     difference = overlay.difference(tree, args.good)
     trial = blame.Trial(

@@ -54,9 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser, words: str = "-- COMMAND") ->
 
 
 def command_of(args: argparse.Namespace) -> Command:
-    """The training command of a command line; variables that it unsets are gone from here.
+    """The training command of a command line; this process has the variables that it sets.
 
-    Raises ``TTraceError`` when there is none, or more than one.
+    They decide which Megatron is imported here, for all ranks, and how. Raises ``TTraceError`` when
+    there is no command, or more than one.
     """
     words = words_of(args)
     if args.recipe is not None:
@@ -64,10 +65,12 @@ def command_of(args: argparse.Namespace) -> Command:
             raise TTraceError("--recipe FILE and a command: give one of them")
         from megatron_ttrace.jobs.commands import recipe_file
 
-        return recipe_file.read(args.recipe)
-    command_ = parsed(words, args.command, getattr(args, "nproc_per_node", None))
+        command_ = recipe_file.read(args.recipe)
+    else:
+        command_ = parsed(words, args.command, getattr(args, "nproc_per_node", None))
     for name in command_.unset:
         os.environ.pop(name, None)
+    os.environ.update(command_.environment)
     return command_
 
 

@@ -2,6 +2,7 @@
 """The training command that commands are given."""
 
 import argparse
+import os
 import sys
 
 import pytest
@@ -74,3 +75,16 @@ def test_a_text_of_several_lines(place):
     """Nothing of it is lost."""
     text = "torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 4\n--pipeline-size 2\n"
     assert command_of([text]).arguments == ("--num-layers", "4", "--pipeline-size", "2")
+
+
+def test_variables_of_a_command(place, monkeypatch):
+    """They decide which Megatron this process imports for all ranks: of a shell script, too."""
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    exports = "export PYTHONPATH=/own:$PYTHONPATH\nunset PYTHONSAFEPATH\n"
+    (place / "launch").write_text(f"#!/bin/bash\n{exports}bin/torchrun pretrain_gpt.py $@\n")
+    command_of(["bash", "launch", "--num-layers", "4"])
+    assert os.environ["PYTHONPATH"] == "/own:/theirs"
+    assert "PYTHONSAFEPATH" not in os.environ
+    command_of(["PYTHONPATH=/other", "python", "pretrain_gpt.py"])
+    assert os.environ["PYTHONPATH"] == "/other"

@@ -45,7 +45,7 @@ _KEEP_CONTENT = ("chgrp", "chmod", "chown", "ln", "mkdir", "sleep", "touch")
 _SET_UP = frozenset("conda lmod mamba micromamba modulecmd modulecmd.tcl pyenv spack".split())
 """Programs that print commands which prepare an environment, and choose nothing of the job."""
 _UNFOUND = "/ttrace-not-found/"
-_VARIABLES = ("CUDA", "NCCL", "NVTE", "TORCH", "PYTORCH", "CUBLAS")
+_VARIABLES = ("CUDA", "NCCL", "NVTE", "TORCH", "PYTORCH", "CUBLAS", "PYTHON")
 """Prefixes of what a script sets for the training, apart from what it sets for itself."""
 _MARK = 7919
 """What the first program that is not run prints, if it prints something; others print the next."""
