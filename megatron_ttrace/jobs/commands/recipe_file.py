@@ -23,10 +23,10 @@ RANKS_PER_NODE = 8
 """Ranks that the functional tests start on a machine. A layout may need several machines."""
 
 _SCRIPTS = {
-    "bert": ("pretrain_bert.py",),
+    "bert": ("examples/bert/pretrain_bert.py", "pretrain_bert.py"),
     "hybrid": ("pretrain_hybrid.py", "pretrain_mamba.py"),
     "mamba": ("pretrain_mamba.py", "pretrain_hybrid.py"),
-    "t5": ("pretrain_t5.py",),
+    "t5": ("examples/t5/pretrain_t5.py", "pretrain_t5.py"),
     "mimo": ("examples/mimo/train.py",),
     "multimodal-llava": ("pretrain_vlm.py",),
 }
@@ -66,7 +66,13 @@ def read(path: Path) -> Command:
     # The functional tests start as many ranks as the layout needs: one is too few, so that many.
     ranks = math.lcm(axes.of_large(CommandFlags.parse(words), 1).ranks, RANKS_PER_NODE)
     nodes = ranks // RANKS_PER_NODE
-    return Command(str(_script(path, values)), tuple(words), environment, ranks, nodes)
+    script, root = _script(path, values)
+    if script.parent != root:
+        # Scripts in folders import those beside them, and Megatron, from the checkout.
+        inherited = environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH")
+        entries = filter(None, [str(root.absolute()), inherited])
+        environment["PYTHONPATH"] = os.pathsep.join(entries)
+    return Command(str(script), tuple(words), environment, ranks, nodes)
 
 
 def _words(flag: str, value: Any) -> list[str]:
@@ -88,17 +94,17 @@ def _words(flag: str, value: Any) -> list[str]:
     return [flag, text] if text else [flag]
 
 
-def _script(path: Path, values: Mapping[str, Any]) -> Path:
-    """The training script, in the checkout that the file lies in."""
+def _script(path: Path, values: Mapping[str, Any]) -> tuple[Path, Path]:
+    """The training script, and the checkout that the file lies in, or else this directory."""
     parts = path.absolute().parts
     family = parts[parts.index("test_cases") + 1] if "test_cases" in parts[:-1] else ""
     if "--hybrid-layer-pattern" in values or "--hybrid-override-pattern" in values:
         family = "hybrid"
     names = _SCRIPTS.get(family, ("pretrain_gpt.py",))
     roots = [folder for folder in path.absolute().parents if (folder / "megatron").is_dir()]
-    for root in roots or [Path.cwd()]:
+    for root in roots or [Path()]:
         for name in names:
             if (root / name).is_file():
-                return Path(os.path.relpath(root / name)) if not roots else root / name
+                return root / name, root
     where = roots[0] if roots else Path.cwd()
     raise TTraceError(f"{path} needs {' or '.join(names)}, which {where} lacks")

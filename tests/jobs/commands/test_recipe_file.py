@@ -93,8 +93,19 @@ def test_the_script_is_the_checkouts(checkout):
     assert recipe_file.read(command).script == str(checkout / "pretrain_gpt.py")
     hybrid = write(checkout, MODEL_ARGS={"--hybrid-layer-pattern": "M*"})
     assert recipe_file.read(hybrid).script == str(checkout / "pretrain_mamba.py")
-    with pytest.raises(TTraceError, match=r"needs pretrain_t5.py"):
+    with pytest.raises(TTraceError, match=r"needs examples/t5/pretrain_t5.py or pretrain_t5.py"):
         recipe_file.read(write(checkout, "t5", MODEL_ARGS={}))
+
+
+def test_a_script_in_a_folder_imports_from_the_checkout(checkout, monkeypatch):
+    """As in Megatron's tests: T5's script imports ``pretrain_gpt``."""
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    script = checkout / "examples/bert/pretrain_bert.py"
+    script.parent.mkdir(parents=True)
+    script.touch()
+    command = recipe_file.read(write(checkout, "bert", MODEL_ARGS={}))
+    assert command.script == str(script)
+    assert command.environment == {"PYTHONPATH": f"{checkout}:/theirs"}
 
 
 @pytest.mark.parametrize(
