@@ -75,6 +75,21 @@ def test_the_account_is_complete():
     assert "1024 ranks" in small.stands_for()
 
 
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("pretrain_vlm.py", "--img-h 336 --img-w 336 --patch-dim 14"),
+        ("examples/bert/pretrain_bert.py", "--bert-no-binary-head --mask-prob 0.2"),
+        ("examples/t5/pretrain_t5.py", "--short-seq-prob 0.2"),
+    ],
+)
+def test_what_other_scripts_read_is_kept(script, flags):
+    """Images' sizes decide how long samples are, for instance, and so whether they are padded."""
+    command = Command(script, ("--num-layers", "8", *flags.split()), {}, 1)
+    (job,) = plan.shrink(command, 8).jobs
+    assert flags in " ".join(job.arguments)
+
+
 def test_of_a_repeated_flag_the_last_counts():
     """As for Megatron's parser; the earlier ones go."""
     (job,) = shrunk("--num-layers 8 --bf16 --num-layers 16 --bf16", 1).jobs
