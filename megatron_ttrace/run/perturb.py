@@ -6,7 +6,8 @@ Three places are perturbed, so that forward, backward and gradients get new erro
 - every float32 parameter is multiplied by 1 ± epsilon with random signs: each matrix product
   then has an independent relative error of about epsilon, as when tensor parallelism sums it in
   another order;
-- the embedding's output likewise, as in the paper (arXiv 2506.09280, section 4);
+- the embedding's output likewise, as in the paper (arXiv 2506.09280, section 4); that of a language
+  model inside another one, too, and the first convolution of an encoder of images;
 - the per-token loss likewise, where the backward pass starts. It is float32 in every run, and an
   epsilon of float32 moves no 16-bit number. So if training is in 16 bits, the head's input gradient
   is summed from two parts of the vocabulary, as tensor parallelism does (``split_head``).
@@ -80,6 +81,16 @@ UNPERTURBED = 0
 
 _EMBEDDING = "embedding"
 _HEAD = "output_layer"
+
+
+def _is(name: str, leaf: str) -> bool:
+    """Whether a module is this part of a language model, which another model may contain."""
+    return name.rpartition(".")[2] == leaf
+
+
+def _language_model(embedding: str) -> str:
+    """The name of the model that has this embedding."""
+    return embedding.rpartition(".")[0] or ROOT
 
 
 def perturb(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -194,7 +205,9 @@ def perturbed(
         return
     generator = torch.Generator().manual_seed(seed)
     named = [pair for names in chunks for pair in names.parameters.items()]
-    ends = (_EMBEDDING, ROOT) if spread is None or spread.ends else (_EMBEDDING,)
+    modules = [pair for names in chunks for pair in names.modules.items()]
+    losses = {_language_model(name) for name, _ in modules if _is(name, _EMBEDDING)} | {ROOT}
+    ends = losses if spread is None or spread.ends else set()
 
     def signs_of(name: str) -> torch.Generator:
         if spread is None:
@@ -214,10 +227,11 @@ def perturbed(
                 values = local(parameter.data)
                 values.copy_(perturb(values, signs_of(name)))
     with ExitStack() as stack:
-        for name, module in (pair for names in chunks for pair in names.modules.items()):
-            if name in ends:
+        for name, module in modules:
+            is_source = _is(name, _EMBEDDING) or isinstance(module, torch.nn.Conv2d)
+            if is_source or name in ends:
                 stack.callback(module.register_forward_hook(outputs).remove)
-            if name == _HEAD:
+            if _is(name, _HEAD):
                 stack.callback(split_head(module, generator, spread).remove)
                 stack.callback(step_of_loss(module, generator).remove)
         if te.emulated():

@@ -218,3 +218,23 @@ def test_a_step_of_a_loss_that_rounds(rounded):
         assert ratio == pytest.approx(1 + epsilon(torch.bfloat16) / SAFETY)
         row = changed.flatten(0, 1).any(dim=1)
         assert gradient.flatten(0, 1)[row].abs().max() == gradient[changed].abs()
+
+
+def test_a_language_model_in_another_model():
+    """Nothing would move in 16 bits, and tolerances would have no room for rounding."""
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.language_model = Model()
+
+        def forward(self, ids, labels):
+            return self.language_model(ids, labels=labels), labels
+
+    ids, labels = batch()
+    losses = []
+    for seed in (0, 1):
+        model = Outer().bfloat16()
+        with perturbed([canonical_names(model)], seed):
+            losses.append(model(ids, labels=labels)[0].detach())
+    assert 0 < float((losses[1] - losses[0]).norm() / losses[0].norm()) < 0.1
