@@ -380,7 +380,8 @@ class _Judge:
         is_sum = call.operation.reduces and call.dtype.startswith("float")
         phase = Phase.GRADIENTS if self._is_reduced else Phase.OPTIMIZER
         of_norm = kind in (Kind.GRAD_NORM, Kind.COUNTED) and call.direction is phase
-        of_norm &= kind is Kind.GRAD_NORM or self._code.compute(chain, self._verdict.index)
+        if of_norm and kind is Kind.COUNTED:
+            of_norm = self._code.compute(chain, self._verdict.index)
         if (of_norm and is_sum) or (kind is Kind.PARAM and call.direction is Phase.PARAMETERS):
             return 1.5
         return 0.0 if self._causes else 0.4

@@ -489,6 +489,8 @@ def test_nothing_is_made_up() -> None:
     """Where nothing was recorded, nothing is known."""
     for kind in (Kind.OUTPUT, Kind.MAIN_GRAD, Kind.PARAM, Kind.METRIC, Kind.GRAD_NORM):
         assert places(kind, WEIGHT, PARTIAL, ledger=UNRECORDED) == ()
+    tenth = judged(Kind.INPUT, LINEAR, Outcome.DIVERGED, index=9)  # that of no statistic
+    assert Places(record(collective("reduce")), [tenth]).ranked(tenth, None) is not None
 
 
 @pytest.mark.parametrize("kind", Kind)
