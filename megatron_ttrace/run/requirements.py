@@ -73,6 +73,11 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "in which it reads them, so layouts train on different samples: check the job with "
             "--ttrace-exit, which rearranges each sample by its index"
         )
+    if has("dataloader_seq_length") and getattr(args, "context_parallel_size", 1) > 1:
+        raise TTraceError(
+            "--context-parallel-size in a model of images: how ranks divide their samples is not "
+            "known: check the job without it"
+        )
     main_weights = getattr(args, "main_params_dtype", None)
     if main_weights is not None and main_weights.itemsize < 4:
         raise TTraceError(

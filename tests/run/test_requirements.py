@@ -46,6 +46,11 @@ REFUSED = [
     ),
     ({"fim_data": True, "data_parallel_size": 2}, {}, "--fim-data with data parallelism"),
     ({"cuda_graph_impl": "local"}, {}, "--cuda-graph-impl"),
+    (
+        {"dataloader_seq_length": 96, "context_parallel_size": 2},
+        {},
+        "--context-parallel-size in a model of images",
+    ),
     ({"train_iters": 1}, {"iterations": (1, 5)}, "--ttrace-iterations 5: .* after iteration 1"),
     ({"exit_interval": 2}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
     ({"iteration": 7}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
