@@ -76,14 +76,17 @@ class Code:
         return self._numbers.get((file, name))
 
     def changed(self, function: ChangedFunction) -> list[int]:
-        """A changed function and those inside of it, or all of a file of which any may be."""
+        """What changed of a function: itself, or functions inside of it, or any of a file."""
         if function.line and not function.function:
             return []
-        within = function.function and f"{function.function}."
+        # What has no name of its own (a lambda) belongs to what it is written in.
+        starts = [f"{part}.<" for part in function.parts]
+        starts = starts or [function.function and f"{function.function}."]
         return [
             number
             for (file, name), number in self._numbers.items()
-            if file == function.file and f"{name}.".startswith(within)
+            if file == function.file
+            and (name in function.parts or any(f"{name}.".startswith(start) for start in starts))
         ]
 
     def callers(self, function: int, context: Context) -> list[int]:

@@ -155,8 +155,7 @@ def _edits(prefix: str, folder: Path, name: str, base: str) -> Iterator[Edit]:
     # As text on both sides, because that is how git's output is read.
     before = (provenance.git(folder, "show", f"{base}:./{name}") or "").encode()
     after = (folder / name).read_bytes().decode(errors="replace").encode()
-    for change in changes(before, after):
-        yield Edit(f"{prefix}{name}", change.name, change.line, change.is_seen)
+    yield from (Edit.of(f"{prefix}{name}", change) for change in changes(before, after))
 
 
 def _since_wheel(
@@ -182,10 +181,7 @@ def _since_wheel(
             edits.append(Edit(name, "", 0))
             continue
         before = (root / name).read_bytes() if name in recorded else b""
-        edits += [
-            Edit(name, change.name, change.line, change.is_seen)
-            for change in changes(before, contents[name])
-        ]
+        edits += [Edit.of(name, change) for change in changes(before, contents[name])]
     return edits
 
 

@@ -70,7 +70,7 @@ class Difference:
     def edits(self) -> Edits:
         """The functions that differ, by their paths below the root."""
         edits = [
-            Edit(file, change.name, change.line, change.is_seen)
+            Edit.of(file, change)
             for file, text in self.bad.items()
             for change in changes.changes(self.good.get(file, "").encode(), text.encode())
         ]

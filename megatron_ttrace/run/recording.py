@@ -145,6 +145,7 @@ def changed(edits: Edits, messages: Sequence[Any], once: folded.Once) -> Changed
                 modules=tuple(dict.fromkeys(module for module, _ in ran if module)),
                 phases=tuple(dict.fromkeys(phase for _, phase in ran)),
                 replaces=edit.replaces,
+                parts=edit.parts,
             )
         )
     return ChangedCode(edits.since, tuple(functions))

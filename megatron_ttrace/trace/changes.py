@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 _FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -29,12 +29,24 @@ class Function:
         body: digest of its body. Neither comments nor line numbers count.
         whole: digest of its body, signature and decorators.
         is_seen: whether it is seen to run: no decorator may replace its code.
+        inner: the functions inside it, by qualified name, with their spans; outer ones first.
     """
 
     spans: tuple[tuple[int, int], ...]
     body: str
     whole: str
     is_seen: bool
+    inner: tuple[tuple[str, tuple[int, int]], ...] = ()
+
+    def parts(self, name: str, lines: Iterable[int]) -> tuple[str, ...]:
+        """The innermost functions that these lines are in; none without functions inside.
+
+        ``name`` is this one's.
+        """
+        if not self.inner:
+            return ()
+        within = ([n for n, (a, b) in self.inner if a <= line <= b] for line in lines)
+        return tuple(dict.fromkeys(names[-1] if names else name for names in within))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,12 +67,14 @@ class Change:
     """A function that is new or different, or (without a name) lines outside of functions.
 
     ``name`` is qualified, ``line`` the first changed line of the new file, from 1, and ``is_seen``
-    as of :class:`Function` (true outside of functions).
+    as of :class:`Function` (true outside of functions). ``parts`` are the innermost functions with
+    changed lines, by qualified name; none without functions inside.
     """
 
     name: str
     line: int
     is_seen: bool = True
+    parts: tuple[str, ...] = ()
 
 
 def read(content: bytes) -> Source:
@@ -89,12 +103,23 @@ def read(content: bytes) -> Source:
             _digest("\n".join(ast.dump(line) for node, _ in nodes for line in node.body)),
             _digest("\n".join(text for _, text in nodes)),
             all(_is_transparent(node) for node, _ in nodes),
+            tuple(inner for node, _ in nodes for inner in _inner(node, name)),
         )
     for name, nodes in nodes_by_name.items():
         for node, _ in nodes if functions[name].is_seen else ():
             node.body = []
     imported = _digest(ast.dump(tree))
     return Source(functions, imported, _digest(ast.dump(_WithoutFunctions().visit(tree))))
+
+
+def _inner(node: ast.AST, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, _FunctionNode | ast.ClassDef):
+            name = f"{prefix}.{child.name}"
+        if isinstance(child, _FunctionNode):
+            yield name, (_first(child), child.end_lineno or child.lineno)
+        yield from _inner(child, name)
 
 
 class _WithoutFunctions(ast.NodeTransformer):
@@ -113,8 +138,9 @@ def changes(before: bytes, after: bytes) -> list[Change]:
         former = old.functions.get(name)
         if former is None or former.whole != function.whole:
             spans = function.spans
-            inside = (line for line in lines if any(a <= line <= b for a, b in spans))
-            changes.append(Change(name, next(inside, spans[0][0]), function.is_seen))
+            inside = [line for line in lines if any(a <= line <= b for a, b in spans)]
+            line, parts = min(inside, default=spans[0][0]), function.parts(name, inside)
+            changes.append(Change(name, line, function.is_seen, parts))
     if old.outside != new.outside:
         all_spans = [span for function in new.functions.values() for span in function.spans]
         outside = (line for line in lines if not any(a <= line <= b for a, b in all_spans))

@@ -3,8 +3,9 @@
 
 import dataclasses
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from megatron_ttrace.trace.changes import Change
 from megatron_ttrace.trace.codec import Count, Record
 from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.places import Clue
@@ -20,6 +21,7 @@ class Edit(Record):
         line: the first changed line; 0 if any line of the file may be.
         is_seen: whether it is seen to run: false if a decorator may replace its code.
         replaces: whether it is the user's, and replaces Megatron's since that was imported.
+        parts: as of :class:`Change`; empty if any part of it may have changed.
     """
 
     file: str
@@ -27,6 +29,12 @@ class Edit(Record):
     line: Count
     is_seen: bool = True
     replaces: bool = False
+    parts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, file: str, change: Change) -> Self:
+        """A change of a file."""
+        return cls(file, change.name, change.line, change.is_seen, parts=change.parts)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +74,7 @@ class ChangedFunction(Record):
     modules: tuple[str, ...] = ()
     phases: tuple[Phase, ...] = ()
     replaces: bool = False
+    parts: tuple[str, ...] = ()
 
     @property
     def clue(self) -> Clue:

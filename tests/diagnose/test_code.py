@@ -24,6 +24,7 @@ from megatron_ttrace.trace.collectives import (
     Phase,
     Sources,
 )
+from megatron_ttrace.trace.executed import ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
@@ -31,6 +32,24 @@ from tests.diagnose.ran_by_hand import FUNCTIONS, C, lookup, record, where
 
 NAMES = list(FUNCTIONS)
 LINEAR = "decoder.layers.*.linear"
+
+
+@pytest.mark.parametrize(
+    ("parts", "names"),
+    [
+        ((), ["f", "f.inner", "f.inner.<lambda>", "f.<lambda>"]),
+        (("f",), ["f", "f.<lambda>"]),
+        (("f.inner",), ["f.inner", "f.inner.<lambda>"]),
+        (("f.not_run",), []),
+    ],
+)
+def test_what_changed_inside_of_a_function(parts: tuple[str, ...], names: list[str]) -> None:
+    """What has no name of its own belongs to what it is written in."""
+    all_names = ["f", "f.inner", "f.inner.<lambda>", "f.<lambda>", "fine"]
+    functions = tuple(Function("m.py", 1, name) for name in all_names)
+    code = Code(Ledger(sources=Sources(calls=Calls(functions=functions))))
+    edit = ChangedFunction("m.py", "f", 3, Execution.ELSEWHERE, parts=parts)
+    assert [all_names[number] for number in code.changed(edit)] == names
 
 
 def test_code() -> None:

@@ -29,6 +29,7 @@ class Layer:
 def used():
     return LIMIT
 """
+INNER = "Layer.forward.inner"
 
 
 @pytest.mark.parametrize(
@@ -36,8 +37,8 @@ def used():
     [
         ("self.x = x", "self.x = x + 1", [Change("Layer.__init__", 9)]),
         ("self, x)", "self, x=1)", [Change("Layer.__init__", 7)]),
-        ("return self.x", "return 2", [Change("Layer.forward", 14, is_seen=False)]),
-        ("@jit", "@other", [Change("Layer.forward", 11, is_seen=False)]),
+        ("return self.x", "return 2", [Change("Layer.forward", 14, False, (INNER,))]),
+        ("@jit", "@other", [Change("Layer.forward", 11, False, ("Layer.forward",))]),
         ("return LIMIT", "y = 1\n    return LIMIT", [Change("used", 19)]),
         ("size = 1", "size = 2", [Change("", 5)]),
         ("LIMIT = 3", "LIMIT = 4", [Change("", 1)]),
@@ -55,8 +56,9 @@ def test_changes(old, new, expected):
 
 def test_a_new_file_and_one_that_does_not_parse():
     """All functions; a line if nothing else is known."""
-    names = [change.name for change in changes.changes(b"", SOURCE.encode())]
-    assert names == ["", "Layer.__init__", "Layer.forward", "used"]
+    new = changes.changes(b"", SOURCE.encode())
+    assert [change.name for change in new] == ["", "Layer.__init__", "Layer.forward", "used"]
+    assert new[2].parts == ("Layer.forward", INNER)
     assert changes.changes(SOURCE.encode(), b"def f(:") == [Change("", 1)]
 
 
