@@ -148,8 +148,11 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
         if isinstance(first, f.PartialSums) and not first.mean:
             texts[0] = f"partial sums over {' and '.join(first.axes)}"
         return "; with that repaired: ".join(texts), "; ".join(filter(None, hints))
+    axes = " and ".join(finding.axes)
+    if isinstance(finding, f.PartialSums) and verdict.kind is Kind.BUFFER:
+        # Loads of experts are shares of their sum: without a reduction, too, they have its mean.
+        return _rendered(finding)[0], f"a missing reduction over {axes}"
     if isinstance(finding, f.PartialSums) and summed >= {*finding.axes}:
-        axes = " and ".join(finding.axes)
         hint = f"a reduction over {axes} ran: it left this out, or something was added after it"
         return _rendered(finding)[0], hint
     if verdict.kind is Kind.DROPOUT and isinstance(finding, f.ConstantFactor):
