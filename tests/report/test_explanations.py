@@ -125,6 +125,14 @@ def test_a_reduction_that_ran_is_not_missing(ran: list[tuple[str, str]], hint: s
         assert explanations.hint_text(why, VERDICT).startswith(hint)
 
 
+def test_loads_that_were_not_summed() -> None:
+    """They are shares: without a reduction, too, each rank's mean is the whole's."""
+    why = Explanation(findings.PartialSums(Cause.PARTIAL, ("dp",), mean=True))
+    loads = dataclasses.replace(VERDICT, kind=Kind.BUFFER)
+    assert explanations.hint_text(why, loads) == "a missing reduction over dp"
+    assert explanations.hint_text(why, VERDICT) == "a missing average over dp"
+
+
 def test_an_explanation_says_where_and_how_many() -> None:
     """After what was tested: the other gradients, then the ranks."""
     why = Explanation(
