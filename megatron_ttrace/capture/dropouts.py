@@ -31,13 +31,13 @@ class _Call:
     """A call of dropout in a forward pass.
 
     Attributes:
-        name: of its module, with a number after the first call.
+        first: the first of its indices (:class:`DropoutIndex`).
         number: drawn in place of the mask.
         waits: to be recomputed, if it is.
         is_right: whether its recomputation, if any, draws the same.
     """
 
-    name: str
+    first: int
     number: float
     waits: bool = True
     is_right: bool = True
@@ -104,10 +104,10 @@ class DropoutTap:
 
     def recomputed(self) -> None:
         """The step is over: record which calls were recomputed rightly."""
-        for (_, microbatch, _), calls in self._calls.items():
+        for (_, microbatch, name), calls in self._calls.items():
             for call in calls:
-                place = microbatch, Kind.DROPOUT, call.name, DropoutIndex.RECOMPUTED
-                self._record(place, int(call.is_right))
+                index = call.first + DropoutIndex.RECOMPUTED
+                self._record((microbatch, Kind.DROPOUT, name, index), int(call.is_right))
 
     def _enters(self, module: torch.nn.Module, args: Any) -> None:
         if (where := self._known.get(id(module))) is not None:
@@ -125,10 +125,10 @@ class DropoutTap:
         if not is_recomputing():
             own = self._tp if self._states and self._states[-1] not in quiet.COMMON_STATES else 1
             order = len(calls) + (name in self._chunks[chunk].repeated)
-            numbered = f"{name}#{order}" if order else name
-            calls.append(_Call(numbered, number))
-            place = microbatch, Kind.DROPOUT, numbered, DropoutIndex.ELEMENTS
-            self._record(place, data.numel() * self._cp * own)
+            calls.append(_Call(order * len(DropoutIndex), number))
+            index = calls[-1].first + DropoutIndex.ELEMENTS
+            elements = data.numel() * self._cp * own
+            self._record((microbatch, Kind.DROPOUT, name, index), elements)
             return
         waiting = [call for call in calls if call.waits]
         same = [call for call in waiting if call.number == number]

@@ -160,7 +160,7 @@ class LoadedIndex(IntEnum):
 
 
 class DropoutIndex(IntEnum):
-    """Index of a ``dropout``: elements with masks of their own; 1 if recomputed rightly, else 0."""
+    """Of a ``dropout``: elements with own masks; 1 if recomputed rightly. Plus 2 for each call."""
 
     ELEMENTS = 0
     RECOMPUTED = 1
