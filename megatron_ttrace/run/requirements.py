@@ -180,7 +180,8 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
             "the rank that reads it, so that all layouts have the same samples"
         )
     notices += fronts.current().notices()
-    if version := versions.unreleased(versions.megatron_core_version()):
+    version = versions.unreleased(versions.megatron_core_version())
+    if version and not provenance.megatron().commit.startswith(versions.MAIN_COMMIT):
         notices.append(version)
     words = argv.theirs() if fronts.current().has_flags else []
     flags = dict.fromkeys(word.partition("=")[0] for word in words if re.match("--[a-z]", word))

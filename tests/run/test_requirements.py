@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.run import low_precision, requirements
@@ -206,6 +207,9 @@ def test_a_version_before_its_release_is_told(monkeypatch):
     monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.20.1")
     (notice,) = requirements.notices(arguments(), settings())
     assert versions.MAIN_COMMIT in notice
+    tried = argparse.Namespace(commit=f"{versions.MAIN_COMMIT}0123")
+    monkeypatch.setattr(provenance, "megatron", lambda: tried)
+    assert not requirements.notices(arguments(), settings())
 
 
 @pytest.mark.parametrize(
