@@ -13,6 +13,7 @@ Blocks of a document build on each other, in one directory.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 import sys
@@ -62,7 +63,8 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
         cold = f'[[ $1 == -c ]] && exec {sys.executable} "$@"\n' if not words else ""
         (tools / name).write_text(f'#!/bin/bash\n{cold}exec {through} {words} "$@"\n')
         (tools / name).chmod(0o755)
-    env = environment(WANDB_MODE="offline")
+    # Not to W&B, which needs its service: integration/test_wandb.py.
+    env = environment(WANDB_MODE="disabled", TTRACE_CACHE=os.environ["TTRACE_TEST_REFERENCES"])
     words = ("bash", "-euo", "pipefail", "-c", block.text)
     env["PATH"] = f"{tools}:{env['PATH']}"
     return programs.run(*words, cwd=folder, timeout=840, **env)
