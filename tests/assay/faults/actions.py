@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.assay.faults.experiment import Experiment
-from tests.assay.faults.fault import action, changed, state_of
+from tests.assay.faults.fault import Fault, action, changed, state_of
 from tests.assay.faults.processes import Command, Started, Stream, Target
 from tests.assay.planted.train import SCRIPT
 
@@ -65,6 +65,12 @@ class Harm(StrEnum):
     DIRECTORY = "a directory in its place"
     FIFO = "a FIFO in its place"
     OVERWRITTEN = "overwritten with other bytes from the position on"
+
+
+def uses_other(fault: Fault) -> bool:
+    """Whether it takes files of the baseline's run of another configuration."""
+    taken = (Harm.SWAPPED, Thing.OUTSIDE_DIRECTORY)
+    return any(value in taken for value in fault.action.arguments.values())
 
 
 @action

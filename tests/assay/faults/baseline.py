@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from tests import ranks
-from tests.assay.faults.fault import Family, text
+from tests.assay.faults.fault import Family, Fault, text
 from tests.assay.faults.processes import Command, Started, bury
 from tests.assay.planted import train
 from tests.integration import jobs
@@ -152,10 +152,8 @@ def ended(home: Path) -> tuple[list[int | None], list[str]]:
     return codes, [text(log) for log in sorted((home / "logs").glob("rank-*.log"))]
 
 
-def prepare(
-    folder: Path, families: Collection[Family], layouts: Collection[str], start: float
-) -> Baseline:
-    """Make the runs that the faults of these families need.
+def prepare(folder: Path, faults: Collection[Fault], start: float, *, other: bool) -> Baseline:
+    """Make the runs that these faults need; ``other``: also one of another configuration.
 
     Raises:
         NoBaselineError: when a run without a fault fails.
@@ -163,17 +161,18 @@ def prepare(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     cache, base = folder / "cache", Baseline(folder)
-    if set(families) - _NO_CHECKS:
+    layouts = {fault.layout for fault in faults} - {""}
+    if {fault.family for fault in faults} - _NO_CHECKS:
         fresh = _run(folder / "healthy", 0, "--ttrace-save-candidate", cache=cache)
         cached = _run(folder / "cached", 0, cache=cache)
         base = dataclasses.replace(base, fresh=fresh, cached=cached, start=start)
-    if Family.CACHE in families:
+    if any(fault.action.arguments.get("offline") for fault in faults):
         saves = "--ttrace-save-candidate"
         _run(folder / "faulty", 1, saves, cache=cache, faulty=True)
         # A command that refuses everything would refuse what is damaged, too.
         for name, code in (("healthy", 0), ("faulty", 1)):
             _compare(folder / name, code)
-    if families & {Family.CACHE, Family.DISK}:
+    if other:
         _run(folder / "another", 0, cache=folder / "other", job=("--seed", "4321"))
     return _trained(base, layouts) if layouts else base
 

@@ -9,7 +9,7 @@ import time
 from megatron_ttrace.cli import command
 from megatron_ttrace.trace.errors import TTraceError
 from tests.assay import harness
-from tests.assay.faults import baseline
+from tests.assay.faults import actions, baseline
 from tests.assay.faults.drawing import choose
 from tests.assay.faults.experiment import Experiment, own_mounts
 from tests.assay.faults.fault import Fault
@@ -52,10 +52,10 @@ def _run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     warm()
     start = time.monotonic() - began
-    families = {fault.family for fault in chosen}
-    layouts = {fault.layout for fault in chosen} - {""}
     try:
-        base = baseline.prepare(args.directory / "baseline", families, layouts, start)
+        base = baseline.prepare(
+            args.directory / "baseline", chosen, start, other=any(map(actions.uses_other, chosen))
+        )
     except baseline.NoBaselineError as error:
         raise TTraceError(f"no fault was injected: without one, {error}") from error
     attempt = functools.partial(_attempt, base)
