@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import jobs
-from tests.integration.jobs import SCRIPT, TINY, TP, ttrace
+from tests.integration.jobs import SCRIPT, TINY, ttrace
 
 
 def refused(done, *fragments: str) -> str:
@@ -154,12 +154,6 @@ def test_an_unsupported_megatron(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), str(SCRIPT.parents[1])])
     done = check(tmp_path, PYTHONPATH=path, cold=True)
     refused(done, "megatron-core 0.16.1 is not supported", "0.19.2")
-
-
-def test_dropout_is_off_in_traced_steps_and_that_is_said(tmp_path: Path) -> None:
-    """Ranks cannot draw the reference's masks: the check runs without, and says so."""
-    words = (*TP, "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
-    assert "not exercised: dropout" in jobs.check(tmp_path, *words).said
 
 
 def test_one_rank_against_one_rank_is_told(traced: Path) -> None:

@@ -93,7 +93,12 @@ def test_healthy(layout, tmp_path: Path) -> None:
 
 
 def test_without_initialisation(tmp_path: Path) -> None:
-    """Memory that nobody wrote to is not judged, and that is said."""
-    checked = check(tmp_path, *TP, "--no-initialization")
+    """Memory that nobody wrote to is not judged, dropout is off, and both is said.
+
+    Ranks cannot draw the reference's masks.
+    """
+    dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    checked = check(tmp_path, *TP, "--no-initialization", *dropout)
+    assert "not exercised: dropout" in checked.said
     assert not initial_of(checked)
     assert "--no-initialization: initial values are not judged" in checked.summary.notices

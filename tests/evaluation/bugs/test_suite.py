@@ -106,7 +106,6 @@ def test_wrong_use(words: list[str], message: str) -> None:
 
 CHANGED = {
     "31-in-two-layouts": described(ONE, 2)[0],
-    "32-in-one-layout": described(ONE, 1)[0],
     "33-absent": described(ONE, 1)[0].replace("# Mask the output embedding.", "# Not there.", 1),
     "34-harmless": harmless(described(ONE, 1))[0],
     "35-expects-another": scrambled(described(TWO, 1))[0],
@@ -123,7 +122,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
     """The directory of a suite of them, and its rows."""
     folder = tmp_path_factory.mktemp("suite")
     found = run(folder, [f"{name}.toml" for name in CHANGED], list(CHANGED.values()))
-    assert [row["id"] for row in found] == [*["31"] * 2, "32", "33", "34", "35", "36"]
+    assert [row["id"] for row in found] == [*["31"] * 2, "33", "34", "35", "36"]
     assert all(row["healthy"] for row in found)
     return folder, found
 
@@ -131,9 +130,9 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
 @pytest.mark.slow
 def test_two_bugs(suite: Suite) -> None:
     """TP 2, without and with sequence parallelism: found at their modules, and nowhere else."""
-    _, (*both, one, _, _, _, other) = suite
+    _, (*both, _, _, _, other) = suite
     assert [row["nproc"] for row in both] == [2, 2]
-    for row in (*both, one):
+    for row in both:
         assert row["met"], row["problem"]
         assert {(c["name"], c["kind"], c["direction"]) for c in row["culprits"]} == {
             ("embedding.word_embeddings", "output", "forward")
@@ -144,8 +143,8 @@ def test_two_bugs(suite: Suite) -> None:
 
 @pytest.mark.slow
 def test_nothing_hangs_on_the_id(suite: Suite) -> None:
-    """Under another number the same bug gives the same verdicts, line for line."""
-    first, second = (verdicts(suite[0] / f"{bug}-0-faulty") for bug in ("31", "32"))
+    """With another number and expectation the same bug has the same verdicts, line for line."""
+    first, second = (verdicts(suite[0] / f"{bug}-0-faulty") for bug in ("31", "35"))
     assert first == second
     assert any('"diverged"' in line or '"replica_conflict"' in line for line in first)
 
