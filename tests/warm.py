@@ -171,6 +171,7 @@ def _become(order: dict, streams: Sequence[int], base: list[str]) -> None:
         sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         os.environ.clear()
         os.environ.update(order["env"])
+        tempfile.tempdir = None
         sys.orig_argv = [sys.executable, *order["words"]]
         first, *rest = order["words"]
         own = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]

@@ -81,7 +81,7 @@ def test_commands_in_a_home_directory(home: Path) -> None:
 @pytest.mark.slow
 def test_no_secret_is_written(tmp_path: Path) -> None:
     """Neither of the environment nor of flags, in no file but logs that only their owner reads."""
-    written = with_secrets(tmp_path, "check", "--ttrace-dir", "out")
+    written = with_secrets(tmp_path, "check", "--ttrace-dir", "out", cold=False)
     assert not [path for path in written if path.suffix != ".log"]
     out = tmp_path / "out"
     assert (out / "reference").is_symlink()
@@ -93,7 +93,7 @@ def test_no_secret_is_written(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_no_secret_of_a_restarted_job_is_written(tmp_path: Path) -> None:
     """Only in the checkpoint, where Megatron stores its arguments, as in the job's own."""
-    written = with_secrets(tmp_path, "resume", "--directory", "out")
+    written = with_secrets(tmp_path, "resume", "--directory", "out", cold=True)
     checkpoint = tmp_path / "out" / CHECKPOINT
     assert not [
         path for path in written if path.suffix != ".log" and not path.is_relative_to(checkpoint)
@@ -101,7 +101,7 @@ def test_no_secret_of_a_restarted_job_is_written(tmp_path: Path) -> None:
     assert stat.S_IMODE(checkpoint.stat().st_mode) == owned.PRIVATE_FOLDER
 
 
-def with_secrets(folder: Path, *command: str) -> list[Path]:
+def with_secrets(folder: Path, *command: str, cold: bool) -> list[Path]:
     """Run a command of a job that has secrets; the files they are in, all of them private."""
     (folder / "temporary").mkdir()
     names = [*SECRET_VARIABLES, "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "X"]
@@ -111,7 +111,7 @@ def with_secrets(folder: Path, *command: str) -> list[Path]:
         *(ROOT / "tests" / "integration" / "secretive.py", *MODEL, *flags),
         *("--vocab-file", f"s3://key:{CANARY}@bucket/a"),
         cwd=folder,
-        cold=True,
+        cold=cold,
         HOME=str(folder),
         TMPDIR=str(folder / "temporary"),
         TTRACE_CACHE=str(folder / "cache"),
