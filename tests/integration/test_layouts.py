@@ -33,6 +33,7 @@ PARTS = {
     *(f"{layout}/llama/fp32" for layout in ("tp2", "dp2")),
     *("tp2-sp/gpt/fp32", "pp2/llama/bf16", "pp2-vpp2/gpt/bf16", "dp2-zero/gpt/fp32"),
     *("dp2-zero-overlap/llama/bf16", "ep2-alltoall/moe-deep/fp32", "tp2-sp/gpt-te/fp8-tensorwise"),
+    "tp2-sp-dp2-shards4-zero-overlap/llama-te/bf16",
 }
 """What others of the promised ones contain, or another test checks."""
 

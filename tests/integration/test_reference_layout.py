@@ -68,6 +68,7 @@ def test_a_healthy_run(healthy):
     assert not [path for path in reference.iterdir() if path.is_dir()]
 
 
+@pytest.mark.nightly
 def test_a_known_bug(healthy):
     """The reference is used again; the bug of one layout is not in the other."""
     flags = ("--ttrace-reference-layout", "tp=2", "--ttrace-bug", "01")

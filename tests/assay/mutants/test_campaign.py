@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ttrace.mcore.versions import megatron_core_version, series
 from tests.assay import harness
 from tests.assay.harness import Row
 from tests.assay.mutants import campaign, scan
@@ -29,6 +28,7 @@ def folder(tmp_path_factory):
     return home
 
 
+@pytest.mark.nightly
 def test_one_mutant(folder):
     """It is found in a job that runs its line, at the module whose collective it doubles."""
     _, (row,) = harness.load(folder / "rows.jsonl")
@@ -36,6 +36,7 @@ def test_one_mutant(folder):
     assert row.note.startswith("tp2: embedding.word_embeddings output (diverged)")
 
 
+@pytest.mark.nightly
 def test_the_checker_knows_nothing(folder):
     """No file of the check names the mutant, or the command that put it in."""
     job = folder / "tp2"
@@ -81,14 +82,6 @@ def test_a_run_that_the_machine_ended(monkeypatch, trained, marks):
     monkeypatch.setattr(one, "_judged", lambda mutant, job: Row("m", "o", {"found": False}))
     assert one._tried(SimpleNamespace(id="m")).marks == marks
     assert not list(results)
-
-
-def test_explained_survivors_exist():
-    """An explanation whose mutant is gone explains nothing."""
-    if series(megatron_core_version()) != "0.19":
-        pytest.skip("survivors.toml describes megatron-core 0.19")
-    assert not campaign.survivors().keys() - {mutant.id for mutant in scan.scan()}
-    assert {sort for sort, _ in campaign.survivors().values()} == {"equivalent", "dormant"}
 
 
 def test_the_table_of_jobs():

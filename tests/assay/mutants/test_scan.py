@@ -9,7 +9,9 @@ from collections import Counter
 import pytest
 
 from megatron_ttrace.evaluation.bugs.patching import functions
+from megatron_ttrace.mcore.versions import megatron_core_version, series
 from megatron_ttrace.trace.errors import TTraceError
+from tests.assay.mutants import campaign
 from tests.assay.mutants.operators import OPERATORS
 from tests.assay.mutants.scan import PACKAGES, introduce, modules, sample, scan, scan_source
 from tests.assay.mutants.source import Source
@@ -53,6 +55,14 @@ def test_each_changes_one_function_and_stays_python(found):
         changed = sources[mutant.module].replace(mutant.span, mutant.replacement)
         before, after = dumps[mutant.module], functions_of(ast.parse(changed))
         assert [name for name in before if before[name] != after[name]] == [mutant.qualname], mutant
+
+
+def test_explained_survivors_exist(found):
+    """An explanation whose mutant is gone explains nothing."""
+    if series(megatron_core_version()) != "0.19":
+        pytest.skip("survivors.toml describes megatron-core 0.19")
+    assert not campaign.survivors().keys() - {mutant.id for mutant in found}
+    assert {sort for sort, _ in campaign.survivors().values()} == {"equivalent", "dormant"}
 
 
 def functions_of(tree):
