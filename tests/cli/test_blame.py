@@ -18,7 +18,7 @@ from megatron_ttrace.trace.blamed import Blaming
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Edits, Execution
 from megatron_ttrace.trace.records import Result
-from tests.jobs.processes.test_worktrees import git
+from tests.jobs.processes.test_worktrees import commit, git
 from tests.jobs.test_overlay import write
 from tests.run import kept
 
@@ -42,10 +42,7 @@ def fork(tmp_path, monkeypatch):
     """A fork of a release, checked out."""
     root = tmp_path / "fork"
     write(root, GOOD)
-    git(root, "init", "-q", "-b", "main")
-    git(root, "add", ".")
-    git(root, "commit", "-q", "-m", "a release")
-    git(root, "tag", "core_v0.19.7")
+    commit(root, "a release", "core_v0.19.7")
     monkeypatch.chdir(root)
     return root
 
@@ -183,9 +180,24 @@ def test_changes_that_matter_together(fork, checked, capsys):
     assert [hunk["function"] for hunk in change["hunks"]] == ["f3", "f7"]
 
 
-def test_changes_that_are_each_to_blame(fork, checked, capsys):
-    """Both are named, each by itself, and without both of them it does not diverge."""
-    edit(fork, *harmless(3, 7), ("x + 3", "x + 30"), ("x + 7", "x + 70"))
+@pytest.mark.parametrize(
+    "edits",
+    [
+        (*harmless(3, 7), ("x + 3", "x + 30"), ("x + 7", "x + 70")),
+        (
+            ("def f7", "def g(x):\n    return x\n\n\ndef f7"),
+            ("y = x + 3\n", "y = x + 30  # g\n"),
+            ("y = x + 7\n", "y = x + 70  # g\n"),
+        ),
+    ],
+    ids=["apart", "group"],
+)
+def test_changes_that_are_each_to_blame(fork, checked, capsys, edits):
+    """Both are named, each by itself, and without both of them it does not diverge.
+
+    Changes of a group share a name, so they are tried together at first; yet they are two.
+    """
+    edit(fork, *edits)
     answer = run(capsys)["blame"]
     assert answer["result"] == Blaming.PROVEN
     functions = [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]]
@@ -210,16 +222,6 @@ def test_what_the_good_tree_does_too(fork, checked, capsys):
     edit(fork, *harmless(3, 7), ("x + 7", "x + 9"))
     answer = run(capsys, "--good", "HEAD")["blame"]
     assert (answer["result"], answer["reason"]) == (Blaming.PROVEN, "embedding")
-
-
-def test_changes_of_a_group_that_are_each_to_blame(fork, checked, capsys):
-    """They share a name, so they are tried together at first; yet they are two changes."""
-    edit(fork, ("def f7", "def g(x):\n    return x\n\n\ndef f7"))
-    edit(fork, ("y = x + 3\n", "y = x + 30  # g\n"), ("y = x + 7\n", "y = x + 70  # g\n"))
-    answer = run(capsys)["blame"]
-    assert answer["result"] == Blaming.PROVEN
-    functions = [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]]
-    assert sorted(functions) == [["f3"], ["f7"]]
 
 
 def test_dependent_hunks(fork, checked, capsys):
@@ -408,18 +410,17 @@ def test_in_a_process_of_its_own(fork, trial, command):
     assert dataclasses.replace(kept.summary, blame=None) == before.summary
 
 
-def test_a_copy_that_does_not_diverge(fork, trial, command):
+@pytest.mark.parametrize(
+    ("edits", "says"),
+    [
+        ([*harmless()], "a copy of the same files is equivalent"),
+        ([], "has the same Python files as HEAD"),
+    ],
+)
+def test_a_search_that_fails(fork, trial, command, edits, says):
     """The report of the check stays as it was: there is no answer."""
-    edit(fork, *harmless())
+    edit(fork, *edits)
     before = api.load_report(trial.settings.directory)
-    with pytest.raises(TTraceError, match="a copy of the same files is equivalent"):
-        blame.run_apart(trial, fork / "pretrain.py", "HEAD", quiet=True)
-    assert api.load_report(trial.settings.directory).summary == before.summary
-
-
-def test_a_search_that_fails(fork, trial, command):
-    """The same."""
-    before = api.load_report(trial.settings.directory)
-    with pytest.raises(TTraceError, match="has the same Python files as HEAD"):
+    with pytest.raises(TTraceError, match=says):
         blame.run_apart(trial, fork / "pretrain.py", "HEAD", quiet=True)
     assert api.load_report(trial.settings.directory).summary == before.summary

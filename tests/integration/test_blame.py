@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.jobs import TINY, ttrace
 from tests.integration.test_checkout import FAULT, HARMLESS, make_checkout, plant
-from tests.jobs.processes.test_worktrees import git
+from tests.jobs.processes.test_worktrees import commit, git
 
 
 @pytest.mark.nightly
@@ -20,14 +20,11 @@ def test_a_fork(tmp_path: Path) -> None:
     """
     root = tmp_path / "tree"
     make_checkout(root)
-    git(root, "init", "-q", "-b", "main")
-    git(root, "add", ".")
-    git(root, "commit", "-q", "-m", "a release")
-    git(root, "tag", "core_v0.19.2")
+    commit(root, "a release", "core_v0.19.2")
     for file, old, new in HARMLESS:
         path = root / "megatron" / "core" / file
         path.write_text(path.read_text().replace(old, new, 1))
-    git(root, "commit", "-q", "-a", "-m", "changes")
+    commit(root, "changes")
     plant(root)
     before = git(root, "diff"), git(root, "status", "--porcelain")
     words = ["check", "--blame", "--once", "--nproc-per-node", 2, "--", "tree/pretrain_gpt.py"]

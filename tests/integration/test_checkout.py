@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs import SCRIPT, TINY, our_lines, ttrace
-from tests.jobs.processes.test_worktrees import git
+from tests.jobs.processes.test_worktrees import commit, git
 
 ENABLE = "import megatron_ttrace\n\nmegatron_ttrace.enable()"
 PLACE = "        output_bias = self.bias if self.skip_bias_add else None\n"
@@ -87,16 +87,13 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same checkout as a git repository, with a fault and harmless changes since a release."""
     root = tmp_path_factory.mktemp("faulty") / "tree"
     make_checkout(root)
-    git(root, "init", "-q", "-b", "main")
-    git(root, "add", ".")
-    git(root, "commit", "-q", "-m", "a release")
-    git(root, "tag", "core_v0.19.2")
+    commit(root, "a release", "core_v0.19.2")
     plant(root)
     for file, old, new in HARMLESS:
         path = root / "megatron" / "core" / file
         assert old in path.read_text()
         path.write_text(path.read_text().replace(old, new, 1))
-    git(root, "commit", "-q", "-a", "-m", "changes")
+    commit(root, "changes")
     return root
 
 

@@ -2,7 +2,6 @@
 """What a run says about itself is true, and gives no secret away."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,14 +9,7 @@ import pytest
 
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.commands import disclosure
-
-
-def git(folder: Path, *words: str) -> str:
-    """Run git as somebody."""
-    who = ["-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(["git", "-C", folder, *who, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+from tests.jobs.processes.test_worktrees import commit, git
 
 
 def test_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,9 +19,7 @@ def test_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     tracked.parent.mkdir()
     tracked.touch()
     assert provenance.commit_of(tracked) == ("", False)
-    git(tmp_path, "init")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-m", "one")
+    commit(tmp_path, "one")
     other.touch()
     head = git(tmp_path, "rev-parse", "HEAD")
     assert provenance.commit_of(tracked) == (head, False)

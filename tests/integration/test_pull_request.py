@@ -9,7 +9,7 @@ from megatron_ttrace.evaluation.bugs import catalogue
 from tests.evaluation.recipes.test_recipes import MODEL
 from tests.integration.jobs import ttrace
 from tests.integration.test_checkout import make_checkout
-from tests.jobs.processes.test_worktrees import git
+from tests.jobs.processes.test_worktrees import commit, git
 
 LAYERS = "megatron/core/tensor_parallel/layers.py"
 EXPERTS = "megatron/core/transformer/moe/moe_utils.py"
@@ -42,9 +42,7 @@ def test_pull_requests(tmp_path: Path) -> None:
     recipe.parent.mkdir()
     lines = (f"  {flag}: {str(value).lower()}\n" for flag, value in arguments.items())
     recipe.write_text("MODEL_ARGS:\n" + "".join(lines))
-    git(root, "init", "-q", "-b", "main")
-    git(root, "add", ".")
-    git(root, "commit", "-q", "-m", "a fork")
+    commit(root, "a fork")
 
     def pull(
         branch: str, file: str, fragment: str, replacement: str, beside: str = ""
