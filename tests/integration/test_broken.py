@@ -245,3 +245,30 @@ def test_other_losses(mistake, words, name, explanation, tmp_path):
     # In other steps and in 16 bits a router below may be off as well.
     assert names == {name} or (is_other_run and names <= {ROUTER, "decoder.layers.0.mlp.router"})
     assert all(one.explanation.startswith(explanation) for one in culprits)
+
+
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+RECOMPUTED = (
+    *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+    *("--recompute-num-layers", "1"),
+)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words", "name", "explanation"),
+    [
+        (
+            *("embedding_drops_per_rank", TP, "embedding.embedding_dropout"),
+            "dropout draws different masks on tensor-parallel ranks that hold the same elements",
+        ),
+        (
+            *("random_states_of_the_backward_pass", (*SP, *RECOMPUTED)),
+            "decoder.layers.0.self_attention.core_attention.attention_dropout",
+            "dropout draws another mask in the recomputation than in the forward pass",
+        ),
+    ],
+)
+def test_dropout(mistake, words, name, explanation, tmp_path):
+    """It is off, and yet its masks are followed."""
+    (culprit, *_) = check(tmp_path, *words, *DROPOUT, code=1, mistake=mistake).summary.culprits
+    assert (culprit.name, culprit.explanation) == (name, explanation)

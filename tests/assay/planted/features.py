@@ -27,6 +27,19 @@ def unreduced_input_gradients(old, self, *args, **more):
     return old(self, *args, **more)
 
 
+@mistake("models.common.embeddings.language_model_embedding:LanguageModelEmbedding.forward")
+def embedding_drops_per_rank(old, self, *args, **more):
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        return old(self, *args, **more)
+
+
+@mistake("tensor_parallel.random:_set_all_rng_states")
+def random_states_of_the_backward_pass(old, *states):
+    """Recomputation draws on."""
+
+
 @mistake("distributed.distributed_data_parallel_config:DistributedDataParallelConfig.__init__")
 def gradients_in_low_precision(old, self, *args, **more):
     old(self, *args, **more)
