@@ -237,6 +237,7 @@ WORDS: dict[object, str] = {
     Kind.HYPERPARAMETERS: "group groups",
     Kind.INITIAL: "initialize reset",
     Kind.ROUTING: "routing topk",
+    Kind.DROPOUT: "dropout random rng states checkpoint",
     Statistic.NUM_ZEROS: "count zeros",
     Statistic.PARAMS_NORM: "params norm",
     Statistic.CLIPPED: "clip norm grad",

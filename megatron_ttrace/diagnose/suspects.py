@@ -21,7 +21,15 @@ from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Misc
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.places import Clue
-from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, Kind, LoadedIndex, Outcome
+from megatron_ttrace.trace.records import (
+    MOMENTS,
+    ROOT,
+    Direction,
+    DropoutIndex,
+    Kind,
+    LoadedIndex,
+    Outcome,
+)
 
 OF_PARAMETERS = {
     *(Kind.INITIAL, Kind.LOADED, Kind.PARAM, Kind.MAIN_GRAD, Kind.COUNTED, Kind.BUFFER),
@@ -100,6 +108,7 @@ class Suspects:
         by_kind: dict[Kind, Callable[[], None]] = {
             Kind.METRIC: self._logged,
             Kind.TOKENS: self._read,
+            Kind.DROPOUT: self._mask,
             Kind.GRAD_OUTPUT: self._output_gradient,
             Kind.MAIN_GRAD: self._parameter_gradient,
             Kind.BUFFER: self._buffer,
@@ -117,6 +126,18 @@ class Suspects:
             by_kind.get(kind, by_direction[direction])()
 
     # By what went wrong
+
+    def _mask(self) -> None:
+        """What chooses a random state ran in the module, or in one around it.
+
+        What restores one for a recomputation ran in a backward pass, and has such a name.
+        """
+        code, words = self._code, {"checkpoint", "recompute", "rng"}
+        recomputed = self._verdict.index % len(DropoutIndex) == DropoutIndex.RECOMPUTED
+        for depth, name in enumerate((self.module, *around(self.module))):
+            ran = code.at.get((pattern(name), _B if recomputed else _F), {})
+            named = (n for n in ran if words & {*tokens(code.functions[n].name)})
+            self._take(named if recomputed else ran, _FARTHER**depth)
 
     def _start(self) -> None:
         cause = self._finding.cause if self._finding else None

@@ -255,20 +255,23 @@ RECOMPUTED = (
 
 
 @pytest.mark.parametrize(
-    ("mistake", "words", "name", "explanation"),
+    ("mistake", "words", "name", "explanation", "place"),
     [
         (
             *("embedding_drops_per_rank", TP, "embedding.embedding_dropout"),
             "dropout draws different masks on tensor-parallel ranks that hold the same elements",
+            "LanguageModelEmbedding.forward",
         ),
         (
             *("random_states_of_the_backward_pass", (*SP, *RECOMPUTED)),
             "decoder.layers.0.self_attention.core_attention.attention_dropout",
             "dropout draws another mask in the recomputation than in the forward pass",
+            "CheckpointFunction.backward",
         ),
     ],
 )
-def test_dropout(mistake, words, name, explanation, tmp_path):
+def test_dropout(mistake, words, name, explanation, place, tmp_path):
     """It is off, and yet its masks are followed."""
     (culprit, *_) = check(tmp_path, *words, *DROPOUT, code=1, mistake=mistake).summary.culprits
     assert (culprit.name, culprit.explanation) == (name, explanation)
+    assert place in {one.function for one in culprit.places}
