@@ -46,5 +46,10 @@ def provide_model(
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Start Megatron's training loop with such a model."""
     pretrain_gpt.main(provide_model, "hybrid_config_from_args")
+
+
+if __name__ == "__main__":
+    main()

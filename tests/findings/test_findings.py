@@ -51,6 +51,10 @@ ADAPTIVE = (
     "--transformer-impl local --tensor-model-parallel-size 2 --optimizer adaptive_muon --bf16 "
     "--muon-tp-mode duplicated"
 )
+DROPOUT = (
+    f"{TE} --hybrid-layer-pattern *-*- --tensor-model-parallel-size 2 --sequence-parallel "
+    "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --hidden-dropout 0.1"
+)
 EXPERTS = matrix.PARTS["experts"]
 LLAMA = matrix.MODELS["llama-te"]
 DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
@@ -74,6 +78,7 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "--expert-model-parallel-size 2 --overlap-dispatch-backward-with-experts-wgrad",
         ),
         ("", "masked-tokens", f"{CP} --eod-mask-loss"),
+        ("", "hybrid-masks", DROPOUT),
         ("", "predicted-tokens", f"{CP} --mtp-num-layers 1"),
         ("train-only-sinks", "sinks", SINKS),
         ("", "indexer", SPARSE),
