@@ -31,7 +31,7 @@ from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 _DEFAULT = Budget()
 
 _KEEP_DTYPE = (*FLOW, Kind.LOSS)
-"""Kinds of tensors whose dtype no layout changes; Megatron-FSDP may keep gradients in bf16."""
+"""Kinds of tensors whose dtype no layout changes."""
 
 MOST_SKETCHES = 4096
 """Failing tensors of a rank that are examined for being summands: a bound on what a rank sends."""
@@ -143,6 +143,7 @@ class CompareSink:
         isolate: bool = False,
         perturb: Perturb | None = None,
         same_code: bool = False,
+        gradients: str = "",
         budget: Budget = _DEFAULT,
     ) -> None:
         """Prepare a comparison.
@@ -157,6 +158,8 @@ class CompareSink:
             isolate: replace what was compared by the reference's values.
             perturb: changes these first, in a replay that estimates tolerances.
             same_code: the reference runs the same code, so that each tensor has its dtype.
+            gradients: the dtype in which the settings let main gradients be kept; empty if they
+                leave it open, as Megatron-FSDP's may.
             budget: bounds the copies that wait on a device for their verdicts; beyond that the host
                 waits for the device.
         """
@@ -168,7 +171,7 @@ class CompareSink:
         self._tolerances = tolerances
         self._iteration = iteration
         self._isolate = isolate
-        self._same_code = same_code
+        self._same_code, self._gradients = same_code, gradients
         self._by_key: dict[TraceKey, Measured] = {}
         self._planner = Planner(reference, iteration, layout)
         self._substituter = Substituter(reference, self._planner, perturb)
@@ -210,10 +213,12 @@ class CompareSink:
 
         Its rounding may be within the tolerance, which is estimated for the whole model's dtype.
         """
-        if not self._same_code or key.kind not in _KEEP_DTYPE:
+        is_gradient = key.kind is Kind.MAIN_GRAD and bool(self._gradients)
+        if not self._same_code or not (is_gradient or key.kind in _KEEP_DTYPE):
             return ""
         theirs = self._reference.entry(key).dtype
         is_coarser = 0.0 < epsilon(theirs) < epsilon(dtype)
+        is_coarser &= not is_gradient or epsilon(self._gradients) < epsilon(dtype)
         return (
             f"{str(dtype).removeprefix('torch.')}, in the reference {theirs}" if is_coarser else ""
         )

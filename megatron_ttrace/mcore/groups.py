@@ -125,3 +125,11 @@ def reduced_in(args: MegatronArguments) -> tuple[str, str]:
     elif getattr(args, "accumulate_allreduce_grads_in_fp32", False):
         gradients = torch.float32
     return str(compute).removeprefix("torch."), str(gradients or "").removeprefix("torch.")
+
+
+def kept_in(args: MegatronArguments) -> str:
+    """Dtype of the gradients that an optimizer is given; empty if it is left open.
+
+    Megatron-FSDP may keep them in another one than it reduces them in.
+    """
+    return "" if getattr(args, "use_megatron_fsdp", False) else reduced_in(args)[1]

@@ -27,6 +27,7 @@ from megatron_ttrace.jobs.processes.progress import NOTICE, say
 from megatron_ttrace.jobs.settings import Keep, Settings
 from megatron_ttrace.mcore import fronts, loss_scale, losses, quiet, samples, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.mcore.groups import kept_in
 from megatron_ttrace.mcore.sources import replacements
 from megatron_ttrace.run import answer, launch, requirements
 from megatron_ttrace.run.agreement import EndError, Ranks
@@ -256,6 +257,7 @@ class CandidateSession:
             keep_all=self.settings.saves_candidate,
             isolate=requirements.isolates(self.args, self.settings),
             same_code=self.settings.same_code,
+            gradients=kept_in(self.args),
         )
         if layout := reference_layout.decoded(self.comparison.reference.reference.layout):
             self._notice(reference_layout.notice(layout, self.args))
@@ -342,6 +344,7 @@ class CandidateSession:
                 keep_all=False,
                 isolate=True,
                 same_code=settings.same_code,
+                gradients=kept_in(self.args),
                 budget=self.budget,
             )
             comparison.initial(self.settings.iterations[0], self._initial)

@@ -32,7 +32,7 @@ class Comparison:
 
     Failed tensors are kept with ``writer``; with ``keep_all`` the others are kept, too. With
     ``isolate`` every module is given the reference's inputs. ``same_code``: as the reference's.
-    ``budget`` bounds the memory.
+    ``gradients`` is the dtype of main gradients by the settings. ``budget`` bounds the memory.
 
     Raises:
         TTraceError: when all tensors are kept, and there is no room for them.
@@ -46,6 +46,7 @@ class Comparison:
         keep_all: bool,
         isolate: bool,
         same_code: bool,
+        gradients: str,
         budget: Budget,
     ) -> None:
         if keep_all:
@@ -57,7 +58,7 @@ class Comparison:
         self._writer = writer
         self._keep_all = keep_all
         self._isolate = isolate
-        self._same_code = same_code
+        self._same_code, self._gradients = same_code, gradients
         self._measured: list[Measured] = []
         self.counted: list[Counted] = []
 
@@ -88,6 +89,7 @@ class Comparison:
             keep_all=self._keep_all,
             isolate=self._isolate,
             same_code=self._same_code,
+            gradients=self._gradients,
             budget=self._budget,
         )
         yield sink

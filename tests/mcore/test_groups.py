@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ttrace.mcore.groups import axes_of, group_name, reduced_in, unseen_axes
+from megatron_ttrace.mcore.groups import axes_of, group_name, kept_in, reduced_in, unseen_axes
 from tests.placement.meshes import mesh_of
 
 LAYOUT = {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 1}
@@ -92,6 +92,8 @@ def test_gradients(options: dict[str, object], gradients: str) -> None:
     """Of each kind of data parallelism; the compute dtype is the model's."""
     args = SimpleNamespace(bf16=True, params_dtype=BF16, **options)
     assert reduced_in(args) == ("bfloat16", gradients)  # type: ignore[arg-type]
+    kept = "" if "use_megatron_fsdp" in options else gradients
+    assert kept_in(args) == kept  # type: ignore[arg-type]
 
 
 def test_single_precision() -> None:
