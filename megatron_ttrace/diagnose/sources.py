@@ -31,11 +31,16 @@ def _likely(evidence: Evidence) -> Iterator[tuple[Finding, torch.Tensor]]:
     for finding, key in evidence.others():
         evidence.work.spend(0)
         other = evidence.whole(key)
-        if other is None or other.shape != evidence.reference.shape:
+        if other is None or other.shape != evidence.reference.shape or _is_flat(other):
             continue
         start = flat(evidence.expected(first, other)[:1])[:_SAMPLE]
         if torch.linalg.vector_norm(head - start) <= 0.5 * torch.linalg.vector_norm(start):
             yield finding, other
+
+
+def _is_flat(tensor: torch.Tensor) -> bool:
+    """Whether all elements are equal: such values do not say where they are from."""
+    return bool((tensor == tensor.flatten()[:1]).all())
 
 
 def operand(evidence: Evidence) -> WrongOperand | None:

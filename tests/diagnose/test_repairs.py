@@ -77,12 +77,12 @@ def token_ids() -> Evidence:
     return of(table[ids], wrong, on(tp=2), key=key, trace=trace)
 
 
-def stale(value: torch.Tensor) -> Evidence:
-    """The value of the microbatch before, where that is ``value``."""
+def stale(value: torch.Tensor, wrong: torch.Tensor | None = None) -> Evidence:
+    """``wrong``, where the value of the microbatch before is ``value``."""
     key = dataclasses.replace(OUTPUT, microbatch=1)
     other = OtherTime(Cause.OTHER_TIME, microbatch=0)
     trace = {OUTPUT: value}
-    wrong = values(6, 12, seed=8)
+    wrong = values(6, 12, seed=8) if wrong is None else wrong
     return of(values(6, 12), wrong, key=key, trace=trace, others=lambda: [(other, OUTPUT)])
 
 
@@ -275,6 +275,7 @@ UNEXPLAINED: dict[str, tuple[Repair, Evidence]] = {
     "rows from nowhere, any repair": (explain, of(ROWS, values(32, 12, seed=5))),
     "all rows": (region.extent, of(ROWS, ROWS + 1)),
     "a rank's rows": (explain, slice_of_a_rank()),
+    "a microbatch of ones, too": (sources.elsewhere, stale(torch.ones(6, 12), torch.ones(6, 12))),
     "another microbatch": (sources.elsewhere, stale(values(6, 12, seed=9))),
     "unrelated copies": (explain, of(LONG, {0: NOISE, 1: values(64, seed=2)}, on(tp=2), key=NORM)),
     "one of four copies": (explain, copies(values(32, 12, seed=4))),
