@@ -19,6 +19,9 @@ from megatron_ttrace.cpu import apex, fsdp, helpers_cpp, offload, te
 from megatron_ttrace.cpu.collectives import gloo
 from megatron_ttrace.trace.errors import TTraceError
 
+FLEX = "flex token dispatcher"
+_lost: list[str] = []
+
 
 class _Adapter:
     """Sets arguments and remembers which of the user's choices that took away."""
@@ -155,8 +158,8 @@ def _adapt_communication(adapter: _Adapter) -> None:
     adapter.switch_off("high_priority_stream_groups", "stream priorities", [])
     if adapter.get("moe_token_dispatcher_type") == "flex":
         # DeepEP and its kin move the same tokens as the all-to-all dispatcher.
-        adapter.switch_off("moe_token_dispatcher_type", "flex token dispatcher", "alltoall")
-        adapter.switch_off("moe_enable_deepep", "flex token dispatcher")
+        adapter.switch_off("moe_token_dispatcher_type", FLEX, "alltoall")
+        adapter.switch_off("moe_enable_deepep", FLEX)
     spread = args.tensor_model_parallel_size > 1 or (adapter.get("context_parallel_size") or 1) > 1
     if spread and not (of_megatron or adapter.get("use_torch_fsdp2")):  # which refuse it
         # Megatron asserts this on anything older than Blackwell; a CPU has no such queue.
@@ -217,6 +220,7 @@ def adapt_arguments(args: Any) -> list[str]:
     adapter = _Adapter(args)
     for step in (_adapt_communication, _adapt_layers, _adapt_kernels):
         step(adapter)
+    _lost[:] = adapter.changes
     if adapter.get("optimizer_cpu_offload"):
         offload.keep_apart()
     if adapter.get("use_megatron_fsdp") and adapter.get("megatron_fsdp_version") == 2:
@@ -224,6 +228,11 @@ def adapt_arguments(args: Any) -> list[str]:
     helpers_cpp.skip_compilation()
     _skip_warmup()
     return adapter.changes
+
+
+def lost(label: str) -> bool:
+    """Whether the arguments that were adapted last lost something (by its short name)."""
+    return label in _lost
 
 
 def banner(changes: list[str]) -> str:

@@ -60,6 +60,7 @@ class Unexercised(StrEnum):
     RANDOM_ROUTING = "random_routing"
     MLP_CHUNKS = "mlp_chunks"
     FP8_WEIGHTS = "fp8_weights"
+    FLEX = "flex"
     LOSS_MASK = "loss_mask"
     POSITION_RESET = "position_reset"
     ATTENTION_RESET = "attention_reset"

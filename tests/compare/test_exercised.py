@@ -81,6 +81,7 @@ WHAT = Unexercised
         ({"random_routing": True}, {}, DP2, WHAT.RANDOM_ROUTING, ()),
         ({"mlp_chunks": True}, {}, DP2, WHAT.MLP_CHUNKS, ()),
         ({"fp8_weights": True}, {}, DP2, WHAT.FP8_WEIGHTS, ()),
+        ({"flex": True}, {}, DP2, WHAT.FLEX, ()),
         ({}, {"masks_loss": False}, DP2, WHAT.LOSS_MASK, ()),
         ({}, {"restarts_positions": False}, DP2, WHAT.POSITION_RESET, ()),
         ({}, {"hides_documents": False}, DP2, WHAT.ATTENTION_RESET, ()),

@@ -107,6 +107,8 @@ def test_twice_is_once(parse):
 def test_what_is_lost_is_named(parse, words, lost):
     changes = adapt_arguments(parse(*words.split()))
     assert lost in changes
+    assert arguments.lost(lost)
+    assert not arguments.lost("another")
     assert len(changes) == len(set(changes))
 
 
