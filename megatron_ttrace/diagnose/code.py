@@ -221,6 +221,8 @@ class Outcomes:
 READING = {"batch", "data", "dataset", "iterator", "loader", "sampler"}
 """Words in the names of functions that read data."""
 _COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync"}
+_OF_CLASS = {"forward", "backward", "apply", "symbolic"}
+"""Methods that do what their class is named for."""
 PARAMETERS = {"param", "params"}
 EVERYWHERE = {"decoder", "layers", "model", "weight", "bias"}
 
@@ -287,8 +289,12 @@ def sending(kind: Kind) -> dict[str, float]:
 
 
 def communicates(function: Function) -> bool:
-    """Whether a function sends something, by its name."""
-    words = tokens(function.name)
+    """Whether a function sends something, by its name.
+
+    Of an autograd function, the class has the name; other methods of a class may do anything.
+    """
+    name = function.name.rpartition(".")[2]
+    words = tokens(function.name if name in _OF_CLASS else name)
     return not _COMMUNICATE.isdisjoint(words) or "alltoall" in "".join(words)
 
 

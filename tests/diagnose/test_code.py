@@ -131,12 +131,14 @@ def test_tokens() -> None:
     [
         ("all_to_all_sp2hp", True),
         ("_AllToAll.forward", True),
+        ("AllToAllDispatcher.preprocess", False),
+        ("AllToAllDispatcher.gather", True),
         ("gather_heads", True),
         ("all", False),
     ],
 )
 def test_communicates(name: str, sends: bool) -> None:
-    """By any word for it."""
+    """By any word for it in the name of the function, or of an autograd function's class."""
     assert communicates(Function("m.py", 1, name)) is sends
 
 
