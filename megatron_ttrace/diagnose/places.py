@@ -109,7 +109,9 @@ class Places:
         is_loaded = verdict.kind is Kind.LOADED  # by no function that was recorded
         sent = is_sent(diagnosis)
         ranked = [] if is_loaded else self.ranked(verdict, finding, sent=sent)
-        places = [place for _, place in ranked[:MOST]]
+        # What has no name of its own (a generator) is shown as what it is written in: once.
+        first = {(place.file, place.function): place for _, place in reversed(ranked)}
+        places = [place for _, place in ranked if first[place.file, place.function] is place][:MOST]
         anchor = "" if sent else anchor_of(self._ledger.sources, verdict)
         # Only Megatron's functions were recorded.
         is_other = is_loaded or self._code.number(anchor) is None
@@ -235,7 +237,7 @@ class _Judge:
         known = Clue.BUILT if Clue.BUILT in points else Clue.RAN
         clue = max({known: 0.0} | points, key=lambda clue: points.get(clue, 0.0))
         line = self._lines.get((number, clue)) or function.line
-        return Place(function.file, line, function.name, clue)
+        return Place(function.file, line, function.name.partition(".<")[0], clue)
 
     def _score(self, number: int) -> float:
         contexts = self._code.contexts[number]

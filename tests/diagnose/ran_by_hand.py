@@ -87,6 +87,10 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "filter_grads": {"part": U, "size": 100},
     "is_shared": {"marks": ("shared",), "size": 100},
     "count_zeros": {"part": U, "size": 100},
+    "checkpoint": {"size": 200},
+    "get_rng_states": {"size": 200},
+    "Linear.forward.<genexpr>": {"size": 300},
+    "divide_batch": {"size": 200},
     "divide_parameters": {"part": U, "marks": ("is_embedding_parameter",), "size": 400},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
@@ -106,6 +110,8 @@ _CALLS = [
     ],
     *[("step", "", "", U), ("clip_by_norm", "step", "", U)],
     *[("filter_grads", "clip_by_norm", "", U), ("is_shared", "filter_grads", "", U)],
+    *[("checkpoint", "", LAYER, F), ("get_rng_states", "checkpoint", LAYER, F)],
+    *[("Linear.forward.<genexpr>", "Linear.forward", LINEAR, F), ("divide_batch", "", "", S)],
     *[("count_zeros", "step", "", U), ("divide_parameters", "", "", C)],
     *[("report", "", "", Phase.OTHER), ("log", "report", "", Phase.OTHER)],
     ("aggregate", "report", "", Phase.OTHER),

@@ -7,8 +7,12 @@ import pytest
 
 from megatron_ttrace.diagnose import edits
 from megatron_ttrace.diagnose.code import Code
+from megatron_ttrace.diagnose.places import Places
 from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.executed import ChangedFunction, Execution
+from megatron_ttrace.trace.findings import Explanation
+from megatron_ttrace.trace.judged import Diagnosis
+from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
@@ -60,3 +64,19 @@ def test_a_change_that_ran_elsewhere() -> None:
     assert edits.elsewhere(functions, code) == [place]
     assert edits.elsewhere([changed("set_seed", C)], code) == []
     assert edits.elsewhere([*functions, *functions], code) == []
+
+
+def test_what_has_no_name_of_its_own() -> None:
+    """It is shown once, as what it is written in."""
+    failure = judged(Kind.OUTPUT, LINEAR, Outcome.DIVERGED)
+    diagnosis = Diagnosis(
+        name=LINEAR,
+        direction=failure.direction,
+        grounds=Grounds.FIRST_FAILURE,
+        verdict=failure,
+        why=Explanation(None),
+    )
+    edit = changed("Linear.forward", F, LINEAR)
+    found = Places(record(), [failure], changed=[edit]).of(diagnosis).why.places
+    names = [place.function for place in found]
+    assert (names[0], len({*names})) == ("Linear.forward", 3)
