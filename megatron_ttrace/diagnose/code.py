@@ -224,6 +224,8 @@ _COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync"}
 _OF_CLASS = {"forward", "backward", "apply", "symbolic"}
 """Methods that do what their class is named for."""
 PARAMETERS = {"param", "params"}
+REDRAWING = {"rng", "checkpoint", "checkpointed", "recompute"}
+"""Words in the names of functions that recompute, or keep random states for that."""
 EVERYWHERE = {"decoder", "layers", "model", "weight", "bias"}
 
 WORDS: dict[object, str] = {

@@ -33,7 +33,14 @@ from megatron_ttrace.diagnose.code import (
     tokens,
 )
 from megatron_ttrace.diagnose.edits import OF_USER, elsewhere, nearest
-from megatron_ttrace.diagnose.suspects import FEW, OF_PARAMETERS, Suspects, anchor_of, is_sent
+from megatron_ttrace.diagnose.suspects import (
+    FEW,
+    OF_PARAMETERS,
+    Suspects,
+    anchor_of,
+    is_redrawn,
+    is_sent,
+)
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Numbers, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
@@ -270,6 +277,8 @@ class _Judge:
         words = dict.fromkeys(set(tokens(module)) - EVERYWHERE, 0.35)
         if verdict.kind is Kind.PARAM:
             words |= dict.fromkeys(("grad", "grads"), -1.0)
+        if is_redrawn(verdict):
+            words |= dict.fromkeys(("rng", "states"), 0.7)
         if verdict.kind is Kind.BUFFER:
             words |= dict.fromkeys(tokens(module.rpartition(".")[2]), 0.7)
         if verdict.kind is Kind.METRIC:

@@ -12,7 +12,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
-from megatron_ttrace.diagnose.code import BUILDING, READING, Code, Outcomes, tokens
+from megatron_ttrace.diagnose.code import (
+    BUILDING,
+    READING,
+    REDRAWING,
+    Code,
+    Outcomes,
+    tokens,
+)
 from megatron_ttrace.diagnose.start import WEIGHTS
 from megatron_ttrace.mcore.roles import names_tokens
 from megatron_ttrace.trace.collectives import Ledger, ModuleCode, Phase, Sources, pattern
@@ -107,7 +114,7 @@ class Suspects:
         kind, direction = self._verdict.kind, self._verdict.direction
         by_kind: dict[Kind, Callable[[], None]] = {
             Kind.METRIC: self._logged,
-            Kind.TOKENS: self._read,
+            Kind.TOKENS: lambda: self._named(READING, 0.8),
             Kind.DROPOUT: self._mask,
             Kind.GRAD_OUTPUT: self._output_gradient,
             Kind.MAIN_GRAD: self._parameter_gradient,
@@ -159,11 +166,11 @@ class Suspects:
         self._part(_G, 0.0, 0.4 if few else 1.0)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)
 
-    def _read(self) -> None:
-        """What reads data, by its name."""
+    def _named(self, words: set[str], weight: float) -> None:
+        """What reads data, or recomputes, by its name: wherever it ran."""
         functions = self._code.functions
         for ran in self._code.at.values():
-            self._take((n for n in ran if not READING.isdisjoint(tokens(functions[n].name))), 0.8)
+            self._take((n for n in ran if not words.isdisjoint(tokens(functions[n].name))), weight)
 
     def _input(self) -> None:
         self._ran(self._container(), _F, 1.0)
@@ -171,7 +178,9 @@ class Suspects:
         for distance, outer in enumerate(around(self._container()), 1):
             self._take(self._code.at.get((pattern(outer), _F), ()), _FARTHER**distance)
         if self.module == ROOT:
+            # What the model is called with is read, and divided among ranks.
             self._part(Phase.SCHEDULE, 1.0)
+            self._named(READING, 0.8)
             return
         code = self._sources.of(self.module)
         if code is not None and (number := self._code.number(code.forward)) is not None:
@@ -181,8 +190,17 @@ class Suspects:
                 self.add(caller, Clue.PASSES, 1.5)
 
     def _output(self) -> None:
+        if is_redrawn(self._verdict):
+            # The module draws as it did in the forward pass, from states that others restore.
+            self._named(REDRAWING, 1.0)
+            return
         self._ran(self.module, _F, 1.0)
-        self._built(self.module, 0.5)
+        if self._constructor(self.module) is not None:
+            self._built(self.module, 0.5)
+        else:
+            # A module of another package was given its sizes by what contains it.
+            builders = (name for name in around(self.module) if self._constructor(name) is not None)
+            self._built(next(builders, ROOT), 0.5, whole=False)
 
     def _output_gradient(self) -> None:
         outer = self._container()
@@ -242,6 +260,10 @@ class Suspects:
         reduced = verdict.kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number
         self._part(Phase.OPTIMIZER, 0.3 if reduced else 1.0, 0.5)
         self._part(_G, 1.0 if reduced else 0.3, 0.3)
+        if isinstance(finding, Miscounted) and finding.lack is Lack.LEFT_OUT:
+            # It may lack the mark by which it would be selected.
+            functions = self._code.functions
+            self._take((n for n in self._code.at[BUILDING] if functions[n].marks), 0.3)
 
     def _update(self) -> None:
         # What updates other parameters rightly was not given this one, or not its values.
@@ -320,16 +342,20 @@ class Suspects:
     def _built(self, module: str, weight: float, *, whole: bool = True) -> None:
         """A module's constructor, and all it called (``whole``) but other modules' constructors."""
         sources, code = self._sources, self._code
-        like = (name for name in sources.modules if pattern(name) == pattern(module))
-        module_code = sources.of(next(like, module))
-        start = code.number(module_code.built) if module_code else None
-        if start is None:
+        if (start := self._constructor(module)) is None:
             return
         others = {number for c in sources.codes if (number := code.number(c.built)) is not None}
         below = code.below(start, BUILDING, others - {start}) if whole else {start: 0}
         for function, depth in below.items():
             self._take([function], weight * _DEEPER**depth)
             self.add(function, Clue.BUILT, 0.0)
+
+    def _constructor(self, module: str) -> int | None:
+        """A module's constructor, if it is Megatron's."""
+        sources = self._sources
+        like = (name for name in sources.modules if pattern(name) == pattern(module))
+        module_code = sources.of(next(like, module))
+        return self._code.number(module_code.built) if module_code else None
 
     def _differentiated(self, module: str, weight: float) -> None:
         """Autograd functions whose backward ran in a module, with all that they call."""
@@ -381,6 +407,11 @@ def arrives(verdict: Judged) -> bool:
     """
     is_cut_off = verdict.kind is Kind.GRAD_INPUT and verdict.verdict is Outcome.MISSING
     return verdict.kind is Kind.INPUT or is_cut_off or names_tokens(verdict.key)
+
+
+def is_redrawn(verdict: Judged) -> bool:
+    """Whether a recomputation drew another dropout mask than the forward pass."""
+    return verdict.kind is Kind.DROPOUT and verdict.index == DropoutIndex.RECOMPUTED
 
 
 def around(module: str) -> Iterator[str]:

@@ -250,7 +250,7 @@ def function_of(code: CodeType) -> Function:
         or any(not _SCALING.isdisjoint(name.split("_")) for name in code.co_names),
         moves=not _MOVING.isdisjoint(code.co_names),
         loops=_FOR_ITER in operations,
-        marks=tuple(mark for mark in MARKS if mark in strings or mark in code.co_names),
+        marks=tuple(mark for mark in MARKS if mark in {*strings, *keywords, *code.co_names}),
         axes=tuple(axis for axis in _AXES if axis in axes),
         strings=tuple(dict.fromkeys(strings)),
         sets=tuple(name for name in sorted(local) if _FACTOR.search(name)),

@@ -11,11 +11,20 @@ import pytest
 
 from megatron_ttrace.diagnose.code import Code
 from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
-from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, Loss, LossShare
+from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.findings import (
+    Cause,
+    ConstantFactor,
+    Finding,
+    Lack,
+    Loss,
+    LossShare,
+    Miscounted,
+)
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import ROOT, Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
-from tests.diagnose.ran_by_hand import CODES, FUNCTIONS, LINEAR, record, where
+from tests.diagnose.ran_by_hand import CODES, FUNCTIONS, LINEAR, NORM, record, where
 
 NAMES = list(FUNCTIONS)
 
@@ -120,6 +129,43 @@ def test_never_updated() -> None:
         assert lost[NAMES.index("build_groups")] > lost[NAMES.index("step")]
     wrong = suspects(Kind.PARAM_DELTA, f"{LINEAR}.weight", large("dp")).weights
     assert wrong[NAMES.index("build_groups")] < wrong[NAMES.index("step")]
+
+
+def test_a_recomputed_mask() -> None:
+    """What recomputes, or keeps random states, rather than what draws the mask."""
+    ledger = record()
+    outcomes: Any = SimpleNamespace(share=lambda _: 1.0, failed=lambda *_: False, losses=dict)
+    verdicts = (judged(Kind.DROPOUT, LINEAR, Outcome.DIVERGED, index=index) for index in (0, 1))
+    drawn, redrawn = (
+        Suspects(Code(ledger), ledger, outcomes, verdict, None, sent=False).weights
+        for verdict in verdicts
+    )
+    restoring = {NAMES.index("checkpoint"), NAMES.index("get_rng_states")}
+    assert not restoring & drawn.keys()
+    assert {number for number, weight in redrawn.items() if weight == 1.0} == restoring
+
+
+def test_a_module_of_another_package() -> None:
+    """What contains it gave it its sizes."""
+    assert NAMES.index("Model.__init__") in suspects(Kind.OUTPUT, NORM).weights
+    assert NAMES.index("Model.__init__") not in suspects(Kind.OUTPUT, LINEAR).weights
+
+
+def test_what_a_model_is_called_with() -> None:
+    """It was read, and divided among ranks."""
+    assert NAMES.index("divide_batch") in suspects(Kind.INPUT, ROOT).weights
+    assert NAMES.index("divide_batch") not in suspects(Kind.INPUT, LINEAR).weights
+
+
+def test_what_is_left_out_of_a_norm() -> None:
+    """What sets marks may have set too few."""
+    norm = Statistic.GRAD_NORM
+    lacks = [
+        Miscounted(Cause.NEVER_COUNTED, statistic=norm, least=0, most=0, names=(), lack=lack)
+        for lack in (Lack.LEFT_OUT, Lack.LOST)
+    ]
+    found = [suspects(Kind.COUNTED, f"{LINEAR}.weight", lack).weights for lack in lacks]
+    assert [NAMES.index("Linear.__init__") in weights for weights in found] == [True, False]
 
 
 def test_random_states() -> None:

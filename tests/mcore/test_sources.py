@@ -192,6 +192,16 @@ def test_names_of_factors() -> None:
     assert function.sets == ("weight_factor",)
 
 
+def test_marks_in_a_list() -> None:
+    """A function that copies marks may have their names in a list."""
+
+    def copy(old: Any, new: Any) -> None:
+        for name in ["requires_grad", "shared", "sequence_parallel"]:
+            setattr(new, name, getattr(old, name))
+
+    assert sources.function_of(copy.__code__).marks == ("sequence_parallel", "shared")
+
+
 @pytest.mark.parametrize(
     ("attributes", "marks"),
     [({}, ()), ({"allreduce": True}, ()), ({"allreduce": False}, ("allreduce",))],
