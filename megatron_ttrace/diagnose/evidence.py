@@ -454,6 +454,11 @@ def flat(pieces: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.cat([piece.reshape(-1) for piece in pieces])
 
 
+def is_constant(row: torch.Tensor) -> bool:
+    """Whether all elements are equal: such values do not say where they are from."""
+    return bool((row == row[:1]).all())
+
+
 def axis_combinations(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Single axes first, then several together."""
     for size in range(1, len(axes) + 1):

@@ -18,6 +18,7 @@ from megatron_ttrace.diagnose.code import (
     EVERYWHERE,
     NAMED,
     PARAMETERS,
+    READING,
     WORDS,
     Code,
     Context,
@@ -277,6 +278,8 @@ class _Judge:
         words = dict.fromkeys(set(tokens(module)) - EVERYWHERE, 0.35)
         if verdict.kind is Kind.PARAM:
             words |= dict.fromkeys(("grad", "grads"), -1.0)
+        if (verdict.kind, module) == (Kind.INPUT, ROOT):
+            words |= dict.fromkeys(READING, 0.5)
         if is_redrawn(verdict):
             words |= dict.fromkeys(("rng", "states"), 0.7)
         if verdict.kind is Kind.BUFFER:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat, is_constant
 from megatron_ttrace.diagnose.scaling import constant_factor
 from megatron_ttrace.diagnose.sources import ids_by_row
 from megatron_ttrace.trace.findings import Cause, Finding, InPart, Span, WrongRows, WrongTokens
@@ -81,7 +81,10 @@ def in_part(evidence: Evidence) -> InPart | None:
             off = flat(values(part)).double() - right
             evidence.work.spend(4 * len(ours))
             first, last = _best_run((ours - right).square() - (ours - right - off).square())
-            if fault.cause is Cause.ZERO and ours[first : last + 1].any():
+            held = ours[first : last + 1]
+            if fault.cause is Cause.ZERO and held.any():
+                break
+            if fault.cause in (Cause.OTHER_TIME, Cause.OTHER_MODULE) and is_constant(held):
                 break
             spans[part.rank] = first, last
             ours[first : last + 1] -= off[first : last + 1]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, flat
+from megatron_ttrace.diagnose.evidence import Evidence, flat, is_constant
 from megatron_ttrace.trace.findings import Cause, Finding, WrongOperand
 from megatron_ttrace.trace.records import Kind
 
@@ -27,20 +27,17 @@ def elsewhere(evidence: Evidence) -> Finding | None:
 def _likely(evidence: Evidence) -> Iterator[tuple[Finding, torch.Tensor]]:
     """Other tensors that begin as a failing part does."""
     first = evidence.parts[0]
+    if is_constant(flat(first.pieces)):
+        return
     head = flat(first.pieces[:1])[:_SAMPLE]
     for finding, key in evidence.others():
         evidence.work.spend(0)
         other = evidence.whole(key)
-        if other is None or other.shape != evidence.reference.shape or _is_flat(other):
+        if other is None or other.shape != evidence.reference.shape:
             continue
         start = flat(evidence.expected(first, other)[:1])[:_SAMPLE]
         if torch.linalg.vector_norm(head - start) <= 0.5 * torch.linalg.vector_norm(start):
             yield finding, other
-
-
-def _is_flat(tensor: torch.Tensor) -> bool:
-    """Whether all elements are equal: such values do not say where they are from."""
-    return bool((tensor == tensor.flatten()[:1]).all())
 
 
 def operand(evidence: Evidence) -> WrongOperand | None:

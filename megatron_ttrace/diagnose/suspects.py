@@ -166,10 +166,12 @@ class Suspects:
         self._part(_G, 0.0, 0.4 if few else 1.0)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)
 
-    def _named(self, words: set[str], weight: float) -> None:
-        """What reads data, or recomputes, by its name: wherever it ran."""
+    def _named(self, words: set[str], weight: float, *, built: bool = True) -> None:
+        """What reads data, or recomputes, by its name; also what ran before the step, if built."""
         functions = self._code.functions
-        for ran in self._code.at.values():
+        for context, ran in self._code.at.items():
+            if context == BUILDING and not built:
+                continue
             self._take((n for n in ran if not words.isdisjoint(tokens(functions[n].name))), weight)
 
     def _input(self) -> None:
@@ -180,7 +182,7 @@ class Suspects:
         if self.module == ROOT:
             # What the model is called with is read, and divided among ranks.
             self._part(Phase.SCHEDULE, 1.0)
-            self._named(READING, 0.8)
+            self._named(READING, 0.8, built=False)
             return
         code = self._sources.of(self.module)
         if code is not None and (number := self._code.number(code.forward)) is not None:
@@ -192,7 +194,7 @@ class Suspects:
     def _output(self) -> None:
         if is_redrawn(self._verdict):
             # The module draws as it did in the forward pass, from states that others restore.
-            self._named(REDRAWING, 1.0)
+            self._named(REDRAWING, 1.0, built=False)
             return
         self._ran(self.module, _F, 1.0)
         if self._constructor(self.module) is not None:

@@ -86,6 +86,9 @@ def stale(value: torch.Tensor, wrong: torch.Tensor | None = None) -> Evidence:
     return of(values(6, 12), wrong, key=key, trace=trace, others=lambda: [(other, OUTPUT)])
 
 
+HALF_ONES = torch.cat([torch.ones(3, 12), values(3, 12, seed=7)])
+
+
 def biased(times: int) -> Evidence:
     """A bias that is added so many times too often."""
     x, bias = values(6, 2, 12), values(12, seed=3)
@@ -276,6 +279,7 @@ UNEXPLAINED: dict[str, tuple[Repair, Evidence]] = {
     "all rows": (region.extent, of(ROWS, ROWS + 1)),
     "a rank's rows": (explain, slice_of_a_rank()),
     "a microbatch of ones, too": (sources.elsewhere, stale(torch.ones(6, 12), torch.ones(6, 12))),
+    "ones in a part": (explain, stale(HALF_ONES, torch.where(HALF_ONES == 1, 1.0, values(6, 12)))),
     "another microbatch": (sources.elsewhere, stale(values(6, 12, seed=9))),
     "unrelated copies": (explain, of(LONG, {0: NOISE, 1: values(64, seed=2)}, on(tp=2), key=NORM)),
     "one of four copies": (explain, copies(values(32, 12, seed=4))),

@@ -143,6 +143,8 @@ def test_a_recomputed_mask() -> None:
     restoring = {NAMES.index("checkpoint"), NAMES.index("get_rng_states")}
     assert not restoring & drawn.keys()
     assert {number for number, weight in redrawn.items() if weight == 1.0} == restoring
+    # Initial states are right.
+    assert NAMES.index("set_rng_seed") not in redrawn
 
 
 def test_a_module_of_another_package() -> None:
@@ -172,7 +174,7 @@ def test_random_states() -> None:
     """They are set by functions with such a name, and not by the constructor."""
     seeds = suspects(Kind.INITIAL, f"{LINEAR}.weight", Finding(Cause.RANDOM_STATE))
     names = {NAMES[number] for number in seeds.weights}
-    assert names == {"set_seed", "Linear.__init__"}
+    assert names == {"set_seed", "set_rng_seed", "Linear.__init__"}
     assert seeds.weights[NAMES.index("set_seed")] > seeds.weights[NAMES.index("Linear.__init__")]
 
 
