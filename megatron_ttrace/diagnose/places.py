@@ -278,10 +278,9 @@ class _Judge:
         words = dict.fromkeys(set(tokens(module)) - EVERYWHERE, 0.35)
         if verdict.kind is Kind.PARAM:
             words |= dict.fromkeys(("grad", "grads"), -1.0)
-        if (verdict.kind, module) == (Kind.INPUT, ROOT):
-            words |= dict.fromkeys(READING, 0.5)
-        if is_redrawn(verdict):
-            words |= dict.fromkeys(("rng", "states"), 0.7)
+        is_read = (verdict.kind, module) == (Kind.INPUT, ROOT)
+        words |= dict.fromkeys(READING if is_read else (), 0.5)
+        words |= dict.fromkeys(("rng", "states") if is_redrawn(verdict) else (), 0.7)
         if verdict.kind is Kind.BUFFER:
             words |= dict.fromkeys(tokens(module.rpartition(".")[2]), 0.7)
         if verdict.kind is Kind.METRIC:

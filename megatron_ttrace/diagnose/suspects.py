@@ -246,6 +246,10 @@ class Suspects:
     def _parameter_gradient(self) -> None:
         # If most are right, it is less likely what reduces all of them.
         few = self.few
+        if self._finding is not None and self._finding.cause is Cause.PRECISION:
+            # Gradients have the dtype of the buffers that they are accumulated in.
+            self._part(_G, 0.3, 1.0)
+            return
         self._part(_G, 0.6 if few else 1.0, 0.6)
         # Optimizers lay out the buffers of gradients.
         self._part(Phase.OPTIMIZER, 0.0, 0.6 if few else 0.3)

@@ -170,6 +170,13 @@ def test_what_is_left_out_of_a_norm() -> None:
     assert [NAMES.index("Linear.__init__") in weights for weights in found] == [True, False]
 
 
+def test_a_gradient_that_was_rounded() -> None:
+    """What allocates its buffer, before what reduces it."""
+    weights = suspects(Kind.MAIN_GRAD, f"{LINEAR}.weight", Finding(Cause.PRECISION)).weights
+    assert weights[NAMES.index("Buffer.__init__")] > weights[NAMES.index("sync_grads")]
+    assert NAMES.index("Linear.forward") not in weights
+
+
 def test_random_states() -> None:
     """They are set by functions with such a name, and not by the constructor."""
     seeds = suspects(Kind.INITIAL, f"{LINEAR}.weight", Finding(Cause.RANDOM_STATE))
