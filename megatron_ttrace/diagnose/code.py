@@ -220,6 +220,8 @@ class Outcomes:
 
 READING = {"batch", "data", "dataset", "iterator", "loader", "sampler"}
 """Words in the names of functions that read data."""
+DIVIDING = {"batch"}
+"""Words in the names of functions that divide among ranks what was read."""
 _COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync"}
 _OF_CLASS = {"forward", "backward", "apply", "symbolic"}
 """Methods that do what their class is named for."""

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 
 from megatron_ttrace.diagnose.code import (
     BUILDING,
+    DIVIDING,
     EVERYWHERE,
     NAMED,
     PARAMETERS,
-    READING,
     WORDS,
     Code,
     Context,
@@ -279,7 +279,7 @@ class _Judge:
         if verdict.kind is Kind.PARAM:
             words |= dict.fromkeys(("grad", "grads"), -1.0)
         is_read = (verdict.kind, module) == (Kind.INPUT, ROOT)
-        words |= dict.fromkeys(READING if is_read else (), 0.5)
+        words |= dict.fromkeys(DIVIDING if is_read else (), 0.5)
         words |= dict.fromkeys(("rng", "states") if is_redrawn(verdict) else (), 0.7)
         if verdict.kind is Kind.BUFFER:
             words |= dict.fromkeys(tokens(module.rpartition(".")[2]), 0.7)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ttrace.diagnose.code import (
     BUILDING,
+    DIVIDING,
     READING,
     REDRAWING,
     Code,
@@ -180,9 +181,9 @@ class Suspects:
         for distance, outer in enumerate(around(self._container()), 1):
             self._take(self._code.at.get((pattern(outer), _F), ()), _FARTHER**distance)
         if self.module == ROOT:
-            # What the model is called with is read, and divided among ranks.
+            # The data pass: what divides a batch among ranks, and sends it.
             self._part(Phase.SCHEDULE, 1.0)
-            self._named(READING, 0.8, built=False)
+            self._named(DIVIDING, 0.8, built=False)
             return
         code = self._sources.of(self.module)
         if code is not None and (number := self._code.number(code.forward)) is not None:

@@ -154,7 +154,7 @@ def test_a_module_of_another_package() -> None:
 
 
 def test_what_a_model_is_called_with() -> None:
-    """It was read, and divided among ranks."""
+    """It was divided among ranks."""
     assert NAMES.index("divide_batch") in suspects(Kind.INPUT, ROOT).weights
     assert NAMES.index("divide_batch") not in suspects(Kind.INPUT, LINEAR).weights
 
