@@ -269,8 +269,10 @@ class Suspects:
         self._part(_G, 1.0 if reduced else 0.3, 0.3)
         if isinstance(finding, Miscounted) and finding.lack is Lack.LEFT_OUT:
             # It may lack the mark by which it would be selected.
-            functions = self._code.functions
-            self._take((n for n in self._code.at[BUILDING] if functions[n].marks), 0.3)
+            for number in self._code.at[BUILDING]:
+                if self._code.functions[number].marks:
+                    self._take([number], 0.3)
+                    self.add(number, Clue.MARKS, 1.5)
 
     def _update(self) -> None:
         # What updates other parameters rightly was not given this one, or not its values.

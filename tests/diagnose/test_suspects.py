@@ -168,6 +168,8 @@ def test_what_is_left_out_of_a_norm() -> None:
     ]
     found = [suspects(Kind.COUNTED, f"{LINEAR}.weight", lack).weights for lack in lacks]
     assert [NAMES.index("Linear.__init__") in weights for weights in found] == [True, False]
+    clues = suspects(Kind.COUNTED, f"{LINEAR}.weight", lacks[0]).clues
+    assert clues[NAMES.index("Linear.__init__")] == {Clue.MARKS: 1.5}
 
 
 def test_a_gradient_that_was_rounded() -> None:
