@@ -136,16 +136,12 @@ class Suspects:
     # By what went wrong
 
     def _mask(self) -> None:
-        """What chooses a random state ran in the module, or in one around it.
-
-        What restores one for a recomputation ran in a backward pass, and has such a name.
-        """
-        code, words = self._code, {"checkpoint", "recompute", "rng"}
-        recomputed = self._verdict.index % len(DropoutIndex) == DropoutIndex.RECOMPUTED
+        """What chooses a random state, or restores one, ran in the module or around it."""
+        functions, redrawn = self._code.functions, is_redrawn(self._verdict)
         for depth, name in enumerate((self.module, *around(self.module))):
-            ran = code.at.get((pattern(name), _B if recomputed else _F), {})
-            named = (n for n in ran if words & {*tokens(code.functions[n].name)})
-            self._take(named if recomputed else ran, _FARTHER**depth)
+            ran = self._code.at.get((pattern(name), _B if redrawn else _F), ())
+            named = (n for n in ran if not REDRAWING.isdisjoint(tokens(functions[n].name)))
+            self._take(named if redrawn else ran, 1.0 if redrawn else _FARTHER**depth)
 
     def _start(self) -> None:
         cause = self._finding.cause if self._finding else None
@@ -193,10 +189,6 @@ class Suspects:
                 self.add(caller, Clue.PASSES, 1.5)
 
     def _output(self) -> None:
-        if is_redrawn(self._verdict):
-            # The module draws as it did in the forward pass, from states that others restore.
-            self._named(REDRAWING, 1.0, built=False)
-            return
         self._ran(self.module, _F, 1.0)
         if self._constructor(self.module) is not None:
             self._built(self.module, 0.5)
@@ -420,7 +412,10 @@ def arrives(verdict: Judged) -> bool:
 
 def is_redrawn(verdict: Judged) -> bool:
     """Whether a recomputation drew another dropout mask than the forward pass."""
-    return verdict.kind is Kind.DROPOUT and verdict.index == DropoutIndex.RECOMPUTED
+    return (verdict.kind, verdict.index % len(DropoutIndex)) == (
+        Kind.DROPOUT,
+        DropoutIndex.RECOMPUTED,
+    )
 
 
 def around(module: str) -> Iterator[str]:

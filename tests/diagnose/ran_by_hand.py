@@ -111,7 +111,7 @@ _CALLS = [
     ],
     *[("step", "", "", U), ("clip_by_norm", "step", "", U)],
     *[("filter_grads", "clip_by_norm", "", U), ("is_shared", "filter_grads", "", U)],
-    *[("checkpoint", "", LAYER, F), ("get_rng_states", "checkpoint", LAYER, F)],
+    *[("checkpoint", "", LAYER, B), ("get_rng_states", "checkpoint", LAYER, B)],
     ("set_rng_seed", "", "", C),
     *[("Linear.forward.<genexpr>", "Linear.forward", LINEAR, F), ("divide_batch", "", "", S)],
     *[("count_zeros", "step", "", U), ("divide_parameters", "", "", C)],

@@ -59,8 +59,8 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 
 _NEGATED = ("no_load_optim", "no_load_rng", "untie_embeddings_and_output_weights")
 
-_OF_SOME = frozenset(("persistent_workers",))
-"""Fields that are read, are no options, and that only some data sets have."""
+_OF_SOME = frozenset(("persistent_workers", "dataloader_seq_length"))
+"""What is read, and only some data sets, or scripts of Megatron-LM's, have."""
 
 _RUNTIME = frozenset(
     """
