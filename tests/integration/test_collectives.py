@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.trace.collectives import Collective, LedgerFault, Operation, Phase
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import Summary
 from tests.integration.jobs import TP, Checked, check, ttrace
 
@@ -69,8 +70,10 @@ def test_from_the_saved_candidate(checked: Checked) -> None:
 
 
 def test_a_low_precision(tmp_path: Path) -> None:
-    """Gradients that are reduced in bf16, where the settings say float32."""
-    summary = check(tmp_path, "--bf16", mistake="gradients_in_low_precision").summary
+    """Gradients that are kept and reduced in bf16, where the settings say float32."""
+    mistake = "gradients_in_low_precision"
+    summary = check(tmp_path, "--bf16", code=1, mistake=mistake).summary
+    assert {culprit.cause for culprit in summary.culprits} == {Cause.PRECISION}
     (finding,) = summary.collective_findings
     assert (finding.fault, finding.operation) == (LedgerFault.PRECISION, Operation.ALL_REDUCE)
     assert (finding.group, finding.dtype, finding.expected) == ("dp", "bfloat16", "float32")
