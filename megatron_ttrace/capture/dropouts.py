@@ -26,6 +26,11 @@ from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import ROOT, DropoutIndex, Kind
 
 
+def runs_whole(chunks: Sequence[Names]) -> bool:
+    """Whether modules say that they run, as they do not in pieces (capture/schedule_plan.py)."""
+    return not any(runs_in_pieces(names.modules[ROOT]) for names in chunks)
+
+
 @dataclasses.dataclass(slots=True)
 class _Call:
     """A call of dropout in a forward pass.
@@ -90,10 +95,8 @@ class DropoutTap:
             return dropout(input, p, training, inplace)
 
         modules = [module for names in self._chunks for module in names.modules.values()]
-        # A module that runs in pieces does not say which of them runs.
-        in_pieces = any(runs_in_pieces(names.modules[ROOT]) for names in self._chunks)
         with ExitStack() as kept:
-            if any(map(quiet.drops, modules)) and not in_pieces:
+            if any(map(quiet.drops, modules)) and runs_whole(self._chunks):
                 before = hooks.register_module_forward_pre_hook(self._enters)
                 kept.callback(before.remove)
                 after = hooks.register_module_forward_hook(self._leaves, always_call=True)

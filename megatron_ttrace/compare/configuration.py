@@ -33,6 +33,7 @@ class RunConfig(Record):
         iterations: those that were traced.
         isolate: whether every module was given the reference's tensors.
         logs: whether Megatron's ``training_log`` could be called.
+        follows_dropout: whether calls of dropout could be followed, if there were any.
         init: where the start values came from (``--ttrace-init``).
         reference: directory of the reference.
         arithmetic: what decides in which order things are added up, ``None`` if unknown.
@@ -52,6 +53,7 @@ class RunConfig(Record):
     iterations: tuple[Count, ...] = ()
     isolate: bool = False
     logs: bool = False
+    follows_dropout: bool = False
     init: str = ""
     reference: str = ""
     arithmetic: Arithmetic | None = None

@@ -213,15 +213,14 @@ class CompareSink:
 
         Its rounding may be within the tolerance, which is estimated for the whole model's dtype.
         """
-        is_gradient = key.kind is Kind.MAIN_GRAD and bool(self._gradients)
-        if not self._same_code or not (is_gradient or key.kind in _KEEP_DTYPE):
+        theirs = allowed = self._reference.entry(key).dtype if self._same_code else ""
+        if key.kind is Kind.MAIN_GRAD:
+            allowed = self._gradients and max(theirs, self._gradients, key=epsilon)
+        elif key.kind not in _KEEP_DTYPE:
+            allowed = ""
+        if not (theirs and allowed and 0.0 < epsilon(allowed) < epsilon(dtype)):
             return ""
-        theirs = self._reference.entry(key).dtype
-        is_coarser = 0.0 < epsilon(theirs) < epsilon(dtype)
-        is_coarser &= not is_gradient or epsilon(self._gradients) < epsilon(dtype)
-        return (
-            f"{str(dtype).removeprefix('torch.')}, in the reference {theirs}" if is_coarser else ""
-        )
+        return f"{str(dtype).removeprefix('torch.')}, in the reference {theirs}"
 
     @property
     def measured(self) -> list[Measured]:

@@ -19,8 +19,7 @@ from megatron_ttrace.cpu import apex, fsdp, helpers_cpp, offload, te
 from megatron_ttrace.cpu.collectives import gloo
 from megatron_ttrace.trace.errors import TTraceError
 
-FLEX = "flex token dispatcher"
-_lost: list[str] = []
+_lost: set[str] = set()
 
 
 class _Adapter:
@@ -29,6 +28,7 @@ class _Adapter:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.changes: list[str] = []
+        self.lost: set[str] = set()
 
     def get(self, name: str) -> Any:
         """Value of an argument that not every release of Megatron has."""
@@ -39,6 +39,7 @@ class _Adapter:
         if not hasattr(self.args, name) or self.get(name) == off:
             return
         setattr(self.args, name, off)
+        self.lost.add(name)
         if when and label not in self.changes:
             self.changes.append(label)
 
@@ -158,8 +159,8 @@ def _adapt_communication(adapter: _Adapter) -> None:
     adapter.switch_off("high_priority_stream_groups", "stream priorities", [])
     if adapter.get("moe_token_dispatcher_type") == "flex":
         # DeepEP and its kin move the same tokens as the all-to-all dispatcher.
-        adapter.switch_off("moe_token_dispatcher_type", FLEX, "alltoall")
-        adapter.switch_off("moe_enable_deepep", FLEX)
+        adapter.switch_off("moe_token_dispatcher_type", "flex token dispatcher", "alltoall")
+        adapter.switch_off("moe_enable_deepep", "flex token dispatcher")
     spread = args.tensor_model_parallel_size > 1 or (adapter.get("context_parallel_size") or 1) > 1
     if spread and not (of_megatron or adapter.get("use_torch_fsdp2")):  # which refuse it
         # Megatron asserts this on anything older than Blackwell; a CPU has no such queue.
@@ -220,19 +221,20 @@ def adapt_arguments(args: Any) -> list[str]:
     adapter = _Adapter(args)
     for step in (_adapt_communication, _adapt_layers, _adapt_kernels):
         step(adapter)
-    _lost[:] = adapter.changes
     if adapter.get("optimizer_cpu_offload"):
         offload.keep_apart()
     if adapter.get("use_megatron_fsdp") and adapter.get("megatron_fsdp_version") == 2:
         fsdp.allocate_on_a_stream()
     helpers_cpp.skip_compilation()
     _skip_warmup()
+    _lost.clear()
+    _lost.update(adapter.lost)
     return adapter.changes
 
 
-def lost(label: str) -> bool:
-    """Whether the arguments that were adapted last lost something (by its short name)."""
-    return label in _lost
+def lost(option: str) -> bool:
+    """Whether the arguments that were adapted last lost the user's value of an option."""
+    return option in _lost
 
 
 def banner(changes: list[str]) -> str:

@@ -27,6 +27,7 @@ from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds, Reason
 from megatron_ttrace.trace.records import (
+    BufferIndex,
     Culprit,
     DropoutIndex,
     Kind,
@@ -149,7 +150,8 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
             texts[0] = f"partial sums over {' and '.join(first.axes)}"
         return "; with that repaired: ".join(texts), "; ".join(filter(None, hints))
     axes = " and ".join(finding.axes)
-    if isinstance(finding, f.PartialSums) and verdict.kind is Kind.BUFFER:
+    is_load = (verdict.kind, verdict.index) == (Kind.BUFFER, BufferIndex.LOADS)
+    if isinstance(finding, f.PartialSums) and is_load:
         # Loads of experts are shares of their sum: without a reduction, too, they have its mean.
         return _rendered(finding)[0], f"a missing reduction over {axes}"
     if isinstance(finding, f.PartialSums) and summed >= {*finding.axes}:

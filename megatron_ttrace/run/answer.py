@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from megatron_ttrace import cpu
+from megatron_ttrace.capture.dropouts import runs_whole
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare import gathered, wire
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.cpu import te
-from megatron_ttrace.cpu.arguments import FLEX, lost
+from megatron_ttrace.cpu.arguments import lost
 from megatron_ttrace.jobs import known_faults, provenance
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, fronts, own_shards, quiet, statistics
@@ -153,6 +154,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
         iterations=tuple(settings.iterations),
         isolate=isolates(args, settings),
         logs=fronts.current().logs,
+        follows_dropout=cpu.active() and runs_whole(model.names),
         init=settings.init,
         reference=str(settings.directory / "reference"),
         arithmetic=_arithmetic(model, args, settings),
@@ -188,7 +190,7 @@ def requested(args: Any, chunks: Sequence[Any]) -> Requested:
         random_routing=quiet.has_random_routing(args),
         mlp_chunks=quiet.has_mlp_chunks(args),
         fp8_weights=bool(getattr(args, "fp8_param_gather", False)) and te.emulated(),
-        flex=cpu.active() and lost(FLEX),
+        flex=lost("moe_token_dispatcher_type"),
         clip=float(args.clip_grad or 0.0),
         masks_ends=bool(getattr(args, "eod_mask_loss", False)),
         resets_positions=bool(getattr(args, "reset_position_ids", False)),

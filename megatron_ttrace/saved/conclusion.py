@@ -101,8 +101,9 @@ def conclude(
     can_log = reference.reference.logs and config.logs
     if unlogged := not can_log and _logs(reference) != _logs(captured):
         apart.add(Kind.METRIC)
-    if not any(holding.measured.key.kind is Kind.DROPOUT for holding in holdings):
-        apart.add(Kind.DROPOUT)  # as on a GPU, where kernels draw the masks
+    # On a GPU kernels draw the masks. A candidate that can be followed must drop what it should.
+    if not (config.follows_dropout and any(key.kind is Kind.DROPOUT for key in reference)):
+        apart.add(Kind.DROPOUT)
     keys = [key for key in reference if key.kind not in apart]
     starts = [reference.entry(key) for key in reference if key.kind is Kind.INITIAL]
     coverage = counted.judge(decode(reference.reference.counted), counts)

@@ -107,9 +107,14 @@ def test_twice_is_once(parse):
 def test_what_is_lost_is_named(parse, words, lost):
     changes = adapt_arguments(parse(*words.split()))
     assert lost in changes
-    assert arguments.lost(lost)
-    assert not arguments.lost("another")
     assert len(changes) == len(set(changes))
+
+
+@pytest.mark.parametrize("dispatcher", ["flex", "alltoall"])
+def test_the_dispatcher_that_is_lost(parse, dispatcher):
+    """By the option; what an earlier job lost is forgotten."""
+    adapt_arguments(parse("--moe-token-dispatcher-type", dispatcher, "--num-experts", "4"))
+    assert arguments.lost("moe_token_dispatcher_type") is (dispatcher == "flex")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,14 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds, Unexercised
 from megatron_ttrace.trace.places import Clue
-from megatron_ttrace.trace.records import Direction, Kind, LoadedIndex, Outcome, Result
+from megatron_ttrace.trace.records import (
+    BufferIndex,
+    Direction,
+    Kind,
+    LoadedIndex,
+    Outcome,
+    Result,
+)
 from tests.report.synthetic_report import make_judged
 from tests.report.test_ledger import RAN
 
@@ -128,9 +135,10 @@ def test_a_reduction_that_ran_is_not_missing(ran: list[tuple[str, str]], hint: s
 def test_loads_that_were_not_summed() -> None:
     """They are shares: without a reduction, too, each rank's mean is the whole's."""
     why = Explanation(findings.PartialSums(Cause.PARTIAL, ("dp",), mean=True))
-    loads = dataclasses.replace(VERDICT, kind=Kind.BUFFER)
+    loads = dataclasses.replace(VERDICT, kind=Kind.BUFFER, index=BufferIndex.LOADS)
     assert explanations.hint_text(why, loads) == "a missing reduction over dp"
-    assert explanations.hint_text(why, VERDICT) == "a missing average over dp"
+    for other in (VERDICT, dataclasses.replace(loads, index=BufferIndex.AFTER)):
+        assert explanations.hint_text(why, other) == "a missing average over dp"
 
 
 def test_an_explanation_says_where_and_how_many() -> None:

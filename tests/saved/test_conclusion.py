@@ -168,6 +168,26 @@ def test_numbers_that_one_run_logs(tmp_path: Path, reference, candidate, result)
     assert wrong == [("z_loss", Outcome.MISSING)] * (result is Result.DIVERGED)
 
 
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize(("reference", "candidate"), [(True, False), (False, True), (True, True)])
+def test_dropout_that_one_run_lacks(
+    tmp_path: Path, follows: bool, reference: bool, candidate: bool
+) -> None:
+    """It is lost if the candidate's calls can be followed; a reference on a GPU has none."""
+    key, other = TraceKey(1, 0, Kind.DROPOUT, "a"), TraceKey(1, 0, Kind.OUTPUT, "a")
+    summary, verdicts = conclusion(
+        tmp_path,
+        {other: 1e-6} | ({key: 1e-6} if reference else {}),
+        [measured_of(other), *[measured_of(key)] * candidate],
+        config=RunConfig(follows_dropout=follows),
+    )
+    lost = follows and not candidate
+    assert summary.verdict is (Result.DIVERGED if lost else Result.EQUIVALENT)
+    judged = [v.verdict for v in verdicts if v.kind is Kind.DROPOUT]
+    passes = follows and reference and candidate
+    assert judged == [Outcome.MISSING] * lost + [Outcome.PASS] * passes
+
+
 @example(blind=399, seen=301, allowed=0.0)  # 0.57 * 700 is less than 399
 @given(
     blind=st.integers(0, 400),
