@@ -115,7 +115,7 @@ class CandidateSession:
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
     ) -> None:
         """Hand the state of a run that starts from a checkpoint to the reference first."""
-        requirements.require_iterations(self.args, self.settings)
+        requirements.require_built(self.args, self.settings)
         self.rehearsal = Rehearsal(
             chunks,
             optimizer,

@@ -150,6 +150,22 @@ def require_iterations(args: MegatronArguments, settings: Settings) -> None:
         )
 
 
+def require_built(args: MegatronArguments, settings: Settings) -> None:
+    """Raise ``TTraceError`` for what a script knows once it has built the model."""
+    require_iterations(args, settings)
+    text, padded = (
+        getattr(args, name, None) for name in ("dataloader_seq_length", "decoder_seq_length")
+    )
+    # ``args.seq_length`` is now the length of an image (``model_provider`` of pretrain_vlm.py).
+    if text and args.sequence_parallel and text + args.seq_length != padded:
+        raise TTraceError(
+            f"--dataloader-seq-length {text} in a model of images, with --sequence-parallel: the "
+            f"script pads text and image ({text} + {args.seq_length}) for the tensor-parallel "
+            "ranks, so a single device trains on shorter samples: choose a length that needs no "
+            "padding"
+        )
+
+
 def complete(args: MegatronArguments, settings: Settings) -> list[str]:
     """Give options that the loop crashes without, unless training goes on; notices about them."""
     is_checked_only = settings.exit_after or settings.role == "reference"

@@ -2,6 +2,7 @@
 """Runs that cannot be traced are refused with a reason; notices say how others are checked."""
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -95,6 +96,20 @@ def test_refused(values, ours, words, monkeypatch):
     with pytest.raises(TTraceError, match=words) as refused:
         requirements.require(arguments(**values), settings(**ours))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("text", "is_refused"), [(64, False), (65, True)])
+def test_samples_that_a_script_of_images_pads(text, is_refused):
+    """For two ranks; an image has 576 tokens."""
+    values = {
+        "dataloader_seq_length": text,
+        "seq_length": 576,
+        "decoder_seq_length": 640 + 2 * is_refused,
+        "sequence_parallel": True,
+    }
+    refused = pytest.raises(TTraceError, match="--dataloader-seq-length 65 in a model of images")
+    with refused if is_refused else contextlib.nullcontext():
+        requirements.require_built(arguments(**values), settings())
 
 
 ACCEPTED = [
