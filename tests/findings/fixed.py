@@ -200,6 +200,14 @@ def expert_marks(build, self, *args, **keywords):
         weight.tensor_model_parallel = True
 
 
+@fix("transformer.experimental_attention_variant.dsa:DSAIndexer", "__init__")
+def indexer_marks(build, self, *args, **keywords):
+    """Do not sum the indexer's gradients over TP: with SP each rank has gathered its inputs."""
+    build(self, *args, **keywords)
+    for parameter in self.parameters():
+        parameter.sequence_parallel = False
+
+
 @fix("models.gpt:GPTModel", "__init__")
 def train_only_sinks(build, self, *args, **keywords):
     """Train nothing but the attention sinks (no fix: shows what their norm leaves out)."""

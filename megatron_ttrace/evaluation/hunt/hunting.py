@@ -128,9 +128,10 @@ class Hunt:
         def fails(some: Sequence[tuple[str, str]]) -> bool:
             values = dict(some)
             job = self._job(values) if self._space.has_effect(values) else None
-            return job is not None and self._check.fails(
-                SmallJob.of(self._space.command(values), job), early=early
-            )
+            # One with a known fault would fail, or hang, for a reason of its own.
+            if job is None or job in self._known:
+                return False
+            return self._check.fails(SmallJob.of(self._space.command(values), job), early=early)
 
         return tuple(smallest(tuple(combination.items()), fails))
 

@@ -29,7 +29,7 @@ class Checks:
     """Gated activations fail without biases; the rest is equivalent."""
 
     def __init__(self):
-        self.checked, self.built = [], 0
+        self.checked, self.built, self.alone = [], 0, []
 
     def arguments(self, job):
         """No data."""
@@ -38,6 +38,7 @@ class Checks:
     def fails(self, job, *, early=False):
         """Whether it fails alone."""
         self.built += 1
+        self.alone.append(set(job.arguments))
         return set(job.arguments) >= {"--swiglu", "--disable-bias-linear"}
 
     def __call__(self, job):
@@ -83,3 +84,22 @@ def test_what_is_known_to_fail_is_not_tried(tmp_path, everything_valid):
     assert len(tried) > 2
     assert {each.row.answer for each in tried} == {Answer.EQUIVALENT}
     assert checks.built == len(checks.checked)
+
+
+def test_a_known_fault_is_not_tried_for_why_another_job_fails(
+    tmp_path, everything_valid, monkeypatch
+):
+    """It might hang, or fail for a reason of its own."""
+
+    def finding_of(options, version):
+        return "hangs" if "swiglu" in options and "bf16" not in options else ""
+
+    monkeypatch.setattr(hunting.known_faults, "finding_of", finding_of)
+    tried, checks = hunt(tmp_path)
+    (failed,) = (each.row for each in tried if each.row.answer is Answer.FAILS)
+    assert {value for _, value in failed.together} == {
+        "--bf16",
+        "--swiglu",
+        "--disable-bias-linear",
+    }
+    assert all("--bf16" in alone for alone in checks.alone if "--swiglu" in alone)
