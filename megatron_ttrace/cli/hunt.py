@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     """Check the command, and then what is around it."""
     from megatron_ttrace.evaluation.hunt import combinations, page
     from megatron_ttrace.evaluation.hunt.hunting import Hunt
-    from megatron_ttrace.evaluation.recipes.run import Answer, Checker, Results, text
+    from megatron_ttrace.evaluation.recipes.collect import Answer
+    from megatron_ttrace.evaluation.recipes.run import Checker, Results, text
     from megatron_ttrace.jobs import validity
     from megatron_ttrace.jobs.shrink import plan
 
@@ -136,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _unknown(tried: list[Tried]) -> list[str]:
     """Why jobs that train without us could not be checked."""
-    from megatron_ttrace.evaluation.recipes.run import Answer
+    from megatron_ttrace.evaluation.recipes.collect import Answer
 
     rows = (job.row for job in tried)
     return [in_one_line(row.why) for row in rows if row.answer is Answer.COULD_NOT_CHECK]

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _exit_code(rows: Sequence[RecipeRow]) -> ExitCode:
-    from megatron_ttrace.evaluation.recipes.run import Answer
+    from megatron_ttrace.evaluation.recipes.collect import Answer
 
     answers = {row.answer for row in rows}
     if Answer.DIVERGED in answers:
@@ -150,7 +150,7 @@ def _show(rows: Sequence[RecipeRow], jobs: Sequence[JobRow]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from megatron_ttrace.evaluation.recipes.run import Answer
+    from megatron_ttrace.evaluation.recipes.collect import Answer
 
     console = Console()
     counts = Counter(_label(row) for row in rows)
@@ -187,7 +187,7 @@ def _show(rows: Sequence[RecipeRow], jobs: Sequence[JobRow]) -> None:
 
 
 def _label(row: RecipeRow) -> str:
-    from megatron_ttrace.evaluation.recipes.run import Answer
+    from megatron_ttrace.evaluation.recipes.collect import Answer
 
     if row.answer is None:
         return "not run yet" if row.jobs else "not for training"

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from megatron_ttrace.evaluation.hunt.combinations import table
-from megatron_ttrace.evaluation.recipes.run import Answer
+from megatron_ttrace.evaluation.recipes.collect import Answer
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from tests.findings import hunted
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from megatron_ttrace.evaluation.hunt import reduction
 from megatron_ttrace.evaluation.hunt.combinations import Combination, Covering, Space
 from megatron_ttrace.evaluation.hunt.reduction import Reduced
-from megatron_ttrace.evaluation.recipes.collect import SmallJob
-from megatron_ttrace.evaluation.recipes.run import Answer, Checker, JobRow, Results
+from megatron_ttrace.evaluation.recipes.collect import Answer, SmallJob
+from megatron_ttrace.evaluation.recipes.run import Checker, JobRow, Results
 from megatron_ttrace.jobs import known_faults, validity
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.known_faults import Finding

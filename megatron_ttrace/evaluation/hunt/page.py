@@ -13,7 +13,7 @@ from markupsafe import Markup
 from megatron_ttrace.evaluation.hunt.combinations import Space
 from megatron_ttrace.evaluation.hunt.hunting import Tried
 from megatron_ttrace.evaluation.hunt.reduction import Reduced
-from megatron_ttrace.evaluation.recipes.run import Answer
+from megatron_ttrace.evaluation.recipes.collect import Answer
 from megatron_ttrace.report import html
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from megatron_ttrace.evaluation.recipes.collect import SmallJob
-from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
+from megatron_ttrace.evaluation.recipes.collect import Answer, SmallJob
+from megatron_ttrace.evaluation.recipes.run import JobRow
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.known_faults import Finding
 from megatron_ttrace.jobs.shrink import axes, plan

@@ -25,14 +25,15 @@ _VARIABLES = ("CUDA", "CUBLAS", "NCCL", "NVTE", "PYTORCH", "TORCH")
 """Prefixes of variables that the training sees; a test's own (``N_REPEATS``) make no other job."""
 
 
-class Kind(enum.Enum):
-    """What a configuration is for."""
+class Answer(enum.StrEnum):
+    """What came out of a job."""
 
-    TRAINING = "training"
-    OTHER = "no training"
-    NOT_SHRUNK = "cannot be shrunk"
+    EQUIVALENT = "equivalent"
+    DIVERGED = "diverged"
+    REFUSED = "refused by Megatron"
+    FAILS = "fails without ttrace too"
     HUB = "needs a model hub"
-    REFUSED = "refused by itself"
+    COULD_NOT_CHECK = "cannot be checked"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,16 +80,22 @@ class Recipe:
 
     Attributes:
         name: its folder or script, below the checkout.
+        answer: of one for training that cannot be made small.
         lost: what the small jobs do not do.
         file: its path below the checkout.
     """
 
     name: str
-    kind: Kind
     jobs: tuple[SmallJob, ...] = ()
+    answer: Answer | None = None
     why: str = ""
     lost: tuple[str, ...] = ()
     file: str = ""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether its jobs decide the answer."""
+        return bool(self.jobs) and self.answer is None
 
 
 def collect(
@@ -168,14 +175,15 @@ def _recipe(name: str, path: Path, checkout: Path, most: int) -> Recipe:
         small = plan.shrink(command, most)
     except TTraceError as error:
         other = isinstance(error, recipe_file.NoTrainingError)
+        answer = None if other else Answer.COULD_NOT_CHECK
         why = " ".join(str(error).replace(str(path), "it").split())
-        return Recipe(name, Kind.OTHER if other else Kind.NOT_SHRUNK, why=why, file=file)
+        return Recipe(name, answer=answer, why=why, file=file)
     seen = {
         name: value for name, value in command.environment.items() if name.startswith(_VARIABLES)
     }
     command = dataclasses.replace(command, environment=seen)
     jobs = tuple(SmallJob.of(command, job) for job in small.jobs)
-    return Recipe(name, Kind.TRAINING, jobs, lost=small.lost, file=file)
+    return Recipe(name, jobs, lost=small.lost, file=file)
 
 
 def _example(path: Path, checkout: Path) -> Command:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_ttrace.evaluation.recipes import collect, reached
-from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
+from megatron_ttrace.evaluation.recipes.collect import Answer, Recipe, SmallJob
 from megatron_ttrace.evaluation.recipes.reached import Files, Records
 from megatron_ttrace.jobs.processes import apart, stripped
 from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
@@ -252,7 +252,7 @@ def plan(pull: Pull, folder: Path, paths: Sequence[Path], max_ranks: int, tell: 
     for recipe in head:
         for job in recipe.jobs:
             tasks.setdefault(job.key, Task(recipe.name, job))
-    before = {recipe.name: recipe for recipe in base if recipe.kind is Kind.TRAINING}
+    before = {recipe.name: recipe for recipe in base if recipe.is_trained}
     now = {recipe.name: recipe for recipe in head}
     annotations: list[Annotation] = []
 
@@ -264,7 +264,7 @@ def plan(pull: Pull, folder: Path, paths: Sequence[Path], max_ranks: int, tell: 
         annotations.append(annotation)
 
     for recipe in head:
-        if recipe.kind is Kind.NOT_SHRUNK and recipe.name not in before:
+        if recipe.answer is Answer.COULD_NOT_CHECK and recipe.name not in before:
             tell(f"not checked: {recipe.name}: {recipe.why}")
     has_lost = False
     for name, recipe in before.items():
@@ -274,7 +274,7 @@ def plan(pull: Pull, folder: Path, paths: Sequence[Path], max_ranks: int, tell: 
         for job in dropped:
             tasks[job.key] = Task(name, job, is_dropped=True)
         kept = now.get(name)
-        if kept is not None and kept.kind is Kind.TRAINING:
+        if kept is not None and kept.is_trained:
             if dropped:
                 count = "job" if len(dropped) == 1 else f"{len(dropped)} jobs"
                 text = f"{name} makes other jobs than in the base; the {count} it made there: "

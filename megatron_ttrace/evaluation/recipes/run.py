@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import itertools
 import json
 import re
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.evaluation import suites
-from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
+from megatron_ttrace.evaluation.recipes.collect import Answer, Recipe, SmallJob
 from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.processes import ranks
@@ -40,17 +39,6 @@ _BUILDING = ("--fake-process-group", "--split", "0,1,0")
 _NUMBER = re.compile(r"\.\d+")
 _VALIDATING = frozenset({"validate", "validate_args", "__post_init__", "finalize", "validate_yaml"})
 """Functions in which Megatron judges its arguments."""
-
-
-class Answer(enum.StrEnum):
-    """What came out of a job."""
-
-    EQUIVALENT = "equivalent"
-    DIVERGED = "diverged"
-    REFUSED = "refused by Megatron"
-    FAILS = "fails without ttrace too"
-    HUB = "needs a model hub"
-    COULD_NOT_CHECK = "cannot be checked"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,11 +262,6 @@ _WORST = (
     Answer.COULD_NOT_CHECK,
     Answer.DIVERGED,
 )
-_WITHOUT_JOBS = {
-    Kind.NOT_SHRUNK: Answer.COULD_NOT_CHECK,
-    Kind.HUB: Answer.HUB,
-    Kind.REFUSED: Answer.REFUSED,
-}
 
 
 def coverage(recipes: Iterable[Recipe], finished: Mapping[str, JobRow]) -> list[RecipeRow]:
@@ -286,12 +269,10 @@ def coverage(recipes: Iterable[Recipe], finished: Mapping[str, JobRow]) -> list[
     rows = []
     for recipe in recipes:
         keys = tuple(job.key for job in recipe.jobs)
-        row = RecipeRow(recipe.name, None, recipe.why, jobs=keys, lost=recipe.lost)
-        if recipe.kind in _WITHOUT_JOBS:
-            row = dataclasses.replace(row, answer=_WITHOUT_JOBS[recipe.kind])
-        elif recipe.kind is Kind.TRAINING and any(key not in finished for key in keys):
+        row = RecipeRow(recipe.name, recipe.answer, recipe.why, jobs=keys, lost=recipe.lost)
+        if recipe.is_trained and any(key not in finished for key in keys):
             row = dataclasses.replace(row, why="not run yet")
-        elif recipe.kind is Kind.TRAINING:
+        elif recipe.is_trained:
             worst = max((finished[key] for key in keys), key=lambda job: _WORST.index(job.answer))
             row = dataclasses.replace(
                 row, answer=worst.answer, why=worst.why, finding=worst.finding

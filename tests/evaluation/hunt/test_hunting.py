@@ -6,7 +6,8 @@ import pytest
 from megatron_ttrace.evaluation.hunt import hunting
 from megatron_ttrace.evaluation.hunt.combinations import Dimension, Space
 from megatron_ttrace.evaluation.recipes import run as running
-from megatron_ttrace.evaluation.recipes.run import Answer, JobRow, Results
+from megatron_ttrace.evaluation.recipes.collect import Answer
+from megatron_ttrace.evaluation.recipes.run import JobRow, Results
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.known_faults import Finding
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags

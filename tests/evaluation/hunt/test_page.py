@@ -5,7 +5,8 @@ from megatron_ttrace.evaluation.hunt.combinations import Dimension, Space
 from megatron_ttrace.evaluation.hunt.hunting import Tried
 from megatron_ttrace.evaluation.hunt.page import cells, render
 from megatron_ttrace.evaluation.hunt.reduction import Reduced
-from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
+from megatron_ttrace.evaluation.recipes.collect import Answer
+from megatron_ttrace.evaluation.recipes.run import JobRow
 from megatron_ttrace.jobs.commands.command_line import Command
 
 SPACE = Space(

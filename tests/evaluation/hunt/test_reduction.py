@@ -4,8 +4,8 @@
 import dataclasses
 
 from megatron_ttrace.evaluation.hunt.reduction import reduce
-from megatron_ttrace.evaluation.recipes.collect import SmallJob
-from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
+from megatron_ttrace.evaluation.recipes.collect import Answer, SmallJob
+from megatron_ttrace.evaluation.recipes.run import JobRow
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags

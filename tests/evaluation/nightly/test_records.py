@@ -10,7 +10,8 @@ import pytest
 from megatron_ttrace.evaluation.bugs import catalogue, suite
 from megatron_ttrace.evaluation.nightly import records
 from megatron_ttrace.evaluation.nightly.records import NightPart, State
-from megatron_ttrace.evaluation.recipes.run import Answer, JobRow
+from megatron_ttrace.evaluation.recipes.collect import Answer
+from megatron_ttrace.evaluation.recipes.run import JobRow
 from tests.evaluation.nightly.synthetic import bug_row, matrix_row
 
 

@@ -12,7 +12,8 @@ import pytest
 from megatron_ttrace.evaluation.nightly import run as runner
 from megatron_ttrace.evaluation.nightly.records import NightPart, State
 from megatron_ttrace.evaluation.nightly.run import Options
-from megatron_ttrace.evaluation.recipes.run import RESULTS, Answer, JobRow
+from megatron_ttrace.evaluation.recipes.collect import Answer
+from megatron_ttrace.evaluation.recipes.run import RESULTS, JobRow
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import ExitCode
 from tests import programs

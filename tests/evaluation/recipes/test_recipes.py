@@ -12,8 +12,8 @@ from megatron_ttrace.cli import recipes as cli_recipes
 from megatron_ttrace.cli.main import main
 from megatron_ttrace.evaluation.recipes import collect
 from megatron_ttrace.evaluation.recipes import run as running
-from megatron_ttrace.evaluation.recipes.collect import Kind, SmallJob
-from megatron_ttrace.evaluation.recipes.run import Answer, JobRow, RecipeRow
+from megatron_ttrace.evaluation.recipes.collect import Answer, SmallJob
+from megatron_ttrace.evaluation.recipes.run import JobRow, RecipeRow
 from megatron_ttrace.trace import codec, ends
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
@@ -70,13 +70,13 @@ def checkout(tmp_path):
 def test_configurations_are_found_and_equal_jobs_are_one(checkout):
     """By what they run, not by their sizes or names."""
     recipes = {recipe.name: recipe for recipe in collect.collect(checkout)}
-    assert {name: recipe.kind for name, recipe in recipes.items()} == {
-        "gpt/inference": Kind.OTHER,
-        "gpt/pp4": Kind.TRAINING,
-        "gpt/tp2": Kind.TRAINING,
-        "gpt/tp4": Kind.TRAINING,
-        "t5/tp1": Kind.NOT_SHRUNK,
-        "examples/gpt3/train.sh": Kind.TRAINING,
+    assert {name: (r.is_trained, r.answer) for name, r in recipes.items()} == {
+        "gpt/inference": (False, None),
+        "gpt/pp4": (True, None),
+        "gpt/tp2": (True, None),
+        "gpt/tp4": (True, None),
+        "t5/tp1": (False, Answer.COULD_NOT_CHECK),
+        "examples/gpt3/train.sh": (True, None),
     }
     assert recipes["gpt/tp2"].jobs == recipes["gpt/tp4"].jobs
     assert len(running.jobs_of(recipes.values())) == 3
@@ -102,7 +102,7 @@ def test_a_folder_of_scripts(checkout):
     (folder / "pretrain_gpt.py").touch()
     (folder / "gpt3" / "download.sh").write_text("curl https://example.org\n")
     (recipe,) = collect.collect(folder, anywhere=True)
-    assert (recipe.name, recipe.kind) == ("gpt3/train.sh", Kind.TRAINING)
+    assert (recipe.name, recipe.is_trained) == ("gpt3/train.sh", True)
     assert collect.collect(folder, ["other/*"], anywhere=True) == []
     with pytest.raises(TTraceError, match="give a checkout"):
         collect.collect(folder)

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_ttrace.evaluation.recipes.bridge import driver
-from megatron_ttrace.evaluation.recipes.collect import Kind, Recipe, SmallJob
+from megatron_ttrace.evaluation.recipes.bridge.driver import Planned
+from megatron_ttrace.evaluation.recipes.collect import Answer, Recipe, SmallJob
 from megatron_ttrace.jobs.processes import forkserver
 from megatron_ttrace.jobs.shrink import bridge as sizes
 from megatron_ttrace.jobs.shrink import documents
@@ -28,30 +29,6 @@ from megatron_ttrace.trace.errors import TTraceError
 
 SCRIPT = Path(driver.__file__)
 _RESULT = "ConfigContainer"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlannedJob:
-    """A small job of a recipe.
-
-    Attributes:
-        digest: the same for equal configurations.
-    """
-
-    arguments: tuple[str, ...]
-    ranks: int
-    digest: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Planned:
-    """The answer of ``driver.py`` for a recipe; ``kind`` is the name of a :class:`Kind`."""
-
-    name: str
-    kind: str
-    jobs: tuple[PlannedJob, ...]
-    lost: tuple[str, ...]
-    why: str
 
 
 def folder() -> Path:
@@ -121,20 +98,16 @@ def _planned(wanted: Sequence[str], most: int) -> dict[str, Planned]:
             last = (done.stderr.strip().splitlines() or ["no output"])[-1]
             raise TTraceError(f"the recipes of megatron-bridge cannot be imported: {last}")
     recipes = [codec.decode(Planned, codec.parse(line)) for line in lines]
-    return {planned.name: planned for planned in recipes}
+    return {planned.recipe.name: planned for planned in recipes}
 
 
 def _recipe(function: str, planned: Planned | None, jobs: dict[str, SmallJob]) -> Recipe:
     """As a checkout's; equal configurations get the same job."""
     if planned is None:
-        return Recipe(title(function), Kind.NOT_SHRUNK, why="building it crashed or took too long")
-    small = []
-    for job in planned.jobs:
-        words = ("--recipe", function, *job.arguments)
-        made = SmallJob(str(SCRIPT), words, job.ranks, ())
-        small.append(jobs.setdefault(job.digest, made))
-    kind = Kind[planned.kind]
-    return Recipe(title(function), kind, tuple(small), planned.why, planned.lost)
+        why = "building it crashed or took too long"
+        return Recipe(title(function), answer=Answer.COULD_NOT_CHECK, why=why)
+    small = tuple(map(jobs.setdefault, planned.digests, planned.recipe.jobs))
+    return dataclasses.replace(planned.recipe, name=title(function), jobs=small)
 
 
 def data(place: Path) -> Callable[[SmallJob], Sequence[str]]:

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from megatron_ttrace.evaluation.recipes.collect import Answer, Recipe, SmallJob
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.shrink import bridge as sizes
 from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
-from megatron_ttrace.trace import owned
+from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.errors import TTraceError
 
 PACKAGE = "megatron.bridge.recipes"
@@ -41,6 +42,17 @@ _NAMES = ("hf_model_id", "hf_model_revision", "hf_source_path", "env_vars")
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 """Variables without which libraries wait for a hub that cannot be reached."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Planned:
+    """What a recipe, called ``MODULE:FUNCTION``, becomes.
+
+    ``digests``, of its jobs, are the same for equal configurations.
+    """
+
+    recipe: Recipe
+    digests: tuple[str, ...]
 
 
 class NoHubError(Exception):
@@ -118,11 +130,12 @@ def _train(name: str, arguments: list[str]) -> None:
     pretrain(cfg, forward_step)
 
 
-def _planned(name: str, most: int) -> dict[str, Any]:
-    """What a recipe becomes, as :class:`discover.Planned` has it."""
-    jobs: list[dict[str, Any]] = []
+def _planned(name: str, most: int) -> Planned:
+    jobs: list[SmallJob] = []
+    digests: list[str] = []
     lost: tuple[str, ...] = ()
-    why, kind = "", "TRAINING"
+    answer: Answer | None = None
+    why = ""
     try:
         cfg = build(name)
         ranks = _RANKS.search(name)
@@ -135,19 +148,19 @@ def _planned(name: str, most: int) -> dict[str, Any]:
         for job in small.jobs:
             cfg = build(name)
             make_small(cfg, [*job.arguments, sizes.DATA, "data"])
-            jobs.append(
-                {"arguments": job.arguments, "ranks": job.axes.ranks, "digest": _digest(cfg)}
-            )
+            words = (_RECIPE, name, *job.arguments)
+            jobs.append(SmallJob(__file__, words, job.axes.ranks, ()))
+            digests.append(_digest(cfg))
     except (NoHubError, OSError) as error:
-        why, kind = str(error), "HUB"
+        why, answer = str(error), Answer.HUB
     except NotImplementedError as error:
-        why, kind = str(error), "REFUSED"
+        why, answer = str(error), Answer.REFUSED
     except TTraceError as error:
-        why, kind = str(error), "NOT_SHRUNK"
+        why, answer = str(error), Answer.COULD_NOT_CHECK
     except Exception as error:  # noqa: BLE001 - it is reported, and other recipes go on
-        why, kind = f"{type(error).__name__}: {error}", "NOT_SHRUNK"
+        why, answer = f"{type(error).__name__}: {error}", Answer.COULD_NOT_CHECK
     why = " ".join(why.split())[:300]
-    return {"name": name, "kind": kind, "jobs": jobs, "lost": lost, "why": why}
+    return Planned(Recipe(name, tuple(jobs), answer, why, lost), tuple(digests))
 
 
 def _digest(cfg: Any) -> str:
@@ -172,7 +185,7 @@ def _plan(file: Path, most: int, names: list[str]) -> None:
         child = os.fork()
         if not child:
             signal.alarm(_SECONDS)
-            line = json.dumps(_planned(name, most), default=str)
+            line = json.dumps(codec.encode(_planned(name, most)))
             with open(owned.append(file), "a", encoding="utf-8") as out:
                 print(line, file=out, flush=True)
             os._exit(0)

@@ -8,9 +8,10 @@ import pytest
 from megatron_ttrace.cli.main import main
 from megatron_ttrace.cpu import bridge
 from megatron_ttrace.evaluation.recipes import run
-from megatron_ttrace.evaluation.recipes.bridge import discover
-from megatron_ttrace.evaluation.recipes.bridge.discover import Planned, PlannedJob
-from megatron_ttrace.evaluation.recipes.collect import Kind
+from megatron_ttrace.evaluation.recipes.bridge import discover, driver
+from megatron_ttrace.evaluation.recipes.bridge.driver import Planned
+from megatron_ttrace.evaluation.recipes.collect import Answer, Recipe, SmallJob
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.errors import ExitCode
 
 SOURCE = """
@@ -37,27 +38,41 @@ def test_functions_that_return_a_configuration(tmp_path):
 def test_plans_become_recipes(monkeypatch, tmp_path):
     """Equal configurations are one job; each reason for none has its row."""
 
-    def planned(name, kind="TRAINING", why="", digests=()):
-        jobs = tuple(PlannedJob(("--num-layers", "2"), 2, digest) for digest in digests)
-        return Planned(f"m:{name}", kind, jobs, (), why)
+    def planned(name, answer=None, why="", digests=()):
+        jobs = tuple(SmallJob("driver.py", (name, digest), 2, ()) for digest in digests)
+        return Planned(Recipe(f"m:{name}", jobs, answer, why), digests)
 
     plans = [
         planned("first", digests=("a", "b")),
         planned("second", digests=("a",)),
-        planned("third", "HUB", "its processor"),
-        planned("fourth", "REFUSED", "not for this model"),
+        planned("third", Answer.HUB, "its processor"),
+        planned("fourth", Answer.REFUSED, "not for this model"),
     ]
-    wanted = [*(plan.name for plan in plans), "m:crashes"]
+    wanted = [*(plan.recipe.name for plan in plans), "m:crashes"]
     monkeypatch.setattr(discover, "folder", lambda: tmp_path)
     monkeypatch.setattr(discover, "functions", lambda place: wanted)
-    monkeypatch.setattr(discover, "_planned", lambda names, most: {p.name: p for p in plans})
+    monkeypatch.setattr(discover, "_planned", lambda *_: {p.recipe.name: p for p in plans})
     recipes = discover.collect((), 8)
     assert recipes[1].jobs == recipes[0].jobs[:1]
-    assert recipes[0].jobs[0].arguments == ("--recipe", "m:first", "--num-layers", "2")
-    assert [plan.kind for plan in recipes[2:]] == [Kind.HUB, Kind.REFUSED, Kind.NOT_SHRUNK]
+    assert recipes[0].name == "m/first"
     answers = [row.answer for row in run.coverage(recipes, {})]
-    hub, refused, failed = run.Answer.HUB, run.Answer.REFUSED, run.Answer.COULD_NOT_CHECK
-    assert answers == [None, None, hub, refused, failed]
+    assert answers == [None, None, Answer.HUB, Answer.REFUSED, Answer.COULD_NOT_CHECK]
+
+
+def test_a_plan_is_read_as_it_was_written(monkeypatch):
+    """Its jobs run the driver with the recipe's name."""
+    for owner, name, value in (
+        (driver, "build", None),
+        (driver, "make_small", None),
+        (driver, "_digest", "a"),
+        (driver.sizes, "words", ["--num-layers", "4"]),
+        (driver.sizes, "divisible", []),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_, value=value: value)
+    planned = driver._planned("m:first", 8)
+    assert codec.decode(Planned, json.loads(json.dumps(codec.encode(planned)))) == planned
+    (job,) = planned.recipe.jobs
+    assert (job.script, job.arguments[:2]) == (str(discover.SCRIPT), ("--recipe", "m:first"))
 
 
 def test_one_of_both_is_given(capsys):
