@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patterns over layers and stages, made shorter with everything in them that differs."""
 
+import ast
 import itertools
 import re
 from collections.abc import Sequence
 
 _MOST = 10_000
 """Layers of a pattern that is read."""
-_TOKEN = re.compile(r"\[[0-9,]+\]|[0-9]+|[()+*]")
+_LAYERS = re.compile(r"[\[\]()0-9,+*]+")
 _REPEATED = re.compile(r"\(([^()]+)\)\*([0-9]+)|(.)\*([0-9]+)")
 
 
@@ -17,39 +18,26 @@ def layers(text: str) -> list[int] | None:
     Megatron evaluates these texts as Python (``moe_freq_type`` in megatron/training/arguments.py).
     """
     text = text.replace(" ", "")
-    tokens = _TOKEN.findall(text)
-    if "".join(tokens) != text or "[" not in text:
+    if not _LAYERS.fullmatch(text):
         return None
     try:
-        pattern, tokens = _sum(tokens)
-    except (IndexError, ValueError):
+        return _list(ast.parse(text, mode="eval").body) or None
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         return None
-    return pattern if pattern and not tokens else None
 
 
-def _sum(tokens: list[str]) -> tuple[list[int], list[str]]:
-    """Lists that are joined and repeated, and the tokens behind them."""
-    pattern, tokens = _product(tokens)
-    while tokens and tokens[0] == "+":
-        more, tokens = _product(tokens[1:])
-        pattern = pattern + more
-    return pattern, tokens
-
-
-def _product(tokens: list[str]) -> tuple[list[int], list[str]]:
-    if tokens[0] == "(":
-        pattern, tokens = _sum(tokens[1:])
-        if tokens[0] != ")":
-            raise ValueError(tokens[0])
-        tokens = tokens[1:]
-    else:
-        pattern = [int(number) for number in tokens[0].strip("[]").split(",")]
-        tokens = tokens[1:]
-    while tokens and tokens[0] == "*":
-        if len(pattern) * int(tokens[1]) > _MOST:
-            raise ValueError(tokens[1])
-        pattern, tokens = pattern * int(tokens[1]), tokens[2:]
-    return pattern, tokens
+def _list(node: ast.expr) -> list[int]:
+    """Lists of numbers, joined and repeated. Raises ``ValueError`` for anything else."""
+    match node:
+        case ast.List():
+            return [int(ast.literal_eval(number)) for number in node.elts]
+        case ast.BinOp(op=ast.Add()):
+            return _list(node.left) + _list(node.right)
+        case ast.BinOp(op=ast.Mult(), right=ast.Constant(value=int(times))):
+            pattern = _list(node.left)
+            if len(pattern) * times <= _MOST:
+                return pattern * times
+    raise ValueError("not a list of numbers")
 
 
 def write_layers(pattern: Sequence[int]) -> str:

@@ -37,6 +37,7 @@ def test_round_trip(pattern):
         ("__import__('os')", None),
         ("[0]*999999999", None),
         ("[1]*-1", None),
+        ("[[0]]", None),
     ],
 )
 def test_megatrons_notation(text, pattern):
