@@ -6,9 +6,10 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megatron_ttrace import cpu
 from megatron_ttrace.jobs import script as scripts
@@ -36,7 +37,14 @@ def options(arguments: Sequence[str], ranks: int) -> dict[str, Any] | None:
     """
     from megatron.training import arguments as megatron
 
-    with _as_rank(arguments, ranks):
+    silent = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks)),
+        mock.patch.object(sys, "argv", [sys.argv[0], *arguments]),
+        quiet_imports(),
+        contextlib.redirect_stdout(silent),
+        contextlib.redirect_stderr(silent),
+    ):
         try:
             parsed = megatron.parse_args(ignore_unknown_args=True)
             if cpu.active():
@@ -46,23 +54,3 @@ def options(arguments: Sequence[str], ranks: int) -> dict[str, Any] | None:
         except (Exception, SystemExit):  # noqa: BLE001 - whatever Megatron refuses with
             return None
     return dict(vars(parsed))
-
-
-@contextlib.contextmanager
-def _as_rank(arguments: Sequence[str], ranks: int) -> Iterator[None]:
-    """What Megatron reads of a rank; afterwards all is as it was."""
-    environment, words = dict(os.environ), sys.argv
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
-    sys.argv = [words[0], *arguments]
-    silent = io.StringIO()
-    try:
-        with (
-            quiet_imports(),
-            contextlib.redirect_stdout(silent),
-            contextlib.redirect_stderr(silent),
-        ):
-            yield
-    finally:
-        sys.argv = words
-        os.environ.clear()
-        os.environ.update(environment)

@@ -8,9 +8,11 @@ import enum
 import fnmatch
 import hashlib
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 from megatron_ttrace.jobs.commands import recipe_file, shell_script
 from megatron_ttrace.jobs.commands.command_line import Command, ShellScript
@@ -196,7 +198,7 @@ def _example(path: Path, checkout: Path) -> Command:
         for entry in checkout.resolve().iterdir():
             Path(folder, entry.name).symlink_to(entry)
         paths = [str(Path(folder, "unused", str(number))) for number in range(6)]
-        with stripped.environment(Path(folder)):
+        with mock.patch.dict(os.environ, stripped.of(os.environ, Path(folder)), clear=True):
             command = shell_script.resolve(ShellScript((str(path.resolve()), *paths)), Path(folder))
         # The same script is the same job, whatever the folder was called.
         command = dataclasses.replace(

@@ -4,11 +4,9 @@
 It is a list of what is passed on, not of what is removed: nobody knows how secrets are called.
 """
 
-import os
 import re
 import site
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 _NAMES = frozenset(
@@ -47,17 +45,3 @@ def of(environment: Mapping[str, str], home: Path) -> dict[str, str]:
         # Packages may be installed in the user's home.
         kept.setdefault("PYTHONUSERBASE", site.getuserbase())
     return {**kept, "HOME": str(home)}
-
-
-@contextmanager
-def environment(home: Path) -> Iterator[None]:
-    """Give this process, and what it starts, that environment for a while."""
-    before = dict(os.environ)
-    wanted = of(before, home)
-    try:
-        os.environ.clear()
-        os.environ.update(wanted)
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
