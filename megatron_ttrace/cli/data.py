@@ -71,13 +71,13 @@ def run(args: argparse.Namespace) -> int:
     check_single(args, "max_bytes")
     files = text_data.find_files(args.sources, args.glob)
     inputs.require_regular(files)
-    documents = text_data.read_documents(files, args.max_bytes)
-    corpus = text_data.write_corpus(documents, args.output, append_eod=args.append_eod)
+    texts = text_data.read_documents(files, args.max_bytes)
+    documents, tokens = text_data.write_corpus(texts, args.output, append_eod=args.append_eod)
     trained_with = text_data.training_flags(args.output)
     if args.json:
-        counts = {"documents": corpus.documents, "tokens": corpus.tokens}
-        print(json.dumps({"prefix": str(corpus.prefix), **counts, "flags": trained_with}))
+        counts = {"documents": documents, "tokens": tokens}
+        print(json.dumps({"prefix": str(args.output), **counts, "flags": trained_with}))
     else:
-        print(f"{corpus.prefix}.bin, .idx: {corpus.documents} documents, {corpus.tokens} tokens")
+        print(f"{args.output}.bin, .idx: {documents} documents, {tokens} tokens")
         print(f"train with: {trained_with}")
     return ExitCode.EQUIVALENT

@@ -6,7 +6,6 @@ for a model on a laptop. Documents keep their different lengths, so that samples
 boundaries, and ``--eod-mask-loss`` and packing have an effect.
 """
 
-import dataclasses
 import fnmatch
 import math
 import os
@@ -32,15 +31,6 @@ MOST_BYTES = 256 << 20
 
 VOCAB_SIZE = EOD + 1
 _DTYPE = numpy.uint16  # the smallest that fits, as Megatron's tool would choose
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """A data set; ``prefix``, for ``--data-path``, is its path without ``.bin`` and ``.idx``."""
-
-    prefix: Path
-    documents: int
-    tokens: int
 
 
 def training_flags(prefix: Path) -> str:
@@ -125,15 +115,15 @@ def tokenise(content: bytes, *, append_eod: bool = True) -> NDArray[numpy.uint16
     return numpy.append(ids, _DTYPE(EOD)) if append_eod else ids
 
 
-def write_corpus(documents: Iterable[bytes], prefix: Path, *, append_eod: bool = True) -> Corpus:
+def write_corpus(
+    documents: Iterable[bytes], prefix: Path, *, append_eod: bool = True
+) -> tuple[int, int]:
     """Write ``documents``, none of them empty, to ``prefix.bin`` and ``prefix.idx``.
 
     Megatron's own builder writes them. Both files appear complete or not at all, the index last:
     Megatron does not notice that a data set is incomplete. With ``append_eod`` each document ends
-    with the :data:`EOD` token.
-
-    Raises:
-        TTraceError: when there is no document, or the files cannot be written.
+    with the :data:`EOD` token. Returns the numbers of documents and tokens. Raises ``TTraceError``
+    when there is no document, or the files cannot be written.
     """
     with versions.quiet_imports():
         from megatron.core.datasets import indexed_dataset
@@ -157,7 +147,7 @@ def write_corpus(documents: Iterable[bytes], prefix: Path, *, append_eod: bool =
         owned.remove(idx_path)
         owned.take(folder / "bin", bin_path)
         owned.take(folder / "idx", idx_path)
-    return Corpus(prefix=prefix, documents=count, tokens=tokens)
+    return count, tokens
 
 
 def standard_library_corpus(prefix: Path, max_bytes: int) -> None:

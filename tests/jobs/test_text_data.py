@@ -52,13 +52,13 @@ def test_round_trip(folder: Path, tmp_path: Path) -> None:
     """Every byte comes back, in the order of the names, with EOD after each document."""
     prefix = tmp_path / "new" / "folder" / "corpus"
     files = text_data.find_files([folder], "*.txt")
-    corpus = text_data.write_corpus(text_data.read_documents(files), prefix)
+    counts = text_data.write_corpus(text_data.read_documents(files), prefix)
     assert read_back(prefix) == [
         [*range(256), 256],
         [*b"second", 256],
         [0xFF, 0xFE, 0, 256],
     ]
-    assert (corpus.documents, corpus.tokens) == (3, 257 + 7 + 4)
+    assert counts == (3, 257 + 7 + 4)
 
 
 def test_without_eod(tmp_path: Path) -> None:
