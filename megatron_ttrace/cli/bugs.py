@@ -131,12 +131,15 @@ def _run(args: argparse.Namespace) -> int:
     if args.all == bool(args.id):
         raise TTraceError("name the bugs ('ttrace eval bugs list' shows them) or give --all")
     chosen = bugs if args.all else [catalogue.find(bugs, wanted) for wanted in args.id]
-    command.require_writable("--rows", args.rows)
+    try:
+        output = owned.open_named(args.rows, "w") if args.rows else nullcontext()
+    except OSError as error:
+        raise TTraceError(f"--rows {args.rows} is not writable ({error.strerror})") from error
     began = time.monotonic()
     flags = ("--ttrace-isolate",) if args.isolate else ()
     variant = suite.Variant(args.model, args.size, args.bf16, args.seed, flags)
     rows = []
-    with owned.open_named(args.rows, "w") if args.rows else nullcontext() as file:
+    with output as file:
         for row in suite.run(chosen, variant, args.directory, command.progress()):
             rows.append(row)
             if file is not None:

@@ -15,8 +15,6 @@ from pathlib import Path
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.settings import FLAGS, Settings
 from megatron_ttrace.saved import api
-from megatron_ttrace.trace import owned
-from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.sanitise import log_line
 
 type Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -196,15 +194,3 @@ def process_began() -> float:
 def silent(line: str) -> None:
     """In place of :func:`progress`, to print nothing."""
     del line
-
-
-def require_writable(flag: str, file: Path | None) -> None:
-    """Create the file of a flag, if it was given: before the long work, not after it.
-
-    Raises ``TTraceError`` when that fails.
-    """
-    try:
-        if file is not None:
-            owned.open_named(file, "a").close()
-    except OSError as error:
-        raise TTraceError(f"{flag} {file} is not writable ({error.strerror})") from error
