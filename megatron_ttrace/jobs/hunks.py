@@ -38,8 +38,6 @@ class Splice:
     Attributes:
         file: path below the tree.
         start: of the good file's lines, from 0.
-        removed: lines of the good file.
-        added: lines of the bad file.
         line: of the bad file, from 1, where the added lines begin, or those after the removed ones.
         function: qualified name of the function that it is in; empty outside of functions.
         is_code: whether it has more than comments and blank lines.

@@ -135,8 +135,7 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
 def record(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None) -> None:
     """Run a job that only records (``run/states.py``), to its end; ``fork`` as of :func:`run`.
 
-    Raises:
-        TTraceError: when a rank failed, with the reason.
+    Raises ``TTraceError`` when a rank failed, with the reason.
     """
     with shared.claim(job.directory) as claim:
         observed = _run_ranks(job, claim.run, fork, Progress(say))

@@ -177,8 +177,7 @@ class Overlay:
     def __init__(self, tree: Tree, home: Path, difference: Difference) -> None:
         """Make it as ``overlay`` in ``home``, a directory for trees alone.
 
-        Raises:
-            ForeignError: when ``home`` was not made for trees.
+        Raises ``ForeignError`` when ``home`` was not made for trees.
         """
         self._tree, self._good, self._bad = tree, difference.good, difference.bad
         owned.make(home, whole=True)

@@ -73,8 +73,8 @@ def command_line(words: Sequence[str] = ()) -> str:
 def require_found() -> None:
     """Check that the imported Megatron is the one that ``sys.path`` leads to now.
 
-    Raises:
-        TTraceError: when the script changed ``sys.path`` after Megatron had been imported for it.
+    Raises ``TTraceError`` when the script changed ``sys.path`` after Megatron had been imported for
+    it.
     """
     imported = scripts.imported()
     for name, file in scripts.origins(sys.path).items():

@@ -20,8 +20,7 @@ from megatron_ttrace.trace.errors import TTraceError, one_line
 def prepare(script: Path) -> None:
     """Import the Megatron of a script, if this process has not (``jobs.job.prepare``).
 
-    Raises:
-        TTraceError: when it cannot be imported.
+    Raises ``TTraceError`` when it cannot be imported.
     """
     with scripts.as_search_path(scripts.search_path(script)), quiet_imports():
         try:

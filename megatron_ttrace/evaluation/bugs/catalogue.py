@@ -128,8 +128,7 @@ def folder() -> Path:
 def load_catalogue() -> list[Bug]:
     """All known bugs, ordered by id.
 
-    Raises:
-        TTraceError: when a description is damaged, with its file.
+    Raises ``TTraceError`` when a description is damaged, with its file.
     """
     bugs = [read_bug(path) for path in sorted(folder().glob("*.toml"))]
     if len({bug.id for bug in bugs}) != len(bugs):
@@ -140,8 +139,7 @@ def load_catalogue() -> list[Bug]:
 def find(bugs: Sequence[Bug], wanted: str) -> Bug:
     """The bug with an id or a name.
 
-    Raises:
-        TTraceError: when there is none.
+    Raises ``TTraceError`` when there is none.
     """
     for bug in bugs:
         if wanted in (bug.id, bug.name, f"{bug.id}-{bug.name}"):
@@ -153,8 +151,7 @@ def find(bugs: Sequence[Bug], wanted: str) -> Bug:
 def read_bug(path: Path) -> Bug:
     """Read one description.
 
-    Raises:
-        TTraceError: when it is damaged.
+    Raises ``TTraceError`` when it is damaged.
     """
     try:
         match = _FILE.fullmatch(path.stem)

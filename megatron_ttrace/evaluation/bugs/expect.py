@@ -104,9 +104,7 @@ class Looked:
 def looked(culprits: Sequence[Culprit], changed: Sequence[tuple[str, str]]) -> Looked:
     """The places of the first culprit against what was changed.
 
-    Args:
-        culprits: of a report.
-        changed: modules and qualified names of functions; what is inside a function counts as it.
+    ``changed``: modules and qualified names of functions; what is inside a function counts as it.
     """
     places = culprits[0].places if culprits else ()
 

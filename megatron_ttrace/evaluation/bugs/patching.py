@@ -36,8 +36,8 @@ _introduced: set[str] = set()
 def introduce(bug_id: str) -> None:
     """Re-create a known bug in this process; a second call does nothing.
 
-    Raises:
-        TTraceError: when the bug is unknown, or the installed Megatron lacks the code it was in.
+    Raises ``TTraceError`` when the bug is unknown, or the installed Megatron lacks the code it was
+    in.
     """
     bug = catalogue.find(catalogue.load_catalogue(), bug_id)
     if bug.id in _introduced:
@@ -138,8 +138,7 @@ def _changes(name: str, change: Change, origin: str) -> list[tuple[FunctionType,
 def changed_functions(patches: Sequence[SourcePatch]) -> list[tuple[str, str]]:
     """Modules and qualified names of the functions that patches change; nothing is changed.
 
-    Raises:
-        TTraceError: when a patch does not fit.
+    Raises ``TTraceError`` when a patch does not fit.
     """
     names = []
     for patch in patches:

@@ -62,10 +62,7 @@ class Dimension:
 class Table:
     """``options.toml``: a small job, what is combined around it, and what is known to fail.
 
-    Attributes:
-        base: the job's arguments.
-        dimension: what is combined.
-        fails: what Megatron does not refuse before a job ends with an error.
+    ``fails``: what Megatron does not refuse before a job ends with an error.
     """
 
     base: str
@@ -152,12 +149,8 @@ class Space:
 class Covering:
     """Combinations, until each pair is in one of them or cannot be.
 
-    Attributes:
-        space: of the combinations.
-        valid: whether a combination is worth a check.
-        seed: of the order.
-        covered: pairs so far.
-        excluded: pairs that are not valid with otherwise unchanged options.
+    ``valid``: whether a combination is worth a check. ``excluded`` are pairs that are not, with
+    otherwise unchanged options.
     """
 
     space: Space

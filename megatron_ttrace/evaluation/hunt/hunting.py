@@ -24,12 +24,7 @@ from megatron_ttrace.trace.errors import TTraceError
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A combination that was checked.
-
-    Attributes:
-        combination: what differs from the base.
-        row: what came out.
-    """
+    """A combination that was checked, and what came out."""
 
     combination: Combination
     row: JobRow
@@ -50,18 +45,9 @@ class Hunt:
         results: Results,
         most: int,
         seed: int,
-        fails: Sequence[Finding] = (),
+        fails: Sequence[Finding],
     ) -> None:
-        """Nothing is checked yet.
-
-        Args:
-            space: the combinations.
-            check: checks a job.
-            results: where rows are kept.
-            most: ranks of a job.
-            seed: of the order of combinations.
-            fails: what is known to end with an error.
-        """
+        """``most``: ranks of a job; ``fails``: what is known to end with an error."""
         self._space, self._check, self._most = space, check, most
         self._results, self._fails = results, fails
         self._version = megatron_core_version()
@@ -74,11 +60,8 @@ class Hunt:
     def run(self, seconds: float) -> Iterator[Tried]:
         """Check combinations until the time is over; what was checked before is read.
 
-        Yields:
-            Each, as soon as it is written.
-
-        Raises:
-            TTraceError: when Megatron does not accept the job around which all others are.
+        Each is yielded as soon as it is written. Raises ``TTraceError`` when Megatron does not
+        accept the job around which all others are.
         """
         end = time.monotonic() + seconds
         for combination in self.covering:

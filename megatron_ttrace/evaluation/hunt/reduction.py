@@ -59,12 +59,7 @@ class Reduced:
 def reduce(command: Command, job: Job, row: JobRow, check: Check, most: int) -> Reduced:
     """Leave out parallel axes, then flags, as long as a culprit of the job stays.
 
-    Args:
-        command: of which ``job`` is a small one.
-        job: that diverges.
-        row: of its check.
-        check: checks a job.
-        most: ranks of a job.
+    ``job``, a small one of ``command``, diverges in its check (``row``); ``most``: ranks of a job.
     """
     search = _Search(command, row, check)
     spread = job.axes.spread()

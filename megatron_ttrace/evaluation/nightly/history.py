@@ -22,8 +22,7 @@ FILE = "nights.jsonl"
 def prepare(path: Path) -> None:
     """Create the file before the long work.
 
-    Raises:
-        TTraceError: when that fails.
+    Raises ``TTraceError`` when that fails.
     """
     try:
         owned.make(path.parent, ignored=True)

@@ -113,9 +113,8 @@ def collect(
     Args:
         checkout: of Megatron-LM.
         patterns: of names; all if there are none.
-        most: ranks that a small job may have.
-        places: files and folders in the checkout in which to look, instead of those that
-            Megatron-LM has.
+        most: ranks of a small job.
+        places: files and folders in the checkout to look in, instead of those of Megatron-LM.
         anywhere: whether the folder may be one of scripts and configurations, not a checkout.
 
     Raises:

@@ -55,12 +55,9 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """A job to check.
+    """A job to check, in the files of the pull request; ``name`` is its recipe's.
 
-    Attributes:
-        name: of its recipe.
-        job: in the files of the pull request.
-        is_dropped: whether only the base has it: the pull request changes or removes its recipe.
+    ``is_dropped``: whether only the base has it: the pull request changes or removes its recipe.
     """
 
     name: str
@@ -70,12 +67,9 @@ class Task:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """What to check, and annotations of recipes.
+    """What to check, by the job's key, and annotations of recipes that changed or cannot be read.
 
-    Attributes:
-        tasks: by the job's key.
-        annotations: of recipes that changed, or cannot be read.
-        has_lost: whether a recipe of the base is gone, or can no longer be read.
+    ``has_lost``: whether a recipe of the base is gone, or can no longer be read.
     """
 
     tasks: dict[str, Task]
@@ -233,10 +227,8 @@ def plan(pull: Pull, folder: Path, paths: Sequence[Path], max_ranks: int, tell: 
     """The different small jobs of the recipes at HEAD, and of those that the base had.
 
     What the base had is checked even if the pull request changes, breaks or removes its recipe:
-    with it could go the only job that shows a fault.
-
-    Raises:
-        TTraceError: when there are no recipes at all.
+    with it could go the only job that shows a fault. Raises ``TTraceError`` when there are no
+    recipes at all.
     """
     places = [Path(os.path.relpath(folder / place, folder)) for place in paths]
     head = _recipes(pull.head / pull.inside, places, max_ranks)

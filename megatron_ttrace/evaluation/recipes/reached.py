@@ -42,8 +42,7 @@ _PACKAGE = Path(__file__).parents[2]
 def record(log: Path, root: Path) -> None:
     """From now on write down which functions of files below ``root`` run, here and in forks.
 
-    Raises:
-        TTraceError: when other tools use all places of ``sys.monitoring``.
+    Raises ``TTraceError`` when other tools use all places of ``sys.monitoring``.
     """
     os.close(owned.create(log))
     inside = f"{root}{os.sep}"

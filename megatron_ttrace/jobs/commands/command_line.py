@@ -65,10 +65,9 @@ class Command:
     """A training command.
 
     Attributes:
-        script: the training script, as it is written.
-        arguments: of the script.
+        script: as it is written.
         environment: what is assigned before it.
-        ranks: how many ranks it starts in all, or ``None`` where nothing shows that.
+        ranks: how many it starts in all, or ``None`` where nothing shows that.
         nodes: on how many machines.
         unset: variables that it must not inherit.
         uncounted: what leaves the number of ranks to the machine, if something does.

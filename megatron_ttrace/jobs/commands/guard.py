@@ -118,8 +118,7 @@ def _filter(machine: str) -> bytes:
 def _install() -> int:
     """Put the filter on this process, for good; the descriptor that receives its requests.
 
-    Raises:
-        OSError: when the kernel does not do that.
+    Raises ``OSError`` when the kernel does not do that.
     """
     machine = platform.machine()
     libc = ctypes.CDLL(None, use_errno=True)
@@ -177,8 +176,7 @@ class Request:
 class Guarded:
     """A program that runs behind the filter, as a context; at its end all its processes are killed.
 
-    Raises:
-        GuardError: when this machine cannot guard a program.
+    Raises ``GuardError`` when this machine cannot guard a program.
     """
 
     def __init__(
@@ -231,8 +229,7 @@ class Guarded:
     def requests(self, seconds: float) -> Iterator[Request]:
         """What it asks for, until all its processes have ended.
 
-        Raises:
-            TimeoutError: after ``seconds``.
+        Raises ``TimeoutError`` after ``seconds``.
         """
         poll = select.poll()
         poll.register(self.listener, select.POLLIN)

@@ -64,9 +64,8 @@ _LARGEST = 16 << 20
 def resolve(script: ShellScript, directory: Path | None = None) -> Command:
     """Read what a script would start in ``directory`` (by default here), without starting it.
 
-    Raises:
-        TTraceError: when it does not exist, fails, starts no training script, or when its training
-            command depends on a program that is not run.
+    Raises ``TTraceError`` when it does not exist, fails, starts no training script, or when its
+    training command depends on a program that is not run.
     """
     path = Path(script.words[0])
     if not path.is_file():

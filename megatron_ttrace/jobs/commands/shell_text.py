@@ -100,8 +100,8 @@ _EXPANSION = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*)|[({@*#?0-9!$-])
 def expand(word: str, known: Mapping[str, str], *, strict: bool = True) -> str:
     """``$NAME`` and ``${NAME}``.
 
-    Raises:
-        TTraceError: if ``strict``, when a name is not known, or only a shell could evaluate it.
+    Raises ``TTraceError`` if ``strict``, when a name is not known, or only a shell could evaluate
+    it.
     """
 
     def value(match: re.Match[str]) -> str:

@@ -30,9 +30,7 @@ _WITH_SECRETS = re.compile(r"://[^/\s]*@")
 def of(environment: Mapping[str, str], home: Path) -> dict[str, str]:
     """The variables that a training job needs, of those of this process.
 
-    Args:
-        environment: of this process.
-        home: an empty folder, in place of the user's: that one has credentials in files.
+    ``home``: an empty folder, in place of the user's: that one has credentials in files.
     """
     kept = {
         name: value

@@ -34,8 +34,7 @@ _RESULT = "ConfigContainer"
 def folder() -> Path:
     """That of the installed recipes; Bridge is not imported.
 
-    Raises:
-        TTraceError: when there is none.
+    Raises ``TTraceError`` when there is none.
     """
     spec = importlib.util.find_spec("megatron")
     for place in (spec and spec.submodule_search_locations) or ():
