@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-_FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 _TRANSPARENT = frozenset(
     {
         *("abstractmethod", "classmethod", "contextmanager", "property", "staticmethod"),
@@ -85,21 +85,13 @@ def read(content: bytes) -> Source:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         digest = _digest(content.decode(errors="replace"))
         return Source({}, digest, digest)
-    nodes_by_name: dict[str, list[tuple[_FunctionNode, str]]] = defaultdict(list)
-
-    def collect(node: ast.AST, prefix: str) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, _FunctionNode):
-                nodes_by_name[f"{prefix}{child.name}"].append((child, ast.dump(child)))
-            else:
-                inner = f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix
-                collect(child, inner)
-
-    collect(tree, "")
+    nodes_by_name: dict[str, list[tuple[FunctionNode, str]]] = defaultdict(list)
+    for name, node in outermost(tree):
+        nodes_by_name[name].append((node, ast.dump(node)))
     functions = {}
     for name, nodes in nodes_by_name.items():
         functions[name] = Function(
-            tuple((_first(node), node.end_lineno or node.lineno) for node, _ in nodes),
+            tuple((first_line(node), node.end_lineno or node.lineno) for node, _ in nodes),
             _digest("\n".join(ast.dump(line) for node, _ in nodes for line in node.body)),
             _digest("\n".join(text for _, text in nodes)),
             all(_is_transparent(node) for node, _ in nodes),
@@ -112,19 +104,29 @@ def read(content: bytes) -> Source:
     return Source(functions, imported, _digest(ast.dump(_WithoutFunctions().visit(tree))))
 
 
+def outermost(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, FunctionNode]]:
+    """The outermost functions of a module or class, in order, with qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, FunctionNode):
+            yield f"{prefix}{node.name}", node
+        else:
+            inner = f"{prefix}{node.name}." if isinstance(node, ast.ClassDef) else prefix
+            yield from outermost(node, inner)
+
+
 def _inner(node: ast.AST, prefix: str) -> Iterator[tuple[str, tuple[int, int]]]:
     for child in ast.iter_child_nodes(node):
         name = prefix
-        if isinstance(child, _FunctionNode | ast.ClassDef):
+        if isinstance(child, FunctionNode | ast.ClassDef):
             name = f"{prefix}.{child.name}"
-        if isinstance(child, _FunctionNode):
-            yield name, (_first(child), child.end_lineno or child.lineno)
+        if isinstance(child, FunctionNode):
+            yield name, (first_line(child), child.end_lineno or child.lineno)
         yield from _inner(child, name)
 
 
 class _WithoutFunctions(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> Any:
-        return None if isinstance(node, _FunctionNode) else super().visit(node)
+        return None if isinstance(node, FunctionNode) else super().visit(node)
 
 
 def changes(before: bytes, after: bytes) -> list[Change]:
@@ -157,11 +159,12 @@ def _changed_lines(before: bytes, after: bytes) -> Iterator[int]:
             yield from range(first + 1, max(last, min(first + 1, len(new))) + 1)
 
 
-def _first(node: _FunctionNode) -> int:
+def first_line(node: FunctionNode) -> int:
+    """As in ``co_firstlineno``: decorators count."""
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
 
 
-def _is_transparent(node: _FunctionNode) -> bool:
+def _is_transparent(node: FunctionNode) -> bool:
     return all(ast.unparse(decorator) in _TRANSPARENT for decorator in node.decorator_list)
 
 

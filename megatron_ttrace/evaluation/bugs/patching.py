@@ -24,9 +24,9 @@ from typing import Any
 from megatron_ttrace.evaluation.bugs import catalogue
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, SourcePatch
 from megatron_ttrace.jobs import provenance
+from megatron_ttrace.trace.changes import first_line, outermost
 from megatron_ttrace.trace.errors import TTraceError
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef
 Change = Callable[[str, Path], str]
 """From a module's source, and its file for messages, to the changed source."""
 
@@ -155,8 +155,8 @@ def changed_functions(patches: Sequence[SourcePatch]) -> list[tuple[str, str]]:
 def _changed(before: ast.AST, after: ast.AST) -> list[tuple[str, int, int]]:
     """Names of the functions that differ, with their first lines in both."""
     return [
-        (qualname, _first_line(ours), _first_line(theirs))
-        for (qualname, ours), (_, theirs) in zip(functions(before), functions(after), strict=False)
+        (qualname, first_line(ours), first_line(theirs))
+        for (qualname, ours), (_, theirs) in zip(outermost(before), outermost(after), strict=False)
         if ast.dump(ours) != ast.dump(theirs)
     ]
 
@@ -167,26 +167,10 @@ def _of_release(name: str) -> str:
     return f" of megatron-core {provenance.installed()['megatron-core']}"
 
 
-def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, Definition]]:
-    """The outermost functions of a module or class, in order, with qualified names."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, Definition):
-            yield prefix + node.name, node
-        elif isinstance(node, ast.ClassDef):
-            yield from functions(node, f"{prefix}{node.name}.")
-        else:
-            yield from functions(node, prefix)
-
-
 def _without_bodies(tree: ast.AST) -> str:
-    for _, function in list(functions(tree)):
+    for _, function in list(outermost(tree)):
         function.body = []
     return ast.dump(tree)
-
-
-def _first_line(function: Definition) -> int:
-    """As in ``co_firstlineno``: decorators count."""
-    return min([function.lineno, *(node.lineno for node in function.decorator_list)])
 
 
 def _code(module: CodeType, name: str, line: int) -> CodeType:

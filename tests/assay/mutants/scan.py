@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
 
-from megatron_ttrace.evaluation.bugs.patching import functions, rewrite
+from megatron_ttrace.evaluation.bugs.patching import rewrite
+from megatron_ttrace.trace.changes import outermost
 from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants.operators import OPERATORS
 from tests.assay.mutants.records import Mutant
@@ -100,7 +101,7 @@ def scan_source(module: str, text: str) -> Iterator[Mutant]:
     """The mutants of one module: every operator on every node inside a function."""
     source = Source(module, text)
     seen: Counter[str] = Counter()
-    for qualname, function in functions(source.tree):
+    for qualname, function in outermost(source.tree):
         # Only what runs when the function does: no decorators, defaults or annotations.
         for node in (node for statement in function.body for node in ast.walk(statement)):
             for name, operator in OPERATORS.items():

@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from megatron_ttrace.evaluation.bugs.patching import functions
 from megatron_ttrace.mcore.versions import megatron_core_version, series
+from megatron_ttrace.trace.changes import outermost
 from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants import campaign
 from tests.assay.mutants.operators import OPERATORS
@@ -67,7 +67,7 @@ def test_explained_survivors_exist(found):
 
 def functions_of(tree):
     """Name and text of every outermost function."""
-    return {name: ast.dump(function) for name, function in functions(tree)}
+    return {name: ast.dump(function) for name, function in outermost(tree)}
 
 
 def test_only_what_runs_when_the_function_does():

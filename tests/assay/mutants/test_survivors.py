@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
-from megatron_ttrace.evaluation.bugs.patching import functions
 from megatron_ttrace.mcore.versions import megatron_core_version, series
+from megatron_ttrace.trace.changes import outermost
 from tests.assay.mutants.campaign import survivors
 from tests.assay.mutants.scan import modules, scan_source
 from tests.assay.mutants.source import Source
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 def compiled(text: str, name: str) -> Callable[..., Any]:
     """One function of a module."""
-    function = next(node for qualname, node in functions(ast.parse(text)) if qualname == name)
+    function = next(node for qualname, node in outermost(ast.parse(text)) if qualname == name)
     function.decorator_list = []
     flags = __future__.annotations.compiler_flag
     space: dict[str, Any] = {"torch": torch}
@@ -135,7 +135,7 @@ def test_nothing_reads_a_buffers_map() -> None:
         if name in text:
             users = {
                 (qualname, type(node.value).__name__ == "Name" and node.value.id)
-                for qualname, function in functions(ast.parse(text))
+                for qualname, function in outermost(ast.parse(text))
                 for node in ast.walk(function)
                 if isinstance(node, ast.Attribute) and node.attr == name
             }
