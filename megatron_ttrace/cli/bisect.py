@@ -97,6 +97,7 @@ class _Checks:
 
     checkout: Checkout
     command: Command
+    settings: Settings
     interpreter: str
     directory: Path
     against: str | None
@@ -112,7 +113,7 @@ class _Checks:
                 script,
                 self.command.arguments,
                 self.command.ranks or 1,
-                Settings(directory=folder, wandb=False),
+                self.settings.unlogged(folder),
                 *(["--against", self.against] if self.against else []),
             )
             cache = {"TTRACE_CACHE": str((self.directory / "references").resolve())}
@@ -130,13 +131,11 @@ class _Checks:
     def blamed(self, commit: str, good: str, say: Callable[[str], None]) -> Blame | None:
         """Which changes of a commit are to blame, compared with a good one; ``None``: not known."""
         with self._placed(commit) as (script, environment):
-            settings, arguments = split(self.command.arguments, Settings())
-            folder = self.reports[commit].directory
             trial = blame.Trial(
                 interpreter=self.interpreter,
-                arguments=tuple(arguments),
+                arguments=self.command.arguments,
                 ranks=self.command.ranks or 1,
-                settings=dataclasses.replace(settings, directory=folder, wandb=False),
+                settings=self.settings.unlogged(self.reports[commit].directory),
                 environment=environment,
             )
             try:
@@ -176,7 +175,9 @@ def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -
     owned.make(args.directory, ignored=True)
     quiet = say is command.silent
     interpreter = apart.interpreter_of(training.words_of(args))
-    checks = _Checks(checkout, command_, interpreter, args.directory, args.against, quiet)
+    settings, theirs = split(command_.arguments)
+    command_ = dataclasses.replace(command_, arguments=tuple(theirs))
+    checks = _Checks(checkout, command_, settings, interpreter, args.directory, args.against, quiet)
 
     def check(number: int) -> Answer:
         commit = commits[number]

@@ -93,22 +93,14 @@ def against(args: argparse.Namespace, job: Command, say: command.Say) -> int:
     _require_apart(args.against, home, "--ttrace-dir")
     os.environ.setdefault(_CACHE, str((home / "references").resolve()))
     # What is traced, and how; what this run alone has is not the other's.
-    alike = dataclasses.replace(
-        settings,
-        directory=home / "against",
-        reference=None,
-        small=None,
-        bug=None,
-        wandb=False,
-        wandb_online=False,
-    )
+    alike = settings.unlogged(home / "against")
+    alike = dataclasses.replace(alike, reference=None, small=None, bug=None)
     first = _kept("the other run", args.against, alike, say)
     say("this run")
     # W&B gets the comparison with the other run, not the one with its own reference.
-    unshown = dataclasses.replace(settings, wandb=False, wandb_online=False)
     job = _padded_like(first, dataclasses.replace(job, arguments=tuple(theirs)))
     nproc = args.nproc_per_node
-    report = record.kept(job, unshown, say, fork=not args.no_fork, nproc=nproc)
+    report = record.kept(job, settings.unlogged(home), say, fork=not args.no_fork, nproc=nproc)
     return _shown(args, first, report.directory, settings)
 
 
@@ -153,9 +145,7 @@ def _plain(
     from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
     from megatron_ttrace.saved.huggingface import comparison
 
-    alike = dataclasses.replace(
-        settings, directory=settings.directory / "float32", wandb=False, wandb_online=False
-    )
+    alike = settings.unlogged(settings.directory / "float32")
     if imports_bridge(job.script):
         config = comparison.config_of(model)
         assert config is not None, "it is a model"

@@ -101,9 +101,9 @@ def run_apart(text: str, job: Command, settings: Settings, *, quiet: bool) -> No
     folder = settings.directory.resolve()
     if (folder / "candidate").is_dir():
         owned.remove(folder / "candidate")
-    unshown = dataclasses.replace(settings, directory=folder, wandb=False, wandb_online=False)
+    settings, theirs = split(job.arguments, settings)
     ranks = training.ranks_of(job)
-    words = checking(job.script, job.arguments, ranks, unshown, command="record")
+    words = checking(job.script, theirs, ranks, settings.unlogged(folder), command="record")
     inherited = {name: value for name, value in os.environ.items() if name not in job.unset}
     environment = {**inherited, **job.environment}
     interpreter = apart.interpreter_of([text])

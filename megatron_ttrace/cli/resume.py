@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     say = command.progress_of(args)
     resumed = restarts.resume(
         dataclasses.replace(job, arguments=tuple(theirs)),
-        dataclasses.replace(settings, directory=folder, wandb=False, wandb_online=False),
+        settings.unlogged(folder),
         nproc=args.nproc_per_node or training.ranks_of(job),
         steps=args.steps,
         into=args.into,

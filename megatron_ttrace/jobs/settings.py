@@ -311,6 +311,10 @@ class Settings:
         """The traced iterations as runs of consecutive ones; each run is one rehearsal."""
         return _blocks(self.iterations)
 
+    def unlogged(self, directory: Path) -> Self:
+        """These settings for a check in another directory, of which W&B gets nothing."""
+        return dataclasses.replace(self, directory=directory, wandb=False, wandb_online=False)
+
     def words(self) -> list[str]:
         """The flags that give these settings: the directory, and what differs from the default."""
         words = [FLAGS["directory"].name, word_of(self.directory)]

@@ -106,7 +106,7 @@ def run_apart(trial: Trial, script: Path, good: str | None, *, quiet: bool) -> a
     report = api.load_report(trial.settings.directory)
     owned.make(trial.beside, ignored=True)
     options = [*(["--good", good] if good else []), *([] if trial.fork else ["--no-fork"])]
-    ours = dataclasses.replace(trial.settings, directory=trial.beside / _SEARCH, wandb=False)
+    ours = trial.settings.unlogged(trial.beside / _SEARCH)
     words = checking(script, trial.arguments, trial.ranks, ours, *options, command="blame")
     try:
         code, errors = apart.ttrace(trial.interpreter, words, trial.environment, quiet=quiet)
@@ -337,7 +337,7 @@ class _Search:
         if environment.pop("PYTHONDONTWRITEBYTECODE", ""):
             # Nothing is compiled again and again; it is kept among our files.
             environment["PYTHONPYCACHEPREFIX"] = str((trial.beside / _TREES / "compiled").resolve())
-        settings = dataclasses.replace(trial.settings, directory=folder, wandb=False)
+        settings = trial.settings.unlogged(folder)
         options = ["--once"] if trial.fork else ["--once", "--no-fork"]
         code, errors = apart.ttrace(
             trial.interpreter,

@@ -12,6 +12,7 @@ from megatron_ttrace.cli.main import main
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.processes.worktrees import Hunk
+from megatron_ttrace.jobs.settings import split
 from megatron_ttrace.saved import api, blame
 from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
 from megatron_ttrace.trace.errors import TTraceError
@@ -57,8 +58,10 @@ def checked(tmp_path, monkeypatch):
         if number in stand_in.broken:
             return 2, "the rank died"
         is_right = (script.parent / "layers.py").read_text() == "right\n"
-        folder = words[words.index("--ttrace-dir") + 1]
-        report = api.diff(right, right if is_right else wrong, output=folder)
+        at = words.index("--")
+        # As the command reads them: flags behind the script override others.
+        settings, _ = split(words[at + 2 :], split(words[:at])[0])
+        report = api.diff(right, right if is_right else wrong, output=settings.directory)
         return int(report.verdict.exit_code), ""
 
     def blamed(trial, script, good, *, quiet):
@@ -78,9 +81,10 @@ def checked(tmp_path, monkeypatch):
 
 
 def test_a_fault_among_64_commits(history, checked, capsys):
-    """Found in 7 checks: the commit, its culprit, and what it changed."""
+    """Found in 7 checks: the commit, its culprit, and what it changed; whatever the job's flags."""
     before = git(history, "status", "--porcelain", "--branch")
-    words = [f"HEAD~{COMMITS}", "HEAD", "--", str(history / "pretrain.py"), *JOB]
+    ours = ["--ttrace-wandb", "--ttrace-dir", "elsewhere"]
+    words = [f"HEAD~{COMMITS}", "HEAD", "--", str(history / "pretrain.py"), *JOB, *ours]
     assert main(["bisect", "--json", *words]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["commit"] == git(history, "rev-parse", f"HEAD~{COMMITS - FAULT}")

@@ -13,6 +13,7 @@ import pytest
 from megatron_ttrace.cli.main import main
 from megatron_ttrace.jobs import edited, provenance
 from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.jobs.settings import split
 from megatron_ttrace.saved import api, blame
 from megatron_ttrace.trace.blamed import Blaming
 from megatron_ttrace.trace.errors import TTraceError
@@ -328,6 +329,15 @@ def test_secrets_are_not_kept(fork, checked, monkeypatch, capsys):
     files = [path for path in fork.glob("ttrace-out*/**/*") if path.is_file()]
     assert {"edits.json", "summary.json", "report.html"} <= {path.name for path in files}
     assert not [path for path in files if b"hunter2" in path.read_bytes()]
+
+
+def test_checks_are_not_logged(fork, checked, capsys):
+    """Their flags do not contradict the user's, which ask for W&B."""
+    edit(fork, ("x + 7", "x + 9"))
+    run(capsys, "--ttrace-wandb")
+    for words in checked.asked:
+        settings, _ = split(words[: words.index("--")])
+        assert (settings.wandb, settings.wandb_online) == (False, False)
 
 
 def test_combinations_are_compiled_once(fork, checked, monkeypatch, capsys):

@@ -10,7 +10,8 @@ from megatron_ttrace.cli import diff, record, training
 from megatron_ttrace.cli.main import main
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.commands.command_line import Command
-from megatron_ttrace.jobs.settings import Settings
+from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.jobs.settings import Settings, split
 from megatron_ttrace.report import wandb
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace.errors import TTraceError
@@ -162,6 +163,20 @@ def test_a_command_that_fails(tmp_path, monkeypatch):
     place = Settings(directory=tmp_path / "a")
     with pytest.raises(TTraceError, match=r"no trace of 'absent.py .*absent.py: no such script"):
         record.run_apart("absent.py --num-layers 2", job, place, quiet=True)
+
+
+def test_the_flags_of_a_command_do_not_contradict_ours(place, monkeypatch):
+    """It is recorded where we look for it, and not logged."""
+    asked = []
+    monkeypatch.setattr(
+        apart, "ttrace", lambda _, words, *more, **how: asked.append(words) or (0, "")
+    )
+    flags = ("--ttrace-wandb", "--ttrace-dir", "elsewhere", "--ttrace-seeds", "3")
+    record.run_apart(JOB, Command("x.py", flags), Settings(directory=place / "a"), quiet=True)
+    [words] = asked
+    expected = Settings(directory=place / "a", wandb=False, seeds=3)
+    assert split(words[: words.index("--")])[0] == expected
+    assert words[words.index("--") :] == ["--", "x.py"]
 
 
 def test_other_paddings(place):
