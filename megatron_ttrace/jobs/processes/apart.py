@@ -34,6 +34,8 @@ def interpreter_of(words: Sequence[str]) -> str:
     """
     for word in words[0].split() if len(words) == 1 else words:
         path = Path(word)
+        if path.suffix == ".py":
+            break  # what follows is the script's: a data set may be called python
         if path.parent != Path() and _INTERPRETER.fullmatch(path.name):
             python = path if path.name.startswith("python") else path.with_name("python")
             if not python.is_file():

@@ -24,6 +24,7 @@ def test_the_interpreter_of_a_command(tmp_path):
     assert apart.interpreter_of(["A=b", f"{tmp_path}/python3.12", *JOB]) == f"{tmp_path}/python3.12"
     assert apart.interpreter_of([" ".join(torchrun)]) == f"{tmp_path}/python"
     assert apart.interpreter_of(["torchrun", *JOB]) == sys.executable
+    assert apart.interpreter_of(["torchrun", *JOB, "--data-path", "a/python"]) == sys.executable
 
 
 def test_its_error(tmp_path):
