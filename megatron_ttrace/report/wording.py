@@ -23,7 +23,7 @@ from megatron_ttrace.trace.findings import (
     Remark,
     Sample,
 )
-from megatron_ttrace.trace.judged import Judged, TooFew
+from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import (
@@ -381,15 +381,17 @@ def repeated_text(first: TraceKey, moved: int) -> str:
     )
 
 
-def too_few_text(few: TooFew) -> str:
-    """Why too few tensors were checked, and the flag that accepts it."""
-    reasons = (
-        f"{reason.value if reason else 'no reason known'} ({count:,})"
-        for reason, count in few.reasons
-    )
-    percent = 100 * few.unchecked / few.judged
+def too_few_text(
+    unchecked: int, judged: int, allowed: float, reasons: Iterable[tuple[Reason | None, int]]
+) -> str:
+    """Why too few tensors were checked, and the flag that accepts it.
+
+    ``reasons`` are the most frequent ones, each with its number of tensors.
+    """
+    most = (f"{reason.value if reason else 'no reason known'} ({n:,})" for reason, n in reasons)
+    percent = 100 * unchecked / judged
     return (
-        f"could not check enough: {few.unchecked:,} of {few.judged:,} tensors ({percent:.1f} %) "
-        f"are unchecked, more than {100 * few.allowed:.4g} %; most: {', '.join(reasons)}; "
+        f"could not check enough: {unchecked:,} of {judged:,} tensors ({percent:.1f} %) "
+        f"are unchecked, more than {100 * allowed:.4g} %; most: {', '.join(most)}; "
         f"--ttrace-allow-unchecked {math.ceil(percent) / 100:g} accepts it"
     )

@@ -37,7 +37,7 @@ from megatron_ttrace.trace.collectives import UNRECORDED, Ledger
 from megatron_ttrace.trace.counted import Counted, decode
 from megatron_ttrace.trace.executed import ChangedCode
 from megatron_ttrace.trace.findings import Explanation
-from megatron_ttrace.trace.judged import Judged, TooFew
+from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import (
@@ -173,7 +173,7 @@ def conclude(
         sentences.append("no computed tensor could be judged: all of them are unchecked")
     elif not culprits and (too_few := not_enough(verdicts, allow_unchecked)):
         result = Result.COULD_NOT_CHECK
-        sentences.append(wording.too_few_text(too_few))
+        sentences.append(too_few)
     observed = exercised.observe(reference, tolerances, config.requested)
     summary = Summary(
         verdict=result,
@@ -203,25 +203,20 @@ def _unexplained(verdict: Judged) -> Explanation:
     return Explanation()
 
 
-def not_enough(verdicts: Sequence[Judged], allowed: float) -> TooFew | None:
-    """Whether too few tensors were checked; ``None`` where enough were.
+def not_enough(verdicts: Sequence[Judged], allowed: float) -> str:
+    """The notice that too few tensors were checked; empty where enough were.
 
     The share is of the tensors that the step computes (:func:`exercised.share`).
     """
     unchecked, judged = exercised.share(verdicts)
     if not judged or unchecked / judged <= allowed:
-        return None
+        return ""
     reasons = Counter(
         verdict.reason
         for verdict in verdicts
         if verdict.verdict is Outcome.UNCHECKED and verdict.direction is not Direction.START
     )
-    return TooFew(
-        unchecked=unchecked,
-        judged=judged,
-        allowed=allowed,
-        reasons=tuple(reasons.most_common(_REASONS)),
-    )
+    return wording.too_few_text(unchecked, judged, allowed, reasons.most_common(_REASONS))
 
 
 def _logs(keys: Iterable[TraceKey]) -> bool:

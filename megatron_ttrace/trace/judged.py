@@ -36,17 +36,3 @@ class Diagnosis:
     before: Judged | None = None
     alike: tuple[Judged, ...] = ()
     group: int = 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TooFew:
-    """More tensors are unchecked than are allowed to be.
-
-    ``unchecked`` of the ``judged`` ones, where the share ``allowed`` may be; ``reasons`` are the
-    most frequent ones, each with its number of tensors.
-    """
-
-    unchecked: int
-    judged: int
-    allowed: float
-    reasons: tuple[tuple[Reason | None, int], ...]

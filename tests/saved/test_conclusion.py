@@ -18,7 +18,6 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.boxes import Box, product, whole
-from megatron_ttrace.report.wording import too_few_text
 from megatron_ttrace.saved.conclusion import _is_evidence, conclude, not_enough, unjudged
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
@@ -201,6 +200,6 @@ def test_the_share_that_is_named_is_enough(blind: int, seen: int, allowed: float
     too_few = not_enough(verdicts, allowed)
     assert bool(too_few) == (blind > 0 and blind / (blind + seen) > allowed)
     if too_few:
-        named = float(too_few_text(too_few).split("--ttrace-allow-unchecked ")[1].split()[0])
+        named = float(too_few.split("--ttrace-allow-unchecked ")[1].split()[0])
         assert named <= 1
         assert not not_enough(verdicts, named)
