@@ -40,11 +40,9 @@ def merge(directory: Path, stages: Sequence[int], writer: TraceWriter) -> None:
     lines: dict[TraceKey, int] = {}
     for key in in_order(shards, stages):
         if key.kind is Kind.INITIAL:
-            if (initial := shards.moments(key)) is None:
+            if (initial := shards.initial(key)) is None:
                 raise TTraceError(f"the reference's ranks lack a part of {key}")
-            entry, moments = initial
-            sums = dataclasses.astuple(moments)
-            writer.add(Entry(key, entry.logical_shape, entry.dtype, sums=sums), None)
+            writer.add(initial, None)
             continue
         tensor = shards.tensor(key)
         if tensor is None:

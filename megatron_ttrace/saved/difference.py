@@ -200,7 +200,8 @@ def write(first: Side, second: Side, directory: Path) -> dict[TraceKey, Reason]:
         if ours is not None and key in ours and (reason := ours.unjudged(key)):
             left_out[key] = reason
         elif key.kind is Kind.INITIAL:
-            if (entry := _initial(key, first, ours)) is not None:
+            entry = first.trace.entry(key) if ours is None else ours.initial(key)
+            if entry is not None:
                 writer.add(entry, None)
         elif (data := _tensor(key, first, ours)) is not None:
             data = _real_rows(key, _narrowed(data, narrow.get(key, "")), theirs, rows)
@@ -253,16 +254,6 @@ def _repeated(
     if before is None or (before.numel(), before.dtype) != (data.numel(), data.dtype):
         return None
     return lines[primary] if torch.equal(before.reshape(-1), data.reshape(-1)) else None
-
-
-def _initial(key: TraceKey, side: Side, tensors: WholeTensors | None) -> Entry | None:
-    if tensors is None:
-        return side.trace.entry(key)
-    if (pair := tensors.moments(key)) is None:
-        return None
-    entry, moments = pair
-    shape = entry.logical_shape
-    return Entry(key, shape, entry.dtype, sums=dataclasses.astuple(moments))
 
 
 def _tensor(key: TraceKey, side: Side, tensors: WholeTensors | None) -> torch.Tensor | None:

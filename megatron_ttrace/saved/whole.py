@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -46,8 +47,8 @@ class Tensors[K]:
         """The same, each with its line."""
         return [(rank, self._trace.ranks[rank][number]) for rank, number in self._held[key]]
 
-    def moments(self, key: K) -> tuple[Entry, Moments] | None:
-        """One entry and the moments of a parameter's initial values; of replicas the first."""
+    def initial(self, key: K) -> Entry | None:
+        """A parameter's initial values as a single device has them; of replicas the first's."""
         parts: dict[tuple[object, ...], Moments] = {}
         entries = [entry for _, entry in self.entries(key)]
         for entry in entries:
@@ -58,7 +59,8 @@ class Tensors[K]:
         if not self._covers(entries) or sum(part.n for part in parts.values()) != math.prod(shape):
             return None
         # Not summed from Moments(): the checksum of a whole tensor's is that of its bits.
-        return entries[0], functools.reduce(Moments.__add__, parts.values())
+        sums = dataclasses.astuple(functools.reduce(Moments.__add__, parts.values()))
+        return Entry(entries[0].key, shape, entries[0].dtype, sums=sums)
 
     def tensor(self, key: K) -> torch.Tensor | None:
         """The whole tensor, as a single device has it.
