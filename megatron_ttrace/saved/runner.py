@@ -59,22 +59,18 @@ class Runner:
         *,
         flags: tuple[str, ...] = (NO_WANDB,),
         script: Path | None = None,
-        shares: bool = True,
     ) -> None:
         """Import Megatron, if ranks can be forked.
 
         Args:
-            directory: working directory.
+            directory: of all cases, and of the references that they share.
             flags: ``--ttrace-*`` flags of all cases.
             script: of all cases that name none; by default our own ``pretrain_gpt.py``.
-            shares: whether all cases share their references.
         """
         self.directory = directory
         self._flags = flags
         self.script = script or launch_dir() / "pretrain_gpt.py"
-        self._environment: dict[str, str] = {}
-        if shares:
-            self._environment["TTRACE_CACHE"] = str((directory / "references").resolve())
+        self._environment = {"TTRACE_CACHE": str((directory / "references").resolve())}
         device = split(flags)[0].device
         self.forks = jobs.prepare(device, self.script)
 

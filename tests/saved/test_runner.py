@@ -69,10 +69,10 @@ def test_a_case_becomes_a_job(asked, tmp_path):
     )
 
 
-def test_scripts_and_caches_of_its_own(asked, tmp_path):
-    """A case's script wins over the runner's; without sharing the user's cache stays."""
-    runner = Runner(tmp_path, script=tmp_path / "mine.py", shares=False)
+def test_a_script_of_its_own(asked, tmp_path):
+    """A case's script wins over the runner's."""
+    runner = Runner(tmp_path, script=tmp_path / "mine.py")
     assert asked[0][1] == tmp_path / "mine.py"
     assert runner.job(Case(name="a", arguments=())).script == tmp_path / "mine.py"
     other = runner.job(Case(name="a", arguments=(), script=tmp_path / "other.py"))
-    assert (other.script.name, other.environment) == ("other.py", {})
+    assert other.script == tmp_path / "other.py"
