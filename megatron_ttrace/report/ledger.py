@@ -10,7 +10,7 @@ from megatron_ttrace.trace.collectives import (
     Phase,
     RanHere,
 )
-from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, some_of
 
 _SHOWN = 4
 """Collectives that a sentence names."""
@@ -26,10 +26,9 @@ def citation_text(cited: Citation | None) -> str:
     when = _WHEN[cited.direction]
     kinds = dict.fromkeys((ran.operation, ran.group, ran.dtype) for ran in cited.ran)
     names = [f"{operation} over {group} ({dtype})" for operation, group, dtype in kinds]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     clauses = [f"no collective ran {when}"]
     if names:
-        clauses = [f"collectives {when}: {', '.join(names[:_SHOWN])}{more}"]
+        clauses = [f"collectives {when}: {some_of(names, _SHOWN)}"]
     if cited.without and names:
         clauses.append(f"no reduction over {' or '.join(cited.without)}")
     elif cited.without:

@@ -12,7 +12,7 @@ from megatron_ttrace.report.terminal import STYLES
 from megatron_ttrace.report.wording import on_ranks
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.resumed import Blame, Difference, How, Restart, Resumed, What
-from megatron_ttrace.trace.sanitise import clean
+from megatron_ttrace.trace.sanitise import clean, some_of
 
 _PLURAL = {
     What.WEIGHT: "weights",
@@ -114,9 +114,7 @@ def _restart(restart: Restart) -> Iterator[Text]:
 def _cause(alike: Sequence[Difference]) -> Iterator[str]:
     """Differences with one cause, in words; the largest of them with its numbers."""
     worst = max(alike, key=lambda difference: difference.rel_err or 0.0)
-    names = ", ".join(difference.name for difference in alike[:_NAMED])
-    if len(alike) > _NAMED:
-        names += f" and {len(alike) - _NAMED} more"
+    names = some_of([difference.name for difference in alike], _NAMED)
     changed = f"{_number(worst.after)} instead of {_number(worst.before)}"
     if len({difference.before for difference in alike}) > 1:
         changed = _number(worst.after)

@@ -96,14 +96,7 @@ class Copies:
         directory: Path = Path(),
         ranks: int = 1,
     ) -> None:
-        """Prepare.
-
-        Args:
-            room: see above.
-            host_room: see above.
-            directory: for the file.
-            ranks: that write such files to the same file system.
-        """
+        """``ranks`` processes write such files to the file system of ``directory``."""
         self.room = room
         self.host_room = host_room
         self._directory = directory

@@ -15,7 +15,7 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
-from megatron_ttrace.trace import owned
+from megatron_ttrace.trace import codec, owned
 
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NOTE_LIMIT = 4096
@@ -103,12 +103,9 @@ class Lock:
         from megatron_ttrace.trace.sanitise import clean
 
         try:
-            # Opening a FIFO that nobody writes to would wait.
-            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-            with open(os.open(self.path, flags), "rb", buffering=0) as file:
-                note = json.loads(file.read(_NOTE_LIMIT) or b"")
+            note = codec.parse(codec.read(self.path, _NOTE_LIMIT))
             pid, host, date = int(note["pid"]), str(note["host"]), str(note["date"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError):
             return "another process"
         return f"process {pid} on {clean(host, 80)} since {clean(date, 40)}"
 

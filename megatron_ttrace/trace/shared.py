@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from megatron_ttrace.trace import owned
+from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.locks import Lock
 
@@ -256,15 +256,9 @@ def require(directory: Path, mark: str) -> None:
 
 def _marked(directory: Path) -> str:
     try:
-        file = os.open(directory / MARK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
+        return codec.read(directory / MARK, 64).decode(errors="replace")
+    except (OSError, codec.CodecError):
         return ""
-    try:
-        return os.read(file, 64).decode(errors="replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(file)
 
 
 def _join(directory: Path, run: str) -> None:

@@ -100,9 +100,7 @@ class Stall:
         for rank, wait in sorted(self.waits.items()):
             alike.setdefault(wait.text, []).append(rank)
         parts = [
-            f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)} {text}"
-            if len(ranks) == 1
-            else f"ranks {_listed(ranks)}: each {text}"
+            f"rank {ranks[0]} {text}" if len(ranks) == 1 else f"ranks {_listed(ranks)}: each {text}"
             for text, ranks in list(alike.items())[:_MOST_GROUPS]
         ]
         return "; ".join(parts)
