@@ -101,6 +101,12 @@ class Moved:
     repeated: _Written = 0.0
     peak: _Written = 0.0
 
+    def contradiction(self) -> str:
+        """Why no replays can have done this; empty if they can."""
+        if not self.moved:
+            return "moved: no replay"
+        return "norm: no element, but a norm" if self.norm and not self.n else ""
+
     @classmethod
     def after(cls, before: Self | None, sums: Sums | None) -> Self:
         """With one more replay.
@@ -390,15 +396,9 @@ def is_exact(key: TraceKey) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Line:
-    """One line of ``tolerances.jsonl``."""
+    """What a line of ``tolerances.jsonl`` has beside the fields of :class:`Moved`."""
 
     key: Annotated[TraceKey, LISTED]
-    what: Moved = dataclasses.field(metadata={"flat": True})
-
-    def contradiction(self) -> str:
-        if not self.what.moved:
-            return "moved: no replay"
-        return "norm: no element, but a norm" if self.what.norm and not self.what.n else ""
 
 
 def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
@@ -427,12 +427,12 @@ def read(directory: Path, known: Container[TraceKey]) -> dict[TraceKey, Moved]:
     moved: dict[TraceKey, Moved] = {}
     try:
         for value in codec.lines(path):
-            line = codec.decode(_Line, value)
-            if line.key in moved:
+            key, what = codec.decode(_Line, value).key, codec.decode(Moved, value)
+            if key in moved:
                 raise codec.CodecError("the same tensor a second time")
-            if line.key not in known:
+            if key not in known:
                 raise codec.CodecError("no such tensor in the trace")
-            moved[line.key] = line.what
+            moved[key] = what
     except FileNotFoundError:
         raise TTraceError(
             f"{path} is missing, {directory} is not a reference trace: give one made by --ttrace"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -76,7 +77,7 @@ def residual(evidence: Evidence) -> Residual:
                 worst[index] = max(size, worst.get(index, 0.0))
             worst = dict(sorted(worst.items(), key=lambda element: -element[1])[:WORST])
     return Residual(
-        key=evidence.key,
+        **dataclasses.asdict(evidence.key),
         total=total,
         exact=exact,
         lowest=LOWEST,

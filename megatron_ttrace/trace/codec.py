@@ -190,11 +190,7 @@ def encode(value: Any) -> Any:
         return {name: encode(item) for name, item in value.items()}
     if not dataclasses.is_dataclass(value):
         return value
-    encoded: dict[str, Any] = {}
-    for name, is_flat in _fields(kind):
-        item = encode(getattr(value, name))
-        encoded |= item if is_flat else {name: item}
-    return encoded
+    return {name: encode(getattr(value, name)) for name in _fields(kind)}
 
 
 _PLAIN = frozenset((str, int, bool, type(None)))
@@ -202,22 +198,20 @@ _PLAIN = frozenset((str, int, bool, type(None)))
 
 
 @functools.cache
-def _fields(kind: Any) -> tuple[tuple[str, bool], ...]:
-    """Names of a record's fields, and whether theirs are put beside the record's own."""
-    return tuple((f.name, bool(f.metadata.get("flat"))) for f in dataclasses.fields(kind))
+def _fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def listed(record: Any) -> list[Any]:
     """A record as a list of its fields."""
-    return [encode(getattr(record, name)) for name, _ in _fields(record.__class__)]
+    return [encode(getattr(record, name)) for name in _fields(record.__class__)]
 
 
 def decode[T](wanted: Callable[..., T], value: Any) -> T:
     """The inverse of :func:`encode`.
 
-    Fields with a default may be absent. The fields of a record in a field with the metadata
-    ``flat`` are beside the others. If a record has a method ``contradiction``, that returns why its
-    fields contradict each other; an empty answer accepts them.
+    Fields with a default may be absent. If a record has a method ``contradiction``, that returns
+    why its fields contradict each other; an empty answer accepts them.
 
     Raises:
         CodecError: with the path of the offending field.
@@ -265,16 +259,11 @@ def decoder(wanted: Any) -> Decoder:
 
 def _record(wanted: Any) -> Decoder:
     hints = typing.get_type_hints(wanted, include_extras=True)
-    fields = [(f, decoder(hints[f.name])) for f in dataclasses.fields(wanted)]
-    flat = {
-        f.name: [part.name for part in dataclasses.fields(hints[f.name])]
-        for f, _ in fields
-        if f.metadata.get("flat")
-    }
+    converts = {name: decoder(hints[name]) for name in _fields(wanted)}
     required = {
-        f.name
-        for f, _ in fields
-        if f.default is f.default_factory is dataclasses.MISSING and f.name not in flat
+        field.name
+        for field in dataclasses.fields(wanted)
+        if field.default is field.default_factory is dataclasses.MISSING
     }
     agree = getattr(wanted, "contradiction", None)
 
@@ -284,11 +273,8 @@ def _record(wanted: Any) -> Decoder:
         if not value.keys() >= required:
             raise CodecError("is missing", f".{min(required - value.keys())}")
         values = {}
-        for field, convert in fields:
-            name = field.name
-            if name in flat:
-                values[name] = convert({part: value[part] for part in flat[name] if part in value})
-            elif name in value:
+        for name, convert in converts.items():
+            if name in value:
                 try:
                     values[name] = convert(value[name])
                 except CodecError as error:

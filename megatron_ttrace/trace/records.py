@@ -221,14 +221,25 @@ class TraceKey:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class TensorResult(Record):
-    """A verdict without its texts; the fields are explained in :class:`Verdict`."""
+class OfTensor(Record):
+    """A record about one tensor, with the fields of its key."""
 
     iteration: Count
     microbatch: Microbatch
     kind: Kind
     name: str
     index: Count
+
+    @property
+    def key(self) -> TraceKey:
+        """The tensor that this is about."""
+        return TraceKey(self.iteration, self.microbatch, self.kind, self.name, self.index)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorResult(OfTensor):
+    """A verdict without its texts; the fields are explained in :class:`Verdict`."""
+
     verdict: Outcome
     rel_err: Size | None
     rel_err_eps: Size | None
@@ -237,11 +248,6 @@ class TensorResult(Record):
     ranks: tuple[Rank, ...]
     placement: str
     shape: tuple[Count, ...]
-
-    @property
-    def key(self) -> TraceKey:
-        """The tensor this verdict is about."""
-        return TraceKey(self.iteration, self.microbatch, self.kind, self.name, self.index)
 
     @property
     def direction(self) -> Direction:
@@ -365,22 +371,17 @@ class Element:
     rank: Rank
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Residual(Record):
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Residual(OfTensor):
     """What the error of a failed tensor looks like.
 
-    Attributes:
-        total: number of elements looked at, over the ranks that fail.
-        exact: how many of them are equal.
-        lowest: decade of the first count.
-        counts: number of elements whose error, in units of the reference's root mean square, is
-            in ``[10^d, 10^(d+1))``, by decade ``d``; the outer ones count larger and smaller ones.
-        worst: the elements with the largest errors, the largest first; each as all failing ranks
-            that hold it have it.
-        boxes: rank, and the logical slices that it holds.
+    On the ranks that fail, ``exact`` of ``total`` elements are equal. ``counts`` are the numbers of
+    elements whose error, in units of the reference's root mean square, is in ``[10^d, 10^(d+1))``,
+    by decade ``d`` from ``lowest`` on; the outer ones count larger and smaller ones. ``worst`` has
+    the largest errors first, each element as all failing ranks that hold it have it. ``boxes``:
+    rank, and the logical slices that it holds.
     """
 
-    key: TraceKey = dataclasses.field(metadata={"flat": True})
     total: Count
     exact: Count
     lowest: int

@@ -203,10 +203,13 @@ def test_single_elements(browser: chromium.Browser, diverged: Check, tmp_path: P
     summary, verdicts = diverged
     first = next(v for v in verdicts if v.verdict.is_failure)
     residual = Residual(
-        first.key,
-        *(32768, 16384, -3, (5, 16000, 379)),
-        (Element((17, 1, 5), 0.25, float("nan"), 1), Element((17, 1, 5), 0.25, 0.75, 3)),
-        ((1, "[32:64, 0:2, 0:128]"),),
+        **dataclasses.asdict(first.key),
+        total=32768,
+        exact=16384,
+        lowest=-3,
+        counts=(5, 16000, 379),
+        worst=(Element((17, 1, 5), 0.25, float("nan"), 1), Element((17, 1, 5), 0.25, 0.75, 3)),
+        boxes=((1, "[32:64, 0:2, 0:128]"),),
     )
     show(browser, (dataclasses.replace(summary, residuals=(residual,)), verdicts), tmp_path)
     browser.click(".open-row")
