@@ -145,11 +145,11 @@ def conclude(
     explainer = Explainer(traces, ledger, coverage.findings)
     stages = start.stages_of(traces.started, traces.meshes)
     verdicts = start.without_consequences(start.claims(verdicts, stages))
+    explain: Callable[[Judged], Explanation] = (
+        explainer.explain if explains else lambda verdict: Explanation()
+    )
     # With isolation nothing is computed from a wrong tensor.
-    explain: Callable[[Judged], Explanation] = explainer.explain
-    if not explains:
-        explain = _unexplained
-    elif not config.isolate:
+    if explains and not config.isolate:
         explain = controlled(explainer.explain, verdicts, tolerances)
     diagnoses = localise(verdicts, explain, isolated=config.isolate)
     if separate is not None and explainer.unexplained:
@@ -196,11 +196,6 @@ def conclude(
         changed_code=None if changed is None else in_culprits(changed, culprits),
     )
     return summary, [explanations.verdict_of(verdict) for verdict in verdicts]
-
-
-def _unexplained(verdict: Judged) -> Explanation:
-    del verdict
-    return Explanation()
 
 
 def not_enough(verdicts: Sequence[Judged], allowed: float) -> str:
