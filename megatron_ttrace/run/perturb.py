@@ -6,8 +6,9 @@ Three places are perturbed, so that forward, backward and gradients get new erro
 - every float32 parameter is multiplied by 1 ± epsilon with random signs: each matrix product
   then has an independent relative error of about epsilon, as when tensor parallelism sums it in
   another order;
-- the embedding's output likewise, as in the paper (arXiv 2506.09280, section 4); that of a language
-  model inside another one, too, and the first convolution of an encoder of images;
+- the embedding's output likewise, by an epsilon of its weights' dtype, as in the paper (arXiv
+  2506.09280, section 4); that of a language model inside another one, too, and the first
+  convolution of an encoder of images;
 - the per-token loss likewise, where the backward pass starts. It is float32 in every run, and an
   epsilon of float32 moves no 16-bit number. So if training is in 16 bits, the head's input gradient
   is summed from two parts of the vocabulary, as tensor parallelism does (``split_head``).
@@ -214,11 +215,13 @@ def perturbed(
             return generator
         return torch.Generator().manual_seed(seed << 32 | spread.parts[name])
 
-    def outputs(module: torch.nn.Module, args: Any, output: Any) -> Any:
+    def outputs(weights: Sequence[torch.Tensor], _: Any, __: Any, output: Any) -> Any:
         if torch.is_tensor(output) and output.is_floating_point():
+            dtypes = output.dtype, *(weight.dtype for weight in weights)
+            ones = torch.ones_like(output, dtype=min(dtypes, key=lambda dtype: dtype.itemsize))
             with torch.no_grad():
-                factor = perturb(torch.ones_like(output), generator)
-            return output * factor
+                factor = perturb(ones, generator)
+            return output * factor.to(output.dtype)
         return output
 
     with torch.no_grad():
@@ -230,7 +233,9 @@ def perturbed(
         for name, module in modules:
             is_source = _is(name, _EMBEDDING) or isinstance(module, torch.nn.Conv2d)
             if is_source or name in ends:
-                stack.callback(module.register_forward_hook(outputs).remove)
+                # With float32 residuals the embedding's output is float32, and its layers are not.
+                hook = functools.partial(outputs, list(module.parameters()) if is_source else ())
+                stack.callback(module.register_forward_hook(hook).remove)
             if _is(name, _HEAD):
                 stack.callback(split_head(module, generator, spread).remove)
                 stack.callback(step_of_loss(module, generator).remove)

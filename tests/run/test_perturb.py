@@ -238,3 +238,27 @@ def test_a_language_model_in_another_model():
         with perturbed([canonical_names(model)], seed):
             losses.append(model(ids, labels=labels)[0].detach())
     assert 0 < float((losses[1] - losses[0]).norm() / losses[0].norm()) < 0.1
+
+
+def test_a_float32_output_of_16_bit_weights():
+    """With float32 residuals: what reads the embedding rounds it, so it moves by a 16-bit step."""
+
+    class Wide(Model):
+        def __init__(self):
+            super().__init__()
+            self.bfloat16()
+            self.embedding.register_forward_hook(lambda module, args, output: output.float())
+            self.seen = []
+
+        def forward(self, ids):
+            self.seen.append(self.embedding(ids).detach())
+
+    ids, _ = batch()
+    model = Wide()
+    for seed in (0, 1):
+        with perturbed([canonical_names(model)], seed):
+            model(ids)
+    before, after = model.seen
+    assert after.dtype == torch.float32
+    changes = ((after - before) / before).abs()[before != 0]
+    assert changes.max() == pytest.approx(epsilon(torch.bfloat16), rel=1e-3)
