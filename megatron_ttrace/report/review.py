@@ -4,6 +4,7 @@
 import dataclasses
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 
@@ -66,24 +67,29 @@ def workflow_command(annotation: Annotation) -> str:
 
 
 def code_quality(annotations: Sequence[Annotation]) -> str:
-    """As a code quality report of GitLab, which holds remarks on lines only."""
+    """As a code quality report of GitLab, which holds remarks on lines only.
+
+    A fingerprint is the same in the next report, and no other remark's in this one: GitLab drops
+    the second.
+    """
     severities = {Level.ERROR: "critical", Level.WARNING: "minor", Level.NOTICE: "info"}
-    issues = [
-        {
-            "description": "\n".join(
-                clean(line, _MOST)
-                for line in f"{annotation.title}. {annotation.message}".splitlines()
-            ),
-            "check_name": f"ttrace/{annotation.topic}",
-            "fingerprint": hashlib.sha256(
-                f"{annotation.file} {annotation.title}".encode()
-            ).hexdigest(),
-            "severity": severities[annotation.level],
-            "location": {"path": annotation.file, "lines": {"begin": annotation.line}},
-        }
-        for annotation in annotations
-        if annotation.file
-    ]
+    alike: Counter[tuple[str, str]] = Counter()
+    issues = []
+    for annotation in annotations:
+        if not annotation.file:
+            continue
+        about = annotation.file, annotation.title
+        lines = f"{annotation.title}. {annotation.message}".splitlines()
+        issues.append(
+            {
+                "description": "\n".join(clean(line, _MOST) for line in lines),
+                "check_name": f"ttrace/{annotation.topic}",
+                "fingerprint": hashlib.sha256(repr((*about, alike[about])).encode()).hexdigest(),
+                "severity": severities[annotation.level],
+                "location": {"path": annotation.file, "lines": {"begin": annotation.line}},
+            }
+        )
+        alike[about] += 1
     return json.dumps(issues, indent=1)
 
 

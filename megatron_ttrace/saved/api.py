@@ -353,7 +353,7 @@ def rewritten(report: Report, summary: Summary) -> Report:
     from megatron_ttrace.trace import files, shared
 
     run = files.run_of(report.directory)
-    with shared.claim_report(report.directory, run):
+    with shared.claim_report(report.directory, run, keeps=True):
         publish(
             summary,
             report.verdicts,

@@ -18,6 +18,7 @@ import torch
 from megatron_ttrace.mcore.checkpoints.numbers import alike
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
 from megatron_ttrace.saved.huggingface.causes import Cause
+from megatron_ttrace.saved.recorded import same
 from megatron_ttrace.trace.codec import Record, Size
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.states import Item, State
@@ -147,7 +148,7 @@ def _tensors(a: Checkpoint, b: Checkpoint) -> Iterator[Tensor]:
             compared = _with_cause(compared, a, b)
         yield compared
     both = {_of_state(item) for item in a.tensors} & {_of_state(item) for item in b.tensors}
-    for mine, other, count, same in (
+    for mine, other, count, only in (
         (a, b, covered[0], Same.ONLY_A),
         (b, a, covered[1], Same.ONLY_B),
     ):
@@ -156,14 +157,14 @@ def _tensors(a: Checkpoint, b: Checkpoint) -> Iterator[Tensor]:
             if _of_state(item) not in both:
                 lacking[_of_state(item)] += 1
             elif item not in count:
-                yield Tensor(item.name, same, state=_of_state(item))
+                yield Tensor(item.name, only, state=_of_state(item))
             elif (missing := math.prod(stored.shape) - count[item]) > 0:
                 note = f"{missing} of {math.prod(stored.shape)} elements"
-                yield Tensor(item.name, same, note=note, state=_of_state(item))
+                yield Tensor(item.name, only, note=note, state=_of_state(item))
         # States in buckets of another layout are there, but cannot be compared (``_buckets``).
         if lacking and (not other.unread or _shapes(a) == _shapes(b)):
             note = f"{lacking.total()} tensors"
-            yield Tensor("all parameters", same, note=note, state=", ".join(lacking))
+            yield Tensor("all parameters", only, note=note, state=", ".join(lacking))
 
 
 def _with_cause(main: Tensor, a: Checkpoint, b: Checkpoint) -> Tensor:
@@ -185,8 +186,7 @@ def _rounds_to_weight(checkpoint: Checkpoint, name: str) -> bool:
     if main is None or weight is None or main.shape != weight.shape:
         return True
     return all(
-        bool((x.read().to((values := y.read()).dtype) == values).all())
-        for x, y in _parts(name, main, weight)
+        same(x.read().to((values := y.read()).dtype), values) for x, y in _parts(name, main, weight)
     )
 
 

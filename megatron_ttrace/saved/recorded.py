@@ -150,9 +150,12 @@ class Moves:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether all elements are equal, or both not a number."""
-    if a.shape != b.shape:
-        return False
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+    return a.shape == b.shape and not differing(a, b)
+
+
+def differing(a: torch.Tensor, b: torch.Tensor) -> int:
+    """How many elements are neither equal nor both not a number."""
+    return int(((a != b) & ((a == a) | (b == b))).sum())
 
 
 def distance(data: torch.Tensor, right: torch.Tensor) -> float:

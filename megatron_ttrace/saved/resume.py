@@ -21,7 +21,15 @@ from collections.abc import Callable, Mapping
 import torch
 
 from megatron_ttrace.compare.tolerance import BLIND
-from megatron_ttrace.saved.recorded import Moves, Recorded, State, distance, merged, same
+from megatron_ttrace.saved.recorded import (
+    Moves,
+    Recorded,
+    State,
+    differing,
+    distance,
+    merged,
+    same,
+)
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.recorded import Point
 from megatron_ttrace.trace.records import Result
@@ -241,7 +249,7 @@ class _Comparison:
             How.DIFFERENT,
             blame,
             rel_err=distance(after, before),
-            wrong=int((after.double() != before.double()).sum()),
+            wrong=differing(after.double(), before.double()),
             total=before.numel(),
             **more,
         )
@@ -290,7 +298,8 @@ class _Comparison:
         stored = self._stored_numbers.get(name)
         if not isinstance(stored, (int, float)):
             return Blame.EITHER
-        return Blame.LOADING if float(stored) == value else Blame.SAVING
+        is_same = float(stored) == value or (math.isnan(stored) and math.isnan(value))
+        return Blame.LOADING if is_same else Blame.SAVING
 
     def _compare_numbers(
         self,

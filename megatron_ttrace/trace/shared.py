@@ -141,12 +141,18 @@ def require_free(directory: Path) -> None:
         _lock_of_ours(directory, NAMES).release()
 
 
-def claim_report(directory: Path, run: str) -> Claim:
-    """Take a directory to write a report of saved traces into it; an old report is removed.
+def claim_report(directory: Path, run: str, *, keeps: bool = False) -> Claim:
+    """Take a directory to write a report of saved traces into it.
 
-    ``run`` is the id of the run that saved the candidate.
+    ``run`` is the id of the run that saved the candidate. An old report is removed, unless it
+    ``keeps`` it to write parts of it again.
     """
-    return Claim(directory, run, _REPORTS, _remove_reports)
+
+    def clean(directory: Path) -> None:
+        if not keeps:
+            _remove_reports(directory)
+
+    return Claim(directory, run, _REPORTS, clean)
 
 
 def _lock_of_ours(directory: Path, names: Sequence[str]) -> Lock:

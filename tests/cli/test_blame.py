@@ -15,6 +15,7 @@ from megatron_ttrace.jobs import edited, provenance
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import split
 from megatron_ttrace.saved import api, blame
+from megatron_ttrace.trace import files
 from megatron_ttrace.trace.blamed import Blaming
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Edits, Execution
@@ -117,6 +118,17 @@ def checked(reports, monkeypatch):
     stand_in.ran, stand_in.culprits, stand_in.asked = ran, (), []
     monkeypatch.setattr(apart, "ttrace", stand_in)
     return stand_in
+
+
+def test_the_report_keeps_its_other_files(tmp_path):
+    """A blame is written into the report of the check."""
+    right = kept.run(tmp_path / "right", kept.tensors())
+    report = api.diff(right, right, output=tmp_path / "report")
+    collectives = report.directory / files.COLLECTIVES
+    files.write_records(collectives, (), files.run_of(report.directory))
+    api.rewritten(report, dataclasses.replace(report.summary, notices=("one more",)))
+    assert collectives.is_file()
+    assert api.load_report(report.directory).summary.notices == ("one more",)
 
 
 def run(capsys, *words, code=1):

@@ -34,3 +34,13 @@ def test_foreign_text_is_no_command():
     assert "##[" not in text(annotation)
     assert len(workflow_command(annotation).splitlines()) == 1
     assert "\x1b" not in json.loads(code_quality([annotation]))[0]["description"]
+
+
+def test_a_fingerprint_is_of_one_remark():
+    """Also where two jobs diverge alike; the next report has the same ones."""
+    alike = [Annotation(Level.ERROR, Topic.DIVERGED, "title", text, "a.py", 3) for text in "bc"]
+    first, again = (
+        [issue["fingerprint"] for issue in json.loads(code_quality(alike))] for _ in range(2)
+    )
+    assert first == again
+    assert len(set(first)) == 2

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ttrace.saved.recorded import Moves, merged
+from megatron_ttrace.saved.recorded import Moves, differing, merged, same
 from megatron_ttrace.saved.resume import compare
 from megatron_ttrace.trace.recorded import Point
 from megatron_ttrace.trace.records import LoadedIndex, Result
@@ -45,6 +45,14 @@ def test_the_same(tmp_path: Path) -> None:
     """Nothing differs."""
     restart = answer(tmp_path)
     assert (restart.verdict, restart.differences, restart.compared) == (Result.EQUIVALENT, (), 3)
+
+
+def test_what_is_not_a_number_in_both_is_not_counted() -> None:
+    """A tensor that differs elsewhere."""
+    before, after = torch.tensor([math.nan, 1.0, 2.0]), torch.tensor([math.nan, 1.0, math.nan])
+    assert differing(before, after) == 1
+    assert same(before, before)
+    assert not same(before, after)
 
 
 @pytest.mark.parametrize(

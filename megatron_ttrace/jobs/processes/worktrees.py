@@ -101,8 +101,9 @@ class Checkout:
     def hunks(self, commit: str, base: str = "", context: int = _CONTEXT) -> list[Hunk]:
         """What a commit changed, compared with another one, or else with its first parent."""
         # Attributes of the repository decide neither which files are text nor how they are shown.
-        words = ["diff", "--no-color", "--no-ext-diff", "--no-textconv", "--text"]
-        words += ["--src-prefix=a/", "--dst-prefix=b/", f"--unified={context}"]
+        words = ["-c", "core.quotePath=false", "diff", "--no-color", "--no-ext-diff"]
+        words += ["--no-textconv", "--text", "--src-prefix=a/", "--dst-prefix=b/"]
+        words += [f"--unified={context}"]
         hunks: list[Hunk] = []
         file = ""
         old = new = 0  # lines of the hunk that are to come
@@ -111,8 +112,10 @@ class Checkout:
                 old -= line[:1] in ("-", " ")
                 new -= line[:1] in ("+", " ")
                 hunks[-1] = dataclasses.replace(hunks[-1], text=f"{hunks[-1].text}\n{line}")
-            elif line.startswith("+++ "):
-                file = line[4:].removeprefix("b/")
+            elif line.startswith(("--- ", "+++ ")) and line[4:] != os.devnull:
+                # A deleted file has a name only before. A name with a space ends with a tab.
+                name = line[4:].removesuffix("\t")
+                file = name[2:] if name.startswith(("a/", "b/")) else name
             elif match := _HUNK.match(line):
                 old, new = int(match[1] or 1), int(match[3] or 1)
                 hunks.append(Hunk(file, int(match[2]), new, line))

@@ -76,6 +76,7 @@ _REFUSED = {
     "batch_size": "Megatron has removed it: give --micro-batch-size",
     "checkpoint_activations": "Megatron has removed it: give --recompute-granularity",
     "fake_process_group": "ranks exchange nothing, so nothing can be equal: omit it",
+    "freeze_all_layers": "nothing is trained: check the same job without it",
     "model_parallel_size": "Megatron has removed it: give --tensor-model-parallel-size",
     "mtp_hsm": "every token draws the input of a prediction at random, and other ones in another "
     "layout: check the same job without it",

@@ -121,6 +121,21 @@ def test_lines_that_look_like_headers(home):
     assert hunk.text.splitlines()[1:] == [" a", "--- b", "+++ c"]
 
 
+def test_names_of_files(home):
+    """With spaces and accents, as they are; a deleted file's is the one that it had."""
+    for name in ("with space.py", "naïve.py", "gone.py"):
+        (home / name).write_text("1\n")
+    git(home, "add", ".")
+    git(home, "commit", "-q", "-m", "one")
+    (home / "gone.py").unlink()
+    for name in ("with space.py", "naïve.py"):
+        (home / name).write_text("2\n")
+    git(home, "commit", "-q", "-a", "-m", "two")
+    checkout = Checkout(home)
+    hunks = checkout.hunks(checkout.commit("HEAD"))
+    assert {hunk.file for hunk in hunks} == {"with space.py", "naïve.py", "gone.py"}
+
+
 def test_no_checkout(tmp_path, home):
     """One line that says what to give."""
     with pytest.raises(TTraceError, match="give Megatron's with --checkout DIR"):
