@@ -33,10 +33,10 @@ _VALUES = 16
 _FRAMES = 8
 """Frames of PyTorch's between two of Megatron's: a module's call has three."""
 _NAME = "ttrace calls"
-_INSIDE = (None, Phase.SCHEDULE)
+_INSIDE = (None, Phase.SCHEDULE, Phase.SCRIPT)
 """Parts whose functions may be called in modules."""
 _NOBODY = 0
-"""Stands for a caller that is not Megatron's."""
+"""Stands for any other caller."""
 _NUMBERS = frozenset(
     (
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -77,7 +77,7 @@ class _Seen:
 
 
 class CallTap:
-    """Records the calls of Megatron's functions on this rank.
+    """Records the calls of functions of Megatron and of the training script on this rank.
 
     Attributes:
         error: why nothing more is recorded.
@@ -96,6 +96,7 @@ class CallTap:
         self._context: Context | None = None
         self._reports = Runs(_NAME)
         self._modules: set[str] = set()
+        self._scripts: set[str] = set()
         self._imported = 0
         self._phases: set[int] = set()
         self._silent: list[CodeType] = []
@@ -135,9 +136,10 @@ class CallTap:
             return
         self._imported = len(sys.modules)
         try:
-            codes = [*sources.imported_code(self._modules)]
+            codes = [*sources.imported_code(self._modules, sources.in_megatron)]
             self.replacing |= {id(code): code for code in sources.replacing(codes)}
             self._reports.follow(codes)
+            self._reports.follow(sources.imported_code(self._scripts, sources.of_script))
         except Exception as error:  # noqa: BLE001 - recording never harms training
             self.error = one_line(error)
 
@@ -210,13 +212,14 @@ class CallTap:
         return None
 
     def _of(self, code: CodeType) -> _Seen | None:
-        """What is known of a function; ``None`` if it is not Megatron's."""
+        """What is known of a function; ``None`` if it is neither Megatron's nor the script's."""
         seen = self._seen.get(id(code))
         if seen is None and id(code) not in self._seen:
-            is_megatrons = sources.in_megatron(code.co_filename) or id(code) in self.replacing
-            if code.co_name != "<module>" and is_megatrons:
+            file = code.co_filename
+            is_followed = sources.in_megatron(file) or sources.of_script(file)
+            if code.co_name != "<module>" and (is_followed or id(code) in self.replacing):
                 arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-                part = sources.part_of(code.co_filename)
+                part = sources.part_of(file)
                 seen = _Seen(code, part, part in _INSIDE, arguments)
             else:
                 # It is kept, so that no other code gets its identity.
@@ -237,7 +240,7 @@ class CallTap:
             return self._nothing_new(seen)
         if phase:
             seen.near.add(near)
-        caller, by = self._megatrons(back)
+        caller, by = self._recorded(back)
         phase = seen.phase = phase or (by.phase if by else None) or Phase.OTHER
         key = id(seen.code), _NOBODY if by is None else id(by.code), module, id(phase)
         if key not in self._calls:
@@ -265,8 +268,8 @@ class CallTap:
         self._silent.append(seen.code)
         return sys.monitoring.DISABLE
 
-    def _megatrons(self, frame: FrameType | None) -> tuple[FrameType | None, _Seen | None]:
-        """A frame or the next one around it that is Megatron's, and its function."""
+    def _recorded(self, frame: FrameType | None) -> tuple[FrameType | None, _Seen | None]:
+        """A frame or the next one around it of a function that is recorded, and the function."""
         for _ in range(_FRAMES):
             if frame is None or (seen := self._of(frame.f_code)) is not None:
                 return frame, None if frame is None else seen
@@ -288,7 +291,7 @@ class CallTap:
     def _look_up(self, group: Any, frame: FrameType | None) -> None:
         """Find, from a frame outwards, the first function that was not given the group."""
         for _ in range(_FRAMES):
-            frame, seen = self._megatrons(frame)
+            frame, seen = self._recorded(frame)
             if frame is None or seen is None:
                 return
             if not self._is_given(seen, frame, group):

@@ -48,6 +48,7 @@ class Code:
         functions: by number.
         at: those of each context, in the order of their first calls.
         contexts: of each function, within the traced steps.
+        first: when each function was first called there: how many others were before.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -55,6 +56,7 @@ class Code:
         self.functions = calls.functions
         self.at: dict[Context, dict[int, None]] = defaultdict(dict)
         self.contexts: dict[int, set[Context]] = defaultdict(set)
+        self.first: dict[int, int] = {}
         self._callers: dict[tuple[int, Context], list[int]] = defaultdict(list)
         self._callees: dict[tuple[int, Context], list[int]] = defaultdict(list)
         for function, caller, module, phase in calls.calls:
@@ -62,6 +64,7 @@ class Code:
             self.at[context][function] = None
             if context != BUILDING:
                 self.contexts[function].add(context)
+                self.first.setdefault(function, len(self.first))
             self._callers[function, context].append(caller)
             self._callees[caller, context].append(function)
         self._numbers = {(f.file, f.name): number for number, f in enumerate(self.functions)}

@@ -47,7 +47,7 @@ _MISPLACED = (Cause.LAYERS, Cause.LAYER_NUMBERS)
 FEW = 0.5
 """Share of the tensors of a kind."""
 _INSIDE = 0.3
-"""Weight of what ran in a module inside the one concerned."""
+"""Weight of what ran in a module inside the one concerned, or on the wrong side of the model."""
 _DEEPER, _FARTHER = 0.9, 0.85
 """Weights by the number of calls from a constructor, and of modules around it."""
 _F, _B, _G = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENTS
@@ -115,9 +115,10 @@ class Suspects:
         kind, direction = self._verdict.kind, self._verdict.direction
         by_kind: dict[Kind, Callable[[], None]] = {
             Kind.METRIC: self._logged,
-            Kind.TOKENS: lambda: self._named(READING, 0.8),
+            Kind.TOKENS: self._data,
             Kind.DROPOUT: self._mask,
             Kind.GRAD_OUTPUT: self._output_gradient,
+            Kind.LOSS: self._loss,
             Kind.MAIN_GRAD: self._parameter_gradient,
             Kind.BUFFER: self._buffer,
         }
@@ -134,6 +135,11 @@ class Suspects:
             by_kind.get(kind, by_direction[direction])()
 
     # By what went wrong
+
+    def _data(self) -> None:
+        self._named(READING, 0.8)
+        self._part(Phase.SCRIPT, 0.8, 0.8)
+        self._less_likely(lambda first, model: first > model)
 
     def _mask(self) -> None:
         """What chooses a random state, or restores one, ran in the module or around it."""
@@ -162,6 +168,7 @@ class Suspects:
             self._built(ROOT, 1.0)
         self._part(_G, 0.0, 0.4 if few else 1.0)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)
+        self._part(Phase.SCRIPT, 0.0, 0.4)
 
     def _named(self, words: set[str], weight: float, *, built: bool = True) -> None:
         """What reads data, or recomputes, by its name; also what ran before the step, if built."""
@@ -169,24 +176,44 @@ class Suspects:
         for context, ran in self._code.at.items():
             if context == BUILDING and not built:
                 continue
-            self._take((n for n in ran if not words.isdisjoint(tokens(functions[n].name))), weight)
+            named = ((number, {*tokens(functions[number].name)}) for number in ran)
+            # Data parallelism reads no data.
+            hits = ((n, has - {"data"} if "parallel" in has else has) for n, has in named)
+            self._take((n for n, has in hits if not words.isdisjoint(has)), weight)
 
     def _input(self) -> None:
+        if self.module == ROOT:
+            # The data pass: what divides a batch among ranks, and sends it.
+            self._part(Phase.SCHEDULE, 1.0)
+            self._part(Phase.SCRIPT, 1.0)
+            self._named(DIVIDING, 0.8, built=False)
+            self._less_likely(lambda first, model: first > model)
+            return
         self._ran(self._container(), _F, 1.0)
         # The container may pass on what it was given itself.
         for distance, outer in enumerate(around(self._container()), 1):
             self._take(self._code.at.get((pattern(outer), _F), ()), _FARTHER**distance)
-        if self.module == ROOT:
-            # The data pass: what divides a batch among ranks, and sends it.
-            self._part(Phase.SCHEDULE, 1.0)
-            self._named(DIVIDING, 0.8, built=False)
-            return
         code = self._sources.of(self.module)
         if code is not None and (number := self._code.number(code.forward)) is not None:
             inside, outside = (pattern(self.module), _F), (pattern(self._container()), _F)
             for caller in self._code.entered_by(number, inside, outside):
                 self._take([caller], 1.0)
                 self.add(caller, Clue.PASSES, 1.5)
+
+    def _loss(self) -> None:
+        # The model's own output passes, or it would be the culprit.
+        self._part(Phase.SCHEDULE, 1.0)
+        self._part(Phase.SCRIPT, 1.0)
+        self._less_likely(lambda first, model: first < model)
+        self._ran(ROOT, _F, _INSIDE)
+
+    def _less_likely(self, where: Callable[[int, int], bool]) -> None:
+        """What was first called after the model, or before it: by when both were."""
+        first = self._code.first
+        ran = [first[number] for number in self._code.at.get((pattern(ROOT), _F), ())]
+        for number in self.weights if ran else ():
+            if where(first.get(number, min(ran)), min(ran)):
+                self.weights[number] *= _INSIDE
 
     def _output(self) -> None:
         self._ran(self.module, _F, 1.0)
@@ -206,6 +233,7 @@ class Suspects:
         self._set_for(outer, 0.9)
         if self.module == ROOT:
             self._part(Phase.SCHEDULE, 1.0)
+            self._part(Phase.SCRIPT, 1.0)
 
     def _input_gradient(self) -> None:
         # The share of a loss is computed in the forward pass.
@@ -248,7 +276,8 @@ class Suspects:
         self._part(Phase.OPTIMIZER, 0.0, 0.6 if few else 0.3)
         self._ran(self._owner, _B, 1.0 if few else 0.7)
         self._ran(self._owner, _F, 0.3)
-        self._part(Phase.SCHEDULE, 0.3 if few else 0.6)
+        for part in (Phase.SCHEDULE, Phase.SCRIPT):
+            self._part(part, 0.3 if few else 0.6)
         self._built(self._owner, 0.8 if few else 0.4)
 
     def _statistic(self) -> None:
@@ -335,6 +364,9 @@ class Suspects:
                 self._take(of_part, weight)
                 for number in of_part:
                     self._take(self._code.helpers(number), weight * _DEEPER)
+            elif context[1] is part is Phase.SCRIPT:
+                self._take(of_part, weight)
+                self._take(ran, weight * _INSIDE)
             elif context[1] is part:
                 self._take(ran, weight)
             elif context == BUILDING and built:

@@ -120,7 +120,7 @@ def run(job: Job, *, fork: bool, say: Callable[[str], None] = lambda line: None)
         wrong = "is not a regular file" if job.script.exists() else "no such script"
         raise TTraceError(f"{job.script}: {wrong}")
     with shared.claim(job.directory) as claim:
-        if fork and (why := forkserver.refuses(job.script)):
+        if fork and (why := forkserver.refuses(job.script, job.environment)):
             say(f"{job.script} runs in fresh processes: {why}")
             fork = False
         began = time.monotonic()

@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ _ENTRY = "megatron_ttrace.run.entry"
 """By name: what a rank does is in a room above this one."""
 _BACKEND = ("megatron", "transformer_engine", "apex")
 
+_DECIDING = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "PYTHONNOUSERSITE")
+"""Variables that ``sys.path`` depends on."""
 is_program = False
 """Whether this file is the program of this process."""
 
@@ -47,10 +49,11 @@ def command(script: str | Path) -> list[str]:
     return [sys.executable, __file__, str(script)]
 
 
-def search_path(script: str | Path) -> list[str]:
-    """The ``sys.path`` of ``python SCRIPT`` in this environment and directory."""
-    names = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHOME", "PYTHONNOUSERSITE")
-    safe, base = _interpreter(os.getcwd(), tuple(os.environ.get(name) for name in names))
+def search_path(script: str | Path, environment: Mapping[str, str] | None = None) -> list[str]:
+    """The ``sys.path`` of ``python SCRIPT`` in this directory, and an environment or this one."""
+    variables = os.environ if environment is None else environment
+    deciding = tuple((name, value) for name in _DECIDING if (value := variables.get(name)))
+    safe, base = _interpreter(os.getcwd(), deciding)
     return [*base] if safe else [_folder(script), *base]
 
 
@@ -253,15 +256,25 @@ def _folder(script: str | Path) -> str:
 
 
 @functools.cache
-def _interpreter(directory: str, variables: tuple[str | None, ...]) -> tuple[bool, tuple[str, ...]]:
+def _interpreter(
+    directory: str, deciding: tuple[tuple[str, str], ...]
+) -> tuple[bool, tuple[str, ...]]:
     """Whether the script's folder is left out, and the rest of a new interpreter's path.
 
     A new interpreter is asked, because this process was not started as a script is.
     """
-    del directory, variables  # inherited by the child; here they are the key of the cache
-    code = "import json, sys; print(json.dumps([sys.flags.safe_path, sys.path]))"
+    others = {name: value for name, value in os.environ.items() if name not in _DECIDING}
     done = subprocess.run(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+        [
+            sys.executable,
+            "-c",
+            "import json, sys; print(json.dumps([sys.flags.safe_path, sys.path]))",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=directory,
+        env={**others, **dict(deciding)},
     )
     safe, path = json.loads(done.stdout.splitlines()[-1])
     return bool(safe), tuple(path if safe else path[1:])

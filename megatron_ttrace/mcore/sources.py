@@ -73,6 +73,20 @@ def is_users(file: str) -> bool:
 
 
 @functools.cache
+def _script_folder() -> str:
+    """The folder of the training script, with a separator at its end."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return str(Path(file).absolute().parent) + os.sep if file else ""
+
+
+@functools.cache
+def of_script(file: str) -> bool:
+    """Whether a source file is the training script, or the user's and below its folder."""
+    folder = _script_folder()
+    return bool(folder) and os.path.abspath(file).startswith(folder) and is_users(file)
+
+
+@functools.cache
 def _imported_by(file: str) -> frozenset[str]:
     """The packages that a source file imports."""
     path = Path(file)
@@ -90,8 +104,10 @@ def replacing(codes: Iterable[CodeType]) -> list[CodeType]:
     return [code for code in users if _package_of(code.co_filename) not in libraries]
 
 
-def imported_code(known: set[str]) -> Iterator[CodeType]:
-    """The code in Megatron's modules that were imported; not in ``known`` ones, which it adds to.
+def imported_code(known: set[str], wanted: Callable[[str], bool]) -> Iterator[CodeType]:
+    """The code in modules that were imported, of ``wanted`` files; not in ``known`` modules.
+
+    All modules are added to these.
 
     Of functions that exist, also those inside of others, those that a decorator wraps, and the
     user's that replace others.
@@ -102,7 +118,7 @@ def imported_code(known: set[str]) -> Iterator[CodeType]:
             known.add(name)
             contents = vars(module) if isinstance(module, ModuleType) else {}
             file = contents.get("__file__")
-            if isinstance(file, str) and in_megatron(file):
+            if isinstance(file, str) and wanted(file):
                 for function in _functions_in([*contents.values()], visited):
                     yield from _nested(function.__code__)
 
@@ -179,7 +195,9 @@ def _phase_of_folder(file: str) -> Phase | None:
 
 @functools.cache
 def part_of(file: str) -> Phase | None:
-    """The part of the step that all code of a file of Megatron's belongs to; ``None`` if none."""
+    """The part of the step that all code of a file belongs to; ``None`` if none."""
+    if of_script(file):
+        return Phase.SCRIPT
     return Phase.SCHEDULE if is_schedule(file) else _phase_of_folder(file)
 
 
@@ -200,7 +218,8 @@ _AXES = {
     "tokens": r"tokens?",
 }
 """Words in names of Megatron's that stand for an axis of the mesh, or another divisor."""
-_WORD = re.compile(r"[A-Za-z]\w*")
+_NAME = re.compile(r"[A-Za-z][\w ]*")
+"""A string that may be a name, as of what is logged."""
 _SCALING = frozenset(("mul", "div", "scale", "scaled", "scaling"))
 _FACTOR = re.compile(r"scal|factor|coeff")
 """In the names of factors."""
@@ -227,7 +246,7 @@ def marks_of(parameter: Any) -> tuple[str, ...]:
 
 def function_of(code: CodeType) -> Function:
     """What the code of a function that ran says about it."""
-    strings = [text for text in code.co_consts if isinstance(text, str) and _WORD.fullmatch(text)]
+    strings = [text for text in code.co_consts if isinstance(text, str) and _NAME.fullmatch(text)]
     tuples = [constant for constant in code.co_consts if isinstance(constant, tuple)]
     keywords = [word for words in tuples for word in words if isinstance(word, str)]
     variables = *code.co_varnames, *code.co_cellvars, *code.co_freevars

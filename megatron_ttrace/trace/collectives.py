@@ -39,6 +39,8 @@ class Phase(StrEnum):
     INITIALIZATION = "initialization"
     CONSTRUCTION = "construction"
     SCHEDULE = "schedule"
+    SCRIPT = "script"
+    """What the training script's own functions call, outside of modules."""
     FORWARD = "forward"
     RECOMPUTATION = "recomputation"
     BACKWARD = "backward"

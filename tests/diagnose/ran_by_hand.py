@@ -92,6 +92,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "set_rng_seed": {},
     "Linear.forward.<genexpr>": {"size": 300},
     "divide_batch": {"size": 200},
+    "get_batch": {"part": Phase.SCRIPT, "size": 200},
+    "loss_func": {"part": Phase.SCRIPT, "size": 200},
     "divide_parameters": {"part": U, "marks": ("is_embedding_parameter",), "size": 400},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
@@ -101,6 +103,7 @@ _CALLS = [
     ("Product.forward", "Linear.forward", LINEAR, F),
     *[("Product.backward", "", LINEAR, B), ("reduce", "Product.backward", LINEAR, B)],
     ("gather", "Product.backward", LINEAR, B),
+    ("get_batch", "", "", Phase.SCRIPT),
     *[("run", "", "", S), ("Product.set_scale", "run", "", S)],
     *[("Linear.__init__", "", "", C), ("offset", "Linear.__init__", "", C)],
     *[("Linear.reset_parameters", "Linear.__init__", "", C), ("set_seed", "", "", C)],
@@ -127,6 +130,7 @@ _CALLS = [
     *[("sync_params", "finalize", "", G), ("apply_aux_loss", "", MODEL, F)],
     *[("build_groups", "", "", C), ("wrap", "", "", C), ("Buffer.__init__", "wrap", "", C)],
     *[("Model.__init__", "", "", C), ("pipeline_layers", "Model.__init__", "", C)],
+    ("loss_func", "run", "", Phase.SCRIPT),
 ]
 CODES = (
     ModuleCode(

@@ -159,6 +159,16 @@ def test_what_a_model_is_called_with() -> None:
     assert NAMES.index("divide_batch") not in suspects(Kind.INPUT, LINEAR).weights
 
 
+@pytest.mark.parametrize(
+    ("kind", "likelier", "other"),
+    [(Kind.INPUT, "get_batch", "loss_func"), (Kind.LOSS, "loss_func", "get_batch")],
+)
+def test_what_ran_before_the_model_or_after_it(kind: Kind, likelier: str, other: str) -> None:
+    """What is called first after it has not made its inputs, and what is called before no loss."""
+    weights = suspects(kind, ROOT).weights
+    assert weights[NAMES.index(likelier)] == 1.0 > weights[NAMES.index(other)] > 0.0
+
+
 def test_what_is_left_out_of_a_norm() -> None:
     """What sets marks may have set too few."""
     norm = Statistic.GRAD_NORM

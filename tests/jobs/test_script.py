@@ -44,6 +44,13 @@ def test_like_python(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str,
     assert scripts.search_path(script) == wanted[0]
 
 
+def test_another_environment(folder: Path) -> None:
+    """Of a job with variables of its own; this process's are not asked."""
+    path = scripts.search_path("real/train.py", {"PYTHONPATH": "/elsewhere"})
+    assert path[:2] == [str(folder / "real"), "/elsewhere"]
+    assert str(folder / "relative") not in path
+
+
 def package(root: Path, name: str) -> str:
     """Make ``megatron.NAME`` under a root; returns its file."""
     file = root / "megatron" / name / "__init__.py"

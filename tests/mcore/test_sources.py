@@ -83,12 +83,12 @@ def test_code_of_imported_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(CODE, file, "exec"), vars(module))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "elsewhere", types.ModuleType("elsewhere"))
-    names = sorted(code.co_name for code in sources.imported_code(known))
+    names = sorted(code.co_name for code in sources.imported_code(known, sources.in_megatron))
     assert names == sorted(
         "plain inner decorate wrapper wrapper wrapped within size static cached <lambda>".split()
     )
     assert {"megatron.made", "elsewhere"} <= known
-    assert not list(sources.imported_code(known))
+    assert not list(sources.imported_code(known, sources.in_megatron))
 
 
 def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch)
     vars(module).update(f=forward_step, Layer=layer, Optimizer=Optimizer, linear=torch.nn.Linear)
     imported = sources._imported_by
     monkeypatch.setattr(sources, "_imported_by", lambda file: {"torch"})
-    replacing = sources.replacing([*sources.imported_code(known)])
+    replacing = sources.replacing([*sources.imported_code(known, sources.in_megatron)])
     assert [code.co_qualname for code in replacing] == [
         "forward_step",
         "Own.forward",
@@ -116,6 +116,26 @@ def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch)
     assert "torch" in imported(str(sources.__file__))
     assert not imported("absent.py")
     assert not any(map(sources.is_users, ("", sources.__file__, torch.__file__, types.__file__)))
+
+
+def test_the_training_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what lies below its folder, but neither Megatron nor what is installed there."""
+    monkeypatch.setattr(
+        sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False
+    )
+    cached = (sources._script_folder, sources.of_script, sources.part_of)
+    for function in cached:
+        function.cache_clear()
+    try:
+        for name in ("train.py", "mine/losses.py"):
+            assert sources.of_script(str(tmp_path / name))
+            assert sources.part_of(str(tmp_path / name)) is Phase.SCRIPT
+        others = tmp_path / "lib" / "site-packages" / "x.py", tmp_path.parent / "other.py"
+        assert not any(sources.of_script(str(other)) for other in others)
+        assert not sources.of_script(f"{sources.megatron_folder()}core/utils.py")
+    finally:
+        for function in cached:
+            function.cache_clear()
 
 
 def test_numbers_of_modules() -> None:

@@ -23,7 +23,7 @@ from megatron_ttrace.trace.errors import TTraceError
 
 _TESTS = "tests/functional_tests/test_cases"
 _SCRIPT = "pretrain_gpt.py"
-_VARIABLES = ("CUDA", "CUBLAS", "NCCL", "NVTE", "PYTORCH", "TORCH")
+_VARIABLES = ("CUDA", "CUBLAS", "NCCL", "NVTE", "PYTHONPATH", "PYTORCH", "TORCH")
 """Prefixes of variables that the training sees; a test's own (``N_REPEATS``) make no other job."""
 
 

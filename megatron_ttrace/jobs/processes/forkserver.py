@@ -217,12 +217,12 @@ def _remember_help_texts() -> argparse.ArgumentParser:
     return parser
 
 
-def refuses(script: Path) -> str:
-    """Why a fork of this process differs from ``python SCRIPT``; empty if it does not.
+def refuses(script: Path, variables: Mapping[str, str]) -> str:
+    """Why a fork of this process differs from ``env VARIABLES python SCRIPT``, or ``""``.
 
     The modules imported here must be the ones that the script would import.
     """
-    path = scripts.search_path(script)
+    path = scripts.search_path(script, {**os.environ, **variables})
     imported, origins = scripts.imported(), scripts.origins(path)
     for name in dict.fromkeys((*scripts.MEGATRON, *imported)):
         if imported.get(name) != origins.get(name):
