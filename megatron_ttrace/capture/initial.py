@@ -59,14 +59,16 @@ def clear_scratch(chunks: Iterable[torch.nn.Module]) -> None:
 def initial_values(model: TracedModel) -> list[Initial]:
     """The moments of all parameters and buffers that this rank holds; nothing is gathered.
 
-    Tables of positions are left out: their parts are no samples of one distribution.
+    Tables of positions and masks with infinities are left out: they are no samples of one
+    distribution.
     """
     held = [(place, data) for _, place, data in model.held()]
     states = [quiet.state_of_divided(experts=experts) for experts in (False, True)]
     drawn_from = [0 if state is None else checksum(state) for state in states]
     for names in model.names:
         for name, buffer in names.buffers.items():
-            if buffer.is_floating_point() and not has_positions(name, names):
+            is_table = has_positions(name, names) or bool(buffer.isinf().any())
+            if buffer.is_floating_point() and not is_table:
                 held.append((ParameterPlace(name, tuple(buffer.shape), ()), buffer))
     initial = []
     with torch.no_grad():

@@ -93,14 +93,15 @@ def moments_of(data: torch.Tensor) -> Moments:
     if not flat.numel():
         return Moments()
     powers = torch.zeros(4, dtype=torch.float64, device=flat.device)
-    least, most = torch.aminmax(flat)
+    least, most = powers.new_full((), math.inf), powers.new_full((), -math.inf)
     for chunk in flat.split(_CHUNK):
         x = chunk.double()
+        least, most = torch.minimum(least, x.amin()), torch.maximum(most, x.amax())
         square = x * x
         powers += torch.stack(
             (x.sum(), square.sum(), torch.dot(square, x), torch.dot(square, square))
         )
-    found = torch.cat((powers, torch.stack((least, most)).double()))
+    found = torch.cat((powers, torch.stack((least, most))))
     if not bool(torch.isfinite(found).all()):
         return Moments(flat.numel(), nonfinite=int((~torch.isfinite(flat)).sum().item()))
     one, two, three, four, low, high = found.tolist()

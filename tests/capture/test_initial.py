@@ -4,7 +4,10 @@
 import pytest
 import torch
 
-from megatron_ttrace.capture.initial import clear_scratch, new_memory_is_nan
+from megatron_ttrace.capture.initial import clear_scratch, initial_values, new_memory_is_nan
+from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.mcore.names import canonical_names
+from megatron_ttrace.placement.mesh import SINGLE
 
 
 @pytest.mark.parametrize("mode", [(False, False), (True, True), (True, False)])
@@ -45,3 +48,16 @@ def test_random_numbers_are_the_same():
     torch.manual_seed(1)
     with new_memory_is_nan():
         assert torch.equal(torch.nn.Linear(64, 64).weight, expected)
+
+
+def test_a_mask_is_no_sample_of_a_distribution():
+    """Its infinities are meant; NaN are not, and a buffer in FP8 has moments like any other."""
+    model = torch.nn.Linear(3, 2)
+    model.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+    model.register_buffer("scales", torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn))
+    model.register_buffer("state", torch.full((2,), torch.nan))
+    traced = TracedModel([model], [canonical_names(model)], None, SINGLE)
+    found = {one.name: one.moments for one in initial_values(traced)}
+    assert found.keys() == {"weight", "bias", "scales", "state"}
+    assert (found["scales"].sum, found["scales"].least, found["scales"].most) == (2.5, 0.5, 2.0)
+    assert [name for name, moments in found.items() if moments.nonfinite] == ["state"]
