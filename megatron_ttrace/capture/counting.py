@@ -140,10 +140,10 @@ class Tally:
             tensor: torch.Tensor,
             op: Any = dist.ReduceOp.SUM,
             group: Any = None,
-            *more: Any,
+            async_op: bool = False,
         ) -> Any:
             terms = self._attempt(lambda: flow.of(tensor))
-            work = all_reduce(tensor, op, group, *more)
+            work = all_reduce(tensor, op, group, async_op)
             self._attempt(lambda: flow.set(tensor, terms))
             self._attempt(lambda: flow.reduced(tensor, group_ranks(group)))
             return work

@@ -100,18 +100,22 @@ class Reducing:
         finally:
             self._nested = False
 
-    def _note(self, output: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> None:
-        """Arguments as of ``all_reduce`` and ``reduce_scatter_tensor``: the output is first."""
-        taken = next(
-            (given for given in (*args, kwargs.get("input")) if torch.is_tensor(given)), output
-        )
+    def _note(self, *args: Any, **kwargs: Any) -> None:
+        """Arguments as of ``all_reduce`` and ``reduce_scatter_tensor``: tensors, operation, group.
+
+        The output is first.
+        """
+        named = map(kwargs.get, ("tensor", "output", "input"))
+        output, *inputs = filter(torch.is_tensor, (*args, *named))
+        taken = inputs[0] if inputs else output
+        _, group, *_ = *(given for given in args if not torch.is_tensor(given)), None, None
         start, end = _addresses(taken)
         before = [span for span in self._ranges if span.start < end and start < span.end]
         if any(span.start < start or end < span.end for span in before):
             self._unknown = "a collective over a part of a bucket that was reduced"
             return
         sums = sorted({span.made for span in before if span.made != _ELSEWHERE})
-        ranks = group_ranks(group)
+        ranks = group_ranks(kwargs.get("group", group))
         made = Sum(ranks, self._orders[ranks], tuple(self._parts(taken)), tuple(map(Term, sums)))
         self._orders[ranks] += 1
         self._ranges = [span for span in self._ranges if span not in before]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which gradients the buckets of a step added up, from the collectives that ran."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -32,9 +33,9 @@ class Group:
             self.sync(bucket.grad_data)
 
 
-def dist_reduce_scatter_func(output, taken, **more):
+def dist_reduce_scatter_func(output, input, op="sum", group=None):
     """The collective that stands where Megatron has its own, made of another one."""
-    dist.all_reduce(taken, **more)
+    dist.all_reduce(input, op=op, group=group)
 
 
 def scatter(bucket: torch.Tensor) -> torch.Tensor:
@@ -53,7 +54,7 @@ class Job:
         self.chunk = SimpleNamespace(bucket_groups=[self.group], expert_parallel_bucket_groups=[])
         self.parts = Parts(SECOND_OF_TWO)
         self.reducing = Reducing([self.chunk], self.memory, lambda work: work())
-        monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None, **more: None)
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor, op="sum", group=None: None)
         monkeypatch.setattr("megatron_ttrace.capture.reducing.group_ranks", lambda group: WORLD)
 
     def memory(self) -> Memory:
@@ -135,3 +136,25 @@ def test_a_part_of_what_was_reduced(job: Job) -> None:
 def test_no_buckets() -> None:
     """Of FSDP nothing is said."""
     assert Reducing([SimpleNamespace()], Job.memory, lambda work: work()).counting() is None
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        lambda bucket: dist.all_reduce(bucket, "sum", "dp"),
+        lambda bucket: dist.all_reduce(tensor=bucket, group="dp"),
+        lambda bucket: dist_reduce_scatter_func(bucket[8:], bucket, "sum", "dp"),
+        lambda bucket: dist_reduce_scatter_func(input=bucket, output=bucket[8:], group="dp"),
+    ],
+)
+def test_arguments_by_position_or_name(
+    job: Job, monkeypatch: pytest.MonkeyPatch, sync: Callable[[torch.Tensor], None]
+) -> None:
+    """The group is that of the call, and what is taken the input."""
+    monkeypatch.setattr(
+        "megatron_ttrace.capture.reducing.group_ranks", lambda group: {"dp": WORLD}[group]
+    )
+    job.group.buckets = job.group.buckets[:1]
+    job.group.sync = sync
+    [made] = job.counted().made
+    assert job.names(made.parts) == ["a", "b"]
