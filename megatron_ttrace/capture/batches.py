@@ -6,6 +6,7 @@ the traced iteration's batches are fetched first and then served to Megatron: th
 the same calls in the same order, only earlier.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -55,10 +56,10 @@ class Served:
 def _serve(
     items: list[Any], source: Iterator[Any], change: Callable[[Any], Any] | None
 ) -> Iterator[Any]:
-    # Megatron's get_batch may replace values in the dict it is given: hand out copies.
+    # A script may replace values in what it is given, or write into tensors: hand out copies.
     for item in items:
-        served = change(item) if change is not None else item
-        yield dict(served) if isinstance(served, Mapping) else served
+        own = copy.deepcopy(item)
+        yield own if change is None else change(own)
     yield from source
 
 

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import traceback
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ def spread_ids(item: Any, vocabulary: int) -> Any:
     ids are permuted, in both runs alike. Sequences keep their structure; masks and document borders
     were computed from the original ids.
     """
-    if not isinstance(item, Mapping):
+    if not isinstance(item, MutableMapping):
         return item
     # Near the golden section of the vocabulary, so that neighbours are moved far apart.
     factor = max(1, int(vocabulary * 0.618))
@@ -130,10 +130,11 @@ def spread_ids(item: Any, vocabulary: int) -> Any:
         # An ignored label is negative.
         return torch.where((ids >= 0) & (ids < vocabulary), renamed, ids)
 
-    return {
-        name: permuted(value) if name in _IDS and torch.is_tensor(value) else value
-        for name, value in item.items()
-    }
+    spread = copy.copy(item)
+    for name, value in item.items():
+        if name in _IDS and torch.is_tensor(value):
+            spread[name] = permuted(value)
+    return spread
 
 
 class Rehearsal:

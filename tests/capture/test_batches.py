@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fetched batches are served again; the loader sees the same calls in the same order."""
 
+import dataclasses
+from collections import UserDict
+
 import pytest
 import torch
 
@@ -51,14 +54,43 @@ def test_fetching_without_serving_skips():
     assert taken(iterator, 1) == [2]
 
 
+class Encoding(UserDict):
+    """A batch with a method of its own, as those of Hugging Face's tokenizers."""
+
+    def to(self, dtype):
+        return {name: value.to(dtype) for name, value in self.items()}
+
+
+@dataclasses.dataclass
+class Sample:
+    """A batch that is no mapping."""
+
+    tokens: torch.Tensor
+
+
 def test_what_is_handed_out_is_a_copy():
-    """Megatron may replace values in the dict that it is given."""
+    """Megatron may replace values in the dict that it is given, others write into tensors."""
     iterator = Wrapper(loader([]))
     served = Served(iterator, 1)
     served.serve()
     next(iterator)["tokens"] = None
     served.serve()
+    next(iterator)["tokens"].add_(1)
+    served.serve()
     assert next(iterator)["tokens"].tolist() == [0, 0]
+    assert served.batches[0]["tokens"].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("kind", [Encoding, lambda batch: Sample(batch["tokens"]), list, tuple])
+def test_a_batch_keeps_its_type(kind):
+    """What the training script calls on it is still there."""
+    item = kind({"tokens": torch.zeros(2)})
+    iterator = Wrapper(iter([item]))
+    served = Served(iterator, 1)
+    served.serve()
+    found = next(iterator)
+    assert type(found) is type(item)
+    assert found is not item or kind is tuple
 
 
 def test_batches_may_be_changed_on_the_way():

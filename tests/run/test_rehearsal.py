@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ids of a rehearsal's batches use all rows of the vocabulary's tables."""
 
+from collections import UserDict
+
 import pytest
 import torch
 
@@ -19,3 +21,12 @@ def test_ids_are_permuted(vocabulary: int) -> None:
     assert spread["loss_mask"] is ids
     assert spread["text"] == "abc"
     assert spread_ids(None, vocabulary) is None
+
+
+def test_a_batch_keeps_its_type() -> None:
+    """The script may call methods that a dict does not have."""
+    batch = UserDict(tokens=torch.arange(4))
+    spread = spread_ids(batch, 4)
+    assert type(spread) is UserDict
+    assert sorted(spread["tokens"].tolist()) == [0, 1, 2, 3]
+    assert batch["tokens"].tolist() == [0, 1, 2, 3]
