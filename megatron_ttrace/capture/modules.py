@@ -17,6 +17,7 @@ within the backward pass, which builds the graph. Values are taken from the firs
 from the run that has them.
 """
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -353,7 +354,10 @@ def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
             parts = [rebuild(part) for part in item]
             return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
         if isinstance(item, Mapping):
-            return {name: rebuild(part) for name, part in item.items()}
+            own: Any = copy.copy(item)
+            for name, part in item.items():
+                own[name] = rebuild(part)
+            return own
         position += 1
         return replaced.get(position, item)
 

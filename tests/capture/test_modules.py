@@ -466,6 +466,23 @@ def test_exchanging_tensors_keeps_the_structure():
     assert isinstance(found[2]["x"], Pair)
 
 
+def test_exchanging_tensors_keeps_the_type_of_an_output():
+    """The caller may read its attributes."""
+
+    class Output(collections.OrderedDict):
+        """As Hugging Face's: its items are attributes as well."""
+
+        def __getattr__(self, name):
+            return self[name]
+
+    a, b = torch.ones(1), torch.zeros(1)
+    value = Output(hidden=a, rest=(None, Output(logits=b)))
+    found = with_tensors(value, {2: a})
+    assert found.hidden is a
+    assert found.rest[1].logits is a
+    assert value.rest[1].logits is b
+
+
 def test_a_tap_that_cannot_be_attached_leaves_no_hook(monkeypatch):
     """Some hooks are in place already when it fails."""
     model = Model()
