@@ -76,7 +76,7 @@ def must_be_equal(key: TraceKey, job: Arithmetic, *, later: bool = False) -> boo
     if key.microbatch != STEP_LEVEL and key.kind is not Kind.LOSS:
         # In each layer, one rank computes a microbatch as a whole. Powers of two scale exactly.
         return key.kind not in _GRADIENTS or math.frexp(job.gradient_factor)[0] == 0.5
-    if job.dp > 1 or key.kind is Kind.GRAD_NORM:
+    if job.dp > 1 or key.kind in (Kind.GRAD_NORM, Kind.METRIC):
         return False  # replicas, or the ranks' own parameters, are added up first
     if adds_copies and is_shared_embedding(key.name):
         return False

@@ -20,7 +20,8 @@ NORM = TraceKey(1, STEP_LEVEL, Kind.GRAD_NORM, "grad_norm")
 DELTA = TraceKey(1, STEP_LEVEL, Kind.PARAM_DELTA, f"{FC1}.weight")
 TIED_DELTA = dataclasses.replace(TIED, kind=Kind.PARAM_DELTA)
 AFTER = TraceKey(1, STEP_LEVEL, Kind.PARAM, f"{FC1}.weight", 1)
-EVERYTHING = (OUT, GRAD, LOSS, MAIN, TIED, NORM, DELTA, TIED_DELTA, AFTER)
+LOGGED = TraceKey(1, STEP_LEVEL, Kind.METRIC, "params-norm")
+EVERYTHING = (OUT, GRAD, LOSS, MAIN, TIED, NORM, DELTA, TIED_DELTA, AFTER, LOGGED)
 
 NOT_BITWISE = Note(Remark.NOT_BITWISE)
 
@@ -31,7 +32,7 @@ NOT_BITWISE = Note(Remark.NOT_BITWISE)
         # One rank, recomputation or not: the same work in the same order.
         ({}, EVERYTHING),
         ({"shared_embedding": True, "per_rank_state": True}, EVERYTHING),
-        # A pipeline adds up nothing but the gradient norm, with which it clips.
+        # A pipeline adds up nothing but norms, with one of which it clips.
         ({"pp": 2}, (OUT, GRAD, LOSS, MAIN, TIED)),
         ({"pp": 2, "clips": False}, (OUT, GRAD, LOSS, MAIN, TIED, DELTA, TIED_DELTA, AFTER)),
         # Tied embeddings: the first and the last stage sum their copies' gradients.
