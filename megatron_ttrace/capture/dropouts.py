@@ -4,7 +4,8 @@
 Ranks with the same activations must drop the same elements, tensor-parallel ranks with different
 parts different ones, so Megatron keeps two random states: one that they share, and a named one that
 is each rank's own (megatron/core/tensor_parallel/random.py). A recomputation must drop what the
-forward pass dropped. Masks that TransformerEngine draws in its kernels are not followed.
+forward pass dropped. Not followed are masks that TransformerEngine draws in its kernels, and those
+of adapters within experts: which tokens a rank's experts get depends on the layout.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from megatron_ttrace.capture.schedule_plan import runs_in_pieces
 from megatron_ttrace.mcore import quiet
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.replaced import replaced
+from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import ROOT, DropoutIndex, Kind
@@ -122,6 +124,8 @@ class DropoutTap:
 
     def _draws(self, data: torch.Tensor) -> None:
         chunk, name = self._running[-1]
+        if is_within_experts(name):
+            return
         microbatch = self._microbatch(chunk)
         calls = self._calls[chunk, microbatch, name]
         number = float(torch.rand((), device=data.device))

@@ -60,10 +60,11 @@ def followed(
     *,
     off: float = quiet.Off(),
     repeated: frozenset[str] = frozenset(),
+    inner: str = "layer.inner",
     **sizes: int,
 ) -> dict[Place, int]:
     """What is recorded of ``run`` and its backward pass, on the first rank of a mesh."""
-    modules = {"model": torch.nn.Sequential(layer), "layer": layer, "layer.inner": layer.inner}
+    modules = {"model": torch.nn.Sequential(layer), "layer": layer, inner: layer.inner}
     names = Names(modules, {}, {}, frozenset(), repeated)
     found: dict[Place, int] = {}
     mesh = mesh_of(0, math.prod(sizes.values()), **sizes)
@@ -135,3 +136,10 @@ def test_what_is_not_followed(tracker: Tracker) -> None:
     without = Layer(NO_STATE)
     without.hidden_dropout = without.inner.p = 0.0
     assert not followed(without, without)
+
+
+def test_experts_have_other_tokens_in_each_layout(tracker: Tracker) -> None:
+    """So masks of an adapter of theirs are not followed."""
+    layer = Layer(NO_STATE)
+    found = followed(layer, layer, inner="layer.mlp.experts.linear_fc1.adapter.dropout")
+    assert {name for _, _, name, _ in found} == {"layer"}
