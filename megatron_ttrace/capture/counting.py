@@ -151,8 +151,9 @@ class Tally:
         def apply(
             applier: Callable[..., Any], kernel: Any, buffer: Any, lists: Any, *more: Any
         ) -> Any:
-            terms = self._attempt(lambda: flow.of(lists))
+            terms, reads = self._attempt(lambda: flow.of(lists)), len(flow.reads)
             out = applier(kernel, buffer, lists, *more)
+            del flow.reads[reads:]
             self._attempt(lambda: flow.set(out, terms))
             return out
 

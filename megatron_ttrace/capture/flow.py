@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
@@ -129,7 +130,8 @@ class Flow(TorchDispatchMode):
     """Follows elements through one computation, which runs in its context.
 
     Every operation is taken for a sum of its distinct inputs: true of all that norms and counts
-    are made with (``x * x``, ``a + b``, ``stack``, ``sqrt``).
+    are made with (``x * x``, ``a + b``, ``stack``, ``sqrt``). What cannot be followed is unknown:
+    parts of what was computed, numbers of Python's, and collectives except :meth:`reduced`.
     """
 
     def __init__(self, memory: Memory, orders: Counter[Runs]) -> None:
@@ -137,18 +139,22 @@ class Flow(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
         self._orders = orders
-        self._known: dict[int, Terms] = {}
-        self._read: Terms = Counter()
+        self._known: dict[int, tuple[StorageWeakRef, Terms]] = {}
+        """By address, on which there may be something else once the memory is free."""
         self._unknown = ""
         self.made: list[Sum] = []
+        self.reads: list[Terms] = []
+        """Of tensors that became numbers of Python's, which are followed no further."""
         self.unknown = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note what its outputs are made of."""
         # Asked before the operation overwrites its inputs.
-        terms = self._made_by(func._schema.name.removeprefix("aten::"), args, kwargs)
+        operation = func._schema.name.removeprefix("aten::")
+        terms = self._made_by(operation, args, kwargs)
         out = func(*args, **(kwargs or {}))
-        self.set(out, terms)
+        # Collectives need not return what they write to.
+        self.set((out, args) if "c10d" in operation else out, terms)
         return out
 
     def of(self, values: Any) -> Terms:
@@ -162,8 +168,9 @@ class Flow(TorchDispatchMode):
     def set(self, values: Any, terms: Terms) -> None:
         """Note that tensors are made of these terms."""
         for tensor in every_tensor(values):
-            if storage := _storage(local(tensor)):
-                self._known[storage] = terms
+            storage = _storage(local(tensor))
+            if storage is not None:
+                self._known[storage.data_ptr()] = StorageWeakRef(storage), terms
 
     def reduced(self, tensor: torch.Tensor, ranks: Runs) -> None:
         """A collective has added up this tensor over a group."""
@@ -193,25 +200,42 @@ class Flow(TorchDispatchMode):
 
     def result(self, value: Any) -> Terms:
         """What a returned number consists of; a Python number was read from a tensor."""
-        return self.of(value) if torch.is_tensor(value) else self._read
+        if torch.is_tensor(value):
+            return self.of(value)
+        if any(read != self.reads[0] for read in self.reads):
+            return self._not_known("several numbers that were read from tensors")
+        return self.reads[0] if self.reads else Counter()
 
     def _made_by(self, operation: str, args: Any, kwargs: Any) -> Terms:
-        if operation in ("zero_", "fill_"):
-            return Counter()
-        terms = self.of(args[1:] if operation == "copy_" else (args, kwargs))
-        if operation == "_local_scalar_dense":
-            self._read = terms
+        if "c10d" in operation:
+            return self._not_known(operation)
+        if operation in ("zero_", "fill_", "copy_"):
+            kept = args[:1] if _is_part(args[0]) else ()
+            return self.of((*kept, args[1:]))
+        terms = self.of((args, kwargs))
+        if operation == "_local_scalar_dense" and terms and args[0].dtype != torch.bool:
+            self.reads.append(terms)
         return terms
+
+    def _not_known(self, what: str) -> Terms:
+        self._unknown = what
+        return Counter([_UNKNOWN])
 
     def _of(self, tensor: torch.Tensor) -> Terms:
         if not tensor.numel():
             return Counter()
         if parts := self._memory.find(tensor):
             return Counter((False, part) for part in parts)
-        known = self._known.get(_storage(tensor))
+        storage = _storage(tensor)
+        ref, known = self._known.get(storage.data_ptr() if storage else 0, (None, None))
+        if ref is not None and ref.expired():
+            known = None
         if known is None and tensor.numel() > 1:
-            self._unknown = f"a tensor of shape {tuple(tensor.shape)}"
-            return Counter([_UNKNOWN])
+            return self._not_known(f"a tensor of shape {tuple(tensor.shape)}")
+        if known is None and self.reads:
+            return self._not_known("a number that was read from a tensor")
+        if known and _is_part(tensor):
+            return self._not_known(f"a part of a tensor, of shape {tuple(tensor.shape)}")
         return known or Counter()
 
 
@@ -234,8 +258,16 @@ def _run(tensor: Any) -> _Run | None:
     return _Run(address, address + numel * size, size, numel)
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor shares its memory with more elements."""
+    storage = _storage(tensor)
+    return storage is not None and tensor.nbytes < storage.nbytes()
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor, if it has any."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        return storage if storage.data_ptr() else None
     except (RuntimeError, NotImplementedError):
-        return 0
+        return None

@@ -4,8 +4,11 @@
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ttrace.capture.flow import Flow, Memory, Parts, Terms
 from megatron_ttrace.mcore.parameters import ParameterPlace
@@ -118,3 +121,75 @@ def test_an_unknown_tensor() -> None:
     assert not job.flow.unknown
     job.flow.added(job.flow.of(value))
     assert "(2, 3)" in job.flow.unknown
+
+
+def slots(job: Job) -> torch.Tensor:
+    """Each norm in an element of its own."""
+    norms = torch.zeros(2)
+    norms[0], norms[1] = job.a.norm(), job.b.norm()
+    return norms.norm()
+
+
+def elements(job: Job) -> torch.Tensor:
+    """The elements of a vector, one by one."""
+    norms = torch.stack([job.a.norm(), job.b.norm()])
+    return norms[0] + norms[1]
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        slots,
+        elements,
+        lambda job: job.a.norm().item() + job.b.norm().item(),
+        lambda job: torch.tensor([float(job.a.norm()), float(job.b.norm())]).sum(),
+        lambda job: torch.tensor(float(max(job.a.norm(), job.b.norm()))),
+    ],
+)
+def test_what_cannot_be_followed(compute: Callable[[Job], object]) -> None:
+    """It is said to be unknown, and not that parameters are missing or there twice."""
+    job = Job()
+    with job.flow:
+        value = compute(job)
+    job.flow.added(job.flow.result(value))
+    assert job.flow.unknown
+
+
+def test_a_number_that_is_read_again() -> None:
+    """A test of a norm that is then returned."""
+    job = Job()
+
+    def norm(_: Job) -> float:
+        total = job.a.norm() + job.b.norm()
+        return total.item() if total.isfinite().item() and total.item() > 0 else 0.0
+
+    assert job.followed(norm) == ALL
+    assert not job.flow.unknown
+
+
+def test_other_collectives_are_unknown() -> None:
+    """What the other ranks put in is theirs to say."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        job = Job()
+        with job.flow:
+            norm = job.a.norm()
+            gathered = [torch.zeros(()) for _ in range(2)]
+            dist.all_gather(gathered, norm)
+            total = gathered[0] + gathered[1]
+    finally:
+        dist.destroy_process_group()
+    job.flow.added(job.flow.of(total))
+    assert "allgather" in job.flow.unknown
+
+
+def test_memory_that_is_free_again() -> None:
+    """What is put there next is something else."""
+    job, memory = Job(), np.zeros(3)
+    before = torch.from_numpy(memory)
+    job.flow.set(before, Counter([(False, 0)]))
+    assert not job.flow.added(job.flow.of(before))[1]
+    assert not job.flow.unknown
+    del before
+    job.flow.added(job.flow.of(torch.from_numpy(memory)))
+    assert "(3,)" in job.flow.unknown
