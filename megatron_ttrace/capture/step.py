@@ -245,7 +245,7 @@ class StepTap:
                     self._placed(kind, where, moment)
         norm = result[1] if isinstance(result, tuple) and len(result) > 1 else None
         if norm is not None:
-            self._scalar(_GRAD_NORM[1], _GRAD_NORM[2], norm)
+            self._number(_GRAD_NORM[1], _GRAD_NORM[2], norm)
 
     def _stepped(self) -> list[tuple[torch.nn.Parameter, ParameterPlace, Owned | None]]:
         """Trainable parameters with what the optimizer holds of them.
@@ -264,7 +264,9 @@ class StepTap:
     def _losses(self, result: Any) -> None:
         losses = result[0] if isinstance(result, tuple) and result else {}
         for name, value in losses.items() if isinstance(losses, dict) else ():
-            self._scalar(Kind.LOSS, str(name), value)
+            # A user's step may return other things with them.
+            if value is not None and not isinstance(value, str):
+                self._number(Kind.LOSS, str(name), value)
 
     def _metrics(self, result: Any) -> None:
         """Capture what is logged; also on a rank whose tracing failed, for it is a collective."""
@@ -277,9 +279,9 @@ class StepTap:
             self._error(error)
             return
         for name, value in reported.items():
-            self._attempt(self._scalar, Kind.METRIC, name, value, _index_of(name))
+            self._attempt(self._number, Kind.METRIC, name, value, _index_of(name))
         for name, value in left.items():
-            self._attempt(self._scalar, Kind.METRIC, name, value, MetricIndex.LEFT)
+            self._attempt(self._number, Kind.METRIC, name, value, MetricIndex.LEFT)
 
     def _buffers(self, when: BufferIndex) -> None:
         for place, buffer in self._model.buffers():
@@ -294,12 +296,14 @@ class StepTap:
         place = ParameterPlace(name, tuple(load.shape), ())
         self._placed(Kind.BUFFER, place, load, BufferIndex.LOADS)
 
-    def _scalar(self, kind: Kind, name: str, value: Any, index: int = 0) -> None:
-        data = torch.as_tensor(value).detach().reshape(())
+    def _number(self, kind: Kind, name: str, value: Any, index: int = 0) -> None:
+        """Capture a number, or several of one name; one may have any number of dims."""
+        data = torch.as_tensor(value).detach()
+        data = data.reshape(()) if data.numel() == 1 else data
         if not torch.is_tensor(value):
             # A Python number was a float32 before; as float64 it would look more exact.
             data = data.float()
-        self._placed(kind, ParameterPlace(name, (), ()), data, index)
+        self._placed(kind, ParameterPlace(name, tuple(data.shape), ()), data, index)
 
 
 def _index_of(metric: str) -> int:
