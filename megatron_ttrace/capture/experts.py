@@ -32,7 +32,7 @@ from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Groups, Routed
 from megatron_ttrace.trace.staging import to_device
 
-CAN_FOLLOW = ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher")
+_FOLLOWED = ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher")
 """Dispatchers whose steps carry any tensor of tokens; DeepEP's kernels want hidden states."""
 
 _NEVER = 1 << 24
@@ -94,6 +94,12 @@ class Followed:
         """What the sink wants a router to choose; ``None`` where it wants nothing else."""
         routed = Routed(scores.detach(), chosen.detach(), groups, by)
         return self.sink.routed(self.microbatch(), self.name, routed)
+
+
+def can_follow(layer: Any) -> bool:
+    """Whether a module has a dispatcher that can send other data than hidden states."""
+    kinds = type(getattr(layer, "token_dispatcher", None)).__mro__
+    return any(kind.__name__ in _FOLLOWED for kind in kinds)
 
 
 class DispatchTap:

@@ -30,12 +30,12 @@ import torch
 from megatron_ttrace.capture.balancing import BalancingTap
 from megatron_ttrace.capture.chunk_state import ChunkState, OnGradient, Seen, is_recomputing
 from megatron_ttrace.capture.experts import (
-    CAN_FOLLOW,
     DispatchTap,
     ExpertSink,
     Followed,
     RouterTap,
     SelectionTap,
+    can_follow,
     dsa_of,
 )
 from megatron_ttrace.capture.isolate import substitute
@@ -152,7 +152,7 @@ class ModuleTap:
             return self._microbatches[state.current]
 
         followed = Followed(name, microbatch, self._sink, self._guard)
-        if type(getattr(module, "token_dispatcher", None)).__name__ in CAN_FOLLOW:
+        if can_follow(module):
             experts = dataclasses.replace(followed, name=f"{name}.experts")
             self._handles.append(DispatchTap(module, experts))
         if hasattr(module, "router_replay"):

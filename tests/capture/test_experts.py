@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from megatron_ttrace.capture.experts import DispatchTap, RouterTap, SelectionTap
+from megatron_ttrace.capture.experts import DispatchTap, RouterTap, SelectionTap, can_follow
 from megatron_ttrace.trace.captured import Groups
 from tests.capture.recorder import ExpertRecorder
 
@@ -46,6 +46,15 @@ class Dispatcher:
 def layer():
     """A layer of experts 4 and 5."""
     return types.SimpleNamespace(token_dispatcher=Dispatcher(), local_expert_indices=[4, 5])
+
+
+@pytest.mark.parametrize("name", ["MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher"])
+def test_dispatchers_that_are_followed(layer, name):
+    """Also one that a fork derives from Megatron's."""
+    assert not can_follow(layer)
+    assert not can_follow(torch.nn.Linear(1, 1))
+    layer.token_dispatcher = type("ForksDispatcher", (type(name, (Dispatcher,), {}),), {})()
+    assert can_follow(layer)
 
 
 def test_rows_are_named(layer):
