@@ -19,6 +19,8 @@ from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.views import box_views
 
 BUCKETS = 128
+_BLOCK = 1 << 20
+"""Elements that are summed at once: bounds the memory that this takes, and keeps."""
 
 
 def sketch_of_share(
@@ -40,16 +42,17 @@ def sums_of_share(
     local: torch.Tensor, logical: torch.Tensor, boxes: Sequence[Box], factor: float, ranks: int
 ) -> torch.Tensor:
     """The same as float64 on ``local``'s device."""
-    parts = [
-        (here.detach().double() / factor - to_device(there, here.device).double() / ranks)
-        for here, there in box_views(local, logical, boxes)
-    ]
     sums = torch.zeros(BUCKETS, dtype=torch.float64, device=local.device)
-    if not parts:
-        return sums
-    flat = torch.cat([part.reshape(-1) for part in parts])
-    signs, buckets = (to_device(drawn, flat.device) for drawn in _plan(flat.numel()))
-    return sums.index_add_(0, buckets, flat * signs)
+    number = 0
+    for here, there in box_views(local, logical, boxes):
+        for ours, theirs in zip(
+            here.detach().reshape(-1).split(_BLOCK), there.reshape(-1).split(_BLOCK), strict=True
+        ):
+            error = ours.double() / factor - to_device(theirs, ours.device).double() / ranks
+            drawn = to_device(_drawn(number, len(error)), error.device).long()
+            sums.index_add_(0, drawn >> 1, error * (1 - 2 * (drawn & 1)))
+            number += 1
+    return sums
 
 
 def squared_norm(sketches: list[tuple[float, ...]]) -> float:
@@ -58,8 +61,7 @@ def squared_norm(sketches: list[tuple[float, ...]]) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _plan(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Signs and buckets, the same on every rank."""
-    generator = torch.Generator().manual_seed(size)
-    signs = torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8) * 2 - 1
-    return signs, torch.randint(0, BUCKETS, (size,), generator=generator)
+def _drawn(block: int, size: int) -> torch.Tensor:
+    """Bucket and, in the lowest bit, sign of each element of a block, the same on every rank."""
+    generator = torch.Generator().manual_seed(block * (_BLOCK + 1) + size)
+    return torch.randint(0, 2 * BUCKETS, (size,), generator=generator, dtype=torch.uint8)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_ttrace.compare import sketch as sketches
 from megatron_ttrace.compare.sketch import sketch_of_share, squared_norm
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.plan import plan
@@ -47,3 +48,22 @@ def test_partial_sums_that_cancel():
     data = torch.randn(100)
     assert squared_norm([sketch(data), sketch(-data)]) == pytest.approx(0.0, abs=1e-12)
     assert squared_norm([sketch(torch.empty(0))]) == 0.0
+
+
+def test_memory_is_bounded(monkeypatch):
+    """A large tensor is sketched block by block, each with numbers of its own."""
+    monkeypatch.setattr(sketches, "_BLOCK", 100)
+    sketches._drawn.cache_clear()
+    drawn, original = [], torch.randint
+
+    def kept(*args, **more):
+        drawn.append(original(*args, **more))
+        return drawn[-1]
+
+    monkeypatch.setattr(torch, "randint", kept)
+    data = torch.ones(10, 100, 3)
+    found = squared_norm([sketch(data[:, :, 1:])])
+    assert found == pytest.approx(2000, rel=0.5)
+    assert sum(one.nbytes for one in drawn) == 2000
+    assert len({tuple(one.tolist()) for one in drawn}) == 20
+    sketches._drawn.cache_clear()
