@@ -39,7 +39,8 @@ def choice(routed: Routed, reference: torch.Tensor) -> tuple[Sums, int]:
         elsewhere, lost = _group_regret(exact, theirs, groups)
         regret = torch.where(elsewhere, lost, regret)
     regret = torch.where(differs, regret, torch.zeros_like(regret))
-    size = float(exact.square().sum())
+    # An expert that nobody may choose has an infinite score, which is the size of nothing.
+    size = float(exact.where(exact.isfinite(), 0.0).square().sum())
     diff = float(regret.square().sum()) / (2 * k)
     sums = Sums(
         n=scores.numel(),

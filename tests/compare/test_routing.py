@@ -87,6 +87,18 @@ def test_a_wrong_choice_is_far_off(wrong):
     assert others >= 1
 
 
+def test_a_wrong_choice_beside_an_expert_that_nobody_may_choose():
+    """Its score is infinite, and hides nothing."""
+    scores = draw(3)
+    scores[:, 5] = -math.inf
+    right, wrong = scores.topk(2).indices, scores.topk(4).indices[:, 2:]
+    sums, others = choice(Routed(scores, wrong), right)
+    assert others == len(scores)
+    assert relative(sums) > 0.1
+    assert not sums.nonfinite
+    assert choice(Routed(scores, right), right)[0].diff == 0.0
+
+
 def test_scores_that_are_no_numbers():
     scores = draw(5)
     scores[0, 0] = math.nan
