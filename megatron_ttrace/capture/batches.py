@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.trace.captured import Batch
+from megatron_ttrace.trace.errors import TTraceError
 
 
 class Served:
@@ -33,7 +34,15 @@ class Served:
         self._fetched: list[list[Any]] = [[] for _ in self._sources]
         try:
             for source, items in zip(self._sources, self._fetched, strict=True):
-                items.extend(next(source) for _ in range(count))
+                for _ in range(count):
+                    items.append(next(source))
+        except StopIteration:
+            self.serve()
+            fetched = min(map(len, self._fetched))
+            raise TTraceError(
+                f"the data ends after {fetched} of the {count} microbatches of the traced "
+                "iterations: trace fewer, or give more data"
+            ) from None
         except BaseException:
             self.serve()  # what was fetched is not lost to training
             raise

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_ttrace.capture.batches import Served, tensors_of
+from megatron_ttrace.trace.errors import TTraceError
 
 
 class Wrapper:
@@ -155,3 +156,11 @@ def test_a_loader_that_fails_loses_nothing():
     with pytest.raises(OSError, match="moment"):
         Served(iterator, 4)
     assert taken(iterator, 4) == [0, 1, 2, 3]
+
+
+def test_a_loader_that_ends():
+    """It is said by how much; training gets what there was."""
+    iterator = Wrapper(loader([], count=2))
+    with pytest.raises(TTraceError, match="ends after 2 of the 4 microbatches"):
+        Served(iterator, 4)
+    assert taken(iterator, 2) == [0, 1]
