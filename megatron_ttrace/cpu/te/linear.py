@@ -184,8 +184,7 @@ class LinearFunction(torch.autograd.Function):
         # sums those of a row-parallel bias and of the norm's parameters, which are marked for it.
         if ctx.needs_input_grad[4]:
             grad_bias = bias_gradient(grad_output, ctx.bias_dtype)
-        if settings.norm is not None:
-            assert grad_input is not None
+        if settings.norm is not None and grad_input is not None:
             if grad_normalized is not None and not settings.returns_total:
                 grad_input = grad_input + grad_normalized
             grad_input, grad_norm_weight, grad_norm_bias = norm_backward(

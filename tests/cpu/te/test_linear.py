@@ -130,6 +130,15 @@ def test_layer_norm_linear(normalization, zero_centered):
     same_gradients(ours, theirs, [x, *module.parameters()])
 
 
+def test_a_frozen_norm_of_an_input_without_a_gradient():
+    """As in the first layer, where the embedding and the norms are frozen, too."""
+    module = randomise(LayerNormLinear(6, 4, normalization="RMSNorm", bias=False, **DOUBLE))
+    module.layer_norm_weight.requires_grad_(False)
+    x = torch.randn(3, 2, 6, dtype=torch.float64)
+    module.bias = None
+    same_gradients(module(x), layer_norm_linear(x, module)[0], [module.weight])
+
+
 @pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
 def test_another_dtype_than_the_parameters_is_refused(kind):
     """As by TransformerEngine, outside of autocast."""
