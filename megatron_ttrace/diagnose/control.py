@@ -103,7 +103,7 @@ def _of_finding(
         squares = {
             v.name: tolerances.of(v.key).rms ** 2 * math.prod(v.shape)
             for v in now
-            if v.kind is Kind.MAIN_GRAD
+            if v.kind is Kind.MAIN_GRAD and v.verdict is not Outcome.EXTRA
         }
         total = sum(squares.values())
         more = again * sum(squares.get(name, 0.0) for name in finding.names)

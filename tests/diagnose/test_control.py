@@ -22,13 +22,16 @@ from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from tests.diagnose.judged_by_hand import judged
 
 NAMES = ("a.weight", "b.weight")
+STRANGE = "c.weight"
 
 
 class Sizes:
     """Tolerances of a reference whose tensors all have one size."""
 
     def of(self, key: TraceKey) -> Tolerance:
-        """One for all."""
+        """One for all that the reference has."""
+        if key.name == STRANGE:
+            raise KeyError(key)
         return Tolerance(1e-3, 1.0)
 
 
@@ -95,6 +98,8 @@ def test_a_norm_that_passes(size: int, left: Cause | None) -> None:
     assert cause(twice, failed, *gradients, passing) is left
     wrong = verdict(Kind.GRAD_NORM, "grad_norm", BAD)
     assert cause(twice, failed, *gradients, wrong) is Cause.COUNTED_TWICE
+    strange = verdict(Kind.MAIN_GRAD, STRANGE, Outcome.EXTRA)
+    assert cause(twice, failed, *gradients, strange, passing) is left
 
 
 def test_an_update_that_passes() -> None:
