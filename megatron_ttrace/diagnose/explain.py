@@ -131,9 +131,7 @@ class Explainer:
             _log.warning("cannot read what was kept of %s: %s", key, error)
             return Explanation()
         if evidence is not None and key.kind is Kind.DROPOUT:
-            part = evidence.parts[0]
-            ratio = float(part.pieces[0] / evidence.expected(part)[0])
-            return Explanation(ConstantFactor(Cause.RANDOM_STATE, ratio=ratio))
+            return Explanation(ConstantFactor(Cause.RANDOM_STATE, ratio=evidence.factor()))
         if evidence is not None and (key.kind, key.index) == (Kind.LOADED, LoadedIndex.NUMBER):
             return Explanation(start.other_number(evidence))
         return Explanation() if evidence is None else self._repaired(verdict, evidence)

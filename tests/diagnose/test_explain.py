@@ -17,6 +17,7 @@ from megatron_ttrace.diagnose import search, start
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.gather import Traces
+from megatron_ttrace.diagnose.groups import group_of
 from megatron_ttrace.placement.plan import plan
 from megatron_ttrace.report.explanations import explanation_text, hint_text, ranks_text
 from megatron_ttrace.report.wording import UNKNOWN
@@ -33,7 +34,15 @@ from megatron_ttrace.trace.findings import (
     Remark,
     Rounded,
 )
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.outcomes import Grounds
+from megatron_ttrace.trace.records import (
+    STEP_LEVEL,
+    Direction,
+    DropoutIndex,
+    Kind,
+    Outcome,
+    TraceKey,
+)
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.diagnose.evidence_by_hand import evidence_of, failed, hint, meshes, text, values
 
@@ -207,6 +216,17 @@ def test_a_gradient_that_nothing_asks_for(made: tuple[Explainer, Path]) -> None:
     verdict = failed(dataclasses.replace(keys()[0], kind=Kind.GRAD_INPUT), Outcome.MISSING)
     why = made[0].explain(verdict)
     assert (why.finding, why.observed) == (None, Finding(Cause.CUT_OFF))
+
+
+def test_a_mask_that_only_the_candidate_recomputes(
+    made: tuple[Explainer, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A number that is zero in the reference has no factor; its culprit still has a group."""
+    key = TraceKey(1, 0, Kind.DROPOUT, "mlp", DropoutIndex.RECOMPUTED)
+    zero = evidence_of(torch.zeros(1), meshes(2), lambda _, right: right + 1, key=key)
+    monkeypatch.setattr(made[0], "evidence", lambda _: zero)
+    finding = made[0].explain(failed(key)).finding
+    assert group_of({}, Direction.FORWARD, failed(key), Grounds.OUTPUT, finding) == 1
 
 
 @pytest.mark.parametrize(
