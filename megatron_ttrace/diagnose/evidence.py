@@ -171,6 +171,7 @@ class Evidence:
 
     def __post_init__(self) -> None:
         if not self.errors:
+            self._leave_out_nonfinite()
             self.errors = {part.rank: self.error(part, part.pieces) for part in self.parts}
             limit = self.tolerance.value
             self.parts = [part for part in self.parts if not self.errors[part.rank] <= limit]
@@ -180,6 +181,21 @@ class Evidence:
                 if part.boxes not in by_boxes:
                     by_boxes[part.boxes] = self._distinct(self.expected(part))
             self.distinct = {part.rank: by_boxes[part.boxes] for part in self.parts}
+
+    def _leave_out_nonfinite(self) -> None:
+        """Set to zero what is the same infinity, or NaN, in both runs: it is no difference."""
+        same = ~self.reference.isfinite()
+        if not same.any():
+            return
+        for part in self.parts:
+            for piece, right, box in zip(part.pieces, self.expected(part), part.boxes, strict=True):
+                agrees = (piece == right) | (piece.isnan() & right.isnan())
+                logical_view(same, box).logical_and_(agrees)
+        self.reference = self.reference.masked_fill(same, 0)
+        for at, part in enumerate(self.parts):
+            pairs = zip(part.pieces, part.boxes, strict=True)
+            pieces = tuple(piece.masked_fill(logical_view(same, box), 0) for piece, box in pairs)
+            self.parts[at] = dataclasses.replace(part, pieces=pieces)
 
     def _distinct(self, pieces: Pieces) -> int:
         """How many different sizes some values have; those alike within the tolerance are one.

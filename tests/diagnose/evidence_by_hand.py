@@ -47,7 +47,8 @@ def evidence_of(
 
     As in a trace, parts that pass were not kept.
     """
-    rms = float(reference.float().square().mean().sqrt())
+    finite = reference.float().nan_to_num(0.0, 0.0, 0.0)
+    rms = float(finite.square().mean().sqrt())
     stored = trace or {}
     boxes_of = {mesh.rank: plan(reference.shape, placement, mesh) for mesh in ranks}
     parts = []

@@ -11,9 +11,10 @@ from megatron_ttrace.diagnose import residual
 from megatron_ttrace.diagnose.residual import HIGHEST, LOWEST, residuals
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
+from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.records import Kind, Outcome, Residual, TraceKey
-from tests.diagnose.evidence_by_hand import evidence_of, meshes, values
+from tests.diagnose.evidence_by_hand import evidence_of, explain, meshes, values
 from tests.diagnose.judged_by_hand import judged
 from tests.report.synthetic_report import culprit_of
 
@@ -45,6 +46,31 @@ def test_indices_are_those_of_the_whole_tensor() -> None:
     decades = {LOWEST + at: n for at, n in enumerate(details.counts) if n}
     assert decades == {math.floor(math.log10(e / RMS)): 1 for e in (3.0, 0.05)}
     assert Residual.from_json(details.to_json()) == details
+
+
+MASKED = REFERENCE.clone()
+MASKED[0], MASKED[1, 0] = -math.inf, math.nan
+
+
+def test_what_a_mask_hides_in_both_runs_is_no_error() -> None:
+    """Equal infinities, and NaN in both, are exact; the rest is explained as without them."""
+    evidence = evidence_of(MASKED, meshes(2, tp=2), lambda _, right: right * 2)
+    details = residual.residual(evidence)
+    assert (details.total, details.exact) == (2 * 32, 2 * 5)
+    assert all(math.isfinite(element.reference) for element in details.worst)
+    finding = explain(evidence)
+    assert finding is not None
+    assert finding.cause is Cause.TOO_LARGE
+
+
+def test_another_infinity_is_the_worst_error() -> None:
+    """Also where one rank of two has it, and where it stands for a number."""
+    other, number = MASKED.clone(), MASKED.clone()
+    other[0, 1], number[5, 2] = math.inf, -math.inf
+    worst = residual.residual(evidence_of(MASKED, meshes(2, tp=2), {0: other, 1: number})).worst
+    assert {(0, 1), (5, 2)} <= {element.index for element in worst}
+    first = next(element for element in worst if element.index == (0, 1))
+    assert (first.reference, first.candidate) == (-math.inf, math.inf)
 
 
 def test_replicas_stand_side_by_side() -> None:
