@@ -108,7 +108,7 @@ def _install_queries(cuda: Any) -> None:
     cuda.get_device_capability = _always(CAPABILITY)
     cuda.get_device_name = _always("cpu")
     # Legacy type objects: used as constructors and in isinstance checks on a tensor's dtype.
-    for kind in ("Float", "Half", "BFloat16", "Double", "Int", "Long", "Byte"):
+    for kind in "Float Half BFloat16 Double Int Long Short Char Byte Bool".split():
         setattr(cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
 
 

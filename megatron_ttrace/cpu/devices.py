@@ -3,8 +3,9 @@
 
 Megatron asks for its device in every way PyTorch knows: ``device="cuda"``, ``device=0`` (what
 ``torch.cuda.current_device()`` returns), ``torch.device("cuda", 0)``, ``tensor.cuda()``,
-``tensor.to(0)``, ``torch.cuda.FloatTensor(...)``. Only the *place* of a tensor is changed here,
-never its dtype, layout or values, so the arithmetic is that of the same PyTorch call on the CPU.
+``tensor.to(0)``, ``torch.cuda.FloatTensor(...)``, ``with torch.device("cuda"):``. Only the *place*
+of a tensor is changed here, never its dtype, layout or values, so the arithmetic is that of the
+same PyTorch call on the CPU.
 
 The functions that take a device are replaced one by one instead of running everything under a
 ``TorchFunctionMode``: a mode is per thread (a checkpoint writer's thread would not have it) and
@@ -24,7 +25,7 @@ FACTORIES = (
     "arange asarray as_tensor bartlett_window blackman_window empty empty_like empty_permuted "
     "empty_strided eye from_file full full_like hamming_window hann_window kaiser_window linspace "
     "logspace ones ones_like rand rand_like randint randint_like randn randn_like randperm range "
-    "scalar_tensor sparse_coo_tensor tensor tril_indices triu_indices zeros zeros_like"
+    "normal scalar_tensor sparse_coo_tensor tensor tril_indices triu_indices zeros zeros_like"
 ).split()
 TENSOR_FACTORIES = "new_empty new_empty_strided new_full new_ones new_tensor new_zeros".split()
 
@@ -69,6 +70,18 @@ def _install_factories() -> None:
             setattr(torch, name, _redirected(getattr(torch, name)))
     for name in TENSOR_FACTORIES:
         setattr(torch.Tensor, name, _redirected(getattr(torch.Tensor, name)))
+
+
+def _install_context() -> None:
+    """``with torch.device("cuda"):`` and ``torch.set_default_device("cuda")``."""
+    context: Any = torch_device_module.DeviceContext
+    build = context.__init__
+
+    @functools.wraps(build)
+    def init(self: Any, device: Any) -> None:
+        build(self, to_cpu(device))
+
+    context.__init__ = init
 
 
 def _install_tensor_moves() -> None:
@@ -143,6 +156,7 @@ def _install_meshes() -> None:
 def install() -> None:
     """Replace everything through which Megatron names a device."""
     _install_factories()
+    _install_context()
     _install_tensor_moves()
     _install_load()
     _install_meshes()

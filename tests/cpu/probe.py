@@ -40,7 +40,16 @@ def devices() -> None:
         "cuda()": x.cuda(non_blocking=True),
         "module": torch.nn.Linear(2, 2).to("cuda").cuda(0).weight,
         "legacy": torch.cuda.FloatTensor([1.0]),
+        "legacy bool": torch.cuda.BoolTensor([True]),
+        "drawn": torch.normal(0.0, 1.0, (2,), device="cuda"),
     }
+    with torch.device("cuda"):
+        asked["context"] = torch.zeros(2)
+    with torch.device(torch.cuda.current_device()):
+        asked["context by number"] = torch.nn.Linear(2, 2).weight
+    torch.set_default_device("cuda")
+    asked["default"] = torch.arange(2)
+    torch.set_default_device(None)
     assert {name: str(tensor.device) for name, tensor in asked.items()} == dict.fromkeys(
         asked, "cpu"
     )
