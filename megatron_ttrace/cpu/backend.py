@@ -38,17 +38,23 @@ def _compile_nothing() -> None:
 
     # With dynamo disabled it returns functions as they are too, but first imports the whole
     # compiler: more than half a second for a decorator of Megatron's that does nothing.
-    torch.compile = _as_it_is  # type: ignore[assignment]
-    torch._disable_dynamo = _as_it_is  # type: ignore[assignment,attr-defined]
+    torch.compile = _compile
+    torch._disable_dynamo = _disable_dynamo  # type: ignore[attr-defined]
     for method in vars(torch.optim.Optimizer).values():
         if plain := getattr(method, "__wrapped__", None):
             plain.__dynamo_disable = plain  # where it looks for what that returned
 
 
-def _as_it_is(function: Any = None, *recursive: bool, **options: Any) -> Any:
-    """Stands for ``torch.compile`` and its opposite, which are decorators with options too."""
-    del recursive, options
-    return (lambda decorated: decorated) if function is None else function
+def _compile(model: Any = None, **options: Any) -> Any:
+    """Stands for ``torch.compile``: the function as it is, or a decorator that returns it."""
+    del options
+    return (lambda decorated: decorated) if model is None else model
+
+
+def _disable_dynamo(fn: Any = None, recursive: bool = True) -> Any:
+    """Stands for the opposite, likewise."""
+    del recursive
+    return _compile(fn)
 
 
 def activate() -> None:

@@ -233,6 +233,7 @@ def compiled() -> None:
     assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
     assert torch.compile(main) is main
     assert torch.compile(main, mode="max-autotune") is main
+    assert torch.compile(model=main) is main
     assert torch.compile(dynamic=True)(main) is main
     parameters = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     parameters.zero_grad()
