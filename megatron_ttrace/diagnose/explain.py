@@ -140,15 +140,16 @@ class Explainer:
         key = verdict.key
         finding = other = None
         # Of a rank whose part was not kept, or of which the first elements pass, nothing is known.
-        if {part.rank for part in evidence.parts}.issuperset(verdict.ranks):
+        is_known = {part.rank for part in evidence.parts}.issuperset(verdict.ranks)
+        if is_known:
             finding, other = self._repair(key, evidence)
         if finding is None:
             if verdict.kind in losses.KINDS:
                 self.unexplained.append(key)
             numbers = self._ledger.numbers, self._traces.reference.reference.numbers
             setting = settings.differing(module_of(verdict.name), *numbers)
-            pattern = region.extent(evidence) or replicas.some_copies(evidence)
-            return Explanation(observed=setting or pattern)
+            pattern = is_known and (region.extent(evidence) or replicas.some_copies(evidence))
+            return Explanation(observed=setting or pattern or None)
         ranks, alike = evidence.failing_ranks(), self._alike_in(key, finding)
         if key.kind is Kind.PARAM_DELTA and finding.cause is Cause.ZERO:
             # Why it did not change, if no optimizer steps any of it: the earlier fault.

@@ -33,6 +33,7 @@ from megatron_ttrace.trace.findings import (
     Note,
     Remark,
     Rounded,
+    WrongCopies,
 )
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import (
@@ -119,6 +120,18 @@ def test_every_failing_part_is_tested(made: tuple[Explainer, Path]) -> None:
     """A repair of two ranks' parts is not the cause where a third rank fails too."""
     verdict = dataclasses.replace(failed(keys()[0]), ranks=(0, 1, 2))
     assert made[0].explain(verdict).finding is None
+
+
+def test_a_rank_of_which_nothing_wrong_was_kept(
+    made: tuple[Explainer, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not a right copy, though the elements of it that are looked at are right."""
+    held = {0: values(16, 8, seed=1), 1: values(16, 8)}
+    monkeypatch.setattr(made[0], "evidence", lambda _: evidence_of(values(16, 8), meshes(2), held))
+    one = failed(keys()[0])
+    both = dataclasses.replace(failed(keys()[1]), ranks=(0, 1))
+    assert made[0].explain(one).observed == WrongCopies(Cause.COPY, wrong=(0,), right=(1,))
+    assert made[0].explain(both).observed is None
 
 
 def test_another_dtype(made: tuple[Explainer, Path]) -> None:
