@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.cpu import indices
+from megatron_ttrace.cpu.stand_in import replace_everywhere
 
 _NAME = "megatron.core.datasets.helpers_cpp"
 _SOURCE = "helpers.cpp"
@@ -37,11 +38,8 @@ def skip_compilation(*, where_impossible: bool = False) -> bool:
             return False
         _put_in_place()
     utils: Any = importlib.import_module("megatron.core.datasets.utils")
-    original = utils.compile_helpers
     # Megatron-Bridge imports it by name.
-    for module in list(sys.modules.values()):
-        if vars(module).get("compile_helpers") is original:
-            module.compile_helpers = _compile_nothing  # type: ignore[attr-defined]
+    replace_everywhere("compile_helpers", utils.compile_helpers, _compile_nothing)
     return True
 
 

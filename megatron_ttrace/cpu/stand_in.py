@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that stand in for those of a package that is not there."""
+"""Modules that stand in for those of a package that is not there; functions, for others."""
 
 import importlib
 import sys
@@ -29,3 +29,13 @@ def offer_all(package: str, offered: Mapping[str, Mapping[str, str]]) -> None:
             module = importlib.import_module(f"{package}.{home}")
             contents |= {word: getattr(module, word) for word in words.split()}
         offer(name, contents)
+
+
+def replace_everywhere(name: str, original: Any, replacement: Any) -> None:
+    """Replace a function in all modules that imported it by its name; none is asked for more.
+
+    ``None`` among them keeps a package from being imported.
+    """
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and vars(module).get(name) is original:
+            setattr(module, name, replacement)

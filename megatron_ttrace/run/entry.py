@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_ttrace import cpu
 from megatron_ttrace.cpu import helpers_cpp
+from megatron_ttrace.cpu.stand_in import replace_everywhere
 from megatron_ttrace.jobs import argv, failures, inputs, provenance, script
 from megatron_ttrace.jobs.settings import Early, Settings, add_arguments, settings_of, split
 from megatron_ttrace.jobs.shrink import bridge as small
@@ -128,9 +129,7 @@ def _wrap_parse_args() -> None:
                 _watch(settings)
             return args
 
-    for module in list(sys.modules.values()):
-        if vars(module).get("parse_args") is original:
-            module.parse_args = parse_args  # type: ignore[attr-defined]
+    replace_everywhere("parse_args", original, parse_args)
 
 
 def _wrap_configuration() -> None:

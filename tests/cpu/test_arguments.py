@@ -2,6 +2,7 @@
 """A GPU command line becomes one that a CPU can run, and says what that took away."""
 
 import copy
+import importlib
 import os
 import sys
 from argparse import Namespace
@@ -24,6 +25,16 @@ def stand_ins(monkeypatch):
     monkeypatch.setattr(arguments, "_skip_warmup", lambda: None)
     monkeypatch.setattr(apex, "choose_local_norm", lambda normalization: None)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+def test_a_script_that_blocks_a_package(monkeypatch):
+    """``None`` among the modules keeps it from being imported, and has no functions."""
+    monkeypatch.undo()
+    utils = importlib.import_module("megatron.core.datasets.utils")
+    monkeypatch.setattr(utils, "compile_helpers", lambda: None)
+    monkeypatch.setitem(sys.modules, "blocked", None)
+    assert arguments.helpers_cpp.skip_compilation()
+    assert utils.compile_helpers is arguments.helpers_cpp._compile_nothing
 
 
 @pytest.fixture

@@ -92,8 +92,12 @@ class Lazy(types.ModuleType):
 
 
 def test_lazy_modules_stay_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have no name of the parser's unless it is in them already."""
+    """They have no name of the parser's unless it is in them already.
+
+    Nor has ``None``, by which a script keeps a package from being imported.
+    """
     arguments = parser(monkeypatch)
     monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    monkeypatch.setitem(sys.modules, "blocked", None)
     entry._wrap_parse_args()
     assert hasattr(arguments.parse_args, "__wrapped__")
