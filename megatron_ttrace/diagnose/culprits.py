@@ -19,7 +19,7 @@ from megatron_ttrace.diagnose.start import loaded
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.judged import Diagnosis, Judged
-from megatron_ttrace.trace.modules import is_within
+from megatron_ttrace.trace.modules import is_within, module_of
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import (
     MOMENTS,
@@ -418,9 +418,7 @@ def _born(
     wrong = {(v.microbatch, v.name) for v in _failures(verdicts, inputs)}
     born = [v for v in _failures(verdicts, *outputs) if (v.microbatch, v.name) not in wrong]
     names = {v.name for v in born}
-    innermost = [
-        v for v in born if not any(other != v.name and is_within(other, v.name) for other in names)
-    ]
+    innermost = [v for v in born if not any(_is_inside(other, v.name) for other in names)]
     entering = _worst(verdicts, inputs)
     origins = []
     begun: set[int] = set()
@@ -437,6 +435,11 @@ def _born(
     return origins
 
 
+def _is_inside(name: str, module: str) -> bool:
+    """Whether a module is inside another one; another run of the same module is not."""
+    return module_of(name) != module_of(module) and is_within(name, module)
+
+
 def _largest_jump(
     container: Judged, failed: Sequence[Judged], entering: Mapping[_At, float]
 ) -> _Origin | None:
@@ -448,8 +451,7 @@ def _largest_jump(
         (_severity(v) / max(1.0, entering[v.microbatch, v.name]), v)
         for v in failed
         if v.microbatch == container.microbatch
-        and v.name != container.name
-        and is_within(v.name, container.name)
+        and _is_inside(v.name, container.name)
         and (v.microbatch, v.name) in entering
         and _severity(v) >= _SURFACING * _severity(container)
     ]

@@ -37,6 +37,17 @@ def test_the_largest_jump_within_a_container(entering, leaving, named):
     assert ("largest jump" in culprit.reason) == (named != "mlp" and entering > 1)
 
 
+def test_no_jump_from_one_run_to_another():
+    """A module is not inside its other runs, whatever they have in error."""
+    verdicts = [
+        verdict("mlp", Kind.INPUT),
+        verdict("mlp", Kind.OUTPUT, Outcome.DIVERGED, margin=30.0),
+        verdict("mlp#1", Kind.INPUT, Outcome.DIVERGED, margin=1.2),
+        verdict("mlp#1", Kind.OUTPUT, Outcome.DIVERGED, margin=300.0),
+    ]
+    assert [culprit.name for culprit in localise(verdicts)] == ["mlp"]
+
+
 def parameters(absent, outcome):
     """Parameters of a small model, of which those that contain a word are absent."""
     names = [

@@ -323,6 +323,15 @@ def test_absent_parameters_name_their_module(outcome: Outcome) -> None:
             ),
             ["mtp.linear#1"],
         ),
+        # No run of a module lies inside another run of it.
+        (
+            failing(
+                *(("embedding", Kind.INPUT, 0.1), ("embedding", Kind.OUTPUT, 50.0)),
+                *(("decoder", Kind.INPUT, 50.0), ("decoder", Kind.OUTPUT, 50.0)),
+                *(("embedding#1", Kind.INPUT, 0.1), ("embedding#1", Kind.OUTPUT, 50.0)),
+            ),
+            ["embedding", "embedding#1"],
+        ),
         # ``layers.1`` is not a parent of ``layers.10``.
         (failing(*((n, Kind.OUTPUT, 2.0) for n in ("a.1", "a.10"))), ["a.1", "a.10"]),
         # The same bug in both layers, whose error rounding swallowed in between.
