@@ -331,12 +331,13 @@ def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Judged]) -> l
     guilty: dict[tuple[int, float], set[str]] = defaultdict(set)
     for v in _failures(verdicts, Kind.GRAD_INPUT):
         # All tensors of zeros have the error 1, and all that are missing have none.
-        if v.name in wrong and v.rel_err is not None and v.rel_err != 1.0:
+        is_wrong = module_of(v.name) in wrong
+        if is_wrong and v.rel_err is not None and v.rel_err != 1.0:
             guilty[v.microbatch, v.rel_err].add(v.name)
 
     def is_innocent(origin: _Origin) -> bool:
         error = origin.verdict.rel_err
-        if origin.module in wrong or error is None:
+        if module_of(origin.module) in wrong or error is None:
             return False
         others = guilty.get((origin.verdict.microbatch, error), ())
         return any(not is_within(other, origin.module) for other in others)

@@ -152,6 +152,7 @@ def test_values_do_not_change_what_an_optimizer_has(statistic, name, kinds):
 FC1, ROUTER = "mlp.shared_experts.linear_fc1", "mlp.router"
 
 
+@pytest.mark.parametrize("again", ["", "#1"])
 @pytest.mark.parametrize(
     ("errors", "weights", "named"),
     [
@@ -163,9 +164,12 @@ FC1, ROUTER = "mlp.shared_experts.linear_fc1", "mlp.router"
         ((1.0, 1.0), (ROUTER,), [FC1, ROUTER]),
     ],
 )
-def test_modules_that_share_their_input(errors, weights, named):
-    """The one with a wrong weight gradient is named; without such a difference all are."""
-    names = FC1, ROUTER
+def test_modules_that_share_their_input(errors, weights, named, again):
+    """The one with a wrong weight gradient is named; without such a difference all are.
+
+    So it is in a module's second run.
+    """
+    names = f"{FC1}{again}", f"{ROUTER}{again}"
     verdicts = [
         *(verdict(name, kind) for name in names for kind in (Kind.INPUT, Kind.OUTPUT)),
         *(verdict(name, Kind.GRAD_OUTPUT) for name in names),
@@ -175,7 +179,7 @@ def test_modules_that_share_their_input(errors, weights, named):
         ),
         *(verdict(f"{name}.weight", Kind.MAIN_GRAD, Outcome.DIVERGED) for name in weights),
     ]
-    assert [culprit.name for culprit in localise(verdicts)] == named
+    assert [culprit.name for culprit in localise(verdicts)] == [f"{name}{again}" for name in named]
 
 
 @pytest.mark.parametrize("isolated", [False, True])
