@@ -244,8 +244,12 @@ def _absent(verdicts: Sequence[Judged]) -> list[_Origin]:
         for v in absent
         if v.verdict is Outcome.MISSING and v.kind is Kind.INPUT
     }
-    within = ((v, ((v.microbatch, name) for name in _containers(v.name))) for v in absent)
-    return _of_modules([v for v, around in within if uncalled.isdisjoint(around)], Grounds.ABSENT)
+
+    def around(v: Judged) -> Iterator[_At]:
+        runs = {"", v.name.removeprefix(module_of(v.name))}
+        return ((v.microbatch, name + run) for name in _containers(v.name) for run in runs)
+
+    return _of_modules([v for v in absent if uncalled.isdisjoint(around(v))], Grounds.ABSENT)
 
 
 def _containers(name: str) -> Iterator[str]:

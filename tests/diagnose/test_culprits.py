@@ -354,6 +354,15 @@ def test_absent_parameters_name_their_module(outcome: Outcome) -> None:
             ],
             [LAYERS[1]],
         ),
+        # A layer that is not called a second time: neither are the modules inside it.
+        (
+            [
+                verdict(f"{name}#1", kind, Outcome.MISSING, margin=None)
+                for name in (LAYERS[1], f"{LAYERS[1]}.mlp", FC1)
+                for kind in (Kind.INPUT, Kind.OUTPUT)
+            ],
+            [f"{LAYERS[1]}#1"],
+        ),
         # Moments are missing: the wrong norm, and all clipped updates, are consequences.
         (
             [
