@@ -244,12 +244,8 @@ def _absent(verdicts: Sequence[Judged]) -> list[_Origin]:
         for v in absent
         if v.verdict is Outcome.MISSING and v.kind is Kind.INPUT
     }
-
-    def around(v: Judged) -> Iterator[_At]:
-        runs = {"", v.name.removeprefix(module_of(v.name))}
-        return ((v.microbatch, name + run) for name in _containers(v.name) for run in runs)
-
-    return _of_modules([v for v in absent if uncalled.isdisjoint(around(v))], Grounds.ABSENT)
+    outermost = (v for v in absent if uncalled.isdisjoint(_places_around(v)))
+    return _of_modules(outermost, Grounds.ABSENT)
 
 
 def _containers(name: str) -> Iterator[str]:
@@ -258,6 +254,13 @@ def _containers(name: str) -> Iterator[str]:
     return (
         ".".join(words[:number]) for number in range(1, len(words)) if not words[number].isdigit()
     )
+
+
+def _places_around(verdict: Judged) -> Iterator[_At]:
+    """The modules around a module from the outermost: their first run, then the one of its own."""
+    runs = dict.fromkeys(("", verdict.name.removeprefix(module_of(verdict.name))))
+    names = _containers(verdict.name)
+    return ((verdict.microbatch, f"{name}{run}") for name in names for run in runs)
 
 
 def _forward(verdicts: Sequence[Judged]) -> list[_Origin]:
@@ -301,8 +304,7 @@ def _within(verdicts: Sequence[Judged]) -> list[_Origin]:
     failed = {(v.microbatch, v.name) for v in wrong}
     origins: dict[_At, _Origin] = {}
     for v in wrong:
-        places = [(v.microbatch, name) for name in _containers(v.name)]
-        around = [place for place in places if place in leaving][-1:]
+        around = [place for place in _places_around(v) if place in leaving][-1:]
         if not failed.isdisjoint(around) or not around:
             if not origins:
                 return []

@@ -129,6 +129,18 @@ def test_a_gradient_that_is_a_consequence(verdicts, named):
     assert culprit.name == named
 
 
+def test_what_is_around_a_second_run():
+    """The run of the module around it whose gradient is wrong, and not the first."""
+    verdicts = [
+        verdict("decoder", Kind.GRAD_OUTPUT),
+        verdict("decoder.mtp#1", Kind.GRAD_OUTPUT, Outcome.DIVERGED, margin=50.0),
+        verdict("decoder.mtp.linear#1", Kind.GRAD_OUTPUT, Outcome.DIVERGED, margin=50.0),
+        verdict("decoder.mtp", Kind.GRAD_OUTPUT),
+        verdict("decoder.mtp.linear", Kind.GRAD_OUTPUT),
+    ]
+    assert [culprit.name for culprit in localise(verdicts)] == ["decoder"]
+
+
 def miscounted(name, index):
     """A parameter of which the optimizer has elements twice, or the norm."""
     return dataclasses.replace(verdict(name, Kind.COUNTED, Outcome.DIVERGED), index=index)
