@@ -15,6 +15,7 @@ stores is what TransformerEngine's kernels store:
   (``store_param_remainders``).
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,31 @@ class FusedAdam(torch.optim.Optimizer):
                 if store_param_remainders
                 else param.detach().float()
             )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in float32, without scales; remainders of main weights as they are."""
+        saved = super().state_dict()
+        parameters = self._numbered(saved)
+        for number, state in [*saved["state"].items()]:
+            whole = {name: self.get_unscaled_state(parameters[number], name) for name in state}
+            saved["state"][number] = whole
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it back, in types of its own: PyTorch would give it those of the parameters."""
+        super().load_state_dict(state_dict)
+        parameters = self._numbered(state_dict)
+        for number, state in state_dict["state"].items():
+            for name, value in state.items():
+                if value is not None:
+                    whole = value if value.dtype is torch.int16 else value.float()
+                    self.set_scaled_state(parameters[number], name, whole)
+
+    def _numbered(self, saved: dict[str, Any]) -> dict[int, torch.Tensor]:
+        """The parameters by their numbers in a saved state."""
+        groups = zip(saved["param_groups"], self.param_groups, strict=True)
+        pairs = (zip(of["params"], group["params"], strict=True) for of, group in groups)
+        return dict(itertools.chain(*pairs))
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         """A part of the state in float32; remainders of main weights as they are."""

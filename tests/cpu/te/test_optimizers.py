@@ -91,6 +91,29 @@ def test_resumed_is_bitwise_uninterrupted():
     assert torch.equal(whole, second)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+@pytest.mark.parametrize("remainders", [True, False])
+def test_resumed_with_a_state_of_its_own_types(dtype, remainders):
+    """A saved state is in float32; loaded, it has its types and scales again, not the weight's."""
+    options = {"exp_avg_dtype": dtype, "store_param_remainders": remainders}
+    first = start()
+    interrupted = precise(first, **options)
+    train(interrupted, first, decoupled=True, steps=3)
+    second = copy.deepcopy(first)
+    resumed = precise(second, **options)
+    assert not resumed.state_dict()["state"]
+    saved = copy.deepcopy(interrupted.state_dict())
+    assert saved["state"][0]["exp_avg"].dtype == torch.float32
+    resumed.load_state_dict(saved)
+    for name, value in interrupted.state[first].items():
+        assert resumed.state[second][name].dtype == value.dtype
+        ours, theirs = (
+            optimizer.get_unscaled_state(parameter, name)
+            for optimizer, parameter in ((resumed, second), (interrupted, first))
+        )
+        assert torch.equal(ours, theirs)
+
+
 def test_a_value_in_two_parts():
     """Every float32 value is a bf16 number, its nearest, and 16 bits."""
     values = torch.randn(10_000, generator=torch.Generator().manual_seed(2)) * 1e3
