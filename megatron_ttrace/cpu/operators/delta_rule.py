@@ -67,6 +67,8 @@ def chunk_gated_delta_rule(
     bounds = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     outputs = []
     for start, end in pairwise(bounds):
+        if start == end:
+            continue  # bounds that are filled up to a fixed number
         state = v.new_zeros(q.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
         outputs.append(_sequence([tensor[:, start:end] for tensor in inputs], state))
     return torch.cat(outputs, dim=1).to(v.dtype), None

@@ -52,7 +52,7 @@ def test_delta_rule():
 def test_packed_sequences():
     """Packed sequences are computed apart."""
     whole = inputs(length=7, batch=1)
-    found, _ = chunk_gated_delta_rule(**whole, cu_seqlens=torch.tensor([0, 3, 7]))
+    found, _ = chunk_gated_delta_rule(**whole, cu_seqlens=torch.tensor([0, 3, 3, 7, 7]))
     parts = [{name: one[:, at] for name, one in whole.items()} for at in (slice(3), slice(3, 7))]
     expected = torch.cat([recurrence(**part) for part in parts], dim=1)
     torch.testing.assert_close(found, expected)
