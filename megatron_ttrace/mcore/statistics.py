@@ -4,7 +4,7 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +61,8 @@ def users(wraps: Mapping[str, Wrap]) -> Iterator[tuple[Any, str, Wrap]]:
     """
     owners: dict[int, dict[str, Any]] = {}
     for at, module in [*sys.modules.items()]:
-        if at.startswith("megatron.") and any(callable(vars(module).get(name)) for name in wraps):
+        is_megatrons = at.startswith("megatron.") and isinstance(module, ModuleType)
+        if is_megatrons and any(callable(vars(module).get(name)) for name in wraps):
             owners |= {id(names): names for names in (vars(module), *users_globals(module))}
     for name, wrap in wraps.items():
         once = _outermost(wrap)

@@ -56,3 +56,9 @@ def test_a_method_that_the_user_replaced(monkeypatch) -> None:
         assert module.Optimizer.step() == module.clip() == 1
     assert calls == [own, module.clip]
     assert script["clip"] is own
+
+
+def test_modules_that_a_script_blocks(monkeypatch) -> None:
+    """Python does not import what is None among its modules; nothing is in there."""
+    monkeypatch.setitem(sys.modules, "megatron.made", None)
+    assert not [*users({"a_name_that_no_module_has": print})]
