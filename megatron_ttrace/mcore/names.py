@@ -124,16 +124,31 @@ def _walk(
     if name.endswith(".layers") and not any(module.named_children()):
         # A chunk with the embedding or the loss only (--account-for-embedding-in-pipeline-split).
         spans.add(name.rpartition(".")[0])
+    layers = _numbered_layers(module)
+    if layers:
+        spans.add(name.rpartition(".")[0])
     for leaf, child in module.named_children():
         if id(child) in canonical:
             continue
-        if leaf.isdigit():
-            if isinstance(getattr(child, "layer_number", None), int):
-                leaf = str(child.layer_number - 1)  # type: ignore[operator]
-                spans.add(name.rpartition(".")[0])
-            elif name.endswith("local_experts"):
-                leaf = str(int(leaf) + expert_offset)
+        if leaf in layers:
+            leaf = layers[leaf]
+        elif leaf.isdigit() and name.endswith("local_experts"):
+            leaf = str(int(leaf) + expert_offset)
         _walk(child, _join(name, leaf), expert_offset, modules, canonical, spans)
+
+
+def _numbered_layers(module: torch.nn.Module) -> dict[str, str]:
+    """Global numbers of the layers in a list, by local ones; none for a list of other modules.
+
+    Parts of a layer have its number, too: several in a list would have one name.
+    """
+    layers = {
+        leaf: str(child.layer_number - 1)  # type: ignore[operator]
+        for leaf, child in module.named_children()
+        if leaf.isdigit() and isinstance(getattr(child, "layer_number", None), int)
+    }
+    leaves = [layers.get(leaf, leaf) for leaf, _ in module.named_children()]
+    return layers if len({*leaves}) == len(leaves) else {}
 
 
 def _join(prefix: str, leaf: str) -> str:

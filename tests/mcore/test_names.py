@@ -41,6 +41,26 @@ def test_spans_are_what_depends_on_the_stage():
     assert canonical_names(stage).spans == {"", "decoder"}
 
 
+def test_parts_of_a_layer_in_a_list():
+    """Megatron gives attentions, routers and the like the number of their layer."""
+    stage = Stage()
+    stage.decoder.layers[0].branches = nn.ModuleList([Block(2, 3), Block(2, 3)])
+    names = canonical_names(stage)
+    branches = "decoder.layers.2.branches"
+    assert names.modules[f"{branches}.0"] is stage.decoder.layers[0].branches[0]
+    assert names.modules[f"{branches}.1"] is stage.decoder.layers[0].branches[1]
+    assert len(names.parameters) == len(list(stage.parameters()))
+    assert names.spans == {"", "decoder"}
+
+
+def test_layers_between_others():
+    """No two modules of a list have one name."""
+    stage = Stage()
+    stage.decoder.layers = nn.ModuleList([Block(2, 1), nn.Linear(2, 2), Block(2, 2)])
+    names = canonical_names(stage)
+    assert len(names.modules) == len(list(stage.modules()))
+
+
 def test_experts_are_numbered_over_all_ranks():
     """Sequential experts, of the rank that starts with the model's expert 4."""
     stage = Stage()
