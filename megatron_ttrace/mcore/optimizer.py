@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.mcore.buffers import Buffers
 from megatron_ttrace.mcore.names import unwrap
 from megatron_ttrace.mcore.sharded_weights import (
     are_published,
@@ -305,10 +306,13 @@ class Snapshot:
         self._inner = _torch_optimizers(optimizer)
         tensors = _mutable(chunks, optimizer)
         state = [v for i in self._inner for s in i.state.values() for v in s.values()]
-        sizes = [local(value).nbytes for value in (*tensors, *state) if torch.is_tensor(value)]
+        buffers = [buffer for chunk in chunks for buffer in unwrap(chunk).buffers()]
+        changed = (*tensors, *buffers, *state)
+        sizes = [local(value).nbytes for value in changed if torch.is_tensor(value)]
         if tensors:
             copies.require_space(local(tensors[0]).device, sum(sizes))
         self._tensors = [(tensor, copies.copy(local(tensor))) for tensor in tensors]
+        self._buffers = Buffers(chunks, copies)
         self._states = [
             {
                 parameter: {
@@ -340,6 +344,7 @@ class Snapshot:
         with torch.no_grad():
             for tensor, copy in self._tensors:
                 copy.put(local(tensor.data))
+            self._buffers.restore()
             for inner, states, scales, settings in zip(
                 self._inner, self._states, self._scales, self._settings, strict=True
             ):
@@ -404,7 +409,6 @@ def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> list[torch.Tensor
     models = [unwrap(chunk) for chunk in chunks]
     tensors = (
         *(parameter for model in models for parameter in model.parameters() if not sharded),
-        *(buffer for model in models for buffer in model.buffers()),
         *mains,
     )
     return list(dict.fromkeys(tensors))

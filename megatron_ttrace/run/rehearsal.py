@@ -23,6 +23,7 @@ from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, fronts, gathering, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.mcore.buffers import Buffers
 from megatron_ttrace.mcore.groups import current_mesh
 from megatron_ttrace.mcore.names import canonical_names, unwrap
 from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
@@ -166,7 +167,7 @@ class Rehearsal:
         self._scheduler = scheduler
         self._schedule = copy.copy(vars(scheduler))
         balancing.keep_biases(chunks)
-        self._buffers = [(buffer, buffer.detach().clone()) for _, buffer in self.model.buffers()]
+        self._buffers = Buffers(chunks)
         self._errors: list[str] = []
         self._copies = Copies()
         self._kept = ExitStack()
@@ -206,8 +207,7 @@ class Rehearsal:
             stored: has the values already. A GPU generates them faster than it reads them.
             keep: called with each moment.
         """
-        for buffer, value in self._buffers:
-            buffer.data.copy_(value)
+        self._buffers.restore()
         vars(self._scheduler).update(self._schedule)
         self._scheduler.step(increment=0)
         if self.start is not None:
