@@ -176,6 +176,9 @@ def random_states_kept() -> Iterator[None]:
 
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states() if tracker.is_initialized() else None
+    # What CUDA graphs draw from are generators (--te-rng-tracker), which advance in place.
+    drawn_from = [one for one in (states or {}).values() if isinstance(one, torch.Generator)]
+    generators = [(generator, generator.get_state()) for generator in drawn_from]
     kept = torch.get_rng_state(), torch.cuda.get_rng_state(), np.random.get_state()
     python = random.getstate()
     try:
@@ -187,3 +190,5 @@ def random_states_kept() -> Iterator[None]:
         random.setstate(python)
         if states is not None:
             tracker.set_states(states)
+        for generator, state in generators:
+            generator.set_state(state)

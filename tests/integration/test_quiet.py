@@ -59,6 +59,29 @@ def test_logged_metrics_of_experts_are_not_added_to():
     tracker.clear()
 
 
+@pytest.mark.parametrize("graphable", [False, True])
+def test_named_random_states_are_put_back(monkeypatch, graphable):
+    """They are numbers, or the generators that CUDA graphs draw from."""
+    import torch
+    from megatron.core import tensor_parallel
+
+    # As cpu.activate() does.
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    generator = torch.Generator().manual_seed(1)
+    before = generator.get_state()
+    states = {"model-parallel-rng": generator if graphable else before}
+    monkeypatch.setattr(tracker, "states_", states)
+    monkeypatch.setattr(tracker, "_is_initialized", True)
+    with quiet.random_states_kept():
+        torch.rand(3, generator=generator)
+        if not graphable:
+            tracker.states_["model-parallel-rng"] = generator.get_state()
+    after = tracker.get_states()["model-parallel-rng"]
+    assert torch.equal(after.get_state() if graphable else after, before)
+
+
 def test_random_routing_and_chunks_are_off_and_put_back():
     """All options with which a router draws random numbers; MLPs run in one piece."""
     import argparse
