@@ -202,14 +202,15 @@ def hand_over(
     """Write the state that was loaded; called on all ranks."""
     task = "handing over the loaded state"
     ranks.from_one(0, task, lambda: owned.remove(directory))
-    digests = ranks.exchange(task, lambda: write(model, directory), device)
+    written = ranks.exchange(task, lambda: [write(model, directory), steps_of(model)], device)
     started = Started(
         directory=str(directory.resolve()),
-        step=steps_of(model),
+        # A rank may step nothing: of a stage that is frozen, or with a layer-wise optimizer.
+        step=next((step for _, step in written if step is not None), None),
         iteration=args.iteration,
         consumed_train_samples=args.consumed_train_samples,
         schedule=scheduler.num_steps,
-        content=fingerprint.digest({"ranks": digests}),
+        content=fingerprint.digest({"ranks": [digest for digest, _ in written]}),
         source=loading.source_of(args) if ranks.rank == 0 else None,
     )
     meta = {"role": "start", **dataclasses.asdict(started)}

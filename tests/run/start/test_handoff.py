@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loaded start is restored as it was written: parameters, buffers, Adam's moments, its step."""
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,6 +62,30 @@ def test_each_rank_writes_the_layers_that_it_steps(
     handoff.write(model, tmp_path)
     seal(tmp_path, {"role": "start"})
     assert {entry.key.name for entry in TraceReader(tmp_path).ranks[1]} == {"weight"}
+
+
+def test_ranks_that_step_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have the same number of steps: what they restore depends on it."""
+    monkeypatch.setattr(handoff.loading, "source_of", lambda args: None)
+    args = SimpleNamespace(iteration=3, consumed_train_samples=12)
+    written: list[object] = []
+
+    def exchange(task: str, value: Callable[[], object], device: object) -> list[object]:
+        written.append(value())
+        return written
+
+    ranks = SimpleNamespace(rank=0, exchange=exchange, from_one=lambda *_: None)
+    started = []
+    for rank in (0, 1):
+        model = trained(monkeypatch, 1)
+        model.mesh = mesh_of(rank, 2, pp=2)
+        if rank:
+            model.optimizer.owned.clear()
+        scheduler = SimpleNamespace(num_steps=3)
+        started.append(
+            handoff.hand_over(model, tmp_path, args, scheduler, ranks, torch.device("cpu"))
+        )
+    assert [start.step for start in started] == [1.0, 1.0]
 
 
 def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
