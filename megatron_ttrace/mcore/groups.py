@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a rank is among all ranks; Megatron's process groups, and what they exchange."""
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -105,6 +106,14 @@ def current_mesh(args: MegatronArguments) -> Mesh:
         coordinates=axes("rank"),
         vpp=args.virtual_pipeline_model_parallel_size or 1,
     )
+
+
+def device_of(chunks: Iterable[torch.nn.Module]) -> torch.device:
+    """The device of a rank, by its model chunks: a pipeline stage may be empty."""
+    parameters = itertools.chain.from_iterable(chunk.parameters() for chunk in chunks)
+    first = next(parameters, None)
+    # Without a GPU this moves nothing (cpu/devices.py).
+    return torch.empty(0).cuda().device if first is None else first.device
 
 
 def reduced_in(args: MegatronArguments) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from megatron_ttrace.jobs import known_faults, provenance
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, fronts, own_shards, quiet, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.groups import device_of
 from megatron_ttrace.mcore.sharded_weights import SHARDS_OF_WEIGHTS
 from megatron_ttrace.mcore.versions import megatron_core_version
 from megatron_ttrace.placement.mesh import Mesh
@@ -164,7 +165,7 @@ def config_of(model: TracedModel, args: MegatronArguments, settings: Settings) -
 
 def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings) -> Arithmetic:
     mesh = model.mesh
-    device = next(model.chunks[0].parameters()).device
+    device = device_of(model.chunks)
     return Arithmetic(
         splits_sums=tuple(axis for axis in ("tp", "cp", "ep", "etp") if mesh.size(axis) > 1),
         pp=mesh.size("pp"),

@@ -24,7 +24,7 @@ from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, fronts, gathering, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.buffers import Buffers
-from megatron_ttrace.mcore.groups import current_mesh
+from megatron_ttrace.mcore.groups import current_mesh, device_of
 from megatron_ttrace.mcore.names import canonical_names, unwrap
 from megatron_ttrace.mcore.optimizer import Snapshot, owned_by, reload_offloaded
 from megatron_ttrace.mcore.roles import is_of_adapter
@@ -157,7 +157,7 @@ class Rehearsal:
         budget: Budget,
     ) -> None:
         self.model = traced_model(chunks, optimizer, args)
-        self.device = next(chunks[0].parameters()).device
+        self.device = device_of(chunks)
         self.start: tuple[Path, float | None] | None = None
         """Where the state of a start that was loaded is, and the optimizer's step in it."""
         self._args = args

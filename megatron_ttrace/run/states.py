@@ -34,6 +34,7 @@ from megatron_ttrace.mcore import fronts, gathering, quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
 from megatron_ttrace.mcore.checkpoints.read import Reading
+from megatron_ttrace.mcore.groups import device_of
 from megatron_ttrace.mcore.optimizer import leaves_of
 from megatron_ttrace.mcore.sources import class_place, function_place
 from megatron_ttrace.run import requirements
@@ -94,7 +95,7 @@ class StateSession:
         args = self._args
         self.model = traced_model(chunks, optimizer, args)
         self._scheduler = scheduler
-        self._device = next(chunks[0].parameters()).device
+        self._device = device_of(chunks)
         self._first = args.iteration
         self._record_reading()
         self._record(Point.LOADED, args.iteration, args.num_floating_point_operations_so_far)

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ttrace.mcore.groups import axes_of, group_name, kept_in, reduced_in, unseen_axes
+from megatron_ttrace.mcore.groups import (
+    axes_of,
+    device_of,
+    group_name,
+    kept_in,
+    reduced_in,
+    unseen_axes,
+)
 from tests.placement.meshes import mesh_of
 
 LAYOUT = {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 1}
@@ -101,3 +108,11 @@ def test_single_precision() -> None:
     assert reduced_in(SimpleNamespace(bf16=False, params_dtype=FP32)) == (  # type: ignore[arg-type]
         *("float32", "float32"),
     )
+
+
+def test_device_of_empty_stages(monkeypatch):
+    """A chunk, or all of a rank's, may have no layer (``--pipeline-model-parallel-layout``)."""
+    empty, full = torch.nn.Module(), torch.nn.Linear(1, 1, device="meta")
+    assert device_of([empty, full]).type == "meta"
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor.to("meta"))
+    assert device_of([empty]).type == "meta"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
 from megatron_ttrace.mcore.fronts.bridge_options import Options
 from megatron_ttrace.mcore.fronts.front import Front, Watch
+from megatron_ttrace.mcore.groups import device_of
 from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import TTraceError
@@ -100,7 +101,7 @@ class OwnLoop(Front):
         parts["ddp"] = getattr(chunks[0], "ddp_config", None)
         self._arguments = _Arguments(parts, {**facts, **known})
         self._batches = batches
-        self._device = next(chunks[0].parameters()).device
+        self._device = device_of(chunks)
 
     def arguments(self) -> MegatronArguments:
         """What the configurations say."""
