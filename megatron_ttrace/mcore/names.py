@@ -172,8 +172,9 @@ def _tied_name(name: str, parameter: torch.nn.Parameter) -> str:
     """The last stage's copy of a tied embedding is a replica of the embedding.
 
     Megatron marks it ``shared_embedding`` (``setup_embeddings_and_output_layer`` in
-    megatron/core/models/common/language_module/language_module.py).
+    megatron/core/models/common/language_module/language_module.py). A model of images has a
+    language model in it.
     """
-    if name == HEAD_WEIGHT and getattr(parameter, "shared_embedding", False):
-        return EMBEDDING_WEIGHT
+    if name.endswith(HEAD_WEIGHT) and getattr(parameter, "shared_embedding", False):
+        return name.removesuffix(HEAD_WEIGHT) + EMBEDDING_WEIGHT
     return name

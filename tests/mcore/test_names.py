@@ -102,6 +102,9 @@ def test_the_last_stages_copy_of_a_tied_embedding(tied):
     stage.output_layer = nn.Linear(2, 4, bias=False)
     stage.output_layer.weight.shared_embedding = tied
     name = "embedding.word_embeddings.weight" if tied else "output_layer.weight"
+    around = nn.Module()
+    around.language_model = stage
+    assert f"language_model.{name}" in canonical_names(around).parameters
     assert list(canonical_names(stage).parameters) == [name]
 
 

@@ -204,7 +204,7 @@ class InCheckpoint:
         boxes = place.boxes(self._model.mesh)
         if stored.shape == place.logical_shape:
             logical = stored.read().to(dtype)
-        elif place.name not in _VOCABULARY or stored.shape[1:] != place.logical_shape[1:]:
+        elif not place.name.endswith(_VOCABULARY) or stored.shape[1:] != place.logical_shape[1:]:
             return None
         else:
             logical = torch.zeros(place.logical_shape, dtype=dtype)
