@@ -41,13 +41,19 @@ class _Writer:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
 
-    def add_scalar(self, name: str, value: Any, step: Any) -> None:
+    def add_scalar(self, tag: str, scalar_value: Any, *_: Any, **__: Any) -> None:
         """As TensorBoard's."""
-        del step
-        if not name.endswith(" vs samples"):
-            self.values[name] = value.clone() if torch.is_tensor(value) else value
+        if not tag.endswith(" vs samples"):
+            is_tensor = torch.is_tensor(scalar_value)
+            self.values[tag] = scalar_value.clone() if is_tensor else scalar_value
             caller = sys._getframe(1)
-            PLACES[name] = sources.shown(caller.f_code, caller.f_lineno)
+            PLACES[tag] = sources.shown(caller.f_code, caller.f_lineno)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """TensorBoard's other methods, which a fork may call: they write no numbers."""
+        if not name.startswith("add_") and name not in ("flush", "close"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
 
 
 def reported(

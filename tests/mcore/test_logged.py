@@ -48,3 +48,14 @@ def test_where_it_is_logged(monkeypatch):
     writer.add_scalar("z_loss vs samples", 1.0, 1)
     assert list(logged.PLACES) == ["z_loss"]
     assert logged.PLACES["z_loss"].endswith("(test_where_it_is_logged)")
+
+
+def test_a_writer_as_tensorboard_s(monkeypatch):
+    """A fork may name the arguments, and write more than scalars."""
+    monkeypatch.setattr(logged, "PLACES", {})
+    writer = logged._Writer()
+    writer.add_scalar("mine", 1.0, global_step=1)
+    writer.add_scalar(tag="yours", scalar_value=torch.tensor(2.0))
+    writer.add_histogram("all", torch.ones(2), global_step=1)
+    writer.flush()
+    assert writer.values == {"mine": 1.0, "yours": torch.tensor(2.0)}
