@@ -45,7 +45,8 @@ from megatron_ttrace.trace.start import StartValues
 type DataIterator = Iterator[Any] | list[Iterator[Any]] | None
 """What Megatron gives to ``train_step``; a list has one iterator per virtual-pipeline chunk."""
 
-_IDS = ("tokens", "labels", "input_ids")
+_INPUTS = ("tokens", "input_ids")
+_IDS = (*_INPUTS, "labels")
 _RANKS_OF_A_HOST = 8
 """At most, if the launcher does not say."""
 
@@ -127,13 +128,23 @@ def spread_ids(item: Any, vocabulary: int) -> Any:
         factor += 1
 
     def permuted(ids: torch.Tensor) -> torch.Tensor:
-        renamed = (ids * factor + 1) % vocabulary
+        wide = ids.long()  # which has room for the product
+        renamed = (wide * factor + 1) % vocabulary
         # An ignored label is negative.
-        return torch.where((ids >= 0) & (ids < vocabulary), renamed, ids)
+        return torch.where((wide >= 0) & (wide < vocabulary), renamed, wide).to(ids.dtype)
+
+    tokens = [value for name in _INPUTS if torch.is_tensor(value := item.get(name))]
+    dims = max((value.dim() for value in tokens), default=0)
+
+    def are_ids(value: Any) -> bool:
+        if not torch.is_tensor(value) or value.dtype == torch.bool or value.is_floating_point():
+            return False
+        # A label of a whole sample is a class.
+        return value.dim() >= dims and torch.iinfo(value.dtype).max >= vocabulary - 1
 
     spread = copy.copy(item)
     for name, value in item.items():
-        if name in _IDS and torch.is_tensor(value):
+        if name in _IDS and are_ids(value):
             spread[name] = permuted(value)
     return spread
 

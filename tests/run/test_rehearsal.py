@@ -30,3 +30,24 @@ def test_a_batch_keeps_its_type() -> None:
     assert type(spread) is UserDict
     assert sorted(spread["tokens"].tolist()) == [0, 1, 2, 3]
     assert batch["tokens"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("vocabulary", [256, 152_064])
+def test_ids_of_few_bits(dtype: torch.dtype, vocabulary: int) -> None:
+    """No two ids become one; what their type has no room for stays."""
+    holds = torch.iinfo(dtype).max >= vocabulary - 1
+    ids = torch.arange(vocabulary if holds else 100).to(dtype)
+    spread = spread_ids({"tokens": ids}, vocabulary)["tokens"]
+    assert spread.dtype == dtype
+    assert torch.equal(spread, ids) is not holds
+    assert len(spread.unique()) == len(ids)
+
+
+@pytest.mark.parametrize("label", [1, 0.5, True])
+def test_labels_of_whole_samples(label: float) -> None:
+    """They are classes or scores, not ids."""
+    labels = torch.tensor([label, label])
+    spread = spread_ids({"tokens": torch.ones(2, 4, dtype=torch.int64), "labels": labels}, 128)
+    assert spread["labels"] is labels
+    assert spread["tokens"].tolist() == [[80] * 4] * 2
