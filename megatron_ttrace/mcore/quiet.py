@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.replaced import replaced
@@ -69,7 +70,7 @@ def without_dropout(
     """Switch dropout off, because ranks of different layouts draw different masks.
 
     ``bias_dropout_add`` reads ``hidden_dropout`` of its layer, attention and embedding have
-    ``torch.nn.Dropout`` modules, and TransformerEngine keeps ``attention_dropout``. With an
+    modules of ``torch.nn``, and TransformerEngine keeps ``attention_dropout``. With an
     :class:`Off`, calls can be followed; kernels on a GPU are compiled for plain numbers.
     """
     return replaced(
@@ -87,7 +88,7 @@ def drops(module: torch.nn.Module) -> bool:
 
 
 def _names(module: torch.nn.Module) -> tuple[str, ...]:
-    return ("p",) if isinstance(module, torch.nn.Dropout) else _DROPOUT_ATTRIBUTES
+    return ("p",) if isinstance(module, _DropoutNd) else _DROPOUT_ATTRIBUTES
 
 
 @contextmanager

@@ -119,3 +119,17 @@ def test_dropout_is_put_back_when_switching_it_off_fails():
     with pytest.raises(RuntimeError, match="read-only"), quiet.without_dropout([model]):
         pass
     assert [module.p for module in model] == [0.25, 0.5]
+
+
+@pytest.mark.parametrize("kind", ["Dropout", "Dropout1d", "Dropout2d", "AlphaDropout"])
+def test_each_kind_of_dropout_is_off(kind):
+    """Also that of a fork's convolutions."""
+    import torch
+
+    module = getattr(torch.nn, kind)(0.5)
+    values = torch.randn(2, 3, 4)
+    with quiet.without_dropout([module], quiet.Off()):
+        state = torch.get_rng_state()
+        assert torch.equal(module(values), values)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert module.p == 0.5
