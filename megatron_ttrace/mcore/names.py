@@ -134,7 +134,10 @@ def _walk(
             leaf = layers[leaf]
         elif leaf.isdigit() and name.endswith("local_experts"):
             leaf = str(int(leaf) + expert_offset)
-        _walk(child, _join(name, leaf), expert_offset, modules, canonical, spans)
+        inner = _join(name, leaf)
+        # A model in another one may have the name of the whole.
+        inner = f"{ROOT}_" if inner == ROOT else inner
+        _walk(child, inner, expert_offset, modules, canonical, spans)
 
 
 def _numbered_layers(module: torch.nn.Module) -> dict[str, str]:

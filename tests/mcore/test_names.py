@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.mcore.names import canonical_names, unwrap
+from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.trace.records import ROOT
 from tests.capture.recorder import Block
 
@@ -51,6 +53,18 @@ def test_parts_of_a_layer_in_a_list():
     assert names.modules[f"{branches}.1"] is stage.decoder.layers[0].branches[1]
     assert len(names.parameters) == len(list(stage.parameters()))
     assert names.spans == {"", "decoder"}
+
+
+def test_a_model_in_another():
+    """Both are there, each with what it holds itself."""
+    around = nn.Module()
+    around.model = nn.BatchNorm1d(2)
+    around.norm = nn.LayerNorm(2)
+    names = canonical_names(around)
+    assert names.modules[ROOT] is around
+    assert len(names.modules) == len(list(around.modules()))
+    model = TracedModel([around], [names], None, SINGLE)
+    assert len(list(model.buffers())) == len(list(around.buffers()))
 
 
 def test_layers_between_others():
