@@ -35,6 +35,17 @@ def test_without_a_check():
     assert not megatron_ttrace.is_reference()
 
 
+def test_rows_and_length_of_a_microbatch():
+    """Those of its ids, whatever comes before them."""
+    batch = {
+        "name.values": "text",
+        "mask": torch.ones(4, 4, dtype=torch.bool),
+        "weights": torch.ones(3, 3),
+        "tokens": torch.ones(2, 4, dtype=torch.int64),
+    }
+    assert own._shape([batch]) == (2, 4)
+
+
 def test_data_parallel(tmp_path: Path) -> None:
     """The reference gets the microbatches of both ranks, although it could not read them itself."""
     report = check(tmp_path, "1")

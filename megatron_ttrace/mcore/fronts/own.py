@@ -218,9 +218,12 @@ def _shape(batches: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     Samples of different lengths are a row: a model packs them.
     """
     for name, value in batches[0].items() if batches else ():
-        if name.endswith(_VALUES) and not value.is_floating_point():
+        is_number = torch.is_tensor(value) and value.dtype != torch.bool  # that is a mask
+        if not is_number or value.is_floating_point():
+            continue
+        if name.endswith(_VALUES):
             return 1, int(value.shape[0])
-        if torch.is_tensor(value) and value.dim() == 2 and not value.is_floating_point():
+        if value.dim() == 2:
             return int(value.shape[0]), int(value.shape[1])
     raise TTraceError(
         "megatron_ttrace.step: give batches=[...], a dictionary for each microbatch, with tokens "
