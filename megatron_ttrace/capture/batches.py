@@ -62,12 +62,19 @@ class Served:
             wrapper.iterable = _serve(items, source, change)
 
 
+def _copied(item: Any) -> Any:
+    try:
+        return copy.deepcopy(item)
+    except Exception:  # noqa: BLE001 - what holds a file or a lock has no copy
+        return copy.copy(item)
+
+
 def _serve(
     items: list[Any], source: Iterator[Any], change: Callable[[Any], Any] | None
 ) -> Iterator[Any]:
     # A script may replace values in what it is given, or write into tensors: hand out copies.
     for item in items:
-        own = copy.deepcopy(item)
+        own = _copied(item)
         yield own if change is None else change(own)
     yield from source
 

@@ -178,8 +178,11 @@ def random_states_kept() -> Iterator[None]:
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states() if tracker.is_initialized() else None
     # What CUDA graphs draw from are generators (--te-rng-tracker), which advance in place.
-    drawn_from = [one for one in (states or {}).values() if isinstance(one, torch.Generator)]
-    generators = [(generator, generator.get_state()) for generator in drawn_from]
+    generators = [
+        (state, state.get_state())
+        for state in (states or {}).values()
+        if isinstance(state, torch.Generator)
+    ]
     kept = torch.get_rng_state(), torch.cuda.get_rng_state(), np.random.get_state()
     python = random.getstate()
     try:

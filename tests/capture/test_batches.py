@@ -2,6 +2,7 @@
 """Fetched batches are served again; the loader sees the same calls in the same order."""
 
 import dataclasses
+import threading
 from collections import UserDict
 
 import pytest
@@ -132,6 +133,19 @@ def test_items_of_any_form():
     assert tensors_of([3]) == {}
     assert tensors_of(one) == {"0": one}
     assert tensors_of(None) == {}
+
+
+def test_what_cannot_be_copied_is_served_as_it_is():
+    """A batch may hold a lock, or a file; values in it can be replaced all the same."""
+    held = threading.Lock()
+    iterator = Wrapper(iter([{"tokens": torch.zeros(2), "lock": held}]))
+    served = Served(iterator, 1)
+    served.serve()
+    batch = next(iterator)
+    assert batch["lock"] is held
+    batch["tokens"] = None
+    served.serve()
+    assert next(iterator)["tokens"] is not None
 
 
 def test_a_loader_that_fails_loses_nothing():
