@@ -48,6 +48,7 @@ class Requested(Record):
     dropout: bool = False
     random_routing: bool = False
     mlp_chunks: bool = False
+    scales_loss: bool = False
     fp8_weights: bool = False
     flex: bool = False
     clip: float = 0.0
@@ -164,6 +165,8 @@ def unexercised(
         (asked.mlp_chunks, no(what.MLP_CHUNKS)),
         (asked.fp8_weights, no(what.FP8_WEIGHTS)),
         (asked.flex, no(what.FLEX)),
+        # A traced step gets a scale with which none overflows (``mcore/loss_scale.py``).
+        (not single and asked.scales_loss, no(what.OVERFLOW)),
         (asked.masks_ends and seen.masks_loss is False, no(what.LOSS_MASK)),
         (asked.resets_positions and seen.restarts_positions is False, no(what.POSITION_RESET)),
         (asked.resets_attention and seen.hides_documents is False, no(what.ATTENTION_RESET)),

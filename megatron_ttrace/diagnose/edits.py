@@ -53,13 +53,15 @@ def _around(function: ChangedFunction, verdict: Judged) -> int:
     return max(map(len, modules), default=0)
 
 
-def elsewhere(changed: Iterable[ChangedFunction], code: Code) -> list[Place]:
-    """One of a few changes that ran in the traced steps."""
+def elsewhere(
+    changed: Iterable[ChangedFunction], code: Code, *, is_loaded: bool = False
+) -> list[Place]:
+    """One of a few changes that ran in the traced steps, or also before, for what was loaded."""
     ran = [
         (function, number)
         for function in changed
         for number in code.changed(function)
-        if not {*function.phases} <= _BEFORE
+        if is_loaded or not {*function.phases} <= _BEFORE
     ]
     places = [
         Place(function.file, function.line or code.functions[number].line, name, function.clue)

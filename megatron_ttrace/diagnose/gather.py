@@ -162,6 +162,8 @@ class Traces:
                 and other.kind in _SAME_SORT.get(key.kind, (key.kind,))
                 and self.reference.entry(other).shape == shape
                 and primary(other) != primary(key)
+                # A main weight that equals its weight was rounded.
+                and (other.name != key.name or key.kind is not Kind.LOADED)
             ):
                 near.setdefault(primary(other), []).append(other)
 

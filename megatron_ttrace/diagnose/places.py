@@ -127,7 +127,7 @@ class Places:
             places = [place, *places[: MOST - 1]]
         if not any(place.clue in OF_USER for place in places):
             # The user knows best what a change far away may have done.
-            last = elsewhere(self._changed, self._code)
+            last = elsewhere(self._changed, self._code, is_loaded=is_loaded)
             places = [*places[: MOST - len(last)], *last]
         why = dataclasses.replace(diagnosis.why, places=tuple(places))
         return dataclasses.replace(diagnosis, why=why)

@@ -220,7 +220,7 @@ def _culprit(page: _Page, culprit: Culprit) -> None:
         page.field("error", text)
     page.field("reason", clean(culprit.reason, NOTE_LIMIT) or "-")
     for label, text in wording.cause_pairs(culprit):
-        page.field(label, text)
+        (page.whole if label in wording.PLACES else page.field)(label, text)
 
 
 def _counts(page: _Page, summary: Summary, verdicts: Sequence[Verdict]) -> None:

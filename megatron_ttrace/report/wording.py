@@ -314,6 +314,10 @@ def reason_text(reason: Reason | None) -> str:
     return "no reason recorded" if reason is None else _REASONS.get(reason, reason.value)
 
 
+PLACES = ("look at", "or at")
+"""Labels of places in files."""
+
+
 def cause_pairs(culprit: Culprit, most: int = 3) -> list[tuple[str, str]]:
     """What was tested, what it suggests, at most so many places to look at; all labelled.
 
@@ -324,9 +328,9 @@ def cause_pairs(culprit: Culprit, most: int = 3) -> list[tuple[str, str]]:
         ("hint", culprit.hint),
         ("observed", culprit.collectives),
     ]
-    texts += [("look at", culprit.where)] if not culprit.places else []
+    texts += [(PLACES[0], culprit.where)] if not culprit.places else []
     for number, place in enumerate(culprit.places[:most]):
-        texts.append(("or at" if number else "look at", f"{place}: {_CLUES[place.clue]}"))
+        texts.append((PLACES[number > 0], f"{place}: {_CLUES[place.clue]}"))
     return [(label, clean(text, NOTE_LIMIT)) for label, text in texts if text]
 
 

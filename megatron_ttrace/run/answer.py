@@ -190,6 +190,7 @@ def requested(args: Any, chunks: Sequence[Any]) -> Requested:
         dropout=quiet.has_dropout(args),
         random_routing=quiet.has_random_routing(args),
         mlp_chunks=quiet.has_mlp_chunks(args),
+        scales_loss=bool(getattr(args, "fp16", False)),
         fp8_weights=bool(getattr(args, "fp8_param_gather", False)) and te.emulated(),
         flex=lost("moe_token_dispatcher_type"),
         clip=float(args.clip_grad or 0.0),

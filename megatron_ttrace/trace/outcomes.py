@@ -61,6 +61,7 @@ class Unexercised(StrEnum):
     MLP_CHUNKS = "mlp_chunks"
     FP8_WEIGHTS = "fp8_weights"
     FLEX = "flex"
+    OVERFLOW = "overflow"
     LOSS_MASK = "loss_mask"
     POSITION_RESET = "position_reset"
     ATTENTION_RESET = "attention_reset"

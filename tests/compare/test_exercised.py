@@ -80,6 +80,7 @@ WHAT = Unexercised
         ({"dropout": True}, {}, DP2, WHAT.DROPOUT, ()),
         ({"random_routing": True}, {}, DP2, WHAT.RANDOM_ROUTING, ()),
         ({"mlp_chunks": True}, {}, DP2, WHAT.MLP_CHUNKS, ()),
+        ({"scales_loss": True}, {}, DP2, WHAT.OVERFLOW, ()),
         ({"fp8_weights": True}, {}, DP2, WHAT.FP8_WEIGHTS, ()),
         ({"flex": True}, {}, DP2, WHAT.FLEX, ()),
         ({}, {"masks_loss": False}, DP2, WHAT.LOSS_MASK, ()),

@@ -63,6 +63,8 @@ def test_a_change_that_ran_elsewhere() -> None:
     place = Place("m.py", 8, "log", Clue.REPLACES)
     assert edits.elsewhere(functions, code) == [place]
     assert edits.elsewhere([changed("set_seed", C)], code) == []
+    (early,) = edits.elsewhere([changed("set_seed", C)], code, is_loaded=True)
+    assert early.function == "set_seed"
     assert edits.elsewhere([*functions, *functions], code) == []
 
 
