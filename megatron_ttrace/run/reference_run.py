@@ -185,12 +185,6 @@ class ReferenceSession:
         ranks = mesh.size("dp")
         return range(mesh.at("dp"), microbatches * ranks, ranks)
 
-    def _start_at(self, block: Block, **how: Any) -> None:
-        """Equal start with the block's learning rate: a candidate has trained up to it."""
-        skipped = (block.first - 1) * block.microbatches * self.model.mesh.size("dp")
-        self.rehearsal.advance(skipped * self.args.micro_batch_size)
-        self.rehearsal.equal_start(**how)
-
     def _started(self, served: Served) -> Callable[[], None]:
         """Save the start of some steps; returns what puts it back."""
         restore = self.rehearsal.saved()
@@ -211,7 +205,7 @@ class ReferenceSession:
         blocks = self._blocks(iterator, count, run)
         block = next(block for block in blocks if at in block.iterations)
         with self.rehearsal.steps(restore=True):
-            self._start_at(block)
+            self.rehearsal.equal_start()
             self.rehearsal.serve(block.served)
             if scale := reference.reference.loss_scales.get(str(block.first)):
                 loss_scale.put(self.model.optimizer, scale)
@@ -256,7 +250,7 @@ class ReferenceSession:
     def _begin_block(self, block: Block) -> None:
         """Set the start values; on a CPU a candidate reads those of moments."""
         moments: dict[str, torch.Tensor] = {}
-        self._start_at(block, keep=moments.__setitem__)
+        self.rehearsal.equal_start(keep=moments.__setitem__)
         if self.rehearsal.device.type == "cpu" and block.first == self.settings.iterations[0]:
             write_moments(self._directory, moments)
 

@@ -183,10 +183,6 @@ class Rehearsal:
         self._copies = Copies()
         self._kept = ExitStack()
 
-    def advance(self, samples: int) -> None:
-        """Move the schedule on, as ``samples`` of training do."""
-        self._scheduler.step(increment=samples)
-
     def afterwards(self, work: Callable[..., Any], *args: Any) -> None:
         """Within :meth:`steps`: call ``work`` before the state is restored."""
         self._kept.callback(work, *args)
