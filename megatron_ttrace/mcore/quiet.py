@@ -2,7 +2,7 @@
 """What is switched off or restored for a rehearsal: random choices, reruns, metrics."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -34,8 +34,13 @@ class Off(float):
 
 
 def has_dropout(args: MegatronArguments) -> bool:
-    """Whether this run uses dropout."""
+    """Whether this run asks for dropout."""
     return bool(args.hidden_dropout or args.attention_dropout)
+
+
+def drop_anyway(args: MegatronArguments, chunks: Iterable[torch.nn.Module]) -> bool:
+    """Whether modules of a fork have dropout that the arguments do not ask for."""
+    return not has_dropout(args) and any(True for _ in _dropping(chunks))
 
 
 def has_random_routing(args: MegatronArguments) -> bool:
@@ -73,13 +78,16 @@ def without_dropout(
     modules of ``torch.nn``, and TransformerEngine keeps ``attention_dropout``. With an
     :class:`Off`, calls can be followed; kernels on a GPU are compiled for plain numbers.
     """
-    return replaced(
-        (module, name, off)
-        for chunk in chunks
-        for module in chunk.modules()
-        for name in _names(module)
-        if isinstance(value := getattr(module, name, None), float) and value > 0
-    )
+    return replaced((module, name, off) for module, name in _dropping(chunks))
+
+
+def _dropping(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Modules with dropout, each with the name of its probability."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            for name in _names(module):
+                if isinstance(value := getattr(module, name, None), float) and value > 0:
+                    yield module, name
 
 
 def drops(module: torch.nn.Module) -> bool:

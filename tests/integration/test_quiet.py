@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must be still during a rehearsal."""
 
+import argparse
+
 import pytest
 
 from megatron_ttrace.mcore import quiet
@@ -84,7 +86,6 @@ def test_named_random_states_are_put_back(monkeypatch, graphable):
 
 def test_random_routing_and_chunks_are_off_and_put_back():
     """All options with which a router draws random numbers; MLPs run in one piece."""
-    import argparse
 
     import torch
 
@@ -133,3 +134,14 @@ def test_each_kind_of_dropout_is_off(kind):
         assert torch.equal(module(values), values)
         assert torch.equal(torch.get_rng_state(), state)
     assert module.p == 0.5
+
+
+@pytest.mark.parametrize(
+    ("asked", "own", "expected"), [(0.0, 0.1, True), (0.1, 0.1, False), (0.0, 0.0, False)]
+)
+def test_dropout_that_no_argument_asks_for(asked, own, expected):
+    """A fork's own, or that of adapters: a notice says that it is off."""
+    import torch
+
+    args = argparse.Namespace(hidden_dropout=asked, attention_dropout=0.0)
+    assert quiet.drop_anyway(args, [torch.nn.Sequential(torch.nn.Dropout(own))]) is expected
