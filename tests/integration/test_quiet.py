@@ -86,7 +86,6 @@ def test_named_random_states_are_put_back(monkeypatch, graphable):
 
 def test_random_routing_and_chunks_are_off_and_put_back():
     """All options with which a router draws random numbers; MLPs run in one piece."""
-
     import torch
 
     config = argparse.Namespace(
