@@ -428,9 +428,9 @@ class CollectiveTap:
 def _site(operation: Operation) -> tuple[CodeType | None, int, Phase | None, bool]:
     """Code and line that call a collective, the part of the step that they tell, and nesting.
 
-    The code is the innermost frame of Megatron on this side of autograd's engine; without one, of
-    other code. Frames outside of the innermost module's call tell no part of the step: the data
-    parallel wrapper is one of them.
+    The code is the innermost frame of Megatron or of the training script on this side of autograd's
+    engine; without one, of other code. Frames outside of the innermost module's call tell no part
+    of the step: the data parallel wrapper is one of them.
     """
     frame = sys._getframe(1)
     code: CodeType | None = None
@@ -444,7 +444,7 @@ def _site(operation: Operation) -> tuple[CodeType | None, int, Phase | None, boo
             break
         if sources.in_torch(file):
             outside = outside or own.co_name == "_call_impl"
-        elif sources.in_megatron(file):
+        elif sources.in_megatron(file) or sources.of_script(file):
             if code is None:
                 code, line = own, frame.f_lineno
             if not outside:

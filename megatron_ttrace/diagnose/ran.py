@@ -22,13 +22,15 @@ from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Executi
 from megatron_ttrace.trace.findings import FACTORS, Cause, Finding
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.modules import module_of
-from megatron_ttrace.trace.records import Culprit, Direction
+from megatron_ttrace.trace.records import Culprit, Direction, Kind
 
 _PHASES = {
     Direction.FORWARD: Phase.FORWARD,
     Direction.BACKWARD: Phase.BACKWARD,
     Direction.GRADIENT: Phase.GRADIENTS,
 }
+_OUTSIDE = (Kind.INPUT, Kind.LOSS)
+"""What was made before its module ran, or outside of modules."""
 _REDUCED = (Cause.PARTIAL, *FACTORS)
 """Causes that concern a reduction over the axes of the finding."""
 
@@ -39,7 +41,7 @@ def cite(verdict: Judged, finding: Finding | None, ledger: Ledger) -> Citation |
     ``None`` if none are recorded, the tensor comes from no module's computation, or the module may
     communicate unseen.
     """
-    phase = _PHASES.get(verdict.direction)
+    phase = None if verdict.kind in _OUTSIDE else _PHASES.get(verdict.direction)
     if phase is None or not ledger.recorded or not ledger.collectives:
         return None
     axes, step = _axes(finding), (ledger, verdict, phase)

@@ -217,6 +217,10 @@ class Suspects:
 
     def _output(self) -> None:
         self._ran(self.module, _F, 1.0)
+        # Forward hooks of the script run when the module has ended.
+        around_it = self._code.at.get((pattern(self._container()), _F), ())
+        functions = self._code.functions
+        self._take((n for n in around_it if functions[n].part is Phase.SCRIPT), _DEEPER)
         if self._constructor(self.module) is not None:
             self._built(self.module, 0.5)
         else:

@@ -93,6 +93,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "Linear.forward.<genexpr>": {"size": 300},
     "divide_batch": {"size": 200},
     "get_batch": {"part": Phase.SCRIPT, "size": 200},
+    "hook": {"part": Phase.SCRIPT, "size": 200},
     "loss_func": {"part": Phase.SCRIPT, "size": 200},
     "divide_parameters": {"part": U, "marks": ("is_embedding_parameter",), "size": 400},
 }
@@ -124,7 +125,7 @@ _CALLS = [
     *[("Tracker.aggregate", "report", "", Phase.OTHER), ("Tracker.record", "attach", MODEL, F)],
     ("attach", "", MODEL, F),
     *[("Layer.forward", "", LAYER, F), ("Layer.__call__", "Layer.forward", LAYER, F)],
-    ("Linear.forward", "Layer.__call__", LINEAR, F),
+    *[("Linear.forward", "Layer.__call__", LINEAR, F), ("hook", "Layer.forward", LAYER, F)],
     ("scale_loss", "run", "", U),
     *[("all_to_all_heads", "gather", LINEAR, B), ("copy_grads", "step", "", U)],
     *[("sync_params", "finalize", "", G), ("apply_aux_loss", "", MODEL, F)],

@@ -166,6 +166,13 @@ def test_cited(
     assert cite(verdict, finding, ledger) == expected
 
 
+@pytest.mark.parametrize(("kind", "name"), [(Kind.INPUT, "model"), (Kind.LOSS, "lm loss")])
+def test_what_was_made_outside_of_modules(kind: Kind, name: str) -> None:
+    """What ran in the model's forward pass had no part in it."""
+    ledger = of(ran("model", Phase.FORWARD))
+    assert cite(failed(kind, name), None, ledger) is None
+
+
 @pytest.mark.parametrize(
     ("name", "direction", "modules", "phases", "expected"),
     [

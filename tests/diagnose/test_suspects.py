@@ -71,7 +71,7 @@ def test_what_a_module_is_given(kind: Kind, name: str, outcome: Outcome) -> None
 @pytest.mark.parametrize(
     ("kind", "name", "suspected", "others"),
     [
-        (Kind.OUTPUT, LINEAR, "Linear.forward reduce Product.forward", "Norm.forward run"),
+        (Kind.OUTPUT, LINEAR, "Linear.forward reduce Product.forward hook", "Norm.forward run"),
         (Kind.GRAD_INPUT, LINEAR, "Product.backward reduce Product.forward run", "Norm.forward"),
         (Kind.GRAD_OUTPUT, ROOT, "run scale_loss", "step"),
         (Kind.MAIN_GRAD, f"{LINEAR}.weight", "finalize sync_grads reduce_norms run", "step"),
