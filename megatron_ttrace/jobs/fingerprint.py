@@ -25,6 +25,7 @@ from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
+from megatron_ttrace.mcore.options.roles import ROLES
 
 FIM_BY_SAMPLE = "fim_by_sample"
 """Whether samples are rearranged by their index (:mod:`megatron_ttrace.mcore.samples`)."""
@@ -39,10 +40,11 @@ _TOLD = "told"
 """The part of an identity that is reported but not compared."""
 _HARMLESS_PREFIXES = tuple(
     """
-    ttrace log_ tensorboard_ wandb_ save exit_ eval_ timing_ distributed_ profile inprocess_
+    log_ tensorboard_ wandb_ save exit_ eval_ timing_ distributed_ profile inprocess_
     ckpt_ dist_ckpt_ non_persistent_ straggler_ one_logger ft_
     """.split()
 )
+"""Of options of Megatron's: a fork's may mean anything."""
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 _LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
 """What is computed only if it is logged is compared if it is."""
@@ -69,10 +71,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
     arguments = {
         name: disclosure.identity(_plain(value), allowed=name in _DERIVED or is_shown(name))
         for name, value in sorted(derived.items())
-        if name not in _HARMLESS
-        and (name in _LOGGED or not name.startswith(_HARMLESS_PREFIXES))
-        and name not in SINGLE_DEVICE
-        and name not in QUIET
+        if not _is_harmless(name) and name not in SINGLE_DEVICE and name not in QUIET
     }
     return {
         "arguments": arguments,
@@ -93,6 +92,14 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
         "versions": provenance.installed(),
         _TOLD: {"megatron": str(_folder_of("megatron.core").parent)},
     }
+
+
+def _is_harmless(name: str) -> bool:
+    """Whether no number depends on an attribute of Megatron's arguments."""
+    if name in _LOGGED:
+        return False
+    known = name in ROLES and name.startswith(_HARMLESS_PREFIXES)
+    return known or name in _HARMLESS or name.startswith("ttrace")
 
 
 def code(script: Path) -> dict[str, str]:

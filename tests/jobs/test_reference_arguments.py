@@ -151,6 +151,8 @@ def test_layouts_share_a_reference(changed):
         {"micro_batch_size": 1},
         {"tensor_model_parallel_size": 4},
         {"something_new": 1},
+        {"log_probability_scale": 2.0},
+        {"saved_activations_dtype": "fp8"},
     ],
 )
 def test_what_changes_numbers_needs_another_reference(changed):
