@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs import inputs, provenance
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.disclosure import is_shown
@@ -188,13 +188,12 @@ def _device() -> str:
 def _data(args: MegatronArguments) -> dict[str, Any]:
     """Sizes and modification times of the data files, whose content is too large to read."""
     stamps: dict[str, Any] = {}
-    for name in ("data_path", "train_data_path"):
-        for word in getattr(args, name, None) or []:
-            for suffix in ("", ".bin", ".idx"):
-                path = Path(f"{word}{suffix}")
-                if path.is_file():
-                    stat = path.stat()
-                    stamps[str(path)] = [stat.st_size, stat.st_mtime_ns]
+    for path in inputs.of_data(args):
+        # The tokenizers of transformers are folders.
+        for file in sorted(path.glob("*")) if path.is_dir() else [path]:
+            if file.is_file():
+                stat = file.stat()
+                stamps[str(file)] = [stat.st_size, stat.st_mtime_ns]
     return stamps
 
 

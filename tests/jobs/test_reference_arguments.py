@@ -178,6 +178,34 @@ def test_changed_data_is_other_data(tmp_path):
     assert digest(data_path=[str(prefix)]) != before
 
 
+@pytest.mark.parametrize("option", ["data_args_path", "per_split_data_args_path"])
+def test_a_changed_list_of_data_is_other_data(tmp_path, option):
+    """The list, and what it names."""
+    prefix, blend = tmp_path / "corpus", tmp_path / "blend"
+    is_list = option == "data_args_path"
+    text = f"1 {prefix}" if is_list else json.dumps({"train": ["1", str(prefix)], "test": None})
+    blend.write_text(text)
+    prefix.with_suffix(".bin").write_bytes(b"12")
+    digests = {digest(**{option: str(blend)})}
+    prefix.with_suffix(".bin").write_bytes(b"123")
+    digests.add(digest(**{option: str(blend)}))
+    blend.write_text(f"{text} ")
+    digests.add(digest(**{option: str(blend)}))
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize("option", ["tokenizer_model", "vocab_file", "merge_file"])
+def test_a_changed_tokenizer_gives_other_tokens(tmp_path, option):
+    """A file, or a folder with files."""
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    file.parent.mkdir()
+    for path in (file, file.parent):
+        file.write_text("{}")
+        before = digest(**{option: str(path)})
+        file.write_text("{ }")
+        assert digest(**{option: str(path)}) != before
+
+
 def test_differences_in_words():
     """The message says how a reference of another run differs."""
     ours = fingerprint.identity(candidate(), SETTINGS)
