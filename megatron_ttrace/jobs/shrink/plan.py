@@ -106,7 +106,8 @@ def of_flags(command: Command, most: int) -> Plan:
     if not any(small.spread() == spread for small in smalls):
         names = ", ".join(spread)
         lost.append(f"all axes in one job ({names}): {len(smalls)} jobs have all pairs of them")
-    if large.pp > 2 and smalls[0].pp == 2:
+    together = max(small.pp for small in smalls if small.spread() != ("pp",) or len(smalls) == 1)
+    if large.pp > 2 and together == 2:
         alone = "one job has them alone" if smalls[-1].pp > 2 else f"{most} ranks are too few"
         lost.append(f"middle stages of the pipeline with the other axes: {alone}")
     why = "2 per axis" + (", 3 pipeline stages" if smalls[0].pp == 3 else "")

@@ -128,6 +128,13 @@ def test_several_jobs():
         assert CommandFlags.parse(job.arguments).has("sequence_parallel") == (job.axes.tp > 1)
 
 
+def test_several_jobs_of_which_the_first_has_no_pipeline():
+    text = f"{LARGE} --pipeline-model-parallel-size 4 --num-experts 64"
+    small = shrunk(f"{text} --expert-model-parallel-size 8", ranks=128, most=4)
+    assert [job.axes.pp for job in small.jobs] == [1, 2, 2, 3]
+    assert "middle stages" in small.lost[-1]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
