@@ -6,6 +6,7 @@ and wrappers before them, or one text with all of it on several lines. Nothing i
 read: a shell script is recognised, and ``jobs/commands/shell_script.py`` reads it.
 """
 
+import copy
 import dataclasses
 import os
 import re
@@ -96,11 +97,15 @@ class ShellScript:
 
 @dataclasses.dataclass
 class _Context:
-    """What the words before the script set; ``uncounted``: see :class:`Command`."""
+    """What the words before the script set; ``uncounted``: see :class:`Command`.
+
+    ``inherited``: variables that a shell within has.
+    """
 
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     tasks: dict[str, int] = dataclasses.field(default_factory=dict)
     uncounted: str = ""
+    inherited: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def processes(self) -> int | None:
@@ -123,16 +128,16 @@ def parse(
     Args:
         words: the command as a shell splits it, or one word with the whole text. A line of a text
             that begins with ``-`` continues the command.
-        environment: values of variables that a text mentions.
+        environment: values of variables that a text, or one after ``bash -c``, mentions.
         tasks: what a launcher around the command starts: "tasks" in all, "per node", "nodes".
 
     Raises:
         NoScriptError: when there is no training script in it.
         TTraceError: when a part of it is not understood.
     """
-    context = _Context(tasks=dict(tasks or {}))
+    context = _Context(tasks=dict(tasks or {}), inherited=dict(environment or {}))
     if len(words) == 1 and re.search(r"\s", words[0].strip()):
-        command = _text(words[0], context, environment or {})
+        command = _text(words[0], context)
     else:
         command = _words(list(words), context)
     if command is None:
@@ -149,16 +154,14 @@ def is_launcher(word: str) -> bool:
     return name in known or bool(_PYTHON.fullmatch(name))
 
 
-def _text(
-    text: str, context: _Context, environment: Mapping[str, str]
-) -> Command | ShellScript | None:
+def _text(text: str, context: _Context) -> Command | ShellScript | None:
     """The one command of a text, after assignments.
 
     Other commands are refused, and parts that only a shell could evaluate.
     """
     command = None
     for statement in shell_text.statements(text):
-        words = shell_text.words(statement, {**environment, **context.environment})
+        words = shell_text.words(statement, {**context.inherited, **context.environment})
         before = words
         while before and (before[0] == "export" or _ASSIGNMENT.fullmatch(before[0])):
             before = before[1:]
@@ -180,26 +183,43 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
     """The text after ``bash -c``: the one of its statements that has a training script.
 
     Refused are a line that begins with ``-``, which is a different command for a shell, several
-    statements that have one, and arguments that only a shell could evaluate.
+    statements that have one, and what the training is given that only a shell could evaluate.
     """
     training: Command | ShellScript | None = None
+    unset: dict[str, None] = {}
     for statement in shell_text.statements(text, lines=True):
-        words = shell_text.words(statement, context.environment, strict=False)
+        known = {**context.inherited, **context.environment}
+        words = shell_text.words(statement, known, strict=False)
         if words[0].startswith("-"):
             raise TTraceError(
                 f"in the text after -c, a line that begins with {_quoted(words[:1])} is a new "
                 "command: end the line before it with a backslash"
             )
-        command = _words(words, context)
-        if command is None:
+        if words[0] == "unset":
+            unset |= dict.fromkeys(word for word in words[1:] if not word.startswith("-"))
+            kept = {k: v for k, v in context.environment.items() if k not in unset}
+            context = dataclasses.replace(context, environment=kept)
             continue
-        needed = (command.script, *command.arguments) if isinstance(command, Command) else ()
-        if training or words[0] in _KEYWORDS or any(UNKNOWN in word for word in needed):
+        tried = copy.deepcopy(context)
+        command = _words(words, tried)
+        if command is None:
+            # What is assigned before another command is only for that one.
+            if words[0] == "export" or all(map(_ASSIGNMENT.fullmatch, words)):
+                context = tried
+            continue
+        if isinstance(command, ShellScript):
+            needed, is_known = command.words, not unset
+        else:
+            needed, is_known = (command.script, *command.arguments), True
+        is_known &= not any(UNKNOWN in word for word in needed)
+        if training or words[0] in _KEYWORDS or not is_known:
             raise TTraceError(
                 f"only a shell can evaluate {_quoted(words)} in the text after -c: "
                 f"give the training command itself, e.g. {EXAMPLE}"
             )
-        training = _without_marks(command)
+        training = _known(command)
+    if isinstance(training, Command) and unset:
+        return dataclasses.replace(training, unset=tuple(unset))
     return training
 
 
@@ -209,15 +229,25 @@ def _quoted(words: Sequence[str]) -> str:
     return ascii(" ".join(shown)[:60])
 
 
-def _without_marks(command: Command | ShellScript) -> Command | ShellScript:
-    variables = {k: v.replace(UNKNOWN, "") for k, v in command.environment.items()}
+def _known(command: Command | ShellScript) -> Command | ShellScript:
+    """Without the variables that only a shell could evaluate; refused if numbers may depend on one.
+
+    Most are about machines and ports.
+    """
+    variables = {k: v for k, v in command.environment.items() if UNKNOWN not in v}
+    for name in command.environment.keys() - variables.keys():
+        if name.startswith(_NUMERIC):
+            raise TTraceError(
+                f"only a shell can evaluate {name} in the text after -c: assign it before ttrace"
+            )
     if isinstance(command, ShellScript):
-        words = tuple(word.replace(UNKNOWN, "") for word in command.words)
-        return dataclasses.replace(command, words=words, environment=variables)
+        return dataclasses.replace(command, environment=variables)
     uncounted = command.uncounted.replace(UNKNOWN, "")
     return dataclasses.replace(command, environment=variables, uncounted=uncounted)
 
 
+_NUMERIC = ("CUBLAS", "NVTE", "PYTHON", "PYTORCH", "TORCH")
+"""Prefixes of variables that decide which code runs."""
 _KEYWORDS = frozenset("! ( [[ case do elif else for function if select then until while {".split())
 
 

@@ -318,7 +318,9 @@ class _Reading:
         if path.parent.name != "shims" and _interpreter(path) in ("bash", *_SHELLS):
             return f'exec bash {shlex.quote(request.path)} "$@"'
         try:
-            command = command_line.parse(words, tasks=_tasks(request.environment))
+            command = command_line.parse(
+                words, request.environment, tasks=_tasks(request.environment)
+            )
         except TTraceError:
             command = None
         if isinstance(command, ShellScript):
@@ -334,7 +336,7 @@ class _Reading:
         if nothing better comes.
         """
         try:
-            command = command_line.parse(words, tasks=_tasks(variables))
+            command = command_line.parse(words, variables, tasks=_tasks(variables))
         except command_line.NoScriptError:
             return False
         except TTraceError as error:
@@ -358,8 +360,12 @@ class _Reading:
         unset = tuple(
             name for name in os.environ if name.startswith(_VARIABLES) and name not in variables
         )
+        for name in command.unset:
+            assigned.pop(name, None)
         return dataclasses.replace(
-            command, environment={**assigned, **command.environment}, unset=unset
+            command,
+            environment={**assigned, **command.environment},
+            unset=(*unset, *command.unset),
         )
 
     def _recorded(self, request: Request, words: list[str], name: str) -> str:

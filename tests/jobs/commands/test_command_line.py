@@ -300,7 +300,21 @@ def test_a_shell_in_which_other_commands_are_unknown():
     """Only what the training is given matters."""
     text = "cd ~/m && echo $(date) {a,b} > \"$LOG\"; A=$B torchrun --node-rank $N x.py --a '$X'"
     command = parse(["bash", "-c", text])
-    assert command == Command("x.py", ("--a", "$X"), {"A": "$B"}, 1, 1)
+    assert command == Command("x.py", ("--a", "$X"), {}, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "unset"),
+    [
+        ("export PYTHONPATH=/m:$PYTHONPATH A=$(b); python x.py", {"PYTHONPATH": "/m:/theirs"}, ()),
+        ("export A=1; B=2 ls; C=3 python x.py", {"A": "1", "C": "3"}, ()),
+        ("A=1; unset -v A B; export B=2; python x.py", {"B": "2"}, ("A", "B")),
+    ],
+)
+def test_variables_of_a_shell_within(text, environment, unset):
+    """It inherits them, and gives none of another command's to the training."""
+    command = parse(["bash", "-c", text], {"PYTHONPATH": "/theirs"})
+    assert command == Command("x.py", (), environment, None, 1, unset)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +393,8 @@ def test_any_words(words):
         (["bash", "-c", "torchrun x.py $(cat job.txt)"], "only a shell can evaluate"),
         (["bash", "-c", "torchrun x.py -a ${A:-1}"], "only a shell can evaluate"),
         (["bash", "-c", "torchrun x.py -a {1,2}"], "only a shell can evaluate"),
+        (["bash", "-c", "export NVTE_A=$(b); python x.py"], "only a shell can evaluate NVTE_A"),
+        (["bash", "-c", "./train.sh $A"], "only a shell can evaluate"),
     ],
 )
 def test_refusals(words, message):
