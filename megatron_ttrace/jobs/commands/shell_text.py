@@ -26,8 +26,11 @@ _TOKEN = re.compile(
 )
 """One piece of a shell's text. A word is pieces without a gap."""
 
-type Word = list[tuple[str, bool]]
-"""Pieces of a word, and whether variables within are replaced."""
+type Word = list[tuple[str, str]]
+"""Pieces of a word, each with what it is in :data:`_TOKEN`.
+
+Variables are replaced in ``plain`` ones, where their values are several words, and ``double`` ones.
+"""
 
 
 def statements(text: str, *, lines: bool = False) -> Iterator[list[Word]]:
@@ -70,16 +73,16 @@ def _tokens(text: str, *, lines: bool) -> list[Word | None]:
                 f"{match[kind]!a}, character {at} of the command, is shell syntax that is not "
                 "supported here: write what it stands for"
             )
-        pieces = [(match[kind], kind in ("double", "plain"))]
+        pieces = [(match[kind], kind)]
         if kind == "strange":
-            pieces = [(f"{UNKNOWN}{match[kind]}", False)]
+            pieces = [(f"{UNKNOWN}{match[kind]}", kind)]
         elif kind == "home":
-            pieces = [("$HOME", True)]
+            pieces = [("$HOME", "double")]
         if kind == "double":
             parts = re.split(r'(\\["\\$`\n])', match[kind])
             # Every second part is escaped.
             pieces = [
-                (part[1:].strip("\n") if number % 2 else part, not number % 2)
+                (part[1:].strip("\n"), "escaped") if number % 2 else (part, kind)
                 for number, part in enumerate(parts)
             ]
         word = [*(word or []), *pieces]
@@ -88,12 +91,22 @@ def _tokens(text: str, *, lines: bool) -> list[Word | None]:
 
 def words(statement: list[Word], known: Mapping[str, str], *, strict: bool = True) -> list[str]:
     """The words of a statement, with the values of variables. Raises as :func:`expand`."""
-    return [
-        "".join(expand(part, known, strict=strict) if live else part for part, live in word)
-        for word in statement
-    ]
+    found: list[str] = []
+    assigns = True
+    for word in statement:
+        assigns &= word == [("export", "plain")] or bool(_ASSIGNED.match(word[0][0]))
+        texts, is_empty = [""], True
+        for part, kind in word:
+            text = expand(part, known, strict=strict) if kind in ("plain", "double") else part
+            splits = kind == "plain" and not assigns
+            first, *more = re.split(r"[ \t\n]+", text) if splits else [text]
+            texts = [*texts[:-1], texts[-1] + first, *more]
+            is_empty &= splits
+        found += list(filter(None, texts)) or ([] if is_empty else [""])
+    return found
 
 
+_ASSIGNED = re.compile(r"[A-Za-z_]\w*=")
 _EXPANSION = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*)|[({@*#?0-9!$-])|`")
 
 

@@ -334,6 +334,24 @@ def test_a_shell_within(words, expected):
     assert parse(words) == expected
 
 
+@pytest.mark.parametrize("text", ["{}", "bash -c '{}'"])
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("$MORE -b", ("-c", "1", "-b")),
+        ('"$MORE" -b', (" -c 1 ", "-b")),
+        ("x$MORE$MORE$NONE", ("x", "-c", "1", "-c", "1")),
+        ('$NONE -b "$NONE"', ("-b", "")),
+        ("-b $NONE", ("-b",)),
+    ],
+)
+def test_variables_with_several_words(text, words, expected):
+    """As a shell splits them, unless they are quoted."""
+    environment = {"MORE": " -c 1 ", "NONE": ""}
+    command = parse([text.format(f"A=$MORE python x.py {words}")], environment)
+    assert command == Command("x.py", expected, {"A": " -c 1 "})
+
+
 @pytest.mark.parametrize("words", [["bash", "-x", "t.sh", "a"], ["./t.sh", "a"]])
 def test_a_shell_script(words):
     """Is recognised; what it starts only a shell knows."""
