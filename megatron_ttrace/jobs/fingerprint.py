@@ -12,7 +12,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +104,14 @@ def _is_harmless(name: str) -> bool:
 
 
 def code(script: Path) -> dict[str, str]:
-    """Digests of a script, of what lies beside it and is imported, of Megatron and of this package.
+    """Digests of a script, of what else it imported that is not installed, of Megatron and of us.
 
     Megatron is what this process has imported, or would import.
     """
     packages = dict.fromkeys((*scripts.MEGATRON, *scripts.imported()))
     return {
-        "script": _content([script], script.parent),
-        "modules beside the script": _content(_beside(script), script.resolve().parent),
+        "script": _content({script.name: script}),
+        "modules beside the script": _content(_beside(script)),
         "megatron_ttrace": _tree(Path(__file__).parents[1]),
         **{name: _tree(_folder_of(name)) for name in packages},
     }
@@ -197,14 +198,13 @@ def _data(args: MegatronArguments) -> dict[str, Any]:
     return stamps
 
 
-def _content(paths: Iterable[str | Path], root: Path) -> str:
-    """A hash of files and of their places below ``root``."""
+def _content(files: Mapping[str, Path]) -> str:
+    """A hash of files and of their names, which do not depend on where they are."""
     total = hashlib.sha256()
-    for path in filter(os.path.isfile, paths):
-        with open(path, "rb") as file:
-            content = file.read()
-        head = f"{os.path.relpath(path, root)}:{len(content)}:"
-        total.update(head.encode(errors="surrogateescape") + content)
+    for name, path in files.items():
+        if path.is_file():
+            content = path.read_bytes()
+            total.update(f"{name}:{len(content)}:".encode(errors="surrogateescape") + content)
     return total.hexdigest()[:16]
 
 
@@ -217,26 +217,40 @@ def _tree(folder: Path) -> str:
     """A hash of a package's Python files; Megatron's core has about 8 MB of them."""
     # Not ``rglob``, which takes five times as long.
     files = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in names)
-    return _content(sorted(file for file in files if file.endswith(".py")), folder)
+    python = sorted(file for file in files if file.endswith(".py"))
+    return _content({os.path.relpath(file, folder): Path(file) for file in python})
 
 
-def _beside(script: Path) -> list[Path]:
-    """Files of the modules that were imported from the script's folder, except Megatron's."""
-    folder = script.resolve().parent
-    # An environment is often in the script's folder; installed packages have versions.
-    foreign = [Path(sys.prefix).resolve(), *(_folder_of(name) for name in scripts.MEGATRON)]
-    roots = tuple(os.path.join(root, "") for root in foreign)
-    inside = os.path.join(folder, "")
+def _beside(script: Path) -> dict[str, Path]:
+    """Files of the modules that were imported from beside the script, or through PYTHONPATH.
+
+    Not Megatron's and ours, which count as a whole, nor installed packages, which have versions.
+    """
+    foreign = [
+        Path(__file__).parents[1],
+        *map(_folder_of, {*scripts.MEGATRON, *scripts.imported()}),
+    ]
+    foreign += [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
+    roots = tuple(os.path.join(os.path.realpath(root), "") for root in foreign)
     real = functools.cache(os.path.realpath)
-    files = set()
-    for module in list(sys.modules.values()):
+    folders = [script.resolve().parent, *filter(None, sys.path)]
+    inside = tuple(os.path.join(real(folder), "") for folder in folders)
+    files = {}
+    for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
         # Thousands of modules lie in few folders: only a link needs a look of its own.
-        home, name = os.path.split(file)
-        path = os.path.join(real(home), name)
+        home, base = os.path.split(file)
+        path = os.path.join(real(home), base)
         path = os.path.realpath(path) if os.path.islink(path) else path
-        if path.startswith(inside) and not path.startswith(roots):
-            files.add(Path(path))
-    return sorted(files - {script.resolve()})
+        if (
+            path.startswith(inside)
+            and not path.startswith(roots)
+            and not any(part in path for part in _INSTALLED)
+        ):
+            files[name] = Path(path)
+    return {name: path for name, path in sorted(files.items()) if path != script.resolve()}
+
+
+_INSTALLED = ("/site-packages/", "/dist-packages/")

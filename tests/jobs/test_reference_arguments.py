@@ -245,7 +245,28 @@ def test_modules_beside_the_script(tmp_path, monkeypatch):
         module.__file__ = str(path)
         monkeypatch.setitem(sys.modules, f"made_up_{number}", module)
     files = fingerprint._beside(folder / "train.py")
-    assert files == [folder / "deep.py", folder / "own.py"]
+    made_up = {name: file for name, file in files.items() if name.startswith("made_up")}
+    assert made_up == {"made_up_0": folder / "own.py", "made_up_2": folder / "deep.py"}
+
+
+@pytest.mark.parametrize(
+    ("home", "counts"),
+    [("fork", True), ("env/site-packages", False), ("cache", False)],
+)
+def test_modules_on_the_path(tmp_path, monkeypatch, home, counts):
+    """What a script imports through PYTHONPATH is its code, but not what is installed or made."""
+    file = tmp_path / home / "layers.py"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    module = types.ModuleType("layers")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, "layers", module)
+    path = [str(tmp_path / name) for name in ("fork", "env/site-packages")]
+    monkeypatch.setattr(sys, "path", [*path, *sys.path])
+    script = tmp_path / "job" / "train.py"
+    before = fingerprint.code(script)
+    file.write_text("changed = True")
+    assert (fingerprint.code(script) != before) == counts
 
 
 def test_an_identity_tells_functions_apart() -> None:
