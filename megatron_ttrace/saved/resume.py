@@ -206,15 +206,15 @@ class _Comparison:
             if how is How.INCOMPLETE or item[0] not in _ZERO_AT_FIRST or before.any():
                 self._differ(*item, how, blame)
             return
+        right = before.to(after.dtype)
         if after.shape != before.shape:
             rows = _common_rows(item[1], before, after)
             if rows is None:
                 self._differ(*item, How.SHAPE, blame)
                 return
+            right = torch.cat([right[:rows], after[rows:]])
             before, after = before[:rows], after[:rows]
-            wrong_ranks: list[int] = []
-        else:
-            wrong_ranks = loaded.conflicting(item, before.to(after.dtype))
+        wrong_ranks = loaded.conflicting(item, right)
         if not same(after, before):
             part = loaded.part(item, wrong_ranks[0]) if wrong_ranks else ""
             self._measured(item, before, after, blame, ranks=tuple(wrong_ranks), part=part)

@@ -51,11 +51,13 @@ def run(
     random: str = "a",
     drawn: str = " later",
     replicas: Tensors | None = None,
+    replicated: Point = Point.END,
+    name: str = NAME,
     **changes: object,
 ) -> Recorded:
-    """A run of which two ranks have half of each tensor; of replicas at the end, a row each.
+    """A run of which two ranks have half of each tensor; of replicas at one point, a row each.
 
-    ``drawn``: what the steps add to its random state.
+    ``drawn``: what the steps add to its random state. ``name``: of the parameter.
     """
     for point, tensors in points.items():
         folder = home / FOLDER / point
@@ -64,13 +66,13 @@ def run(
             for index, tensor in tensors.items():
                 half = len(tensor) // 2
                 local = tensor[rank * half : (rank + 1) * half]
-                key = TraceKey(2, STEP_LEVEL, Kind.LOADED, NAME, index)
+                key = TraceKey(2, STEP_LEVEL, Kind.LOADED, name, index)
                 box = Box((rank * half,), (half,), (0,))
                 writer.add(
                     Entry.of(key, local, logical_shape=tuple(tensor.shape), boxes=(box,)), local
                 )
-            for index, rows in (replicas or {}).items() if point is Point.END else ():
-                key = TraceKey(2, STEP_LEVEL, Kind.LOADED, NAME, index)
+            for index, rows in (replicas or {}).items() if point is replicated else ():
+                key = TraceKey(2, STEP_LEVEL, Kind.LOADED, name, index)
                 box = Box((0,), (rows.shape[1],), (0,))
                 shape = (rows.shape[1],)
                 writer.add(Entry.of(key, rows[rank], logical_shape=shape, boxes=(box,)), rows[rank])

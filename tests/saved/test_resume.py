@@ -278,3 +278,25 @@ def test_values_of_ranks_after_the_steps(tmp_path: Path) -> None:
         differences = compare(before, after, "").differences
         assert [(difference.how, difference.ranks) for difference in differences] == expected
         assert all(difference.blame is Blame.TRAINING for difference in differences)
+
+
+def test_copies_of_a_vocabulary_that_is_padded_otherwise(tmp_path: Path) -> None:
+    """A wrong copy on one rank is noticed although the shapes differ; padding is not compared."""
+    name = "embedding.word_embeddings.weight"
+    saved = {LoadedIndex.WEIGHT: torch.tensor([1.0, 2.0, 3.0, 4.0])}
+    points = {Point.SAVED: saved, Point.END: saved}
+    steps = [step(number) for number in range(1, 5)]
+    before = recordings.run(tmp_path / "before", points, steps, name=name)
+    right = [1.0, 2.0, 3.0, 4.0, 0.0, 0.0]
+    for copy, wrong in ((right, ()), ([1.0, 2.0, 9.0, 4.0, 0.0, 0.0], (1,))):
+        after = recordings.run(
+            tmp_path / f"after{len(wrong)}",
+            {Point.LOADED: {}, Point.END: saved},
+            [step(3), step(4)],
+            replicas={LoadedIndex.WEIGHT: torch.tensor([right, copy])},
+            replicated=Point.LOADED,
+            name=name,
+        )
+        answer = compare(before, after, "--make-vocab-size-divisible-by 6")
+        assert [d.ranks for d in answer.differences] == [wrong] * bool(wrong)
+        assert [d.how for d in answer.differences] == [How.CONFLICT] * bool(wrong)
