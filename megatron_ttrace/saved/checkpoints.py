@@ -18,13 +18,12 @@ import torch
 from megatron_ttrace.mcore.checkpoints.numbers import alike
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
 from megatron_ttrace.saved.huggingface.causes import Cause
-from megatron_ttrace.saved.recorded import same
+from megatron_ttrace.saved.recorded import VOCABULARY, same
 from megatron_ttrace.trace.codec import Record, Size
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.states import Item, State
 
 _STACK = re.compile(r"\blayers\.(?!\d)")
-_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _GROUP = re.compile(r"param_groups\[[^\]]*\]")
 _NAMED = 8
 
@@ -206,7 +205,7 @@ def _compared(item: Item, a: Stored, b: Stored) -> Tensor:
     notes = []
     if a.shape != b.shape:
         shapes = f"{list(a.shape)} and {list(b.shape)}"
-        padded = item.name.endswith(_VOCABULARY) and a.shape[1:] == b.shape[1:]
+        padded = item.name.endswith(VOCABULARY) and a.shape[1:] == b.shape[1:]
         if not padded:
             return Tensor(item.name, Same.SHAPE, note=shapes, state=state)
         notes.append(f"{shapes}: padded rows that only one has are not compared")

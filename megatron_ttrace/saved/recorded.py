@@ -19,6 +19,10 @@ from megatron_ttrace.trace.records import LoadedIndex
 from megatron_ttrace.trace.resumed import What
 from megatron_ttrace.trace.store import TraceReader
 
+VOCABULARY = ("word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+"""Ends of names of parameters with a row per token, the last ones padding that depends on the
+layout."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:

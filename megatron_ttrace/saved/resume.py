@@ -22,6 +22,7 @@ import torch
 
 from megatron_ttrace.compare.tolerance import BLIND
 from megatron_ttrace.saved.recorded import (
+    VOCABULARY,
     Moves,
     Recorded,
     State,
@@ -43,8 +44,6 @@ type Stored = Callable[[What, str], torch.Tensor | None]
 _OF_OPTIMIZER = (What.MAIN, What.EXP_AVG, What.EXP_AVG_SQ, What.OTHER)
 _ZERO_AT_FIRST = (What.EXP_AVG, What.EXP_AVG_SQ, What.OTHER)
 """State that an optimizer creates as zeros when it first needs it."""
-_VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
-"""Weights with a row per token, the last ones padding that depends on the layout."""
 _NUMBERS_OF_OPTIMIZER = ("param_groups", "opt_param_scheduler", "grad_scaler", "loss_scale")
 _COUNT = ".step"
 _NAMED = 3
@@ -465,7 +464,8 @@ def _flag(option: str) -> str:
 
 def _common_rows(name: str, a: torch.Tensor, b: torch.Tensor) -> int | None:
     """Rows that are not padding in either; ``None`` if the shapes differ in another way."""
-    if not name.endswith(_VOCABULARY) or a.dim() != b.dim() or a.shape[1:] != b.shape[1:]:
+    parameter = name.partition("/")[0]
+    if not parameter.endswith(VOCABULARY) or a.dim() != b.dim() or a.shape[1:] != b.shape[1:]:
         return None
     return min(len(a), len(b))
 

@@ -97,10 +97,12 @@ def test_layers_in_a_stack():
     assert tensors == [Same.SAME, Same.DIFFERENT, Same.SAME]
 
 
-def test_a_padded_vocabulary():
+@pytest.mark.parametrize(
+    ("name", "shape"), [("embedding.word_embeddings.weight", (8, 3)), ("output_layer.bias", (8,))]
+)
+def test_a_padded_vocabulary(name, shape):
     """Rows that only one has are padding, and named."""
-    name = "embedding.word_embeddings.weight"
-    data = torch.randn(8, 3)
+    data = torch.randn(shape)
     a, b = {name: held(data)}, {name: held(data[:6])}
     for first, second in ((a, b), (b, a)):
         (tensor,) = compare(first, second)

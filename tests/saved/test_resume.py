@@ -280,9 +280,12 @@ def test_values_of_ranks_after_the_steps(tmp_path: Path) -> None:
         assert all(difference.blame is Blame.TRAINING for difference in differences)
 
 
-def test_copies_of_a_vocabulary_that_is_padded_otherwise(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["embedding.word_embeddings.weight", "output_layer.bias", "output_layer.weight/momentum"],
+)
+def test_copies_of_a_vocabulary_that_is_padded_otherwise(tmp_path: Path, name: str) -> None:
     """A wrong copy on one rank is noticed although the shapes differ; padding is not compared."""
-    name = "embedding.word_embeddings.weight"
     saved = {LoadedIndex.WEIGHT: torch.tensor([1.0, 2.0, 3.0, 4.0])}
     points = {Point.SAVED: saved, Point.END: saved}
     steps = [step(number) for number in range(1, 5)]
