@@ -75,14 +75,15 @@ def smallest[T](parts: Sequence[T], diverges: Callable[[Sequence[T]], bool]) -> 
     kept = list(parts)
     size = len(kept)
     while size:
-        start = 0
+        start, before = 0, len(kept)
         while start < len(kept):
             without = kept[:start] + kept[start + size :]
             if diverges(without):
                 kept = without
             else:
                 start += size
-        size = min(size // 2, len(kept)) if size > 1 else 0
+        # A part may be needed only by one that is left out after it.
+        size = min(size // 2, len(kept)) if size > 1 else int(len(kept) < before)
     return kept
 
 

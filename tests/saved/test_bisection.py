@@ -65,6 +65,15 @@ def test_either_of_two_is_enough():
     assert len(smallest("abcdef", lambda kept: "b" in kept or "e" in kept)) == 1
 
 
+def test_a_part_that_is_needed_until_another_is_left_out():
+    """No single part of what is left can be left out."""
+
+    def diverges(kept):
+        return "bad" in kept and ("use" not in kept or "definition" in kept)
+
+    assert smallest(["definition", "use", "bad"], diverges) == ["bad"]
+
+
 def test_few_of_many():
     """Far fewer checks than parts, where little is needed."""
     asked = []
