@@ -11,7 +11,7 @@ import functools
 import torch
 import xxhash
 
-from megatron_ttrace.trace.views import memory
+from megatron_ttrace.trace.views import as_bytes, memory
 
 WORDS = 1 << 15
 """64-bit words that share one sum: a *part*."""
@@ -36,16 +36,9 @@ def checksum(data: torch.Tensor) -> int:
     return int(weighted(data).item()) & MASK
 
 
-def _raw(data: torch.Tensor) -> torch.Tensor:
-    flat = data.contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # of one element any stride is contiguous, except for view
-        flat = flat.as_strided(flat.shape, (1,))
-    return flat.view(torch.uint8)
-
-
 def weighted(data: torch.Tensor) -> torch.Tensor:
     """The weighted sum, modulo 2^64, of shape [] on ``data``'s device; nothing is read back."""
-    raw = _raw(data)
+    raw = as_bytes(data.contiguous())
     whole = len(raw) // 8 * 8
     shifts = 8 * torch.arange(8, device=raw.device)
     total = (raw[whole:].long() << shifts[: len(raw) - whole]).sum()

@@ -19,7 +19,7 @@ import torch
 
 from megatron_ttrace.trace.budget import require_space
 from megatron_ttrace.trace.staging import to_device, to_host
-from megatron_ttrace.trace.views import memory
+from megatron_ttrace.trace.views import as_bytes, memory
 
 _PIECE = 8 << 20
 _PLAIN = (torch.Tensor,)
@@ -156,4 +156,4 @@ class Copies:
 
 def _bytes_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of a contiguous tensor, in pieces that share its memory."""
-    yield from tensor.view(-1).view(torch.uint8).split(_PIECE)
+    yield from as_bytes(tensor).split(_PIECE)

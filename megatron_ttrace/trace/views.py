@@ -51,6 +51,14 @@ def _narrowed(data: torch.Tensor, starts: Sequence[int], extent: Sequence[int]) 
     return data
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor in row-major order, as a view."""
+    flat = tensor.view(-1)
+    if flat.stride(0) != 1:  # of one element any stride is contiguous, except for view
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
 def memory(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor in row-major order, without a copy.
 

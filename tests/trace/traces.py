@@ -29,4 +29,10 @@ def sealed(
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of a tensor's elements in row-major order."""
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return bytes(
+        tensor.detach()
+        .flatten()
+        .clone(memory_format=torch.contiguous_format)
+        .view(torch.uint8)
+        .numpy()
+    )
