@@ -140,9 +140,14 @@ class Moves:
         floor = epsilon(torch.float32) * 16
         return SAFETY * max(max(moved, default=math.inf) * few_samples(len(moved)), floor)
 
+    @functools.cached_property
+    def _ends(self) -> tuple[State, State]:
+        """Both states after the last step."""
+        return self.restarted.state(Point.END), self.perturbed.state(Point.END)
+
     def tensor(self, item: tuple[What, str], whole: torch.Tensor) -> float:
         """The tolerance of a tensor after the last step."""
-        restarted, perturbed = (run.state(Point.END) for run in (self.restarted, self.perturbed))
+        restarted, perturbed = self._ends
         if item not in restarted or item not in perturbed:
             return math.inf
         a, b = restarted.tensor(item), perturbed.tensor(item)

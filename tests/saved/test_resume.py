@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ttrace.saved import recorded
 from megatron_ttrace.saved.recorded import Moves, differing, merged, same
 from megatron_ttrace.saved.resume import compare
 from megatron_ttrace.trace.recorded import Point
@@ -236,6 +237,23 @@ def test_another_layout(tmp_path: Path) -> None:
         after = recordings.restarted(tmp_path / verdict.value, steps=steps)
         restart = compare(before, after, "--tensor-model-parallel-size 1", moves=moves)
         assert restart.verdict is verdict
+
+
+def test_traces_are_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is verified as it is opened, so it is not opened for each of its tensors."""
+    runs = [recordings.restarted(tmp_path / name) for name in "pr"]
+    opened: list[Path] = []
+
+    class Reader(recorded.TraceReader):
+        def __init__(self, directory: Path) -> None:
+            opened.append(directory)
+            super().__init__(directory)
+
+    monkeypatch.setattr(recorded, "TraceReader", Reader)
+    moves = Moves(*runs)
+    for kind in (What.WEIGHT, What.MAIN, What.EXP_AVG):
+        moves.tensor((kind, NAME), torch.ones(4))
+    assert len(opened) == len(runs)
 
 
 @pytest.mark.parametrize("dropout", [False, True])
