@@ -135,7 +135,7 @@ class Moves:
                 else (norm, perturbed_norm)
             )
             if pair[0] and pair[1] is not None:
-                moved.append(abs(pair[1] - pair[0]) / abs(pair[0]))
+                moved.append(change(pair[0], pair[1]))
         # Sums over all elements, whose terms are added in another order.
         floor = epsilon(torch.float32) * 16
         return SAFETY * max(max(moved, default=math.inf) * few_samples(len(moved)), floor)
@@ -155,6 +155,12 @@ class Moves:
             return math.inf
         moved = distance(b, a) * few_samples(whole.numel())
         return SAFETY * max(moved, epsilon(whole.dtype) / 2)
+
+
+def change(before: float, after: float) -> float:
+    """``|after - before| / |before|``, infinite where it is not finite."""
+    ratio = abs(after - before) / abs(before) if before else math.inf
+    return ratio if math.isfinite(ratio) else math.inf
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -26,6 +26,7 @@ from megatron_ttrace.saved.recorded import (
     Moves,
     Recorded,
     State,
+    change,
     differing,
     distance,
     merged,
@@ -407,9 +408,7 @@ class _Comparison:
         before, after = pair
         if before == after or (before != before and after != after):  # both are not a number
             return
-        error = math.inf
-        if before and after is not None:
-            error = abs(after - before) / abs(before)
+        error = math.inf if before is None or after is None else change(before, after)
         if tolerance > BLIND:
             self._notices.append(
                 f"not compared, because rounding alone moves it by more than {BLIND:.0%}: {name}"

@@ -226,6 +226,14 @@ def test_a_loss(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_without_a_value(tmp_path: Path, loss: float) -> None:
+    """Its error is infinite, so the record can be read again."""
+    restart = answer(tmp_path, steps=[step(3, losses={"lm loss": loss}), step(4)])
+    assert [difference.rel_err for difference in restart.differences] == [math.inf]
+    assert Restart.from_json(restart.to_json()).verdict is Result.DIVERGED
+
+
 def test_another_layout(tmp_path: Path) -> None:
     """Within what rounding moves, and not beyond."""
     near, far = ([step(3, losses={"lm loss": 4 / 3 * (1 + by)}), step(4)] for by in (1e-6, 1e-2))
