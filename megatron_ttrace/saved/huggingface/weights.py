@@ -24,6 +24,7 @@ from megatron_ttrace.saved.huggingface.families import (
     Rule,
     Where,
 )
+from megatron_ttrace.saved.recorded import same
 from megatron_ttrace.trace.errors import TTraceError
 
 _MOST = 1 << 24
@@ -292,7 +293,7 @@ def load_weights(
         for part, data in zip(pair.parts, parts, strict=True):
             if part.expert is not None:
                 stacks.setdefault(part.name, []).append(data)
-            elif not torch.equal(state.setdefault(part.name, data), data):
+            elif not same(state.setdefault(part.name, data), data):
                 raise TTraceError(f"{pair.megatron} is not {part.name}, which config.json ties")
     if table.sizes.tied and "model.embed_tokens.weight" in state:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
