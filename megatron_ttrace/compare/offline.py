@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.measure import Sums, measure
 from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.sketch import sketch_of_share
@@ -27,7 +28,7 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.records import FLOW, Kind
 from megatron_ttrace.trace.sanitise import clean
-from megatron_ttrace.trace.store import Entry, TraceReader
+from megatron_ttrace.trace.store import Entry, TraceReader, meta_as
 
 MOST_CELLS = 1 << 24
 """Cells that the boxes of one rank may cut a tensor into; real ones have a few thousand."""
@@ -84,6 +85,11 @@ def meshes_of(candidate: TraceReader) -> tuple[Mesh, ...]:
             "ranks: collect the files of all ranks in one directory"
         )
     return meshes
+
+
+def config_of(candidate: TraceReader) -> RunConfig:
+    """The configuration of a saved candidate. Raises ``TTraceError`` when it is not understood."""
+    return meta_as(RunConfig, candidate.directory, candidate.candidate.config)
 
 
 def counts_of(candidate: TraceReader) -> dict[int, tuple[Counted, ...]]:

@@ -281,9 +281,9 @@ def _compared(
     from rich.console import Console
 
     from megatron_ttrace.compare import tolerance
-    from megatron_ttrace.compare.configuration import RunConfig
     from megatron_ttrace.compare.gathered import of_ranks
     from megatron_ttrace.compare.offline import (
+        config_of,
         counts_of,
         epsilon_of,
         measure_saved,
@@ -297,7 +297,7 @@ def _compared(
     theirs, ours = trusted.directory, tested.directory
     epsilon_of(trusted)
     meshes, ledger = meshes_of(tested), tested.candidate.ledger
-    config = RunConfig.from_json(tested.candidate.config)
+    config = config_of(tested)
     if review is not None:
         # Neither run has a single device's order of sums.
         config = dataclasses.replace(config, arithmetic=None, reference=str(review.reference))

@@ -20,7 +20,7 @@ import torch
 
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.offline import meshes_of
+from megatron_ttrace.compare.offline import config_of, meshes_of
 from megatron_ttrace.saved.known import Difference, unchecked
 from megatron_ttrace.saved.whole import WholeTensors
 from megatron_ttrace.trace import files, owned
@@ -73,7 +73,7 @@ class Side:
     @property
     def config(self) -> RunConfig:
         """Of the candidate; all defaults without one."""
-        return RunConfig.from_json(self.candidate.candidate.config if self.candidate else {})
+        return config_of(self.candidate) if self.candidate else RunConfig()
 
 
 def open_side(folder: Path) -> Side:
@@ -107,11 +107,8 @@ def _own_summary(home: Path, candidate: TraceReader) -> Summary | None:
         summary = files.answer_of(home, str(candidate.meta["run"]))
     except TTraceError:
         return None
-    of_report, of_candidate = (
-        RunConfig.from_json(config).reference
-        for config in (summary.config, candidate.candidate.config)
-    )
-    return summary if of_report == of_candidate else None
+    of_candidate = config_of(candidate).reference
+    return summary if summary.config.get("reference", "") == of_candidate else None
 
 
 @contextlib.contextmanager

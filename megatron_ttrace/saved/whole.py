@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.offline import meshes_of
+from megatron_ttrace.compare.offline import config_of, meshes_of
 from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.saved.conclusion import unjudged
 from megatron_ttrace.trace.moments import Moments
@@ -132,7 +131,7 @@ class WholeTensors(Shards):
         """Read which rank holds what. Raises ``TTraceError`` when ranks are missing."""
         super().__init__(candidate)
         self._mesh = meshes_of(candidate)[0]
-        self._config = RunConfig.from_json(candidate.candidate.config)
+        self._config = config_of(candidate)
 
     def is_judged_by_sums(self, key: TraceKey) -> bool:
         """Whether sums were kept instead of the tensor."""

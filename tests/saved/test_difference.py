@@ -2,6 +2,7 @@
 """Two runs that were kept, made by hand, against each other."""
 
 import dataclasses
+import json
 import shutil
 
 import pytest
@@ -12,6 +13,8 @@ from megatron_ttrace.saved import api
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Kind, Outcome, Result, TraceKey
+from megatron_ttrace.trace.sealing import seal_json
+from megatron_ttrace.trace.store import META
 from tests.run import kept
 
 
@@ -163,6 +166,20 @@ def test_another_padded_vocabulary(tmp_path):
     other[1] += 1
     report = api.diff(side("a", 4), side("b", 8, other), output=tmp_path / "out")
     assert [verdict.key for verdict in report.failures()] == [kept.EMBEDDING]
+
+
+def test_another_version(tmp_path, a):
+    """A configuration with what this version does not know is an error that names the trace."""
+    b = kept.run(tmp_path / "b", kept.tensors(), ranks=4)
+    meta = b / "candidate" / META
+    document = json.loads(meta.read_text())
+    document["config"]["own_shards"] = ["new kind"]
+    meta.write_text(seal_json(document))
+    candidate = b / "candidate"
+    pairs = ((api.diff, a, b), (api.diff, b, a), (api.compare, b / "reference", candidate))
+    for compare, first, second in pairs:
+        with pytest.raises(TTraceError, match=r"b/candidate/meta\.json .*own_shards"):
+            compare(first, second, output=tmp_path / "out")
 
 
 def test_two_references(tmp_path, a):
