@@ -101,11 +101,12 @@ def _restart(restart: Restart) -> Iterator[Text]:
         read = f", {stored} of them also as they are stored" if restart.stored else ""
         yield Text(f"  {restart.compared} tensors of the state are equal{read}")
     for step in restart.steps if restart.differences else ():
-        (old, new), (norm, other) = step.loss, step.grad_norm
-        if step.loss[0] != step.loss[1] or norm != other:
+        old, new = map(_number, step.loss)
+        norm, other = map(_number, step.grad_norm)
+        if (old, norm) != (new, other):
             yield Text(
-                f"  iteration {step.iteration}: loss {_number(new)} instead of {_number(old)}, "
-                f"grad norm {_number(other)} instead of {_number(norm)}"
+                f"  iteration {step.iteration}: loss {new} instead of {old}, "
+                f"grad norm {other} instead of {norm}"
             )
     for notice in restart.notices:
         yield Text(f"  note: {clean(notice, 400)}", style="dim")

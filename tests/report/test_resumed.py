@@ -33,7 +33,8 @@ def test_one_cause() -> None:
     names = [f"decoder.layers.{n}.mlp.linear_fc1.weight" for n in range(5)]
     differences = [*map(moment, names), moment(names[0], What.MAIN)]
     assert [*map(len, by_cause(differences))] == [5, 1]
-    steps = (Logged(3, (4.0, 4.5), (1.0, 1.0)),)
+    nan = float("nan")
+    steps = (Logged(3, (4.0, 4.5), (1.0, 1.0)), Logged(4, (nan, -nan), (nan, -nan)))
     text = printed(
         Restart(layout="", verdict=Result.DIVERGED, differences=tuple(differences), steps=steps)
     )
@@ -41,6 +42,7 @@ def test_one_cause() -> None:
     assert "and 2 more" in text
     assert "look at a.py:1 (f)" in text
     assert "loss 4.5 instead of 4" in text
+    assert "iteration 4" not in text
     assert max(map(len, text.splitlines())) <= 80
 
 
