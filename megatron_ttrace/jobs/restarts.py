@@ -163,7 +163,7 @@ def _into(restarted: Run, text: str, number: int) -> Run:
     """The same restart in another layout."""
     usage = f"give flags of the script, such as --tensor-model-parallel-size 1, and {_NPROC}"
     try:
-        words = shlex.split(text)
+        words = shlex.split(text.replace(f"{_NPROC}=", f"{_NPROC} "))
         CommandFlags.parse(words)
     except (ValueError, TTraceError) as error:
         raise TTraceError(f"--into {text!a}: {usage}") from error

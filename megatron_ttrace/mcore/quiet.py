@@ -38,7 +38,7 @@ def has_dropout(args: MegatronArguments) -> bool:
     return bool(args.hidden_dropout or args.attention_dropout)
 
 
-def drop_anyway(args: MegatronArguments, chunks: Iterable[torch.nn.Module]) -> bool:
+def has_own_dropout(args: MegatronArguments, chunks: Iterable[torch.nn.Module]) -> bool:
     """Whether modules of a fork have dropout that the arguments do not ask for."""
     return not has_dropout(args) and any(True for _ in _dropping(chunks))
 

@@ -126,7 +126,7 @@ class CandidateSession:
             budget=self.budget,
         )
         self.model = self.rehearsal.model
-        if quiet.drop_anyway(self.args, chunks):
+        if quiet.has_own_dropout(self.args, chunks):
             self._notice("dropout of the model's own is switched off in the traced steps")
         if not_initial := uninitialised(self.args, is_loaded=self.is_loaded):
             self._notice(not_initial)

@@ -230,7 +230,7 @@ class StateSession:
             omitted=tuple(name for name in _OMITTING if getattr(args, name, None)),
             is_exact=self._device.type == "cpu" or bool(getattr(args, "deterministic_mode", False)),
             dropout=quiet.has_dropout(args)
-            or quiet.drop_anyway(args, self.model.chunks)
+            or quiet.has_own_dropout(args, self.model.chunks)
             or quiet.has_random_routing(args),
             samples_by_layout=samples.depend_on_layout(args),
             numbers=self._numbers,

@@ -143,4 +143,4 @@ def test_dropout_that_no_argument_asks_for(asked, own, expected):
     import torch
 
     args = argparse.Namespace(hidden_dropout=asked, attention_dropout=0.0)
-    assert quiet.drop_anyway(args, [torch.nn.Sequential(torch.nn.Dropout(own))]) is expected
+    assert quiet.has_own_dropout(args, [torch.nn.Sequential(torch.nn.Dropout(own))]) is expected

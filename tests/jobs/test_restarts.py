@@ -68,9 +68,10 @@ def test_longer_than_its_checkpoint(tmp_path: Path) -> None:
     assert words[-1] not in runs.restarted.arguments
 
 
-def test_other_layouts() -> None:
+@pytest.mark.parametrize("nproc", ["--nproc-per-node 4", "--nproc-per-node=4"])
+def test_other_layouts(nproc: str) -> None:
     """Their flags come last; ranks are ours; the vocabulary is padded as before."""
-    flags = "--nproc-per-node 4 --tensor-model-parallel-size 1"
+    flags = f"{nproc} --tensor-model-parallel-size 1"
     (run,) = made(into=(flags,)).into
     padding = ("--make-vocab-size-divisible-by", "256")
     assert (run.nproc, run.layout) == (4, flags)
