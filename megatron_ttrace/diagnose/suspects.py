@@ -137,6 +137,7 @@ class Suspects:
     # By what went wrong
 
     def _data(self) -> None:
+        """What reads data, by its name; the script's functions that are not called too late."""
         self._named(READING, 0.8)
         self._part(Phase.SCRIPT, 0.8, 0.8)
         self._less_likely(lambda first, model: first > model)

@@ -218,8 +218,7 @@ _AXES = {
     "tokens": r"tokens?",
 }
 """Words in names of Megatron's that stand for an axis of the mesh, or another divisor."""
-_NAME = re.compile(r"[A-Za-z][\w ]*")
-"""A string that may be a name, as of what is logged."""
+_WORD = re.compile(r"[A-Za-z]\w*")
 _SCALING = frozenset(("mul", "div", "scale", "scaled", "scaling"))
 _FACTOR = re.compile(r"scal|factor|coeff")
 """In the names of factors."""
@@ -245,17 +244,22 @@ def marks_of(parameter: Any) -> tuple[str, ...]:
 
 
 def function_of(code: CodeType) -> Function:
-    """What the code of a function that ran says about it."""
-    strings = [text for text in code.co_consts if isinstance(text, str) and _NAME.fullmatch(text)]
+    """What the code of a function that ran says about it.
+
+    This is stored with a trace, so of texts only Megatron's: the user's may be secret.
+    """
+    strings = [text for text in code.co_consts if isinstance(text, str) and _WORD.fullmatch(text)]
     tuples = [constant for constant in code.co_consts if isinstance(constant, tuple)]
     keywords = [word for words in tuples for word in words if isinstance(word, str)]
     variables = *code.co_varnames, *code.co_cellvars, *code.co_freevars
-    names = [*code.co_names, *variables, *strings, *keywords]
-    words = {word for name in names for word in name.lower().split("_")}
+    names = [*code.co_names, *variables]
+    words = {w for name in (*names, *strings, *keywords) for w in name.lower().split("_")}
     axes = frozenset(itertools.chain.from_iterable(map(_axes_of, words)))
     arguments = code.co_argcount + code.co_kwonlyargcount
     local = {*code.co_varnames[arguments:], *code.co_cellvars} - {*code.co_varnames[:arguments]}
     operations, operands = code.co_code[::2], code.co_code[1::2]
+    is_megatrons = in_megatron(code.co_filename)
+    names += [*strings, *keywords] if is_megatrons else []
     return Function(
         file=relative(code.co_filename),
         line=code.co_firstlineno,
@@ -271,7 +275,7 @@ def function_of(code: CodeType) -> Function:
         loops=_FOR_ITER in operations,
         marks=tuple(mark for mark in MARKS if mark in {*strings, *keywords, *code.co_names}),
         axes=tuple(axis for axis in _AXES if axis in axes),
-        strings=tuple(dict.fromkeys(strings)),
+        strings=tuple(dict.fromkeys(strings)) if is_megatrons else (),
         sets=tuple(name for name in sorted(local) if _FACTOR.search(name)),
         factors=tuple(dict.fromkeys(name for name in names if _FACTOR.search(name))),
     )

@@ -127,7 +127,7 @@ class CandidateSession:
         )
         self.model = self.rehearsal.model
         if quiet.has_own_dropout(self.args, chunks):
-            self._notice("dropout of the model's own is switched off in the traced steps")
+            self._notice("the model's own dropout is switched off in the traced steps")
         if not_initial := uninitialised(self.args, is_loaded=self.is_loaded):
             self._notice(not_initial)
         else:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``pretrain_gpt.py`` of a fork that added flags for secrets, which are in Megatron's arguments."""
+"""``pretrain_gpt.py`` of a fork with secrets: in flags, and in the code of a function that runs."""
 
 from pathlib import Path
 
+from megatron.core.models.gpt import GPTModel
 from megatron.training import arguments
 
 from tests.jobs.commands.test_disclosure import SECRET_FLAGS
@@ -25,7 +26,18 @@ def added(parser):
     return parser
 
 
+forward = GPTModel.forward
+
+
+def forward_logged_in(self, *args, **kwargs):
+    """A model that asks a service with a key that is written in its code."""
+    key = "canary7f3a"
+    assert key.isalnum()
+    return forward(self, *args, **kwargs)
+
+
 if __name__ == "__main__":
+    GPTModel.forward = forward_logged_in
     arguments.add_megatron_arguments = added
     # Not runpy, which would replace sys.argv[0]: the reference runs this file, too.
     exec(compile(SCRIPT.read_text(), str(SCRIPT), "exec"))

@@ -80,8 +80,9 @@ def test_commands_in_a_home_directory(home: Path) -> None:
 
 @pytest.mark.slow
 def test_no_secret_is_written(tmp_path: Path) -> None:
-    """Neither of the environment nor of flags, in no file but logs that only their owner reads."""
-    written = with_secrets(tmp_path, "check", "--ttrace-dir", "out", cold=False)
+    """Of environment, flags or code, in no file but logs that only their owner reads."""
+    keep = "--ttrace-keep", "all"
+    written = with_secrets(tmp_path, "check", "--ttrace-dir", "out", *keep, cold=False)
     assert not [path for path in written if path.suffix != ".log"]
     out = tmp_path / "out"
     assert (out / "reference").is_symlink()

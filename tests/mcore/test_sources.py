@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places are those of the Megatron that is imported, and of nothing in between."""
 
+import dataclasses
 import functools
 import importlib.util
+import json
 import math
 import sys
 import types
@@ -207,9 +209,29 @@ def test_names_of_factors() -> None:
         weight_factor = scale * config.loss_coeff
         return forward_step(gradient_scale=weight_factor)
 
-    function = sources.function_of(reduce.__code__)
+    file = f"{sources.megatron_folder()}core/made.py"
+    function = sources.function_of(reduce.__code__.replace(co_filename=file))
     assert {*function.factors} == {"scale", "loss_coeff", "weight_factor", "gradient_scale"}
     assert function.sets == ("weight_factor",)
+
+
+def test_texts_of_the_users_functions_are_not_kept() -> None:
+    """They are stored with a trace, and may be secret."""
+
+    def log_in(scale: float) -> Any:
+        return forward_step(("alice", "scalpel"), key="hunter2", group="sequence_parallel")
+
+    function = sources.function_of(log_in.__code__)
+    kept = json.dumps(dataclasses.asdict(function), default=str)
+    assert not any(text in kept for text in ("alice", "scalpel", "hunter2"))
+    assert (function.strings, function.factors, function.marks) == (
+        (),
+        ("scale",),
+        ("sequence_parallel",),
+    )
+    file = f"{sources.megatron_folder()}core/made.py"
+    theirs = sources.function_of(log_in.__code__.replace(co_filename=file))
+    assert "hunter2" in theirs.strings
 
 
 def test_marks_in_a_list() -> None:
