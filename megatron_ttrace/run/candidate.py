@@ -94,22 +94,24 @@ class CandidateSession:
             _say("MLPs run in one piece in the traced steps")
         for text in (*requirements.complete(args, settings), *requirements.notices(args, settings)):
             self._notice(text)
-        run, edits = ranks.from_one(
-            0,
-            "preparing the check",
-            lambda: (
-                shared.prepare(settings.directory),
-                edited.find(replacements(calls.replacing.values())).to_json(),
-            ),
-        )
+        run = ranks.from_one(0, "preparing the check", lambda: shared.prepare(settings.directory))
         shared.require(settings.directory, run)
-        self._edits = Edits.from_json(edits)
         self._executed, self._calls = executed, calls
-        executed.follow(self._edits.functions)
         fronts.current().hand_over(settings.directory)
+        last = ranks.size - 1
+        # While rank 0 makes the reference, the one that will write the report only waits.
+        found = self._changes() if ranks.rank == last else None
         if not self.is_loaded:
             # Before the model is built: on a GPU the reference needs the memory.
             self._find_reference(None)
+        self._edits = Edits.from_json(ranks.from_one(last, "looking for changes", lambda: found))
+        executed.follow(self._edits.functions)
+
+    def _changes(self) -> Any:
+        """What the user changed, as JSON; also loads what writes the report."""
+        if self.ranks.size > 1:
+            prepare(self.settings)
+        return edited.find(replacements(self._calls.replacing.values())).to_json()
 
     def begin(
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
@@ -245,9 +247,6 @@ class CandidateSession:
     def _find_reference(self, started: Started | None) -> None:
         self._started = started
         began = time.monotonic()
-        # While rank 0 makes the reference, the one that will write the report only waits.
-        if 0 < dist.get_rank() == dist.get_world_size() - 1:
-            prepare(self.settings)
         directory, checksum = self.ranks.from_one(
             0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
         )
@@ -264,7 +263,6 @@ class CandidateSession:
         if layout := reference_layout.decoded(self.comparison.reference.reference.layout):
             self._notice(reference_layout.notice(layout, self.args))
         self._timings["reference"] = time.monotonic() - began
-        self.ranks.meet("reading the reference")
 
     def _separate(self, keys: Sequence[TraceKey]) -> dict[TraceKey, list[Share]]:
         """The losses' shares of gradients of the reference."""

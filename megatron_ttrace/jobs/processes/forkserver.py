@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.processes import signals, tether
+from megatron_ttrace.jobs.processes.generated import methods
 from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.trace import ends, owned
 from megatron_ttrace.trace.errors import TTraceError
@@ -140,18 +141,26 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
 def light_imports() -> Iterator[None]:
     """Import without looking for garbage: there is next to none, and all that is imported stays.
 
-    Torch notes the line that registers an operator. ``inspect.getframeinfo`` would read its text,
-    too, which nobody uses.
+    Torch notes the line and the module that register an operator. ``inspect.getframeinfo`` would
+    read the line's text, too, which nobody uses, and ``inspect.getmodule`` all modules' files.
     """
-    getframeinfo = inspect.getframeinfo
+    getframeinfo, getmodule = inspect.getframeinfo, inspect.getmodule
+
+    def module_of(thing: Any, file: str | None = None) -> types.ModuleType | None:
+        if inspect.isframe(thing):
+            return sys.modules.get(thing.f_globals.get("__name__", ""))
+        return getmodule(thing, file)
+
     inspect.getframeinfo = lambda frame, context=0: getframeinfo(frame, context=0)
+    inspect.getmodule = module_of  # type: ignore[assignment]
     gc.disable()
     try:
-        yield
+        with methods().kept():
+            yield
     finally:
         gc.freeze()
         gc.enable()
-        inspect.getframeinfo = getframeinfo
+        inspect.getframeinfo, inspect.getmodule = getframeinfo, getmodule
 
 
 class _Deferred(types.ModuleType):
