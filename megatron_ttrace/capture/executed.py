@@ -6,10 +6,11 @@ was changed is not known: all of Megatron's functions that run are noted, which 
 From then on only the changed ones are reported, each time, and nothing if nothing was changed.
 """
 
+import contextlib
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
@@ -27,6 +28,37 @@ _FRAMES = 40
 _NAME = "ttrace changed code"
 
 type Place = Callable[[], tuple[str, Phase]]
+type Functions = set[tuple[str, str]]
+"""The file of each, as in :class:`Edit`, and its name."""
+
+
+@contextlib.contextmanager
+def noting(functions: Functions) -> Iterator[None]:
+    """Add what runs in this context, also Python's own."""
+    reports = Starts(_NAME)
+
+    def starts(code: CodeType, _: int) -> Any:
+        # Nothing is raised: this runs in the user's code.
+        with contextlib.suppress(Exception):
+            functions.add((sources.relative(code.co_filename), sources.outermost(code)))
+        return sys.monitoring.DISABLE
+
+    reports.report(starts)
+    reports.again()
+    try:
+        yield
+    finally:
+        reports.stop()
+
+
+def changed(edits: Iterable[Edit], functions: Functions) -> tuple[str, ...]:
+    """Places of what was changed and is in ``functions``."""
+    files = {file for file, _ in functions}
+    return tuple(
+        f"{edit.file}:{edit.line} ({edit.function})" if edit.line else edit.file
+        for edit in edits
+        if (edit.file, edit.function) in functions or (not edit.line and edit.file in files)
+    )
 
 
 class ExecutedTap:

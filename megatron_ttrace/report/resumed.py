@@ -11,7 +11,15 @@ from rich.text import Text
 from megatron_ttrace.report.terminal import STYLES
 from megatron_ttrace.report.wording import on_ranks
 from megatron_ttrace.trace.records import Result
-from megatron_ttrace.trace.resumed import Blame, Difference, How, Restart, Resumed, What
+from megatron_ttrace.trace.resumed import (
+    Blame,
+    Difference,
+    How,
+    Restart,
+    Resumed,
+    What,
+    code_of,
+)
 from megatron_ttrace.trace.sanitise import clean, some_of
 
 _PLURAL = {
@@ -140,8 +148,16 @@ def _cause(alike: Sequence[Difference]) -> Iterator[str]:
         within = f" (tolerated: {worst.tolerance:.1g})" if worst.tolerance else ""
         restored = "although weights and optimizer state were restored"
         yield f"{worst.blame}: the {worst.name} is {changed}{within}, {restored}"
-    if worst.where:
-        yield f"look at {worst.where}"
+    for number, place in enumerate(_places(worst)):
+        yield f"{'or at' if number else 'look at'} {place}"
+
+
+def _places(difference: Difference) -> list[str]:
+    """Where to look: the user's changes, if any ran then, and what has to do with it."""
+    changed, where = difference.changed[:_NAMED], difference.where
+    is_changed = where and code_of(where) in map(code_of, changed)
+    ran = f"it was changed, and ran while {difference.blame}"
+    return [f"{place}: {ran}" for place in changed] + [where] * bool(where and not is_changed)
 
 
 _HOW = {

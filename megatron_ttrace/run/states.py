@@ -18,6 +18,7 @@ import numpy
 import torch
 
 from megatron_ttrace.capture.batches import Served
+from megatron_ttrace.capture.executed import Functions, changed, noting
 from megatron_ttrace.capture.state import (
     StateTensor,
     bucketed,
@@ -27,6 +28,7 @@ from megatron_ttrace.capture.state import (
     read_numbers,
     read_state,
 )
+from megatron_ttrace.jobs import edited
 from megatron_ttrace.jobs.processes import progress
 from megatron_ttrace.jobs.restarts import CHECKPOINT
 from megatron_ttrace.jobs.settings import Settings
@@ -73,12 +75,14 @@ class StateSession:
         self._numbers: dict[str, dict[str, float]] = {}
         self._random: dict[str, dict[str, str]] = {}
         self._next: Callable[..., Step] | None = None
+        self._ran: Functions = set()
         requirements.complete(args, settings)
         run = ranks.from_one(0, "preparing the recording", self._prepare)
         shared.require(settings.directory, run)
         self._reading = Reading()
         if self._order.is_restart:
             self._reading.watch()
+            self._intercept_loading()
 
     def _prepare(self) -> str:
         run = shared.prepare(self._settings.directory)
@@ -120,6 +124,19 @@ class StateSession:
             self._random[Point.READ] = _digests_of(states)
         self._reading = Reading()
 
+    def _intercept_loading(self) -> None:
+        """Note which functions run while Megatron loads."""
+        import megatron.training.training as training
+
+        load = training.load_checkpoint
+
+        @functools.wraps(load)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            with noting(self._ran):
+                return load(*args, **kwargs)
+
+        training.load_checkpoint = noted
+
     def _intercept_saving(self) -> None:
         """Record the state that Megatron begins to save, and let it save only once."""
         import megatron.training.training as training
@@ -134,7 +151,8 @@ class StateSession:
             with gathering.without_effect(self.model.chunks):
                 self._record(Point.SAVED, iteration, operations)
             self._say("saving")
-            save(*args, **kwargs)
+            with noting(self._ran):
+                save(*args, **kwargs)
 
         training.save_checkpoint = recorded
 
@@ -240,6 +258,7 @@ class StateSession:
             stored=self._stored_names(),
             buckets=tuple(bucketed(self.model)),
             places=self._places(),
+            changed=changed(edited.find().functions, self._ran),
         ).write(self._home)
 
     def _places(self) -> dict[str, Code]:

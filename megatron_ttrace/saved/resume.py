@@ -35,7 +35,15 @@ from megatron_ttrace.saved.recorded import (
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.recorded import Point
 from megatron_ttrace.trace.records import Result
-from megatron_ttrace.trace.resumed import Blame, Difference, How, Logged, Restart, What
+from megatron_ttrace.trace.resumed import (
+    Blame,
+    Difference,
+    How,
+    Logged,
+    Restart,
+    What,
+    code_of,
+)
 from megatron_ttrace.trace.sanitise import some_of
 from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER
 
@@ -183,7 +191,9 @@ class _Comparison:
             state = wrong.get(weight.name)
             is_right = weight.what is What.WEIGHT and weight.blame is Blame.LOADING
             if is_right and state is not None and state.blame is Blame.SAVING:
-                self.differences[number] = dataclasses.replace(weight, where=state.where)
+                self.differences[number] = dataclasses.replace(
+                    weight, where=state.where, changed=state.changed
+                )
 
     def _by_rank(self, item: tuple[What, str], old: State, new: State, blame: Blame) -> None:
         """State of which each rank has another value, in the same layout."""
@@ -256,12 +266,24 @@ class _Comparison:
 
     def _differ(self, kind: What, name: str, how: How, blame: Blame, **more: object) -> None:
         where = self._where(kind, name, blame)
-        difference = Difference(what=kind, name=name, how=how, blame=blame, where=where)
-        difference = dataclasses.replace(difference, **more)  # type: ignore[arg-type]
+        code = {"where": where, "changed": self._changed(where, blame)}
+        difference = Difference(what=kind, name=name, how=how, blame=blame, **code, **more)  # type: ignore[arg-type]
         # Not all of these matter: a buffer may be scratch, and a generator unused.
         is_buffer = kind is What.BUFFER and name not in self._names_stored
         to = self._suspects if kind is What.RANDOM or is_buffer else self.differences
         to.append(difference)
+
+    def _changed(self, where: str, blame: Blame) -> tuple[str, ...]:
+        """The user's changes that ran then, those in the function, then in its file, first."""
+        saving, loading = self._before.ranks, self._after.ranks
+        runs = {Blame.SAVING: saving, Blame.LOADING: loading, Blame.EITHER: (*saving, *loading)}
+        places = dict.fromkeys(place for rank in runs.get(blame, ()) for place in rank.changed)
+        here = code_of(where)
+
+        def order(place: str) -> tuple[bool, bool]:
+            return code_of(place) != here, code_of(place)[0] != here[0]
+
+        return tuple(sorted(places, key=order))
 
     def _where(self, kind: What, name: str, blame: Blame) -> str:
         """The code that saves or loads it."""

@@ -108,6 +108,7 @@ class RankRecord(Record):
         buckets: where a checkpoint may have the optimizer's state of this rank's parameters.
         places: of other state: by what it is (``trace/resumed.py``), or by the first word of a
             number's name.
+        changed: places of the user's changes that ran while the checkpoint was saved or loaded.
     """
 
     mesh: Mesh
@@ -122,6 +123,7 @@ class RankRecord(Record):
     stored: dict[str, str]
     buckets: tuple[Bucketed, ...]
     places: dict[str, Code]
+    changed: tuple[str, ...] = ()
 
     def write(self, folder: Path) -> None:
         """Write it beside the tensors."""

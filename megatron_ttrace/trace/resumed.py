@@ -51,6 +51,12 @@ class Blame(StrEnum):
     """All compared state was restored, and the following steps differ nevertheless."""
 
 
+def code_of(place: str) -> tuple[str, str]:
+    """The file and the function of ``file:line (function)``."""
+    where, _, function = place.partition(" ")
+    return where.partition(":")[0], function
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Difference(Record):
     """One tensor or number that is not what it was.
@@ -65,6 +71,7 @@ class Difference(Record):
             blame and nothing wrong was loaded.
         part: that the first of these ranks has of the tensor.
         where: the code that describes the state to the checkpoint.
+        changed: the user's changes that ran while it was saved or loaded, the nearest first.
     """
 
     what: What
@@ -80,6 +87,7 @@ class Difference(Record):
     ranks: tuple[Rank, ...] = ()
     part: str = ""
     where: str = ""
+    changed: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

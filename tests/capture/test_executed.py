@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from megatron_ttrace.capture.executed import ExecutedTap
+from megatron_ttrace.capture.executed import ExecutedTap, Functions, changed, noting
 from megatron_ttrace.jobs import edited
+from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.executed import Edit
@@ -131,3 +132,21 @@ def test_nothing_seen(layers, tap):
     """Where no function was seen at all, what ran is not known."""
     tap.follow(edits("idle"))
     assert tap.error
+
+
+def test_what_runs_in_a_context(layers) -> None:
+    """Changed functions that run in it, and changed files of which any part runs."""
+    functions: Functions = set()
+    layers.idle()
+    with noting(functions):
+        layers.setup()
+        layers.setup()
+        layers.Layer()(1)
+    layers.mark()
+    file = sources.relative(layers.__file__)
+    edits = [Edit(file, name, 7) for name in ("setup", "idle", "Layer.forward")]
+    assert changed([*edits, Edit(file, "", 0), Edit("other.py", "setup", 1)], functions) == (
+        f"{file}:7 (setup)",
+        f"{file}:7 (Layer.forward)",
+        file,
+    )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ttrace.jobs import edited
+from megatron_ttrace.trace.executed import Edit, Edits
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.resumed import Blame, Restart, Resumed, What
 from tests.assay.planted.checkpoint_faults import Side
@@ -28,7 +30,7 @@ ONE = ("--tensor-model-parallel-size", "1")
 
 
 def resume(
-    cwd: Path, *job: object, into: Sequence[str] = (), code: int = 0, mistake: str = ""
+    cwd: Path, *job: object, into: Sequence[str] = (), code: int = 0, mistake: str = "", **more: str
 ) -> tuple[Restart, ...]:
     """The answers for all layouts; the command must end with ``code``."""
     layouts = [word for flags in into for word in ("--into", flags)]
@@ -37,6 +39,7 @@ def resume(
         *("resume", "--json", "--nproc-per-node", 2, *layouts, "--", script, *TINY, *MODEL, *job),
         cwd=cwd,
         **({PLANTED: mistake} if mistake else {}),
+        **more,
     )
     assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     written = json.loads((cwd / "ttrace-resume" / "resume.json").read_text())
@@ -70,10 +73,20 @@ def writing(cwd: Path) -> tuple[object, ...]:
 def test_shifted_main_weights(tmp_path: Path) -> None:
     """Megatron saves shifted optimizer state (megatron-core 0.19); the weights are right."""
     before = mine(tmp_path)
-    (found,) = resume(tmp_path, *BUCKETS, *writing(tmp_path), code=1)
+    file, name = "megatron/core/optimizer/distrib_optimizer.py", "DistributedOptimizer.state_dict"
+    edits = Edits(
+        "v1", (Edit(file, name, 5), Edit(file, "DistributedOptimizer.load_state_dict", 6))
+    )
+    changes = tmp_path / "edits.json"
+    changes.write_text(json.dumps(edits.to_json()))
+    (found,) = resume(
+        tmp_path, *BUCKETS, *writing(tmp_path), code=1, **{edited.GIVEN: str(changes)}
+    )
     assert {one.what for one in found.differences} == OPTIMIZER
     assert {one.blame for one in found.differences} == {Blame.SAVING}
     assert all("DistributedOptimizer" in one.where for one in found.differences)
+    # The other one runs while it is loaded.
+    assert all(one.changed == (f"{file}:5 ({name})",) for one in found.differences)
     assert found.steps[-1].loss[0] != found.steps[-1].loss[1]
     assert mine(tmp_path) == before
     done = ttrace("clean", "ttrace-resume", "--yes", cwd=tmp_path)

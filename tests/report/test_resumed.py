@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``ttrace resume`` prints."""
 
+import dataclasses
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from megatron_ttrace.report.resumed import by_cause, render
@@ -44,6 +46,15 @@ def test_one_cause() -> None:
     assert "loss 4.5 instead of 4" in text
     assert "iteration 4" not in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("place", ["a.py:5 (f)", "b.py:5 (g)"])
+def test_changed_code(place: str) -> None:
+    """It is looked at first, and once."""
+    difference = dataclasses.replace(moment("w"), changed=(place,))
+    text = printed(Restart(layout="", verdict=Result.DIVERGED, differences=(difference,)))
+    assert f"look at {place}: it was changed, and ran while saving" in text
+    assert ("or at a.py:1 (f)" in text) == (place == "b.py:5 (g)")
 
 
 def test_a_lost_parameter_group() -> None:

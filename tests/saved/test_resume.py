@@ -86,6 +86,25 @@ def test_a_lost_moment(tmp_path: Path, kept: dict[What, torch.Tensor], blame: Bl
     assert restart.verdict is Result.DIVERGED
 
 
+@pytest.mark.parametrize(
+    ("kept", "place"),
+    [(0.5, "megatron/load.py:3 (load)"), (0.25, "megatron/optimizer.py:7 (save)")],
+)
+def test_changed_code_that_ran(tmp_path: Path, kept: float, place: str) -> None:
+    """Of what ran while it went wrong, the nearest is first."""
+    saving = ("megatron/other.py:1 (f)", "megatron/optimizer.py:9 (g)")
+    before = recordings.uninterrupted(
+        tmp_path / "a", changed=(*saving, "megatron/optimizer.py:7 (save)")
+    )
+    loaded = state() | {LoadedIndex.EXP_AVG: torch.zeros(4)}
+    after = recordings.restarted(tmp_path / "b", loaded, changed=("megatron/load.py:3 (load)",))
+    stored = torch.full((4,), kept)
+    restart = compare(before, after, "", stored=lambda kind, _: stored)
+    (difference,) = restart.differences
+    assert difference.changed[0] == place
+    assert difference.changed[1:] == (() if kept == 0.5 else (*reversed(saving),))
+
+
 def test_a_moment_and_its_weight(tmp_path: Path) -> None:
     """Where both are wrong, it is what describes the weight."""
     loaded = state() | {
