@@ -151,9 +151,15 @@ def held_numbers(args: MegatronArguments, scheduler: Scheduler, optimizer: Any) 
         "iteration": args.iteration,
         "args": args,
         "opt_param_scheduler": scheduler.state_dict(),
-        "optimizer": [{"grad_scaler": scaler.state_dict()} for scaler in scalers_of(optimizer)],
+        "optimizer": [{"grad_scaler": _counters(scaler)} for scaler in scalers_of(optimizer)],
     }
     return _numbers(state, groups)
+
+
+def _counters(scaler: Any) -> dict[str, Any]:
+    """All that a scaler counts, by the names in its ``state_dict``, which may lack some."""
+    held = {name[1:]: value for name, value in vars(scaler).items() if name.startswith("_")}
+    return {**scaler.state_dict(), **held}
 
 
 def read_numbers(optimizer: Any, reading: Reading) -> dict[str, float]:

@@ -93,6 +93,25 @@ def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost[f"{group}.step"] == 0.0
 
 
+@pytest.mark.parametrize("state_dict", [{"scale": 4.0}, {"growth_tracker": 0, "scale": 4.0}])
+def test_what_a_scaler_counts(state_dict: dict[str, float]) -> None:
+    """Its own numbers, whatever it says that they are."""
+    scaler = SimpleNamespace(
+        _scale=torch.tensor([4.0]),
+        _growth_tracker=3,
+        growth_interval=5,
+        state_dict=lambda: state_dict,
+    )
+    optimizer = SimpleNamespace(grad_scaler=scaler)
+    args = SimpleNamespace(iteration=3)
+    scheduler = SimpleNamespace(state_dict=dict)
+    assert state.held_numbers(args, scheduler, optimizer) == {  # type: ignore[arg-type]
+        "iteration": 3.0,
+        "loss_scale": 4.0,
+        "grad_scaler.growth_tracker": 3.0,
+    }
+
+
 def test_groups_that_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """The groups' own numbers are the same, those of their parameters are not."""
     model = stepped(monkeypatch)
