@@ -104,7 +104,10 @@ class Tally:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Record the optimizer's step, which runs in this context."""
-        calls = {name: functools.partial(self._call, of) for name, of in statistics.WATCHED.items()}
+        calls: dict[str, statistics.Wrap] = {
+            name: functools.partial(self._call, of) for name, of in statistics.WATCHED.items()
+        }
+        calls[statistics.CLIP] = self._clip
         wraps = [*statistics.users(calls)]
         for leaf, groups in statistics.leaves_and_groups(self._optimizer):
             inner = getattr(leaf, "optimizer", None)
@@ -122,9 +125,6 @@ class Tally:
     ) -> Any:
         flow = self._attempt(lambda: self._flow(statistic))
         if flow is None:
-            return original(*args, **kwargs)
-        if statistic is Statistic.CLIPPED:
-            self._attempt(lambda: self._clip(flow, *args, **kwargs))
             return original(*args, **kwargs)
         with self._followed(flow, original), flow:
             value = original(*args, **kwargs)
@@ -162,10 +162,16 @@ class Tally:
         with wrapped([(dist, "all_reduce", reduce), (scope, statistics.KERNELS, apply)]):
             yield
 
-    def _clip(
-        self, flow: Flow, parameters: Any, max_norm: float, total_norm: Any, *_: Any, **__: Any
+    def _clip(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        args = tuple(map(statistics.whole, args))
+        self._attempt(lambda: self._clipped(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    def _clipped(
+        self, parameters: Any, max_norm: float, total_norm: Any, *_: Any, **__: Any
     ) -> None:
         del max_norm
+        flow = self._flow(Statistic.CLIPPED)
         gradients = [
             gradient
             for parameter in ([parameters] if torch.is_tensor(parameters) else parameters)

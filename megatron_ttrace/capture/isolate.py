@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.mcore.replaced import wrapped
+from megatron_ttrace.mcore.statistics import CLIP, whole
 
 
 class _Substitute(torch.autograd.Function):
@@ -61,6 +62,7 @@ def clipped_by(norm: torch.Tensor | None) -> Iterator[None]:
         *args: Any,
         **more: Any,
     ) -> Any:
+        parameters = whole(parameters)
         stored = torch.as_tensor(total_norm, dtype=torch.float32)
         if norm is not None and not any(getattr(p, "grad_norm_group", None) for p in parameters):
             stored = norm.to(stored).expand_as(stored)
@@ -68,5 +70,5 @@ def clipped_by(norm: torch.Tensor | None) -> Iterator[None]:
         value = stored if torch.is_tensor(total_norm) else stored.item()
         return original(parameters, max_norm, value, *args, **more)
 
-    with wrapped([(module, "clip_grad_by_total_norm_fp32", clip)]):
+    with wrapped([(module, CLIP, clip)]):
         yield

@@ -19,10 +19,11 @@ WATCHED = MappingProxyType(
     {
         "get_grad_norm_fp32": Statistic.GRAD_NORM,
         "count_zeros_fp32": Statistic.NUM_ZEROS,
-        "clip_grad_by_total_norm_fp32": Statistic.CLIPPED,
     }
 )
 """Functions of megatron/core/optimizer/clip_grads.py, by name."""
+CLIP = "clip_grad_by_total_norm_fp32"
+"""Another one, which returns nothing."""
 
 REDUCE_SCATTER = "dist_reduce_scatter_func"
 """What buckets are reduced by with ZeRO, a global of the module that defines them."""
@@ -86,6 +87,11 @@ def _outermost(wrap: Wrap) -> Wrap:
             inside = False
 
     return call
+
+
+def whole(value: Any) -> Any:
+    """What a fork passes to be clipped: as a list, if it could be read only once."""
+    return list(value) if isinstance(value, Iterator) else value
 
 
 def unknown_kind(optimizer: Any) -> str:

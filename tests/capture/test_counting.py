@@ -11,7 +11,9 @@ import torch.distributed as dist
 from megatron_ttrace.capture import counting
 from megatron_ttrace.capture.counting import Tally
 from megatron_ttrace.capture.flow import Flow, Memory, Parts
+from megatron_ttrace.mcore.parameters import place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.trace.counted import Statistic
 
 MODEL, WORLD = ((0, 1, 1),), ((0, 3, 1),)
 
@@ -46,3 +48,17 @@ def test_a_collective_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, call: 
         norm()
     assert given[0] == given[1]
     assert [made.group for made in flow.made] == [MODEL]
+
+
+def test_what_is_clipped_may_be_read_once() -> None:
+    """A fork may pass a generator: it reaches Megatron's function whole."""
+    layer = torch.nn.Linear(2, 2)
+    places = [(one, place_parameter(name, one, SINGLE)) for name, one in layer.named_parameters()]
+    for one in layer.parameters():
+        one.grad = torch.ones_like(one)
+    given: list[Any] = []
+    tally = Tally([layer], places, None, SINGLE, lambda work: work())
+    tally._clip(lambda them, *_: given.extend(them), layer.parameters(), 1.0, 2.0)
+    assert given == [*layer.parameters()]
+    (clipped,) = (c for c in tally.counted(1).countings if c.statistic is Statistic.CLIPPED)
+    assert (clipped.value, len(clipped.parts)) == (2.0, 2)

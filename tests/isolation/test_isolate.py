@@ -76,6 +76,7 @@ def test_gradients_are_clipped_by_the_references_norm(monkeypatch: pytest.Monkey
     used: list[Any] = []
 
     def clip(parameters: Any, max_norm: float, total_norm: Any, **_: Any) -> None:
+        assert [*parameters]
         used.append(total_norm)
 
     monkeypatch.setattr(optimizer, "clip_grad_by_total_norm_fp32", clip)
@@ -84,7 +85,7 @@ def test_gradients_are_clipped_by_the_references_norm(monkeypatch: pytest.Monkey
     with clipped_by(torch.tensor(2.0)):
         optimizer.clip_grad_by_total_norm_fp32([parameter], 1.0, 5.0, use_decoupled_grad=False)
         optimizer.clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=5.0)
-        optimizer.clip_grad_by_total_norm_fp32([grouped], 1.0, 5.0)
+        optimizer.clip_grad_by_total_norm_fp32(iter([grouped]), 1.0, 5.0)
     assert optimizer.clip_grad_by_total_norm_fp32 is clip
     with clipped_by(None):
         # As a trace stores it.
