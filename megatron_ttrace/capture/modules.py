@@ -215,11 +215,17 @@ class ModuleTap:
         return self._see_all(state, Kind.OUTPUT, name, values[-1])
 
     def _see_all(self, state: ChunkState, kind: Kind, name: str, value: Any) -> Any:
-        """Hand over the tensors in ``value``; returns its replacement, if any."""
+        """Hand over the tensors in ``value``; returns its replacement, if any.
+
+        Of other inputs than the model's, whole numbers only where there is nothing else: an
+        embedding's.
+        """
         replaced: dict[int, torch.Tensor] = {}
-        for index, tensor in tensors_in(value):
-            if kind is Kind.INPUT and name != ROOT and not tensor.is_floating_point():
-                continue
+        tensors = [*tensors_in(value)]
+        if kind is Kind.INPUT and name != ROOT:
+            floating = [(index, tensor) for index, tensor in tensors if tensor.is_floating_point()]
+            tensors = floating or tensors
+        for index, tensor in tensors:
             instead = self._see(state, kind, name, index, tensor)
             if instead is not None:
                 replaced[index] = instead

@@ -137,12 +137,24 @@ def test_an_output_that_is_the_next_input_is_handed_over_once():
     ) in sink.events
 
 
-def test_only_the_models_own_integers_are_inputs():
-    """Tokens and labels of the model; not the embedding's indices."""
+def test_integers_are_inputs_of_the_model_and_of_what_has_no_others():
+    """Tokens and labels of the model; the embedding's indices, which are its tokens."""
     sink = Recorder()
     run(Model(), sink)
     integers = [place for place, value in sink.values.items() if not value.is_floating_point()]
-    assert integers == [(0, Kind.INPUT, "model", 0), (0, Kind.INPUT, "model", 1)]
+    tokens, labels = (0, Kind.INPUT, "model", 0), (0, Kind.INPUT, "model", 1)
+    assert integers == [tokens, labels, (0, Kind.INPUT, "embedding", 0)]
+    assert sink.repeats[0, Kind.INPUT, "embedding", 0] == tokens
+
+
+def test_integers_beside_others_are_no_inputs():
+    """Such as counts of what was routed."""
+    model, sink = Function(lambda self, x, counts: x * len(counts)), Recorder()
+    model = Function(lambda self, x: self.inner(x, torch.ones(2, dtype=torch.int64)), inner=model)
+    with tapped([model], sink):
+        model(leaf(2, 3))
+    assert (0, Kind.INPUT, "inner", 0) in {*sink.values, *sink.repeats}
+    assert (0, Kind.INPUT, "inner", 1) not in {*sink.values, *sink.repeats}
 
 
 class Function(nn.Module):
