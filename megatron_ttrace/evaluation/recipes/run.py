@@ -243,7 +243,8 @@ class RecipeRow:
     """The result of a configuration: the worst of its jobs.
 
     Attributes:
-        answer: ``None`` if it is not for training, or not all of its jobs have run.
+        answer: ``None`` if it is not for training, or not all of its jobs have run and none of
+            these is bad.
         lost: what the small jobs do not do.
     """
 
@@ -262,6 +263,8 @@ _WORST = (
     Answer.COULD_NOT_CHECK,
     Answer.DIVERGED,
 )
+BAD = _WORST[_WORST.index(Answer.FAILS) :]
+"""Answers of which one is enough for a configuration, whatever its other jobs give."""
 
 
 def coverage(recipes: Iterable[Recipe], finished: Mapping[str, JobRow]) -> list[RecipeRow]:
@@ -270,12 +273,14 @@ def coverage(recipes: Iterable[Recipe], finished: Mapping[str, JobRow]) -> list[
     for recipe in recipes:
         keys = tuple(job.key for job in recipe.jobs)
         row = RecipeRow(recipe.name, recipe.answer, recipe.why, jobs=keys, lost=recipe.lost)
-        if recipe.is_trained and any(key not in finished for key in keys):
-            row = dataclasses.replace(row, why="not run yet")
-        elif recipe.is_trained:
-            worst = max((finished[key] for key in keys), key=lambda job: _WORST.index(job.answer))
-            row = dataclasses.replace(
-                row, answer=worst.answer, why=worst.why, finding=worst.finding
-            )
+        if recipe.is_trained:
+            ran = [finished[key] for key in keys if key in finished]
+            worst = max(ran, key=lambda job: _WORST.index(job.answer), default=None)
+            if worst and (len(ran) == len(keys) or worst.answer in BAD):
+                row = dataclasses.replace(
+                    row, answer=worst.answer, why=worst.why, finding=worst.finding
+                )
+            else:
+                row = dataclasses.replace(row, why="not run yet")
         rows.append(row)
     return rows

@@ -135,6 +135,24 @@ def test_results_are_those_of_their_code(checkout, tmp_path, monkeypatch):
     assert finished() == {}
 
 
+@pytest.mark.parametrize(
+    ("answer", "shown", "code"),
+    [
+        (Answer.DIVERGED, Answer.DIVERGED, ExitCode.DIVERGED),
+        (Answer.COULD_NOT_CHECK, Answer.COULD_NOT_CHECK, ExitCode.COULD_NOT_CHECK),
+        (Answer.EQUIVALENT, None, ExitCode.EQUIVALENT),
+    ],
+)
+def test_a_bad_answer_does_not_wait_for_other_jobs(answer, shown, code):
+    """With ``--limit``, a configuration of several jobs may have a part of its answers."""
+    jobs = tuple(SmallJob("x.py", (name,), 2, ()) for name in "ab")
+    recipe = collect.Recipe("a", jobs)
+    row = JobRow(key=jobs[0].key, answer=answer, ranks=2, why="because")
+    (shown_row,) = rows = running.coverage([recipe], {row.key: row})
+    assert shown_row.answer is shown
+    assert cli_recipes._exit_code(rows) is code
+
+
 def test_refusals_are_megatrons_own(tmp_path):
     """By where the error was raised, never by its message."""
     logs = tmp_path / "logs"
