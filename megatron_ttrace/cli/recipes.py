@@ -39,7 +39,8 @@ The table is also written there, as recipes.json. With --bridge the recipes are 
 installed megatron-bridge, whose models get the sizes that transformers' classes have by themselves.
 
 exit code: 0 all that ran are equivalent or refused by Megatron; 1 a job diverged, even if a known
-finding explains it, because it may have a second fault; 2 a job could not be checked
+finding explains it, because it may have a second fault; 2 a job could not be checked, or fails
+without ttrace too, or there is none
 """
 
 
@@ -114,21 +115,25 @@ def run(args: argparse.Namespace) -> int:
         "recipes": [dataclasses.asdict(row) for row in rows],
     }
     if not args.dry_run:
+        owned.make(directory, ignored=True)
         owned.write(directory / "recipes.json", [json.dumps(table, indent=1)])
     if args.json:
         print(json.dumps(table))
     else:
         _show(rows, [finished[key] for key in jobs if key in finished])
+    if not jobs and not args.dry_run:
+        raise TTraceError("no configuration makes a job, so nothing was checked")
     return _exit_code(rows)
 
 
 def _exit_code(rows: Sequence[RecipeRow]) -> ExitCode:
     from megatron_ttrace.evaluation.recipes.collect import Answer
+    from megatron_ttrace.evaluation.recipes.run import BAD
 
     answers = {row.answer for row in rows}
     if Answer.DIVERGED in answers:
         return ExitCode.DIVERGED
-    return ExitCode.COULD_NOT_CHECK if Answer.COULD_NOT_CHECK in answers else ExitCode.EQUIVALENT
+    return ExitCode.EQUIVALENT if answers.isdisjoint(BAD) else ExitCode.COULD_NOT_CHECK
 
 
 def _collect(args: argparse.Namespace) -> list[Recipe]:

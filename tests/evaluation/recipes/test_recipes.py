@@ -213,6 +213,15 @@ def test_a_known_finding_excuses_no_divergence():
     assert cli_recipes._exit_code([]) is ExitCode.EQUIVALENT
 
 
+def test_what_does_not_run_is_no_pass(checkout, tmp_path, monkeypatch, capsys):
+    """Jobs that fail without us were not checked; nor is anything if there is no job."""
+    row = RecipeRow("a", Answer.FAILS, "why")
+    assert cli_recipes._exit_code([row]) is ExitCode.COULD_NOT_CHECK
+    monkeypatch.chdir(tmp_path)
+    assert main(["recipes", str(checkout), "--only", "gpt/inference"]) == 2
+    assert "nothing was checked" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("codes", "answer"), [([0, 0], Answer.COULD_NOT_CHECK), ([0, 1], Answer.FAILS)]
 )
