@@ -174,7 +174,7 @@ def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -
     owned.require(args.directory, ["trees"])
     owned.make(args.directory, ignored=True)
     quiet = say is command.silent
-    interpreter = apart.interpreter_of(training.words_of(args))
+    interpreter = apart.interpreter_of(command_)
     settings, theirs = split(command_.arguments)
     command_ = dataclasses.replace(command_, arguments=tuple(theirs))
     checks = _Checks(checkout, command_, settings, interpreter, args.directory, args.against, quiet)

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     settings, arguments = split(command_.arguments, settings_of(args))
     say = command.progress_of(args)
     script = training.script_of(command_)
-    interpreter = apart.interpreter_of(training.words_of(args))
+    interpreter = apart.interpreter_of(command_)
     tree = overlay.Tree.of(script)
     difference = overlay.difference(tree, args.good)
     trial = blame.Trial(

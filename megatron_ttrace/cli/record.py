@@ -93,7 +93,7 @@ def kept(
 
 
 def run_apart(text: str, job: Command, settings: Settings, *, quiet: bool) -> None:
-    """Record a command, whose text names the interpreter, in a process and environment of its own.
+    """Record a command with the Python that it names, in a process and environment of its own.
 
     An older trace in the directory of the settings is removed. Raises ``TTraceError`` when there
     is no trace, with the reason.
@@ -106,7 +106,7 @@ def run_apart(text: str, job: Command, settings: Settings, *, quiet: bool) -> No
     words = checking(job.script, theirs, ranks, settings.unlogged(folder), command="record")
     inherited = {name: value for name, value in os.environ.items() if name not in job.unset}
     environment = {**inherited, **job.environment}
-    interpreter = apart.interpreter_of([text])
+    interpreter = apart.interpreter_of(job)
     code, reason = apart.ttrace(interpreter, words, environment, quiet=quiet)
     if code:
         raise TTraceError(f"no trace of {in_one_line(text)[:60]!r}: {reason}")

@@ -72,6 +72,7 @@ class Command:
         nodes: on how many machines.
         unset: variables that it must not inherit.
         uncounted: what leaves the number of ranks to the machine, if something does.
+        interpreter: the Python that it names with its folder, or the one beside such a torchrun.
     """
 
     script: str
@@ -81,6 +82,7 @@ class Command:
     nodes: int = 1
     unset: tuple[str, ...] = ()
     uncounted: str = ""
+    interpreter: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ class ShellScript:
 
 @dataclasses.dataclass
 class _Context:
-    """What the words before the script set; ``uncounted``: see :class:`Command`.
+    """What the words before the script set; ``uncounted`` and ``interpreter`` as of ``Command``.
 
     ``inherited``: variables that a shell within has.
     """
@@ -105,6 +107,7 @@ class _Context:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     tasks: dict[str, int] = dataclasses.field(default_factory=dict)
     uncounted: str = ""
+    interpreter: str = ""
     inherited: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -242,8 +245,12 @@ def _known(command: Command | ShellScript) -> Command | ShellScript:
             )
     if isinstance(command, ShellScript):
         return dataclasses.replace(command, environment=variables)
-    uncounted = command.uncounted.replace(UNKNOWN, "")
-    return dataclasses.replace(command, environment=variables, uncounted=uncounted)
+    return dataclasses.replace(
+        command,
+        environment=variables,
+        uncounted=command.uncounted.replace(UNKNOWN, ""),
+        interpreter=command.interpreter.replace(UNKNOWN, ""),
+    )
 
 
 _NUMERIC = ("CUBLAS", "NVTE", "PYTHON", "PYTORCH", "TORCH")
@@ -270,9 +277,12 @@ def _words(words: list[str], context: _Context) -> Command | ShellScript | None:
         )
     if name in _PREFIXES:
         return _words(arguments, context)
+    folder = os.path.dirname(words[0])
     if name in _TORCHRUN:
+        context.interpreter = os.path.join(folder, "python") if folder else context.interpreter
         return _torchrun(arguments, context)
     if _PYTHON.fullmatch(name):
+        context.interpreter = words[0] if folder else context.interpreter
         return _python(arguments, context)
     if name in _SHELLS:
         return _shell(arguments, context)
@@ -449,4 +459,5 @@ def _command(words: list[str], context: _Context) -> Command:
         ranks,
         context.tasks.get("nodes", 1),
         uncounted="" if ranks else context.uncounted,
+        interpreter=context.interpreter,
     )

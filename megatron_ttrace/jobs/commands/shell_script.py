@@ -366,6 +366,8 @@ class _Reading:
             command,
             environment={**assigned, **command.environment},
             unset=(*unset, *command.unset),
+            # Where the shell found it is not what the script says.
+            interpreter="",
         )
 
     def _recorded(self, request: Request, words: list[str], name: str) -> str:

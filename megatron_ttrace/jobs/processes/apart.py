@@ -5,7 +5,6 @@ import atexit
 import contextlib
 import importlib
 import os
-import re
 import runpy
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.jobs import script as scripts
+from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes import forkserver, signals
 from megatron_ttrace.jobs.processes.tether import tethered
 from megatron_ttrace.trace import ends
@@ -23,25 +23,19 @@ from megatron_ttrace.trace.sanitise import log_line
 
 _SLOW = "emerging_optimizers"
 """What Megatron imports where it is installed, except for torch."""
-_INTERPRETER = re.compile(r"python[0-9.]*|torchrun")
 
 
-def interpreter_of(words: Sequence[str]) -> str:
-    """The Python that a command names with its folder, or the one beside such a ``torchrun``.
+def interpreter_of(command: Command) -> str:
+    """The Python that a command names, else this process's.
 
-    Without either it is this process's. ``words`` are as a shell splits the command, or one word
-    with its whole text. Raises ``TTraceError`` when the interpreter does not exist.
+    Raises ``TTraceError`` when it does not exist.
     """
-    for word in words[0].split() if len(words) == 1 else words:
-        path = Path(word)
-        if path.suffix == ".py":
-            break  # what follows is the script's: a data set may be called python
-        if path.parent != Path() and _INTERPRETER.fullmatch(path.name):
-            python = path if path.name.startswith("python") else path.with_name("python")
-            if not python.is_file():
-                raise TTraceError(f"{python}: no such interpreter")
-            return str(python.absolute())
-    return sys.executable
+    if not command.interpreter:
+        return sys.executable
+    python = Path(command.interpreter)
+    if not python.is_file():
+        raise TTraceError(f"{python}: no such interpreter")
+    return str(python.absolute())
 
 
 def ttrace(

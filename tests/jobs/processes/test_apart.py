@@ -3,6 +3,7 @@
 
 import importlib
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -10,21 +11,37 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ttrace.jobs.commands import command_line
 from megatron_ttrace.jobs.processes import apart
+from megatron_ttrace.trace.errors import TTraceError
 
 JOB = ["pretrain_gpt.py", "--num-layers", "2"]
 
 
 def test_the_interpreter_of_a_command(tmp_path):
-    """The one that it names, or the one beside its torchrun; else this one."""
+    """The one that it names, or the one beside its torchrun, also in quotes; else this one."""
+    tmp_path = tmp_path / "my environment"
+    tmp_path.mkdir()
     for name in ("python", "python3.12", "torchrun"):
         (tmp_path / name).touch()
     torchrun = [f"{tmp_path}/torchrun", "--nproc-per-node", "2", *JOB]
-    assert apart.interpreter_of(torchrun) == f"{tmp_path}/python"
-    assert apart.interpreter_of(["A=b", f"{tmp_path}/python3.12", *JOB]) == f"{tmp_path}/python3.12"
-    assert apart.interpreter_of([" ".join(torchrun)]) == f"{tmp_path}/python"
-    assert apart.interpreter_of(["torchrun", *JOB]) == sys.executable
-    assert apart.interpreter_of(["torchrun", *JOB, "--data-path", "a/python"]) == sys.executable
+    for words, name in (
+        (torchrun, "python"),
+        (["A=b", f"{tmp_path}/python3.12", *JOB], "python3.12"),
+        ([shlex.join(torchrun)], "python"),
+        ([f'"$HERE/python3.12" {" ".join(JOB)}'], "python3.12"),
+        (["bash", "-c", shlex.join(torchrun)], "python"),
+    ):
+        command = command_line.parse(words, {"HERE": str(tmp_path)})
+        assert apart.interpreter_of(command) == f"{tmp_path}/{name}"
+    for words in (
+        ["torchrun", *JOB],
+        ["torchrun", *JOB, "--data-path", "a/python"],
+        ["PYTHON=/a/python", "torchrun", *JOB],
+    ):
+        assert apart.interpreter_of(command_line.parse(words)) == sys.executable
+    with pytest.raises(TTraceError, match="absent/python: no such interpreter"):
+        apart.interpreter_of(command_line.parse(["absent/python", *JOB]))
 
 
 def test_its_error(tmp_path):
