@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_ttrace.cli import blame, command, diff, training
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
+from megatron_ttrace.jobs.processes import signals
 from megatron_ttrace.jobs.settings import check_single, settings_of, split
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace import ends
@@ -100,22 +101,22 @@ def run(args: argparse.Namespace) -> int:
             return diff.against(args, command_, say)
     elif args.known is not None:
         raise TTraceError("--known: only with --against")
-    refused: TTraceError | None = None
+    reports: list[api.Report] = []
+    refused: list[str] = []
     if args.against is not None:
-        reports: list[api.Report] = []
         try:
             reports.extend(diff.with_model(args, command_, say))
         except TTraceError as error:
-            if not reports:
-                raise
-            refused = error
+            refused.append(str(error))
     elif args.shrink:
-        reports = _shrunk(args, command_, say)
+        reports, refused = _shrunk(args, command_, say)
     else:
         how = {"fork": not args.no_fork, "nproc": args.nproc_per_node, "settle": not args.once}
         reports = [training.check(command_, settings_of(args), say, **how)]
         ranks = args.nproc_per_node or training.ranks_of(command_)
         reports = [_blamed(args, command_, reports[0], ranks, say)]
+    if not reports:
+        raise TTraceError("\n".join(refused))
     if len(reports) == 1:
         reports = [api.timed(reports[0], time.monotonic() - args.began)]
     if args.json:
@@ -141,10 +142,10 @@ def run(args: argparse.Namespace) -> int:
                 terminal.say(console, line)
     codes = [int(report.verdict.exit_code) for report in reports]
     reasons = [report.summary.reason for report in reports]
-    if refused is not None:
-        print(f"ttrace: {in_one_line(str(refused))}", file=sys.stderr)
+    for why in refused:
+        print(f"ttrace: {in_one_line(why)}", file=sys.stderr)
         codes.append(ExitCode.COULD_NOT_CHECK)
-        reasons.append(str(refused))
+        reasons.append(why)
     code = max(codes, key=_SEVERITY.index)
     for reason in filter(None, reasons):
         ends.write(ends.EndRecord(code=code, at=0, message=reason))
@@ -155,7 +156,10 @@ _SEVERITY = (ExitCode.EQUIVALENT, ExitCode.COULD_NOT_CHECK, ExitCode.DIVERGED)
 """Of several jobs the worst answer counts."""
 
 
-def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> list[api.Report]:
+def _shrunk(
+    args: argparse.Namespace, command_: Command, say: command.Say
+) -> tuple[list[api.Report], list[str]]:
+    """The reports of all small jobs that can be checked, and why others cannot."""
     from rich.console import Console
 
     from megatron_ttrace.cli import shrink
@@ -177,24 +181,31 @@ def _shrunk(args: argparse.Namespace, command_: Command, say: command.Say) -> li
         # Before the data is written: that imports Megatron, which must be the script's own.
         job.prepare(settings.device, Path(large.script), arguments=theirs)
     documents.write(prefix, plan.jobs[0].arguments)
-    reports = []
+    reports: list[api.Report] = []
+    refused: list[str] = []
     smalls = training.small(large, plan.jobs, prefix)
     for number, (small_job, (small, file)) in enumerate(zip(plan.jobs, smalls, strict=True), 1):
         ranks = small_job.axes.ranks
         if len(plan.jobs) > 1:
             settings = dataclasses.replace(settings, directory=folder / str(number))
             say(f"job {number} of {len(plan.jobs)}: {ranks} ranks")
-        report = training.check(
-            small,
-            dataclasses.replace(settings, small=file),
-            say,
-            fork=not args.no_fork,
-            nproc=ranks,
-            settle=not args.once,
-            environment={SHRUNK: plan.stands_for()},
-        )
+        try:
+            report = training.check(
+                small,
+                dataclasses.replace(settings, small=file),
+                say,
+                fork=not args.no_fork,
+                nproc=ranks,
+                settle=not args.once,
+                environment={SHRUNK: plan.stands_for()},
+            )
+        except TTraceError as error:
+            signals.check()
+            which = f"job {number} of {len(plan.jobs)}: " if len(plan.jobs) > 1 else ""
+            refused.append(f"{which}{error}")
+            continue
         reports.append(_blamed(args, small, report, ranks, say, configuration=file))
-    return reports
+    return reports, refused
 
 
 def _blamed(

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ttrace.cli import training
 from megatron_ttrace.cli.main import main
+from megatron_ttrace.jobs.shrink import documents
+from megatron_ttrace.saved import api
+from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.records import Result, Summary
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "pretrain_gpt.py"
 LARGE = (
@@ -74,6 +79,27 @@ def test_bad_input(capsys, command, words, message):
     error = capsys.readouterr().err
     assert message.replace("shrink", command) in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("verdict", "code"), [(Result.EQUIVALENT, 2), (Result.DIVERGED, 1)])
+def test_one_of_several_jobs_that_cannot_be_checked(monkeypatch, capsys, verdict, code):
+    """The others are checked and shown all the same; the worst answer counts."""
+    checked = []
+
+    def check(small, how, say, **more):
+        checked.append(how.directory.name)
+        if how.directory.name == "2":
+            raise TTraceError("a rank died")
+        summary = Summary(verdict, {}, (), {}, {}, {}, ())
+        return api.Report(summary=summary, verdicts=(), directory=how.directory)
+
+    monkeypatch.setattr(training, "check", check)
+    monkeypatch.setattr(documents, "write", lambda *words: None)
+    assert main(["check", "--shrink", "--no-fork", "--quiet", "--", *COMMAND]) == code
+    shown = capsys.readouterr()
+    assert checked == ["1", "2", "3", "4"]
+    assert shown.out.count(f"ttrace  {verdict}") == 3
+    assert "ttrace: job 2 of 4: a rank died" in shown.err
 
 
 def test_a_command_for_several_machines_is_not_started_here(capsys):
