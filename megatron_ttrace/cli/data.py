@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import shlex
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags, inputs
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     inputs.require_regular(files)
     texts = text_data.read_documents(files, args.max_bytes)
     documents, tokens = text_data.write_corpus(texts, args.output, append_eod=args.append_eod)
-    trained_with = text_data.training_flags(args.output)
+    trained_with = shlex.join(text_data.training_flags(args.output))
     if args.json:
         counts = {"documents": documents, "tokens": tokens}
         print(json.dumps({"prefix": str(args.output), **counts, "flags": trained_with}))

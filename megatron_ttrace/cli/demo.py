@@ -65,14 +65,12 @@ def run(args: argparse.Namespace) -> int:
     say("making a data set from this Python's standard library")
     prefix = args.directory / "data" / "stdlib"
     text_data.standard_library_corpus(prefix, _CORPUS_BYTES)
-    words = f"{_ARGUMENTS} {text_data.training_flags(prefix)}".split()
+    words = (*_ARGUMENTS.split(), *text_data.training_flags(prefix))
     console = Console()
 
     def check(name: str, title: str, *flags: str) -> Summary:
         console.rule(f"{name}: {title}")
-        checked = runner.run(
-            Case(name=name, arguments=tuple(words), nproc=_RANKS, flags=flags), say
-        )
+        checked = runner.run(Case(name=name, arguments=words, nproc=_RANKS, flags=flags), say)
         summary, job = checked.summary, checked.job
         again = command.typed(job.isolating())
         terminal.render(summary, checked.verdicts(), console, job.directory, again)
@@ -93,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"HTML report: {args.directory / 'faulty' / files.HTML}")
     console.rule("next: check a job of your own")
     console.print("Put the command of your job behind the last --. As it stands, this runs:")
-    example = f"{_NEXT} {command.near(runner.script)} {_OWN}".split()
+    example = [*_NEXT.split(), str(command.near(runner.script)), *_OWN.split()]
     for line in terminal.shell_lines(command.typed(example), terminal.PIPED_WIDTH - 2):
         terminal.say(console, f"  {line}")
     say("done")

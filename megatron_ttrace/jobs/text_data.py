@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy
 from numpy.typing import NDArray
 
+from megatron_ttrace.jobs.flags import word_of
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
@@ -33,9 +34,10 @@ VOCAB_SIZE = EOD + 1
 _DTYPE = numpy.uint16  # the smallest that fits, as Megatron's tool would choose
 
 
-def training_flags(prefix: Path) -> str:
+def training_flags(prefix: Path) -> list[str]:
     """Megatron's arguments to train on ``prefix`` with the matching vocabulary."""
-    return f"--data-path {prefix} --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE}"
+    tokenizer = ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE))
+    return ["--data-path", word_of(prefix), *tokenizer]
 
 
 def find_files(sources: Sequence[Path], pattern: str) -> list[Path]:

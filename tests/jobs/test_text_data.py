@@ -3,6 +3,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import sysconfig
@@ -96,7 +97,7 @@ def test_flags_give_the_tokenizer_our_eod() -> None:
     """The printed vocabulary size makes the installed Megatron agree on EOD and the size."""
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
-    flags = text_data.training_flags(Path("x")).split()
+    flags = text_data.training_flags(Path("x"))
     tokenizer = NullTokenizer(vocab_size=int(flags[flags.index("--vocab-size") + 1]))
     assert (tokenizer.eod, tokenizer.vocab_size) == (text_data.EOD, text_data.VOCAB_SIZE)
 
@@ -147,12 +148,14 @@ def test_failure_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command writes both files and ends with the arguments to train with."""
-    prefix = tmp_path / "out"
+    """The command writes both files and ends with the arguments to train with, for a shell."""
+    prefix = tmp_path / "my out"
     assert run("--output", prefix, "--glob", "b.txt", "--append-eod", folder) == 0
     assert read_back(prefix) == [[*b"second", 256]]
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == f"train with: {text_data.training_flags(prefix)}"
+    words = shlex.split(last.removeprefix("train with: "))
+    assert words == text_data.training_flags(prefix)
+    assert words[:2] == ["--data-path", str(prefix)]
 
 
 def test_command_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,5 +176,4 @@ def arguments(script: str, prefix: Path, words: Sequence[str] = ()) -> list[str]
         tokenizer = ["--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(folder)]
         # A validation set of no samples is refused here: its length is what is asked for.
         return [*tokenizer, "--data-path", str(folder / "chats.jsonl"), "--split", "100,0,0"]
-    words = text_data.training_flags(prefix).split()
-    return [*words, "--split", "99,1,0"]
+    return [*text_data.training_flags(prefix), "--split", "99,1,0"]

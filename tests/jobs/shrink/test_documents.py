@@ -35,3 +35,10 @@ def test_other_jobs_have_none(tmp_path):
     prefix = documents.write(tmp_path / "text")
     assert {path.name for path in tmp_path.glob("[!.]*")} == {"text.bin", "text.idx"}
     assert "SFTTokenizer" not in documents.arguments("pretrain_gpt.py", prefix, ("--bf16",))
+
+
+def test_a_folder_with_a_space(tmp_path):
+    """It is one word, as Megatron's parser gets it."""
+    prefix = tmp_path / "my data" / "text"
+    words = documents.arguments("pretrain_gpt.py", prefix)
+    assert words[:3] == ["--data-path", str(prefix), "--tokenizer-type"]
