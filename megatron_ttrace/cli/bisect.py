@@ -20,7 +20,7 @@ from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import Settings, checking, split
 from megatron_ttrace.saved import api, blame
 from megatron_ttrace.saved.bisection import Answer, FirstBad, first_bad
-from megatron_ttrace.trace import owned
+from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.blamed import Blame
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Culprit
@@ -171,8 +171,6 @@ def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -
     checkout = Checkout(args.checkout or script.resolve().parent, " with --checkout DIR")
     commits = checkout.between(checkout.commit(good), checkout.commit(bad))
     say = command.progress_of(args)
-    owned.require(args.directory, ["trees"])
-    owned.make(args.directory, ignored=True)
     quiet = say is command.silent
     interpreter = apart.interpreter_of(command_)
     settings, theirs = split(command_.arguments)
@@ -187,15 +185,16 @@ def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -
         return answer
 
     blamed: Blame | None = None
-    try:
-        first = first_bad(len(commits), check)
-        if first is not None and args.against is None:
-            bad = commits[first.number]
-            say(f"looking for the changes of {bad[:12]} to blame")
-            before = commits[min((*first.suspects, first.number))]
-            blamed = checks.blamed(bad, f"{before}^1", say)
-    finally:
-        owned.discard(args.directory / "trees")
+    with shared.alone(args.directory, ["trees"]):
+        try:
+            first = first_bad(len(commits), check)
+            if first is not None and args.against is None:
+                bad = commits[first.number]
+                say(f"looking for the changes of {bad[:12]} to blame")
+                before = commits[min((*first.suspects, first.number))]
+                blamed = checks.blamed(bad, f"{before}^1", say)
+        finally:
+            owned.discard(args.directory / "trees")
     if first is None:
         why = checks.skipped.get(commits[-1], "it is equivalent")
         raise TTraceError(f"BAD does not diverge, so there is nothing to find: {why}")

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.evaluation.recipes import pull
     from megatron_ttrace.jobs.processes.worktrees import Checkout
     from megatron_ttrace.report import review
-    from megatron_ttrace.trace import owned
+    from megatron_ttrace.trace import owned, shared
     from megatron_ttrace.trace.sanitise import log_line
 
     if not args.checkout.is_dir():
@@ -91,14 +91,14 @@ def run(args: argparse.Namespace) -> int:
         report(f"uncommitted changes are not checked, only {head[:12]}")
     inside = folder.relative_to(checkout.root)
     directory = args.directory.absolute()
-    owned.require(directory, pull.NAMES)
-    try:
-        with ExitStack() as stack:
-            request = pull.Pull(checkout, inside, directory, head, base, args.quiet, stack)
-            todo = pull.plan(request, folder, args.places, args.max_ranks, report)
-            code, annotations = pull.check(request, todo, report)
-    finally:
-        owned.discard(directory / "trees")
+    with shared.alone(directory, pull.NAMES):
+        try:
+            with ExitStack() as stack:
+                request = pull.Pull(checkout, inside, directory, head, base, args.quiet, stack)
+                todo = pull.plan(request, folder, args.places, args.max_ranks, report)
+                code, annotations = pull.check(request, todo, report)
+        finally:
+            owned.discard(directory / "trees")
     if args.format == "gitlab":
         print(review.code_quality(annotations))
     if args.format == "json":

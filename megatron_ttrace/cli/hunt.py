@@ -14,7 +14,7 @@ from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.settings import split
-from megatron_ttrace.trace import owned
+from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import clean, in_one_line
 
@@ -101,30 +101,30 @@ def run(args: argparse.Namespace) -> int:
     script = training.script_of(base)
     shrunk = plan.shrink(base, args.max_ranks)
     directory = args.directory.absolute()
-    owned.make(directory, ignored=True)
-    checker = Checker(directory, script, args.seconds, text, ours)
-    first = shrunk.jobs[0]
-    small = dataclasses.replace(base, arguments=first.arguments, ranks=first.axes.ranks)
-    space = combinations.Space(small if is_given else base, table.dimension)
-    validity.prepare(script)
-    results = Results(directory, ours)
-    hunt = Hunt(space, checker, results, args.max_ranks, args.seed, fails=table.fails)
-    row = hunt.given(base, shrunk.jobs)
-    say(f"the shrunk command: {row.answer} {row.why[:120]}")
-    if row.answer not in (Answer.EQUIVALENT, Answer.DIVERGED):
-        raise TTraceError(f"the shrunk command: {row.answer}: {row.why}")
-    tried: list[Tried] = []
-    if row.answer is Answer.EQUIVALENT:
-        for combination in hunt.run(60 * args.minutes):
-            tried.append(combination)
-            row = combination.row
-            say(
-                f"[{len(tried)}] {row.key} {row.answer} {row.seconds:.0f} s {row.why[:100]}"
-                f"{' together: ' * bool(row.together)}{', '.join(v for _, v in row.together)}"
-            )
-    answer = _answer(hunt, tried)
-    owned.write(directory / "hunt.json", [json.dumps(answer, indent=1)])
-    owned.write(directory / "hunt.html", [page.render(space, tried, hunt.failures)])
+    with shared.alone(directory):
+        checker = Checker(directory, script, args.seconds, text, ours)
+        first = shrunk.jobs[0]
+        small = dataclasses.replace(base, arguments=first.arguments, ranks=first.axes.ranks)
+        space = combinations.Space(small if is_given else base, table.dimension)
+        validity.prepare(script)
+        results = Results(directory, ours)
+        hunt = Hunt(space, checker, results, args.max_ranks, args.seed, fails=table.fails)
+        row = hunt.given(base, shrunk.jobs)
+        say(f"the shrunk command: {row.answer} {row.why[:120]}")
+        if row.answer not in (Answer.EQUIVALENT, Answer.DIVERGED):
+            raise TTraceError(f"the shrunk command: {row.answer}: {row.why}")
+        tried: list[Tried] = []
+        if row.answer is Answer.EQUIVALENT:
+            for combination in hunt.run(60 * args.minutes):
+                tried.append(combination)
+                row = combination.row
+                say(
+                    f"[{len(tried)}] {row.key} {row.answer} {row.seconds:.0f} s {row.why[:100]}"
+                    f"{' together: ' * bool(row.together)}{', '.join(v for _, v in row.together)}"
+                )
+        answer = _answer(hunt, tried)
+        owned.write(directory / "hunt.json", [json.dumps(answer, indent=1)])
+        owned.write(directory / "hunt.html", [page.render(space, tried, hunt.failures)])
     if args.json:
         print(json.dumps(answer))
     else:

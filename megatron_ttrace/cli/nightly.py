@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags
+from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.errors import TTraceError
 
 if TYPE_CHECKING:
@@ -95,10 +96,11 @@ def run(args: argparse.Namespace) -> int:
 
     options = _options(args)
     nights = args.directory / history.FILE
-    history.prepare(nights)
-    good = history.last_good(nights)
-    night = runner.run(options, args.directory, command.progress())
-    history.append(nights, night)
+    with shared.alone(args.directory):
+        history.prepare(nights)
+        good = history.last_good(nights)
+        night = runner.run(options, args.directory, command.progress())
+        history.append(nights, night)
     lines = history.changes(night, good)
     print("\n".join([history.headline(night), *lines]))
     from megatron_ttrace.evaluation.nightly import wandb

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags
-from megatron_ttrace.trace import owned
+from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
 
@@ -96,18 +96,19 @@ def run(args: argparse.Namespace) -> int:
     say(f"{len(recipes)} configurations, {len(jobs)} different jobs")
     finished: dict[str, JobRow] = {}
     if jobs and not args.dry_run:
-        first = Path(next(iter(jobs.values())).script)
-        data = discover.data if args.bridge else text
-        checker = Checker(directory, first, args.seconds, data)
-        validity.prepare(first)
-        results = Results(directory)
-        rows_of = {key: results.of(job) for key, job in jobs.items()}
-        finished = {key: row for key, row in rows_of.items() if row}
-        remaining = [job for key, job in jobs.items() if key not in finished][: args.limit]
-        for number, job in enumerate(remaining, 1):
-            row = finished[job.key] = results.keep(job, checker(job))
-            place = f"[{number}/{len(remaining)}] {row.key}"
-            say(f"{place} {row.answer} {row.seconds:.0f} s {row.why[:120]}")
+        with shared.alone(directory):
+            first = Path(next(iter(jobs.values())).script)
+            data = discover.data if args.bridge else text
+            checker = Checker(directory, first, args.seconds, data)
+            validity.prepare(first)
+            results = Results(directory)
+            rows_of = {key: results.of(job) for key, job in jobs.items()}
+            finished = {key: row for key, row in rows_of.items() if row}
+            remaining = [job for key, job in jobs.items() if key not in finished][: args.limit]
+            for number, job in enumerate(remaining, 1):
+                row = finished[job.key] = results.keep(job, checker(job))
+                place = f"[{number}/{len(remaining)}] {row.key}"
+                say(f"{place} {row.answer} {row.seconds:.0f} s {row.why[:120]}")
     rows = coverage(recipes, finished)
     table = {
         "checkout": "megatron-bridge" if args.bridge else str(args.checkout),

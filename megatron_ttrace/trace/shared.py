@@ -141,6 +141,22 @@ def require_free(directory: Path) -> None:
         _lock_of_ours(directory, NAMES).release()
 
 
+@contextlib.contextmanager
+def alone(directory: Path, names: Sequence[str] = ()) -> Iterator[None]:
+    """Hold the directory of a command that runs several checks below it, under other ``names``.
+
+    No second command gets it: what one keeps there, the other would replace.
+    """
+    with _writing(directory):
+        lock = _lock_of_ours(directory, names)
+    try:
+        with _writing(directory):
+            lock.sign()
+        yield
+    finally:
+        lock.release()
+
+
 def claim_report(directory: Path, run: str, *, keeps: bool = False) -> Claim:
     """Take a directory to write a report of saved traces into it.
 

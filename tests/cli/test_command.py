@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.cli import command
+from megatron_ttrace.cli import command, recipes
 from megatron_ttrace.cli.main import OVERVIEW, _named, build_parser, main
+from megatron_ttrace.evaluation.recipes.collect import Recipe, SmallJob
+from megatron_ttrace.trace import shared
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,6 +98,36 @@ def test_errors_do_not_show_values(words: str, capsys: pytest.CaptureFixture[str
     printed = capsys.readouterr()
     assert printed.err.startswith("ttrace: ")
     assert "CANARY" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "bisect HEAD^ HEAD -- x.py --bf16",
+        "ci . --base HEAD^",
+        "eval nightly --quick",
+        "hunt",
+        "recipes .",
+    ],
+)
+def test_two_in_one_directory(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second is refused: it would replace the worktrees and results of the first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    for step in ("init -q", "add .", "commit -qm a", "commit -qm b --allow-empty"):
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a", *step.split()], check=True
+        )
+    name, *more = shlex.split(words)
+    recipe = Recipe("a", (SmallJob("x.py", (), 1, ()),))
+    monkeypatch.setattr(recipes, "_collect", lambda args: [recipe])
+    with shared.alone(tmp_path / "out"):
+        at = 1 if name == "eval" else 0
+        place = ["--directory", str(tmp_path / "out")]
+        assert main([name, *more[:at], *place, *more[at:]]) == 2
+    assert "is in use by another" in capsys.readouterr().err
 
 
 def test_a_command_works_in_the_shell_it_is_shown_in(
