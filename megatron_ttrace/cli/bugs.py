@@ -131,6 +131,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.all == bool(args.id):
         raise TTraceError("name the bugs ('ttrace eval bugs list' shows them) or give --all")
     chosen = bugs if args.all else [catalogue.find(bugs, wanted) for wanted in args.id]
+    for bug in () if args.all else chosen:
+        if not any(args.model in layout.models for layout in bug.layouts):
+            raise TTraceError(f"bug {bug.id} has no layout for --model {args.model}")
     try:
         output = owned.open_named(args.rows, "w") if args.rows else nullcontext()
     except OSError as error:
@@ -144,8 +147,6 @@ def _run(args: argparse.Namespace) -> int:
             rows.append(row)
             if file is not None:
                 print(json.dumps(row.to_json()), file=file, flush=True)
-    if not rows:
-        raise TTraceError(f"none of these bugs has a layout for --model {args.model}")
     if args.json:
         print(json.dumps([row.to_json() for row in rows], indent=1))
     else:

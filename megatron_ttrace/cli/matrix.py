@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.evaluation.matrix.configurations import configurations, select
+from megatron_ttrace.jobs import flags
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Result
 
@@ -52,9 +53,10 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     command.add_directory(parser, "ttrace-out-matrix")
     parser.add_argument(
         "--ttrace-flags",
-        default="",
+        type=flags.words,
+        default=(),
         metavar='"FLAGS"',
-        help="additional --ttrace-* flags for every check, e.g. '--ttrace-isolate'",
+        help="additional --ttrace-* flags for every check, e.g. --ttrace-flags='--ttrace-isolate'",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
     return parser
@@ -76,17 +78,18 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         print("\n".join(configuration.name for configuration in everything))
         return ExitCode.EQUIVALENT
-    if not args.all and not args.patterns:
+    if args.all == bool(args.patterns):
         raise TTraceError(
             "give name patterns ('ttrace eval matrix --list' shows the names) or --all"
         )
+    for pattern in args.patterns:
+        if not select(everything, [pattern]):
+            raise TTraceError(f"no configuration matches {pattern}: see --list")
     chosen = select(everything, args.patterns)
-    if not chosen:
-        raise TTraceError(f"no configuration matches {' '.join(args.patterns)}: see --list")
     from megatron_ttrace.evaluation.matrix import suite
     from megatron_ttrace.saved.runner import NO_WANDB, Runner
 
-    runner = Runner(args.directory, flags=(NO_WANDB, *args.ttrace_flags.split()))
+    runner = Runner(args.directory, flags=(NO_WANDB, *args.ttrace_flags))
     rows = []
     jobs_to_run = [(configuration, seed) for seed in args.seeds for configuration in chosen]
     for number, (configuration, seed) in enumerate(jobs_to_run, 1):

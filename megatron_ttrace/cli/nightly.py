@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,9 +52,10 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     )
     parts.add_argument(
         "--bugs-flags",
-        default="",
+        type=flags.words,
+        default=(),
         metavar='"FLAGS"',
-        help="flags for ttrace eval bugs run, e.g. '--bf16'",
+        help="flags for ttrace eval bugs run, e.g. --bugs-flags='--bf16'",
     )
     parts.add_argument(
         "--matrix",
@@ -130,7 +130,7 @@ def _options(args: argparse.Namespace) -> Options:
     return Options(
         parts=parts,
         bugs=tuple(args.bugs) or (QUICK_BUGS if args.quick else ()),
-        bugs_flags=tuple(shlex.split(args.bugs_flags)),
+        bugs_flags=args.bugs_flags,
         matrix=tuple(args.matrix) or (QUICK_MATRIX if args.quick else ()),
         recipes=args.recipes,
         hunt=args.hunt,

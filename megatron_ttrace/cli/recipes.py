@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fnmatch
 import json
 from collections import Counter
 from pathlib import Path
@@ -89,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
 
     say = command.silent if args.json else command.progress()
     recipes = _collect(args)
-    if not recipes:
-        raise TTraceError(f"no configuration matches {' '.join(args.only)}: see --dry-run")
+    for pattern in args.only:
+        if not any(fnmatch.fnmatchcase(recipe.name, pattern) for recipe in recipes):
+            raise TTraceError(f"no configuration matches {pattern}: see --dry-run")
     jobs = jobs_of(recipes)
     directory = args.directory.absolute()
     say(f"{len(recipes)} configurations, {len(jobs)} different jobs")

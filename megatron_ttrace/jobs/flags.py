@@ -6,6 +6,7 @@ import difflib
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
@@ -76,6 +77,14 @@ def number(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text[:40]!a}: give a number from 0")
     return value
+
+
+def words(text: str) -> tuple[str, ...]:
+    """For argparse: several words in one, split as a shell splits them."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text[:40]!a}: close the quote") from error
 
 
 def word_of(path: os.PathLike[str] | str) -> str:

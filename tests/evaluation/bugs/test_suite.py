@@ -94,6 +94,7 @@ def test_list() -> None:
         ([], "name the bugs"),
         (["--all", "01"], "name the bugs"),
         (["99"], "99: unknown; known: 01"),
+        (["01", "05", "--model", "llama"], "bug 05 has no layout for --model llama"),
     ],
 )
 def test_wrong_use(words: list[str], message: str) -> None:

@@ -129,6 +129,7 @@ def ttrace(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (["--quick", "--no-bugs", "--no-matrix"], "nothing is left to run"),
         (["--recipes", "no/such"], "--recipes no/such: no such directory"),
         (["--minutes", "0"], "--minutes 0"),
+        (["--bugs-flags", "'--bf16"], "--bugs-flags: "),
         (["--directory", "FILE/x"], "not writable"),
     ],
 )

@@ -197,6 +197,7 @@ def test_the_table_without_running(checkout, tmp_path, capsys):
     [
         (["absent"], "absent: no such directory"),
         (["CHECKOUT", "--only", "nothing*"], r"no configuration matches nothing\*"),
+        (["CHECKOUT", "--only", "gpt/*", "--only", "no*"], r"no configuration matches no\*"),
     ],
 )
 def test_bad_input(checkout, capsys, words, message):
