@@ -27,8 +27,9 @@ from megatron_ttrace.evaluation.recipes.run import RESULTS
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import logs
 from megatron_ttrace.jobs.processes.tether import tethered
-from megatron_ttrace.trace import owned
+from megatron_ttrace.trace import ends, owned
 from megatron_ttrace.trace.errors import ExitCode
+from megatron_ttrace.trace.sanitise import in_one_line
 
 QUICK_BUGS = ("01", "11")
 QUICK_MATRIX = ("dp2/gpt/fp32",)
@@ -82,11 +83,9 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
         say(f"{part}")
         step = _step(part, options, directory)
         owned.expect(step.results)
-        reason, code = _execute(step, left)
+        reason, is_whole = _execute(step, left)
         finished = _read(part, step.results)
-        if code == ExitCode.COULD_NOT_CHECK and any(
-            case.state is not State.GOOD for case in finished
-        ):
+        if is_whole and any(case.state is not State.GOOD for case in finished):
             reason = ""  # the cases say why
         cases += finished
         if reason or not finished:
@@ -126,15 +125,18 @@ def _step(part: NightPart, options: Options, directory: Path) -> _Step:
     return _Step((*words, *work), log, directory / part / RESULTS)
 
 
-def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
-    """Run one of our commands; returns why it did not finish, or ``""``, and its exit code.
+def _execute(step: _Step, seconds: float | None) -> tuple[str, bool]:
+    """Run one of our commands; returns why it did not succeed, or ``""``, and whether it finished.
 
-    It and its ranks end with this process, so that none survives a night that is stopped.
+    One that an error ended has left a record of it. It and its ranks end with this process, so that
+    none survives a night that is stopped.
     """
+    end = ends.file_of(step.log)
     command = [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", *step.arguments]
     with open(owned.create(step.log), "wb") as file:
         process = subprocess.Popen(
             tethered(command),
+            env={**os.environ, **ends.announced(end)},
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
@@ -143,13 +145,16 @@ def _execute(step: _Step, seconds: float | None) -> tuple[str, int | None]:
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            return f"stopped after {seconds:.0f} s, at the time limit of the night", None
+            return f"stopped after {seconds:.0f} s, at the time limit of the night", False
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    finished = code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED)
-    return "" if finished else f"{logs.how_it_ended(code)} (see {step.log})", code
+    if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
+        return "", True
+    record = ends.read(end)
+    reason = in_one_line(record.reason) if record else logs.how_it_ended(code)
+    return f"{reason} (see {step.log})", code == ExitCode.COULD_NOT_CHECK and record is None
 
 
 def _read(part: NightPart, output: Path) -> list[NightCase]:

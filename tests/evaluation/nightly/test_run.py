@@ -65,6 +65,10 @@ def test_a_whole_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 MISSED = bug_row(met=False, detected=False, problem="found equivalent")
+ERROR = (
+    "from megatron_ttrace.trace import ends; ends.begin(); "
+    "ends.write(ends.EndRecord(code=2, at=0, message='disk is full')); exit(2)"
+)
 BROKEN = bug_row(met=False, detected=None, healthy=None, problem="rank 0 failed")
 
 
@@ -74,6 +78,8 @@ BROKEN = bug_row(met=False, detected=None, healthy=None, problem="rank 0 failed"
         # Exit code 2: the cases say why, once.
         (rows_program([MISSED], 2), [State.MISSED], None),
         (rows_program([BROKEN], 2), [State.BROKEN], None),
+        # An error ended it: what it did not run is missing, whatever ran before.
+        (f"{rows_program([MISSED]).rpartition(';')[0]}; {ERROR}", [State.MISSED], "disk is full"),
         # What was finished counts.
         (rows_program([bug_row()], 3, '{"level": "INFO"}\n{"id": "cut o'), [State.GOOD], "code 3"),
         ("print('ttrace: megatron-core is not installed'); exit(2)", [], "bugs.log"),
