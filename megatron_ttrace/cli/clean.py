@@ -63,15 +63,17 @@ def run(args: argparse.Namespace) -> int:
 
     until = time.time() - args.older_than * _DAY
     homes = _homes(args)
-    items = [item for home in homes for item in cleaning.find(home) if item.written <= until]
+    found = {item.path.resolve(): item for home in homes for item in cleaning.find(home)}
+    items = [found[path] for path in sorted(found) if found[path].written <= until]
+    states = dict.fromkeys(items, "found")
     rows, failed = [], False
-    for item in items:
-        state = "found"
-        if args.yes:
-            try:
-                state = "removed" if cleaning.remove(item) else "in use"
-            except OSError as error:
-                state, failed = f"not removed ({error.strerror or error})", True
+    # Those in others first, so that no folder is left that still holds one.
+    for item in reversed(items) if args.yes else ():
+        try:
+            states[item] = "removed" if cleaning.remove(item) else "in use"
+        except OSError as error:
+            states[item], failed = f"not removed ({error.strerror or error})", True
+    for item, state in states.items():
         rows.append(
             {"path": str(item.path), "sort": item.sort, "bytes": item.bytes, "state": state}
         )

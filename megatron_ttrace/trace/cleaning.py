@@ -33,7 +33,10 @@ class Sort(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Left:
-    """A directory that can be removed: bytes of all its files, and when it was written last."""
+    """A directory that can be removed: bytes of its files, and when it was written last.
+
+    Files of a run that is below another one count there alone.
+    """
 
     path: Path
     sort: Sort
@@ -82,7 +85,10 @@ def is_unfinished(folder: Path) -> bool:
 
 def _left(folder: Path, sort: Sort) -> Left:
     size, written = 0, 0.0
-    for home, _, names in os.walk(folder):
+    for home, folders, names in os.walk(folder):
+        if sort is Sort.RUN and home == str(folder):
+            # Other folders in it are found by themselves, or are not ours.
+            folders[:] = [name for name in folders if name in shared.NAMES]
         for name in names:
             with contextlib.suppress(OSError):
                 status = os.lstat(os.path.join(home, name))

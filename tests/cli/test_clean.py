@@ -4,7 +4,7 @@ import json
 import pytest
 
 from megatron_ttrace.cli.main import build_parser
-from megatron_ttrace.trace import owned, shared
+from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.errors import TTraceError
 
 
@@ -32,6 +32,20 @@ def test_it_lists_and_removes_only_when_told(home, capsys):
     assert clean("--yes") == 0
     assert "removed" in capsys.readouterr().out
     assert not (home / "ttrace-out").exists()
+
+
+def test_a_run_in_a_run(home, capsys):
+    """Each file counts once, whatever directories are named, and nothing is left of either."""
+    place = home / "ttrace-out"
+    alone = cleaning.find(place)[0].bytes
+    with shared.claim(place / "against"):
+        owned.write(place / "against" / "report.html", ["<html>"] * 1000)
+    assert cleaning.find(place)[0].bytes == alone
+    assert clean("ttrace-out/against", "ttrace-out", "./ttrace-out", "--yes") == 0
+    printed = capsys.readouterr().out
+    assert printed.count("  removed\n") == 2
+    assert "\n2 in " in printed
+    assert not place.exists()
 
 
 def test_newer_ones_are_left_out(home, capsys):
