@@ -175,7 +175,8 @@ def compare(
             raise TTraceError(f"{trace.directory} is not a {role} trace: give REFERENCE CANDIDATE")
     if not tested.candidate.complete:
         raise TTraceError(f"{ours} holds failed tensors only: trace with --ttrace-save-candidate")
-    folder = Path(output) if output is not None else ours.parent
+    folder = Path(output if output is not None else os.path.normpath(ours / os.pardir))
+    _require_no_trace(folder)
     return _compared(
         trusted,
         tested,
@@ -222,6 +223,7 @@ def diff(
 
     _require_share(allow_unchecked)
     folder = Path(output)
+    _require_no_trace(folder)
     show_to = functools.partial(
         _compared,
         folder=folder,
@@ -263,6 +265,14 @@ def is_model(text: object) -> bool:
 def _require_share(allow_unchecked: float) -> None:
     if not 0 <= allow_unchecked <= 1:
         raise TTraceError(f"--allow-unchecked {allow_unchecked}: give a share from 0 to 1")
+
+
+def _require_no_trace(folder: Path) -> None:
+    """Refuse a directory for a report that is a trace: with other files in it, it is damaged."""
+    from megatron_ttrace.trace.store import META
+
+    if (folder / META).exists():
+        raise TTraceError(f"{folder} holds a trace: choose another directory for the report")
 
 
 def _compared(

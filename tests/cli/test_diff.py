@@ -42,6 +42,18 @@ def test_two_traces(place, capsys):
     assert json.loads(capsys.readouterr().out)["verdict"] == "diverged"
 
 
+def test_a_report_does_not_spoil_a_trace(place, monkeypatch, capsys):
+    """Beside the candidate is never in it, however it is named."""
+    monkeypatch.chdir(place / "one" / "candidate")
+    assert main(["compare", "../reference", "."]) == 0
+    assert (place / "one" / "report.html").is_file()
+    assert main(["compare", "../reference", ".", "--output", "."]) == 2
+    assert ". holds a trace: choose another directory" in capsys.readouterr().err
+    monkeypatch.chdir(place)
+    assert main(["diff", "one", "one", "--directory", "one/candidate"]) == 2
+    assert main(["compare", "one/reference", "one/candidate"]) == 0
+
+
 def test_commands_are_recorded(place, monkeypatch):
     """Each in its folder; the second one's vocabulary is padded like the first one's."""
     asked = []
