@@ -45,23 +45,27 @@ class SmallJob:
     Attributes:
         arguments: without those of the data.
         environment: variables of the configuration that the training sees.
+        place: of the script below the checkout, where another one may have the same name.
     """
 
     script: str
     arguments: tuple[str, ...]
     ranks: int
     environment: tuple[tuple[str, str], ...]
+    place: str = ""
 
     @classmethod
-    def of(cls, command: Command, job: plan.Job) -> SmallJob:
+    def of(cls, command: Command, job: plan.Job, checkout: Path | None = None) -> SmallJob:
         """A job that a command was shrunk to."""
         environment = tuple(sorted(command.environment.items()))
-        return cls(command.script, job.arguments, job.axes.ranks, environment)
+        place = os.path.relpath(command.script, checkout) if checkout else ""
+        return cls(command.script, job.arguments, job.axes.ranks, environment, place)
 
     @property
     def key(self) -> str:
         """The same for jobs that are the same, wherever the checkout is."""
-        job = [Path(self.script).name, list(self.arguments), self.ranks, list(self.environment)]
+        script = self.place or Path(self.script).name
+        job = [script, list(self.arguments), self.ranks, list(self.environment)]
         return hashlib.sha256(json.dumps(job).encode()).hexdigest()[:12]
 
     def moved(self, root: Path, to: Path) -> SmallJob:
@@ -183,7 +187,7 @@ def _recipe(name: str, path: Path, checkout: Path, most: int) -> Recipe:
         name: value for name, value in command.environment.items() if name.startswith(_VARIABLES)
     }
     command = dataclasses.replace(command, environment=seen)
-    jobs = tuple(SmallJob.of(command, job) for job in small.jobs)
+    jobs = tuple(SmallJob.of(command, job, checkout) for job in small.jobs)
     return Recipe(name, jobs, lost=small.lost, file=file)
 
 

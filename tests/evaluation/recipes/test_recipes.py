@@ -108,6 +108,21 @@ def test_a_folder_of_scripts(checkout):
         collect.collect(folder)
 
 
+def test_scripts_of_the_same_name(checkout, tmp_path):
+    """With the same arguments they are jobs of their own, as in another checkout."""
+    train = (checkout / "examples" / "gpt3" / "train.sh").read_text()
+    keys = []
+    for root in (tmp_path / "one", tmp_path / "two"):
+        for name in "ab":
+            (root / name).mkdir(parents=True)
+            (root / name / "pretrain_gpt.py").write_text(f"import {name}\n")
+            script = train.replace("pretrain_gpt.py", f"{name}/pretrain_gpt.py")
+            (root / name / "train.sh").write_text(script)
+        keys.append([*running.jobs_of(collect.collect(root, anywhere=True))])
+    assert keys[0] == keys[1]
+    assert len(keys[0]) == 2
+
+
 def test_results_are_those_of_their_code(checkout, tmp_path, monkeypatch):
     """Half a line is none; of other code, or with other flags, nothing is known."""
     digests = {"code": "a"}
