@@ -39,7 +39,7 @@ def data_arguments(data: Data, directory: Path, words: int) -> tuple[str, ...]:
         return ("--mock-data",)
     from megatron_ttrace.jobs import text_data
 
-    prefix = (directory / "data" / data).resolve()
+    prefix = (directory / "data" / f"{data}-{words}").resolve()
     if not prefix.with_name(f"{prefix.name}.idx").exists():
         documents = _uneven(words) if data is Data.UNEVEN else _documents(words)
         text_data.write_corpus(documents, prefix, append_eod=False)

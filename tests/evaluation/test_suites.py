@@ -41,6 +41,13 @@ def test_uneven(tmp_path: Path) -> None:
     assert shares.max() > 0.85
 
 
+def test_other_vocabularies(tmp_path: Path) -> None:
+    """In the same directory each has data of its own: the last word ends its documents."""
+    for words in (60, 128):
+        prefix = Path(suites.data_arguments(Data.UNEVEN, tmp_path, words)[1])
+        assert np.fromfile(prefix.with_suffix(".bin"), dtype=np.uint16).max() == words - 1
+
+
 def test_margin() -> None:
     """That of a tensor that was judged."""
     assert suites.margin_of(make_verdict(rel_err=3e-4, tolerance=1e-3)) == pytest.approx(0.3)
