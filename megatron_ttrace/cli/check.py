@@ -171,7 +171,7 @@ def _shrunk(
     ranks = command_.ranks or args.nproc_per_node
     large = dataclasses.replace(command_, arguments=tuple(theirs), ranks=ranks)
     folder = settings.directory
-    prefix = folder.with_name(f"{folder.name}-data") / training.DATA
+    prefix = Path(f"{folder}-data") / training.DATA
     plan = training.shrunk(
         large, args.max_ranks, prefix, device=settings.device, fork=not args.no_fork, say=say
     )

@@ -102,6 +102,21 @@ def test_one_of_several_jobs_that_cannot_be_checked(monkeypatch, capsys, verdict
     assert "ttrace: job 2 of 4: a rank died" in shown.err
 
 
+def test_this_directory(data, monkeypatch, capsys):
+    """The data of small jobs have a place beside any --ttrace-dir."""
+    prefixes = []
+    monkeypatch.setattr(documents, "write", lambda prefix, words: prefixes.append(prefix))
+    how = ["check", "--shrink", "--no-fork", "--quiet", "--ttrace-dir", "."]
+    monkeypatch.setattr(training, "check", lambda *words, **more: refuse())
+
+    def refuse():
+        raise TTraceError("a rank died")
+
+    assert main([*how, "--", *COMMAND]) == 2
+    assert capsys.readouterr().err.startswith("ttrace: job 1 of 4: a rank died")
+    assert prefixes == [Path(".-data/shrunk-text")]
+
+
 def test_a_command_for_several_machines_is_not_started_here(capsys):
     """Nor silently made smaller."""
     assert main(["check", "--quiet", "--", *COMMAND]) == 2
