@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.evaluation.matrix.configurations import configurations, select
 from megatron_ttrace.jobs import flags
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Result
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         row = suite.check(configuration, name, seed, runner)
         rows.append(row)
         if args.json:
-            print(json.dumps(dataclasses.asdict(row)), flush=True)
+            print(json.dumps(codec.encode(row)), flush=True)
         else:
             print(f"[{number}/{len(jobs_to_run)}] {_line(row)}", flush=True)
     if not args.json:

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace matrix`` without running Megatron: seeds, lines, totals."""
 
+import json
+import math
+
 import pytest
 
 from megatron_ttrace.cli import matrix
@@ -42,6 +45,15 @@ def test_every_configuration_with_every_seed(ran, tmp_path, capsys):
     assert "4 of 4 equivalent" in text
     assert "worst healthy margin 0.3 " in text
     assert "6 of 20 that must be bitwise equal are not" in text
+
+
+def test_json_has_no_infinity(ran, tmp_path, monkeypatch, capsys):
+    """Which JSON lacks; a margin without a limit is a text, as in all files."""
+    verdict = make_verdict(rel_err=math.inf, tolerance=1e-3)
+    monkeypatch.setattr(files, "load_report", lambda where: (None, [verdict]))
+    assert main(["matrix", "tp2/gpt/fp32", "--json", "--directory", str(tmp_path)]) == 0
+    row = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert row["worst_margin"] == "inf"
 
 
 def test_one_seed_keeps_the_plain_names(ran, tmp_path, capsys):

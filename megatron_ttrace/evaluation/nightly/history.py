@@ -36,7 +36,7 @@ def append(path: Path, night: Night) -> None:
     head = dataclasses.asdict(dataclasses.replace(night, cases=()))
     del head["cases"]
     lines = [{**head, "part": None, "exit_code": int(night.exit_code)}]
-    lines += [{"began": night.began, **dataclasses.asdict(case)} for case in night.cases]
+    lines += [{"began": night.began, **codec.encode(case)} for case in night.cases]
     with open(owned.append(path), "a", encoding="utf-8") as file:
         file.writelines(f"{json.dumps(line)}\n" for line in lines)
 

@@ -52,7 +52,8 @@ def test_what_is_kept_comes_back(tmp_path: Path) -> None:
     history.prepare(path)
     for tonight in (*nights(), strange):
         history.append(path, tonight)
-    head, *cases = map(json.loads, path.read_text().splitlines()[-2:])
+    lines = path.read_text().splitlines()[-2:]
+    head, *cases = (json.loads(line, parse_constant=pytest.fail) for line in lines)
     assert (head["part"], head["exit_code"]) == (None, 0)
     assert [(line["began"], line["name"]) for line in cases] == [
         (strange.began, strange.cases[0].name)
