@@ -6,7 +6,7 @@ import os
 
 from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs.processes import apart
-from megatron_ttrace.jobs.settings import check_single, settings_of, split
+from megatron_ttrace.jobs.settings import settings_of, split
 
 _EPILOG = """\
 examples:
@@ -59,7 +59,6 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.saved import blame
 
     command_ = training.command_of(args)
-    check_single(args, "nproc_per_node")
     settings, arguments = split(command_.arguments, settings_of(args))
     say = command.progress_of(args)
     script = training.script_of(command_)

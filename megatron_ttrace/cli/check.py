@@ -13,7 +13,7 @@ from megatron_ttrace.cli import blame, command, diff, training
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes import signals
-from megatron_ttrace.jobs.settings import check_single, settings_of, split
+from megatron_ttrace.jobs.settings import settings_of, split
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
@@ -83,7 +83,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Run the check and show its report."""
     command_ = training.command_of(args)
-    check_single(args, "nproc_per_node")
     began = time.time()
     say = command.progress_of(args)
     if args.good is not None and not args.blame:

@@ -7,7 +7,6 @@ import shlex
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags, inputs
-from megatron_ttrace.jobs.settings import check_single
 from megatron_ttrace.trace.errors import ExitCode
 
 _EPILOG = """\
@@ -69,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
     # Megatron takes seconds to import; `ttrace --help` must not pay for that.
     from megatron_ttrace.jobs import text_data
 
-    check_single(args, "max_bytes")
     files = text_data.find_files(args.sources, args.glob)
     inputs.require_regular(files)
     texts = text_data.read_documents(files, args.max_bytes)

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes import apart
-from megatron_ttrace.jobs.settings import Settings, check_single, checking, settings_of, split
+from megatron_ttrace.jobs.settings import Settings, checking, settings_of, split
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
@@ -49,7 +49,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Run and keep."""
     job = training.command_of(args)
-    check_single(args, "nproc_per_node")
     settings, theirs = split(job.arguments, settings_of(args, _DEFAULTS))
     job = dataclasses.replace(job, arguments=tuple(theirs))
     folder = settings.directory

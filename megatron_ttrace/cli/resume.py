@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs import flags
-from megatron_ttrace.jobs.settings import FLAGS, Settings, check_single, split
+from megatron_ttrace.jobs.settings import FLAGS, Settings, split
 from megatron_ttrace.trace import ends
 
 _EPILOG = """\
@@ -65,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.saved import restarts
 
     job = training.command_of(args)
-    check_single(args, "nproc_per_node", "steps", "directory", "timeout")
     folder: Path = args.directory
     settings, theirs = split(job.arguments, Settings(directory=folder, timeout=args.timeout))
     say = command.progress_of(args)

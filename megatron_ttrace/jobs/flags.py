@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_ttrace.trace.errors import TTraceError, without_secrets
 
@@ -35,6 +35,12 @@ class Parser(argparse.ArgumentParser):
 
         message = clean(without_secrets(message), NOTE_LIMIT)
         raise TTraceError(f"{message} (see {self.prog} --help)")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            # Of --flag=--, which argparse takes for the end of all flags.
+            raise argparse.ArgumentError(action, "give a value")
+        return super()._get_values(action, arg_strings)
 
 
 def path(text: str) -> Path:
