@@ -68,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
     # Megatron takes seconds to import; `ttrace --help` must not pay for that.
     from megatron_ttrace.jobs import text_data
 
-    files = text_data.find_files(args.sources, args.glob)
+    own = {args.output.with_name(args.output.name + end).resolve() for end in (".bin", ".idx")}
+    found = text_data.find_files(args.sources, args.glob)
+    # They may be below a source, from the last time.
+    files = [file for file in found if file.resolve() not in own]
     inputs.require_regular(files)
     texts = text_data.read_documents(files, args.max_bytes)
     documents, tokens = text_data.write_corpus(texts, args.output, append_eod=args.append_eod)

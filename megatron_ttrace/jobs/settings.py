@@ -4,6 +4,7 @@
 import argparse
 import dataclasses
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -116,6 +117,14 @@ def _path_or_none(text: str) -> Path | None:
     return Path(text) if text else None
 
 
+def _is_closed(text: str) -> bool:
+    try:
+        shlex.split(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _blocks(iterations: Sequence[int]) -> list[list[int]]:
     blocks: list[list[int]] = []
     for iteration in iterations:
@@ -176,6 +185,8 @@ class Settings:
         "--ttrace-reference-args",
         "",
         metavar='"ARGS"',
+        valid=_is_closed,
+        asks="close the quote",
         help="Additional arguments of the reference, e.g. a different attention implementation.",
     )
     reference_layout: Layout | None = _flag(

@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import shlex
 import string
 from pathlib import Path
 
@@ -85,6 +86,7 @@ def test_a_mistyped_flag_of_ours_is_not_left_to_megatron():
         (("--ttrace-seeds", "-3"), "--ttrace-seeds -3: give"),
         (("--ttrace-reference-layout", "tp=2 dp=2"), "divided along tp, pp, cp, ep, not dp"),
         (("--ttrace-reference-layout=--",), "--ttrace-reference-layout: give a value"),
+        (("--ttrace-reference-args", "--a 'b"), "--ttrace-reference-args .*: close the quote"),
         (("--ttrace-reference", "no/such/place"), "no such directory; omit the flag"),
         (("--ttrace-reference", __file__), "no such directory; omit the flag"),
         (("--ttrace-wandb", "--ttrace-no-wandb"), "give one of them"),
@@ -140,7 +142,7 @@ ANY = {
         lambda numbers: tuple(sorted(numbers))
     ),
     "reference": st.sampled_from([None, Path("/")]),
-    "reference_args": st.text(string.printable, max_size=9),
+    "reference_args": st.lists(st.text(string.printable, max_size=9)).map(shlex.join),
     "reference_layout": st.sampled_from([None, Layout(tp=2), Layout(tp=2, pp=4)]),
     "small": st.sampled_from([None, Path(__file__)]),
     "bug": st.sampled_from([None, "04a", "--x"]),

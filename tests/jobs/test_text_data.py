@@ -224,3 +224,12 @@ def test_nothing_but_the_answer_is_printed(tmp_path: Path, monkeypatch: pytest.M
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run("--output", tmp_path / "out", tmp_path / "a.txt") == 0
+
+
+def test_a_second_run_does_not_read_its_own_output(folder: Path) -> None:
+    """The output may be below a source."""
+    documents = []
+    for _ in range(2):
+        assert run("--output", folder / "out", folder) == 0
+        documents.append(read_back(folder / "out"))
+    assert documents[0] == documents[1]
