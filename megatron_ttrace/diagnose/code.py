@@ -278,7 +278,7 @@ NAMED: dict[object, set[str]] = {
 _COMPUTE: dict[Statistic, set[str]] = {
     Statistic.GRAD_NORM: {"norm"},
     Statistic.NUM_ZEROS: {"zeros"},
-    Statistic.PARAMS_NORM: {"norm"},
+    Statistic.PARAMS_NORM: {"params", "norm"},
 }
 """Words in the names of functions that compute a statistic."""
 

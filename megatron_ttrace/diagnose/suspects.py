@@ -290,6 +290,12 @@ class Suspects:
         if isinstance(finding, Miscounted) and finding.lack is Lack.UNGROUPED:
             self._update()
             return
+        if _is_of_parameters(verdict):
+            code = self._code
+            for number in [n for n in code.contexts if code.compute([n], verdict.index)]:
+                for context in code.contexts[number]:
+                    self._take(code.below(number, context), 1.0)
+            return
         reduced = verdict.kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number
         self._part(Phase.OPTIMIZER, 0.3 if reduced else 1.0, 0.5)
         self._part(_G, 1.0 if reduced else 0.3, 0.3)
@@ -461,6 +467,11 @@ def around(module: str) -> Iterator[str]:
         yield module
 
 
+def _is_of_parameters(verdict: Judged) -> bool:
+    """The norm of all parameters is computed after the step, to be logged."""
+    return verdict.kind is Kind.COUNTED and verdict.index == Statistic.PARAMS_NORM.number
+
+
 def anchor_of(sources: Sources, verdict: Judged) -> str:
     """The function that surely had a part in making a tensor; empty if it is not known."""
     kind, direction, name = verdict.kind, verdict.direction, module_of(verdict.name)
@@ -472,7 +483,7 @@ def anchor_of(sources: Sources, verdict: Judged) -> str:
     if direction is Direction.UPDATE and kind is not Kind.BUFFER:
         return sources.optimizer
     if direction is Direction.GRADIENT:
-        return sources.finalize
+        return "" if _is_of_parameters(verdict) else sources.finalize
     code = sources.of(name) or sources.of(ROOT) or ModuleCode()
     if kind is Kind.LOADED:
         if verdict.index == LoadedIndex.NUMBER:

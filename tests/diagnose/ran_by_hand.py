@@ -96,6 +96,8 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "hook": {"part": Phase.SCRIPT, "size": 200},
     "loss_func": {"part": Phase.SCRIPT, "size": 200},
     "divide_parameters": {"part": U, "marks": ("is_embedding_parameter",), "size": 400},
+    "calc_params_norm": {"size": 200},
+    "sum_of_squares": {"size": 100},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
 _CALLS = [
@@ -132,6 +134,8 @@ _CALLS = [
     *[("build_groups", "", "", C), ("wrap", "", "", C), ("Buffer.__init__", "wrap", "", C)],
     *[("Model.__init__", "", "", C), ("pipeline_layers", "Model.__init__", "", C)],
     ("loss_func", "run", "", Phase.SCRIPT),
+    ("calc_params_norm", "", "", Phase.OTHER),
+    ("sum_of_squares", "calc_params_norm", "", Phase.OTHER),
 ]
 CODES = (
     ModuleCode(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ttrace.diagnose.code import Code
+from megatron_ttrace.diagnose.code import Code, Outcomes
 from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
@@ -180,6 +180,16 @@ def test_what_is_left_out_of_a_norm() -> None:
     assert [NAMES.index("Linear.__init__") in weights for weights in found] == [True, False]
     clues = suspects(Kind.COUNTED, f"{LINEAR}.weight", lacks[0]).clues
     assert clues[NAMES.index("Linear.__init__")] == {Clue.MARKS: 1.5}
+
+
+def test_the_norm_of_all_parameters() -> None:
+    """What computes it runs outside of the step, whose norm is another one."""
+    norm = judged(
+        Kind.COUNTED, f"{LINEAR}.weight", Outcome.DIVERGED, index=Statistic.PARAMS_NORM.number
+    )
+    ledger, outcomes = record(), Outcomes([norm])
+    found = Suspects(Code(ledger), ledger, outcomes, norm, None, sent=False).weights
+    assert {NAMES[number] for number in found} == {"calc_params_norm", "sum_of_squares"}
 
 
 def test_a_gradient_that_was_rounded() -> None:
