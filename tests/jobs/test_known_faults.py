@@ -152,6 +152,20 @@ def test_fields_of_bridge(fields, heading):
     assert bool(finding) == bool(heading)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"experimental_attention_variant": "gated_delta_net"},
+        {"experimental_attention_variant": "gdn"},
+        {"hybrid_layer_pattern": "G*-"},
+    ],
+)
+def test_delta_nets(given):
+    """By their old name, by that of main, and as a layer of a hybrid model."""
+    finding = known.finding_of({"tensor_model_parallel_size": 2, **given}, "0.20.0")
+    assert finding.startswith("Gated delta nets: all tensor-parallel ranks")
+
+
 def test_a_release_without_the_fault():
     """Its finding is not for it."""
     grouped = {"moe_grouped_gemm": True, "tensor_model_parallel_size": 2}

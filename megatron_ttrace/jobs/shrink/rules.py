@@ -169,16 +169,19 @@ def latent_attention(case: Case) -> Iterator[Change]:
         yield from _sizes(why, dsa_indexer_head_dim=2 * unit)
 
 
+_DELTA_NETS = {"gated_delta_net", "gdn", "gdn2"}
+
+
 def other_mixers(case: Case) -> Iterator[Change]:
     """Linear attention and Mamba layers."""
     flags, unit, tp = case.flags, case.unit, case.small.tp
-    if flags.text("experimental_attention_variant") == "gated_delta_net":
+    pattern = flags.text("hybrid_layer_pattern") or flags.text("hybrid_override_pattern")
+    if flags.text("experimental_attention_variant") in _DELTA_NETS or "G" in pattern:
         keys = flags.integer("linear_num_key_heads", 16)
         ratio = min(2, max(1, flags.integer("linear_num_value_heads", 32) // max(1, keys)))
         yield from _sizes("heads on every rank", linear_num_key_heads=2 * tp)
         yield from _sizes("to the keys as before", linear_num_value_heads=2 * tp * ratio)
         yield from _sizes("a block", linear_key_head_dim=unit, linear_value_head_dim=unit)
-    pattern = flags.text("hybrid_layer_pattern") or flags.text("hybrid_override_pattern")
     if "M" in pattern:
         groups = tp * min(2, max(1, flags.integer("mamba_num_groups", 8) // case.large.tp))
         yield from _sizes("groups on every rank", mamba_num_groups=groups)

@@ -169,11 +169,16 @@ def test_latent_attention():
 def test_other_mixers():
     """Heads and groups of linear attention and of Mamba on every rank."""
     text = "--tensor-model-parallel-size 4"
-    gated = f"{text} --experimental-attention-variant gated_delta_net --linear-num-key-heads 16"
-    assert changes(rules.other_mixers, f"{gated} --linear-num-value-heads 32") == (
-        "linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16, "
-        "linear_value_head_dim=16"
-    )
+    heads = "--linear-num-key-heads 16 --linear-num-value-heads 32"
+    for gated in (
+        "--experimental-attention-variant gated_delta_net",
+        "--experimental-attention-variant gdn",
+        "--hybrid-layer-pattern G*-",
+    ):
+        assert changes(rules.other_mixers, f"{text} {gated} {heads}") == (
+            "linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16, "
+            "linear_value_head_dim=16"
+        )
     assert changes(rules.other_mixers, f"{text} --hybrid-layer-pattern M-M*") == (
         "mamba_num_groups=4, mamba_num_heads=8, mamba_head_dim=16, mamba_state_dim=16"
     )
