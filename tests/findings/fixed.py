@@ -344,6 +344,19 @@ def fsdp2_norm():
     common_utils.to_local_if_dtensor, common_utils._get_param_data = shard_of, data_of
 
 
+@FIXES["fsdp-expert-norm"].append
+def fsdp_expert_norm():
+    """With ZeRO-3 and without TP every element is on one rank of the world."""
+    from megatron.training.utils import common_utils
+
+    def norm(weights):
+        squared = sum(weight._local_tensor.float().square().sum() for weight in weights)
+        dist.all_reduce(squared)
+        return squared.item() ** 0.5
+
+    common_utils.calc_dtensor_params_l2_norm = norm
+
+
 @FIXES["layer-wise-norm"].append
 def layer_wise_norm():
     """Add each main weight's norm on the rank that has it, and no other rank's bf16 copy."""

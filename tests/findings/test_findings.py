@@ -137,6 +137,12 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
         ),
         (
             "",
+            "fsdp-expert-norm",
+            f"{FSDP} {EXPERTS} --moe-grouped-gemm --expert-model-parallel-size 2 "
+            "--calculate-per-token-loss --log-params-norm",
+        ),
+        (
+            "",
             "layer-wise-norm",
             "--bf16 --use-distributed-optimizer --optimizer muon --log-params-norm",
         ),

@@ -60,6 +60,12 @@ JOBS = [
     (f"{FSDP} --calculate-per-token-loss --megatron-fsdp-main-grads-dtype fp32", 2, ""),
     (f"{TE} {TORCH_FSDP} --log-params-norm", 2, "torch FSDP2: the logged norm"),
     (f"{TE} {TORCH_FSDP}", 2, ""),
+    (
+        f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor --global-batch-size 8 "
+        "--log-params-norm",
+        4,
+        "Megatron-FSDP and EP: the logged norm",
+    ),
     (f"{FSDP} --clip-grad 0", 2, "Megatron-FSDP and `--clip-grad 0`"),
     (f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor", 2, "Megatron-FSDP and experts"),
     (f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor --global-batch-size 8", 4, ""),
