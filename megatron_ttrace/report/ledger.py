@@ -64,8 +64,8 @@ def finding_text(finding: LedgerFinding) -> str:
     if finding.fault is LedgerFault.PRECISION:
         place = _place(finding.ran[0]) if finding.ran else ""
         return (
-            f"{collective} {where}{size}: a lower precision than {clean(finding.expected, 40)}, "
-            f"which the settings ask for{place}"
+            f"{collective} {where}{size}{place}: a lower precision than the settings ask for "
+            f"({clean(finding.expected, 40)})"
         )
     if finding.operation is Operation.SEND:
         collective = collective.replace("send", "message", 1)

@@ -373,7 +373,7 @@ def _sample(values: Sample) -> str:
 def same_start_text(alike: Sequence[Judged]) -> str:
     """The notice about parameters of different layers whose initial values are equal."""
     first = f"{alike[0].name}: {notes_text(alike[0].notes)}"
-    return f"{len(alike)} parameters begin with another layer's numbers: {first}"
+    return f"{len(alike)} parameters have the same initial values as another layer's: {first}"
 
 
 def repeated_text(first: TraceKey, moved: int) -> str:

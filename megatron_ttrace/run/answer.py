@@ -36,7 +36,7 @@ from megatron_ttrace.trace.meta import CandidateMeta
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.store import seal
 
-_KNOWN = "jobs with these options show a fault of Megatron's that is known, perhaps beside others"
+_KNOWN = "a known fault in Megatron affects jobs with these options (there may be others)"
 
 
 def failing(comparison: Comparison, ranks: Ranks, device: torch.device) -> list[int]:

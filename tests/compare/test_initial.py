@@ -301,7 +301,9 @@ def test_equal_layers():
     assert found[names[0]].notes == (Note(Remark.SAME_START, ranks=(0, 1), text=names[1]),)
     assert [one.name for one in alike(found.values())] == names
     told = same_start_text(alike(found.values()))
-    assert told.startswith(f"2 parameters begin with another layer's numbers: {names[0]}: ")
+    assert told.startswith(
+        f"2 parameters have the same initial values as another layer's: {names[0]}: "
+    )
     assert not alike([verdict_of(REFERENCE, held(0, data))])
 
 

@@ -111,8 +111,8 @@ def test_citation(cited: Citation | None, text: str) -> None:
             dataclasses.replace(
                 COUNT, fault=LedgerFault.PRECISION, dtype="bfloat16", expected="float32"
             ),
-            "all_reduce sum bfloat16 over tp (ranks 0, 1), 64 B: a lower precision than float32, "
-            "which the settings ask for in decoder.layers.0 at a.py:1 (f)",
+            "all_reduce sum bfloat16 over tp (ranks 0, 1), 64 B in decoder.layers.0 at "
+            "a.py:1 (f): a lower precision than the settings ask for (float32)",
         ),
         (
             dataclasses.replace(

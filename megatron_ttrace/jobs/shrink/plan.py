@@ -26,8 +26,8 @@ DROPPED = {
 """Roles whose options a small job does without, and why."""
 
 _LOST = {
-    "load": "the weights of the checkpoint: own start values instead",
-    "pretrained_checkpoint": "the weights of the checkpoint: own start values instead",
+    "load": "the weights of the checkpoint: generated ones instead",
+    "pretrained_checkpoint": "the weights of the checkpoint: generated ones instead",
     "moe_use_upcycling": "upcycling a dense checkpoint",
     "heterogeneous_layers_config_path": "layers of different shapes",
     "logits_load_dir": "the distillation loss: the teacher's logits are not there",
