@@ -27,7 +27,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.run import recording
 from megatron_ttrace.run.agreement import Ranks
 from megatron_ttrace.run.comparison import Comparison, dispatcher, gradient_factor
-from megatron_ttrace.run.requirements import isolates
+from megatron_ttrace.run.requirements import growing_batch, isolates
 from megatron_ttrace.saved.conclusion import Answer, conclude
 from megatron_ttrace.trace import codec, counted, folded
 from megatron_ttrace.trace.captured import Separate
@@ -206,6 +206,6 @@ def requested(args: Any, chunks: Sequence[Any]) -> Requested:
         sharded_optimizer=bool(args.use_distributed_optimizer),
         overlap=bool(args.overlap_grad_reduce or getattr(args, "overlap_param_gather", False)),
         buckets=sum(len(statistics.bucket_groups(chunk)) for chunk in chunks),
-        final_batch=int(args.global_batch_size) if args.rampup_batch_size else 0,
+        final_batch=growing_batch(args)[1],
         micro_batch=int(args.micro_batch_size),
     )

@@ -15,6 +15,19 @@ from megatron_ttrace.run import low_precision
 from megatron_ttrace.trace.errors import TTraceError
 
 
+def growing_batch(args: MegatronArguments) -> tuple[str, int]:
+    """The option by which the batch grows, and its last size; empty and 0 if it stays the same."""
+    if args.rampup_batch_size:
+        return "--rampup-batch-size", int(args.global_batch_size)
+    sizes = [
+        step.rpartition(":")[2]
+        for step in (getattr(args, "step_batch_size_schedule", None) or "").split()
+    ]
+    if len(sizes) < 2:
+        return "", 0
+    return "--step-batch-size-schedule", max((int(s) for s in sizes if s.isdigit()), default=0)
+
+
 def starts_from_checkpoint(args: MegatronArguments) -> bool:
     """Whether this run starts from a checkpoint."""
     return loading.directory_of(args) is not None
@@ -40,8 +53,9 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             f"{lacks}: Megatron would start from random weights: give the directory of a "
             "checkpoint, or omit the option"
         )
-    if settings.role == "candidate" and args.rampup_batch_size and settings.iterations != (1,):
-        raise TTraceError("--rampup-batch-size: only --ttrace-iterations 1 can be traced")
+    ramp, _ = growing_batch(args)
+    if settings.role == "candidate" and ramp and settings.iterations != (1,):
+        raise TTraceError(f"{ramp}: only --ttrace-iterations 1 can be traced")
     if settings.role == "candidate":
         require_iterations(args, settings)
     if has("use_torch_fsdp2") and has("init_model_with_meta_device"):

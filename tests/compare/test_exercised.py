@@ -240,6 +240,20 @@ ARGS = Namespace(
 )
 
 
+@pytest.mark.parametrize(
+    ("options", "final"),
+    [
+        ({}, 0),
+        ({"rampup_batch_size": ["2", "2", "8"]}, 8),
+        ({"step_batch_size_schedule": "0:4 250B:32"}, 32),
+        ({"step_batch_size_schedule": "0:4"}, 0),
+    ],
+)
+def test_the_batch_grows(options: dict[str, object], final: int) -> None:
+    """Over samples, or in steps."""
+    assert asked(Namespace(**{**vars(ARGS), **options}), []).final_batch == final
+
+
 def test_arguments_survive_the_configuration() -> None:
     """A saved candidate asks for what the running one asked for."""
     chunk = Namespace(bucket_groups=[1, 2], expert_parallel_bucket_groups=[3])

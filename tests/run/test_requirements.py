@@ -25,6 +25,7 @@ def _words(monkeypatch):
 def arguments(**values):
     """Megatron's arguments of a plain run."""
     plain = {"train_iters": 9, "rampup_batch_size": None, "load": None, "num_experts": None}
+    plain["global_batch_size"] = 8
     return argparse.Namespace(**{**plain, **values})
 
 
@@ -35,6 +36,11 @@ def settings(**values):
 
 REFUSED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,)}, "--rampup-batch-size"),
+    (
+        {"step_batch_size_schedule": "0:4 128:8"},
+        {"iterations": (1, 2)},
+        "--step-batch-size-schedule: only --ttrace-iterations 1",
+    ),
     (
         {"use_torch_fsdp2": True, "init_model_with_meta_device": True},
         {},
@@ -116,6 +122,7 @@ ACCEPTED = [
     ({"fim_data": True, "data_parallel_size": 2}, {"exit_after": True}),
     ({"rampup_batch_size": ["2", "2", "8"]}, {}),
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,), "role": "reference"}),
+    ({"step_batch_size_schedule": "0:4"}, {"iterations": (1, 2)}),
     ({"use_megatron_fsdp": True}, {}),
     ({"overlap_moe_expert_parallel_comm": True}, {}),
     ({"use_torch_fsdp2": True}, {}),
