@@ -32,11 +32,17 @@ _TYPES, _AUXILIARY = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 """One of each, or a list of each."""
 
 
+def has_sparse_attention(args: MegatronArguments) -> bool:
+    """Whether an indexer selects tokens: in all layers, or in those of a hybrid model marked D."""
+    pattern = getattr(args, "hybrid_layer_pattern", None) or ""
+    return getattr(args, "experimental_attention_variant", None) == "dsa" or "D" in pattern
+
+
 def present(args: MegatronArguments) -> tuple[Loss, ...]:
     """The losses beside the main loss whose coefficients are not zero."""
     uses = {
         Loss.MTP: getattr(args, "mtp_num_layers", None),
-        Loss.INDEXER: getattr(args, "experimental_attention_variant", None) == "dsa",
+        Loss.INDEXER: has_sparse_attention(args),
     }
     return tuple(
         loss

@@ -18,7 +18,7 @@ from megatron_ttrace.cpu import te
 from megatron_ttrace.cpu.arguments import lost
 from megatron_ttrace.jobs import known_faults, provenance
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import balancing, fronts, own_shards, quiet, statistics
+from megatron_ttrace.mcore import balancing, fronts, losses, own_shards, quiet, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.groups import device_of
 from megatron_ttrace.mcore.sharded_weights import SHARDS_OF_WEIGHTS
@@ -185,7 +185,7 @@ def _arithmetic(model: TracedModel, args: MegatronArguments, settings: Settings)
 def requested(args: Any, chunks: Sequence[Any]) -> Requested:
     """What Megatron's validated arguments ask of this rank's model chunks."""
     window = getattr(args, "window_size", None)
-    sparse = getattr(args, "experimental_attention_variant", None) == "dsa"
+    sparse = losses.has_sparse_attention(args)
     return Requested(
         dropout=quiet.has_dropout(args),
         random_routing=quiet.has_random_routing(args),

@@ -254,6 +254,13 @@ def test_the_batch_grows(options: dict[str, object], final: int) -> None:
     assert asked(Namespace(**{**vars(ARGS), **options}), []).final_batch == final
 
 
+@pytest.mark.parametrize(("pattern", "selected"), [("MD-", 2048), ("M*-", 0)])
+def test_sparse_layers_of_a_hybrid_model(pattern: str, selected: int) -> None:
+    """They need no option of their own."""
+    args = Namespace(**{**vars(ARGS), "hybrid_layer_pattern": pattern})
+    assert asked(args, []).sparse == selected
+
+
 def test_arguments_survive_the_configuration() -> None:
     """A saved candidate asks for what the running one asked for."""
     chunk = Namespace(bucket_groups=[1, 2], expert_parallel_bucket_groups=[3])

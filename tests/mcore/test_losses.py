@@ -36,6 +36,14 @@ MOE = {"num_experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_aux_
             },
             [Loss.INDEXER],
         ),
+        (
+            {
+                "num_experts": None,
+                "hybrid_layer_pattern": "MD-",
+                "dsa_indexer_loss_coeff": 0.1,
+            },
+            [Loss.INDEXER],
+        ),
     ],
 )
 def test_present(arguments, losses):

@@ -149,6 +149,11 @@ def width(case: Case) -> Iterator[Change]:
         yield Change("mrope_section", sections, "three sections of a head")
 
 
+def _hybrid(case: Case) -> str:
+    """A letter for each layer of a hybrid model; else empty."""
+    return case.flags.text("hybrid_layer_pattern") or case.flags.text("hybrid_override_pattern")
+
+
 def latent_attention(case: Case) -> Iterator[Change]:
     """Multi-latent attention, and the indexer of sparse attention."""
     flags, unit = case.flags, case.unit
@@ -160,7 +165,7 @@ def latent_attention(case: Case) -> Iterator[Change]:
         yield from _if_set(case, why, q_lora_rank=2 * unit)
         yield from _sizes(why, kv_lora_rank=2 * unit, qk_head_dim=unit, qk_pos_emb_head_dim=rotated)
         yield from _sizes("to the keys as before", v_head_dim=unit if same else 2 * unit)
-    if flags.text("experimental_attention_variant") == "dsa":
+    if flags.text("experimental_attention_variant") == "dsa" or "D" in _hybrid(case):
         tokens = flags.integer("dsa_indexer_topk", case.sequence)
         before = flags.integer("seq_length", case.sequence)
         kept = max(1, case.sequence * min(tokens, before) // max(1, before))
@@ -175,7 +180,7 @@ _DELTA_NETS = {"gated_delta_net", "gdn", "gdn2"}
 def other_mixers(case: Case) -> Iterator[Change]:
     """Linear attention and Mamba layers."""
     flags, unit, tp = case.flags, case.unit, case.small.tp
-    pattern = flags.text("hybrid_layer_pattern") or flags.text("hybrid_override_pattern")
+    pattern = _hybrid(case)
     if flags.text("experimental_attention_variant") in _DELTA_NETS or "G" in pattern:
         keys = flags.integer("linear_num_key_heads", 16)
         ratio = min(2, max(1, flags.integer("linear_num_value_heads", 32) // max(1, keys)))

@@ -160,10 +160,11 @@ def test_latent_attention():
     assert changes(rules.latent_attention, text) == (
         "q_lora_rank=32, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=32"
     )
-    text = "--experimental-attention-variant dsa --dsa-indexer-topk 1024 --seq-length 4096"
-    assert changes(rules.latent_attention, text) == (
-        "dsa_indexer_topk=16, dsa_indexer_n_heads=4, dsa_indexer_head_dim=32"
-    )
+    for sparse in ("--experimental-attention-variant dsa", "--hybrid-layer-pattern MD-"):
+        text = f"{sparse} --dsa-indexer-topk 1024 --seq-length 4096"
+        assert changes(rules.latent_attention, text) == (
+            "dsa_indexer_topk=16, dsa_indexer_n_heads=4, dsa_indexer_head_dim=32"
+        )
 
 
 def test_other_mixers():
