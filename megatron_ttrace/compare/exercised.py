@@ -38,7 +38,7 @@ class Requested(Record):
         window: how many keys to the left of itself a query sees, 0 without a window.
         sparse: how many keys sparse attention chooses, 0 without it.
         fp8_weights: weights are to be kept in FP8, but an emulation keeps them as they are.
-        flex: tokens are to be dispatched by libraries that a CPU does not have.
+        switched_off: what a CPU does not have.
         overlap: communication of gradients or parameters overlaps with computation.
         buckets: gradient buckets of the rank that reports, 0 if unknown.
         final_batch: global batch size at the end of a ramp-up, 0 without one.
@@ -50,7 +50,7 @@ class Requested(Record):
     mlp_chunks: bool = False
     scales_loss: bool = False
     fp8_weights: bool = False
-    flex: bool = False
+    switched_off: tuple[str, ...] = ()
     clip: float = 0.0
     masks_ends: bool = False
     resets_positions: bool = False
@@ -164,7 +164,7 @@ def unexercised(
         (asked.random_routing, no(what.RANDOM_ROUTING)),
         (asked.mlp_chunks, no(what.MLP_CHUNKS)),
         (asked.fp8_weights, no(what.FP8_WEIGHTS)),
-        (asked.flex, no(what.FLEX)),
+        (asked.switched_off, no(what.SWITCHED_OFF, names=asked.switched_off)),
         # A traced step gets a scale with which none overflows (``mcore/loss_scale.py``).
         (not single and asked.scales_loss, no(what.OVERFLOW)),
         (asked.masks_ends and seen.masks_loss is False, no(what.LOSS_MASK)),

@@ -19,7 +19,16 @@ from megatron_ttrace.cpu import apex, fsdp, helpers_cpp, offload, te
 from megatron_ttrace.cpu.collectives import gloo
 from megatron_ttrace.trace.errors import TTraceError
 
-_lost: set[str] = set()
+_USUAL = frozenset(
+    {
+        *("NCCL", "NCCL configuration", "stream priorities", "data-loader workers", "NVTX ranges"),
+        *("GPU self-test", "energy log", "persistent layer norm", "masked softmax fusion"),
+        *("gradient accumulation fusion", "fused scaling of gradients", "RoPE fusion"),
+        "bias and GELU fusion",
+    }
+)
+"""What Megatron has without being asked for it, or what no number depends on."""
+_asked: list[str] = []
 
 
 class _Adapter:
@@ -28,7 +37,6 @@ class _Adapter:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.changes: list[str] = []
-        self.lost: set[str] = set()
 
     def get(self, name: str) -> Any:
         """Value of an argument that not every release of Megatron has."""
@@ -39,7 +47,6 @@ class _Adapter:
         if not hasattr(self.args, name) or self.get(name) == off:
             return
         setattr(self.args, name, off)
-        self.lost.add(name)
         if when and label not in self.changes:
             self.changes.append(label)
 
@@ -227,14 +234,13 @@ def adapt_arguments(args: Any) -> list[str]:
         fsdp.allocate_on_a_stream()
     helpers_cpp.skip_compilation()
     _skip_warmup()
-    _lost.clear()
-    _lost.update(adapter.lost)
+    _asked[:] = [label for label in adapter.changes if label not in _USUAL]
     return adapter.changes
 
 
-def lost(option: str) -> bool:
-    """Whether the arguments that were adapted last lost the user's value of an option."""
-    return option in _lost
+def switched_off() -> tuple[str, ...]:
+    """Of what the arguments that were adapted last lost, what is worth to be known with a pass."""
+    return tuple(_asked)
 
 
 def banner(changes: list[str]) -> str:

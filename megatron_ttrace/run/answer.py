@@ -15,7 +15,7 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exactness import Arithmetic
 from megatron_ttrace.compare.exercised import Requested
 from megatron_ttrace.cpu import te
-from megatron_ttrace.cpu.arguments import lost
+from megatron_ttrace.cpu.arguments import switched_off
 from megatron_ttrace.jobs import known_faults, provenance
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import balancing, fronts, losses, own_shards, quiet, statistics
@@ -192,7 +192,7 @@ def requested(args: Any, chunks: Sequence[Any]) -> Requested:
         mlp_chunks=quiet.has_mlp_chunks(args),
         scales_loss=bool(getattr(args, "fp16", False)),
         fp8_weights=bool(getattr(args, "fp8_param_gather", False)) and te.emulated(),
-        flex=lost("moe_token_dispatcher_type"),
+        switched_off=switched_off(),
         clip=float(args.clip_grad or 0.0),
         masks_ends=bool(getattr(args, "eod_mask_loss", False)),
         resets_positions=bool(getattr(args, "reset_position_ids", False)),

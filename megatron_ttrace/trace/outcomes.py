@@ -60,7 +60,7 @@ class Unexercised(StrEnum):
     RANDOM_ROUTING = "random_routing"
     MLP_CHUNKS = "mlp_chunks"
     FP8_WEIGHTS = "fp8_weights"
-    FLEX = "flex"
+    SWITCHED_OFF = "switched_off"
     OVERFLOW = "overflow"
     LOSS_MASK = "loss_mask"
     POSITION_RESET = "position_reset"

@@ -82,7 +82,7 @@ WHAT = Unexercised
         ({"mlp_chunks": True}, {}, DP2, WHAT.MLP_CHUNKS, ()),
         ({"scales_loss": True}, {}, DP2, WHAT.OVERFLOW, ()),
         ({"fp8_weights": True}, {}, DP2, WHAT.FP8_WEIGHTS, ()),
-        ({"flex": True}, {}, DP2, WHAT.FLEX, ()),
+        ({"switched_off": ("a", "b")}, {}, DP2, WHAT.SWITCHED_OFF, (None, None, ("a", "b"))),
         ({}, {"masks_loss": False}, DP2, WHAT.LOSS_MASK, ()),
         ({}, {"restarts_positions": False}, DP2, WHAT.POSITION_RESET, ()),
         ({}, {"hides_documents": False}, DP2, WHAT.ATTENTION_RESET, ()),

@@ -121,11 +121,18 @@ def test_what_is_lost_is_named(parse, words, lost):
     assert len(changes) == len(set(changes))
 
 
-@pytest.mark.parametrize("dispatcher", ["flex", "alltoall"])
-def test_the_dispatcher_that_is_lost(parse, dispatcher):
-    """By the option; what an earlier job lost is forgotten."""
-    adapt_arguments(parse("--moe-token-dispatcher-type", dispatcher, "--num-experts", "4"))
-    assert arguments.lost("moe_token_dispatcher_type") is (dispatcher == "flex")
+@pytest.mark.parametrize(
+    ("words", "switched_off"),
+    [
+        ("--num-experts 4 --moe-token-dispatcher-type flex", ("flex token dispatcher",)),
+        ("--num-experts 4 --moe-token-dispatcher-type alltoall --swiglu", ()),
+        ("--cpu-offloading-num-layers 1 --use-sharp", ("SHARP", "activation offload")),
+    ],
+)
+def test_what_a_pass_says_nothing_about(parse, words, switched_off):
+    """What was asked for; what an earlier job lost is forgotten."""
+    adapt_arguments(parse(*words.split()))
+    assert arguments.switched_off() == switched_off
 
 
 @pytest.mark.parametrize(
