@@ -396,7 +396,12 @@ def _update(verdicts: Sequence[Judged]) -> list[_Origin]:
     unknown = {v.name for v in _failures(verdicts, *MOMENTS) if v.verdict in _ABSENT}
     never = [v for v in _failures(verdicts, Kind.PARAM_DELTA) if v.name in unknown]
     first: dict[str, Judged] = {}
-    for v in sorted(_failures(verdicts, *_UPDATED), key=lambda v: _UPDATED.index(v.kind)):
+    failed = _failures(verdicts, *_UPDATED)
+    if any(v.kind is Kind.BUFFER and v.verdict not in _ABSENT for v in failed):
+        # No load is known where some biases are not updated: their values tell which.
+        loads = (Kind.BUFFER, BufferIndex.LOADS)
+        failed = [v for v in failed if v.verdict not in _ABSENT or (v.kind, v.index) != loads]
+    for v in sorted(failed, key=lambda v: _UPDATED.index(v.kind)):
         first.setdefault(v.name, v)
     # Without their gradients the norm is wrong, and with it every clipped update.
     return (

@@ -252,6 +252,17 @@ STAGES = {
         kind: ([*run(), verdict(f"{FC1}.weight", kind, Outcome.DIVERGED)], FC1, kind, "")
         for kind in (Kind.PARAM_DELTA, *MOMENTS, Kind.BUFFER)
     },
+    # Where one bias is not updated, no load is known of any: the values tell which it is.
+    "a bias that stays": (
+        [
+            *(
+                verdict(f"{name}.expert_bias", Kind.BUFFER, MISSING, index=BufferIndex.LOADS)
+                for name in "ab"
+            ),
+            verdict("b.expert_bias", Kind.BUFFER, Outcome.DIVERGED),
+        ],
+        *("b", Kind.BUFFER, ""),
+    ),
     # The change of a parameter is computed from its moments.
     "moments": (
         run(*(is_(kind, f"{FC1}.weight") for kind in (Kind.PARAM_DELTA, *MOMENTS))),
