@@ -168,7 +168,15 @@ def search(evidence: Evidence, failed: Failed | None = None) -> list[Composition
                     else:
                         after.append(new)
             states = after
+    if any(type(composition.finding) is f.RankFactors for composition in compositions):
+        # A sum of multiples of the reference is a multiple, too: its factor proves no sum.
+        compositions = [c for c in compositions if not _is_scaled_sum(c.finding)]
     return sorted(compositions, key=lambda composition: composition.order)
+
+
+def _is_scaled_sum(finding: Finding) -> bool:
+    steps = finding.steps if isinstance(finding, f.Composed) else ()
+    return {type(step) for step in steps} == {f.PartialSums, f.ConstantFactor}
 
 
 def alternative(compositions: list[Composition]) -> Finding | None:

@@ -154,6 +154,15 @@ def test_two_repairs_in_words() -> None:
     )
 
 
+def test_multiples_are_no_partial_sums() -> None:
+    """A sum of multiples of the reference is a multiple of it, too."""
+    ranks = layout(1, 2, 1)
+    held = {0: REFERENCE * 1.983, 1: REFERENCE * 2.017}
+    finding = explain(evidence_of(REFERENCE, ranks, held))
+    assert type(finding) is RankFactors
+    assert "partial" not in text(finding)
+
+
 def test_the_simpler_is_told_and_the_other_mentioned() -> None:
     """Unless it says the same: equal halves add up to the whole, as each rank's double does."""
     compositions = search.search(evidence_of(REFERENCE, layout(2, 1, 1), lambda _, own: own / 2))
