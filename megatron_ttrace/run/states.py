@@ -232,16 +232,11 @@ class StateSession:
 
     def _write(self) -> None:
         args = self._args
-        owners = {
-            parameter: module
-            for names in self.model.names
-            for module in names.modules.values()
-            for parameter in module.parameters(recurse=False)
-        }
         described = {
-            place.name: class_place(type(owners[parameter]), "sharded_state_dict")
-            for parameter, place in self.model.places()
-            if parameter in owners
+            name: place
+            for names in self.model.names
+            for name, module in names.modules.items()
+            if (place := class_place(type(module), "sharded_state_dict"))
         }
         RankRecord(
             mesh=self.model.mesh,

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from megatron_ttrace.compare.tolerance import BLIND
+from megatron_ttrace.saved.described import describing
 from megatron_ttrace.saved.recorded import (
     VOCABULARY,
     Moves,
@@ -147,6 +148,7 @@ class _Comparison:
                 "neither are the following steps"
             )
         self._tensors()
+        self._described_together()
         self._overwritten()
         self._numbers()
         self._random()
@@ -183,6 +185,16 @@ class _Comparison:
                 item[0] not in _ZERO_AT_FIRST or after is None or after.any()
             ):
                 self._differ(*item, How.EXTRA, Blame.LOADING)
+
+    def _described_together(self) -> None:
+        """Parameters of several classes that are wrong in one layer: the code around them all."""
+        wrong = [d.name for d in self.differences if d.what is What.WEIGHT]
+        for number, difference in enumerate(self.differences):
+            if difference.where and difference.where == describing(
+                self._described, difference.name
+            ):
+                where = describing(self._described, difference.name, wrong)
+                self.differences[number] = dataclasses.replace(difference, where=where)
 
     def _overwritten(self) -> None:
         """Weights that are right in the checkpoint are set from the optimizer's state in it."""
@@ -293,7 +305,7 @@ class _Comparison:
             for d in self.differences
         )
         if kind.is_tensor and (kind not in _OF_OPTIMIZER or of_weight):
-            return self._described.get(name, "")
+            return describing(self._described, name)
         places = self._before.ranks[0].places
         # A number's name begins with what it belongs to.
         belongs = What.MAIN if kind in _OF_OPTIMIZER else re.split(r"[.[]", name)[0]

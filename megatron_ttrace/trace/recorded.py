@@ -103,7 +103,7 @@ class RankRecord(Record):
         samples_by_layout: whether the order of samples depends on the layout by design.
         numbers: of the training state, at each point.
         random: digests of random states at each point, by name.
-        described: by parameter, the code that describes its shards.
+        described: by module, the code that describes its parameters' shards.
         stored: by parameter or buffer, its name in a checkpoint, if it is stored as it is.
         buckets: where a checkpoint may have the optimizer's state of this rank's parameters.
         places: of other state: by what it is (``trace/resumed.py``), or by the first word of a

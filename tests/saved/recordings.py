@@ -88,7 +88,7 @@ def run(
             numbers={point: dict(numbers) for point in points},
             random={p: {"torch": random + drawn * (p is Point.END)} for p in points},
             steps=tuple(steps),
-            described={NAME: "megatron/norm.py:1 (sharded_state_dict)"},
+            described={NAME.rpartition(".")[0]: "megatron/norm.py:1 (sharded_state_dict)"},
             stored={NAME: NAME},
             buckets=(),
             places={
