@@ -4,7 +4,8 @@
 Shuffled (``--dataloader-type cyclic``): ``MegatronPretrainingRandomSampler``
 (megatron/training/datasets/data_samplers.py) shuffles each data-parallel rank's part of the data
 set, or deals one shuffled list to the ranks. A reference reads, in turns, what each rank of its
-candidate reads. (Megatron-Bridge's ``batch``: ``fronts/bridge_batches.py``.)
+candidate reads; it does not start if that is a sample twice. (Megatron-Bridge's ``batch``:
+``fronts/bridge_batches.py``.)
 
 Fill in the middle (``--fim-data``): ``GPTFIMDataset`` (fim_dataset.py in the same folder)
 rearranges samples at random, with one generator per process. In a run that ends with its check,
@@ -19,16 +20,20 @@ each to a multiple of twice the context-parallel ranks. A reference pads as its 
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.trace.errors import TTraceError
 
 PACKING = ("sft", "dataloader_inter_document_masking")
 """Options that pack sequences."""
 
+_AHEAD = 10_000
+"""Microbatches of each rank that are examined before the first is read."""
 _READ = "_query_document_sample_shuffle_indices"
 
 
@@ -52,6 +57,9 @@ def deal_to(ranks: int, sampler: Any) -> None:
     Microbatch ``j`` of rank ``r`` is number ``j * ranks + r`` of the global batch. Called before
     data loaders are built, with the class ``MegatronPretrainingRandomSampler`` of Megatron-LM or
     Megatron-Bridge.
+
+    Iterating raises a :class:`TTraceError` if the ranks read a sample twice: what each rank reads
+    is the sampler's answer in both runs, so no comparison shows it.
     """
     original = sampler.__iter__
 
@@ -59,12 +67,24 @@ def deal_to(ranks: int, sampler: Any) -> None:
         settings = self.dataset, self.total_samples, self.consumed_samples, self.micro_batch_size
         samplers = [type(self)(*settings, rank, ranks, self.data_sharding) for rank in range(ranks)]
         turns = zip(*(original(sampler) for sampler in samplers), strict=False)
-        for number, samples in enumerate(itertools.chain.from_iterable(turns)):
+        ahead = [*itertools.islice(turns, _AHEAD)]
+        _examine(itertools.chain.from_iterable(itertools.chain.from_iterable(ahead)))
+        microbatches = itertools.chain.from_iterable(itertools.chain(ahead, turns))
+        for number, samples in enumerate(microbatches):
             if number % self.data_parallel_size == self.data_parallel_rank:
                 self.consumed_samples += self.micro_batch_times_data_parallel_size
                 yield samples
 
     sampler.__iter__ = dealt
+
+
+def _examine(read: Iterable[int]) -> None:
+    twice = next((sample for sample, times in Counter(read).items() if times > 1), None)
+    if twice is not None:
+        raise TTraceError(
+            f"the data-parallel ranks read sample {twice} twice in one pass over the data, by the "
+            "sampler of --dataloader-type cyclic (data_samplers.py)"
+        )
 
 
 def is_by_sample(args: MegatronArguments, *, exits: bool) -> bool:

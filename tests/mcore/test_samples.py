@@ -9,6 +9,7 @@ import numpy
 import pytest
 
 from megatron_ttrace.mcore import samples
+from megatron_ttrace.trace.errors import TTraceError
 
 samplers = pytest.importorskip("megatron.training.datasets.data_samplers")
 Sampler = samplers.MegatronPretrainingRandomSampler
@@ -34,6 +35,20 @@ def test_one_rank_reads_what_four_read(monkeypatch, sharding, consumed):
         dealt[0:4:2],
         dealt[1:4:2],
     ]
+
+
+def test_ranks_that_shuffle_differently(monkeypatch):
+    """Each of them reads a part of a list of its own, so some samples are read twice."""
+    original = Sampler.__iter__
+
+    def shuffled(self):
+        for batch in original(self):
+            yield [(sample + self.data_parallel_rank) % 40 for sample in batch]
+
+    monkeypatch.setattr(Sampler, "__iter__", shuffled)
+    samples.deal_to(4, Sampler)
+    with pytest.raises(TTraceError, match=r"read sample \d+ twice"):
+        read(0, 1, False)
 
 
 @pytest.mark.parametrize(
