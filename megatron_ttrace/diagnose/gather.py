@@ -20,12 +20,13 @@ from megatron_ttrace.mcore.numbers import numbers
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.findings import Cause, Finding, OtherTensor, OtherTime
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, BufferIndex, Kind, ParamIndex, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
 
 _SEARCH = 400
 _WHOLE = 1 << 22
 """Elements of the largest tensor that other tensors are read to be compared with."""
+_BEFORE = {Kind.PARAM: ParamIndex.BEFORE, Kind.BUFFER: BufferIndex.BEFORE}
 _FORWARD, _BACKWARD = (Kind.INPUT, Kind.OUTPUT), (Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
 _SAME_SORT = dict.fromkeys(_FORWARD, _FORWARD) | dict.fromkeys(_BACKWARD, _BACKWARD)
 
@@ -144,8 +145,8 @@ class Traces:
         """Tensors that may be in this one's place: other times first, then other modules."""
         if math.prod(shape) > _WHOLE:
             return
-        before = dataclasses.replace(key, index=0)
-        if key.kind is Kind.PARAM and key != before:
+        before = dataclasses.replace(key, index=_BEFORE.get(key.kind, key.index))
+        if key != before and before in self.reference:
             yield OtherTime(Cause.OTHER_TIME), before
         near: dict[TraceKey, list[TraceKey]] = {}
         primary = self.reference.primary

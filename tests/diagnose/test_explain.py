@@ -38,6 +38,7 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
+    BufferIndex,
     Direction,
     DropoutIndex,
     Kind,
@@ -65,8 +66,12 @@ def explainer_of(
     wrong: Callable[[torch.Tensor], torch.Tensor],
     kind: Kind = Kind.MAIN_GRAD,
     counted: Mapping[TraceKey, Finding] = MappingProxyType({}),
+    before: int | None = None,
 ) -> tuple[Explainer, Path]:
-    """Main gradients that both of two data-parallel ranks hold wrong."""
+    """Main gradients that both of two data-parallel ranks hold wrong.
+
+    ``before``: under this index the reference has what they hold.
+    """
     reference, candidate = tmp_path / "reference", tmp_path / "candidate"
     writer = TraceWriter(reference, 0)
     data = {
@@ -75,6 +80,11 @@ def explainer_of(
     }
     for key, value in data.items():
         writer.add(Entry(key=key, shape=(16, 8), dtype="float32"), value)
+        if before is not None:
+            earlier = Entry(
+                key=dataclasses.replace(key, index=before), shape=(16, 8), dtype="float32"
+            )
+            writer.add(earlier, wrong(value))
     writer.close()
     seal(reference, {"microbatches": 4})
     ranks = meshes(2)
@@ -263,6 +273,16 @@ def test_an_update_of_no_optimizer(tmp_path: Path, most: int, cause: Cause) -> N
     assert sentence.startswith("never updated")
     assert ("never updated by any optimizer, as are elements of 1 more" in sentence) == (most == 0)
     assert explainer.explain(failed(at)).finding == left_out
+
+
+def test_a_bias_that_is_not_updated(tmp_path: Path) -> None:
+    """It holds the value that it had before the step, as a parameter may."""
+    explainer, _ = explainer_of(
+        tmp_path, lambda value: value + 1, kind=Kind.BUFFER, before=BufferIndex.BEFORE
+    )
+    verdict = failed(dataclasses.replace(keys()[0], kind=Kind.BUFFER))
+    why = explainer.explain(verdict)
+    assert explanation_text(why, verdict).startswith("holds the value from before the step")
 
 
 def test_missing_layers() -> None:
