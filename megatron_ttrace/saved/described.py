@@ -8,6 +8,7 @@ change their descriptions (``SequentialMLP.sharded_state_dict`` numbers its expe
 from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_ttrace.trace.modules import is_within
+from megatron_ttrace.trace.resumed import code_of
 
 
 def describing(places: Mapping[str, str], name: str, wrong: Iterable[str] = ()) -> str:
@@ -22,6 +23,16 @@ def describing(places: Mapping[str, str], name: str, wrong: Iterable[str] = ()) 
     alike = [name, *(other for other in wrong if _layer(other) == _layer(name))]
     is_one = len({_innermost(places, [other]) for other in alike}) == 1
     return _innermost(places, [name] if is_one else alike)
+
+
+def nearest(changes: Iterable[str], where: str) -> tuple[str, ...]:
+    """The places of changes, once each: in the function ``where``, then in its file, first."""
+    here = code_of(where)
+
+    def order(place: str) -> tuple[bool, bool]:
+        return code_of(place) != here, code_of(place)[0] != here[0]
+
+    return tuple(sorted(dict.fromkeys(changes), key=order))
 
 
 def _innermost(places: Mapping[str, str], names: Sequence[str]) -> str:

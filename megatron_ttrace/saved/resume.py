@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from megatron_ttrace.compare.tolerance import BLIND
-from megatron_ttrace.saved.described import describing
+from megatron_ttrace.saved.described import describing, nearest
 from megatron_ttrace.saved.recorded import (
     VOCABULARY,
     Moves,
@@ -43,7 +43,6 @@ from megatron_ttrace.trace.resumed import (
     Logged,
     Restart,
     What,
-    code_of,
 )
 from megatron_ttrace.trace.sanitise import some_of
 from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER
@@ -189,12 +188,11 @@ class _Comparison:
     def _described_together(self) -> None:
         """Parameters of several classes that are wrong in one layer: the code around them all."""
         wrong = [d.name for d in self.differences if d.what is What.WEIGHT]
-        for number, difference in enumerate(self.differences):
-            if difference.where and difference.where == describing(
-                self._described, difference.name
-            ):
-                where = describing(self._described, difference.name, wrong)
-                self.differences[number] = dataclasses.replace(difference, where=where)
+        for number, one in enumerate(self.differences):
+            if one.where and one.where == describing(self._described, one.name):
+                where = describing(self._described, one.name, wrong)
+                changed = self._changed(where, one.blame)
+                self.differences[number] = dataclasses.replace(one, where=where, changed=changed)
 
     def _overwritten(self) -> None:
         """Weights that are right in the checkpoint are set from the optimizer's state in it."""
@@ -286,16 +284,10 @@ class _Comparison:
         to.append(difference)
 
     def _changed(self, where: str, blame: Blame) -> tuple[str, ...]:
-        """The user's changes that ran then, those in the function, then in its file, first."""
+        """The user's changes that ran then."""
         saving, loading = self._before.ranks, self._after.ranks
         runs = {Blame.SAVING: saving, Blame.LOADING: loading, Blame.EITHER: (*saving, *loading)}
-        places = dict.fromkeys(place for rank in runs.get(blame, ()) for place in rank.changed)
-        here = code_of(where)
-
-        def order(place: str) -> tuple[bool, bool]:
-            return code_of(place) != here, code_of(place)[0] != here[0]
-
-        return tuple(sorted(places, key=order))
+        return nearest((place for rank in runs.get(blame, ()) for place in rank.changed), where)
 
     def _where(self, kind: What, name: str, blame: Blame) -> str:
         """The code that saves or loads it."""
