@@ -104,8 +104,7 @@ class Owned:
             return self.main
         if master.dtype != torch.int16:
             return master
-        high = self.main.detach().view(torch.int16).to(torch.int32) << 16
-        return (high + master.to(torch.int32)).view(torch.float32)
+        return with_remainders(self.main.detach(), master)
 
     def received(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The values that are stepped, or the model's own where those are not these, rounded.
@@ -176,6 +175,24 @@ def leaves_of(optimizer: Any) -> Iterator[Any]:
     else:
         for part in chained:
             yield from leaves_of(part)
+
+
+def with_remainders(weights: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
+    """Main weights of which bf16 weights are the upper 16 bits (``store_param_remainders``)."""
+    high = weights.view(torch.int16).to(torch.int32) << 16
+    return (high + remainders.to(torch.int32)).view(torch.float32)
+
+
+def stored_main(stored: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Main weights of ``weights`` as a checkpoint has them: itself, or only the lower 16 bits.
+
+    These are stored as numbers, like main weights, which would round to the weights.
+    """
+    whole = stored.abs().le(1 << 15) & stored.eq(stored.trunc())
+    is_main = torch.equal(stored.to(weights.dtype), weights) or not bool(whole.all())
+    if is_main or weights.dtype != torch.bfloat16 or stored.shape != weights.shape:
+        return stored
+    return with_remainders(weights, stored)
 
 
 def scalers_of(optimizer: Any) -> list[Any]:

@@ -20,6 +20,7 @@ from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.settings import Settings, checking
 from megatron_ttrace.mcore.checkpoints.buckets import by_parameter
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, open_checkpoint
+from megatron_ttrace.mcore.optimizer import stored_main
 from megatron_ttrace.saved.recorded import Moves, Recorded
 from megatron_ttrace.saved.recorded import State as RecordedState
 from megatron_ttrace.saved.resume import compare, could_not
@@ -218,4 +219,8 @@ class _Checkpoint:
         # A buffer is stored as weights are.
         state = State.WEIGHT if kind is What.BUFFER else State[kind.name]
         match = self._checkpoint.find(Item(state, stored, slot))
-        return None if match is None else match[1].read()
+        if match is None:
+            return None
+        data = match[1].read()
+        weights = self.read(What.WEIGHT, name) if kind is What.MAIN else None
+        return data if weights is None else stored_main(data, weights)

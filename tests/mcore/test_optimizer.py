@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_ttrace.mcore.optimizer import Owned, Snapshot, divided, leaves_of, owned_by
+from megatron_ttrace.mcore.optimizer import (
+    Owned,
+    Snapshot,
+    divided,
+    leaves_of,
+    owned_by,
+    stored_main,
+    with_remainders,
+)
 from megatron_ttrace.trace.copies import Copies
 
 
@@ -355,3 +363,16 @@ def test_a_first_step_by_signs():
     owned = owned_by_lion(None)
     assert len(owned.decisive) == 1
     assert torch.equal(owned.smooth(torch.zeros(3)), torch.zeros(3))
+
+
+def test_main_weights_of_which_only_the_lower_bits_are_stored():
+    """As numbers; main weights that are whole numbers themselves stay as they are."""
+    main = torch.tensor([1.003, -0.3, 3e-5, 0.0])
+    weights = main.bfloat16()
+    remainders = main.view(torch.int32) - (weights.view(torch.int16).to(torch.int32) << 16)
+    assert remainders.lt(0).any()
+    assert torch.equal(with_remainders(weights, remainders.to(torch.int16)), main)
+    assert torch.equal(stored_main(remainders.float(), weights), main)
+    ones = torch.ones(4)
+    assert stored_main(ones, ones.bfloat16()) is ones
+    assert stored_main(main, weights) is main
