@@ -329,8 +329,11 @@ def _next_steps(
     if summary.blame is None and is_plain and (text := blame.suggestion(summary.changed_code)):
         page.field("changes", text, "bold")
     open_page = f"open {files.HTML} in a browser"
+    # What a step starts from, its updates and logged numbers have no module's inputs.
+    apart = {Direction.START, Direction.UPDATE}
+    narrows = not summary.culprits or any(c.direction not in apart for c in summary.culprits)
     # Runs with modules isolated cannot be compared with each other (docs/diff.md).
-    if is_isolated or not is_plain or summary.blame is not None:
+    if is_isolated or not (is_plain and narrows) or summary.blame is not None:
         page.field("next", open_page)
         return
     again = "give every module the reference's inputs, so that one bug shows in one module:"

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatron_ttrace.report import html, publish, table, terminal
 from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
-from megatron_ttrace.trace.records import Code, Run, Summary
+from megatron_ttrace.trace.records import Code, Direction, Run, Summary
 from tests.diagnose.judged_by_hand import localise
 from tests.report.expected import (
     CHECKS,
@@ -104,12 +104,15 @@ def test_a_command_can_be_copied(diverged: Check) -> None:
 
 
 def test_nothing_is_suggested_that_would_be_refused(diverged: Check) -> None:
-    """Two runs with modules isolated cannot be compared with each other."""
+    """Two runs with modules isolated cannot be compared; nor does it help where none is wrong."""
     summary, verdicts = diverged
-    file = io.StringIO()
     both = dataclasses.replace(summary, config={**summary.config, "against": {}})
-    terminal.render(both, verdicts, Console(file=file), Path("out"))
-    assert "--ttrace-isolate" not in file.getvalue()
+    culprits = [dataclasses.replace(c, direction=Direction.UPDATE) for c in summary.culprits]
+    for other in (both, dataclasses.replace(summary, culprits=tuple(culprits))):
+        file = io.StringIO()
+        terminal.render(other, verdicts, Console(file=file), Path("out"))
+        assert "open report.html" in file.getvalue()
+        assert "--ttrace-isolate" not in file.getvalue()
 
 
 @pytest.mark.parametrize("feature", Unexercised)
