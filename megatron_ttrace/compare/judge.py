@@ -13,7 +13,7 @@ from megatron_ttrace.compare.tolerance import PartError, Tolerance, Tolerances, 
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import Outcome, TraceKey
+from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 
 type _Part = tuple[Holding, Sums]
 
@@ -43,8 +43,10 @@ def judge(
             note = Note(reason)
             verdicts.append(verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason))
         else:
-            limit = tolerances.of(key)
-            verdicts.append(_judge(key, shape, of_key, limit, eps=eps, covered=covered))
+            limit, alike = tolerances.of(key), _must_agree(key, tolerances)
+            verdicts.append(
+                _judge(key, shape, of_key, limit, alike=alike, eps=eps, covered=covered)
+            )
     for key, of_key in by_key.items():
         shape = of_key[0].measured.logical_shape
         verdicts.append(verdict_of(key, shape, Outcome.EXTRA, _ranks(of_key), Note(Remark.EXTRA)))
@@ -57,9 +59,11 @@ def _judge(
     holdings: Sequence[Holding],
     tolerance: Tolerance,
     *,
+    alike: bool,
     eps: float,
     covered: Covered,
 ) -> Judged:
+    """``alike``: ranks that hold the same elements must have the same bits."""
     verdict = functools.partial(verdict_of, key, shape)
     if not holdings and 0 in shape:
         # An expert that no token of a microbatch chose: no rank needs to have it.
@@ -109,11 +113,11 @@ def _judge(
     if not cover.even:
         notes.append(Note(Remark.UNEVEN, cover.least, cover.most))
     outcome, reason = Outcome.PASS, None
-    if failed:
+    if conflicts and (failed or alike):
+        outcome = Outcome.REPLICA_CONFLICT
+        notes.append(Note(Remark.REPLICAS, ranks=conflicts))
+    elif failed:
         outcome = Outcome.DIVERGED
-        if conflicts:
-            outcome = Outcome.REPLICA_CONFLICT
-            notes.append(Note(Remark.REPLICAS, ranks=conflicts))
     elif undefined:
         outcome, reason = Outcome.UNCHECKED, Reason.UNDEFINED
         notes.append(Note(Reason.UNDEFINED, undefined))
@@ -127,7 +131,7 @@ def _judge(
         notes.append(Note(Remark.REPLICAS_ROUNDED, ranks=conflicts))
     return verdict(
         outcome,
-        failed or ranks,
+        failed or (conflicts if outcome.is_failure else ranks),
         *notes,
         placement=placement,
         reason=reason,
@@ -135,6 +139,16 @@ def _judge(
         tolerance=worst.tolerance,
         eps=tolerance.unit or eps,
     )
+
+
+def _must_agree(key: TraceKey, tolerances: Tolerances) -> bool:
+    """Whether copies of a tensor have the same bits: updated weights, of a deterministic update.
+
+    They are gathered, or computed from the same numbers. An update that is missing on some ranks is
+    within the tolerance of the weight, if the learning rate is low or the weight has 16 bits.
+    """
+    update = dataclasses.replace(key, kind=Kind.PARAM_DELTA, index=0)
+    return key.kind is Kind.PARAM and not key.is_before and tolerances.is_repeated(update)
 
 
 def _ranks(holdings: Iterable[Holding]) -> list[int]:

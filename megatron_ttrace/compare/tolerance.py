@@ -293,6 +293,10 @@ class Tolerances:
         """The tensors that an unperturbed replay moved, in execution order."""
         return [key for key, value in self._moved.items() if value.repeated]
 
+    def is_repeated(self, key: TraceKey) -> bool:
+        """Whether an unperturbed replay gave a tensor the same bits."""
+        return not self._repeated.get(_group(key))
+
     def _estimated(self, group: _Group, seeds: Sequence[float], replays: int) -> float:
         """From what some replays did, as if there had been this number of replays."""
         samples = self._samples[group] * replays // max(len(self._pooled.get(group, ())), 1)
