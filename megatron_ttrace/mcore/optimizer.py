@@ -65,6 +65,7 @@ class Owned:
         group: its parameter group there.
         range: its elements of the flattened local parameter; ``None`` for all.
         sharded: with FSDP, the sharded tensor that ``main`` is this rank's part of.
+        computed: with FSDP, the same elements of what the model computes with, if they are here.
         counter: in a ``HybridDeviceOptimizer``, the group in which ``inner`` may count its steps.
     """
 
@@ -73,6 +74,7 @@ class Owned:
     group: dict[str, Any]
     range: tuple[int, int] | None = None
     sharded: torch.Tensor | None = None
+    computed: torch.Tensor | None = None
     counter: dict[str, Any] | None = None
 
     @property
@@ -110,14 +112,16 @@ class Owned:
         """The values that are stepped, or the model's own where those are not these, rounded.
 
         So an update that was computed and never copied to the model is missing in the result.
-        Shards of FSDP, quantized parameters, and main weights that the torch optimizer keeps are
-        returned as they are stepped.
+        Quantized parameters, and main weights that the torch optimizer keeps, are returned as they
+        are stepped.
         """
-        main, weight = self.weights.detach(), parameter.data
-        is_plain = type(weight) is torch.Tensor and self.sharded is None
-        if not is_plain or self.weights is not self.main:
+        main = self.weights.detach()
+        weight = parameter.data if self.sharded is None else self.computed
+        is_plain = type(weight) is torch.Tensor and weight.itemsize > 1
+        if weight is None or not is_plain or self.weights is not self.main:
             return main
-        weight = weight if self.range is None else weight.reshape(-1)[slice(*self.range)]
+        if self.sharded is None and self.range is not None:
+            weight = weight.reshape(-1)[slice(*self.range)]
         weight = weight.view_as(main).to(main.device)
         stale = main.to(weight.dtype) != weight
         return torch.where(stale, weight.to(main.dtype), main) if stale.any() else main
@@ -214,7 +218,9 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
             for parameter, part in parts.items():
                 if id(parameter) in groups:
                     group = groups[id(parameter)]
-                    owned[parameter] = Owned(part.stepped, inner, group, part.range, parameter)
+                    owned[parameter] = Owned(
+                        part.stepped, inner, group, part.range, parameter, computed=part.computed
+                    )
             continue
         if hasattr(leaf, "model_param_group_index_map"):
             # Not by model_param_group_index_map: its places in a group are those without a dtype.
@@ -234,8 +240,9 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
             ]
         for parameter, main in pairs:
             rows = rows_of(parameter)
-            sharded = None if rows is None else main
-            owned[parameter] = Owned(local(main), inner, groups[id(main)], rows, sharded)
+            sharded, computed = (None, None) if rows is None else (main, local(parameter))
+            group = groups[id(main)]
+            owned[parameter] = Owned(local(main), inner, group, rows, sharded, computed=computed)
     return owned
 
 

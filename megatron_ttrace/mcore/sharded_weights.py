@@ -46,6 +46,13 @@ class WeightPart:
     weights: torch.Tensor
     weights_range: tuple[int, int]
 
+    @property
+    def computed(self) -> torch.Tensor | None:
+        """What the model computes with of the elements that are stepped, if all are here."""
+        (start, end), (first, last) = self.range, self.weights_range
+        is_here = first <= start and end <= last
+        return self.weights[start - first : end - first] if is_here else None
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:

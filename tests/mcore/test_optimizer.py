@@ -147,6 +147,19 @@ def test_a_range_that_the_model_has_not_received():
     assert (part.received(model.weight) == 9.0).tolist() == [True, True, *5 * [False]]
 
 
+def test_an_update_that_a_sharded_model_has_not_received():
+    """With FSDP the elements that are stepped have a copy in the model's own precision."""
+    model = nn.Linear(4, 3)
+    optimizer = plain(model).optimizer
+    main, group = torch.linspace(0.1, 1.0, 7), optimizer.param_groups[0]
+    fresh, stale = main.bfloat16(), main.bfloat16()
+    stale[2:4] = 9.0
+    for weights in (fresh, stale, None, torch.zeros(7, dtype=torch.uint8)):  # FP8 is kept as bytes
+        part = Owned(main, optimizer, group, (2, 9), model.weight, computed=weights)
+        found = part.received(model.weight)
+        assert torch.equal(found != main, weights == 9.0 if weights is stale else main < 0.0)
+
+
 def test_parameters_that_other_ranks_step():
     """A layer-wise optimizer knows them all, at any depth of a chain, and owns some as wholes."""
     model = nn.Linear(2, 3)

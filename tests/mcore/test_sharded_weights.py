@@ -83,6 +83,7 @@ def test_every_element_is_held_once(size, distributed, main):
             start, end = part.weights_range
             assert part.weights.tolist() == [first[number] + i for i in range(start, end)]
             assert distributed or end - start == parameter.orig_param.numel()
+            assert part.computed.tolist() == part.stepped.tolist()
     assert elements == [list(range(6)), list(range(6, 11)), list(range(11, 15))]
 
 
@@ -137,6 +138,7 @@ def test_groups_of_version_2(size):
             assert part.stepped.tolist() == list(range(*part.range))
             assert part.weights_range == part.range
             assert torch.equal(part.weights, part.stepped + 100)
+            assert torch.equal(part.computed, part.weights)
             elements[number] += part.stepped.tolist()
             part.stepped.add_(1)  # a view
         assert are_published([model])
