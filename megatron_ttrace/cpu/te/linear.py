@@ -33,6 +33,12 @@ from megatron_ttrace.cpu.te.precision import (
 )
 
 
+def _divide(features: int, ranks: int) -> int:
+    if features % ranks:
+        raise ValueError(f"{features} is not divisible by {ranks}")
+    return features // ranks
+
+
 @dataclass(frozen=True)
 class LinearSettings:
     """What the autograd function of one call needs besides tensors."""
@@ -234,8 +240,8 @@ class ParallelLinear(TransformerEngineBaseModule):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self.in_features = in_features // tp_size if parallel_mode == "row" else in_features
-        self.out_features = out_features // tp_size if parallel_mode == "column" else out_features
+        self.in_features = _divide(in_features, tp_size if parallel_mode == "row" else 1)
+        self.out_features = _divide(out_features, tp_size if parallel_mode == "column" else 1)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.tp_group, self.tp_size, self.parallel_mode = tp_group, tp_size, parallel_mode
         self.sequence_parallel = tp_size > 1 and sequence_parallel

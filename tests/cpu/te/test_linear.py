@@ -280,6 +280,13 @@ def test_weights_are_marked_without_a_mode_too(kind, mode):
     assert hasattr(module.bias, "sequence_parallel") == (mode == "row")
 
 
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_features_that_ranks_cannot_share(mode):
+    """An error as in TransformerEngine, and no layer that has lost some."""
+    with pytest.raises(ValueError, match="8 is not divisible by 3"):
+        Linear(8, 8, parallel_mode=mode, tp_size=3)
+
+
 @pytest.mark.parametrize("mode", [None, "column", "row"])
 def test_grouped_weights_are_not_marked(mode):
     """As in TransformerEngine since 2.13: Megatron 0.19 marks them (docs/findings.md, 29)."""
