@@ -9,7 +9,13 @@ from megatron_ttrace.compare.gathered import Covered, Holding, coverage_of
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.sketch import squared_norm
-from megatron_ttrace.compare.tolerance import PartError, Tolerance, Tolerances, margin_of
+from megatron_ttrace.compare.tolerance import (
+    PartError,
+    Tolerance,
+    Tolerances,
+    is_updated_weight,
+    margin_of,
+)
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason
@@ -144,11 +150,11 @@ def _judge(
 def _must_agree(key: TraceKey, tolerances: Tolerances) -> bool:
     """Whether copies of a tensor have the same bits: updated weights, of a deterministic update.
 
-    They are gathered, or computed from the same numbers. An update that is missing on some ranks is
-    within the tolerance of the weight, if the learning rate is low or the weight has 16 bits.
+    An update that is missing on some ranks is within the tolerance of the weight, if the learning
+    rate is low or the weight has 16 bits.
     """
     update = dataclasses.replace(key, kind=Kind.PARAM_DELTA, index=0)
-    return key.kind is Kind.PARAM and not key.is_before and tolerances.is_repeated(update)
+    return is_updated_weight(key) and tolerances.is_repeated(update)
 
 
 def _ranks(holdings: Iterable[Holding]) -> list[int]:

@@ -398,6 +398,11 @@ def is_exact(key: TraceKey) -> bool:
     return key.kind in (Kind.TOKENS, Kind.LOADED) or key.is_before
 
 
+def is_updated_weight(key: TraceKey) -> bool:
+    """Whether copies of the tensor are gathered, or computed from the same numbers."""
+    return key.kind is Kind.PARAM and not key.is_before
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Line:
     """What a line of ``tolerances.jsonl`` has beside the fields of :class:`Moved`."""

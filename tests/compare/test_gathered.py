@@ -15,7 +15,7 @@ from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.findings import Note, Remark
-from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a")
 SHAPE = (4, 6)
@@ -86,6 +86,18 @@ def test_replicas_that_were_joined_apart() -> None:
     assert len(merge([*one, *other], TOLERANCES)) == 2
     [verdict] = judge([(KEY, SHAPE)], merge([*one, *other], TOLERANCES), TOLERANCES, 1e-7)
     assert "replicas" in notes_text(verdict.notes)
+
+
+def test_copies_of_a_weight_are_compared_across_groups() -> None:
+    """Two ranks that have a whole weight between them, and a group of others with other bits."""
+    key = dataclasses.replace(KEY, microbatch=-1, kind=Kind.PARAM, index=1)
+    limits = Tolerances({key: Moved(24, 2.0, (1e-3,))}, {key: "float32"})
+    found = [part(rows, checksum=bits, key=key) for bits in (1, 2, 2) for rows in (TOP, BOTTOM)]
+    plain = of_ranks({rank: [one] for rank, one in enumerate([*found, found[-1]])})
+    merged = merge([*merge(plain[:2], limits), *merge(plain[2:], limits)], limits)
+    for held in (plain, merged):
+        [verdict] = judge([(key, SHAPE)], held, limits, 1e-7)
+        assert verdict.verdict is Outcome.REPLICA_CONFLICT
 
 
 def test_what_fails_is_kept_apart() -> None:
