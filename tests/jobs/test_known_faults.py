@@ -50,6 +50,11 @@ JOBS = [
         "MLA without sequence",
     ),
     (f"{FSDP} --calculate-per-token-loss", 2, "Megatron-FSDP and per-token losses"),
+    (
+        f"{TE} --context-parallel-size 2 --dataloader-inter-document-masking",
+        2,
+        "`--dataloader-inter-document-masking` and CP",
+    ),
     (FSDP, 2, ""),
     (
         f"{EXPERTS} --moe-token-dispatcher-type alltoall "
