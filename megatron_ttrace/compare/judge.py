@@ -118,6 +118,8 @@ def _judge(
     )
     if not cover.even:
         notes.append(Note(Remark.UNEVEN, cover.least, cover.most))
+    if failed and worst.is_element:
+        notes.append(Note(Remark.ELEMENT))
     outcome, reason = Outcome.PASS, None
     if conflicts and (failed or alike):
         outcome = Outcome.REPLICA_CONFLICT
@@ -178,7 +180,8 @@ def summed(parts: Iterable[_Part]) -> Iterator[_Part]:
             [holding.measured.sketch for holding, _ in group for _ in range(holding.copies)]
         )
         for holding, sums in group:
-            yield holding, dataclasses.replace(sums, diff=diff)
+            # Of the sum no element is known.
+            yield holding, dataclasses.replace(sums, diff=diff, worst=0.0)
 
 
 def conflicting(parts: Iterable[tuple[int, object, int]]) -> tuple[int, ...]:

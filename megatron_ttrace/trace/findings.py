@@ -61,6 +61,7 @@ class Remark(StrEnum):
     NONFINITE = "nonfinite"
     UNCOVERED = "uncovered"
     UNEVEN = "uneven"
+    ELEMENT = "element"
     REPLICAS = "replicas"
     REPLICAS_ROUNDED = "replicas_rounded"
     ROUTED = "routed"

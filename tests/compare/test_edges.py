@@ -11,8 +11,9 @@ from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.offline import measure_saved
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
+from megatron_ttrace.compare.tolerance import SAFETY
 from megatron_ttrace.placement.mesh import SINGLE
-from megatron_ttrace.trace.findings import Note
+from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
@@ -122,6 +123,22 @@ def test_awkward_tensors(tmp_path):
             assert verdict.notes == (Note(Reason.UNDEFINED, 1),)
         if outcome is Outcome.DIVERGED and not bool(reference.any()):
             assert verdict.rel_err == inf
+
+
+@pytest.mark.parametrize("kind", [Kind.OUTPUT, Kind.GRAD_INPUT, Kind.MAIN_GRAD])
+def test_one_wrong_element_of_many(tmp_path, kind):
+    """It is lost in the error of the whole tensor, but rounding moves no element as far."""
+    r = normal(1 << 18)
+    at = int(r.abs().argmax())
+    verdict = verdict_on(tmp_path / "a", r, changed(r, at, 0.0), kind)
+    assert verdict.verdict is Outcome.DIVERGED
+    assert Note(Remark.ELEMENT) in verdict.notes
+    assert verdict.rel_err == pytest.approx(float(r[at].abs() / r.norm()), rel=1e-5)
+    assert verdict.rel_err < SAFETY * MOVED
+    assert verdict_on(tmp_path / "b", r, changed(r, at, r[at] * 1.02), kind).verdict is Outcome.PASS
+    # Updates depend on signs: few of their elements may be far off.
+    delta = verdict_on(tmp_path / "c", r, changed(r, at, 0.0), Kind.EXP_AVG_SQ)
+    assert delta.verdict is Outcome.PASS
 
 
 def test_another_dtype_is_compared_by_value(tmp_path):
