@@ -161,7 +161,9 @@ class Field:
             if length > 0.0:
                 break
         if not math.isnan(size):
-            direction *= size * self._unit(rank, entry) * entry.factor / length
+            largest = float(direction.abs().max())
+            unit = min(self._unit(rank, entry) / length, self._element(entry) / largest)
+            direction *= size * unit * entry.factor
         box.copy_((values + direction).to(local.dtype))
         verdict = self.verdict(entry.key, rank, local)
         found = verdict.verdict.is_failure
@@ -175,6 +177,11 @@ class Field:
         assert sums is not None
         return tolerance.value * scale_of(sums, tolerance.rms) * math.sqrt(sums.n)
 
+    def _element(self, entry: Entry) -> float:
+        """How far one element may be off; infinite if that is not judged."""
+        tolerance = self._tolerances.of(entry.key)
+        return tolerance.element * tolerance.rms * math.sqrt(tolerance.n) or math.inf
+
     def _is_fertile(self, rank: int, entry: Entry) -> bool:
         """Whether a size in tolerances has a meaning: not if the tolerance is zero or blind."""
         holders = self._measured.get(entry.key, {}).get(rank, [])
@@ -182,6 +189,9 @@ class Field:
             return False
         # Routing has sums of its own; a partial sum of experts' outputs is no part of a tensor.
         if entry.sums or entry.partial_over:
+            return False
+        # Copies of updated weights must be equal to the bit.
+        if tolerances_of.is_updated_weight(entry.key):
             return False
         sums = holders[0].sums
         tolerance = self._tolerances.of(entry.key)
