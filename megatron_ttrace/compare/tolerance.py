@@ -49,7 +49,7 @@ SAFETY_MODULE = 2.5
 """The factor where replays give every module exact inputs. Then no error spreads, and a replay
 changes a module (another scale for each FP8 number) as much as a layout can."""
 _ONE = 5.0
-"""Times the estimate for one element of an activation or gradient; 1.4 in 59 healthy jobs."""
+"""Times the estimate for one element of an activation or gradient."""
 BLIND = 0.10
 """Above this a tolerance would hide bugs of interest: the tensor is ``unchecked: blind``."""
 BLIND_FP8 = 0.50

@@ -161,8 +161,10 @@ class Field:
             if length > 0.0:
                 break
         if not math.isnan(size):
-            largest = float(direction.abs().max())
-            unit = min(self._unit(rank, entry) / length, self._element(entry) / largest)
+            unit = self._unit(rank, entry) / length
+            if size < 1.0:
+                # What is no error of the part is none of an element either.
+                unit = min(unit, self._element(entry) / float(direction.abs().max()))
             direction *= size * unit * entry.factor
         box.copy_((values + direction).to(local.dtype))
         verdict = self.verdict(entry.key, rank, local)
@@ -190,8 +192,13 @@ class Field:
         # Routing has sums of its own; a partial sum of experts' outputs is no part of a tensor.
         if entry.sums or entry.partial_over:
             return False
-        # Copies of updated weights must be equal to the bit.
-        if tolerances_of.is_updated_weight(entry.key):
+        # Copies of an updated weight must be equal to the bit.
+        if tolerances_of.is_updated_weight(entry.key) and any(
+            other.region == holders[0].region
+            for holder, each in self._measured[entry.key].items()
+            for other in each
+            if holder != rank
+        ):
             return False
         sums = holders[0].sums
         tolerance = self._tolerances.of(entry.key)
