@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_ttrace.cli import command
@@ -73,7 +75,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the chosen configurations one after the other."""
+    """Check the chosen configurations."""
     everything = configurations()
     if args.list:
         print("\n".join(configuration.name for configuration in everything))
@@ -90,18 +92,16 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ttrace.saved.runner import NO_WANDB, Runner
 
     runner = Runner(args.directory, flags=(NO_WANDB, *args.ttrace_flags))
-    rows = []
-    jobs_to_run = [(configuration, seed) for seed in args.seeds for configuration in chosen]
-    for number, (configuration, seed) in enumerate(jobs_to_run, 1):
-        name = configuration.name if len(args.seeds) == 1 else f"{configuration.name}/seed{seed}"
-        row = suite.check(configuration, name, seed, runner)
+    began = time.monotonic()
+    rows: list[MatrixRow] = []
+    for row in suite.check(chosen, args.seeds, runner):
         rows.append(row)
         if args.json:
             print(json.dumps(codec.encode(row)), flush=True)
         else:
-            print(f"[{number}/{len(jobs_to_run)}] {_line(row)}", flush=True)
+            print(f"[{len(rows)}/{len(chosen) * len(args.seeds)}] {_line(row)}", flush=True)
     if not args.json:
-        _total(rows)
+        _total(rows, time.monotonic() - began)
     return suite.exit_code(rows)
 
 
@@ -120,7 +120,7 @@ def _line(row: MatrixRow) -> str:
     )
 
 
-def _total(rows: list[MatrixRow]) -> None:
+def _total(rows: Sequence[MatrixRow], seconds: float) -> None:
     healthy = [row for row in rows if not row.finding]
     good = sum(row.verdict is Result.EQUIVALENT for row in healthy)
     faults = len(rows) - len(healthy)
@@ -134,5 +134,5 @@ def _total(rows: list[MatrixRow]) -> None:
         f"({unchecked / max(tensors, 1):.2%}); worst healthy margin {worst.worst_margin:.3g} "
         f"({worst.name}: {worst.worst}); {sum(row.inexact for row in rows)} of "
         f"{sum(row.exact for row in rows)} that must be bitwise equal are not; "
-        f"{sum(row.seconds for row in rows):.0f} s"
+        f"{seconds:.0f} s"
     )

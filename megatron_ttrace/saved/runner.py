@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run checks of small jobs one after the other, for everything that evaluates the checker.
+"""Run checks of small jobs, for everything that evaluates the checker.
 
-Without a GPU, Megatron is imported once and ranks are forks of this process. Cases in one directory
-share references.
+Without a GPU, Megatron is imported once, and ranks are forks of this process or, where several jobs
+run at a time, of its forks. Cases in one directory share references.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs.processes import forkserver, signals, tether
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.settings import Settings, split
 from megatron_ttrace.trace import files
+from megatron_ttrace.trace.budget import host_room
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Result, Summary, Verdict
 
 NO_WANDB = "--ttrace-no-wandb"
+_MOST_AT_A_TIME = 8
+_JOB_BYTES = 2 << 30
+"""What the ranks of a small job need, generously."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +57,16 @@ class Checked:
         return files.load_report(self.job.directory)[1]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """How a case ended: with an answer, or the reason why there is none."""
+
+    case: Case
+    seconds: float
+    checked: Checked | None = None
+    reason: str = ""
+
+
 class Runner:
     """Runs cases in one directory."""
 
@@ -71,8 +88,8 @@ class Runner:
         self._flags = flags
         self.script = script or launch_dir() / "pretrain_gpt.py"
         self._environment = {"TTRACE_CACHE": str((directory / "references").resolve())}
-        device = split(flags)[0].device
-        self.forks = jobs.prepare(device, self.script)
+        self._device = split(flags)[0].device
+        self.forks = jobs.prepare(self._device, self.script)
 
     def job(self, case: Case) -> jobs.Job:
         """The job of a case.
@@ -107,3 +124,44 @@ class Runner:
         if summary.verdict is Result.COULD_NOT_CHECK:
             raise TTraceError(summary.reason)
         return Checked(job, summary)
+
+    def run_all(self, cases: Sequence[Case]) -> Iterator[Ended]:
+        """Run cases to their ends, and say how each ended, in their order.
+
+        On a CPU as many run at a time as there are cores: ranks mostly wait for the reference, or
+        for each other. Raises ``TTraceError`` when a process that runs them was killed.
+        """
+        workers = 1
+        if self.forks and forkserver.needs_cpu(self._device):
+            room = host_room(1) // _JOB_BYTES
+            workers = min(len(os.sched_getaffinity(0)), room, len(cases), _MOST_AT_A_TIME)
+        if workers <= 1:
+            yield from map(self._end_of, cases)
+            return
+        import multiprocessing
+        from concurrent.futures import ProcessPoolExecutor
+        from concurrent.futures.process import BrokenProcessPool
+
+        context = multiprocessing.get_context("fork")
+        # All workers are forks of this thread, before the pool starts threads of its own. A signal
+        # must not wait for them: the kernel ends them with this process.
+        pool = ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(),))
+        with signals.abrupt(), pool:
+            try:
+                yield from pool.map(self._end_of, cases)
+            except BrokenProcessPool as error:
+                raise TTraceError("a process that runs the jobs was killed: run again") from error
+
+    def _end_of(self, case: Case) -> Ended:
+        began = time.monotonic()
+        try:
+            checked = self.run(case)
+        except TTraceError as error:
+            return Ended(case, time.monotonic() - began, reason=str(error))
+        return Ended(case, time.monotonic() - began, checked)
+
+
+def _begin_worker(parent: int) -> None:
+    """The kernel ends this worker, and its ranks, with ``parent``."""
+    tether.die_with(parent)
+    signals.ignore()

@@ -26,7 +26,7 @@ def ran(monkeypatch):
             Result.EQUIVALENT, {}, (), {}, {}, {}, exactness=Exactness(5, len(jobs_run) - 1)
         )
 
-    monkeypatch.setattr(jobs, "prepare", lambda *words, **more: True)
+    monkeypatch.setattr(jobs, "prepare", lambda *words, **more: False)
     monkeypatch.setattr(jobs, "run", run)
     monkeypatch.setattr(
         files, "load_report", lambda where: (None, [make_verdict(rel_err=3e-4, tolerance=1e-3)])

@@ -4,11 +4,15 @@
 import dataclasses
 import functools
 import json
+import os
+import signal
+import time
 
 import pytest
 
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs.processes import forkserver
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.saved.runner import Case, Runner
 from megatron_ttrace.trace.errors import TTraceError
@@ -76,3 +80,42 @@ def test_a_script_of_its_own(asked, tmp_path):
     assert runner.job(Case(name="a", arguments=())).script == tmp_path / "mine.py"
     other = runner.job(Case(name="a", arguments=(), script=tmp_path / "other.py"))
     assert other.script == tmp_path / "other.py"
+
+
+@pytest.fixture
+def two_cores(asked, monkeypatch):
+    """A machine where two jobs run at a time."""
+    monkeypatch.setattr(forkserver, "needs_cpu", lambda device: True)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+
+
+def test_several_at_a_time(two_cores, tmp_path, monkeypatch):
+    """Each of two waits for the other; answers, and reasons for none, come in order."""
+
+    def run(job, *, fork, say):
+        mine = job.directory.with_suffix(".began")
+        mine.touch()
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.glob("*.began"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if job.directory.name == "a":
+            time.sleep(0.2)
+            raise TTraceError("no answer")
+        return answer(job, os.getpid())
+
+    monkeypatch.setattr(jobs, "run", run)
+    names = ["a", "b", "c"]
+    ended = [*Runner(tmp_path).run_all([Case(name=name, arguments=()) for name in names])]
+    assert [end.case.name for end in ended] == names
+    assert [end.reason for end in ended] == ["no answer", "", ""]
+    assert ended[0].checked is None
+    assert os.getpid() not in {end.checked.summary.config["fork"] for end in ended[1:]}
+    assert ended[1].seconds < 10
+
+
+def test_a_worker_that_is_killed(two_cores, tmp_path, monkeypatch):
+    """One line."""
+    monkeypatch.setattr(jobs, "run", lambda *_, **more: os.kill(os.getpid(), signal.SIGKILL))
+    cases = [Case(name=name, arguments=()) for name in "ab"]
+    with pytest.raises(TTraceError, match="was killed"):
+        list(Runner(tmp_path).run_all(cases))

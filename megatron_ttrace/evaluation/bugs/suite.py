@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import string
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.bugs import patching
 from megatron_ttrace.evaluation.bugs.catalogue import Bug, BugLayout
 from megatron_ttrace.evaluation.bugs.expect import Assessment, Looked, assess, looked
-from megatron_ttrace.saved.runner import NO_WANDB, Case, Checked, Runner
+from megatron_ttrace.saved.runner import NO_WANDB, Case, Ended, Runner
 from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.records import Result, Summary
 
 _FLAGS = ("--ttrace-device", "cpu", NO_WANDB)
@@ -171,59 +170,87 @@ def exit_code(rows: Sequence[BugRow]) -> ExitCode:
 def run(
     bugs: Sequence[Bug], variant: Variant, directory: Path, say: Callable[[str], None]
 ) -> Iterator[BugRow]:
-    """Run the bugs one after the other, in each layout that the variant's model can run.
+    """Run the bugs, in each layout that the variant's model can run.
 
     They share references and healthy runs.
     """
     say("importing Megatron")
-    suite = _Suite(variant, Runner(directory, flags=(*_FLAGS, *variant.flags)))
+    runner = Runner(directory, flags=(*_FLAGS, *variant.flags))
+    pairs = _pairs(bugs, variant, runner.directory)
+    cases = _in_order([*pairs.values()])
+    say(f"checking {len(cases)} jobs")
+    ended: dict[str, Ended] = {}
+    for end in runner.run_all(cases):
+        ended[end.case.name] = end
+        if pair := pairs.get(end.case.name):
+            row = _row(pair, ended[pair.healthy.name], end)
+            say(f"{row.bug.id} {row.bug.name}, {row.layout.short}: {row.problem or 'as expected'}")
+            yield row
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pair:
+    """A bug in a layout: the job without it, which pairs may share, and with it."""
+
+    bug: Bug
+    layout: BugLayout
+    healthy: Case
+    faulty: Case
+
+
+def _pairs(bugs: Sequence[Bug], variant: Variant, directory: Path) -> dict[str, _Pair]:
+    """By the names of the jobs with a bug."""
+    pairs: dict[str, _Pair] = {}
+    healthy: dict[object, Case] = {}
     for bug in bugs:
         for number, layout in enumerate(bug.layouts):
-            if variant.model in layout.models:
-                say(f"{bug.id} {bug.name}: {' '.join(layout.arguments)}")
-                yield suite.row(bug, layout, f"{bug.id}-{number}")
+            if variant.model not in layout.models:
+                continue
+            pair = _pair(bug, layout, f"{bug.id}-{number}", variant, directory)
+            job = (pair.healthy.nproc, pair.healthy.arguments, pair.healthy.flags)
+            shared = healthy.setdefault(job, pair.healthy)
+            pairs[pair.faulty.name] = dataclasses.replace(pair, healthy=shared)
+    return pairs
 
 
-class _Suite:
-    """Runs each job with and without a bug; bugs share the runs without."""
+def _pair(bug: Bug, layout: BugLayout, name: str, variant: Variant, directory: Path) -> _Pair:
+    data = suites.data_arguments(layout.data, directory, _WORDS)
+    faulty = Case(
+        name=f"{name}-faulty",
+        arguments=(*variant.arguments, *data, *layout.arguments),
+        nproc=layout.nproc,
+        flags=(*layout.flags, "--ttrace-bug", bug.id),
+    )
+    healthy = dataclasses.replace(
+        faulty,
+        name=f"{name}-healthy",
+        arguments=(*faulty.arguments, *layout.healthy),
+        flags=layout.flags,
+    )
+    return _Pair(bug, layout, healthy, faulty)
 
-    def __init__(self, variant: Variant, runner: Runner) -> None:
-        self._variant = variant
-        self._runner = runner
-        self._healthy: dict[object, tuple[Summary, float]] = {}
 
-    def row(self, bug: Bug, layout: BugLayout, name: str) -> BugRow:
-        began = time.monotonic()
-        row = BugRow(bug, layout, 0.0)
-        try:
-            healthy, margin = self._run_healthy(layout, name)
-            row = dataclasses.replace(row, healthy=healthy, healthy_margin=margin)
-            bugged = ("--ttrace-bug", bug.id)
-            faulty = self._run(layout, layout.arguments, f"{name}-faulty", bugged).summary
-            assessment = assess(faulty, bug.expected)
-            row = dataclasses.replace(row, faulty=faulty, assessment=assessment)
-        except TTraceError as reason:
-            row = dataclasses.replace(row, error=str(reason))
-        return dataclasses.replace(row, seconds=time.monotonic() - began)
+def _in_order(pairs: Sequence[_Pair]) -> list[Case]:
+    """All jobs, each without a bug some time before the one with it, which uses its reference."""
+    cases: dict[str, Case] = {}
+    for number, pair in enumerate(pairs):
+        for ahead in pairs[number : number + 2]:
+            cases.setdefault(ahead.healthy.name, ahead.healthy)
+        cases[pair.faulty.name] = pair.faulty
+    return [*cases.values()]
 
-    def _run_healthy(self, layout: BugLayout, name: str) -> tuple[Summary, float]:
-        arguments = (*layout.arguments, *layout.healthy)
-        job = (layout.nproc, arguments, layout.flags, layout.data)
-        if job not in self._healthy:
-            checked = self._run(layout, arguments, f"{name}-healthy")
-            margin = max(map(suites.margin_of, checked.verdicts()), default=0.0)
-            self._healthy[job] = checked.summary, margin
-        return self._healthy[job]
 
-    def _run(
-        self, layout: BugLayout, arguments: Sequence[str], name: str, flags: Sequence[str] = ()
-    ) -> Checked:
-        data = suites.data_arguments(layout.data, self._runner.directory, _WORDS)
-        return self._runner.run(
-            Case(
-                name=name,
-                arguments=(*self._variant.arguments, *data, *arguments),
-                nproc=layout.nproc,
-                flags=(*layout.flags, *flags),
-            )
-        )
+def _row(pair: _Pair, healthy: Ended, faulty: Ended) -> BugRow:
+    row = BugRow(
+        bug=pair.bug,
+        layout=pair.layout,
+        seconds=healthy.seconds + faulty.seconds,
+        error=healthy.reason or faulty.reason,
+    )
+    if checked := healthy.checked:
+        margin = max(map(suites.margin_of, checked.verdicts()), default=0.0)
+        row = dataclasses.replace(row, healthy=checked.summary, healthy_margin=margin)
+    if checked := faulty.checked:
+        assessment = assess(checked.summary, pair.bug.expected)
+        row = dataclasses.replace(row, faulty=checked.summary, assessment=assessment)
+    return row

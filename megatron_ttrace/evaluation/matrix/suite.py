@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megatron_ttrace.evaluation import suites
 from megatron_ttrace.evaluation.matrix.configurations import Configuration
-from megatron_ttrace.saved.runner import Runner
-from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.saved.runner import Ended, Runner
+from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.records import Outcome, Result
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
@@ -35,20 +34,30 @@ class MatrixRow:
     finding: str = ""
 
 
-def check(configuration: Configuration, name: str, seed: int, runner: Runner) -> MatrixRow:
-    """Check a configuration with a seed, under a name."""
-    began = time.monotonic()
-    try:
-        checked = runner.run(configuration.case(runner.directory, name, ("--seed", str(seed))))
-        summary, verdicts = checked.summary, checked.verdicts()
-    except TTraceError as error:
+def check(
+    chosen: Sequence[Configuration], seeds: Sequence[int], runner: Runner
+) -> Iterator[MatrixRow]:
+    """Check configurations with each seed, which is part of their name if there are several."""
+    runs = [(configuration, seed) for seed in seeds for configuration in chosen]
+    names = [f"{run.name}/seed{seed}" if len(seeds) > 1 else run.name for run, seed in runs]
+    cases = [
+        configuration.case(runner.directory, name, ("--seed", str(seed)))
+        for name, (configuration, seed) in zip(names, runs, strict=True)
+    ]
+    for name, (configuration, _), ended in zip(names, runs, runner.run_all(cases), strict=True):
+        yield _row(name, configuration.finding, ended)
+
+
+def _row(name: str, finding: str, ended: Ended) -> MatrixRow:
+    if ended.checked is None:
         # Log lines belong to some errors, and their text is foreign.
         return MatrixRow(
             name=name,
             verdict=Result.COULD_NOT_CHECK,
-            seconds=time.monotonic() - began,
-            why=clean(" / ".join(str(error).splitlines()), NOTE_LIMIT),
+            seconds=ended.seconds,
+            why=clean(" / ".join(ended.reason.splitlines()), NOTE_LIMIT),
         )
+    summary, verdicts = ended.checked.summary, ended.checked.verdicts()
     worst = max(verdicts, key=suites.margin_of)
     return MatrixRow(
         name=name,
@@ -57,9 +66,9 @@ def check(configuration: Configuration, name: str, seed: int, runner: Runner) ->
         unchecked=sum(verdict.verdict is Outcome.UNCHECKED for verdict in verdicts),
         worst_margin=suites.margin_of(worst),
         worst=f"{worst.name} {worst.kind}.{worst.index}",
-        seconds=time.monotonic() - began,
+        seconds=ended.seconds,
         why=suites.culprits_of(summary),
-        finding=configuration.finding,
+        finding=finding,
         exact=summary.exactness.expected if summary.exactness else 0,
         inexact=summary.exactness.lost if summary.exactness else 0,
     )

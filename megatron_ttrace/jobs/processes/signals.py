@@ -61,6 +61,12 @@ def reset() -> None:
         signal.signal(number, fresh)
 
 
+def ignore() -> None:
+    """In a forked child that ends with its parent."""
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def orderly() -> Iterator[None]:
     """In here a signal raises :class:`Stopped`; if that has no effect, the process ends soon."""
