@@ -107,8 +107,9 @@ def run(args: argparse.Namespace) -> int:
             rows_of = {key: results.of(job) for key, job in jobs.items()}
             finished = {key: row for key, row in rows_of.items() if row}
             remaining = [job for key, job in jobs.items() if key not in finished][: args.limit]
-            for number, job in enumerate(remaining, 1):
-                row = finished[job.key] = results.keep(job, checker(job))
+            rows_now = checker.runner.each(lambda job: results.keep(job, checker(job)), remaining)
+            for number, row in enumerate(rows_now, 1):
+                finished[row.key] = row
                 place = f"[{number}/{len(remaining)}] {row.key}"
                 say(f"{place} {row.answer} {row.seconds:.0f} s {row.why[:120]}")
     rows = coverage(recipes, finished)

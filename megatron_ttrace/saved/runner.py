@@ -8,10 +8,12 @@ run at a time, of its forks. Cases in one directory share references.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs import provenance
@@ -126,17 +128,24 @@ class Runner:
         return Checked(job, summary)
 
     def run_all(self, cases: Sequence[Case]) -> Iterator[Ended]:
-        """Run cases to their ends, and say how each ended, in their order.
+        """Run cases to their ends, several at a time, and say how each ended, in their order."""
+        return self.each(self._end_of, cases)
 
-        On a CPU as many run at a time as there are cores: ranks mostly wait for the reference, or
-        for each other. Raises ``TTraceError`` when a process that runs them was killed.
+    def each[Item, Result](
+        self, work: Callable[[Item], Result], items: Sequence[Item]
+    ) -> Iterator[Result]:
+        """``map(work, items)`` for work that runs jobs.
+
+        On a CPU as much is done at a time as there are cores, in forks of this process: ranks
+        mostly wait for the reference, or for each other. Raises ``TTraceError`` when a fork was
+        killed.
         """
         workers = 1
         if self.forks and forkserver.needs_cpu(self._device):
             room = host_room(1) // _JOB_BYTES
-            workers = min(len(os.sched_getaffinity(0)), room, len(cases), _MOST_AT_A_TIME)
+            workers = min(len(os.sched_getaffinity(0)), room, len(items), _MOST_AT_A_TIME)
         if workers <= 1:
-            yield from map(self._end_of, cases)
+            yield from map(work, items)
             return
         import multiprocessing
         from concurrent.futures import ProcessPoolExecutor
@@ -145,10 +154,10 @@ class Runner:
         context = multiprocessing.get_context("fork")
         # All workers are forks of this thread, before the pool starts threads of its own. A signal
         # must not wait for them: the kernel ends them with this process.
-        pool = ProcessPoolExecutor(workers, context, _begin_worker, (os.getpid(),))
-        with signals.abrupt(), pool:
+        begin = functools.partial(_begin_worker, os.getpid(), lambda number: work(items[number]))
+        with signals.abrupt(), ProcessPoolExecutor(workers, context, begin) as pool:
             try:
-                yield from pool.map(self._end_of, cases)
+                yield from pool.map(_worker_of, range(len(items)))
             except BrokenProcessPool as error:
                 raise TTraceError("a process that runs the jobs was killed: run again") from error
 
@@ -161,7 +170,17 @@ class Runner:
         return Ended(case, time.monotonic() - began, checked)
 
 
-def _begin_worker(parent: int) -> None:
+_work: Callable[[int], Any]
+"""In a worker: what it does with the item of a number."""
+
+
+def _begin_worker(parent: int, work: Callable[[int], Any]) -> None:
     """The kernel ends this worker, and its ranks, with ``parent``."""
+    global _work
+    _work = work
     tether.die_with(parent)
     signals.ignore()
+
+
+def _worker_of(number: int) -> Any:
+    return _work(number)

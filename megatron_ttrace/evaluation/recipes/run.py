@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check the small jobs one after the other; what is finished stays finished."""
+"""Check the small jobs; what is finished stays finished."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Checker:
         A job is ended after so many ``seconds``.
         """
         self._seconds = seconds
-        self._runner = Runner(directory / "jobs", flags=(NO_WANDB, *flags), script=script)
+        self.runner = Runner(directory / "jobs", flags=(NO_WANDB, *flags), script=script)
         # Not before: this imports Megatron.
         self._data = data(directory / "data")
 
@@ -165,7 +165,7 @@ class Checker:
             limit=self._seconds,
         )
         began = time.monotonic()
-        started = self._runner.job(case)
+        started = self.runner.job(case)
         variables = [f"{name}={value}" for name, value in job.environment]
         assigned = disclosure.command(["env", *variables]) if variables else []
         row = JobRow(
@@ -179,7 +179,7 @@ class Checker:
             seconds = time.monotonic() - began
             return dataclasses.replace(row, answer=Answer.FAILS, seconds=seconds, why=why)
         try:
-            checked = self._runner.run(case)
+            checked = self.runner.run(case)
             verdicts = checked.verdicts()
         except TTraceError as error:
             # Without the log's place, which is another one for every job.
@@ -212,7 +212,7 @@ class Checker:
         """
         if Path(job.script).parent != launch_dir():
             return False
-        if early and not (self._runner.forks and self._ends_badly(job, 1, _BUILDING)):
+        if early and not (self.runner.forks and self._ends_badly(job, 1, _BUILDING)):
             return False
         return self._ends_badly(job, job.ranks)
 
@@ -221,8 +221,8 @@ class Checker:
             observed = ranks.run_ranks(
                 started,
                 (sys.executable, job.script, *self.arguments(job), *more),
-                self._runner.directory / job.key / _ALONE,
-                fork=self._runner.forks,
+                self.runner.directory / job.key / _ALONE,
+                fork=self.runner.forks,
                 environment=dict(job.environment),
                 patience=Patience(self._seconds),
                 world=job.ranks,

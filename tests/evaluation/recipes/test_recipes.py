@@ -283,7 +283,7 @@ def test_a_model_that_cannot_be_built(tmp_path, monkeypatch):
     monkeypatch.setattr(running.ranks, "run_ranks", alone)
     monkeypatch.setattr(running, "launch_dir", lambda: tmp_path)
     checker = running.Checker(tmp_path, tmp_path / "x.py", 60.0, lambda place: lambda job: ())
-    checker._runner.forks = True
+    checker.runner.forks = True
     row = checker(SmallJob(str(tmp_path / "x.py"), ("--bf16",), 4, ()))
     assert row.answer is Answer.FAILS
     building = ("--bf16", "--fake-process-group", "--split", "0,1,0")
