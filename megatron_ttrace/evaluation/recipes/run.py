@@ -72,14 +72,16 @@ class Results:
     """The finished jobs below a directory. Of other code, or a repaired one, nothing is known."""
 
     def __init__(self, directory: Path, flags: Sequence[str] = ()) -> None:
-        """Read what an earlier run left; a line that was cut off is ignored."""
+        """Read what an earlier run left; a line that was cut off is ignored, and ended."""
         owned.make(directory, ignored=True)
         self._file, self._flags = directory / RESULTS, list(flags)
         self._codes: dict[str, str] = {}
         self._rows: dict[str, JobRow] = {}
         file = self._file
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        for line in lines:
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+        if text and not text.endswith("\n"):
+            self._write("")
+        for line in text.splitlines():
             with contextlib.suppress(codec.CodecError):
                 row = codec.decode(JobRow, codec.parse(line))
                 self._rows[row.key] = row
@@ -92,16 +94,21 @@ class Results:
         return self._codes[script]
 
     def of(self, job: SmallJob) -> JobRow | None:
-        """A job's, if it has run with this code."""
+        """A job's, if it has run with this code and there was an answer."""
         row = self._rows.get(job.key)
-        return row if row and row.code == self.code(job.script) else None
+        if row is None or row.answer is Answer.COULD_NOT_CHECK:
+            return None
+        return row if row.code == self.code(job.script) else None
 
     def keep(self, job: SmallJob, row: JobRow) -> JobRow:
         """Write a job's result."""
         row = self._rows[job.key] = dataclasses.replace(row, code=self.code(job.script))
-        with open(owned.append(self._file), "a", encoding="utf-8") as out:
-            print(json.dumps(dataclasses.asdict(row)), file=out, flush=True)
+        self._write(json.dumps(dataclasses.asdict(row)))
         return row
+
+    def _write(self, line: str) -> None:
+        with open(owned.append(self._file), "a", encoding="utf-8") as out:
+            out.write(f"{line}\n")
 
 
 def jobs_of(recipes: Iterable[Recipe]) -> dict[str, SmallJob]:

@@ -124,7 +124,7 @@ def test_scripts_of_the_same_name(checkout, tmp_path):
 
 
 def test_results_are_those_of_their_code(checkout, tmp_path, monkeypatch):
-    """Half a line is none; of other code, or with other flags, nothing is known."""
+    """Half a line is none; of other code, or with other flags, or unanswered, nothing is known."""
     digests = {"code": "a"}
     monkeypatch.setattr(running.fingerprint, "code", lambda script: digests.copy())
     recipes = collect.collect(checkout)
@@ -146,6 +146,11 @@ def test_results_are_those_of_their_code(checkout, tmp_path, monkeypatch):
     assert answers["gpt/inference"] is None
     assert answers["t5/tp1"] is Answer.COULD_NOT_CHECK
     assert finished("--ttrace-isolate") == {}
+    *others, last = jobs.values()
+    running.Results(tmp_path).keep(
+        last, JobRow(key=last.key, answer=Answer.COULD_NOT_CHECK, ranks=1, why="took too long")
+    )
+    assert list(finished()) == [job.key for job in others]
     digests["code"] = "b"
     assert finished() == {}
 
