@@ -40,9 +40,10 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     )
     parts = parser.add_argument_group("what to run")
     parts.add_argument("--quick", action="store_true", help="run two bugs and one healthy job only")
-    parts.add_argument("--no-bugs", action="store_true", help="omit the known bugs")
-    parts.add_argument("--no-matrix", action="store_true", help="omit the healthy configurations")
-    parts.add_argument(
+    bugs, matrix = (parts.add_mutually_exclusive_group() for _ in range(2))
+    bugs.add_argument("--no-bugs", action="store_true", help="omit the known bugs")
+    matrix.add_argument("--no-matrix", action="store_true", help="omit the healthy configurations")
+    bugs.add_argument(
         "--bug",
         action="append",
         default=[],
@@ -57,7 +58,7 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         metavar='"FLAGS"',
         help="flags for ttrace eval bugs run, e.g. --bugs-flags='--bf16'",
     )
-    parts.add_argument(
+    matrix.add_argument(
         "--matrix",
         action="append",
         default=[],
@@ -117,7 +118,7 @@ def _options(args: argparse.Namespace) -> Options:
     chosen = {
         NightPart.BUGS: not args.no_bugs,
         NightPart.MATRIX: not args.no_matrix,
-        NightPart.RECIPES: args.recipes is not None and not args.quick,
+        NightPart.RECIPES: args.recipes is not None,
         NightPart.HUNT: args.hunt > 0 and not args.quick,
     }
     parts = tuple(part for part, is_chosen in chosen.items() if is_chosen)

@@ -133,6 +133,7 @@ def ttrace(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     ("words", "message"),
     [
         (["--quick", "--no-bugs", "--no-matrix"], "nothing is left to run"),
+        (["--no-bugs", "--bug", "11"], "--bug: not allowed with argument --no-bugs"),
         (["--recipes", "no/such"], "--recipes no/such: no such directory"),
         (["--minutes", "0"], "--minutes 0"),
         (["--bugs-flags", "'--bf16"], "--bugs-flags: "),
@@ -154,8 +155,8 @@ def test_wrong_use(tmp_path: Path, words: list[str], message: str) -> None:
 def test_the_command(tmp_path: Path, parts: list[str]) -> None:
     """Parts for real: kept, and logged offline."""
     out = tmp_path / "out"
-    words = ["--quick", "--bug", "11", "--directory", str(out)]
-    words += [] if "bugs" in parts else ["--no-bugs"]
+    words = ["--quick", "--directory", str(out)]
+    words += ["--bug", "11"] if "bugs" in parts else ["--no-bugs"]
     done = ttrace(*words, WANDB_MODE="offline", HOME=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"all good: {len(parts)} case" in done.stdout
