@@ -147,13 +147,13 @@ def circles(known: Modules) -> list[str]:
 
 
 def commands_in_one_room(known: Modules) -> list[str]:
-    """Modules with ``add_parser`` are in ``cli/``."""
+    """Modules of commands, with ``configure``, are in ``cli/``."""
     return [
         name
         for name, text in known.items()
         if room_of(name) != "cli"
         and any(
-            isinstance(node, ast.FunctionDef) and node.name == "add_parser"
+            isinstance(node, ast.FunctionDef) and node.name == "configure"
             for node in parse(text).body
         )
     ]
@@ -383,7 +383,7 @@ BROKEN = [
             "trace.c": "def f():\n    from megatron_ttrace.trace.a import y\n",
         },
     ),
-    (commands_in_one_room, {"report.a": "def add_parser(subparsers):\n    pass\n"}),
+    (commands_in_one_room, {"report.a": "def configure(parser):\n    pass\n"}),
     (neutral_imports, {"diagnose.a": "def f():\n    from megatron.core import b\n"}),
     (neutral_imports, {"compare.a": "import transformer_engine.pytorch as te\n"}),
 ]

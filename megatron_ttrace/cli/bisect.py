@@ -29,7 +29,9 @@ from megatron_ttrace.trace.sanitise import clean, in_one_line
 if TYPE_CHECKING:
     from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
 
-_EPILOG = """\
+SUMMARY = "find the commit of Megatron that makes a job diverge"
+DESCRIPTION = "Find the first commit of a Megatron checkout with which a job diverges."
+EPILOG = """\
 examples:
   ttrace bisect core_v0.18.0 main -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
   ttrace bisect --checkout Megatron-LM v1 v2 -- python my_pretrain.py ...
@@ -46,16 +48,8 @@ _SHOWN = 3
 """Hunks of the commit that are printed."""
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``bisect`` command."""
-    parser = command.add(
-        subparsers,
-        "bisect",
-        run,
-        summary="find the commit of Megatron that makes a job diverge",
-        description="Find the first commit of a Megatron checkout with which a job diverges.",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "--checkout",
         type=flags.path,
@@ -71,7 +65,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     training.add_arguments(parser, "GOOD BAD -- COMMAND")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

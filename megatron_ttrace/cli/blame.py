@@ -8,7 +8,12 @@ from megatron_ttrace.cli import command, training
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import settings_of, split
 
-_EPILOG = """\
+SUMMARY = "find which of your changes to Megatron make a job diverge"
+DESCRIPTION = (
+    "Find the smallest set of your changes to Megatron with which a job diverges, "
+    "and without which it does not."
+)
+EPILOG = """\
 examples:
   ttrace blame -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
   ttrace blame --good origin/main -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
@@ -23,21 +28,11 @@ exit code: 0 equivalent, so nothing is to blame; 1 diverged; 2 could not check
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``blame`` command."""
-    parser = command.add(
-        subparsers,
-        "blame",
-        run,
-        summary="find which of your changes to Megatron make a job diverge",
-        description="Find the smallest set of your changes to Megatron with which a job diverges, "
-        "and without which it does not.",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     add_good(parser)
     training.add_options(parser)
     training.add_arguments(parser)
-    return parser
 
 
 def add_good(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
     from megatron_ttrace.evaluation.bugs.suite import BugRow
 
-_EPILOG = """\
+SUMMARY = "list known bugs, or test that the checker finds them"
+DESCRIPTION = "Known silent bugs of distributed training, re-created as test cases."
+EPILOG = """\
 examples:
   ttrace eval bugs list
   ttrace eval bugs run 01 11
@@ -40,16 +42,8 @@ _MODELS = ("gpt", "llama")
 _SIZES = ("small", "medium")
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``bugs`` command."""
-    parser = command.add(
-        subparsers,
-        "bugs",
-        _run,
-        summary="list known bugs, or test that the checker finds them",
-        description="Known silent bugs of distributed training, re-created as test cases.",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     actions = parser.add_subparsers(required=True, metavar="list|run")
     listing = command.add(
         actions,
@@ -61,9 +55,9 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     running = command.add(
         actions,
         "run",
-        _run,
+        run,
         summary="run known bugs and report which are found",
-        epilog=_EPILOG,
+        epilog=EPILOG,
     )
     for action in (listing, running):
         action.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -85,7 +79,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         help="also write each finished case to FILE, one JSON object per line",
     )
     command.add_directory(running, "ttrace-out/bugs")
-    return parser
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -124,7 +117,8 @@ def _described(bug: Bug) -> dict[str, Any]:
     }
 
 
-def _run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen bugs, and show which are found."""
     from megatron_ttrace.evaluation.bugs import suite
 
     bugs = catalogue.load_catalogue()

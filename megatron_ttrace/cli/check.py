@@ -20,7 +20,12 @@ from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.records import Result
 from megatron_ttrace.trace.sanitise import in_one_line
 
-_EPILOG = """\
+SUMMARY = "check a training job against its single-device reference"
+DESCRIPTION = (
+    "Run a Megatron training script on this machine and check it. "
+    "--ttrace and --ttrace-exit are implied; the script needs no changes."
+)
+EPILOG = """\
 examples:
   ttrace check --nproc-per-node 2 -- launch/pretrain_gpt.py --tensor-model-parallel-size 2 \\
       --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 \\
@@ -34,17 +39,8 @@ exit code: 0 equivalent, 1 diverged, 2 could not check, 130 interrupted by Ctrl-
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``check`` command."""
-    parser = command.add(
-        subparsers,
-        "check",
-        run,
-        summary="check a training job against its single-device reference",
-        description="Run a Megatron training script on this machine and check it. "
-        "--ttrace and --ttrace-exit are implied; the script needs no changes.",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     training.add_options(parser)
     parser.add_argument(
         "--shrink",
@@ -77,7 +73,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     )
     command.add_max_ranks(parser)
     training.add_arguments(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,11 +5,11 @@ import argparse
 import json
 from collections import Counter, defaultdict
 
-from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
-_EPILOG = """\
+SUMMARY = "compare the state of two checkpoints, in any layouts"
+EPILOG = """\
 examples:
   ttrace checkpoint checkpoints/tp8 checkpoints/pp4
   ttrace checkpoint --weights-only before/iter_0001000 converted/iter_0001000
@@ -33,22 +33,14 @@ _TITLES = ("the {} are the same", "the {} differ", "could not compare everything
 """By exit code."""
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``checkpoint`` command."""
-    parser = command.add(
-        subparsers,
-        "checkpoint",
-        run,
-        summary="compare the state of two checkpoints, in any layouts",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     for name in ("A", "B"):
         help = "directory of a checkpoint, or of one iteration of it"
         parser.add_argument(name.lower(), type=flags.path, metavar=name, help=help)
     help = "compare weights and buffers, not optimizer state and numbers"
     parser.add_argument("--weights-only", action="store_true", help=help)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

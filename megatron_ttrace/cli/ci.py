@@ -9,7 +9,12 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.trace.errors import TTraceError
 
-_EPILOG = """\
+SUMMARY = "check a pull request: the recipes that its changes can reach"
+DESCRIPTION = (
+    "Check the recipes of a Megatron checkout that the changes of a pull request "
+    "can reach, and annotate its lines with the culprit."
+)
+EPILOG = """\
 examples:
   ttrace ci . --base origin/main --recipes ci/recipes
   ttrace ci . --base origin/main --recipe examples/gpt3/train.sh --format github
@@ -26,17 +31,8 @@ keeps one from being checked, or no recipe that runs changed code can be
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``ci`` command."""
-    parser = command.add(
-        subparsers,
-        "ci",
-        run,
-        summary="check a pull request: the recipes that its changes can reach",
-        description="Check the recipes of a Megatron checkout that the changes of a pull request "
-        "can reach, and annotate its lines with the culprit.",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("checkout", type=flags.path, metavar="CHECKOUT")
     parser.add_argument(
         "--base", required=True, metavar="REF", help="branch that the pull request is merged into"
@@ -64,7 +60,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     command.add_max_ranks(parser)
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
     command.add_directory(parser, "ttrace-ci")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,12 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
 _DAY = 86400.0
-_EPILOG = """\
+SUMMARY = "list and remove what checks have left: reports, traces, references"
+EPILOG = """\
 example:
   ttrace clean                           list what is in ttrace-out, with sizes
   ttrace clean ttrace-out --yes          remove it
@@ -26,15 +26,8 @@ exit code: 0, or 2 if something could not be removed
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``clean`` command."""
-    parser = command.add(
-        subparsers,
-        "clean",
-        run,
-        summary="list and remove what checks have left: reports, traces, references",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "directories",
         nargs="*",
@@ -52,7 +45,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("--yes", action="store_true", help="remove what is listed")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

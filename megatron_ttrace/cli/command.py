@@ -10,6 +10,7 @@ import sysconfig
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from megatron_ttrace.jobs import flags
@@ -98,7 +99,7 @@ def add(
     description: str = "",
     epilog: str,
 ) -> argparse.ArgumentParser:
-    """Add a command to ``ttrace``, or an action to a command.
+    """Add a command, or an action of one.
 
     ``run`` returns the exit code. ``summary`` is its line in the list of commands, and by default
     the description, which begins its ``--help``. ``epilog`` ends that: an example, and the exit
@@ -114,6 +115,17 @@ def add(
     )
     parser.set_defaults(run=run)
     return parser
+
+
+def add_module(subparsers: Subparsers, name: str) -> None:
+    """Add the command that a module of this package has: ``run``, and what its parser needs.
+
+    That is ``SUMMARY``, ``EPILOG``, perhaps ``DESCRIPTION``, and ``configure`` for its arguments.
+    """
+    module = import_module(f"megatron_ttrace.cli.{name}")
+    description = getattr(module, "DESCRIPTION", "")
+    texts = {"summary": module.SUMMARY, "description": description, "epilog": module.EPILOG}
+    module.configure(add(subparsers, name, module.run, **texts))
 
 
 def add_directory(parser: argparse._ActionsContainer, default: str) -> None:

@@ -7,7 +7,8 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.saved import api
 
-_EPILOG = """\
+SUMMARY = "compare two saved traces"
+EPILOG = """\
 example:
   ttrace check --nproc-per-node 2 --ttrace-save-candidate -- launch/pretrain_gpt.py ...
   ttrace compare ttrace-out/reference ttrace-out/candidate
@@ -19,15 +20,8 @@ exit code: 0 equivalent, 1 diverged, 2 could not check
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``compare`` command."""
-    parser = command.add(
-        subparsers,
-        "compare",
-        run,
-        summary="compare two saved traces",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("reference", type=flags.path, metavar="REFERENCE_DIR")
     parser.add_argument("candidate", type=flags.path, metavar="CANDIDATE_DIR")
     parser.add_argument(
@@ -37,7 +31,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         help="directory for the report (default: the parent of CANDIDATE_DIR)",
     )
     command.add_report(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

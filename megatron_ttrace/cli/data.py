@@ -5,11 +5,11 @@ import argparse
 import json
 import shlex
 
-from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags, inputs
 from megatron_ttrace.trace.errors import ExitCode
 
-_EPILOG = """\
+SUMMARY = "convert text files into Megatron's .bin and .idx"
+EPILOG = """\
 example:
   ttrace data --output data/library --glob '*.py' --append-eod --max-bytes 2000000 src/ README.md
 
@@ -18,15 +18,8 @@ the end-of-document token. Nothing is downloaded. The flags to train with are pr
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``data`` command."""
-    parser = command.add(
-        subparsers,
-        "data",
-        run,
-        summary="convert text files into Megatron's .bin and .idx",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "sources",
         metavar="FILE_OR_DIR",
@@ -57,7 +50,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         "--append-eod", action="store_true", help="end each document with the token 256"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ from megatron_ttrace.cli import command
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.records import Kind, Result, Summary
 
-_EPILOG = """\
+SUMMARY = "check a healthy run and a run with a known bug"
+EPILOG = """\
 example:
   ttrace demo
 
@@ -36,17 +37,9 @@ _OWN = """
 """A job that needs no data."""
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``demo`` command."""
-    parser = command.add(
-        subparsers,
-        "demo",
-        run,
-        summary="check a healthy run and a run with a known bug",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     command.add_directory(parser, "demo-out")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

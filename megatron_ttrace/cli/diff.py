@@ -18,7 +18,9 @@ from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
 
-_EPILOG = """\
+SUMMARY = "compare two runs: layouts, Megatron versions, implementations, precisions"
+DESCRIPTION = "Compare two runs tensor by tensor, with tolerances from their references' replays."
+EPILOG = """\
 examples:
   ttrace diff "torchrun --nproc-per-node 2 pretrain_gpt.py --tensor-model-parallel-size 2 ..." \\
               "torchrun --nproc-per-node 2 pretrain_gpt.py --pipeline-model-parallel-size 2 ..."
@@ -39,17 +41,8 @@ _CACHE = "TTRACE_CACHE"
 _TRACES = ("candidate", "reference")
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``diff`` command."""
-    parser = command.add(
-        subparsers,
-        "diff",
-        run,
-        summary="compare two runs: layouts, Megatron versions, implementations, precisions",
-        description="Compare two runs tensor by tensor, with tolerances from their references' "
-        "replays.",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     for name in ("A", "B"):
         help = "a command in quotes, the directory of a trace that was kept, or hf:config.json"
         parser.add_argument(name.lower(), metavar=name, help=help)
@@ -62,7 +55,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     )
     command.add_report(parser)
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

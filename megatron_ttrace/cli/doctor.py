@@ -18,14 +18,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_ttrace.cli import command
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.fronts import bridge_release
 from megatron_ttrace.trace import compiled
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import log_line
 
-_EPILOG = """\
+SUMMARY = "show what is installed and where checks will run"
+EPILOG = """\
 example:
   ttrace doctor
   ttrace doctor --json
@@ -51,22 +51,14 @@ class Finding:
     advice: str = ""
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``doctor`` command."""
-    parser = command.add(
-        subparsers,
-        "doctor",
-        run,
-        summary="show what is installed and where checks will run",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument(
         "--online",
         action="store_true",
         help="ask the package index, through pip, for newer patch releases of megatron-core",
     )
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from megatron_ttrace.evaluation.hunt.hunting import Hunt, Tried
     from megatron_ttrace.evaluation.hunt.reduction import Reduced
 
-_EPILOG = """\
+SUMMARY = "check combinations of options, or find those that a diverging job needs"
+EPILOG = """\
 examples:
   ttrace hunt --minutes 30
   ttrace hunt -- torchrun --nproc-per-node 8 pretrain_gpt.py ...
@@ -39,15 +40,8 @@ exit code: 0 all are equivalent, refused by Megatron, or fail without ttrace too
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``hunt`` command."""
-    parser = command.add(
-        subparsers,
-        "hunt",
-        run,
-        summary="check combinations of options, or find those that a diverging job needs",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "--minutes",
         type=flags.number,
@@ -74,7 +68,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--quiet", action="store_true", help="do not print progress")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     training.add_arguments(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ COMMANDS = (
     "check shrink recipes compare record diff blame bisect hunt ci resume checkpoint report clean "
     "doctor patch data demo"
 ).split()
-"""Modules beside this one with ``add_parser``; parsing imports neither torch nor Megatron."""
+"""Modules beside this one (``command.add_module``); parsing imports neither torch nor Megatron."""
 EVALUATION = "bugs matrix nightly".split()
 """The same, of ``ttrace eval``; without ``eval`` they are found too, but not listed."""
 OVERVIEW = """\
@@ -43,8 +43,6 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     Other commands need not be imported then.
     """
-    from importlib import import_module
-
     from megatron_ttrace.cli import command
     from megatron_ttrace.trace.version import __version__
 
@@ -60,11 +58,11 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     named = _named(words)
     for name in COMMANDS:
         if named in ("", name):
-            import_module(f"megatron_ttrace.cli.{name}").add_parser(subparsers)
+            command.add_module(subparsers, name)
     actions = command.add_evaluation(subparsers)
     for name in EVALUATION:
         if named in ("", name):
-            import_module(f"megatron_ttrace.cli.{name}").add_parser(actions)
+            command.add_module(actions, name)
     subparsers._name_parser_map.update(actions._name_parser_map)
     return parser
 

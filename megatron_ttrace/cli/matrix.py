@@ -19,7 +19,8 @@ from megatron_ttrace.trace.records import Result
 if TYPE_CHECKING:
     from megatron_ttrace.evaluation.matrix.suite import MatrixRow
 
-_EPILOG = """\
+SUMMARY = "check healthy configurations, which must all pass"
+EPILOG = """\
 example:
   ttrace eval matrix --list
   ttrace eval matrix 'tp2*' '*/llama/bf16'
@@ -32,15 +33,8 @@ be checked or a listed fault was not found
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``matrix`` command."""
-    parser = command.add(
-        subparsers,
-        "matrix",
-        run,
-        summary="check healthy configurations, which must all pass",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("patterns", nargs="*", metavar="PATTERN", help="names to run, e.g. 'tp2*'")
     parser.add_argument("--all", action="store_true", help="run all configurations")
     parser.add_argument("--list", action="store_true", help="list the names and exit")
@@ -61,7 +55,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
         help="additional --ttrace-* flags for every check, e.g. --ttrace-flags='--ttrace-isolate'",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per row")
-    return parser
 
 
 def _seeds(text: str) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from megatron_ttrace.trace.errors import TTraceError
 if TYPE_CHECKING:
     from megatron_ttrace.evaluation.nightly.run import Options
 
-_EPILOG = """\
+SUMMARY = "run all suites; report what changed since the last good night"
+EPILOG = """\
 examples:
   ttrace eval nightly --recipes Megatron-LM    known bugs, healthy matrix, recipes, combinations
   ttrace eval nightly --quick                  about a minute, to see that it works
@@ -29,15 +30,8 @@ something could not be run
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``nightly`` command."""
-    parser = command.add(
-        subparsers,
-        "nightly",
-        run,
-        summary="run all suites; report what changed since the last good night",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parts = parser.add_argument_group("what to run")
     parts.add_argument("--quick", action="store_true", help="run two bugs and one healthy job only")
     bugs, matrix = (parts.add_mutually_exclusive_group() for _ in range(2))
@@ -87,7 +81,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     command.add_directory(output, "ttrace-out/nightly")
     output.add_argument("--wandb", action="store_true", help="log the night to a new W&B run")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,11 +4,16 @@
 import argparse
 import json
 
-from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags, inputs, script_patch
 from megatron_ttrace.trace.errors import ExitCode
 
-_EPILOG = """\
+SUMMARY = "add the --ttrace flag to a Megatron-LM checkout's pretrain_gpt.py"
+DESCRIPTION = (
+    "Add --ttrace to pretrain_gpt.py of a Megatron-LM checkout. "
+    "Nothing below megatron/ is changed, and --reverse restores every byte."
+    " 'ttrace check' does not need the patch."
+)
+EPILOG = """\
 example:
   ttrace patch ~/Megatron-LM
   torchrun --nproc-per-node 4 ~/Megatron-LM/pretrain_gpt.py <Megatron arguments> --ttrace
@@ -16,18 +21,8 @@ example:
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``patch`` command."""
-    parser = command.add(
-        subparsers,
-        "patch",
-        run,
-        summary="add the --ttrace flag to a Megatron-LM checkout's pretrain_gpt.py",
-        description="Add --ttrace to pretrain_gpt.py of a Megatron-LM checkout. "
-        "Nothing below megatron/ is changed, and --reverse restores every byte."
-        " 'ttrace check' does not need the patch.",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "checkout", metavar="CHECKOUT", type=flags.path, help="a clone of Megatron-LM"
     )
@@ -35,7 +30,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     action.add_argument("--check", action="store_true", help="only show whether the patch applies")
     action.add_argument("--reverse", action="store_true", help="remove the flag again")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

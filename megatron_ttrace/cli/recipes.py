@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from megatron_ttrace.evaluation.recipes.collect import Recipe
     from megatron_ttrace.evaluation.recipes.run import JobRow, RecipeRow
 
-_EPILOG = """\
+SUMMARY = "check all training configurations of a Megatron-LM checkout or folder, shrunk"
+EPILOG = """\
 examples:
   ttrace recipes Megatron-LM --dry-run
   ttrace recipes Megatron-LM --only 'moe/*' --limit 20
@@ -45,15 +46,8 @@ without ttrace too, or there is none
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``recipes`` command."""
-    parser = command.add(
-        subparsers,
-        "recipes",
-        run,
-        summary="check all training configurations of a Megatron-LM checkout or folder, shrunk",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("checkout", type=flags.path, metavar="CHECKOUT", nargs="?")
     parser.add_argument(
         "--bridge", action="store_true", help="the recipes of the installed megatron-bridge"
@@ -79,7 +73,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="shrink only, run nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_directory(parser, "ttrace-out-recipes")
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

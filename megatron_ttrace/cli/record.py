@@ -17,7 +17,12 @@ from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
 
-_EPILOG = """\
+SUMMARY = "run a job once and keep its trace, to compare other runs with it"
+DESCRIPTION = (
+    "Run the traced steps of a training job as ttrace check does, and keep all of "
+    "its tensors for ttrace check --against and ttrace diff."
+)
+EPILOG = """\
 examples:
   ttrace record --ttrace-dir before -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
   ttrace check --against before -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
@@ -30,20 +35,10 @@ exit code: 0 the trace was kept, 2 it was not
 _DEFAULTS = Settings(directory=Path("ttrace-record"))
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``record`` command."""
-    parser = command.add(
-        subparsers,
-        "record",
-        run,
-        summary="run a job once and keep its trace, to compare other runs with it",
-        description="Run the traced steps of a training job as ttrace check does, and keep all of "
-        "its tensors for ttrace check --against and ttrace diff.",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     training.add_options(parser)
     training.add_arguments(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_ttrace.cli import command
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace.records import Summary, Verdict
 
-_EPILOG = """\
+SUMMARY = "show the report of a finished check again"
+EPILOG = """\
 example:
   ttrace report ttrace-out
   ttrace report ttrace-out --html /tmp/report.html --junit /tmp/junit.xml
@@ -22,15 +22,8 @@ exit code: 0 equivalent, 1 diverged, 2 could not check (or the files cannot be r
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``report`` command."""
-    parser = command.add(
-        subparsers,
-        "report",
-        run,
-        summary="show the report of a finished check again",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "directory", type=flags.path, metavar="DIR", help="the --ttrace-dir of the check"
     )
@@ -42,7 +35,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--json", action="store_true", help="print the summary and the failing rows as JSON"
     )
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

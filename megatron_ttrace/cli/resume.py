@@ -11,7 +11,12 @@ from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.settings import FLAGS, Settings, split
 from megatron_ttrace.trace import ends
 
-_EPILOG = """\
+SUMMARY = "check that a job goes on as before when it is restarted from its checkpoint"
+DESCRIPTION = (
+    "Train, save, and restart from the checkpoint; compare all training state and "
+    "the following steps with the run that was not interrupted."
+)
+EPILOG = """\
 examples:
   ttrace resume -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
   ttrace resume --into "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2" \\
@@ -26,17 +31,8 @@ exit code: 0 every restart goes on as before, 1 one does not, 2 could not check
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``resume`` command."""
-    parser = command.add(
-        subparsers,
-        "resume",
-        run,
-        summary="check that a job goes on as before when it is restarted from its checkpoint",
-        description="Train, save, and restart from the checkpoint; compare all training state and "
-        "the following steps with the run that was not interrupted.",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument(
         "--steps",
         type=flags.integer(1, 1000),
@@ -57,7 +53,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     timeout = FLAGS["timeout"]
     timeout.add(parser, timeout.alias, timeout.name, default=Settings.timeout, dest="timeout")
     training.add_arguments(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

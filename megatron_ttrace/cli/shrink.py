@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from megatron_ttrace.jobs.shrink.plan import Plan
 
-_EPILOG = """\
+SUMMARY = "print the smallest job that runs the same code as a large one"
+EPILOG = """\
 examples:
   ttrace shrink -- torchrun --nproc-per-node 8 --nnodes 128 pretrain_gpt.py \\
       --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --num-layers 96 ...
@@ -32,15 +33,8 @@ exit code: 0 shrunk, 2 the command cannot be shrunk
 """
 
 
-def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
-    """Add the ``shrink`` command."""
-    parser = command.add(
-        subparsers,
-        "shrink",
-        run,
-        summary="print the smallest job that runs the same code as a large one",
-        epilog=_EPILOG,
-    )
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--data",
@@ -51,7 +45,6 @@ def add_parser(subparsers: command.Subparsers) -> argparse.ArgumentParser:
     )
     command.add_max_ranks(parser)
     training.add_arguments(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_ttrace.cli import doctor
+from megatron_ttrace.cli.main import build_parser
 from megatron_ttrace.mcore.versions import MAIN, SUPPORTED
 from megatron_ttrace.trace.errors import TTraceError
 from tests.integration.jobs import ttrace
@@ -204,6 +205,5 @@ def test_doctor_asks_only_if_told(monkeypatch: pytest.MonkeyPatch, capsys) -> No
     monkeypatch.setattr(doctor, "newer_releases", lambda: asked.append(1) or {})
     monkeypatch.setattr(doctor, "_OPTIONAL", {})
     for words, expected in (([], 0), (["--online"], 1)):
-        parser = doctor.add_parser(doctor.argparse.ArgumentParser().add_subparsers())
-        doctor.run(parser.parse_args(words))
+        doctor.run(build_parser(["doctor"]).parse_args(["doctor", *words]))
         assert len(asked) == expected

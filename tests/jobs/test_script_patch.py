@@ -4,7 +4,6 @@
 ``TTRACE_MEGATRON_LM`` names a clone of Megatron-LM (with a work tree or bare): its tags are tested.
 """
 
-import argparse
 import io
 import json
 import os
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.cli import patch as cli
+from megatron_ttrace.cli.main import build_parser
 from megatron_ttrace.jobs import resources, script_patch
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace.errors import TTraceError
@@ -46,9 +45,7 @@ print(sys.argv)
 
 
 def run(*argv: object) -> int:
-    parser = argparse.ArgumentParser()
-    cli.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["patch", *map(str, argv)])
+    args = build_parser(["patch"]).parse_args(["patch", *map(str, argv)])
     return args.run(args)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy
 import pytest
 
-from megatron_ttrace.cli import data as cli
-from megatron_ttrace.jobs import flags, text_data
+from megatron_ttrace.cli.main import build_parser
+from megatron_ttrace.jobs import text_data
 from megatron_ttrace.trace.errors import TTraceError
 
 
@@ -29,9 +29,7 @@ def read_back(prefix: Path) -> list[list[int]]:
 
 
 def run(*argv: object) -> int:
-    parser = flags.Parser()
-    cli.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["data", *map(str, argv)])
+    args = build_parser(["data"]).parse_args(["data", *map(str, argv)])
     return args.run(args)
 
 

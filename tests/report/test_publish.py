@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_ttrace.cli import report as cli
+from megatron_ttrace.cli.main import build_parser
 from megatron_ttrace.report import html, log_scalars, prepare, publish
 from megatron_ttrace.trace import files, owned
 from megatron_ttrace.trace.errors import TTraceError
@@ -124,9 +124,7 @@ def test_tensorboard_tags_are_harmless() -> None:
 
 def arguments(*words: str) -> argparse.Namespace:
     """A command line as ``ttrace`` parses it."""
-    parser = argparse.ArgumentParser(prog="ttrace")
-    cli.add_parser(parser.add_subparsers())
-    return parser.parse_args(["report", *words])
+    return build_parser(["report"]).parse_args(["report", *words])
 
 
 @pytest.mark.parametrize(("fixture", "code"), [("healthy", 0), ("diverged", 1)])
