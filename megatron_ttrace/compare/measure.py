@@ -22,10 +22,7 @@ from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.checksum import joined
 from megatron_ttrace.trace.codec import Count, Word
 from megatron_ttrace.trace.moments import Total
-from megatron_ttrace.trace.views import box_views
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The dtype that has the bits of elements of so many bytes."""
+from megatron_ttrace.trace.views import box_views, same_bits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +116,7 @@ def _measure_box(here: torch.Tensor, there: torch.Tensor, factor: float) -> Sums
         numbers, digest = compiled
         return Sums(here.numel(), *numbers, checksum=digest)
     row = plain_sums(here, there, factor)
-    digest = 0 if factor == 1.0 and _same_bits(here, there) else checksum_of(here)
+    digest = 0 if factor == 1.0 and same_bits(here, there) else checksum_of(here)
     nonfinite, undefined = row[5:].tolist()
     diff, reference, candidate, dot, worst = row[:5].view(torch.float64).tolist()
     return Sums(
@@ -158,9 +155,3 @@ def plain_sums(here: torch.Tensor, there: torch.Tensor, factor: float) -> torch.
         sums += torch.stack((d.dot(d), r.dot(r), c.dot(c), c.dot(r)))
         worst = torch.maximum(worst, d.abs().amax())
     return torch.cat((torch.cat((sums, worst)).view(torch.int64), counts))
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape are bitwise equal."""
-    bits = _BITS[a.itemsize]
-    return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))

@@ -18,7 +18,7 @@ from megatron_ttrace.trace.moments import Moments
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader
-from megatron_ttrace.trace.views import box_views, memory
+from megatron_ttrace.trace.views import box_views, same_bits
 
 
 class Tensors[K]:
@@ -148,6 +148,4 @@ class WholeTensors(Shards):
 
 def _is_same(ours: torch.Tensor, right: torch.Tensor) -> bool:
     # What was divided by a factor is wider.
-    ours = ours.to(right.dtype) if ours.dtype is torch.float64 else ours
-    ours, right = ours.contiguous(), right.contiguous()
-    return ours.dtype == right.dtype and memory(ours) == memory(right)
+    return same_bits(ours.to(right.dtype) if ours.dtype is torch.float64 else ours, right)

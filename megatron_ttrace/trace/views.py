@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_ttrace.placement.boxes import Box
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The dtype that has the bits of elements of so many bytes."""
 _WRITABLE = 0x200
 """``PyBUF_WRITE`` of CPython's object.h."""
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -57,6 +59,14 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if flat.stride(0) != 1:  # of one element any stride is contiguous, except for view
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits: NaN, and the sign of 0, too."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    bits = _BITS[a.itemsize]
+    return torch.equal(a.view(bits), b.view(bits))
 
 
 def memory(tensor: torch.Tensor) -> memoryview:

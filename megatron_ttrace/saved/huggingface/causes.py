@@ -17,6 +17,7 @@ import torch
 
 from megatron_ttrace.saved.huggingface.families import Order
 from megatron_ttrace.saved.huggingface.weights import Sizes
+from megatron_ttrace.trace.views import same_bits
 
 
 class Cause(StrEnum):
@@ -67,7 +68,7 @@ def of_values(
         parts: the number of these tensors.
         sizes: of the model.
     """
-    if right.ndim == 2 and wrong.shape == right.T.shape and equal(wrong, right.T):
+    if right.ndim == 2 and wrong.shape == right.T.shape and same_bits(wrong, right.T):
         return Diagnosis(Cause.TRANSPOSED)
     if wrong.shape != right.shape:
         return None
@@ -88,21 +89,13 @@ def of_values(
     return None
 
 
-def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype have the same shape and bits, NaN and the sign of 0 too."""
-    if a.shape != b.shape:
-        return False
-    x, y = (data.contiguous().flatten().view(torch.uint8) for data in (a, b))
-    return torch.equal(x, y)
-
-
 def _rounded(original: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> Diagnosis | None:
     for dtype in (torch.bfloat16, torch.float16):
-        if equal(original.to(dtype).to(wrong.dtype), wrong):
+        if same_bits(original.to(dtype).to(wrong.dtype), wrong):
             return Diagnosis(Cause.ROUNDED, f"through {str(dtype).removeprefix('torch.')}")
     if original.dtype is torch.float32:
         cut = (original.contiguous().view(torch.int32) & -65536).view(torch.float32)
-        if equal(cut.to(wrong.dtype), wrong):
+        if same_bits(cut.to(wrong.dtype), wrong):
             return Diagnosis(Cause.ROUNDED, "bits were cut off instead of rounded")
     return None
 
@@ -122,7 +115,7 @@ def _shifted(original: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -
     if right.ndim == 1:
         for sign, words in ((1, "added"), (-1, "subtracted")):
             wide = (original.float() + sign).to(wrong.dtype)
-            if equal(wide, wrong) or equal(right + sign, wrong):
+            if same_bits(wide, wrong) or same_bits(right + sign, wrong):
                 return Diagnosis(Cause.SHIFTED, f"1 was {words}")
     return None
 
@@ -139,7 +132,7 @@ def _heads(right: torch.Tensor, wrong: torch.Tensor, sizes: Sizes) -> Diagnosis 
     blocks = right.reshape(len(roles), head, -1)
     for order in (torch.arange(head).view(2, -1).T, torch.arange(head).view(-1, 2).T):
         rotated = torch.where(turned[:, None, None], blocks[:, order.flatten()], blocks)
-        if equal(rotated.reshape(wrong.shape), wrong):
+        if same_bits(rotated.reshape(wrong.shape), wrong):
             return Diagnosis(Cause.ROTARY)
     return None
 

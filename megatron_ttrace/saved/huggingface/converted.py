@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -28,16 +27,17 @@ from megatron_ttrace.saved.checkpoints import Comparison, Same, Tensor
 from megatron_ttrace.saved.huggingface import causes, families
 from megatron_ttrace.saved.huggingface.causes import Cause, Diagnosis
 from megatron_ttrace.saved.huggingface.families import HEAD, Order, Part
+from megatron_ttrace.saved.huggingface.modules import layer_of
 from megatron_ttrace.saved.huggingface.weights import Pair, Table
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.states import Item, State
+from megatron_ttrace.trace.views import same_bits
 
 _DERIVED = "rotary_emb.inv_freq"
 """Buffers that follow from the config; old files have them."""
 _LATER = "mtp."
 """Layers for multi-token prediction, in files after the others or by this name."""
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _CONFIG, _INDEX, _ALONE = "config.json", "model.safetensors.index.json", "model.safetensors"
 
 
@@ -162,12 +162,12 @@ class _Conversion:
         if wrong.shape != right.shape:
             notes.append(f"{list(right.shape)} in Hugging Face, {list(wrong.shape)} in Megatron")
             same, error = Same.SHAPE, None
-        elif not causes.equal(right, wrong):
+        elif not same_bits(right, wrong):
             same, error = Same.DIFFERENT, _error(right, wrong)
         elif diagnosis:
             same = Same.SHAPE if diagnosis.cause is Cause.CUT else Same.DIFFERENT
         else:
-            exact = causes.equal(right.to(original.dtype), original)
+            exact = same_bits(right.to(original.dtype), original)
             return Tensor(
                 pair.megatron, Same.SAME if exact else Same.ROUNDED, 0.0, "; ".join(notes)
             )
@@ -197,7 +197,7 @@ class _Conversion:
         is_head = pair.rule is HEAD or self._table.sizes.tied
         if self._swapped or not is_head:
             return None
-        if rows[1:].any() and not causes.equal(rows[1:], rows[:1].expand_as(rows[1:])):
+        if rows[1:].any() and not same_bits(rows[1:], rows[:1].expand_as(rows[1:])):
             return Diagnosis(Cause.PADDED)
         return None
 
@@ -207,7 +207,7 @@ class _Conversion:
         for other in self._sketches(wrong.shape, wrong.dtype).get(
             _sketch(wrong, self._lead(pair)), ()
         ):
-            if other is not pair and causes.equal(self._original(other).to(wrong.dtype), wrong):
+            if other is not pair and same_bits(self._original(other).to(wrong.dtype), wrong):
                 places.setdefault(_relation(pair, other), []).append(other)
         # Equal tensors may be in many places, of which the files do not say which was taken.
         if len(places) != 1:
@@ -282,8 +282,8 @@ class _Conversion:
         compared = {part.name for pair in pairs for part in pair.parts}
         later = 0
         for name in sorted(self._hf.tensors.keys() - compared):
-            layer = _LAYER.match(name)
-            is_later = layer and int(layer[1]) >= self._table.sizes.layers
+            number = layer_of(name)
+            is_later = number is not None and number >= self._table.sizes.layers
             if is_later or name.startswith(_LATER):
                 later += 1
             elif name.endswith(_DERIVED) or (name == HEAD.hf[0][0].name and self._table.sizes.tied):
