@@ -114,9 +114,5 @@ def _worst(
 
 def _spans(boxes: tuple[Box, ...]) -> str:
     """Logical slices as one would write them in Python: ``[0:8, 0:64] [16:24, 0:64]``."""
-    slices = (
-        ", ".join(f"{s}:{s + e}" for s, e in zip(box.logical, box.extent, strict=True))
-        for box in boxes[:_BOXES]
-    )
     more = f" and {len(boxes) - _BOXES} more" if len(boxes) > _BOXES else ""
-    return " ".join(f"[{box}]" for box in slices) + more
+    return " ".join(map(str, boxes[:_BOXES])) + more

@@ -37,6 +37,11 @@ class Box:
     extent: tuple[int, ...]
     local: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """The logical slices as in Python: ``[0:8, 0:64]``."""
+        pairs = zip(self.logical, self.extent, strict=True)
+        return f"[{', '.join(f'{start}:{start + size}' for start, size in pairs)}]"
+
     @property
     def numel(self) -> int:
         """Number of elements."""

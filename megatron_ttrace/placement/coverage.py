@@ -55,7 +55,7 @@ def coverage(
     for box in cutting:
         for start, size, limit in zip(box.logical, box.extent, logical_shape, strict=True):
             if start < 0 or start + size > limit:
-                raise ValueError(f"{box} exceeds a tensor of shape {tuple(logical_shape)}")
+                raise ValueError(f"{box!r} exceeds a tensor of shape {tuple(logical_shape)}")
     borders = [
         np.unique(
             [

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from megatron_ttrace.compare.tolerance import SAFETY, epsilon, few_samples
-from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.saved.whole import Tensors
 from megatron_ttrace.trace.recorded import FOLDER, Point, RankRecord, Step, read_ranks
 from megatron_ttrace.trace.records import LoadedIndex
@@ -94,15 +93,8 @@ class State(Tensors[tuple[What, str]]):
         """What a rank has of a tensor, as slices; empty if it has all."""
         entry = next(entry for holder, entry in self.entries(item) if holder == rank)
         has_all = all(box.extent == entry.logical_shape for box in entry.boxes)
-        return "" if has_all else _slices(entry.boxes)
-
-
-def _slices(boxes: tuple[Box, ...]) -> str:
-    shown = (
-        "[" + ", ".join(f"{a}:{a + n}" for a, n in zip(b.logical, b.extent, strict=True)) + "]"
-        for b in boxes[:2]
-    )
-    return " ".join(shown) + (" ..." if len(boxes) > 2 else "")
+        shown = " ".join(map(str, entry.boxes[:2]))
+        return "" if has_all else shown + " ..." * (len(entry.boxes) > 2)
 
 
 def merged(all_numbers: Iterable[Mapping[str, float]]) -> dict[str, frozenset[float]]:
