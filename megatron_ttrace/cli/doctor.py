@@ -129,9 +129,7 @@ def _show(findings: list[Finding]) -> None:
 
 
 def _python() -> Finding:
-    good = sys.version_info >= (3, 12)
-    advice = "" if good else "Python 3.12 or newer is required"
-    return Finding("Python", "ok" if good else "missing", platform.python_version(), advice)
+    return Finding("Python", "ok", platform.python_version())
 
 
 def _torch() -> Finding:
