@@ -59,7 +59,8 @@ def command_of(args: argparse.Namespace) -> Command:
     They decide which Megatron is imported here, for all ranks, and how. Raises ``TTraceError`` when
     there is no command, or more than one.
     """
-    words = words_of(args)
+    words: list[str] = args.command_words
+    words = words[1:] if words[:1] == ["--"] else words
     if args.recipe is not None:
         if words:
             raise TTraceError("--recipe FILE and a command: give one of them")
@@ -72,12 +73,6 @@ def command_of(args: argparse.Namespace) -> Command:
         os.environ.pop(name, None)
     os.environ.update(command_.environment)
     return command_
-
-
-def words_of(args: argparse.Namespace) -> list[str]:
-    """The words of the training command, without the ``--`` before them."""
-    words: list[str] = args.command_words
-    return words[1:] if words[:1] == ["--"] else words
 
 
 def script_of(command_: Command) -> Path:
