@@ -25,10 +25,9 @@ def render(summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> str:
         skipped=str(sum(_is_skipped(row) for row in rows)),
         time=f"{sum(summary.timings.values()):.3f}",
     )
-    identity = run or (summary.run.id if summary.run else "")
-    if identity:
+    if run:
         properties = ET.SubElement(suite, "properties")
-        ET.SubElement(properties, "property", name="ttrace.run", value=clean(identity))
+        ET.SubElement(properties, "property", name="ttrace.run", value=clean(run))
     if blocked:
         case = ET.SubElement(suite, "testcase", classname="ttrace", name="check")
         why = "; ".join(clean(notice, NOTE_LIMIT) for notice in summary.notices)
