@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace bisect``: what is searched, with a checker that only looks for a mark in a file."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -9,13 +8,11 @@ import pytest
 
 from megatron_ttrace.cli import bisect
 from megatron_ttrace.cli.main import main
-from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.processes.worktrees import Hunk
 from megatron_ttrace.jobs.settings import split
-from megatron_ttrace.saved import api, blame
+from megatron_ttrace.saved import api
 from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
-from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.executed import Execution
 from megatron_ttrace.trace.records import Culprit, Outcome
 from tests.jobs.processes.test_worktrees import git
@@ -43,9 +40,8 @@ def history(tmp_path_factory):
 
 
 @pytest.fixture
-def checked(tmp_path, monkeypatch):
+def checked(tmp_path, monkeypatch, blaming):
     """Commits that are checked, by a stand-in that knows only files of the worktree."""
-    monkeypatch.setattr(provenance, "installed", dict)
     monkeypatch.chdir(tmp_path)
     right = kept.run(tmp_path / "right", kept.tensors())
     wrong = kept.run(tmp_path / "wrong", kept.tensors(1))
@@ -64,16 +60,6 @@ def checked(tmp_path, monkeypatch):
         report = api.diff(right, right if is_right else wrong, output=settings.directory)
         return int(report.verdict.exit_code), ""
 
-    def blamed(trial, script, good, *, quiet):
-        stand_in.trial = trial, script, good
-        if stand_in.blamed is None:
-            raise TTraceError("nothing can be blamed")
-        report = api.load_report(trial.settings.directory)
-        summary = dataclasses.replace(report.summary, blame=stand_in.blamed)
-        return dataclasses.replace(report, summary=summary)
-
-    stand_in.blamed = None
-    monkeypatch.setattr(blame, "run_apart", blamed)
     stand_in.broken = set()
     stand_in.asked = asked
     monkeypatch.setattr(apart, "ttrace", stand_in)
@@ -96,16 +82,16 @@ def test_a_fault_among_64_commits(history, checked, capsys):
     assert git(history, "worktree", "list").count("\n") == 0
 
 
-def test_the_hunks_of_the_commit(history, checked, capsys):
+def test_the_hunks_of_the_commit(history, checked, blaming, capsys):
     """Those that are to blame, compared with the last good commit, in the commit's worktree."""
     hunk = BlamedHunk("layers.py", 1, "", ("right\n",), ("wrong\n",), Execution.ELSEWHERE)
-    checked.blamed = Blame(Blaming.PROVEN, "before", (BlamedChange((hunk,), ("decoder",)),))
+    blaming.answer = Blame(Blaming.PROVEN, "before", (BlamedChange((hunk,), ("decoder",)),))
     words = [f"HEAD~{COMMITS}", "HEAD", "--", str(history / "pretrain.py"), *JOB]
     assert main(["bisect", "--quiet", *words]) == 0
     out = capsys.readouterr().out
     assert "layers.py:1 (outside of functions)\n- right\n+ wrong\n" in out
     assert "proven: with this hunk on before the job diverges" in out
-    trial, script, good = checked.trial
+    trial, script, good = blaming.asked
     commit = git(history, "rev-parse", f"HEAD~{COMMITS - FAULT}")
     assert good == f"{commit}^1"
     assert (script.name, script.parent.name) == ("pretrain.py", commit[:12])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``ttrace ci``: what of a pull request is checked and said, with a checker that reads a mark."""
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -11,13 +10,11 @@ import pytest
 from megatron_ttrace.cli.main import main
 from megatron_ttrace.evaluation.recipes import collect
 from megatron_ttrace.evaluation.recipes import pull as pull_request
-from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.shrink import documents
-from megatron_ttrace.saved import api, blame
+from megatron_ttrace.saved import api
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
-from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.executed import Execution
 from tests.evaluation.recipes.test_recipes import MODEL
 from tests.jobs.processes.test_worktrees import git
@@ -70,9 +67,8 @@ def edit(root, file, old, new):
 
 
 @pytest.fixture
-def checked(tmp_path, monkeypatch):
+def checked(tmp_path, monkeypatch, blaming):
     """Checks, by a stand-in that runs ``run`` of one file, and diverges where that adds 1."""
-    monkeypatch.setattr(provenance, "installed", dict)
     monkeypatch.setattr(documents, "write", lambda prefix, words: prefix)
     monkeypatch.setattr(documents, "arguments", lambda script, prefix, words: [])
     right = kept.run(tmp_path / "right", kept.tensors())
@@ -95,16 +91,7 @@ def checked(tmp_path, monkeypatch):
         report = api.diff(right, wrong if "x + 1" in code else right, output=folder)
         return int(report.verdict.exit_code), ""
 
-    def blamed(trial, script, good, *, quiet):
-        stand_in.trial = trial, script, good
-        if stand_in.blamed is None:
-            raise TTraceError("nothing can be blamed")
-        report = api.load_report(trial.settings.directory)
-        summary = dataclasses.replace(report.summary, blame=stand_in.blamed)
-        return dataclasses.replace(report, summary=summary)
-
-    stand_in.asked, stand_in.blamed = [], None
-    monkeypatch.setattr(blame, "run_apart", blamed)
+    stand_in.asked = []
     monkeypatch.setattr(apart, "ttrace", stand_in)
     return stand_in
 
@@ -157,18 +144,18 @@ def test_a_faulty_change(fork, checked, pull):
     assert f"{LAYERS}:3: error: ttrace: diverged in" in pull(code=1)
 
 
-def test_the_change_to_blame(fork, checked, pull):
+def test_the_change_to_blame(fork, blaming, checked, pull):
     """Its line has the error, wherever the culprit's code is, with what was proven."""
     edit(fork, PIPELINE, "return 1", "return 2")
     edit(fork, LAYERS, "x + 0", "x + 1")
     hunk = BlamedHunk(PIPELINE, 7, "other", ("a\n",), ("b\n",), Execution.NOT_KNOWN)
     change = BlamedChange((hunk,), ("decoder.layers.*.mlp",))
-    checked.blamed = Blame(Blaming.PROVEN, "main", (change,))
+    blaming.answer = Blame(Blaming.PROVEN, "main", (change,))
     out = pull("--format", "github", code=1)
     (line,) = (line for line in out.splitlines() if line.startswith("::error"))
     assert line.startswith(f"::error file={PIPELINE},line=7,title=ttrace%3A diverged in decoder")
     assert "%0Aproven: with this hunk on main the job diverges" in line
-    trial, script, good = checked.trial
+    trial, script, good = blaming.asked
     assert script == fork / "ttrace-ci" / "trees" / "head" / "pretrain_gpt.py"
     assert good == git(fork, "rev-parse", "main")
     assert trial.ranks == 4

@@ -8,7 +8,6 @@ import pytest
 
 from megatron_ttrace.cli import diff, record, training
 from megatron_ttrace.cli.main import main
-from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.settings import Settings, split
@@ -23,8 +22,7 @@ JOB = "pretrain_gpt.py --num-layers 2"
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch):
-    """Runs by hand; collecting the versions imports Megatron."""
-    monkeypatch.setattr(provenance, "installed", dict)
+    """Runs by hand."""
     monkeypatch.delenv("TTRACE_CACHE", raising=False)
     monkeypatch.chdir(tmp_path)
     kept.run(tmp_path / "one", kept.tensors())

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of several commands play instead of running jobs."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_ttrace.jobs import provenance
+from megatron_ttrace.saved import api, blame
+from megatron_ttrace.trace.errors import TTraceError
+
+
+@pytest.fixture(autouse=True)
+def _no_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting the versions imports Megatron, which takes many seconds."""
+    monkeypatch.setattr(provenance, "installed", dict)
+
+
+@pytest.fixture
+def blaming(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A search for the change to blame: the ``answer`` that it gives, and what it was ``asked``."""
+    search = SimpleNamespace(answer=None, asked=None)
+
+    def run_apart(trial: blame.Trial, script: Path, good: str, *, quiet: bool) -> api.Report:
+        search.asked = trial, script, good
+        if search.answer is None:
+            raise TTraceError("nothing can be blamed")
+        report = api.load_report(trial.settings.directory)
+        summary = dataclasses.replace(report.summary, blame=search.answer)
+        return dataclasses.replace(report, summary=summary)
+
+    monkeypatch.setattr(blame, "run_apart", run_apart)
+    return search
