@@ -86,7 +86,7 @@ def norms_not_reduced(layers: int) -> list[Judged]:
     ]
 
 
-def deep(layers: int = 64) -> Check:
+def deep(layers: int = 16) -> Check:
     """The check that finds this."""
 
     def explain(judged: Judged) -> Explanation:
