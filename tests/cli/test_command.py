@@ -203,7 +203,7 @@ def test_help_needs_no_heavy_import() -> None:
     """All commands are listed without what they need to run."""
     code = (
         "import sys\nfrom megatron_ttrace.cli.main import build_parser\nbuild_parser()\n"
-        "print({'torch', 'numpy', 'rich', 'jinja2', 'megatron'} & set(sys.modules))"
+        "print({'torch', 'numpy', 'rich', 'jinja2', 'megatron', 'wandb'} & set(sys.modules))"
     )
     assert _run(code) == "set()\n"
 

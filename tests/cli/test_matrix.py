@@ -6,9 +6,7 @@ import math
 
 import pytest
 
-from megatron_ttrace.cli import matrix
 from megatron_ttrace.cli.main import main
-from megatron_ttrace.evaluation.matrix.suite import MatrixRow
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.trace import files
 from megatron_ttrace.trace.records import Exactness, Result, Summary
@@ -42,6 +40,7 @@ def test_every_configuration_with_every_seed(ran, tmp_path, capsys):
     assert len({job.directory for job in ran}) == 4
     text = capsys.readouterr().out
     assert "[4/4] tp2/gpt/bf16/seed7" in text
+    assert "decoder.layers.0.mlp output.0, 3 of 5 not bitwise\n" in text
     assert "4 of 4 equivalent" in text
     assert "worst healthy margin 0.3 " in text
     assert "6 of 20 that must be bitwise equal are not" in text
@@ -70,6 +69,8 @@ def test_one_seed_keeps_the_plain_names(ran, tmp_path, capsys):
         (["--all", "tp2/gpt/fp32"], "give name patterns"),
         ([], "give name patterns"),
         (["--all", "--ttrace-flags", '"--ttrace-isolate'], "--ttrace-flags: "),
+        (["--all", "--seeds", "1,"], "'1,': give numbers from 0"),
+        (["--all", "--seeds", "1,-1"], "'1,-1': give numbers from 0"),
     ],
 )
 def test_bad_choices(words, message, ran, tmp_path, capsys):
@@ -85,29 +86,3 @@ def test_flags_with_a_space(ran, tmp_path):
     words = ["matrix", "tp2/gpt/fp32", "--directory", str(tmp_path), "--ttrace-flags", flags]
     assert main(words) == 0
     assert ran[0].settings.reference_args == "--attention-backend unfused"
-
-
-@pytest.mark.parametrize("seeds", ["", "1,", "x"])
-def test_bad_seeds(seeds, capsys):
-    """One line, without the usage."""
-    assert main(["matrix", "--all", "--seeds", seeds]) == 2
-    line = capsys.readouterr().err
-    assert "give numbers" in line
-    assert line.startswith("ttrace: ")
-    assert line.count("\n") == 1
-
-
-def test_a_line_tells_of_lost_exactness():
-    """A line shows lost exactness beside the worst margin."""
-    row = MatrixRow(
-        name="pp2",
-        verdict=Result.EQUIVALENT,
-        tensors=9,
-        unchecked=0,
-        worst_margin=0.1,
-        worst="w",
-        seconds=1.0,
-        exact=5,
-        inexact=2,
-    )
-    assert "2 of 5 not bitwise" in matrix._line(row)

@@ -9,7 +9,7 @@ import pytest
 from megatron_ttrace.report import table
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, Verdict
-from tests.report.synthetic_report import embedding_bug, healthy_verdicts, make_verdict, norm_bug
+from tests.report.synthetic_report import embedding_bug, make_verdict, norm_bug
 
 
 @pytest.mark.parametrize(
@@ -211,14 +211,6 @@ def test_unchecked_reasons_are_grouped() -> None:
         (None, 1),
         (Reason.UNDEFINED, 1),
     ]
-
-
-def test_tally_adds_up() -> None:
-    """Counts are of outcomes that occur."""
-    verdicts = healthy_verdicts()
-    counted = table.tally(verdicts)
-    assert set(counted) == {"pass", "unchecked"}
-    assert sum(counted.values()) == len(verdicts)
 
 
 def test_a_parameter_after_the_step_is_part_of_the_update() -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from megatron_ttrace.report import html, publish, table, terminal
 from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
-from megatron_ttrace.trace.records import Code, Direction, Run, Summary
+from megatron_ttrace.trace.records import Code, Direction, Run
 from tests.diagnose.judged_by_hand import localise
 from tests.report.expected import (
     CHECKS,
@@ -19,7 +19,6 @@ from tests.report.expected import (
     FOLDER,
     UNEXERCISED,
     Check,
-    changed,
     deep,
     healthy,
     norms_not_reduced,
@@ -124,9 +123,3 @@ def test_what_was_not_exercised(feature: Unexercised) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert not set("{}") & set(text)
     assert "None" not in text
-
-
-def test_changed_code_comes_back() -> None:
-    """From JSON."""
-    summary = changed()[0]
-    assert Summary.from_json(summary.to_json()) == summary

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inputs of a comparison with transformers, and what it refuses."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +115,6 @@ def test_refused_configs(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(TTraceError, match=r"is not a config\.json"):
             Inputs.read(path, reference)
-    path.write_text(json.dumps({"model_type": "qwen2_moe"}))
-    with pytest.raises(TTraceError, match="of qwen2_moe only weights are compared"):
-        Inputs.read(path, reference)
     with pytest.raises(TTraceError, match="rope_interleave False is not compared, only True"):
         Inputs.read(TWINS["deepseek_v3"].write(tmp_path, rope_interleave=False), reference)
     with pytest.raises(TTraceError, match="vocab_size 128, but the model"):
