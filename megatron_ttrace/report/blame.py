@@ -11,7 +11,8 @@ from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 MOST_LINES = 12
 """Of a hunk."""
 _SENTENCES = messages(Blaming)
-_RAN = messages(Execution, "Ran")
+RAN = messages(Execution, "Ran")
+"""Where a hunk ran."""
 
 
 def place(hunk: BlamedHunk) -> str:
@@ -33,11 +34,6 @@ def lines(hunk: BlamedHunk) -> list[str]:
         more = len(shown) - MOST_LINES + 1
         shown[MOST_LINES - 1 :] = [f"  and {more} more lines"]
     return shown
-
-
-def ran(hunk: BlamedHunk) -> str:
-    """Where it ran."""
-    return _RAN[hunk.ran]
 
 
 def sentence(blame: Blame) -> str:

@@ -89,11 +89,12 @@ def reason_text(diagnosis: Diagnosis) -> str:
     """The evidence for a culprit in one sentence."""
     verdict, before, alike = diagnosis.verdict, diagnosis.before, diagnosis.alike
     note, is_loaded = notes_text(verdict.notes), verdict.kind is Kind.LOADED
+    statistics = [*STATISTICS.values()]  # what a verdict on elements that are counted is about
     text = _GROUNDS[diagnosis.grounds].format(
         name=verdict.name,
         kind=verdict.kind.value,
         note=note or "absent",
-        index=_LOADED[verdict.index] if is_loaded else statistic_text(verdict),
+        index=_LOADED[verdict.index] if is_loaded else statistics[verdict.index % len(statistics)],
     )
     text += f"; {note}" * (verdict.reason is Reason.TWIN)
     if before is not None:
@@ -395,12 +396,6 @@ def _blocks(finding: f.BlockWeight) -> Text:
     how = "is missing" if finding.missing else f"counts {finding.weight:.3f} times"
     share = f"what the block of step {steps} of the ring adds to the gradient of {finding.tensor}"
     return f"{share} {how}", ""
-
-
-def statistic_text(verdict: Judged) -> str:
-    """What a verdict on elements that are counted is about."""
-    statistics = [*STATISTICS.values()]
-    return statistics[verdict.index % len(statistics)]
 
 
 def _miscounted(finding: f.Miscounted) -> Text:

@@ -104,9 +104,12 @@ class Tensors[K]:
         """
         ranks = []
         for rank, entry in self.entries(key):
-            pairs = () if entry.partial_over else self._pairs(entry, whole)
-            if not all(_is_same(ours, right) for ours, right in pairs):
-                ranks.append(rank)
+            for ours, right in () if entry.partial_over else self._pairs(entry, whole):
+                # What was divided by a factor is wider.
+                ours = ours.to(right.dtype) if ours.dtype is torch.float64 else ours
+                if not same_bits(ours, right):
+                    ranks.append(rank)
+                    break
         return ranks
 
     @staticmethod
@@ -144,8 +147,3 @@ class WholeTensors(Shards):
             for _, entry in self.entries(key)
         ]
         return unjudged(self._mesh, self._config, key, holders)
-
-
-def _is_same(ours: torch.Tensor, right: torch.Tensor) -> bool:
-    # What was divided by a factor is wider.
-    return same_bits(ours.to(right.dtype) if ours.dtype is torch.float64 else ours, right)

@@ -238,10 +238,7 @@ class _Conversion:
         return self._shape(pair)[0] // len(pair.parts)
 
     def _shape(self, pair: Pair) -> tuple[int, ...]:
-        shapes = [self._part(part).shape for part in pair.parts]
-        shapes = [
-            s[::-1] if part.transposed else s for s, part in zip(shapes, pair.parts, strict=True)
-        ]
+        shapes = [self._part(part).shape[:: -1 if part.transposed else 1] for part in pair.parts]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def _original(self, pair: Pair) -> torch.Tensor:
