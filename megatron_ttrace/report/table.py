@@ -43,9 +43,7 @@ def split_name(name: str, stacks: Collection[str] = ()) -> tuple[str, str]:
         decoder.layers.3.mlp.linear_fc1 -> decoder.layers.3, mlp.linear_fc1
         decoder.final_layernorm.weight -> decoder.final_layernorm, final_layernorm.weight
 
-    Args:
-        name: of a module or parameter.
-        stacks: what precedes ``layers`` in names (:func:`stacks_of`).
+    ``stacks`` are what precedes ``layers`` in names (:func:`stacks_of`).
     """
     if layer := _LAYER.match(name):
         within = name[layer.end() + 1 :].split(".")

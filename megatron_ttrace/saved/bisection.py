@@ -34,12 +34,8 @@ def first_bad(
 ) -> FirstBad | None:
     """Bisect ``count`` commits that follow a good one; the last is checked first.
 
-    Of 64 commits that can all be checked, 7 are.
-
-    Args:
-        count: of the commits.
-        check: answers for the commit with this number.
-        pivots: numbers to check before those in the middle.
+    Of 64 commits that can all be checked, 7 are. ``pivots`` are numbers of commits to check before
+    those in the middle.
 
     Returns:
         ``None`` when the last commit is not bad, so that there is nothing to find.
@@ -66,11 +62,7 @@ def smallest[T](parts: Sequence[T], diverges: Callable[[Sequence[T]], bool]) -> 
     """A smallest subset that still diverges: without any single part of it, it no longer does.
 
     Delta debugging (Zeller and Hildebrandt, IEEE Transactions on Software Engineering 28, 2002):
-    large groups of parts are left out first.
-
-    Args:
-        parts: which together diverge; their order is kept.
-        diverges: whether a subset still does.
+    large groups of parts are left out first. The order of the parts is kept.
     """
     kept = list(parts)
     size = len(kept)
@@ -108,10 +100,8 @@ def causes[T](
     One bad part of ``n`` is found and proven in log2(n) + 5 checks, and one more for each pivot;
     each further part that only matters together with it costs about log2(n) + 3.
 
-    Args:
-        parts: hashable; likely ones first.
-        check: answers for some of the parts, in their order; asked only once for each set.
-        pivots: numbers of parts after which others are much less likely.
+    Parts are hashable, likely ones first; ``pivots`` are numbers of those after which others are
+    much less likely. ``check`` is asked only once for each set, with its parts in their order.
 
     Returns:
         No sets when all parts together are not bad, or none of them is not good.

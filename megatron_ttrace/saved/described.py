@@ -12,13 +12,10 @@ from megatron_ttrace.trace.resumed import code_of
 
 
 def describing(places: Mapping[str, str], name: str, wrong: Iterable[str] = ()) -> str:
-    """The place that describes a parameter; empty if there is none.
+    """The place that describes a parameter, of those by module; empty if there is none.
 
-    Args:
-        places: of the code that describes a module's parameters, by module.
-        name: of the parameter.
-        wrong: parameters that are wrong. Where no one place describes all of them in a layer, it is
-            that of the module around them.
+    Where no one place describes all parameters of its layer that are ``wrong``, it is that of the
+    module around them.
     """
     alike = [name, *(other for other in wrong if _layer(other) == _layer(name))]
     is_one = len({_innermost(places, [other]) for other in alike}) == 1

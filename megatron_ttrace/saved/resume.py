@@ -72,13 +72,8 @@ def compare(
 ) -> Restart:
     """Compare a restarted run with the uninterrupted one.
 
-    Args:
-        before: the uninterrupted run.
-        after: the restarted run.
-        layout: its flags, if its layout is another one.
-        stored: reads what the checkpoint has.
-        numbers: that the checkpoint has, by name.
-        moves: how far rounding moves the following steps.
+    ``layout`` are its flags, if its layout is another one; ``stored`` and ``numbers`` are what the
+    checkpoint has; ``moves`` is how far rounding moves the following steps.
 
     Raises:
         TTraceError: when a record is missing or damaged.

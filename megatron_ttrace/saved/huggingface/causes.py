@@ -60,13 +60,8 @@ def of_values(
 ) -> Diagnosis | None:
     """Why a tensor has other values, from these values alone.
 
-    Args:
-        original: what it should have, in transformers' dtype.
-        right: the same in the dtype of Megatron.
-        wrong: what it has; perhaps in another shape.
-        order: of the rows of transformers' tensors.
-        parts: the number of these tensors.
-        sizes: of the model.
+    It should have ``original``, in transformers' dtype, which in that of Megatron is ``right``; it
+    has ``wrong``, perhaps in another shape. Its rows are in this ``order``, of so many ``parts``.
     """
     if right.ndim == 2 and wrong.shape == right.T.shape and same_bits(wrong, right.T):
         return Diagnosis(Cause.TRANSPOSED)
