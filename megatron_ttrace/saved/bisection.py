@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches that need few checks: the first bad commit, the smallest set of parts that diverges."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence

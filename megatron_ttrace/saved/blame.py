@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of the user's changes make a job diverge: proven by checks with some of them left out."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import time

@@ -4,8 +4,6 @@
 One tensor of each is in memory at a time, of a stack of layers one layer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

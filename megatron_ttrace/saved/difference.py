@@ -6,8 +6,6 @@ order in which its own reference ran. Then they are compared as by ``ttrace comp
 is what the replays of either run's reference allow, the larger one: both runs round.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import secrets

@@ -5,8 +5,6 @@ A list is a TOML file of ``[[difference]]`` tables: see ``known_differences.toml
 which is always used, and which a list of the user's extends.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from fnmatch import fnmatchcase
 from pathlib import Path

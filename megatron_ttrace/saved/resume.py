@@ -11,8 +11,6 @@ layout, where the same step gives the same bits again; otherwise within ``SAFETY
 restart with perturbed steps moves (``compare/tolerance.py``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

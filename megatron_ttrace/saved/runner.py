@@ -5,8 +5,6 @@ Without a GPU, Megatron is imported once, and ranks are forks of this process or
 run at a time, of its forks. Cases in one directory share references.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

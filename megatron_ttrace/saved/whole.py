@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shards of a run's ranks, put together to whole tensors: its trace can then be a reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

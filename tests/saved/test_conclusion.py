@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The answer of a check needs evidence."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

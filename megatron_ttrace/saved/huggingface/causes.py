@@ -5,8 +5,6 @@ Orders of rows, columns and heads are read off: whole blocks of the right tensor
 the wrong one, and the answer is the permutation that gives the wrong tensor bit by bit.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections import defaultdict

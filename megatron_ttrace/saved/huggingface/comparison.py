@@ -5,8 +5,6 @@ The trace is the trusted side, because tolerances are its own. What ``transforme
 judged as a run on one rank.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import sys

@@ -4,8 +4,6 @@
 One tensor of Megatron's, and what it was made of, is in memory at a time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter, defaultdict

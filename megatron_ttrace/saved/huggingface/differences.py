@@ -5,8 +5,6 @@
 docs/huggingface.md come from it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum

@@ -6,8 +6,6 @@ A family is an entry of :data:`FAMILIES`; what most of them have in common of mo
 their weights in a checkpoint.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

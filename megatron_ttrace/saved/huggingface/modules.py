@@ -8,8 +8,6 @@ permutation of elements holds for gradients too.
 Shapes: ``b`` samples, ``s`` tokens of each, ``h`` hidden size, ``d`` size of a head.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Container, Mapping, Sequence

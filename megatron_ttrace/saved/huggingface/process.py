@@ -10,8 +10,6 @@ of CUDA must not be among them. Nothing is read from the model hub, and no code 
 model is run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small jobs of Megatron-LM, each with the ``config.json`` of the same model, and wrong ones."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json
