@@ -34,7 +34,7 @@ def test_as_expected(name: str, ending: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("width", [24, 40, 59, 60, 80, 120, None])
+@pytest.mark.parametrize("width", [24, 63, 64, 80, 120, None])
 def test_width(width: int | None, name: str) -> None:
     """No line is wider than the page, except by what is to be copied: names, paths, words.
 
