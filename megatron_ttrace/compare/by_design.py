@@ -346,7 +346,7 @@ class _Copied:
         for other in sorted(self._same[self._reference.primary(key)]):
             theirs = self._run.elements(other)
             if all(rank in theirs and theirs[rank] != number for rank, number in mine.items()):
-                return _unchecked(failure, Reason.COPY, other.name)
+                return failure.unchecked(Reason.COPY, other.name)
         return None
 
 
@@ -379,12 +379,7 @@ class _Untrained:
         """Unchecked; ``None`` unless the candidate alone has it, and the reference the tensor."""
         if failure.verdict is not Outcome.EXTRA or failure.key not in self._gradients:
             return None
-        return _unchecked(failure, Reason.UNTRAINED)
-
-
-def _unchecked(failure: Judged, reason: Reason, text: str = "") -> Judged:
-    note = Note(reason, text=text)
-    return dataclasses.replace(failure, verdict=Outcome.UNCHECKED, reason=reason, notes=(note,))
+        return failure.unchecked(Reason.UNTRAINED)
 
 
 def _itemsize(dtype: str) -> float:

@@ -143,11 +143,8 @@ def without_consequences(verdicts: Sequence[Judged]) -> list[Judged]:
             or (verdict.verdict is Outcome.EXTRA and _layers([verdict.name]))
         )
     ]
-    notes = (Note(Reason.OTHER_START),)
     return [
-        dataclasses.replace(
-            verdict, verdict=Outcome.UNCHECKED, reason=Reason.OTHER_START, notes=notes
-        )
+        verdict.unchecked(Reason.OTHER_START)
         if begun
         and verdict.verdict.is_failure
         and verdict.iteration >= min(begun)

@@ -19,11 +19,11 @@ import torch
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.offline import config_of, meshes_of
-from megatron_ttrace.saved.known import Difference, unchecked
+from megatron_ttrace.saved.known import Difference
 from megatron_ttrace.saved.whole import WholeTensors
 from megatron_ttrace.trace import files, owned
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.findings import Note, Remark
+from megatron_ttrace.trace.findings import Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.outcomes import Reason, Unexercised
@@ -371,34 +371,34 @@ class Review:
         after_loss = key.direction not in (Direction.START, Direction.FORWARD)
         other_values = verdict.verdict in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT)
         if self._padded and other_values and (after_loss or key.kind is Kind.LOSS):
-            return unchecked(verdict, Reason.PADDED)
+            return verdict.unchecked(Reason.PADDED)
         if reason := self._left_out.get(key):
-            return unchecked(verdict, reason)
+            return verdict.unchecked(reason)
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
             has, lacks = (1, 0) if verdict.verdict is Outcome.EXTRA else (0, 1)
             whose = self._sides[has].directory
             if key.kind not in self._kinds[lacks]:
                 self._say(f"only {whose} has tensors of this kind, not compared", key.kind.value)
-                return unchecked(verdict, Reason.ONE_RUN, _lacking(f"no {key.kind} at all"))
+                return _lacking(verdict, f"no {key.kind} at all")
             if key.name not in self._names[lacks]:
                 self._say(f"only {whose} has these modules or parameters, not compared", key.name)
-                return unchecked(verdict, Reason.ONE_RUN, _lacking("nothing of this name"))
+                return _lacking(verdict, "nothing of this name")
         for difference in self._known:
             if difference.explains(key):
                 self._say(f"known difference ({difference.reason})", f"{key.name} {key.kind}")
-                note = Note(Reason.KNOWN, text=difference.reason)
-                return unchecked(verdict, Reason.KNOWN, note)
+                return verdict.unchecked(Reason.KNOWN, difference.reason)
         if self._other_start and other_values and key.direction is not Direction.START:
             # Start values follow from names: a renamed parameter starts from others.
-            return unchecked(verdict, Reason.OTHER_START)
+            return verdict.unchecked(Reason.OTHER_START)
         return verdict
 
     def _say(self, subject: str, name: str) -> None:
         self._names_by_subject.setdefault(subject, {})[name] = None
 
 
-def _lacking(lacking: str) -> Note:
-    return Note(Remark.LACKING, text=f"not compared: the other run has {lacking}")
+def _lacking(verdict: Judged, lacking: str) -> Judged:
+    text = f"not compared: the other run has {lacking}"
+    return verdict.unchecked(Reason.ONE_RUN, text, Remark.LACKING)
 
 
 def padded(first: Side, second: Side) -> tuple[int, int] | None:

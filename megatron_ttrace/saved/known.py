@@ -11,10 +11,7 @@ from pathlib import Path
 
 from megatron_ttrace.trace import codec, small_files
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.findings import Note
-from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import Kind, TraceKey
 
 OWN_LIST = Path(__file__).with_name("known_differences.toml")
 
@@ -50,12 +47,6 @@ class Difference:
     def explains(self, key: TraceKey) -> bool:
         """Whether a difference in this tensor is this one."""
         return (not self.kinds or key.kind in self.kinds) and fnmatchcase(key.name, self.name)
-
-
-def unchecked(verdict: Judged, reason: Reason, note: Note | None = None) -> Judged:
-    """The verdict on a tensor that is not judged, for a reason."""
-    notes = (note or Note(reason),)
-    return dataclasses.replace(verdict, verdict=Outcome.UNCHECKED, reason=reason, notes=notes)
 
 
 def _begins(release: str, version: str) -> bool:

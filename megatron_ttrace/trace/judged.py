@@ -2,10 +2,11 @@
 """What is concluded about tensors and modules, before ``report/`` puts it into words."""
 
 import dataclasses
+from typing import Self
 
-from megatron_ttrace.trace.findings import Explanation, Note
+from megatron_ttrace.trace.findings import Explanation, Note, Remark
 from megatron_ttrace.trace.outcomes import Grounds, Reason
-from megatron_ttrace.trace.records import Direction, TensorResult
+from megatron_ttrace.trace.records import Direction, Outcome, TensorResult
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +15,14 @@ class Judged(TensorResult):
 
     notes: tuple[Note, ...] = ()
     reason: Reason | None = None
+
+    def unchecked(self, reason: Reason, text: str = "", remark: Remark | None = None) -> Self:
+        """The verdict on the same tensor where it is not judged, for a reason.
+
+        ``text`` is of the note, which has the reason's words if it has no others (``remark``).
+        """
+        notes = (Note(remark or reason, text=text),)
+        return dataclasses.replace(self, verdict=Outcome.UNCHECKED, reason=reason, notes=notes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

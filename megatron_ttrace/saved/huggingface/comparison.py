@@ -17,10 +17,9 @@ from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.saved.huggingface import differences
 from megatron_ttrace.saved.huggingface.families import family_of, read_config
 from megatron_ttrace.saved.huggingface.inputs import Inputs
-from megatron_ttrace.saved.known import Difference, unchecked
+from megatron_ttrace.saved.known import Difference
 from megatron_ttrace.trace import budget
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.findings import Note
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason, Unexercised
 from megatron_ttrace.trace.records import Outcome
@@ -140,13 +139,11 @@ class Compared:
         key, is_open = verdict.key, verdict.verdict in (Outcome.MISSING, Outcome.UNCHECKED)
         is_later = key.iteration != self.inputs.iteration
         if is_open and (is_later or self._correspondence.row(key) is None):
-            note = Note(Reason.NO_COUNTERPART, text=differences.why(self.inputs, key))
-            return unchecked(verdict, Reason.NO_COUNTERPART, note)
+            return verdict.unchecked(Reason.NO_COUNTERPART, differences.why(self.inputs, key))
         for difference in self._known if verdict.verdict.is_failure else ():
             if difference.explains(verdict.key):
                 self._explained[difference.reason] += 1
-                note = Note(Reason.KNOWN, text=difference.reason)
-                return unchecked(verdict, Reason.KNOWN, note)
+                return verdict.unchecked(Reason.KNOWN, difference.reason)
         return verdict
 
 
