@@ -9,7 +9,7 @@ import dataclasses
 import io
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +175,15 @@ CHECKS: dict[str, Callable[[], Check]] = {
 }
 
 
-def text_of(check: Check, directory: Path = Path("ttrace-out"), **options: Any) -> str:
-    """The report as it goes into a log, or to a terminal."""
+def text_of(
+    check: Check,
+    directory: Path = Path("ttrace-out"),
+    isolating: Sequence[str] = (),
+    **options: Any,
+) -> str:
+    """The report as it goes into a log, or to a terminal with these ``options``."""
     file = io.StringIO()
-    terminal.render(*check, Console(file=file, **options), directory)
+    terminal.render(*check, Console(file=file, **options), directory, isolating)
     return file.getvalue()
 
 

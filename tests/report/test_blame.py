@@ -4,11 +4,11 @@
 import dataclasses
 
 import pytest
-from rich.console import Console
 
-from megatron_ttrace.report import blame, html, terminal
+from megatron_ttrace.report import blame, html
 from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
+from tests.report.expected import text_of
 from tests.report.synthetic_report import embedding_bug
 
 HUNK = BlamedHunk(
@@ -60,9 +60,7 @@ def test_the_reports():
     """The hunk comes before the culprit, and nothing is wider than the terminal."""
     summary, verdicts = embedding_bug()
     summary = dataclasses.replace(summary, blame=PROVEN)
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    terminal.render(summary, verdicts, console, directory=html.Path("ttrace-out"))
-    text_of_log = console.export_text()
+    text_of_log = text_of((summary, verdicts))
     assert max(map(len, text_of_log.splitlines())) <= 80
     assert text_of_log.index("layers.py:7 (A.forward)") < text_of_log.index("culprit  ")
     assert "(61 hunks since core_v0.19.2, 40 did not run; 7 checks, 31 s)" in text_of_log
@@ -80,9 +78,7 @@ def test_the_suggestion(ran):
     summary, verdicts = embedding_bug()
     changed = ChangedCode("core_v0.19.2", (ChangedFunction("a.py", "f", 1, ran),))
     summary = dataclasses.replace(summary, changed_code=changed)
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    terminal.render(summary, verdicts, console, directory=html.Path("ttrace-out"))
-    printed = " ".join(console.export_text().split())
+    printed = " ".join(text_of((summary, verdicts)).split())
     text = "ttrace blame --good core_v0.19.2 -- COMMAND finds the change to blame"
     assert (text in printed) == (ran is not Execution.NOT_RUN)
     assert blame.suggestion(None) == ""

@@ -91,15 +91,12 @@ def test_a_command_can_be_copied(diverged: Check) -> None:
     words = ["ttrace", "check", "--nproc-per-node", "2", "--", "a script.py", "--x=$HOME", "-1"]
     assert shlex.split(" ".join(terminal.shell_lines(["x" * 2000], 80))) == ["x" * 2000]
     words += [word for number in range(12) for word in (f"--a-flag-{number}", "value")]
-    file = io.StringIO()
-    terminal.render(*diverged, Console(file=file), Path("out"), words)
-    text = file.getvalue()
+    text = text_of(diverged, Path("out"), words)
     assert max(map(len, text.splitlines())) <= 80
     command = text[text.index("ttrace check") :]
     assert shlex.split(command.replace("\\\n", "")) == words
-    file = io.StringIO()
-    terminal.render(*diverged, Console(file=file), Path("a b"), words * 10)
-    assert "the same with --ttrace-isolate --ttrace-dir 'a b-isolated'" in file.getvalue()
+    text = text_of(diverged, Path("a b"), words * 10)
+    assert "the same with --ttrace-isolate --ttrace-dir 'a b-isolated'" in text
 
 
 def test_nothing_is_suggested_that_would_be_refused(diverged: Check) -> None:
@@ -108,10 +105,9 @@ def test_nothing_is_suggested_that_would_be_refused(diverged: Check) -> None:
     both = dataclasses.replace(summary, config={**summary.config, "against": {}})
     culprits = [dataclasses.replace(c, direction=Direction.UPDATE) for c in summary.culprits]
     for other in (both, dataclasses.replace(summary, culprits=tuple(culprits))):
-        file = io.StringIO()
-        terminal.render(other, verdicts, Console(file=file), Path("out"))
-        assert "open report.html" in file.getvalue()
-        assert "--ttrace-isolate" not in file.getvalue()
+        text = text_of((other, verdicts))
+        assert "open report.html" in text
+        assert "--ttrace-isolate" not in text
 
 
 @pytest.mark.parametrize("feature", Unexercised)
