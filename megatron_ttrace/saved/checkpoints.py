@@ -16,7 +16,7 @@ import torch
 from megatron_ttrace.mcore.checkpoints.numbers import alike
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
 from megatron_ttrace.saved.huggingface.causes import Cause
-from megatron_ttrace.saved.recorded import VOCABULARY, same
+from megatron_ttrace.saved.recorded import VOCABULARY, differing, same
 from megatron_ttrace.trace.codec import Record, Size
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.states import Item, State
@@ -250,7 +250,7 @@ def _same_dtype(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor,
 
 def _squares(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """The sum of squares of the difference, 0 only if all bits agree, and that of ours."""
-    if bool(((ours == theirs) | (ours.isnan() & theirs.isnan())).all()):
+    if not differing(ours, theirs).any():
         return torch.stack([torch.zeros((), dtype=torch.float64), ours.double().square().sum()])
     x, y = ours.double(), theirs.double()
     # A difference may be too small to have a square.
@@ -288,10 +288,9 @@ def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 def _bucket(key: str, a: Stored, b: Stored) -> Tensor:
     state = key.rpartition(".")[2]
     ours, theirs, rounded = _same_dtype(a.read(), b.read())
-    differs = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
     free = _between_parameters(a) & _between_parameters(b)
     notes = [rounded] if rounded else []
-    if skipped := int((differs & free).sum()):
+    if skipped := int((differing(ours, theirs) & free).sum()):
         notes.append(f"{skipped} elements between parameters are not compared")
         ours = torch.where(free, 0, ours)
         theirs = torch.where(free, 0, theirs)

@@ -157,12 +157,12 @@ def change(before: float, after: float) -> float:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether all elements are equal, or both not a number."""
-    return a.shape == b.shape and not differing(a, b)
+    return a.shape == b.shape and not differing(a, b).any()
 
 
-def differing(a: torch.Tensor, b: torch.Tensor) -> int:
-    """How many elements are neither equal nor both not a number."""
-    return int(((a != b) & ((a == a) | (b == b))).sum())
+def differing(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Which elements are neither equal nor both not a number."""
+    return (a != b) & ((a == a) | (b == b))
 
 
 def distance(data: torch.Tensor, right: torch.Tensor) -> float:

@@ -262,7 +262,7 @@ class _Comparison:
             How.DIFFERENT,
             blame,
             rel_err=distance(after, before),
-            wrong=differing(after.double(), before.double()),
+            wrong=int(differing(after.double(), before.double()).sum()),
             total=before.numel(),
             **more,
         )

@@ -51,7 +51,7 @@ def test_the_same(tmp_path: Path) -> None:
 def test_what_is_not_a_number_in_both_is_not_counted() -> None:
     """A tensor that differs elsewhere."""
     before, after = torch.tensor([math.nan, 1.0, 2.0]), torch.tensor([math.nan, 1.0, math.nan])
-    assert differing(before, after) == 1
+    assert differing(before, after).tolist() == [False, False, True]
     assert same(before, before)
     assert not same(before, after)
 
