@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ttrace.report import figures, table
-from megatron_ttrace.trace.records import Kind, Outcome, Summary, Verdict
+from megatron_ttrace.trace.records import Kind, Outcome, Verdict
+from tests.report.expected import Check
 from tests.report.synthetic_report import make_verdict
-
-Check = tuple[Summary, list[Verdict]]
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from megatron_ttrace.trace.records import (
     Residual,
     Result,
     Summary,
-    Verdict,
 )
 from tests.report import chromium
+from tests.report.expected import Check
 from tests.report.synthetic_report import (
     embedding_bug,
     healthy_verdicts,
@@ -29,7 +29,6 @@ from tests.report.synthetic_report import (
 )
 from tests.trace.test_sanitise import HOSTILE, check_with, parse
 
-Check = tuple[Summary, list[Verdict]]
 needs_chromium = pytest.mark.skipif(
     chromium.EXECUTABLE is None, reason="chromium is not installed (apt-get install chromium)"
 )

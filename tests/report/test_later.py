@@ -10,9 +10,7 @@ import pytest
 
 from megatron_ttrace.report import later, publish
 from megatron_ttrace.trace import files, owned
-from megatron_ttrace.trace.records import Summary, Verdict
-
-Check = tuple[Summary, list[Verdict]]
+from tests.report.expected import Check
 
 JOB = """
 import os, signal, sys

@@ -17,11 +17,9 @@ from megatron_ttrace.cli.main import build_parser
 from megatron_ttrace.report import html, log_scalars, prepare, publish
 from megatron_ttrace.trace import files, owned
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import Summary, Verdict
-from tests.report.expected import Writer
+from tests.report.expected import Check, Writer
 from tests.trace.test_sanitise import HOSTILE, check_with
 
-Check = tuple[Summary, list[Verdict]]
 ROOT = Path(__file__).parents[2]
 
 

@@ -19,14 +19,13 @@ from rich.console import Console
 from megatron_ttrace.cli.main import main
 from megatron_ttrace.report import html, publish
 from megatron_ttrace.report import wandb as sink
-from megatron_ttrace.trace.records import Summary, Verdict
 from tests import programs
+from tests.report.expected import Check
 from tests.report.synthetic_report import make_summary
 from tests.report.wandb_file import OfflineRun, forget_account
 from tests.trace.test_sanitise import HOSTILE, check_with
 
 wandb = pytest.importorskip("wandb")
-Check = tuple[Summary, list[Verdict]]
 
 
 @pytest.fixture(autouse=True)
