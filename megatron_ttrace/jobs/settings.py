@@ -369,29 +369,22 @@ def add_arguments(
     return parser
 
 
-def check_single(args: object, *names: str) -> None:
-    """Refuse ``--flag=--``, which argparse turns into an empty list before it checks types.
-
-    Raises ``TTraceError`` when one of these flags has no value.
-    """
-    for name in names:
-        if isinstance(getattr(args, name), list):
-            raise TTraceError(f"--{name.replace('_', '-')}: give a value")
-
-
 def settings_of(args: object, base: Settings = Settings()) -> Settings:
     """The settings of a parsed command line, ours or Megatron's; they override those of ``base``.
 
     They need not be valid: what follows may override them. Raises ``TTraceError`` for texts that
     mean nothing.
     """
-    flags = {name: flag for name, flag in FLAGS.items() if hasattr(args, flag.dest)}
-    check_single(args, *(flag.dest for flag in flags.values()))
-    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
-    values: dict[str, Any] = {
-        name: not defaults[name] if flag.is_switch else flag.value(getattr(args, flag.dest))
-        for name, flag in flags.items()
-    }
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Settings):
+        flag = FLAGS[field.name]
+        if not hasattr(args, flag.dest):
+            continue
+        value = getattr(args, flag.dest)
+        if isinstance(value, list):
+            # Of --flag=--, before argparse checks types.
+            raise TTraceError(f"{flag.name}: give a value")
+        values[field.name] = not field.default if flag.is_switch else flag.value(value)
     return dataclasses.replace(base, **values)
 
 
