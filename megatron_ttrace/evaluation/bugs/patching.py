@@ -16,7 +16,8 @@ import functools
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -66,30 +67,21 @@ def apply(patches: Sequence[SourcePatch]) -> list[tuple[FunctionType, CodeType]]
     Raises:
         TTraceError: when a patch does not fit; then nothing was changed.
     """
-    changes: list[tuple[FunctionType, CodeType]] = []
-    for module in dict.fromkeys(patch.module for patch in patches):
-        of_module = [patch for patch in patches if patch.module == module]
-        changes += _changes(module, functools.partial(_patched, of_module), "a known bug's patch")
-    return _swap(changes)
+    of_module: dict[str, list[SourcePatch]] = defaultdict(list)
+    for patch in patches:
+        of_module[patch.module].append(patch)
+    changes = {module: functools.partial(_patched, some) for module, some in of_module.items()}
+    return rewrite(changes, "a known bug's patch")
 
 
-def rewrite(module: str, change: Change, origin: str) -> list[tuple[FunctionType, CodeType]]:
-    """Change the source of one module; only bodies of functions may differ.
+def rewrite(changes: Mapping[str, Change], origin: str) -> list[tuple[FunctionType, CodeType]]:
+    """As :func:`apply`, by changes of modules' sources: only bodies of functions may differ.
 
     ``origin`` says in messages what kind of change it is.
-
-    Returns:
-        As :func:`apply`.
-
-    Raises:
-        TTraceError: when the change does not fit; then nothing was changed.
     """
-    return _swap(_changes(module, change, origin))
-
-
-def _swap(changes: Sequence[tuple[FunctionType, CodeType]]) -> list[tuple[FunctionType, CodeType]]:
-    before = [(function, function.__code__) for function, _ in changes]
-    for function, code in changes:
+    codes = [code for name, change in changes.items() for code in _changes(name, change, origin)]
+    before = [(function, function.__code__) for function, _ in codes]
+    for function, code in codes:
         function.__code__ = code
     return before
 

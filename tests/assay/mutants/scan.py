@@ -185,4 +185,4 @@ def introduce(mutant: Mutant) -> list[tuple[FunctionType, CodeType]]:
             raise TTraceError(f"{mutant.id}: {path} is not the file in which it was found")
         return source.replace(mutant.span, mutant.replacement)
 
-    return rewrite(mutant.module, change, "a mutant")
+    return rewrite({mutant.module: change}, "a mutant")
