@@ -86,13 +86,9 @@ def read_log(log: Path, root: Path, ranks: int) -> Files | None:
     return files
 
 
-def merged(*several: Files) -> Files:
-    """What ran in any of several runs of the same code."""
-    files: Files = {}
-    for run in several:
-        for file, functions in run.items():
-            files[file] = {**files.get(file, {}), **functions}
-    return files
+def merged(first: Files, second: Files) -> Files:
+    """What ran in either of two runs of the same code."""
+    return {file: first.get(file, {}) | second.get(file, {}) for file in first | second}
 
 
 def changed(files: Files, root: Path) -> Iterator[tuple[str, str]]:
