@@ -51,12 +51,3 @@ def test_other_vocabularies(tmp_path: Path) -> None:
 def test_margin() -> None:
     """That of a tensor that was judged."""
     assert suites.margin_of(make_verdict(rel_err=3e-4, tolerance=1e-3)) == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize(
-    ("alarm", "met", "code"),
-    [(False, True, 0), (True, True, 1), (True, False, 1), (False, False, 2)],
-)
-def test_exit_code(alarm: bool, met: bool, code: int) -> None:
-    """A false alarm is more important than a miss."""
-    assert suites.exit_code(alarm=alarm, met=met) == code
