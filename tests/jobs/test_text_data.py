@@ -2,7 +2,6 @@
 """Text to Megatron's indexed format: what is read back with Megatron's reader is what went in."""
 
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -58,19 +57,6 @@ def test_round_trip(folder: Path, tmp_path: Path) -> None:
         [0xFF, 0xFE, 0, 256],
     ]
     assert counts == (3, 257 + 7 + 4)
-
-
-def test_without_eod(tmp_path: Path) -> None:
-    """Documents end without a token when none is asked for."""
-    text_data.write_corpus([b"ab", b"c"], tmp_path / "x", append_eod=False)
-    assert read_back(tmp_path / "x") == [[97, 98], [99]]
-
-
-def test_max_bytes_cuts_the_last_document(folder: Path) -> None:
-    """The limit counts bytes of text over all documents and is met exactly."""
-    files = text_data.find_files([folder], "*.txt")
-    documents = list(text_data.read_documents(files, 258))
-    assert documents == [bytes(range(256)), b"se"]
 
 
 def test_order_of_sources_is_kept(folder: Path) -> None:
@@ -180,14 +166,6 @@ def test_bad_input(folder: Path, tmp_path: Path, argv: list[str], message: str) 
         run("--output", tmp_path / "out", *filled)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.glob("out*"))
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is unreadable to root")
-def test_unreadable_file(folder: Path, tmp_path: Path) -> None:
-    """A file without permission is named."""
-    (folder / "b.txt").chmod(0)
-    with pytest.raises(TTraceError, match=r"b.txt: cannot be read: Permission denied"):
-        run("--output", tmp_path / "out", folder / "b.txt")
 
 
 def test_file_that_vanishes(folder: Path) -> None:
