@@ -260,12 +260,11 @@ def answer(result, run=None):
 """
 
 
-def job(tmp_path, code, **others):
+def job(tmp_path, code, nproc=1, **settings):
     """A job of a tiny script."""
     script = tmp_path / "train.py"
     script.write_text(code)
-    settings = Settings(directory=tmp_path / "out")
-    return Job(script, ("--lr", "1"), others.pop("nproc", 1), settings, **others)
+    return Job(script, ("--lr", "1"), nproc, Settings(directory=tmp_path / "out", **settings))
 
 
 @pytest.mark.parametrize(

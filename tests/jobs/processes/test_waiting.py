@@ -10,11 +10,10 @@ import pytest
 
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs import script
-from megatron_ttrace.jobs.job import Job
 from megatron_ttrace.jobs.processes import child, ranks, waiting
 from megatron_ttrace.jobs.processes.waiting import OutOfTimeError, Patience, Waited
-from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.trace.errors import TTraceError
+from tests.jobs.test_job import job
 
 SLEEPS = "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(3600)\n"
 
@@ -98,14 +97,6 @@ def test_a_machine_that_slept(tmp_path: Path, clock: Clock) -> None:
     patience.look([rank(tmp_path)])
 
 
-def job(tmp_path: Path, code: str, timeout: int = 60, **others: object) -> Job:
-    """A job of a tiny script."""
-    program = tmp_path / "train.py"
-    program.write_text(code)
-    settings = Settings(directory=tmp_path / "out", timeout=timeout)
-    return Job(script=program, arguments=(), settings=settings, **others)
-
-
 def test_ranks_that_hang(tmp_path: Path) -> None:
     """Silent ranks are ended."""
     with pytest.raises(OutOfTimeError, match=r"rank 0 .*, rank 1 .* produced no output for"):
@@ -131,7 +122,7 @@ def test_a_stopped_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "time.sleep(0.9)\nsys.exit('RuntimeError: Connection closed by peer')"
     )
     with pytest.raises(TTraceError, match=r"^rank 1 \(pid \d+\) is stopped; the others gave up"):
-        jobs.run(job(tmp_path, code, nproc=2), fork=True, say=lines.append)
+        jobs.run(job(tmp_path, code, nproc=2, timeout=60), fork=True, say=lines.append)
     assert any("is stopped; 'kill -CONT" in line for line in lines)
 
 
@@ -143,17 +134,6 @@ def test_a_reference_that_hangs_without_a_fork_server(tmp_path: Path, stopped: b
     how = "is stopped, and nothing happened for" if stopped else "did not end within"
     with pytest.raises(OutOfTimeError, match=rf"the reference run \(pid \d+\) {how}"):
         child.run_subprocess(command, dict(os.environ), tmp_path / "log", 1.0)
-
-
-def test_a_rank_that_was_killed_is_the_cause(tmp_path: Path) -> None:
-    """The crashed rank is the cause, not the one that lost its connection to it."""
-    code = (
-        "import os, signal, sys, time\n"
-        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "print('RuntimeError: Connection closed by peer', flush=True); time.sleep(0.2); sys.exit(1)"
-    )
-    with pytest.raises(TTraceError, match=r"^rank 1 was killed by signal 9 \(SIGKILL, out of mem"):
-        jobs.run(job(tmp_path, code, nproc=2), fork=True)
 
 
 def test_variables_of_other_launchers_are_left_out(
@@ -187,7 +167,7 @@ def test_a_command_line_error(tmp_path: Path) -> None:
     """argparse's own message is the reason."""
     code = "import argparse; argparse.ArgumentParser(prog='train.py').parse_args(['--none'])"
     with pytest.raises(TTraceError, match="rank 0 failed: error: unrecognized arguments: --none"):
-        jobs.run(job(tmp_path, code, nproc=2), fork=True)
+        jobs.run(job(tmp_path, code, nproc=2, timeout=60), fork=True)
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
