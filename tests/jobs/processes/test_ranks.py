@@ -46,38 +46,33 @@ def test_no_exit_code_is_lost(tmp_path):
 
 
 def test_every_rank_knows_its_place(tmp_path, monkeypatch):
-    """torchrun's variables, the arguments, our additions, and the user's environment."""
+    """torchrun's variables, one port, the arguments, our additions, and the user's environment."""
     monkeypatch.setenv("OF_THE_USER", "kept")
     names = "NAMES = 'RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE ADDED OF_THE_USER'.split()\n"
-    code = "print(*[os.environ[n] for n in NAMES], sys.argv[1])"
+    code = "print(*[os.environ[n] for n in NAMES], sys.argv[1])\n"
+    code += "print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
     assert run(tmp_path, names + code, environment={"ADDED": "yes"}) == [0, 0]
-    assert log(tmp_path, 0) == "0 0 2 2 yes kept an argument\n"
-    assert log(tmp_path, 1) == "1 1 2 2 yes kept an argument\n"
+    (first, place), (second, same) = (log(tmp_path, rank).splitlines() for rank in (0, 1))
+    assert first == "0 0 2 2 yes kept an argument"
+    assert second == "1 1 2 2 yes kept an argument"
+    assert place == same
+    assert int(place.split()[1]) > 1023
 
 
-def test_all_ranks_meet_at_one_port(tmp_path):
-    """All ranks get the same free port."""
-    assert run(tmp_path, "print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])") == [0, 0]
-    assert log(tmp_path, 0) == log(tmp_path, 1)
-    assert int(log(tmp_path, 0).split()[1]) > 1023
-
-
-def test_a_rank_that_dies_ends_the_others(tmp_path, short_grace):
-    """Ranks that wait for a dead one are killed and have no code."""
-    code = "sys.exit(7) if rank == 1 else time.sleep(3600)"
-    assert run(tmp_path, code, nproc=3) == [None, 7, None]
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("sys.exit(7)", 7), ("os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV)],
+)
+def test_a_rank_that_dies_ends_the_others(tmp_path, short_grace, end, code):
+    """Ranks that wait for a dead one are killed and have no code; a signal's is negative."""
+    text = f"{end} if rank == 1 else time.sleep(3600)"
+    assert run(tmp_path, text, nproc=3) == [None, code, None]
 
 
 def test_survivors_may_end_by_themselves(tmp_path):
     """Ranks that end within the grace time keep their code."""
     code = "sys.exit(7) if rank == 1 else (time.sleep(0.3), sys.exit(5))"
     assert run(tmp_path, code) == [5, 7]
-
-
-def test_a_rank_killed_by_a_signal(tmp_path, short_grace):
-    """The code is the negative signal number, as in Python."""
-    code = "os.kill(os.getpid(), signal.SIGSEGV) if rank == 0 else time.sleep(3600)"
-    assert run(tmp_path, code) == [-signal.SIGSEGV, None]
 
 
 def test_a_rank_that_hangs_when_the_others_are_done_is_ended(tmp_path, short_grace):
