@@ -116,12 +116,6 @@ def test_a_rank_asks_and_is_answered(tmp_path):
         requests.close()
 
 
-def test_an_ordinary_process_has_no_parent_to_ask(monkeypatch):
-    """Under torchrun the reference is started as a process."""
-    monkeypatch.delenv("TTRACE_FORKSERVER", raising=False)
-    assert not forkserver.available()
-
-
 def test_a_log_that_cannot_be_made(tmp_path):
     """The child ends in silence: its parent says why."""
     code = """
