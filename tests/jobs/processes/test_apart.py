@@ -44,25 +44,23 @@ def test_the_interpreter_of_a_command(tmp_path):
         apart.interpreter_of(command_line.parse(["absent/python", *JOB]))
 
 
-def test_its_error(tmp_path):
-    """Its exit code, and its own words."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    words = ["compare", str(tmp_path / "absent"), "b"]
-    code, reason = apart.ttrace(sys.executable, words, environment, quiet=True)
-    assert code == 2
-    assert "absent" in reason
-    assert not reason.startswith("ttrace:")
-
-
-def test_a_warm_fork(tmp_path, monkeypatch):
-    """It ends as a new process does, and leaves temporary directories of this one alone."""
+@pytest.fixture
+def warm(monkeypatch):
+    """A process that can be forked: it has torch, and no Megatron."""
     importlib.import_module("torch")
     monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
-    monkeypatch.setattr(subprocess, "Popen", None)
-    environment = {**os.environ, "TTRACE_CACHE": "", "PYTHONPATH": ""}
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_its_error(tmp_path, monkeypatch, is_warm):
+    """Its exit code and its own words; a fork leaves temporary directories of this one alone."""
+    if is_warm:
+        monkeypatch.setattr(subprocess, "Popen", None)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     ours = tempfile.TemporaryDirectory(dir=tmp_path)
     words = ["compare", str(tmp_path / "absent"), "b"]
-    code, reason = apart.ttrace(sys.executable, words, environment, quiet=True, warm=True)
+    code, reason = apart.ttrace(sys.executable, words, environment, quiet=True, warm=is_warm)
     assert code == 2
     assert "absent" in reason
     assert not reason.startswith("ttrace:")
@@ -70,11 +68,10 @@ def test_a_warm_fork(tmp_path, monkeypatch):
     ours.cleanup()
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("variable", ["PYTHONPYCACHEPREFIX", "PYTHONDONTWRITEBYTECODE"])
 def test_where_a_fork_compiles(tmp_path, monkeypatch, variable):
     """As its environment asks, and as a new process does."""
-    importlib.import_module("torch")
-    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
     (tmp_path / "probe.py").write_text(
         "import sys\nprint(sys.dont_write_bytecode, sys.pycache_prefix, file=sys.stderr)\n"
     )
