@@ -3,7 +3,9 @@
 
 import dataclasses
 
-from megatron_ttrace.evaluation.hunt.reduction import reduce
+import pytest
+
+from megatron_ttrace.evaluation.hunt.reduction import Reduced, reduce
 from megatron_ttrace.evaluation.recipes.collect import Answer, SmallJob
 from megatron_ttrace.evaluation.recipes.run import JobRow
 from megatron_ttrace.jobs.commands.command_line import Command
@@ -45,12 +47,18 @@ def row_of(row: JobRow, *modules: str, finding: str = "") -> JobRow:
     return dataclasses.replace(row, answer=answer, modules=modules, finding=finding)
 
 
-def test_what_it_needs():
-    """Axes, then flags; a known fault in the same module is another one."""
+@pytest.fixture(scope="module")
+def reduced() -> tuple[Reduced, Checks]:
+    """The reduction of the command's first small job, and the checks that it took."""
     checks = Checks()
     (first, *_) = plan.shrink(COMMAND).jobs
     row = checks(SmallJob("x.py", first.arguments, first.axes.ranks, ()))
-    found = reduce(COMMAND, first, row, checks, 8)
+    return reduce(COMMAND, first, row, checks, 8), checks
+
+
+def test_what_it_needs(reduced):
+    """Axes, then flags; a known fault in the same module is another one."""
+    found, checks = reduced
     assert found.axes == {"tp": 2}
     assert set(found.flags) == {"--sequence-parallel", "--lr 1e-3"}
     assert "--overlap-grad-reduce" in found.left_out
@@ -60,22 +68,16 @@ def test_what_it_needs():
     assert found.checked < len(checks.asked)
 
 
-def test_the_pattern():
+def test_the_pattern(reduced):
     """Other jobs that combine what a reduced one needs show the same fault."""
-    checks = Checks()
-    (first, *_) = plan.shrink(COMMAND).jobs
-    row = checks(SmallJob("x.py", first.arguments, first.axes.ranks, ()))
-    pattern = reduce(COMMAND, first, row, checks, 8).pattern()
+    pattern = reduced[0].pattern()
     assert pattern.fits(CommandFlags.parse(WORDS).options())
     others = [word for word in WORDS if word != "--sequence-parallel"]
     assert not pattern.fits(CommandFlags.parse(others).options())
 
 
-def test_the_nearest_healthy_job():
+def test_the_nearest_healthy_job(reduced):
     """It differs from the smallest diverging one by a flag."""
-    checks = Checks()
-    (first, *_) = plan.shrink(COMMAND).jobs
-    row = checks(SmallJob("x.py", first.arguments, first.axes.ranks, ()))
-    found = reduce(COMMAND, first, row, checks, 8)
+    found, checks = reduced
     healthy = next(str(job) for job in checks.asked if str(job) == found.healthy)
     assert "--sequence-parallel" not in healthy
