@@ -167,15 +167,11 @@ def _without_bodies(tree: ast.AST) -> str:
 
 def _code(module: CodeType, name: str, line: int) -> CodeType:
     """The code of one function out of a compiled module."""
-    for constant in module.co_consts:
-        if isinstance(constant, CodeType):
-            if constant.co_qualname == name and constant.co_firstlineno == line:
-                return constant
-            if name.startswith(f"{constant.co_qualname}."):
-                try:
-                    return _code(constant, name, line)
-                except LookupError:
-                    continue
+    codes = [module]
+    for code in codes:
+        if (code.co_qualname, code.co_firstlineno) == (name, line):
+            return code
+        codes.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
     raise LookupError(f"{name}, line {line}")
 
 
