@@ -81,20 +81,17 @@ def stages(layout: str) -> list[str]:
 
 
 def shrink_stages(texts: Sequence[str], count: int) -> list[str]:
-    """``count`` of the stages: the first, the last, and between them different ones in their order.
+    """``count`` of the stages, at least two: the first, the last, and different ones between them.
 
     Stages with more layers than others keep having more: the numbers of decoder layers become
     1, 2, ... in their order.
     """
-    if count == 1:
-        chosen = ["".join(texts)]
-    else:
-        middle = [*texts[1:-1]] or [texts[0].lstrip("E")]
-        # One of each kind, then more of those that come first.
-        order = [*dict.fromkeys(map(middle.index, middle)), *range(len(middle))]
-        places = sorted([*dict.fromkeys(order)][: count - 2])
-        between = itertools.islice(itertools.cycle(middle[place] for place in places), count - 2)
-        chosen = [texts[0], *between, texts[-1]]
+    middle = [*texts[1:-1]] or [texts[0].lstrip("E")]
+    # One of each kind, then more of those that come first.
+    order = [*dict.fromkeys(map(middle.index, middle)), *range(len(middle))]
+    places = sorted([*dict.fromkeys(order)][: count - 2])
+    between = itertools.islice(itertools.cycle(middle[place] for place in places), count - 2)
+    chosen = [texts[0], *between, texts[-1]]
     numbers = sorted({stage.count("t") for stage in chosen if "t" in stage})
     return [
         re.sub("t+", "t" * (numbers.index(stage.count("t")) + 1), stage) if "t" in stage else stage
