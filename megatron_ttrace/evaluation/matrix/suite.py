@@ -11,7 +11,7 @@ from megatron_ttrace.evaluation.matrix.configurations import Configuration
 from megatron_ttrace.saved.runner import Ended, Runner
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.records import Outcome, Result
-from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+from megatron_ttrace.trace.sanitise import in_one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +50,8 @@ def check(
 
 def _row(name: str, finding: str, ended: Ended) -> MatrixRow:
     if ended.checked is None:
-        # Log lines belong to some errors, and their text is foreign.
-        return MatrixRow(
-            name=name,
-            verdict=Result.COULD_NOT_CHECK,
-            seconds=ended.seconds,
-            why=clean(" / ".join(ended.reason.splitlines()), NOTE_LIMIT),
-        )
+        why = in_one_line(ended.reason)
+        return MatrixRow(name, Result.COULD_NOT_CHECK, seconds=ended.seconds, why=why)
     summary, verdicts = ended.checked.summary, ended.checked.verdicts()
     worst = max(verdicts, key=suites.margin_of)
     return MatrixRow(
