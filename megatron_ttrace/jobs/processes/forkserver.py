@@ -192,12 +192,6 @@ def _defer(name: str) -> None:
         module.__class__ = _Deferred
 
 
-def further(package: str) -> None:
-    """Import a package on Megatron that ranks need, after :func:`preload`."""
-    with quiet_imports():
-        importlib.import_module(package)
-
-
 def accepts(arguments: Sequence[str]) -> bool:
     """Whether Megatron's parser accepts arguments: whether to import more before the ranks start.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import fnmatch
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -21,9 +22,9 @@ from pathlib import Path
 from megatron_ttrace.evaluation.recipes.bridge import driver
 from megatron_ttrace.evaluation.recipes.bridge.driver import Planned
 from megatron_ttrace.evaluation.recipes.collect import Answer, Recipe, SmallJob
-from megatron_ttrace.jobs.processes import forkserver
 from megatron_ttrace.jobs.shrink import bridge as sizes
 from megatron_ttrace.jobs.shrink import documents
+from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -116,5 +117,6 @@ def data(place: Path) -> Callable[[SmallJob], Sequence[str]]:
     """
     words = (sizes.DATA, str(documents.write_tuning(place / "text")))
     os.environ.update(driver.OFFLINE)
-    forkserver.further(driver.PACKAGE)
+    with quiet_imports():
+        importlib.import_module(driver.PACKAGE)
     return lambda job: words
