@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all suites share: the data of their jobs, and how they sum up a finished check."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.records import Outcome, Summary, Verdict
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Data(StrEnum):

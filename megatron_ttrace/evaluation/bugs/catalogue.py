@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The known bugs, read from ``patches/bugs/*.toml``, whose fields are those of the records here."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shlex

@@ -4,8 +4,6 @@
 The checker never imports this: expectations are read when the verdict is final.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence

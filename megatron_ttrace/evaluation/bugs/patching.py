@@ -9,8 +9,6 @@ callers then run the new code.
 This happens only in the ranks of a candidate. Nothing that judges knows of the bug.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.util

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run each known bug twice: without the bug the job must be equivalent, with it diverged."""
 
-from __future__ import annotations
-
 import dataclasses
 import string
 from collections.abc import Callable, Iterator, Sequence

@@ -7,8 +7,6 @@ known to Megatron alone, so arrays are built by trial, from each pair that is no
 outwards.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check combinations one after the other, and reduce each new divergence to what it needs."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``hunt.html``: which pairs of values were in an equivalent job, and what diverges."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The smallest layout, and the fewest flags, with which a job still diverges in the same module."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

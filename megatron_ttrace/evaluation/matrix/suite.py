@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check configurations of the matrix: healthy ones must come out equivalent."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """All nights in one file of JSON lines, and what changed since the last good one."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a night consists of, and its cases from the JSON that the commands print."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from enum import StrEnum

@@ -4,8 +4,6 @@
 If a part crashes or its time runs out, the other parts still run, and its finished cases count.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One W&B run per night: one row per case, and an alert if a case is bad."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training configurations of a checkout, and the different small jobs that they become."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import fnmatch
@@ -12,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 from unittest import mock
 
 from megatron_ttrace.jobs.commands import recipe_file, shell_script
@@ -55,7 +54,7 @@ class SmallJob:
     place: str = ""
 
     @classmethod
-    def of(cls, command: Command, job: plan.Job, checkout: Path | None = None) -> SmallJob:
+    def of(cls, command: Command, job: plan.Job, checkout: Path | None = None) -> Self:
         """A job that a command was shrunk to."""
         environment = tuple(sorted(command.environment.items()))
         place = os.path.relpath(command.script, checkout) if checkout else ""
@@ -68,7 +67,7 @@ class SmallJob:
         job = [script, list(self.arguments), self.ranks, list(self.environment)]
         return hashlib.sha256(json.dumps(job).encode()).hexdigest()[:12]
 
-    def moved(self, root: Path, to: Path) -> SmallJob:
+    def moved(self, root: Path, to: Path) -> Self:
         """The same job in another checkout."""
         return dataclasses.replace(
             self,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pull request: the recipes that its changes can reach, checked with it and without it."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -10,8 +10,6 @@ was made with this checker, and each only if it has the digests of a commit's fi
 computed now.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -25,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, Self
 
 from megatron_ttrace.trace import changes, codec, owned
 from megatron_ttrace.trace.errors import TTraceError
@@ -165,7 +163,7 @@ class Records:
     references: dict[str, Files] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def load(cls, path: Path) -> Records:
+    def load(cls, path: Path) -> Self:
         """Those of a file; none if it is absent, damaged, or was made with other versions."""
         try:
             document = open_sealed(codec.read(path))

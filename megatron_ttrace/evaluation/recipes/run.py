@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check the small jobs; what is finished stays finished."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -5,8 +5,6 @@ Recipes are functions in ``megatron.bridge.recipes`` that return a ``ConfigConta
 is read; they are called in children of another process, ``driver.py``.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import fnmatch

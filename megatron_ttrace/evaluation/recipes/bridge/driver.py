@@ -6,8 +6,6 @@ the job that it becomes, as Megatron-LM would have them. ``driver.py --plan FILE
 writes what recipes become.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fnmatch
 import hashlib
