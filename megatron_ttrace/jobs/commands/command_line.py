@@ -53,6 +53,7 @@ _LAUNCHERS = frozenset({*_TASKS, "ray"})
 
 
 def _processes(tasks: Mapping[str, int]) -> int | None:
+    """How many processes launchers start in all; ``None`` without any number."""
     per_node = tasks.get("per node")
     return tasks.get("tasks") or (per_node and per_node * tasks.get("nodes", 1))
 
@@ -109,11 +110,6 @@ class _Context:
     uncounted: str = ""
     interpreter: str = ""
     inherited: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def processes(self) -> int | None:
-        """How many processes the launchers start in all; ``None`` without any number."""
-        return _processes(self.tasks)
 
     def script(self, words: Sequence[str]) -> ShellScript:
         if self.uncounted:
@@ -338,10 +334,15 @@ def _read_tasks(launcher: str, options: list[str], context: _Context) -> None:
             raise TTraceError(f"{launcher}'s {name!a} is abbreviated: write the full option")
     if launcher == "srun" and set(context.tasks) == {"nodes"}:
         context.tasks["tasks"] = context.tasks["nodes"]  # its default: one per node
-    if context.processes is None and launcher in ("accelerate", "deepspeed", "mpirun", "mpiexec"):
+    if _processes(context.tasks) is None and launcher in (
+        "accelerate",
+        "deepspeed",
+        "mpirun",
+        "mpiexec",
+    ):
         context.uncounted = context.uncounted or f"{launcher} without a number"
     is_agent = launcher == "accelerate"  # one per node, as torchrun
-    inner = context.tasks.get("nodes", 1) if is_agent else context.processes
+    inner = context.tasks.get("nodes", 1) if is_agent else _processes(context.tasks)
     if before and context.tasks and _processes(before) != inner:
         raise TTraceError(
             f"{launcher} and the launcher around it start different numbers of processes: give "
@@ -399,7 +400,7 @@ def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | No
 def _nodes(text: str, context: _Context) -> int:
     """How many torchruns there are, each for what it calls a node; a contradiction is refused."""
     least, most = (_number(part) for part in (text.split(":")[0], text.split(":")[-1]))
-    started = context.processes
+    started = _processes(context.tasks)
     if started is None:
         return most or 1
     if least and most and not least <= started <= most:
@@ -451,7 +452,7 @@ def _shell(words: list[str], context: _Context) -> Command | ShellScript | None:
 
 def _command(words: list[str], context: _Context) -> Command:
     """The script at last, and the ranks that launchers other than torchrun start."""
-    ranks = context.processes
+    ranks = _processes(context.tasks)
     return Command(
         words[0],
         tuple(words[1:]),
