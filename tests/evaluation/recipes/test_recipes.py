@@ -243,59 +243,48 @@ def test_what_does_not_run_is_no_pass(checkout, tmp_path, monkeypatch, capsys):
     assert "nothing was checked" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("codes", "answer"), [([0, 0], Answer.COULD_NOT_CHECK), ([0, 1], Answer.FAILS)]
-)
-def test_a_job_that_cannot_be_checked(tmp_path, monkeypatch, codes, answer):
-    """Whether it fails without a check, too, is tried."""
-    commands = []
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """A checker whose checks fail, without Megatron, and the jobs that it runs without a check."""
+    runs = SimpleNamespace(started=[], codes=[])
 
     def fails(self, case):
         raise TTraceError("rank 0 failed")
 
-    def alone(nproc, command, logs, **options):
-        commands.append(command)
-        return SimpleNamespace(codes=codes)
+    def run_ranks(nproc, command, logs, **options):
+        runs.started.append((nproc, options["world"], command[1:]))
+        return SimpleNamespace(codes=runs.codes)
+
+    def without_megatron(self, directory, *, flags, script):
+        self.directory, self._flags, self.script = directory, flags, script
+        self._environment, self.forks = {}, False
 
     monkeypatch.setattr(running.Runner, "run", fails)
-    monkeypatch.setattr(running.Runner, "__init__", runner_without_megatron)
-    monkeypatch.setattr(running.ranks, "run_ranks", alone)
+    monkeypatch.setattr(running.Runner, "__init__", without_megatron)
+    monkeypatch.setattr(running.ranks, "run_ranks", run_ranks)
     monkeypatch.setattr(running, "launch_dir", lambda: tmp_path / "ours")
-    checker = running.Checker(tmp_path, tmp_path / "x.py", 60.0, lambda place: lambda job: ())
-    script = tmp_path / "ours" / "x.py"
-    assert checker(SmallJob(str(script), ("--num-layers", "2"), 2, ())).answer is answer
-    (command,) = commands
-    assert command[1:] == (str(script), "--num-layers", "2")
+    script = tmp_path / "x.py"
+    runs.checker = running.Checker(tmp_path, script, 60.0, lambda place: lambda job: ())
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("codes", "answer"), [([0, 0], Answer.COULD_NOT_CHECK), ([0, 1], Answer.FAILS)]
+)
+def test_a_job_that_cannot_be_checked(tmp_path, alone, codes, answer):
+    """Whether it fails without a check, too, is tried."""
+    script, alone.codes = str(tmp_path / "ours" / "x.py"), codes
+    assert alone.checker(SmallJob(script, ("--num-layers", "2"), 2, ())).answer is answer
+    assert alone.started == [(2, 2, (script, "--num-layers", "2"))]
     # A user's script may go on after the steps that a check ends it after.
-    row = checker(SmallJob(str(tmp_path / "x.py"), ("--num-layers", "2"), 2, ()))
+    row = alone.checker(SmallJob(str(tmp_path / "x.py"), ("--num-layers", "2"), 2, ()))
     assert row.answer is Answer.COULD_NOT_CHECK
-    assert len(commands) == 1
+    assert len(alone.started) == 1
 
 
-def test_a_model_that_cannot_be_built(tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_built(tmp_path, alone):
     """A job fails before anything is checked, if all of its ranks fail without a check, too."""
-    started = []
-
-    def alone(nproc, command, logs, **options):
-        started.append((nproc, options["world"], command[2:]))
-        return SimpleNamespace(codes=[1] * nproc)
-
-    def check(self, case):
-        raise AssertionError("checked")
-
-    monkeypatch.setattr(running.Runner, "run", check)
-    monkeypatch.setattr(running.Runner, "__init__", runner_without_megatron)
-    monkeypatch.setattr(running.ranks, "run_ranks", alone)
-    monkeypatch.setattr(running, "launch_dir", lambda: tmp_path)
-    checker = running.Checker(tmp_path, tmp_path / "x.py", 60.0, lambda place: lambda job: ())
-    checker.runner.forks = True
-    row = checker(SmallJob(str(tmp_path / "x.py"), ("--bf16",), 4, ()))
-    assert row.answer is Answer.FAILS
-    building = ("--bf16", "--fake-process-group", "--split", "0,1,0")
-    assert started == [(1, 4, building), (4, 4, ("--bf16",))]
-
-
-def runner_without_megatron(self, directory, *, flags, script):
-    """Its constructor, without imports."""
-    self.directory, self._flags, self.script = directory, flags, script
-    self._environment, self.forks = {}, False
+    script, alone.codes, alone.checker.runner.forks = str(tmp_path / "ours" / "x.py"), [1], True
+    assert alone.checker(SmallJob(script, ("--bf16",), 4, ())).answer is Answer.FAILS
+    building = (script, "--bf16", "--fake-process-group", "--split", "0,1,0")
+    assert alone.started == [(1, 4, building), (4, 4, (script, "--bf16"))]
