@@ -105,18 +105,18 @@ class Space:
                 continue
             replaced = dimension.options()
             flags = [flag for flag in flags if (flag.option or flag.name) not in replaced]
-            flags += _flags(value)[0]
-            needed += _flags(value)[1]
+            values, needs = _flags(value)
+            flags += values
+            needed += needs
         # Of what is set more than once the last counts.
-        words = [word for flag in CommandFlags([*needed, *flags]).flags for word in flag.words()]
-        given = CommandFlags.parse(words)
+        given, own = CommandFlags([*needed, *flags]), CommandFlags.parse(self._base.arguments)
         ranks = (self._base.ranks or 1) * copies
-        own = CommandFlags.parse(self._base.arguments)
         ranks = ranks * axes.weight_shards(given) // axes.weight_shards(own)
-        for option in ("tensor", "pipeline", "context"):
-            name = f"{option}_{'' if option == 'context' else 'model_'}parallel_size"
-            ranks = ranks * max(1, given.integer(name, 1)) // max(1, own.integer(name, 1))
-        return dataclasses.replace(self._base, arguments=tuple(words), ranks=ranks)
+        for axis in ("tp", "pp", "cp"):
+            option = axes.OPTIONS[axis]
+            ranks = ranks * max(1, given.integer(option, 1)) // max(1, own.integer(option, 1))
+        words = tuple(word for flag in given.flags for word in flag.words())
+        return dataclasses.replace(self._base, arguments=words, ranks=ranks)
 
     def pairs(self) -> list[Pair]:
         """All pairs of values of two dimensions; those of the base's own are in every job."""
