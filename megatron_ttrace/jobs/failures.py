@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.ends import EndRecord, Frame
 from megatron_ttrace.trace.errors import TTraceError, without_secrets
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
@@ -63,13 +62,8 @@ KNOWN = (
 )
 
 
-def record(error: BaseException, code: int) -> None:
-    """Leave the record of a process that an exception ends with exit code ``code``."""
-    ends.write(record_of(error, code))
-
-
 def record_of(error: BaseException, code: int, *, follows: bool = False) -> EndRecord:
-    """What is known of an exception; a :class:`TTraceError` is its message."""
+    """What is known of an exception that ends a process; a :class:`TTraceError` is its message."""
     if isinstance(error, TTraceError):
         return EndRecord(code=code, at=0, message=str(error), follows=follows)
     frames = tuple(_frames(error))

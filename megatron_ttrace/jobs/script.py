@@ -142,10 +142,10 @@ def run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if code:
-            failures.record(leaving, code)
+            ends.write(failures.record_of(leaving, code))
         raise
     except Exception as error:
-        failures.record(error, 1)
+        ends.write(failures.record_of(error, 1))
         raise
 
 

@@ -132,7 +132,7 @@ def test_the_first_reason_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(ends.VARIABLE, str(file))
     ends.begin()
     ends.tell("no room")
-    failures.record(TTraceError("lost the connection"), 2)
+    ends.write(failures.record_of(TTraceError("lost the connection"), 2))
     ends.begin()
     end = ends.read(file)
     assert end is not None
