@@ -3,9 +3,10 @@
 
 Megatron's ``FusedLayerNorm`` is the only layer norm of the local layer specification that works
 with sequence parallelism (it marks its parameters ``sequence_parallel``, so that their gradients
-are summed over the tensor-parallel ranks). Its forward pass calls Apex's autograd functions; the
-fallback without Apex, ``WrappedTorchNorm``, refuses sequence parallelism. Here these functions are
-written in plain PyTorch and offered under Apex's module names, when the real Apex is absent.
+are summed over the tensor-parallel ranks). Its forward pass calls an autograd function of Apex's;
+the fallback without Apex, ``WrappedTorchNorm``, refuses sequence parallelism. Here this function is
+written in plain PyTorch and offered under Apex's module name, when the real Apex is absent. Without
+Apex's persistent norm (``apex.contrib``), Megatron takes this one instead.
 
 Apex's kernels compute in float32 whatever the input's type and round once at the end; so does this.
 For float32 and float64 inputs nothing is rounded in between.
@@ -43,19 +44,6 @@ class FusedLayerNormAffineFunction:
     apply = forward
 
 
-class FastLayerNormFN:
-    """Apex's persistent layer norm: the same function."""
-
-    @staticmethod
-    def forward(
-        input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        """Normalise over the last dim."""
-        return FusedLayerNormAffineFunction.apply(input, weight, bias, weight.shape, eps)
-
-    apply = forward
-
-
 def real_apex_present() -> bool:
     """Say whether NVIDIA's Apex is there; the package index's ``apex`` is another project."""
     try:
@@ -68,15 +56,12 @@ def install() -> None:
     """Offer norms under Apex's module names, unless the real Apex is installed."""
     if real_apex_present():
         return
-    fused, fast = FusedLayerNormAffineFunction, FastLayerNormFN
+    fused = FusedLayerNormAffineFunction
     offer("apex", {})
     offer("apex.normalization", {})
     # The module is for Megatron-Bridge, which asks for it and reports a failure with a traceback.
     norms = {fused.__name__: fused, "MixedFusedLayerNorm": torch.nn.LayerNorm}
     offer("apex.normalization.fused_layer_norm", norms)
-    offer("apex.contrib", {})
-    offer("apex.contrib.layer_norm", {})
-    offer("apex.contrib.layer_norm.layer_norm", {fast.__name__: fast})
 
 
 def choose_local_norm(normalization: str) -> None:
