@@ -91,7 +91,7 @@ def _named() -> str:
 
 
 class Claim:
-    """A directory that is held for one run; a context manager that gives it back."""
+    """A directory that is held for one run, or command; a context manager that gives it back."""
 
     def __init__(
         self, directory: Path, run: str, names: Sequence[str], clean: Callable[[Path], None]
@@ -141,20 +141,12 @@ def require_free(directory: Path) -> None:
         _lock_of_ours(directory, NAMES).release()
 
 
-@contextlib.contextmanager
-def alone(directory: Path, names: Sequence[str] = ()) -> Iterator[None]:
+def alone(directory: Path, names: Sequence[str] = ()) -> Claim:
     """Hold the directory of a command that runs several checks below it, under other ``names``.
 
     No second command gets it: what one keeps there, the other would replace.
     """
-    with _writing(directory):
-        lock = _lock_of_ours(directory, names)
-    try:
-        with _writing(directory):
-            lock.sign()
-        yield
-    finally:
-        lock.release()
+    return Claim(directory, "", names, lambda _: None)
 
 
 def claim_report(directory: Path, run: str, *, keeps: bool = False) -> Claim:
