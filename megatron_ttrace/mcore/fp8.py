@@ -32,16 +32,13 @@ class ScalesKept:
     def restore(self) -> None:
         """Restore it; state that was created since then is reset, as if it were new."""
         for state, _ in _states(self._chunks):
-            scale, history = self._known.get(id(state), (None, None))
-            _set(state, scale, history)
+            _set(state, *self._known.get(id(state), ()))
 
 
 def equal_scales(chunks: Iterable[torch.nn.Module], backward_scale: float) -> None:
     """Give all modules an empty history, and scales that fit the start values."""
     for state, direction in _states(chunks):
-        _set(state, None, None)
-        if direction == "scaling_bwd":
-            state.scale.fill_(backward_scale)
+        _set(state, backward_scale if direction == "scaling_bwd" else 1.0)
 
 
 def backward_scale(tokens: float) -> float:
@@ -52,14 +49,13 @@ def backward_scale(tokens: float) -> float:
     return float(2.0 ** math.floor(math.log2(tokens))) * HEADROOM
 
 
-def _set(state: Any, scale: torch.Tensor | None, history: torch.Tensor | None) -> None:
+def _set(
+    state: Any, scale: torch.Tensor | float = 1.0, history: torch.Tensor | float = 0.0
+) -> None:
     """In place: TransformerEngine's fused updates hold references."""
     with torch.no_grad():
-        state.scale.fill_(1.0) if scale is None else state.scale.copy_(scale)
-        if history is None:
-            state.amax_history.zero_()
-        else:
-            state.amax_history.copy_(history)
+        state.scale[...] = scale
+        state.amax_history[...] = history
 
 
 def _states(chunks: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, str]]:
