@@ -11,6 +11,7 @@ import torch
 from megatron_ttrace.cpu.te import context_parallel
 from megatron_ttrace.cpu.te.attention_core import AttentionSettings, FusedAttention
 from megatron_ttrace.cpu.te.base import TransformerEngineBaseModule
+from megatron_ttrace.cpu.te.cp_ring import Ring
 from megatron_ttrace.cpu.te.masks import CAUSAL, MaskRule, Tokens
 from megatron_ttrace.cpu.te.parallel import all_reduce, group_size
 
@@ -181,7 +182,8 @@ class DotProductAttention(TransformerEngineBaseModule):
                 if qkv_format == "thd"
                 else (Tokens.whole(q.shape[2]), Tokens.whole(k.shape[2]))
             )
-            out, max_score = FusedAttention.apply(*tensors, rule.allowed(queries, keys), settings)
+            allowed = [rule.allowed(queries, keys)]
+            out, max_score = FusedAttention.apply(*tensors, allowed, settings, Ring())
         output = from_bhsd(out, qkv_format)
         if not self.return_max_logit:
             return output

@@ -10,12 +10,13 @@ normaliser. The backward pass needs the joint output and the joint log-sum-exp o
 part's gradients independently.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_ttrace.cpu.te.cp_ring import Ring
 from megatron_ttrace.cpu.te.masks import MaskRule
 from megatron_ttrace.cpu.te.norms import compute_dtype
 
@@ -183,7 +184,10 @@ def upcast(
 
 
 class FusedAttention(torch.autograd.Function):
-    """Attention of ``q`` over all keys, with an optional score bias and sink per head."""
+    """Attention of ``q`` over all keys, with an optional score bias and sink per head.
+
+    In a ring these are the blocks of its ranks, one in each step; a rank alone has one block.
+    """
 
     @staticmethod
     def forward(
@@ -193,19 +197,31 @@ class FusedAttention(torch.autograd.Function):
         v: torch.Tensor,
         bias: torch.Tensor | None,
         sink: torch.Tensor | None,
-        allowed: torch.Tensor | None,
+        allowed: Sequence[torch.Tensor | None],
         settings: AttentionSettings,
+        ring: Ring,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``[b, h, sq, d]``, ``[b, g, sk, d]``, ``[b, g, sk, dv]`` to ``[b, h, sq, dv]``.
 
-        The second result is the largest score of each head, ``[h]``.
+        ``allowed`` is by step. The second result is the largest score of each head, ``[h]``.
         """
-        part = settings.part(allowed, q, k, bias)
-        out, lse, max_score = attend(*upcast(q, k, v), part)
+        block, parts = (k, v), []
+        joint: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        for step, mask in enumerate(allowed):
+            arrived = ring.start(*block) if step < ring.size - 1 else None
+            part = settings.part(mask, q, k, bias)
+            out, lse, max_score = attend(*upcast(q, *block), part)
+            if joint is not None:
+                out, lse = join(joint[0], joint[1], out, lse)
+                max_score = torch.maximum(joint[2], max_score)
+            joint = out, lse, max_score
+            parts.append(part)
+            if arrived is not None:
+                block = arrived()
         if sink is not None:
             out, lse = add_sink(out, lse, sink)
         ctx.save_for_backward(q, k, v, sink, out, lse)
-        ctx.part = part
+        ctx.parts, ctx.ring = parts, ring
         ctx.mark_non_differentiable(max_score)
         return out.to(q.dtype), max_score
 
@@ -213,24 +229,27 @@ class FusedAttention(torch.autograd.Function):
     def backward(
         ctx: Any, grad_out: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of q, k, v, bias and sink."""
+        """Gradients of q, k, v, bias and sink; those of k and v have been to all ranks."""
         q, k, v, sink, out, lse = ctx.saved_tensors
+        ring: Ring = ctx.ring
         grad_out = grad_out.to(out.dtype)
         delta = output_dot(grad_out, out)
-        grad_q, grad_k, grad_v, grad_score = attend_backward(
-            grad_out, delta, lse, *upcast(q, k, v), ctx.part
-        )
+        block = k, v
+        grads: tuple[torch.Tensor, ...] = ()
+        for step, part in enumerate(ctx.parts):
+            *of_block, grad_score = attend_backward(grad_out, delta, lse, *upcast(q, *block), part)
+            grads = tuple(map(torch.add, grads, of_block)) if grads else tuple(of_block)
+            if step < ring.size - 1:
+                block = ring.start(*block)()
+            # The gradients go on with their block; after the last step that is home.
+            grads = grads[0], *ring.start(*grads[1:])()
+        bias = ctx.parts[0].bias
         grad_bias = grad_sink = None
-        if ctx.part.bias is not None and ctx.needs_input_grad[3]:
-            grad_bias = grad_score.sum_to_size(ctx.part.bias.shape).to(ctx.part.bias.dtype)
+        if bias is not None and ctx.needs_input_grad[3]:
+            grad_bias = grad_score.sum_to_size(bias.shape).to(bias.dtype)
         if sink is not None:
             grad_sink = sink_gradient(delta, lse, sink).to(sink.dtype)
-        return (
-            grad_q.to(q.dtype),
-            grad_k.to(k.dtype),
-            grad_v.to(v.dtype),
-            grad_bias,
-            grad_sink,
-            None,
-            None,
+        grad_q, grad_k, grad_v = (
+            grad.to(tensor.dtype) for grad, tensor in zip(grads, (q, k, v), strict=True)
         )
+        return grad_q, grad_k, grad_v, grad_bias, grad_sink, None, None, None

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.cpu.te.attention_core import AttentionSettings, FusedAttention
-from megatron_ttrace.cpu.te.cp_ring import RingAttention
+from megatron_ttrace.cpu.te.cp_ring import Ring
 from megatron_ttrace.cpu.te.masks import Tokens
 from megatron_ttrace.cpu.te.norms import compute_dtype
 from megatron_ttrace.cpu.te.parallel import (
@@ -162,32 +162,30 @@ def attention(
     comm, levels = _levels(comm, groups(group))
     size = math.prod(group_size(level) for level in levels)
     tokens = [held_tokens(q.shape[2], size, rank, cu_seqlens) for rank in range(size)]
-    first = levels[0]
-    if comm == "p2p":
-        out, max_score = RingAttention.apply(q, k, v, settings, first, tokens)
-        return out, max_score
-    everyone = tokens[0].join(*tokens[1:])
-    if comm == "all_gather":
-        k, v = GatherSequence.apply(k, first), GatherSequence.apply(v, first)
-        allowed = settings.rule.allowed(tokens[dist.get_rank(first)], everyone)
-        out, max_score = FusedAttention.apply(q, k, v, None, None, allowed, settings)
-        return out, max_score
-    if comm not in ("a2a", "a2a+p2p"):
+    if comm not in ("p2p", "all_gather", "a2a", "a2a+p2p"):
         raise ValueError(f"unknown context-parallel communication {comm}")
-    q, k, v = (Traded.apply(tensor, first, True) for tensor in (q, k, v))
-    if comm == "a2a":
+    first, trades = levels[0], comm.startswith("a2a")
+    if comm.endswith("p2p"):
+        # Ranks that trade go round the ring with what they hold together.
+        width = group_size(first) if trades else 1
+        starts = range(0, size, width)
+        held = [tokens[start].join(*tokens[start + 1 : start + width]) for start in starts]
+        ring = Ring(levels[-1])
+        allowed = ring.allowed(settings.rule, held)
+    else:
+        everyone = tokens[0].join(*tokens[1:])
+        ring, own = Ring(), everyone if trades else tokens[dist.get_rank(first)]
+        allowed = [settings.rule.allowed(own, everyone)]
+    if trades:
+        q, k, v = (Traded.apply(tensor, first, True) for tensor in (q, k, v))
         if sink is not None:
             sink = sink.chunk(group_size(first))[dist.get_rank(first)]
-        allowed = settings.rule.allowed(everyone, everyone)
-        out, max_score = FusedAttention.apply(q, k, v, None, sink, allowed, settings)
-    else:
-        width = group_size(first)
-        joined = [
-            tokens[start].join(*tokens[start + 1 : start + width])
-            for start in range(0, len(tokens), width)
-        ]
-        out, max_score = RingAttention.apply(q, k, v, settings, levels[1], joined)
-    return Traded.apply(out, first, False), gather_rows(max_score, first)
+    elif comm == "all_gather":
+        k, v = GatherSequence.apply(k, first), GatherSequence.apply(v, first)
+    out, max_score = FusedAttention.apply(q, k, v, None, sink, allowed, settings, ring)
+    if trades:
+        out, max_score = Traded.apply(out, first, False), gather_rows(max_score, first)
+    return out, max_score
 
 
 def _levels(comm: str, levels: list[Group]) -> tuple[str, list[Group]]:
