@@ -3,7 +3,6 @@
 
 import dataclasses
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -46,7 +45,7 @@ def saved() -> tuple[Checkpoint, list[Bucketed]]:
         rank_buckets, where = of_rank(rank)
         buckets |= rank_buckets
         parts += where * 2
-    return Checkpoint(Path(), Format.TORCH_DIST, 1, {}, unread=buckets), parts
+    return Checkpoint(Format.TORCH_DIST, {}, unread=buckets), parts
 
 
 def test_parameters_of_buckets(saved: tuple[Checkpoint, list[Bucketed]]) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two checkpoints, tensor by tensor."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +24,7 @@ def holding(tensors=None, numbers=None, buckets=None, format=Format.TORCH_DIST):
         (Item(State.WEIGHT, name) if isinstance(name, str) else Item(*name)): stored
         for name, stored in (tensors or {}).items()
     }
-    return Checkpoint(Path(), format, 1, items, numbers=numbers or {}, unread=buckets or {})
+    return Checkpoint(format, items, numbers=numbers or {}, unread=buckets or {})
 
 
 def compare(a, b):

@@ -49,7 +49,6 @@ _DESCRIPTION = ".metadata"
 _MARK = "metadata.json"
 """Megatron's own, beside PyTorch's description, in ``torch_dist`` only."""
 _LATEST = "latest_checkpointed_iteration.txt"
-_ITERATION = re.compile(r"iter_([0-9]{7,18})")
 _PREFIX = re.compile(r"^(?:model\d*\.)?(?:module\.)*")
 _CHAINED = re.compile(r"^chained_\d+\.")
 _STATE = re.compile(r"optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)")
@@ -134,17 +133,13 @@ class Checkpoint:
     """One iteration's checkpoint.
 
     Attributes:
-        folder: of the iteration.
         format: how it is stored.
-        iteration: its number; ``None`` where it has none.
         tensors: all that have a logical form, as they are stored.
         numbers: by names that no layout changes, as of :mod:`.numbers`.
         unread: tensors without a logical form (buckets of the distributed optimizer), by key.
     """
 
-    folder: Path
     format: Format
-    iteration: int | None
     tensors: Mapping[Item, Stored]
     numbers: Mapping[str, numbers.Number] = dataclasses.field(default_factory=dict)
     unread: Mapping[str, Stored] = dataclasses.field(default_factory=dict)
@@ -219,7 +214,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         weights = {
             Item(State.WEIGHT, _PREFIX.sub("", name)): stored for name, stored in safetensors(files)
         }
-        checkpoint = Checkpoint(home, Format.SAFETENSORS, _number(home), weights)
+        checkpoint = Checkpoint(Format.SAFETENSORS, weights)
     elif next(home.rglob("*.pt"), None) is not None:
         raise TTraceError(
             f"{home} is in Megatron's format torch, which is pickles: convert it with "
@@ -247,11 +242,6 @@ def _of_iteration(folder: Path) -> Path:
     if not home.is_dir():
         raise TTraceError(f"{latest} names {home.name}, which does not exist")
     return home
-
-
-def _number(home: Path) -> int | None:
-    match = _ITERATION.fullmatch(home.name)
-    return int(match[1]) if match else None
 
 
 class _Reader(filesystem.FileSystemReader):
@@ -340,10 +330,7 @@ def _distributed(home: Path) -> Checkpoint:
             tensors[item] = stored
     if not is_megatron:
         tensors = _as_torch_dist(tensors)
-    read = numbers.of_state(common)
-    iteration = read.get("iteration")
-    number = int(iteration) if isinstance(iteration, int) else _number(home)
-    return Checkpoint(home, format, number, tensors, numbers=read, unread=unread)
+    return Checkpoint(format, tensors, numbers=numbers.of_state(common), unread=unread)
 
 
 def _objects(reader: _Reader, keys: Iterable[str]) -> dict[str, Any]:

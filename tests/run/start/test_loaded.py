@@ -85,7 +85,7 @@ def checkpoint_of(model) -> Checkpoint:
         Item(states[part.index], part.place.name): stored(part.data.detach().clone())
         for part in state.held_state(model)
     }
-    return Checkpoint(Path("there"), Format.TORCH_DIST, 3, tensors, NUMBERS)
+    return Checkpoint(Format.TORCH_DIST, tensors, NUMBERS)
 
 
 def numbers() -> dict:

@@ -48,7 +48,7 @@ def held(tensors: State_) -> Checkpoint:
         Item(State.WEIGHT, name): Stored(tuple(data.shape), lambda index, data=data: data[index])
         for name, data in tensors.items()
     }
-    return Checkpoint(Path(), Format.TORCH_DIST, 1, items)
+    return Checkpoint(Format.TORCH_DIST, items)
 
 
 @pytest.mark.parametrize("config", [*made.CONFIGS.values(), made.BIASED], ids=made.name)
