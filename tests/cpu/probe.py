@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_ttrace import cpu
+from tests.cpu.te.ranks import fork
 
 ORIGINAL_EMPTY = torch.empty
 
@@ -210,22 +210,7 @@ def forked() -> None:
     """Ranks forked from this process, which has activated but holds no group and no thread."""
     assert threading.active_count() == 1
     with tempfile.TemporaryDirectory() as where:
-        children = []
-        for rank in range(2):
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    collectives(rank, where)
-                    code = 0
-                except BaseException:  # noqa: BLE001 - the parent reports it
-                    (Path(where) / f"error-{rank}").write_text(traceback.format_exc())
-                finally:
-                    os._exit(code)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        errors = [path.read_text() for path in sorted(Path(where).glob("error-*"))]
-        assert codes == [0, 0], "\n".join(errors) or codes
+        fork(2, lambda rank: collectives(rank, where))
 
 
 def compiled() -> None:

@@ -20,8 +20,8 @@ def _main(rank, size, folder, function, args):
     dist.destroy_process_group()
 
 
-def run_ranks(size, function, *args):
-    """Fork ``size`` ranks that call ``function(rank, *args)``; fail if one of them does.
+def fork(size, function):
+    """Fork ``size`` processes that call ``function(rank)``; fail if one of them does.
 
     Forked by hand: torch's own launcher imports it anew in every rank, which takes seconds.
     """
@@ -35,7 +35,7 @@ def run_ranks(size, function, *args):
             if pid == 0:
                 code = 1
                 try:
-                    _main(rank, size, folder, function, args)
+                    function(rank)
                     code = 0
                 except BaseException:  # noqa: BLE001 - any failure is reported
                     (Path(folder) / f"error-{rank}").write_text(traceback.format_exc())
@@ -45,6 +45,12 @@ def run_ranks(size, function, *args):
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
         errors = [path.read_text() for path in sorted(Path(folder).glob("error-*"))]
         assert codes == [0] * size, "\n".join(errors) or f"exit codes {codes}"
+
+
+def run_ranks(size, function, *args):
+    """Fork ``size`` ranks that call ``function(rank, *args)``; fail if one of them does."""
+    with tempfile.TemporaryDirectory() as folder:
+        fork(size, lambda rank: _main(rank, size, folder, function, args))
 
 
 def close(actual, expected, tolerance=1e-10):
