@@ -2,7 +2,6 @@
 """Which versions of megatron-core this package was built and tested for."""
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import inspect
 import logging
