@@ -36,6 +36,8 @@ def from_bhsd(tensor: torch.Tensor, qkv_format: str) -> torch.Tensor:
 class DotProductAttention(TransformerEngineBaseModule):
     """Scaled dot-product attention with grouped heads, windows, sinks and context parallelism."""
 
+    softmax_offset: torch.Tensor | None
+
     def __init__(
         self,
         num_attention_heads: int,
@@ -72,31 +74,24 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.num_attention_heads = num_attention_heads
         self.num_gqa_groups = num_gqa_groups or num_attention_heads
         self.attention_dropout = attention_dropout
-        self.attention_type = attention_type
         self.layer_number = 1 if layer_number is None else layer_number
         channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
         self.softmax_scale = 1 / math.sqrt(channels) if softmax_scale is None else softmax_scale
         self.softmax_type = softmax_type
         self.return_max_logit = bool(return_max_logit)
-        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
         self._add_sinks(num_attention_heads // tp_size)
 
     def _add_sinks(self, heads: int) -> None:
-        self.softmax_offset: torch.Tensor | None = None
-        if self.softmax_type == "off-by-one":
-            self.softmax_offset = torch.zeros(heads)
-        elif self.softmax_type == "learnable":
-            del self.softmax_offset
-            self.add_parameter(
-                "softmax_offset",
-                (heads,),
-                torch.float32,
-                "cpu",
-                torch.nn.init.zeros_,
-                tracked=True,
-            )
-        elif self.softmax_type != "vanilla":
+        if self.softmax_type not in ("vanilla", "off-by-one", "learnable"):
             raise ValueError(f"softmax type {self.softmax_type}")
+        if self.softmax_type == "learnable":
+            zeros = torch.nn.init.zeros_
+            self.add_parameter(
+                "softmax_offset", (heads,), torch.float32, "cpu", zeros, tracked=True
+            )
+        else:
+            self.softmax_offset = torch.zeros(heads) if self.softmax_type != "vanilla" else None
 
     def set_context_parallel_group(
         self,
@@ -106,8 +101,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         cp_comm_type: str = "p2p",
     ) -> None:
         """Set over which ranks the sequence is cut, and how they communicate."""
-        self.cp_group, self.cp_global_ranks = cp_group, cp_global_ranks
-        self.cp_stream, self.cp_comm_type = cp_stream, cp_comm_type
+        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
 
     def _draw_mask(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         # The named random state differs between tensor-parallel ranks, as their heads do.

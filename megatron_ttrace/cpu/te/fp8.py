@@ -9,7 +9,7 @@ the first layer is through), and the next scales are taken from them.
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,31 +167,27 @@ class FP8GlobalStateManager:
                     entry.update(entry.forward, FORWARD)
 
 
-@contextmanager
 def autocast(
     enabled: bool = True,
     calibrating: bool = False,
     recipe: Recipe | None = None,
     amax_reduction_group: Any = None,
     _graph: bool = False,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Compute products in FP8 by ``recipe`` in the enclosed code."""
     context = _Context(enabled, recipe or DelayedScaling(), amax_reduction_group)
-    with FP8GlobalStateManager.within(context):
-        yield
+    return FP8GlobalStateManager.within(context)
 
 
-@contextmanager
 def fp8_autocast(
     enabled: bool = True,
     calibrating: bool = False,
     fp8_recipe: Recipe | None = None,
     fp8_group: Any = None,
     _graph: bool = False,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """``autocast`` by its older name."""
-    with autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph):
-        yield
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
 
 
 @contextmanager

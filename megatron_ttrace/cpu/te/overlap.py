@@ -21,11 +21,6 @@ def initialize_ub(*args: Any, **kwargs: Any) -> None:
     _buffers.clear()
 
 
-def destroy_ub() -> None:
-    """Drop all buffers."""
-    _buffers.clear()
-
-
 def communication_buffer(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return the start of the shared buffer ``name`` as a tensor of ``shape``."""
     needed = shape.numel()

@@ -70,7 +70,6 @@ class DelayedScaling(Recipe):
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "max"
-    scaling_factor_compute_algo: Callable[..., torch.Tensor] | None = None
     reduce_amax: bool = True
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     # Megatron passes what it passes to modules.
