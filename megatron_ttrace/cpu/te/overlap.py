@@ -21,16 +21,10 @@ def initialize_ub(*args: Any, **kwargs: Any) -> None:
     _buffers.clear()
 
 
-def communication_buffer(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return the start of the shared buffer ``name`` as a tensor of ``shape``."""
-    needed = shape.numel()
-    buffer = _buffers.get((name, dtype))
-    if buffer is None or buffer.numel() < needed:
-        buffer = _buffers[(name, dtype)] = torch.empty(needed, dtype=dtype)
-    return buffer[:needed].view(shape)
-
-
 def gather_into_buffer(tensor: torch.Tensor, group: Group, name: str) -> torch.Tensor:
-    """Gather ``[s, ...]`` along the first dim into the shared buffer ``name``."""
+    """Gather ``[s, ...]`` along the first dim into the start of the shared buffer ``name``."""
     shape = torch.Size((tensor.shape[0] * group_size(group), *tensor.shape[1:]))
-    return gather_rows(tensor, group, out=communication_buffer(name, shape, tensor.dtype))
+    key, needed = (name, tensor.dtype), shape.numel()
+    if key not in _buffers or _buffers[key].numel() < needed:
+        _buffers[key] = torch.empty(needed, dtype=tensor.dtype)
+    return gather_rows(tensor, group, out=_buffers[key][:needed].view(shape))
