@@ -94,7 +94,7 @@ def read(content: bytes) -> Source:
             tuple((first_line(node), node.end_lineno or node.lineno) for node, _ in nodes),
             _digest("\n".join(ast.dump(line) for node, _ in nodes for line in node.body)),
             _digest("\n".join(text for _, text in nodes)),
-            all(_is_transparent(node) for node, _ in nodes),
+            all(ast.unparse(d) in _TRANSPARENT for node, _ in nodes for d in node.decorator_list),
             tuple(inner for node, _ in nodes for inner in _inner(node, name)),
         )
     for name, nodes in nodes_by_name.items():
@@ -162,10 +162,6 @@ def _changed_lines(before: bytes, after: bytes) -> Iterator[int]:
 def first_line(node: FunctionNode) -> int:
     """As in ``co_firstlineno``: decorators count."""
     return min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-
-
-def _is_transparent(node: FunctionNode) -> bool:
-    return all(ast.unparse(decorator) in _TRANSPARENT for decorator in node.decorator_list)
 
 
 def _digest(text: str) -> str:
