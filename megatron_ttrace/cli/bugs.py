@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
         if not any(args.model in layout.models for layout in bug.layouts):
             raise TTraceError(f"bug {bug.id} has no layout for --model {args.model}")
     try:
-        output = owned.open_named(args.rows, "w") if args.rows else nullcontext()
+        output = owned.open_named(args.rows) if args.rows else nullcontext()
     except OSError as error:
         raise TTraceError(f"--rows {args.rows} is not writable ({error.strerror})") from error
     began = time.monotonic()

@@ -16,7 +16,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import TextIO
 
 import xxhash
 
@@ -242,9 +242,9 @@ def replace_named(path: Path, content: bytes) -> None:
         raise
 
 
-def open_named(path: Path, mode: Literal["w", "a"]) -> TextIO:
+def open_named(path: Path) -> TextIO:
     """A file that the user named as an output, open for writing."""
-    return path.open(mode, encoding="utf-8")
+    return path.open("w", encoding="utf-8")
 
 
 def remove(path: Path) -> None:
