@@ -33,10 +33,7 @@ def install() -> None:
 
     @functools.wraps(make_iterator)
     def iterate(self: Any) -> Any:
-        state = torch.default_generator.get_state()
-        try:
+        with torch.random.fork_rng(devices=()):
             return make_iterator(self)
-        finally:
-            torch.default_generator.set_state(state)
 
     loader.__iter__ = iterate

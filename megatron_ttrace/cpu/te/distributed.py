@@ -68,23 +68,21 @@ class CudaRNGStatesTracker:
         if name in self.states_:
             raise RuntimeError(f"state {name} already exists")
         self.seeds_.add(seed)
-        before = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(seed)
-        self.states_[name] = torch.default_generator.get_state()
-        torch.default_generator.set_state(before)
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(seed)
+            self.states_[name] = torch.get_rng_state()
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
         """Draw from the state ``name`` inside the context."""
         if name not in self.states_:
             raise KeyError(f"state {name} has not been added")
-        before = torch.default_generator.get_state()
-        torch.default_generator.set_state(self.states_[name])
-        try:
-            yield
-        finally:
-            self.states_[name] = torch.default_generator.get_state()
-            torch.default_generator.set_state(before)
+        with torch.random.fork_rng(devices=()):
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
 
 
 class _RandomStates:
