@@ -125,7 +125,7 @@ class Pull:
 
     def base_tree(self) -> Path:
         """The files that the pull request began with."""
-        tree = self.directory / "trees" / "base"
+        tree = (self.directory / "trees" / "base").resolve()
         return tree if tree.is_dir() else self._tree("base", self.base)
 
     def _tree(self, name: str, commit: str) -> Path:

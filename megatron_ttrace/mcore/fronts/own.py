@@ -154,7 +154,9 @@ class OwnLoop(Front):
 
     def synchronise(self, chunks: list[torch.nn.Module], optimizer: Optimizer) -> None:
         """As ``force_param_sync`` of megatron/training/training.py."""
-        del optimizer
+        # From 0.19 on: weights in MXFP8 are gathered through the gradients' buffer.
+        if prepare := getattr(optimizer, "prepare_model_params_for_param_sync", None):
+            prepare()
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
