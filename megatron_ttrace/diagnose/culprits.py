@@ -442,6 +442,7 @@ def _born(
         if v.microbatch not in begun or _severity(v) >= _SURFACING * entering.get(place, 0.0):
             jump = _largest_jump(v, _failures(verdicts, *outputs), entering)
             where = grounds if place in entering else without_inputs
+            where = Grounds.MASK if v.kind is Kind.DROPOUT else where
             origins.append(jump or _Origin(v, v.name, where))
         begun.add(v.microbatch)
     return origins

@@ -110,6 +110,7 @@ class Grounds(StrEnum):
     ABSENT_MODULE = "absent_module"
     OUTPUT = "output"
     OUTPUT_WITHOUT_INPUTS = "output_without_inputs"
+    MASK = "mask"
     BETWEEN_MODULES = "between_modules"
     LOSS = "loss"
     FIRST_ABSENT_GRADIENT = "first_absent_gradient"

@@ -175,6 +175,14 @@ def test_forward_names_the_leaf_and_no_consequence(leaf: str) -> None:
     assert (culprit.ranks, culprit.microbatch) == ((0,), 0)
 
 
+def test_a_wrong_mask_is_not_called_a_wrong_output() -> None:
+    """Masks are drawn, not applied: inputs and outputs of the module pass."""
+    flow = failing(("a", Kind.INPUT, 0.1), ("a", Kind.OUTPUT, 0.1), ("a", Kind.DROPOUT, 1e15))
+    [culprit] = localise(flow)
+    assert (culprit.name, culprit.kind) == ("a", Kind.DROPOUT)
+    assert culprit.reason.startswith("the dropout mask that it draws is wrong")
+
+
 MISSING = Outcome.MISSING
 STAGES = {
     # What is computed between the children is the parent's own.
