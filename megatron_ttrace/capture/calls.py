@@ -280,7 +280,8 @@ class CallTap:
         key = id(seen.code), name
         if isinstance(value, float):
             if len(self._values[key]) < _VALUES:
-                self._values[key].add(value)
+                # As a plain number: a probability that is switched off is of a class of its own.
+                self._values[key].add(float(value))
         else:
             # It is read after the step: nothing waits for the device.
             self._tensors.append((key, value.detach().clone()))

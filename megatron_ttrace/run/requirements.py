@@ -55,7 +55,7 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         )
     ramp, _ = growing_batch(args)
     if settings.role == "candidate" and ramp and settings.iterations != (1,):
-        raise TTraceError(f"{ramp}: only --ttrace-iterations 1 can be traced")
+        raise TTraceError(f"{ramp}: the batch grows: only --ttrace-iterations 1 can be traced")
     if settings.role == "candidate":
         require_iterations(args, settings)
     if has("use_torch_fsdp2") and has("init_model_with_meta_device"):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.quiet import Off
 from megatron_ttrace.trace.collectives import Calls, Phase
 
 MODEL = """
@@ -175,6 +176,16 @@ def test_results_that_are_numbers(tap: CallTap) -> None:
         "(norm)": {"grad": (3.0,), "": (1.5,)},
         "(loss)": {"tokens": (6.0,), "": (0.25, 6.0)},
     }
+
+
+def test_numbers_of_a_class_of_their_own(tap: CallTap) -> None:
+    """Plain numbers are kept: a file of them can be read again."""
+    functions = made(RESULTS, "core/m.py")
+    tap.in_steps(lambda: ("", None))
+    functions["norm"](Off(0.0))
+    tap.stop()
+    [known] = tap.numbers().values()
+    assert [(type(value), value) for value in known["grad"]] == [(float, 0.0)]
 
 
 def test_lookups_of_groups(tap: CallTap, group: dist.ProcessGroup) -> None:

@@ -205,6 +205,7 @@ def experts(case: Case) -> Iterator[Change]:
         return
     chosen = flags.integer("moe_router_topk", 2)
     groups = flags.integer("moe_router_num_groups")
+    groups *= groups > 1
     limited = flags.integer("moe_router_group_topk", 1)
     few = min(2, chosen)
     step = math.lcm(small.ep, 2) if groups else small.ep
@@ -336,7 +337,8 @@ def schedule(case: Case) -> Iterator[Change]:
     flags = case.flags
     yield Change("train_iters", ("3",), "the first is checked")
     yield Change("eval_iters", ("0",), "nothing is evaluated")
-    yield Change("eval_interval", ("1000",), "Megatron needs one")
+    why = "nothing is evaluated" if flags.has("eval_interval") else "Megatron needs one"
+    yield Change("eval_interval", ("1000",), why)
     if not flags.has("lr"):
         yield Change("lr", ("1e-3",), "Megatron needs one")
     if flags.text("lr_decay_style").upper() == "WSD":

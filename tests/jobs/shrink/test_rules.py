@@ -200,6 +200,7 @@ def test_other_mixers():
             "--num-experts 8 --expert-model-parallel-size 8 --moe-router-topk 2",
             "num_experts=4, moe_router_topk=2",
         ),
+        ("--num-experts 64 --moe-router-num-groups 1 --moe-router-group-topk 1", "num_experts=4"),
         ("--num-experts 4 --moe-router-topk 4", "num_experts=4, moe_router_topk=4"),
         (
             "--num-experts 64 --moe-ffn-hidden-size 2048 --tensor-model-parallel-size 4 "
@@ -336,6 +337,13 @@ def test_vocabulary_and_schedule():
     assert changes(rules.schedule, "--lr-decay-style WSD") == (
         "train_iters=3, eval_iters=0, eval_interval=1000, lr=1e-3, lr_wsd_decay_iters=1"
     )
+
+
+def test_what_the_command_has_already():
+    """It is not said to be needed."""
+    [given] = [c for c in rules.schedule(case("--eval-interval 7")) if c.option == "eval_interval"]
+    [needed] = [c for c in rules.schedule(case("")) if c.option == "eval_interval"]
+    assert (given.why, needed.why) == ("nothing is evaluated", "Megatron needs one")
 
 
 def test_main_weights():
