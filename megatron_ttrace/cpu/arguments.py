@@ -170,8 +170,9 @@ def _adapt_communication(adapter: _Adapter) -> None:
         adapter.switch_off("moe_enable_deepep", "flex token dispatcher")
     spread = args.tensor_model_parallel_size > 1 or (adapter.get("context_parallel_size") or 1) > 1
     if spread and not (of_megatron or adapter.get("use_torch_fsdp2")):  # which refuse it
-        # Megatron asserts this on anything older than Blackwell; a CPU has no such queue.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        # Megatron asserts this on anything older than Blackwell, whose jobs have other numbers. A
+        # CPU has no such queue.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 
 
 def _adapt_kernels(adapter: _Adapter) -> None:

@@ -63,6 +63,16 @@ def test_a_plain_command_line(parse):
     assert args.num_workers == 0
 
 
+@pytest.mark.parametrize("given", ["32", "1", None])
+def test_a_queue_that_a_cpu_does_not_have(parse, monkeypatch, given):
+    """Jobs for Blackwell may have another length than the one Megatron asks for elsewhere."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    if given is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    adapt_arguments(parse("--tensor-model-parallel-size", "2"))
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
 def test_fusions_in_pytorch_stay_on(parse):
     """They run as they are, and bias + GELU computes another GELU than the unfused code."""
     args = parse()
