@@ -277,7 +277,10 @@ def _why(observed: ranks.Observed, logs: Path) -> str:
         # Where all ranks fail alike, the lowest number says so best.
         end = next(end for end in failed if _kind(end, logs) == kind)
         return _failure(end, ranks.log_of(logs, end.rank))
-    return f"the job ended without a result; {last_lines(ranks.log_of(logs, 0))}"
+    return (
+        "the job ended without a result: no training step was checked (a loop of your own hands "
+        f"its step to the check: docs/trainers.md); {last_lines(ranks.log_of(logs, 0))}"
+    )
 
 
 def _kind(end: ranks.End, logs: Path) -> object:

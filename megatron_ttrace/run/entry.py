@@ -31,6 +31,7 @@ from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.trace import ends, owned
 from megatron_ttrace.trace.errors import DEBUG, ExitCode, TTraceError, one_line
 
+_DATASETS = "megatron.core.datasets.utils"
 _enabled = False
 _said: set[str] = set()
 
@@ -64,6 +65,12 @@ def activate() -> None:
         provenance.begin()
         if cpu.needed(_early().device):
             cpu.activate()
+            # A loop of its own calls it too, without Megatron's arguments.
+            script.when_imported(_DATASETS, _skip_compilation)
+
+
+def _skip_compilation() -> None:
+    helpers_cpp.skip_compilation()
 
 
 @contextlib.contextmanager

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How our errors end a rank before its run starts."""
 
+import importlib
 import sys
 import types
 from pathlib import Path
 
 import pytest
 
+from megatron_ttrace import cpu
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.run import entry
 from megatron_ttrace.run.entry import exits_on_user_error
@@ -49,6 +51,18 @@ def test_only_configurations_are_shrunk(settings: Settings) -> None:
     with pytest.raises(TTraceError, match="only configurations"):
         entry.require_unshrunk(settings)
     entry.require_unshrunk(Settings())
+
+
+def test_a_loop_without_megatrons_arguments_compiles_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a GPU: ``make`` fails in a wheel, and where there is no compiler."""
+    utils = importlib.import_module("megatron.core.datasets.utils")
+    monkeypatch.setattr(utils, "compile_helpers", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(cpu, "needed", lambda device: True)
+    monkeypatch.setattr(cpu, "activate", lambda: None)
+    entry.activate()
+    utils.compile_helpers()
 
 
 def test_what_megatron_s_parser_does() -> None:
