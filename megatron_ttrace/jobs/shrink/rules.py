@@ -24,6 +24,9 @@ def _if_set(case: Case, why: str, **sizes: int) -> Iterator[Change]:
     return (change for change in _sizes(why, **sizes) if case.flags.has(change.option))
 
 
+_SHORTER = "an axis above 1 becomes 2"
+
+
 def axes(case: Case) -> Iterator[Change]:
     """Sizes of the axes; what belongs to one that is left out goes with it."""
     flags, large, small = case.flags, case.large, case.small
@@ -31,21 +34,22 @@ def axes(case: Case) -> Iterator[Change]:
         size = getattr(small, name)
         if flags.has(option):
             left_out = size == 1 and getattr(large, name) > 1
-            why = "another job has this axis" if left_out else "an axis above 1 becomes 2"
+            why = "another job has this axis" if left_out else _SHORTER
+            why = "first, middle and last stage" if name == "pp" and size > 2 else why
             yield Change(option, (str(size),), why)
     if flags.has("hierarchical_context_parallel_sizes") and small.cp > 1:
         levels = flags.text("hierarchical_context_parallel_sizes").split()
         short = tuple(str(min(2, int(level))) for level in levels if level.isdigit())
         yield Change("hierarchical_context_parallel_sizes", short, "both levels stay")
     if flags.integer("num_distributed_optimizer_instances", 1) > 1:
-        count = "2" if small.dp > 2 else "1"
-        yield Change("num_distributed_optimizer_instances", (count,), "an axis above 1 becomes 2")
+        count, why = ("2", _SHORTER) if small.dp > 2 else ("1", "too few data-parallel ranks")
+        yield Change("num_distributed_optimizer_instances", (count,), why)
     for option, shards in (
         ("tensor_parallel_num_weight_shards", small.tp * small.gtp),
         ("expert_tensor_parallel_num_weight_shards", small.etp * small.egtp),
     ):
         if flags.has(option):
-            yield Change(option, (str(shards),), "an axis above 1 becomes 2")
+            yield Change(option, (str(shards),), _SHORTER)
     for name, options in _GOING.items():
         if getattr(large, name) > 1 and getattr(small, name) == 1:
             for option in options.split():

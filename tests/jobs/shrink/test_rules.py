@@ -339,6 +339,18 @@ def test_vocabulary_and_schedule():
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (PIPELINE, "first, middle and last stage"),
+        ("--tensor-model-parallel-size 8", "an axis above 1 becomes 2"),
+    ],
+)
+def test_reasons_of_axes(text, expected):
+    """A reason fits the size that it explains."""
+    assert {change.why for change in rules.axes(case(text, 8))} == {expected}
+
+
 def test_what_the_command_has_already():
     """It is not said to be needed."""
     [given] = [c for c in rules.schedule(case("--eval-interval 7")) if c.option == "eval_interval"]
