@@ -87,6 +87,13 @@ def _examine(read: Iterable[int]) -> None:
         )
 
 
+def has_ramp() -> bool:
+    """Whether ``--rampup-batch-size`` has an effect: from 0.19 on Megatron ignores it."""
+    from megatron.core import num_microbatches_calculator
+
+    return hasattr(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator")
+
+
 def is_by_sample(args: MegatronArguments, *, exits: bool) -> bool:
     """Whether each sample is rearranged by its index: if the run exits after its check."""
     return bool(getattr(args, "fim_data", False)) and exits

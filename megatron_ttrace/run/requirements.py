@@ -17,7 +17,7 @@ from megatron_ttrace.trace.errors import TTraceError
 
 def growing_batch(args: MegatronArguments) -> tuple[str, int]:
     """The option by which the batch grows, and its last size; empty and 0 if it stays the same."""
-    if args.rampup_batch_size:
+    if args.rampup_batch_size and samples.has_ramp():
         return "--rampup-batch-size", int(args.global_batch_size)
     sizes = [
         step.rpartition(":")[2]
@@ -55,7 +55,9 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         )
     ramp, _ = growing_batch(args)
     if settings.role == "candidate" and ramp and settings.iterations != (1,):
-        raise TTraceError(f"{ramp}: the batch grows: only --ttrace-iterations 1 can be traced")
+        raise TTraceError(
+            f"{ramp}: only --ttrace-iterations 1 can be traced, because the batch grows"
+        )
     if settings.role == "candidate":
         require_iterations(args, settings)
     if has("use_torch_fsdp2") and has("init_model_with_meta_device"):
@@ -191,6 +193,11 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
     notices = []
     if lacks := loading.missing(args):
         notices.append(f"nothing was loaded: {lacks}; the check starts from generated values")
+    if args.rampup_batch_size and not samples.has_ramp():
+        notices.append(
+            "--rampup-batch-size: this Megatron ignores it, so every batch has "
+            f"{args.global_batch_size} samples; it has --step-batch-size-schedule instead"
+        )
     if isolates(args, settings) and not settings.isolate:
         notices.append(low_precision.NOTICE)
     if options := balancing.depends_on_layout(args):

@@ -11,6 +11,7 @@ import torch
 
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.exercised import Observed, Requested, observe, share, unexercised
+from megatron_ttrace.mcore import samples
 from megatron_ttrace.run.answer import requested as asked
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.codec import CodecError
@@ -249,8 +250,11 @@ ARGS = Namespace(
         ({"step_batch_size_schedule": "0:4"}, 0),
     ],
 )
-def test_the_batch_grows(options: dict[str, object], final: int) -> None:
+def test_the_batch_grows(
+    options: dict[str, object], final: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over samples, or in steps."""
+    monkeypatch.setattr(samples, "has_ramp", lambda: True)
     assert asked(Namespace(**{**vars(ARGS), **options}), []).final_batch == final
 
 

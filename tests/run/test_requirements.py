@@ -17,6 +17,12 @@ from megatron_ttrace.trace.errors import TTraceError
 
 
 @pytest.fixture(autouse=True)
+def _ramps(monkeypatch):
+    """This Megatron has the ramp-up of 0.18."""
+    monkeypatch.setattr(requirements.samples, "has_ramp", lambda: True)
+
+
+@pytest.fixture(autouse=True)
 def _words(monkeypatch):
     """The words of the test's command line are not options of a job."""
     monkeypatch.setattr(sys, "argv", ["x.py"])
@@ -207,6 +213,16 @@ def test_low_precision_isolates_and_says_so(asks, monkeypatch):
     )
     assert requirements.isolates(arguments(), chosen) == asks
     assert requirements.notices(arguments(), chosen) == []
+
+
+def test_a_ramp_that_megatron_ignores(monkeypatch):
+    """All its batches are alike, so all can be traced, with a notice."""
+    monkeypatch.setattr(requirements.samples, "has_ramp", lambda: False)
+    ramp = arguments(rampup_batch_size=["2", "2", "8"])
+    requirements.require(ramp, settings(iterations=(1, 2), role="candidate"))
+    assert requirements.growing_batch(ramp) == ("", 0)
+    [notice] = requirements.notices(ramp, settings())
+    assert "every batch has 8 samples" in notice
 
 
 def test_another_megatrons_reference_is_told():

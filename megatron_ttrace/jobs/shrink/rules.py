@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from megatron_ttrace.jobs.shrink import documents, patterns
 from megatron_ttrace.jobs.shrink.axes import OPTIONS
 from megatron_ttrace.jobs.shrink.case import Case, Change, bf16_ends
+from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.trace.errors import TTraceError
 
 
@@ -86,6 +87,7 @@ def layers(case: Case) -> Iterator[Change]:
         yield Change(hybrid, (pattern,), "one layer of each kind per stage")
         if flags.has("num_layers"):
             yield Change("num_layers", None, "the pattern says it")
+        yield from _some_layers(flags)
         return
     why = "layers per stage and chunk, of every kind"
     stack = 2 * case.small.pp
@@ -114,13 +116,18 @@ def layers(case: Case) -> Iterator[Change]:
             yield Change(option, (words,), "the same order of kinds of layers")
         elif value > 1:
             yield Change(option, ("2",), "both kinds of layers within few")
-    if flags.has("first_last_layers_bf16"):
-        yield from _sizes("one layer at an end", **bf16_ends(flags))
     if flags.integer("mtp_num_layers") > 0:
         depths = sum(stage.count("m") for stage in depth.stages) or min(
             2, flags.integer("mtp_num_layers")
         )
         yield from _sizes("one, or two", mtp_num_layers=depths)
+    yield from _some_layers(flags)
+
+
+def _some_layers(flags: CommandFlags) -> Iterator[Change]:
+    """Numbers of layers that are treated unlike the others: no more than there are."""
+    if flags.has("first_last_layers_bf16"):
+        yield from _sizes("one layer at an end", **bf16_ends(flags))
     for option in ("recompute_num_layers", "cpu_offloading_num_layers"):
         if flags.integer(option) > 0:
             yield Change(option, (str(min(2, flags.integer(option))),), "one, or several")

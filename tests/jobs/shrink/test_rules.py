@@ -92,6 +92,12 @@ PIPELINE = "--pipeline-model-parallel-size 8"
             f"{PIPELINE} --hybrid-layer-pattern M-M*-|MM --num-layers 9",
             "hybrid_layer_pattern=M-*|M, num_layers",
         ),
+        (
+            "--hybrid-layer-pattern MEM*MEM*MEM* --first-last-layers-bf16 "
+            "--num-layers-at-end-in-bf16 9 --recompute-num-layers 3",
+            "hybrid_layer_pattern=ME*, num_layers_at_start_in_bf16=1, "
+            "num_layers_at_end_in_bf16=1, recompute_num_layers=2",
+        ),
         ("--encoder-num-layers 12", "encoder_num_layers=2"),
     ],
 )
