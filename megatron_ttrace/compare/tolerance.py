@@ -94,7 +94,8 @@ class Moved:
     ``n`` elements, ``norm`` of the reference, ``moved`` the relative distance for each seed
     (``inf`` where the reference is zero and the replay is not). ``repeated`` is the distance of a
     replay that was not perturbed: zero unless the model is not deterministic. ``peak`` is the
-    largest distance of one element, relative to the norm.
+    largest distance of one element, and ``top`` the largest element, relative to the norm; the
+    latter is 1, its bound, where it is not needed or not known.
     """
 
     n: Count
@@ -102,6 +103,7 @@ class Moved:
     moved: tuple[_Written, ...]
     repeated: _Written = 0.0
     peak: _Written = 0.0
+    top: _Written = 1.0
 
     def contradiction(self) -> str:
         """Why no replays can have done this; empty if they can."""
@@ -290,11 +292,13 @@ class Tolerances:
         peak = farther * self._estimated(group, (self._peaks.get(group, 0.0),), len(seeds))
         has_elements = key.kind in (*FLOW, Kind.MAIN_GRAD) and n and not repeated
         value = max(farther * estimated, floor)
+        # Where replays round few elements, they need not have rounded the largest.
+        top = floor * moved.top if moved and floor > farther * estimated else 0.0
         return Tolerance(
             value=value,
             peak=peak,
             # Nor less than what each has on average.
-            element=_ONE * max(peak, value / math.sqrt(n)) if has_elements else 0.0,
+            element=max(_ONE * max(peak, value / math.sqrt(n)), top) if has_elements else 0.0,
             n=n,
             rms=rms,
             bound=self._bound,
@@ -303,6 +307,17 @@ class Tolerances:
             # Perturbations everywhere move a tensor further than another order of sums on a GPU.
             is_noise=repeated > max(eps, self._compute, NOISE * max(seeds, default=0.0)),
         )
+
+    def needs_top(self, key: TraceKey) -> bool:
+        """Whether the largest element decides how far rounding may move one."""
+        moved, eps = self._moved[key], epsilon(self._dtypes[key])
+        if not eps or key.kind not in (*FLOW, Kind.MAIN_GRAD):
+            return False
+        group = _group(key)
+        seeds = self._pooled[group]
+        floor = SAFETY * self._floor(key, moved.norm, eps)
+        is_rounded = 0.0 < moved.norm < math.inf
+        return is_rounded and floor > self._estimated(group, seeds, len(seeds))
 
     @property
     def repeated(self) -> list[TraceKey]:
@@ -436,6 +451,7 @@ def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
             "moved": [repr(m) for m in value.moved],
             **({"repeated": repr(value.repeated)} if value.repeated else {}),
             **({"peak": repr(value.peak)} if value.peak else {}),
+            **({"top": repr(value.top)} if value.top != 1.0 else {}),
         }
         for key, value in moved.items()
     )

@@ -46,6 +46,7 @@ Text = tuple[str, str]
 """What was tested, and what that suggests."""
 
 _GROUNDS = messages(Grounds)
+_ELEMENT = f.Note(f.Remark.ELEMENT)
 _LOADED = {int(index): text for index, text in messages(LoadedIndex).items()}
 _ORDERS = messages(f.RowOrder)
 _MASKS = messages(f.MaskOrder)
@@ -97,6 +98,7 @@ def reason_text(diagnosis: Diagnosis) -> str:
         index=_LOADED[verdict.index] if is_loaded else statistics[verdict.index % len(statistics)],
     )
     text += f"; {note}" * (verdict.reason is Reason.TWIN)
+    text += f"; {notes_text([_ELEMENT])}" * (_ELEMENT in verdict.notes)
     if before is not None:
         text += f"; the tensor before it ({before.name} {before.kind}.{before.index}) passes"
     if len(alike) > 1:

@@ -294,12 +294,14 @@ class ReferenceSession:
             if seed < most and (took := time.monotonic() - began) > _REPORTED_SECONDS:
                 left = took * (most - seed)
                 _say(f"replay {seed} took {took:.1f} s, at most {left:.0f} s of replays are left")
-        return {
-            key: dataclasses.replace(value, repeated=repeated[key].moved[0])
-            if key in repeated
-            else value
-            for key, value in moved.items()
-        }
+        judged = Tolerances(moved, dtypes, **parameters)
+        for key, value in moved.items():
+            if judged.needs_top(key):
+                largest = float(reader.data(key).float().abs().max())
+                moved[key] = value = dataclasses.replace(value, top=largest / value.norm)
+            if key in repeated:
+                moved[key] = dataclasses.replace(value, repeated=repeated[key].moved[0])
+        return moved
 
     def _replay_once(
         self,

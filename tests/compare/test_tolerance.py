@@ -77,6 +77,22 @@ def test_a_part_may_have_the_element_that_moved_most(share, parts):
     assert tolerance.part(400) == tolerance.part(0) == tolerance.value == SAFETY * 0.01
 
 
+def test_one_element_where_replays_round_few(tmp_path):
+    """It may be rounded as any other: the largest by its share of the norm."""
+    n, rounding = 1 << 16, SAFETY * 2.0**-8
+    still = {KEY: Moved(n, 1.0, (0.0, 0.0), top=0.25)}
+    assert of(KEY, still).element == rounding * 0.25
+    even = {KEY: Moved(n, 1.0, (0.0, 0.0), top=2.0**-8)}
+    assert of(KEY, even).element == 5 * rounding * 2.0**-8
+    shaken = {KEY: Moved(n, 1.0, (0.01, 0.01), peak=0.001)}
+    assert of(KEY, shaken).element == pytest.approx(5 * SAFETY * 0.001)
+    for moved, needed in ((still, True), (shaken, False)):
+        write(tmp_path, moved)
+        found = Tolerances(read(tmp_path, moved), dict.fromkeys(moved, "bfloat16"))
+        assert found.of(KEY) == of(KEY, moved)
+        assert found.needs_top(KEY) == needed
+
+
 def test_replays_of_a_tensor():
     """Distances of all of them, and the largest of one element."""
     first = Moved.after(None, Sums(4, diff=0.09, reference=4.0, worst=0.3))

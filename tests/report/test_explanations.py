@@ -107,6 +107,13 @@ def test_what_is_around_a_culprit() -> None:
     assert text.endswith("of a.b does not; 1 of 3 of its kind fail")
 
 
+def test_an_error_of_one_element() -> None:
+    """Its size says nothing about the whole tensor."""
+    verdict = dataclasses.replace(VERDICT, notes=(findings.Note(Remark.ELEMENT),))
+    assert "; the error is that of a single element" in reason_text(Grounds.OUTPUT, verdict)
+    assert "single element" not in reason_text(Grounds.OUTPUT)
+
+
 def test_an_explanation_without_a_finding_is_unknown() -> None:
     """And suggests nothing."""
     assert explanations.explanation_text(Explanation(), VERDICT) == "unknown"
