@@ -7,8 +7,6 @@ about one machine epsilon of the compute dtype (paper: arXiv 2506.09280, section
 
     tolerance = SAFETY * max(moved over seeds and microbatches * few_samples, floor)
 
-A part of a tensor may have all of the one element that moved most: :meth:`Tolerance.part`.
-
 docs/tolerance.md derives the rule, its floors, and when the replays are enough.
 """
 
@@ -94,8 +92,7 @@ class Moved:
     ``n`` elements, ``norm`` of the reference, ``moved`` the relative distance for each seed
     (``inf`` where the reference is zero and the replay is not). ``repeated`` is the distance of a
     replay that was not perturbed: zero unless the model is not deterministic. ``peak`` is the
-    largest distance of one element, and ``top`` the largest element, relative to the norm; the
-    latter is 1, its bound, where it is not needed or not known.
+    largest distance of one element, ``top`` the largest element (1: any), relative to the norm.
     """
 
     n: Count
@@ -283,8 +280,7 @@ class Tolerances:
         eps = epsilon(self._dtypes[key])
         if eps == 0.0 or (is_exact(key) and self._is_given(key)):
             return Tolerance(0.0, rms)
-        group = _group(key)
-        seeds = self._pooled.get(group, ())
+        seeds = self._pooled.get(group := _group(key), ())
         floor = SAFETY * self._floor(key, norm, eps)
         repeated = self._repeated.get(group, 0.0)
         estimated = self._estimated(group, seeds, len(seeds))
@@ -307,17 +303,6 @@ class Tolerances:
             # Perturbations everywhere move a tensor further than another order of sums on a GPU.
             is_noise=repeated > max(eps, self._compute, NOISE * max(seeds, default=0.0)),
         )
-
-    def needs_top(self, key: TraceKey) -> bool:
-        """Whether the largest element decides how far rounding may move one."""
-        moved, eps = self._moved[key], epsilon(self._dtypes[key])
-        if not eps or key.kind not in (*FLOW, Kind.MAIN_GRAD):
-            return False
-        group = _group(key)
-        seeds = self._pooled[group]
-        floor = SAFETY * self._floor(key, moved.norm, eps)
-        is_rounded = 0.0 < moved.norm < math.inf
-        return is_rounded and floor > self._estimated(group, seeds, len(seeds))
 
     @property
     def repeated(self) -> list[TraceKey]:
@@ -356,8 +341,7 @@ class Tolerances:
         return all(self._suffice(key) for key in self._moved)
 
     def _suffice(self, key: TraceKey) -> bool:
-        group = _group(key)
-        seeds = self._pooled[group]
+        seeds = self._pooled[group := _group(key)]
         eps = epsilon(self._dtypes[key])
         if eps == 0.0 or len(seeds) < FEWEST_REPLAYS:
             return eps == 0.0

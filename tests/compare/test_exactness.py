@@ -99,6 +99,13 @@ def test_a_loss_is_named_and_stays_a_pass():
     assert found == Exactness(3, 2, str(lost.key), (1,), 1e-9)
 
 
+def test_numbers_too_small_to_be_halved_exactly():
+    """They say nothing about the order of sums."""
+    tiny = make_judged("b", rel_err=1.35e-44)
+    noted, exactness = examine([tiny], told(dp=2, gradient_factor=2.0))
+    assert (noted, exactness.expected, exactness.lost) == ([tiny], 1, 0)
+
+
 def test_what_need_not_be_equal_is_not_counted():
     """Reordered tensors, unmeasured ones, start values."""
     verdicts = [
