@@ -216,7 +216,7 @@ def experts(case: Case) -> Iterator[Change]:
         return
     chosen = flags.integer("moe_router_topk", 2)
     groups = flags.integer("moe_router_num_groups")
-    groups *= groups > 1
+    groups = groups if groups > 1 else 0
     limited = flags.integer("moe_router_group_topk", 1)
     few = min(2, chosen)
     step = math.lcm(small.ep, 2) if groups else small.ep
