@@ -121,7 +121,6 @@ def _wrap_parse_args() -> None:
                 parser = extra_args_provider(parser)
             return add_arguments(parser)
 
-        ends.enter(ends.Phase.ARGUMENTS)
         with exits_on_user_error(unexpected=_is_checked()):
             # With --yaml-cfg Megatron's parser would lose our flags.
             for why in decisions.refusals(_early()) if _is_checked() else ():
@@ -146,7 +145,6 @@ def _wrap_configuration() -> None:
 
     @functools.wraps(original)
     def update(cfg: Any) -> None:
-        ends.enter(ends.Phase.ARGUMENTS)
         with exits_on_user_error(unexpected=_is_checked()):
             settings = split(argv.ours())[0] if _is_checked() else None
             if settings is not None:

@@ -27,7 +27,6 @@ from megatron_ttrace.jobs import edited
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.run.agreement import EndError, GivenUpError, Ranks, say_end
-from megatron_ttrace.trace import ends
 from megatron_ttrace.trace.errors import DEBUG, ExitCode, TTraceError
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ class Watch:
 
     def building(self) -> None:
         """See :class:`megatron_ttrace.mcore.fronts.front.Watch`."""
-        ends.enter(ends.Phase.BUILDING)
         if self._settings.role == "state":
             self._recorder = self._attempt("preparing the recording", self._make_recorder)
         else:
@@ -121,7 +119,6 @@ class Watch:
     def step(self, run: Callable[[], Any], iterator: Any) -> Any:
         """See :class:`megatron_ttrace.mcore.fronts.front.Watch`."""
         self._step += 1
-        ends.enter(ends.Phase.STEPS)
         if self._recorder is not None:
             return self._record(self._recorder, run, iterator)
         session = self._session

@@ -7,7 +7,6 @@ that is killed or aborts leaves no record.
 """
 
 import dataclasses
-import enum
 import json
 import os
 import sys
@@ -22,15 +21,6 @@ VARIABLE = "TTRACE_END_FILE"
 _MOST_FRAMES = 16
 _MOST_LINES = 20
 _MOST_BYTES = 1 << 20
-
-
-class Phase(enum.StrEnum):
-    """How far a run had come."""
-
-    STARTING = "starting"
-    ARGUMENTS = "reading the arguments"
-    BUILDING = "building the model"
-    STEPS = "in the training steps"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +54,6 @@ class EndRecord:
     message: str = ""
     error: str = ""
     frames: tuple[Frame, ...] = ()
-    phase: Phase = Phase.STARTING
     follows: bool = False
     finding: Count = 0
     advice: str = ""
@@ -86,7 +75,6 @@ class _State:
     """Of this process."""
 
     file: Path | None = None
-    phase = Phase.STARTING
 
 
 def file_of(log: Path) -> Path:
@@ -103,12 +91,7 @@ def announced(file: Path) -> dict[str, str]:
 def begin() -> None:
     """At the start of a process: take the place of the record, which no child inherits."""
     file = os.environ.pop(VARIABLE, "")
-    _State.file, _State.phase = Path(file) if file else None, Phase.STARTING
-
-
-def enter(phase: Phase) -> None:
-    """A part of the run begins."""
-    _State.phase = phase
+    _State.file = Path(file) if file else None
 
 
 def write(record: EndRecord) -> None:
@@ -118,7 +101,6 @@ def write(record: EndRecord) -> None:
     record = dataclasses.replace(
         record,
         at=record.at or time.time_ns(),
-        phase=_State.phase,
         frames=record.frames[:_MOST_FRAMES],
     )
     try:
