@@ -228,23 +228,34 @@ def _hides(names: set[str], masks: Iterable[torch.Tensor]) -> bool | None:
 def _routing(
     reference: TraceReader, keys: Sequence[TraceKey]
 ) -> tuple[int, dict[str, int], int | None]:
-    """Number of experts, how many of each router's got no token, and choices that were dropped."""
+    """Number of experts, how many of each router's got no token, and choices that were dropped.
+
+    What is left within the capacity is the router's own map, if it has one: experts that are padded
+    to their capacity have rows that no token chose.
+    """
     counts: dict[str, torch.Tensor] = {}
-    chosen = rows = 0
-    followed = False
+    chosen = rows = kept = 0
+    followed = mapped = False
     routers = {key.name for key in keys if key.index == RoutingIndex.CHOICE}
     for key in keys:
         entry = reference.entry(key)
         if key.index == RoutingIndex.CHOICE:
-            choice = reference.tensor(entry).flatten().long()
+            choice = reference.tensor(entry).long()
             experts = reference.entry(dataclasses.replace(key, index=RoutingIndex.SCORES)).shape[-1]
-            counts[key.name] = counts.get(key.name, 0) + torch.bincount(choice, minlength=experts)
+            counts[key.name] = counts.get(key.name, 0) + torch.bincount(
+                choice.flatten(), minlength=experts
+            )
             chosen += choice.numel()
+            left = dataclasses.replace(key, index=RoutingIndex.KEPT)
+            if left in reference:
+                mapped = True
+                kept += int(reference.tensor(reference.entry(left)).long().gather(1, choice).sum())
         elif key.name not in routers:
             followed = True
             rows += entry.shape[0]
     idle = {name: int((count == 0).sum()) for name, count in counts.items()}
-    return sum(map(len, counts.values())), idle, chosen - rows if followed and chosen else None
+    dropped = chosen - (kept if mapped else rows) if (mapped or followed) and chosen else None
+    return sum(map(len, counts.values())), idle, dropped
 
 
 def _zero_by_name(tolerances: Tolerances, keys: Iterable[TraceKey]) -> dict[str, bool]:

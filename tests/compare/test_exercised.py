@@ -208,6 +208,20 @@ def test_experts_are_counted_over_the_step(tmp_path: Path) -> None:
     assert (found.experts, found.idle, found.dropped) == (4, {"mlp.router": 1}, 1)
 
 
+@pytest.mark.parametrize(("kept", "dropped"), [([[1, 1], [1, 1]], 0), ([[1, 1], [0, 1]], 1)])
+def test_experts_padded_to_their_capacity(
+    tmp_path: Path, kept: list[list[int]], dropped: int
+) -> None:
+    """Their rows say nothing about the tokens that were dropped: the router's map does."""
+    trace = Trace(tmp_path)
+    choice = torch.tensor([[0], [0]])
+    trace.add(0, Kind.ROUTING, "mlp.router", torch.rand(2, 2), RoutingIndex.SCORES)
+    trace.add(0, Kind.ROUTING, "mlp.router", choice, RoutingIndex.CHOICE)
+    trace.add(0, Kind.ROUTING, "mlp.router", torch.tensor(kept).bool(), RoutingIndex.KEPT)
+    trace.add(0, Kind.ROUTING, "mlp.experts", torch.zeros(2, 1))
+    assert trace.observe().dropped == dropped
+
+
 def test_gradients_and_updates(tmp_path: Path) -> None:
     """Zero gradients by name; one update is enough."""
     trace = Trace(tmp_path)
