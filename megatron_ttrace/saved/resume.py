@@ -101,6 +101,7 @@ class _Comparison:
         self._notices: list[str] = []
         self.differences: list[Difference] = []
         self._suspects: list[Difference] = []
+        self._same_samples = True
         self._otherwise: list[str] = []
         omitted = {name for rank in (*before.ranks, *after.ranks) for name in rank.omitted}
         self._without_optimizer = sorted(omitted & {"no_save_optim", "no_load_optim"})
@@ -407,11 +408,15 @@ class _Comparison:
         iteration = str(self._before.steps[at][0].iteration)
         if self._before.samples(at) != self._after.samples(number):
             self._differ(What.SAMPLES, iteration, How.DIFFERENT, Blame.TRAINING)
+            self._same_samples = False
         old = merged(rank.numbers for rank in self._before.steps[at])
         # Where a rank has no element of a parameter, torch's Adam does not count its steps.
         old = {name: value for name, value in old.items() if not name.endswith(_COUNT)}
         new = merged(rank.numbers for rank in self._after.steps[number])
         self._compare_numbers(old, new, lambda name, value: Blame.TRAINING)
+        if not self._same_samples:
+            # Losses and norms differ from here on because of these.
+            return
         (losses, norm), (new_losses, new_norm) = self._before.logged(at), self._after.logged(number)
         for name in losses:
             pair = losses[name], new_losses.get(name)

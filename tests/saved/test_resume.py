@@ -194,6 +194,8 @@ def test_a_schedule(tmp_path: Path) -> None:
     assert [difference.name for difference in compare(before, after, "").differences] == [schedule]
 
 
+ELSEWHERE = [step(3, samples=(("1",),), losses={"lm loss": 5.0}), step(4, grad_norm=2.0)]
+"""Other samples, and what they lead to."""
 LOSSES = [step(3, losses={"lm loss": 5.0}), step(4)]
 RATE = {"param_groups[wd_mult=1].lr": 0.5}
 RATES = [step(4, numbers=step(4).numbers | RATE, grad_norm=2.0)]
@@ -207,6 +209,7 @@ RATES = [step(4, numbers=step(4).numbers | RATE, grad_norm=2.0)]
         ("", {"steps": LOSSES}, [What.LOSS]),
         (" later", {"steps": RATES}, [What.NUMBER, What.GRAD_NORM]),
         (" later", {"steps": [step(3), step(4, samples=(("1",),))]}, [What.SAMPLES]),
+        (" later", {"steps": ELSEWHERE}, [What.SAMPLES]),
         (" later", {"loaded": state() | {LoadedIndex.EXP_AVG: torch.zeros(4)}}, [What.EXP_AVG]),
     ],
 )
