@@ -30,6 +30,7 @@ from megatron_ttrace.trace.records import (
     Kind,
     MetricIndex,
     Outcome,
+    RoutingIndex,
 )
 
 Explain = Callable[[Judged], Explanation]
@@ -45,6 +46,7 @@ _SPECIAL: dict[tuple[Kind, int], Grounds] = {
     (Kind.METRIC, MetricIndex.LEFT): Grounds.LEFT_OVER,
     (Kind.BUFFER, BufferIndex.LOADS): Grounds.LEFT_OVER,
 }
+_NO_GRADIENT = {Outcome.MISSING: Grounds.NO_MAIN_GRAD}
 _UPDATED = (Kind.HYPERPARAMETERS, *MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
 
@@ -218,6 +220,8 @@ def _absent(verdicts: Sequence[Judged]) -> list[_Origin]:
     """
     early = (Direction.START, Direction.FORWARD)
     absent = [v for v in verdicts if v.verdict in _ABSENT and v.direction in early]
+    if (other := _other_microbatch(verdicts, absent)) is not None:
+        return [other]
     parameters: dict[Outcome, Counter[str]] = defaultdict(Counter)
     for v in verdicts:
         if v.kind is Kind.PARAM and v.direction is Direction.START:
@@ -244,8 +248,40 @@ def _absent(verdicts: Sequence[Judged]) -> list[_Origin]:
         for v in absent
         if v.verdict is Outcome.MISSING and v.kind is Kind.INPUT
     }
-    outermost = (v for v in absent if uncalled.isdisjoint(_places_around(v)))
-    return _of_modules(outermost, Grounds.ABSENT)
+    outermost = [v for v in absent if uncalled.isdisjoint(_places_around(v))]
+    # Its parameters are there: it was built.
+    built = {name for v in verdicts if v.kind is Kind.PARAM for name in _around_parameter(v.name)}
+    return [
+        _Origin(
+            v,
+            v.name,
+            Grounds.NOT_CALLED
+            if (v.microbatch, v.name) in uncalled and module_of(v.name) in built
+            else Grounds.ABSENT,
+        )
+        for v in outermost
+    ]
+
+
+def _other_microbatch(verdicts: Sequence[Judged], absent: Sequence[Judged]) -> _Origin | None:
+    """The first tensor of the first microbatch that only one of both runs has."""
+    of_step = [v for v in verdicts if v.microbatch != STEP_LEVEL]
+    for outcome, grounds in (
+        (Outcome.EXTRA, Grounds.MORE_MICROBATCHES),
+        (Outcome.MISSING, Grounds.FEWER_MICROBATCHES),
+    ):
+        common = {v.microbatch for v in of_step if v.verdict is not outcome}
+        alone = (v for v in absent if v.verdict is outcome and v.microbatch != STEP_LEVEL)
+        first = next((v for v in alone if v.microbatch not in common), None)
+        if first is not None and common:
+            return _Origin(first, ROOT, grounds)
+    return None
+
+
+def _around_parameter(name: str) -> Iterator[str]:
+    """The modules around a parameter, from the outermost, elements of lists among them."""
+    words = name.split(".")
+    return (".".join(words[:number]) for number in range(1, len(words)))
 
 
 def _containers(name: str) -> Iterator[str]:
@@ -288,7 +324,7 @@ def _backward(verdicts: Sequence[Judged]) -> list[_Origin]:
         without_inputs=Grounds.GRAD_INPUT_WITHOUT_GRAD_OUTPUTS,
     )
     return (
-        _with_wrong_weights(born, verdicts)
+        _layers_of_routers(_with_wrong_weights(born, verdicts), verdicts)
         or _within(verdicts)
         or _first(verdicts, Kind.GRAD_OUTPUT, Grounds.FIRST_GRADIENT)
     )
@@ -351,6 +387,28 @@ def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Judged]) -> l
     return [origin for origin in origins if not is_innocent(origin)]
 
 
+def _layers_of_routers(origins: list[_Origin], verdicts: Sequence[Judged]) -> list[_Origin]:
+    """Origins, with the layer of experts in place of a router whose input's gradient alone fails.
+
+    Router and experts have the same input, whose gradient is the sum of what all of them add. If
+    the gradients of the router's weights pass, any part of the layer can be wrong.
+    """
+    wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
+    routers = {
+        v.name for v in verdicts if v.kind is Kind.ROUTING and v.index == RoutingIndex.CHOICE
+    }
+    entering = {(v.microbatch, v.name, v.rel_err): v for v in _failures(verdicts, Kind.GRAD_INPUT)}
+
+    def around(origin: _Origin) -> _Origin:
+        v, (layer, _, _) = origin.verdict, origin.module.rpartition(".")
+        if v.name not in routers or v.kind is not Kind.GRAD_INPUT or module_of(v.name) in wrong:
+            return origin
+        same = entering.get((v.microbatch, layer, v.rel_err))
+        return origin if same is None else _Origin(same, layer, origin.grounds)
+
+    return [around(origin) for origin in origins]
+
+
 def _gradient(verdicts: Sequence[Judged]) -> list[_Origin]:
     wrong = _failures(verdicts, Kind.MAIN_GRAD)
     # Values do not change which elements an optimizer has; where it has wrong ones, it reads
@@ -363,7 +421,11 @@ def _gradient(verdicts: Sequence[Judged]) -> list[_Origin]:
     origins = (
         [origin for origin in _counted(verdicts) if origin.verdict.index == _REDUCED]
         + _of_owners(stepped, Grounds.STEPPED)
-        + _of_owners((v for v in wrong if v.name not in explained), Grounds.MAIN_GRAD)
+        + [
+            _Origin(v, owner(v.name), _NO_GRADIENT.get(v.verdict, Grounds.MAIN_GRAD))
+            for v in wrong
+            if v.name not in explained
+        ]
     )
     if origins and all(origin.verdict.verdict in _ABSENT for origin in origins):
         # No optimizer has these: what each one steps shows which elements, and why.

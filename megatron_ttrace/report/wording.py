@@ -245,9 +245,13 @@ def first_of(texts: Sequence[str], most: int) -> list[str]:
 
 def not_exercised_text(part: NotExercised) -> str:
     """What a pass says nothing about, and why: ``not exercised: gradient clipping (...)``."""
+    value, limit = _number(part.value), _number(part.limit)
+    if value == limit and part.value is not None and part.value != part.limit:
+        # Rounding must not make them equal.
+        value = f"{part.value:.7g}"
     text = _NOT_EXERCISED[part.what].format(
-        value=_number(part.value),
-        limit=_number(part.limit),
+        value=value,
+        limit=limit,
         share=f"{100 * part.value / part.limit:.1f} %" if part.value and part.limit else "",
         names=", ".join(first_of([clean(name) for name in part.names], 3)),
     )

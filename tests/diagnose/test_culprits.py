@@ -19,6 +19,7 @@ from megatron_ttrace.trace.records import (
     Direction,
     Kind,
     Outcome,
+    RoutingIndex,
     TraceKey,
 )
 from tests.diagnose.judged_by_hand import localise, verdict
@@ -440,3 +441,61 @@ def test_the_explanation_is_asked_for_every_culprit() -> None:
     assert (culprit.hint, culprit.where) == ("a missing reduction over tp", "a.py:3 (f)")
     assert (culprit.cause, culprit.axes) == (Cause.PARTIAL, ("tp",))
     assert asked == [culprit.name]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [(Outcome.EXTRA, "more microbatches"), (MISSING, "fewer microbatches")],
+)
+def test_another_number_of_microbatches_is_one_culprit(outcome: Outcome, reason: str) -> None:
+    """Whatever else is in them; the first tensor says where they begin."""
+    verdicts = run(microbatches=2)
+    changed = [
+        dataclasses.replace(v, verdict=outcome, margin=None) if v.microbatch == 1 else v
+        for v in verdicts
+    ]
+    [culprit] = localise(changed)
+    assert (culprit.name, culprit.kind, culprit.microbatch) == ("model", Kind.TOKENS, 1)
+    assert reason in culprit.reason
+
+
+def test_a_module_that_is_never_called() -> None:
+    """Its parameters are there; without them, nothing says that it was built."""
+    absent = run(
+        lambda kind, name: name.startswith(FC1) and kind in (Kind.INPUT, Kind.OUTPUT),
+        outcome=MISSING,
+    )
+    [culprit] = localise(absent)
+    assert (culprit.name, culprit.kind) == (FC1, Kind.INPUT)
+    assert culprit.reason.startswith("it has parameters, but was not called")
+    [culprit] = localise([v for v in absent if v.kind is not Kind.PARAM])
+    assert "was not called" not in culprit.reason
+
+
+def test_no_optimizer_has_a_gradient() -> None:
+    """Some parameters' gradients are absent, others' only wrong."""
+    [culprit, _] = localise(
+        [
+            verdict("a.weight", Kind.MAIN_GRAD, MISSING, margin=None),
+            verdict("b.weight", Kind.MAIN_GRAD, Outcome.DIVERGED, margin=3.0),
+        ]
+    )
+    assert (culprit.name, culprit.verdict) == ("a", MISSING)
+    assert "no optimizer has a gradient of a.weight" in culprit.reason
+
+
+@pytest.mark.parametrize(("weight", "name"), [(0.1, "mlp"), (9.0, "mlp.router")])
+def test_a_router_shares_its_input_with_the_experts(weight: float, name: str) -> None:
+    """Wrong weights' gradients speak for the router, the common input's gradient alone does not."""
+    failed = Outcome.DIVERGED if weight > 1 else Outcome.PASS
+    [culprit] = localise(
+        [
+            verdict("mlp.router", Kind.ROUTING, microbatch=0, index=RoutingIndex.CHOICE),
+            verdict("mlp", Kind.GRAD_OUTPUT),
+            verdict("mlp.router", Kind.GRAD_OUTPUT),
+            verdict("mlp", Kind.GRAD_INPUT, Outcome.DIVERGED, margin=5.0),
+            verdict("mlp.router", Kind.GRAD_INPUT, Outcome.DIVERGED, margin=5.0),
+            verdict("mlp.router.weight", Kind.MAIN_GRAD, failed, margin=weight),
+        ]
+    )
+    assert (culprit.name, culprit.kind) == (name, Kind.GRAD_INPUT)

@@ -119,3 +119,9 @@ def test_what_was_not_exercised(feature: Unexercised) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert not set("{}") & set(text)
     assert "None" not in text
+
+
+def test_a_number_just_below_its_limit() -> None:
+    """Rounding does not make them equal."""
+    norm = NotExercised(Unexercised.CLIP, 0.99995, 1.0)
+    assert "(norm 0.99995 never exceeded 1)" in text_of(healthy(not_exercised=(norm,)))
