@@ -244,7 +244,9 @@ class _Judge:
         function, points = self._code.functions[number], self._suspects.clues[number]
         known = Clue.BUILT if Clue.BUILT in points else Clue.RAN
         clue = max({known: 0.0} | points, key=lambda clue: points.get(clue, 0.0))
-        line = self._lines.get((number, clue)) or function.line
+        # Where the user changed it is more precise than where it begins.
+        changed = self._lines.get((number, Clue.CHANGED))
+        line = self._lines.get((number, clue)) or changed or function.line
         return Place(function.file, line, function.name.partition(".<")[0], clue)
 
     def _score(self, number: int) -> float:

@@ -26,6 +26,7 @@ from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds, Reason
+from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import (
     BufferIndex,
     Culprit,
@@ -125,7 +126,11 @@ def hint_text(why: Explanation, verdict: Judged) -> str:
     """What the finding suggests, or the error's pattern without one; this was not tested."""
     if why.finding is not None:
         summed = why.collectives.summed if why.collectives else frozenset()
-        return _texts(why.finding, verdict, summed)[1]
+        hint = _texts(why.finding, verdict, summed)[1]
+        made = next((place.function for place in why.places if place.clue is Clue.ORIGIN), "")
+        if made and hint and isinstance(why.finding, f.ConstantFactor):
+            return f"a number made in {made} is off by the same factor; otherwise {hint}"
+        return hint
     return _texts(why.observed, verdict)[0] if why.observed is not None else ""
 
 

@@ -471,6 +471,17 @@ def test_what_the_user_changed(kind: Kind, name: str, changed: list[str], first:
     assert (place.clue in (Clue.CHANGED, Clue.FILE_CHANGED)) == (first in changed or "" in changed)
 
 
+def test_the_changed_line_of_what_other_evidence_names() -> None:
+    """The clue may be another one: the line is that of the change."""
+    failure = judged(Kind.MAIN_GRAD, WEIGHT, Outcome.DIVERGED)
+    edit = ChangedFunction(
+        "m.py", "Linear.__init__", 8, Execution.ELSEWHERE, ("",), (Phase.CONSTRUCTION,)
+    )
+    made = Places(record(NORMS), [failure], changed=[edit])
+    _, first = made.ranked(failure, PARTIAL)[0]
+    assert (first.function, first.clue, first.line) == ("Linear.__init__", Clue.MARKS, 8)
+
+
 def test_a_factor_of_all_experts() -> None:
     """Experts have a factor of their own: most other gradients may be right."""
     expert = "decoder.layers.0.mlp.experts.linear.weight"

@@ -26,7 +26,7 @@ from megatron_ttrace.trace.findings import (
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds, Unexercised
-from megatron_ttrace.trace.places import Clue
+from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import (
     BufferIndex,
     Direction,
@@ -137,6 +137,16 @@ def test_a_reduction_that_ran_is_not_missing(ran: list[tuple[str, str]], hint: s
     for found in (finding, both):
         why = Explanation(found, collectives=Citation(Phase.GRADIENTS, tuple(calls)))
         assert explanations.hint_text(why, VERDICT).startswith(hint)
+
+
+@pytest.mark.parametrize(("clue", "makes"), [(Clue.ORIGIN, True), (Clue.SCALES, False)])
+def test_a_number_that_is_off_by_the_same_factor(clue: Clue, makes: bool) -> None:
+    """It comes before an operation that has to do with a size of the layout."""
+    finding = findings.ConstantFactor(Cause.TOO_LARGE, ("dp",), ratio=2.0, sizes=(("dp",),))
+    why = Explanation(finding, (Place("a.py", 1, "run", Clue.NAMES), Place("a.py", 9, "sum", clue)))
+    usual = "a missing division or a doubled reduction over dp"
+    number = "a number made in sum is off by the same factor; otherwise "
+    assert explanations.hint_text(why, VERDICT) == number * makes + usual
 
 
 def test_loads_that_were_not_summed() -> None:
