@@ -9,6 +9,7 @@ of the traced step comes from, are examined separately.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -241,7 +242,7 @@ def _absent(verdicts: Sequence[Judged]) -> list[_Origin]:
             grounds = Grounds.ABSENT_MODULE
         origins.append(_Origin(v, module, grounds))
     if origins:
-        return origins
+        return _of_another_kind(origins)
     # A module that was not called has no input, and called none of the modules inside it.
     uncalled = {
         (v.microbatch, v.name)
@@ -261,6 +262,36 @@ def _absent(verdicts: Sequence[Judged]) -> list[_Origin]:
         )
         for v in outermost
     ]
+
+
+def _of_another_kind(origins: list[_Origin]) -> list[_Origin]:
+    """With the smallest module around all of them, in layers that lack some and have others."""
+    parameters: dict[str, dict[Outcome, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for origin in origins:
+        name = origin.verdict.name
+        parameters[_layer(name)][origin.verdict.verdict].append(name)
+    both = {
+        layer: _around_all((*lacks, *has))
+        for layer, of in parameters.items()
+        if layer and (lacks := of[Outcome.MISSING]) and (has := of[Outcome.EXTRA])
+    }
+    return [
+        _Origin(origin.verdict, module, Grounds.ANOTHER_KIND)
+        if (module := both.get(_layer(origin.verdict.name)))
+        else origin
+        for origin in origins
+    ]
+
+
+def _around_all(parameters: Iterable[str]) -> str:
+    """The smallest module that contains all of them."""
+    words = zip(*(name.split(".")[:-1] for name in parameters), strict=False)
+    return ".".join(word for word, *_ in itertools.takewhile(lambda w: len({*w}) == 1, words))
+
+
+def _layer(name: str) -> str:
+    """The outermost element of a list that a parameter is in; empty if there is none."""
+    return next((module for module in _around_parameter(name) if module[-1].isdigit()), "")
 
 
 def _other_microbatch(verdicts: Sequence[Judged], absent: Sequence[Judged]) -> _Origin | None:

@@ -108,6 +108,7 @@ class Grounds(StrEnum):
     MODEL_INPUT = "model_input"
     ABSENT = "absent"
     ABSENT_MODULE = "absent_module"
+    ANOTHER_KIND = "another_kind"
     NOT_CALLED = "not_called"
     MORE_MICROBATCHES = "more_microbatches"
     FEWER_MICROBATCHES = "fewer_microbatches"

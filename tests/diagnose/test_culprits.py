@@ -499,3 +499,25 @@ def test_a_router_shares_its_input_with_the_experts(weight: float, name: str) ->
         ]
     )
     assert (culprit.name, culprit.kind) == (name, Kind.GRAD_INPUT)
+
+
+def test_a_layer_of_another_kind() -> None:
+    """What it lacks and what it has instead are one culprit, in that layer only."""
+    absent = [
+        *(
+            ("decoder.layers.2.norm.weight", MISSING),
+            ("decoder.layers.2.mlp.router.weight", MISSING),
+        ),
+        *(("decoder.layers.2.mlp.fc1.weight", Outcome.EXTRA), ("head.weight", Outcome.EXTRA)),
+        *(("decoder.layers.5.mlp.fc1.weight", MISSING), ("decoder.layers.5.mlp.fc1.bias", MISSING)),
+    ]
+    found = localise(
+        [verdict(name, Kind.PARAM, outcome, margin=None) for name, outcome in absent]
+        + [verdict("decoder.layers.5.norm.weight", Kind.PARAM)]
+    )
+    assert [culprit.name for culprit in found] == [
+        "decoder.layers.2",
+        "head",
+        "decoder.layers.5.mlp.fc1",
+    ]
+    assert "other parameters than the reference's" in found[0].reason
