@@ -223,6 +223,8 @@ class Outcomes:
 
 READING = {"batch", "data", "dataset", "iterator", "loader", "sampler"}
 """Words in the names of functions that read data."""
+COUNTING = {"microbatches", "batches"}
+"""Words in the names of functions that decide how many batches a step has."""
 DIVIDING = {"batch"}
 """Words in the names of functions that divide among ranks what was read."""
 _COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync"}

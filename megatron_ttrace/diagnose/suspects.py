@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ttrace.diagnose.code import (
     BUILDING,
+    COUNTING,
     DIVIDING,
     READING,
     REDRAWING,
@@ -138,8 +139,13 @@ class Suspects:
 
     def _data(self) -> None:
         """What reads data, by its name; the script's functions that are not called too late."""
-        self._named(READING, 0.8)
-        self._part(Phase.SCRIPT, 0.8, 0.8)
+        weight = 0.8
+        if self._verdict.verdict in (Outcome.EXTRA, Outcome.MISSING):
+            # One of both runs has more batches: less likely is what reads each of them.
+            self._named(COUNTING, 1.0)
+            weight = 0.4
+        self._named(READING, weight)
+        self._part(Phase.SCRIPT, weight, weight)
         self._less_likely(lambda first, model: first > model)
 
     def _mask(self) -> None:

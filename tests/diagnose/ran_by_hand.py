@@ -98,6 +98,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "divide_parameters": {"part": U, "marks": ("is_embedding_parameter",), "size": 400},
     "calc_params_norm": {"size": 200},
     "sum_of_squares": {"size": 100},
+    "Calculator.update_microbatches": {"size": 100},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
 _CALLS = [
@@ -107,6 +108,7 @@ _CALLS = [
     *[("Product.backward", "", LINEAR, B), ("reduce", "Product.backward", LINEAR, B)],
     ("gather", "Product.backward", LINEAR, B),
     ("get_batch", "", "", Phase.SCRIPT),
+    ("Calculator.update_microbatches", "", "", Phase.CONSTRUCTION),
     *[("run", "", "", S), ("Product.set_scale", "run", "", S)],
     *[("Linear.__init__", "", "", C), ("offset", "Linear.__init__", "", C)],
     *[("Linear.reset_parameters", "Linear.__init__", "", C), ("set_seed", "", "", C)],

@@ -137,6 +137,14 @@ def test_data() -> None:
     assert not {"sync_grads", "reduce_norms"} & {place.function for place in found}
 
 
+@pytest.mark.parametrize("outcome", [Outcome.EXTRA, Outcome.DIVERGED])
+def test_batches_that_only_one_run_has(outcome: Outcome) -> None:
+    """What counts them; other data in the same batches has another cause."""
+    failure = judged(Kind.TOKENS, "tokens", outcome)
+    first = Places(record(), [failure]).ranked(failure, None)[0][1].function
+    assert (first == "Calculator.update_microbatches") is (outcome is Outcome.EXTRA)
+
+
 def test_a_marked_parameter() -> None:
     """What selects by the mark is then more likely than what sets it."""
     marks = {"decoder.layers.*.linear.weight": ("sequence_parallel",)}
