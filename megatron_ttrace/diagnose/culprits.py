@@ -46,6 +46,7 @@ _REDUCED, _STEPPED = Statistic.REDUCED.number, Statistic.STEPPED.number
 _SPECIAL: dict[tuple[Kind, int], Grounds] = {
     (Kind.METRIC, MetricIndex.LEFT): Grounds.LEFT_OVER,
     (Kind.BUFFER, BufferIndex.LOADS): Grounds.LEFT_OVER,
+    (Kind.BUFFER, BufferIndex.AFTER): Grounds.BUFFER,
 }
 _NO_GRADIENT = {Outcome.MISSING: Grounds.NO_MAIN_GRAD}
 _UPDATED = (Kind.HYPERPARAMETERS, *MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)

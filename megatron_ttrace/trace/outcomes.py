@@ -133,5 +133,6 @@ class Grounds(StrEnum):
     LEFT_OVER = "left_over"
     NO_OPTIMIZER_STATE = "no_optimizer_state"
     UPDATE = "update"
+    BUFFER = "buffer"
     ISOLATED = "isolated"
     FIRST_FAILURE = "first_failure"

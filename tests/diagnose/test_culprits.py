@@ -521,3 +521,10 @@ def test_a_layer_of_another_kind() -> None:
         "decoder.layers.5.mlp.fc1",
     ]
     assert "other parameters than the reference's" in found[0].reason
+
+
+def test_a_buffer_is_not_the_optimizers() -> None:
+    """A router's bias is updated beside the optimizer."""
+    [culprit] = localise([verdict("router.bias", Kind.BUFFER, Outcome.DIVERGED, margin=3.0)])
+    assert culprit.name == "router"
+    assert culprit.reason.endswith("but not the buffer router.bias after the step")
