@@ -192,14 +192,17 @@ def _isolated(verdicts: Sequence[Judged], direction: Direction) -> list[_Origin]
     started = {Direction.START: Direction.FORWARD}
     return (
         [o for o in absent if started.get(o.verdict.direction, o.verdict.direction) is direction]
-        + [
-            _Origin(v, owner(v.name) if v.microbatch < 0 else v.name, Grounds.ISOLATED)
-            for v in _failures(verdicts)
-            if v.verdict not in _ABSENT
-            and v.direction is direction
-            and v.kind is not Kind.COUNTED
-            and not (v.kind is Kind.GRAD_NORM and absent)
-        ]
+        + _layers_of_routers(
+            [
+                _Origin(v, owner(v.name) if v.microbatch < 0 else v.name, Grounds.ISOLATED)
+                for v in _failures(verdicts)
+                if v.verdict not in _ABSENT
+                and v.direction is direction
+                and v.kind is not Kind.COUNTED
+                and not (v.kind is Kind.GRAD_NORM and absent)
+            ],
+            verdicts,
+        )
         + (_counted(verdicts) if direction is Direction.GRADIENT and not absent else [])
     )
 
