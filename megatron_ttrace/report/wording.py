@@ -118,13 +118,11 @@ def share(value: float | None) -> str:
 
 
 def error_text(tensor: Culprit | Verdict) -> str:
-    """``20.5 % (26.4 ε)``: the relative error, and in epsilons of the compute dtype."""
-    known = tensor.rel_err_eps is not None and tensor.rel_err != 0
-    return (
-        f"{share(tensor.rel_err)} ({factor(tensor.rel_err_eps)} ε)"
-        if known
-        else sci(tensor.rel_err)
-    )
+    """``20.5 % (26.4 ε)``: the relative error, also in epsilons of the dtype if it is rounded."""
+    if tensor.rel_err_eps is None or tensor.rel_err == 0:
+        return sci(tensor.rel_err)
+    error = share(tensor.rel_err)
+    return f"{error} ({factor(tensor.rel_err_eps)} ε)" if tensor.tolerance != 0 else error
 
 
 def tensor_text(tensor: Culprit | Verdict) -> str:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Remarks on a tensor, beside its outcome."""
 
+import dataclasses
+
 import pytest
 
-from megatron_ttrace.report.wording import notes_text
+from megatron_ttrace.report.wording import error_text, notes_text
 from megatron_ttrace.trace.findings import Note, Remark, Sample
 from megatron_ttrace.trace.outcomes import Reason
+from tests.report.synthetic_report import make_verdict
 
 NORMAL = Sample(1e-4, 0.02)
 
@@ -33,3 +36,10 @@ NORMAL = Sample(1e-4, 0.02)
 )
 def test_a_note(note, text):
     assert notes_text([note]) == text
+
+
+@pytest.mark.parametrize(("tolerance", "text"), [(0.1, "25 % (2.1e6 ε)"), (0.0, "25 %")])
+def test_an_error_of_what_is_never_rounded(tolerance: float, text: str) -> None:
+    """Token ids have no epsilon."""
+    verdict = make_verdict(rel_err=0.25, tolerance=tolerance)
+    assert error_text(dataclasses.replace(verdict, rel_err_eps=2.1e6)) == text
