@@ -108,4 +108,12 @@ def _of_finding(
         total = sum(squares.values())
         more = again * sum(squares.get(name, 0.0) for name in finding.names)
         change = abs(math.sqrt(max(0.0, 1 + more / total)) - 1) if total else 0.0
-        yield [v for v in now if v.kind is Kind.GRAD_NORM], change
+        norms = [v for v in now if v.kind is Kind.GRAD_NORM]
+        # Parameters with a norm of their own are not in the one that is compared.
+        if all(_is_norm_of(tolerances.of(v.key).rms, total) for v in norms):
+            yield norms, change
+
+
+def _is_norm_of(norm: float, squares: float) -> bool:
+    """Whether the reference's norm is that of all gradients; if it is not known, too."""
+    return not norm or math.isclose(norm, math.sqrt(squares), rel_tol=1e-3)

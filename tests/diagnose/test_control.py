@@ -2,6 +2,7 @@
 """Causes that other verdicts contradict are not reported."""
 
 import dataclasses
+import math
 
 import pytest
 
@@ -25,14 +26,17 @@ NAMES = ("a.weight", "b.weight")
 STRANGE = "c.weight"
 
 
+@dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Tolerances of a reference whose tensors all have one size."""
+    """Tolerances of a reference whose tensors all have one size, but the gradient norm."""
+
+    norm: float = 1.0
 
     def of(self, key: TraceKey) -> Tolerance:
         """One for all that the reference has."""
         if key.name == STRANGE:
             raise KeyError(key)
-        return Tolerance(1e-3, 1.0)
+        return Tolerance(1e-3, self.norm if key.kind is Kind.GRAD_NORM else 1.0)
 
 
 def verdict(
@@ -43,9 +47,9 @@ def verdict(
     return judged(kind, name, outcome, microbatch=microbatch, margin=margin, tolerance=1e-3)
 
 
-def cause(finding: Finding, failed: Judged, *others: Judged) -> Cause | None:
+def cause(finding: Finding, failed: Judged, *others: Judged, norm: float = 1.0) -> Cause | None:
     """The cause that is left of a failure, with the verdicts after it."""
-    explain = controlled(lambda _: Explanation(finding), [failed, *others], Sizes())  # type: ignore[arg-type]
+    explain = controlled(lambda _: Explanation(finding), [failed, *others], Sizes(norm))  # type: ignore[arg-type]
     left = explain(failed).finding
     return left.cause if left else None
 
@@ -95,11 +99,14 @@ def test_a_norm_that_passes(size: int, left: Cause | None) -> None:
     )
     failed = verdict(Kind.COUNTED, NAMES[0], BAD)
     passing = verdict(Kind.GRAD_NORM, "grad_norm")
-    assert cause(twice, failed, *gradients, passing) is left
+    norm = math.sqrt(2 + size)
+    assert cause(twice, failed, *gradients, passing, norm=norm) is left
     wrong = verdict(Kind.GRAD_NORM, "grad_norm", BAD)
-    assert cause(twice, failed, *gradients, wrong) is Cause.COUNTED_TWICE
+    assert cause(twice, failed, *gradients, wrong, norm=norm) is Cause.COUNTED_TWICE
     strange = verdict(Kind.MAIN_GRAD, STRANGE, Outcome.EXTRA)
-    assert cause(twice, failed, *gradients, strange, passing) is left
+    assert cause(twice, failed, *gradients, strange, passing, norm=norm) is left
+    # The norm of some: others have their own.
+    assert cause(twice, failed, *gradients, passing, norm=0.9 * norm) is Cause.COUNTED_TWICE
 
 
 def test_an_update_that_passes() -> None:
