@@ -9,13 +9,19 @@ of the traced step comes from, are examined separately.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron_ttrace.diagnose.groups import Groups, group_of
+from megatron_ttrace.diagnose.origins import (
+    ABSENT,
+    At,
+    Origin,
+    absent_origins,
+    owner,
+    places_around,
+)
 from megatron_ttrace.diagnose.start import loaded
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Explanation
@@ -41,7 +47,6 @@ _SURFACING = 5.0
 
 _FEW = 0.5
 """Share of the updates."""
-_ABSENT = (Outcome.MISSING, Outcome.EXTRA, Outcome.UNCOVERED)
 _REDUCED, _STEPPED = Statistic.REDUCED.number, Statistic.STEPPED.number
 _SPECIAL: dict[tuple[Kind, int], Grounds] = {
     (Kind.METRIC, MetricIndex.LEFT): Grounds.LEFT_OVER,
@@ -51,18 +56,6 @@ _SPECIAL: dict[tuple[Kind, int], Grounds] = {
 _NO_GRADIENT = {Outcome.MISSING: Grounds.NO_MAIN_GRAD}
 _UPDATED = (Kind.HYPERPARAMETERS, *MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
-
-
-_At = tuple[int, str]
-"""A microbatch, and a module in it."""
-
-
-class _Origin(NamedTuple):
-    """A failure that is not a consequence of another one, and the module that it belongs to."""
-
-    verdict: Judged
-    module: str
-    grounds: Grounds
 
 
 def localise(
@@ -87,7 +80,7 @@ def localise(
     claimed = {v.name for v in _failures(steps, Kind.PARAM) if v.verdict is Outcome.EXTRA}
     drawn = [v for v in _failures(verdicts, Kind.INITIAL) if v.name not in claimed]
     initial = _of_owners(drawn, Grounds.INITIAL)
-    initial += [_Origin(v, owner(v.name), grounds) for v, grounds in loaded(verdicts)]
+    initial += [Origin(v, owner(v.name), grounds) for v, grounds in loaded(verdicts)]
     failed = _failures(steps)
     first = min((verdict.iteration for verdict in failed), default=0)
     now = [verdict for verdict in steps if verdict.iteration == first]
@@ -106,32 +99,27 @@ def localise(
     ]
 
 
-def owner(parameter: str) -> str:
-    """The module that a parameter belongs to."""
-    return parameter.rpartition(".")[0] or parameter
-
-
 def _failures(verdicts: Iterable[Judged], *kinds: Kind) -> list[Judged]:
     """Those that fail, of these kinds or of all."""
     return [v for v in verdicts if v.verdict.is_failure and (not kinds or v.kind in kinds)]
 
 
-def _of_modules(verdicts: Iterable[Judged], grounds: Grounds) -> list[_Origin]:
-    return [_Origin(v, v.name, grounds) for v in verdicts]
+def _of_modules(verdicts: Iterable[Judged], grounds: Grounds) -> list[Origin]:
+    return [Origin(v, v.name, grounds) for v in verdicts]
 
 
-def _of_owners(parameters: Iterable[Judged], grounds: Grounds) -> list[_Origin]:
-    return [_Origin(v, owner(v.name), grounds) for v in parameters]
+def _of_owners(parameters: Iterable[Judged], grounds: Grounds) -> list[Origin]:
+    return [Origin(v, owner(v.name), grounds) for v in parameters]
 
 
 def _one_per_module(
-    origins: Iterable[_Origin],
+    origins: Iterable[Origin],
     direction: Direction,
     explain: Explain,
     verdicts: Sequence[Judged],
     groups: Groups,
 ) -> list[Diagnosis]:
-    chosen: dict[str, _Origin] = {}
+    chosen: dict[str, Origin] = {}
     for origin in origins:
         worst = chosen.setdefault(origin.module, origin)
         if _severity(origin.verdict) > _severity(worst.verdict):
@@ -159,7 +147,7 @@ def _around(
     verdict: Judged, verdicts: Sequence[Judged]
 ) -> tuple[Judged | None, tuple[Judged, ...]]:
     """The tensor before this one, if it passes; for one of the whole step, all of its kind."""
-    if verdict.verdict in _ABSENT or verdict.direction is Direction.START:
+    if verdict.verdict in ABSENT or verdict.direction is Direction.START:
         return None, ()
     verdicts = [v for v in verdicts if v.iteration == verdict.iteration]
     if verdict.microbatch == STEP_LEVEL:
@@ -179,24 +167,24 @@ def _severity(verdict: Judged) -> float:
     return math.inf if verdict.margin is None else verdict.margin
 
 
-def _isolated(verdicts: Sequence[Judged], direction: Direction) -> list[_Origin]:
+def _isolated(verdicts: Sequence[Judged], direction: Direction) -> list[Origin]:
     """Every failure of a direction; with isolation none is the consequence of another.
 
     Absence does propagate: only the first gradient that was not computed is listed, and the norm of
     the remaining gradients is not examined.
     """
-    absent = _absent(verdicts)
+    absent = absent_origins(verdicts)
     if not absent:
-        absent = _of_modules([v for v in verdicts if v.verdict in _ABSENT][:1], Grounds.ABSENT)
+        absent = _of_modules([v for v in verdicts if v.verdict in ABSENT][:1], Grounds.ABSENT)
     # A parameter that no rank has means a module that no rank has: its forward pass is missing.
     started = {Direction.START: Direction.FORWARD}
     return (
         [o for o in absent if started.get(o.verdict.direction, o.verdict.direction) is direction]
         + _layers_of_routers(
             [
-                _Origin(v, owner(v.name) if v.microbatch < 0 else v.name, Grounds.ISOLATED)
+                Origin(v, owner(v.name) if v.microbatch < 0 else v.name, Grounds.ISOLATED)
                 for v in _failures(verdicts)
-                if v.verdict not in _ABSENT
+                if v.verdict not in ABSENT
                 and v.direction is direction
                 and v.kind is not Kind.COUNTED
                 and not (v.kind is Kind.GRAD_NORM and absent)
@@ -207,134 +195,17 @@ def _isolated(verdicts: Sequence[Judged], direction: Direction) -> list[_Origin]
     )
 
 
-def _start(verdicts: Sequence[Judged]) -> list[_Origin]:
-    present = [v for v in _failures(verdicts) if v.verdict not in _ABSENT]
+def _start(verdicts: Sequence[Judged]) -> list[Origin]:
+    present = [v for v in _failures(verdicts) if v.verdict not in ABSENT]
     started = [v for v in present if v.kind is Kind.TOKENS or v.key.is_before]
     return _of_modules(started, Grounds.START) or [
-        _Origin(v, f"{ROOT}.{v.index}", Grounds.MODEL_INPUT)
+        Origin(v, f"{ROOT}.{v.index}", Grounds.MODEL_INPUT)
         for v in present
         if v.kind is Kind.INPUT and v.name == ROOT
     ]
 
 
-def _absent(verdicts: Sequence[Judged]) -> list[_Origin]:
-    """Absent modules: by their parameters, or by their activations if no parameter is absent.
-
-    Where all parameters of a module are absent, it is named, and not each module in it.
-    A gradient that is absent was not computed: that belongs to its own stage.
-    """
-    early = (Direction.START, Direction.FORWARD)
-    absent = [v for v in verdicts if v.verdict in _ABSENT and v.direction in early]
-    if (other := _other_microbatch(verdicts, absent)) is not None:
-        return [other]
-    parameters: dict[Outcome, Counter[str]] = defaultdict(Counter)
-    for v in verdicts:
-        if v.kind is Kind.PARAM and v.direction is Direction.START:
-            parameters[v.verdict].update(_containers(v.name))
-    totals = sum(parameters.values(), Counter())
-    origins = []
-    for v in absent:
-        if v.kind is not Kind.PARAM:
-            continue
-        alike = parameters[v.verdict]
-        absent_names = [name for name in _containers(v.name) if alike[name] == totals[name]]
-        module, grounds = owner(v.name), Grounds.ABSENT
-        is_whole = absent_names and totals[absent_names[0]] > totals[module]
-        if v.verdict is not Outcome.UNCOVERED and is_whole:
-            # The innermost of those that have all these parameters.
-            module = max(absent_names, key=lambda name: (totals[name], len(name)))
-            grounds = Grounds.ABSENT_MODULE
-        origins.append(_Origin(v, module, grounds))
-    if origins:
-        return _of_another_kind(origins)
-    # A module that was not called has no input, and called none of the modules inside it.
-    uncalled = {
-        (v.microbatch, v.name)
-        for v in absent
-        if v.verdict is Outcome.MISSING and v.kind is Kind.INPUT
-    }
-    outermost = [v for v in absent if uncalled.isdisjoint(_places_around(v))]
-    # Its parameters are there: it was built.
-    built = {name for v in verdicts if v.kind is Kind.PARAM for name in _around_parameter(v.name)}
-    return [
-        _Origin(
-            v,
-            v.name,
-            Grounds.NOT_CALLED
-            if (v.microbatch, v.name) in uncalled and module_of(v.name) in built
-            else Grounds.ABSENT,
-        )
-        for v in outermost
-    ]
-
-
-def _of_another_kind(origins: list[_Origin]) -> list[_Origin]:
-    """With the smallest module around all of them, in layers that lack some and have others."""
-    parameters: dict[str, dict[Outcome, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for origin in origins:
-        name = origin.verdict.name
-        parameters[_layer(name)][origin.verdict.verdict].append(name)
-    both = {
-        layer: _around_all((*lacks, *has))
-        for layer, of in parameters.items()
-        if layer and (lacks := of[Outcome.MISSING]) and (has := of[Outcome.EXTRA])
-    }
-    return [
-        _Origin(origin.verdict, module, Grounds.ANOTHER_KIND)
-        if (module := both.get(_layer(origin.verdict.name)))
-        else origin
-        for origin in origins
-    ]
-
-
-def _around_all(parameters: Iterable[str]) -> str:
-    """The smallest module that contains all of them."""
-    words = zip(*(name.split(".")[:-1] for name in parameters), strict=False)
-    return ".".join(word for word, *_ in itertools.takewhile(lambda w: len({*w}) == 1, words))
-
-
-def _layer(name: str) -> str:
-    """The outermost element of a list that a parameter is in; empty if there is none."""
-    return next((module for module in _around_parameter(name) if module[-1].isdigit()), "")
-
-
-def _other_microbatch(verdicts: Sequence[Judged], absent: Sequence[Judged]) -> _Origin | None:
-    """The first tensor of the first microbatch that only one of both runs has."""
-    of_step = [v for v in verdicts if v.microbatch != STEP_LEVEL]
-    for outcome, grounds in (
-        (Outcome.EXTRA, Grounds.MORE_MICROBATCHES),
-        (Outcome.MISSING, Grounds.FEWER_MICROBATCHES),
-    ):
-        common = {v.microbatch for v in of_step if v.verdict is not outcome}
-        alone = (v for v in absent if v.verdict is outcome and v.microbatch != STEP_LEVEL)
-        first = next((v for v in alone if v.microbatch not in common), None)
-        if first is not None and common:
-            return _Origin(first, ROOT, grounds)
-    return None
-
-
-def _around_parameter(name: str) -> Iterator[str]:
-    """The modules around a parameter, from the outermost, elements of lists among them."""
-    words = name.split(".")
-    return (".".join(words[:number]) for number in range(1, len(words)))
-
-
-def _containers(name: str) -> Iterator[str]:
-    """The modules that contain a parameter or module, from the outermost; lists are none."""
-    words = name.split(".")
-    return (
-        ".".join(words[:number]) for number in range(1, len(words)) if not words[number].isdigit()
-    )
-
-
-def _places_around(verdict: Judged) -> Iterator[_At]:
-    """The modules around a module from the outermost: their first run, then the one of its own."""
-    runs = dict.fromkeys(("", verdict.name.removeprefix(module_of(verdict.name))))
-    names = _containers(verdict.name)
-    return ((verdict.microbatch, f"{name}{run}") for name in names for run in runs)
-
-
-def _forward(verdicts: Sequence[Judged]) -> list[_Origin]:
+def _forward(verdicts: Sequence[Judged]) -> list[Origin]:
     born = _born(
         verdicts,
         inputs=Kind.INPUT,
@@ -347,8 +218,8 @@ def _forward(verdicts: Sequence[Judged]) -> list[_Origin]:
     return parts or _first(verdicts, Kind.INPUT, Grounds.BETWEEN_MODULES) or born
 
 
-def _backward(verdicts: Sequence[Judged]) -> list[_Origin]:
-    absent = (v for v in verdicts if v.verdict in _ABSENT and v.direction is Direction.BACKWARD)
+def _backward(verdicts: Sequence[Judged]) -> list[Origin]:
+    absent = (v for v in verdicts if v.verdict in ABSENT and v.direction is Direction.BACKWARD)
     if (first := next(absent, None)) is not None:
         return _of_modules([first], Grounds.FIRST_ABSENT_GRADIENT)
     born = _born(
@@ -365,7 +236,7 @@ def _backward(verdicts: Sequence[Judged]) -> list[_Origin]:
     )
 
 
-def _within(verdicts: Sequence[Judged]) -> list[_Origin]:
+def _within(verdicts: Sequence[Judged]) -> list[Origin]:
     """Modules whose output gradients pass, with the first that fails of each inside them.
 
     What makes the gradient of an output is the code that uses it: that of a module around it.
@@ -373,9 +244,9 @@ def _within(verdicts: Sequence[Judged]) -> list[_Origin]:
     leaving = _worst(verdicts, Kind.GRAD_OUTPUT)
     wrong = _failures(verdicts, Kind.GRAD_OUTPUT)
     failed = {(v.microbatch, v.name) for v in wrong}
-    origins: dict[_At, _Origin] = {}
+    origins: dict[At, Origin] = {}
     for v in wrong:
-        around = [place for place in _places_around(v) if place in leaving][-1:]
+        around = [place for place in places_around(v) if place in leaving][-1:]
         if not failed.isdisjoint(around) or not around:
             if not origins:
                 return []
@@ -384,13 +255,13 @@ def _within(verdicts: Sequence[Judged]) -> list[_Origin]:
         elif not any(
             at == v.microbatch and is_within(name, around[0][1]) for at, name in origins
         ) and (not origins or _severity(v) >= _SURFACING * leaving[around[0]]):
-            origins[around[0]] = _Origin(v, around[0][1], Grounds.WITHIN)
+            origins[around[0]] = Origin(v, around[0][1], Grounds.WITHIN)
     return list(origins.values())
 
 
-def _worst(verdicts: Iterable[Judged], kind: Kind) -> dict[_At, float]:
+def _worst(verdicts: Iterable[Judged], kind: Kind) -> dict[At, float]:
     """How far off the worst tensor of a kind is, at each module of each microbatch."""
-    worst: dict[_At, float] = {}
+    worst: dict[At, float] = {}
     for v in verdicts:
         if v.kind is kind:
             place = v.microbatch, v.name
@@ -398,7 +269,7 @@ def _worst(verdicts: Iterable[Judged], kind: Kind) -> dict[_At, float]:
     return worst
 
 
-def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Judged]) -> list[_Origin]:
+def _with_wrong_weights(origins: list[Origin], verdicts: Sequence[Judged]) -> list[Origin]:
     """Without those that only share the tensor of another module, which need not be an origin.
 
     Modules with the same input have the same gradient there, the sum of what they all add. It is
@@ -412,7 +283,7 @@ def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Judged]) -> l
         if is_wrong and v.rel_err is not None and v.rel_err != 1.0:
             guilty[v.microbatch, v.rel_err].add(v.name)
 
-    def is_innocent(origin: _Origin) -> bool:
+    def is_innocent(origin: Origin) -> bool:
         error = origin.verdict.rel_err
         if module_of(origin.module) in wrong or error is None:
             return False
@@ -422,7 +293,7 @@ def _with_wrong_weights(origins: list[_Origin], verdicts: Sequence[Judged]) -> l
     return [origin for origin in origins if not is_innocent(origin)]
 
 
-def _layers_of_routers(origins: list[_Origin], verdicts: Sequence[Judged]) -> list[_Origin]:
+def _layers_of_routers(origins: list[Origin], verdicts: Sequence[Judged]) -> list[Origin]:
     """Origins, with the layer of experts in place of a router whose input's gradient alone fails.
 
     Router and experts have the same input, whose gradient is the sum of what all of them add. If
@@ -434,21 +305,21 @@ def _layers_of_routers(origins: list[_Origin], verdicts: Sequence[Judged]) -> li
     }
     entering = {(v.microbatch, v.name, v.rel_err): v for v in _failures(verdicts, Kind.GRAD_INPUT)}
 
-    def around(origin: _Origin) -> _Origin:
+    def around(origin: Origin) -> Origin:
         v, (layer, _, _) = origin.verdict, origin.module.rpartition(".")
         if v.name not in routers or v.kind is not Kind.GRAD_INPUT or module_of(v.name) in wrong:
             return origin
         same = entering.get((v.microbatch, layer, v.rel_err))
-        return origin if same is None else _Origin(same, layer, origin.grounds)
+        return origin if same is None else Origin(same, layer, origin.grounds)
 
     return [around(origin) for origin in origins]
 
 
-def _gradient(verdicts: Sequence[Judged]) -> list[_Origin]:
+def _gradient(verdicts: Sequence[Judged]) -> list[Origin]:
     wrong = _failures(verdicts, Kind.MAIN_GRAD)
     # Values do not change which elements an optimizer has; where it has wrong ones, it reads
     # gradients that this rank did not reduce.
-    read = {v.name for v in wrong if v.verdict not in _ABSENT}
+    read = {v.name for v in wrong if v.verdict not in ABSENT}
     counted = _failures(verdicts, Kind.COUNTED)
     stepped = [v for v in counted if v.index == _STEPPED and v.name in read]
     reduced = (v for v in counted if v.index == _REDUCED)
@@ -457,15 +328,15 @@ def _gradient(verdicts: Sequence[Judged]) -> list[_Origin]:
         [origin for origin in _counted(verdicts) if origin.verdict.index == _REDUCED]
         + _of_owners(stepped, Grounds.STEPPED)
         + [
-            _Origin(v, owner(v.name), _NO_GRADIENT.get(v.verdict, Grounds.MAIN_GRAD))
+            Origin(v, owner(v.name), _NO_GRADIENT.get(v.verdict, Grounds.MAIN_GRAD))
             for v in wrong
             if v.name not in explained
         ]
     )
-    if origins and all(origin.verdict.verdict in _ABSENT for origin in origins):
+    if origins and all(origin.verdict.verdict in ABSENT for origin in origins):
         # No optimizer has these: what each one steps shows which elements, and why.
         return _counted(verdicts) or origins
-    if origins or any(v.verdict in _ABSENT for v in _failures(verdicts, *MOMENTS)):
+    if origins or any(v.verdict in ABSENT for v in _failures(verdicts, *MOMENTS)):
         # The norm is taken over what the optimizer knows: what it does not know is the finding.
         return origins
     counted_wrongly = _counted(verdicts)
@@ -478,38 +349,38 @@ def _gradient(verdicts: Sequence[Judged]) -> list[_Origin]:
     return counted_wrongly or _first(verdicts, Kind.GRAD_NORM, Grounds.GRAD_NORM)
 
 
-def _counted(verdicts: Sequence[Judged]) -> list[_Origin]:
+def _counted(verdicts: Sequence[Judged]) -> list[Origin]:
     """The first parameter of each statistic that has elements twice, or not at all."""
     first: dict[object, Judged] = {}
     for verdict in _failures(verdicts, Kind.COUNTED):
         first.setdefault((verdict.index, verdict.reason), verdict)
     return [
-        _Origin(v, v.name, Grounds.REDUCED if v.index == _REDUCED else Grounds.COUNTED)
+        Origin(v, v.name, Grounds.REDUCED if v.index == _REDUCED else Grounds.COUNTED)
         for v in first.values()
     ]
 
 
-def _update(verdicts: Sequence[Judged]) -> list[_Origin]:
-    unknown = {v.name for v in _failures(verdicts, *MOMENTS) if v.verdict in _ABSENT}
+def _update(verdicts: Sequence[Judged]) -> list[Origin]:
+    unknown = {v.name for v in _failures(verdicts, *MOMENTS) if v.verdict in ABSENT}
     never = [v for v in _failures(verdicts, Kind.PARAM_DELTA) if v.name in unknown]
     first: dict[str, Judged] = {}
     failed = _failures(verdicts, *_UPDATED)
-    if any(v.kind is Kind.BUFFER and v.verdict not in _ABSENT for v in failed):
+    if any(v.kind is Kind.BUFFER and v.verdict not in ABSENT for v in failed):
         # No load is known where some biases are not updated: their values tell which.
         loads = (Kind.BUFFER, BufferIndex.LOADS)
-        failed = [v for v in failed if v.verdict not in _ABSENT or (v.kind, v.index) != loads]
+        failed = [v for v in failed if v.verdict not in ABSENT or (v.kind, v.index) != loads]
     for v in sorted(failed, key=lambda v: _UPDATED.index(v.kind)):
         first.setdefault(v.name, v)
     # Without their gradients the norm is wrong, and with it every clipped update.
     return (
         _of_owners(never, Grounds.NO_OPTIMIZER_STATE)
         or [
-            _Origin(v, owner(v.name), _SPECIAL.get((v.kind, v.index), Grounds.UPDATE))
+            Origin(v, owner(v.name), _SPECIAL.get((v.kind, v.index), Grounds.UPDATE))
             for v in verdicts
             if v is first.get(v.name)
         ]
         or [
-            _Origin(v, v.name, _SPECIAL.get((v.kind, v.index), Grounds.METRIC))
+            Origin(v, v.name, _SPECIAL.get((v.kind, v.index), Grounds.METRIC))
             for v in _failures(verdicts, Kind.METRIC)
         ]
     )
@@ -522,7 +393,7 @@ def _born(
     outputs: tuple[Kind, ...],
     grounds: Grounds,
     without_inputs: Grounds,
-) -> list[_Origin]:
+) -> list[Origin]:
     """Modules whose ``inputs`` all pass, with a failing output, and no such module inside."""
     wrong = {(v.microbatch, v.name) for v in _failures(verdicts, inputs)}
     born = [v for v in _failures(verdicts, *outputs) if (v.microbatch, v.name) not in wrong]
@@ -540,7 +411,7 @@ def _born(
             jump = _largest_jump(v, _failures(verdicts, *outputs), entering)
             where = grounds if place in entering else without_inputs
             where = Grounds.MASK if v.kind is Kind.DROPOUT else where
-            origins.append(jump or _Origin(v, v.name, where))
+            origins.append(jump or Origin(v, v.name, where))
         begun.add(v.microbatch)
     return origins
 
@@ -551,8 +422,8 @@ def _is_inside(name: str, module: str) -> bool:
 
 
 def _largest_jump(
-    container: Judged, failed: Sequence[Judged], entering: Mapping[_At, float]
-) -> _Origin | None:
+    container: Judged, failed: Sequence[Judged], entering: Mapping[At, float]
+) -> Origin | None:
     """A module inside, whose inputs fail a little and whose output by many times more.
 
     It must also be many times further off than the container, whose inputs pass.
@@ -566,17 +437,17 @@ def _largest_jump(
         and _severity(v) >= _SURFACING * _severity(container)
     ]
     size, largest = max(jumps, key=lambda jump: jump[0], default=(0.0, container))
-    return _Origin(largest, largest.name, Grounds.JUMP) if size >= _SURFACING else None
+    return Origin(largest, largest.name, Grounds.JUMP) if size >= _SURFACING else None
 
 
-def _first(verdicts: Sequence[Judged], kind: Kind, grounds: Grounds) -> list[_Origin]:
+def _first(verdicts: Sequence[Judged], kind: Kind, grounds: Grounds) -> list[Origin]:
     """The first failure of a kind, if no module can be blamed for it."""
     return _of_modules(_failures(verdicts, kind)[:1], grounds)
 
 
 _STAGES = (
     (Direction.START, _start),
-    (Direction.FORWARD, _absent),
+    (Direction.FORWARD, absent_origins),
     (Direction.FORWARD, _forward),
     (Direction.FORWARD, functools.partial(_first, kind=Kind.LOSS, grounds=Grounds.LOSS)),
     (Direction.BACKWARD, _backward),

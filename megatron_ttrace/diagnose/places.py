@@ -113,9 +113,8 @@ class Places:
 
     def of(self, diagnosis: Diagnosis) -> Diagnosis:
         """The same, with the places to look at, most likely first."""
-        verdict, finding = diagnosis.verdict, diagnosis.why.finding
+        verdict, finding, sent = diagnosis.verdict, diagnosis.why.finding, is_sent(diagnosis)
         is_loaded = verdict.kind is Kind.LOADED  # by no function that was recorded
-        sent = is_sent(diagnosis)
         ranked = [] if is_loaded else self.ranked(verdict, finding, sent=sent)
         # What has no name of its own (a generator) is shown as what it is written in: once.
         first = {(place.file, place.function): place for _, place in reversed(ranked)}
@@ -235,15 +234,14 @@ class _Judge:
             # The more was changed, the less it says of each.
             share = len({*found.values()}) ** -0.5 * (1.0 if is_near else _FAR)
             suspects.weights[number] = max(share, suspects.weights.get(number, 0.0))
-            clue = function.clue
-            suspects.add(number, clue, _CHANGED * share)
-            self._lines[number, clue] = function.line
+            suspects.add(number, function.clue, _CHANGED * share)
+            self._lines[number, function.clue] = function.line
 
     def place(self, number: int) -> Place:
         """A suspect with the clue that is worth most."""
         function, points = self._code.functions[number], self._suspects.clues[number]
-        known = Clue.BUILT if Clue.BUILT in points else Clue.RAN
-        clue = max({known: 0.0} | points, key=lambda clue: points.get(clue, 0.0))
+        known = {Clue.BUILT if Clue.BUILT in points else Clue.RAN: 0.0} | points
+        clue = max(known, key=lambda clue: points.get(clue, 0.0))
         # Where the user changed it is more precise than where it begins.
         changed = self._lines.get((number, Clue.CHANGED))
         line = self._lines.get((number, clue)) or changed or function.line

@@ -130,10 +130,8 @@ class Suspects:
             Direction.GRADIENT: self._statistic,
             Direction.UPDATE: self._update,
         }
-        if arrives(self._verdict):
-            self._input()
-        else:
-            by_kind.get(kind, by_direction[direction])()
+        of_result = by_kind.get(kind, by_direction[direction])
+        (self._input if arrives(self._verdict) else of_result)()
 
     # By what went wrong
 
@@ -461,10 +459,8 @@ def arrives(verdict: Judged) -> bool:
 
 def is_redrawn(verdict: Judged) -> bool:
     """Whether a recomputation drew another dropout mask than the forward pass."""
-    return (verdict.kind, verdict.index % len(DropoutIndex)) == (
-        Kind.DROPOUT,
-        DropoutIndex.RECOMPUTED,
-    )
+    index = verdict.index % len(DropoutIndex)
+    return verdict.kind is Kind.DROPOUT and index == DropoutIndex.RECOMPUTED
 
 
 def around(module: str) -> Iterator[str]:
@@ -493,8 +489,7 @@ def anchor_of(sources: Sources, verdict: Judged) -> str:
     code = sources.of(name) or sources.of(ROOT) or ModuleCode()
     if kind is Kind.LOADED:
         if verdict.index == LoadedIndex.NUMBER:
-            loaders = sources.loaders.items()
-            return next((place for start, place in loaders if name.startswith(start)), "")
+            return next((at for word, at in sources.loaders.items() if name.startswith(word)), "")
         is_module = verdict.index in (*WEIGHTS, LoadedIndex.BUFFER)
         return code.described if is_module else sources.optimizer_state
     if direction is Direction.START:

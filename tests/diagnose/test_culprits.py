@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from megatron_ttrace.diagnose.culprits import owner
+from megatron_ttrace.diagnose.origins import owner
 from megatron_ttrace.report.wording import UNKNOWN
 from megatron_ttrace.trace.findings import Cause, Explanation, PartialSums
 from megatron_ttrace.trace.judged import Judged
@@ -443,35 +443,6 @@ def test_the_explanation_is_asked_for_every_culprit() -> None:
     assert asked == [culprit.name]
 
 
-@pytest.mark.parametrize(
-    ("outcome", "reason"),
-    [(Outcome.EXTRA, "more microbatches"), (MISSING, "fewer microbatches")],
-)
-def test_another_number_of_microbatches_is_one_culprit(outcome: Outcome, reason: str) -> None:
-    """Whatever else is in them; the first tensor says where they begin."""
-    verdicts = run(microbatches=2)
-    changed = [
-        dataclasses.replace(v, verdict=outcome, margin=None) if v.microbatch == 1 else v
-        for v in verdicts
-    ]
-    [culprit] = localise(changed)
-    assert (culprit.name, culprit.kind, culprit.microbatch) == ("model", Kind.TOKENS, 1)
-    assert reason in culprit.reason
-
-
-def test_a_module_that_is_never_called() -> None:
-    """Its parameters are there; without them, nothing says that it was built."""
-    absent = run(
-        lambda kind, name: name.startswith(FC1) and kind in (Kind.INPUT, Kind.OUTPUT),
-        outcome=MISSING,
-    )
-    [culprit] = localise(absent)
-    assert (culprit.name, culprit.kind) == (FC1, Kind.INPUT)
-    assert culprit.reason.startswith("it has parameters, but was not called")
-    [culprit] = localise([v for v in absent if v.kind is not Kind.PARAM])
-    assert "was not called" not in culprit.reason
-
-
 def test_no_optimizer_has_a_gradient() -> None:
     """Some parameters' gradients are absent, others' only wrong."""
     [culprit, _] = localise(
@@ -499,28 +470,6 @@ def test_a_router_shares_its_input_with_the_experts(weight: float, name: str) ->
         ]
     )
     assert (culprit.name, culprit.kind) == (name, Kind.GRAD_INPUT)
-
-
-def test_a_layer_of_another_kind() -> None:
-    """What it lacks and what it has instead are one culprit, in that layer only."""
-    absent = [
-        *(
-            ("decoder.layers.2.norm.weight", MISSING),
-            ("decoder.layers.2.mlp.router.weight", MISSING),
-        ),
-        *(("decoder.layers.2.mlp.fc1.weight", Outcome.EXTRA), ("head.weight", Outcome.EXTRA)),
-        *(("decoder.layers.5.mlp.fc1.weight", MISSING), ("decoder.layers.5.mlp.fc1.bias", MISSING)),
-    ]
-    found = localise(
-        [verdict(name, Kind.PARAM, outcome, margin=None) for name, outcome in absent]
-        + [verdict("decoder.layers.5.norm.weight", Kind.PARAM)]
-    )
-    assert [culprit.name for culprit in found] == [
-        "decoder.layers.2",
-        "head",
-        "decoder.layers.5.mlp.fc1",
-    ]
-    assert "other parameters than the reference's" in found[0].reason
 
 
 def test_a_buffer_is_not_the_optimizers() -> None:

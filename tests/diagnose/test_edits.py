@@ -17,6 +17,7 @@ from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
 from tests.diagnose.ran_by_hand import LINEAR, NORM, B, C, F, S, record
+from tests.diagnose.test_places import NORMS, PARTIAL, WEIGHT
 
 OTHER = Phase.OTHER
 
@@ -82,3 +83,14 @@ def test_what_has_no_name_of_its_own() -> None:
     found = Places(record(), [failure], changed=[edit]).of(diagnosis).why.places
     names = [place.function for place in found]
     assert (names[0], len({*names})) == ("Linear.forward", 3)
+
+
+def test_the_changed_line_of_what_other_evidence_names() -> None:
+    """The clue may be another one: the line is that of the change."""
+    failure = judged(Kind.MAIN_GRAD, WEIGHT, Outcome.DIVERGED)
+    edit = ChangedFunction(
+        "m.py", "Linear.__init__", 8, Execution.ELSEWHERE, ("",), (Phase.CONSTRUCTION,)
+    )
+    made = Places(record(NORMS), [failure], changed=[edit])
+    _, first = made.ranked(failure, PARTIAL)[0]
+    assert (first.function, first.clue, first.line) == ("Linear.__init__", Clue.MARKS, 8)

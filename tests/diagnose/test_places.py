@@ -137,14 +137,6 @@ def test_data() -> None:
     assert not {"sync_grads", "reduce_norms"} & {place.function for place in found}
 
 
-@pytest.mark.parametrize("outcome", [Outcome.EXTRA, Outcome.DIVERGED])
-def test_batches_that_only_one_run_has(outcome: Outcome) -> None:
-    """What counts them; other data in the same batches has another cause."""
-    failure = judged(Kind.TOKENS, "tokens", outcome)
-    first = Places(record(), [failure]).ranked(failure, None)[0][1].function
-    assert (first == "Calculator.update_microbatches") is (outcome is Outcome.EXTRA)
-
-
 def test_a_marked_parameter() -> None:
     """What selects by the mark is then more likely than what sets it."""
     marks = {"decoder.layers.*.linear.weight": ("sequence_parallel",)}
@@ -477,17 +469,6 @@ def test_what_the_user_changed(kind: Kind, name: str, changed: list[str], first:
     assert place.function == first
     assert (place.line == 8) == (first in changed)
     assert (place.clue in (Clue.CHANGED, Clue.FILE_CHANGED)) == (first in changed or "" in changed)
-
-
-def test_the_changed_line_of_what_other_evidence_names() -> None:
-    """The clue may be another one: the line is that of the change."""
-    failure = judged(Kind.MAIN_GRAD, WEIGHT, Outcome.DIVERGED)
-    edit = ChangedFunction(
-        "m.py", "Linear.__init__", 8, Execution.ELSEWHERE, ("",), (Phase.CONSTRUCTION,)
-    )
-    made = Places(record(NORMS), [failure], changed=[edit])
-    _, first = made.ranked(failure, PARTIAL)[0]
-    assert (first.function, first.clue, first.line) == ("Linear.__init__", Clue.MARKS, 8)
 
 
 def test_a_factor_of_all_experts() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_ttrace.diagnose.code import Code, Outcomes
+from megatron_ttrace.diagnose.places import Places
 from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
@@ -245,3 +246,11 @@ def test_the_share_of_a_logged_loss(logged: dict[str, bool], of_scale: bool) -> 
         weights[NAMES.index(name)] for name in ("Product.backward", "Linear.forward", "run")
     )
     assert (setter > forward) is (backward > forward) is of_scale
+
+
+@pytest.mark.parametrize("outcome", [Outcome.EXTRA, Outcome.DIVERGED])
+def test_batches_that_only_one_run_has(outcome: Outcome) -> None:
+    """What counts them; other data in the same batches has another cause."""
+    failure = judged(Kind.TOKENS, "tokens", outcome)
+    first = Places(record(), [failure]).ranked(failure, None)[0][1].function
+    assert (first == "Calculator.update_microbatches") is (outcome is Outcome.EXTRA)

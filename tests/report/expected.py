@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from megatron_ttrace.diagnose.culprits import owner
+from megatron_ttrace.diagnose.origins import owner
 from megatron_ttrace.report import junit, log_scalars, table, terminal, wandb
 from megatron_ttrace.report.explanations import verdict_of
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
