@@ -12,14 +12,14 @@ import functools
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.capture.starts import Runs
+from megatron_ttrace.capture.starts import Lines, Runs
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Calls, FunctionCall, Lookup, Numbers, Phase, pattern
@@ -64,6 +64,7 @@ class _Seen:
         results: that were looked at.
         phase: of its last start.
         near: callers and modules of its starts.
+        lines: bits of those that ran, from the function's first line on.
     """
 
     code: CodeType
@@ -74,6 +75,7 @@ class _Seen:
     results: int = 0
     phase: Phase | None = None
     near: set[tuple[int, str, int]] = dataclasses.field(default_factory=set)
+    lines: int = 0
 
 
 class CallTap:
@@ -95,6 +97,8 @@ class CallTap:
         self._others: list[CodeType] = []
         self._context: Context | None = None
         self._reports = Runs(_NAME)
+        self._lines = Lines(f"{_NAME} by line")
+        self._has_lines = False
         self._modules: set[str] = set()
         self._scripts: set[str] = set()
         self._imported = 0
@@ -105,6 +109,7 @@ class CallTap:
     def start(self) -> None:
         """Record from now on what builds the model. Never raises."""
         self.error = self._reports.report(self._started, self._returned)
+        self._has_lines = self._lines.report(self._line)
         self._follow()
 
     def in_steps(self, context: Context) -> None:
@@ -129,6 +134,7 @@ class CallTap:
     def stop(self) -> None:
         """Record no longer."""
         self._reports.stop()
+        self._lines.stop()
 
     def _follow(self) -> None:
         """Hear of functions in modules that were imported since. Never raises."""
@@ -153,6 +159,17 @@ class CallTap:
             if (seen := self._seen[known]) and (finite := sorted(filter(math.isfinite, given))):
                 found[sources.shown(seen.code)][name] = tuple(finite[:_VALUES])
         return dict(found)
+
+    def lines(self) -> dict[str, str]:
+        """The lines that ran, by function: bits in hexadecimal digits, from its first line on."""
+        functions = [*filter(None, self._seen.values())] if self._has_lines else []
+        return {sources.shown(seen.code): f"{seen.lines:x}" for seen in functions}
+
+    def apart(self, lines: Mapping[str, str]) -> dict[str, int]:
+        """How many lines of each function ran here, but not in a run with these ``lines``."""
+        ran = {where: int(bits, 16) for where, bits in self.lines().items()} if lines else {}
+        new = {where: bits & ~int(lines.get(where, "0"), 16) for where, bits in ran.items()}
+        return {where: bits.bit_count() for where, bits in new.items() if bits}
 
     def calls(
         self,
@@ -221,11 +238,17 @@ class CallTap:
                 arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
                 part = sources.part_of(file)
                 seen = _Seen(code, part, part in _INSIDE, arguments)
+                self._lines.follow(code)
             else:
                 # It is kept, so that no other code gets its identity.
                 self._others.append(code)
             self._seen[id(code)] = seen
         return seen
+
+    def _line(self, code: CodeType, line: int) -> Any:
+        if seen := self._seen.get(id(code)):
+            seen.lines |= 1 << max(0, line - code.co_firstlineno)
+        return sys.monitoring.DISABLE
 
     def _note(self, seen: _Seen, frame: FrameType) -> Any:
         back = frame.f_back

@@ -103,6 +103,42 @@ class Runs:
                 sys.monitoring.set_local_events(self._tool, code, events)
 
 
+class Lines:
+    """Reports each line of some functions once, if a tool of the interpreter is free."""
+
+    def __init__(self, name: str) -> None:
+        """``name``: of the tool."""
+        self._name = name
+        self._tool: int | None = None
+        self._followed: list[CodeType] = []
+
+    def report(self, to: OnStart) -> bool:
+        """Give code and number of lines to this function from now on; returns if that works."""
+        try:
+            if self._tool is None:
+                self._tool = _tool(self._name)
+                atexit.register(self.stop)
+            sys.monitoring.register_callback(self._tool, _EVENTS.LINE, to)
+        except ValueError:
+            return False
+        return True
+
+    def follow(self, code: CodeType) -> None:
+        """Report its lines from now on, also if it has just started."""
+        if self._tool is not None:
+            self._followed.append(code)
+            sys.monitoring.set_local_events(self._tool, code, _EVENTS.LINE)
+
+    def stop(self) -> None:
+        """Report no longer."""
+        if self._tool is not None:
+            for code in self._followed:
+                sys.monitoring.set_local_events(self._tool, code, 0)
+            sys.monitoring.register_callback(self._tool, _EVENTS.LINE, None)
+            sys.monitoring.free_tool_id(self._tool)
+            self._tool = None
+
+
 def _tool(name: str) -> int:
     """A tool of the interpreter that was free. Raises ``ValueError``."""
     for tool in _TOOLS:

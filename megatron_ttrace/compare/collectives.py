@@ -134,6 +134,7 @@ def merge(
         recorded,
         numbers=_numbers(ranks),
         torn=torn(ranks) if recorded else (),
+        apart=_apart(ranks),
     )
 
 
@@ -279,6 +280,15 @@ def _numbers(ranks: Iterable[RankLedger]) -> Numbers:
     for (where, name), given in found.items():
         merged[where][name] = tuple(sorted(given))
     return dict(merged)
+
+
+def _apart(ranks: Iterable[RankLedger]) -> dict[str, int]:
+    """The most lines of each function that any rank ran and the reference did not."""
+    apart: dict[str, int] = {}
+    for lines in {id(rank.apart): rank.apart for rank in ranks}.values():
+        for where, count in lines.items():
+            apart[where] = max(count, apart.get(where, 0))
+    return apart
 
 
 def torn(ranks: Sequence[RankLedger]) -> tuple[str, ...]:

@@ -76,8 +76,8 @@ _INSTEAD = 0.4
 """Weight of what is named for another loss."""
 _CHANGED, _FAR = 4.0, 0.5
 """Points for what the user changed, and the share of them if it only ran before the step."""
-_CALLED, _LOOPS = 1.0, 0.7
-"""Points for a name that is the factor's; for a loop, where some tensors lack what others have."""
+_CALLED, _LOOPS, _LAYOUT = 1.0, 0.7, 1.0
+"""Points for the factor's name; a loop, if some tensors lack something; lines of this run only."""
 _OF_ONE_COPY = {"shared", "shared_embedding"}
 """Marks that one of several copies has by design."""
 _UNEQUAL, _CHOOSES, _SEPARATES = 4.0, 3.0, 2.0
@@ -141,8 +141,7 @@ class Places:
         judge = _Judge(self._code, self._ledger, self._outcomes, verdict, finding, sent=sent)
         judge.facts(self._expected)
         judge.changes(self._changed)
-        scores = judge.scores().items()
-        places = [(score, judge.place(number)) for number, score in scores if score > 0]
+        places = [(points, judge.place(n)) for n, points in judge.scores().items() if points > 0]
         return sorted(places, key=lambda ranked: -ranked[0])
 
 
@@ -304,6 +303,7 @@ class _Judge:
 
     def _own_code(self, number: int, function: Function) -> None:
         add, clues = self._suspects.add, self._suspects.clues[number]
+        add(number, Clue.LAYOUT, _LAYOUT * (function.where in self._ledger.apart))
         if {_DIVISORS.get(axis, axis) for axis in self._axes} & {*function.axes}:
             # A function that mentions all axes is weak evidence for one.
             add(number, Clue.AXIS, len(function.axes) ** -0.5)

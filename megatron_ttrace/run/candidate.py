@@ -293,7 +293,7 @@ class CandidateSession:
         traces the last block once more.
         """
         last = dist.get_world_size() - 1
-        ledger = self._recording.message()
+        ledger = self._recording.message(self.comparison.reference.reference.lines)
         began = time.monotonic()
         findings = self._findings(self.comparison, ledger)
         self._timings["gather"] = time.monotonic() - began

@@ -6,7 +6,7 @@ It adds to the report. Whatever goes wrong with it is a notice, and the check go
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_ttrace.capture.calls import CallTap
@@ -21,6 +21,7 @@ from megatron_ttrace.mcore.groups import axes_of, described, reduced_in, unseen_
 from megatron_ttrace.mcore.sources import attributes_of, sources_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, folded
+from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.collectives import (
     UNRECORDED,
     Call,
@@ -39,6 +40,7 @@ from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Edits, 
 _CALLS, _SIZES = codec.decoder(tuple[Call, ...]), codec.decoder(tuple[Size, ...])
 _GROUP, _SOURCES = codec.decoder(Group), codec.decoder(Sources)
 _NUMBERS, _SHARDS = codec.decoder(Numbers), codec.decoder(dict[str, Shard])
+_APART = codec.decoder(dict[str, Count])
 _EXECUTED = codec.decoder(tuple[Executed, ...])
 
 
@@ -72,8 +74,11 @@ class Recording:
         finally:
             self._executed.in_steps(_outside)
 
-    def message(self) -> Any:
-        """What was recorded, as JSON for the rank that judges. Never raises."""
+    def message(self, lines: Mapping[str, str]) -> Any:
+        """What was recorded, as JSON for the rank that judges. Never raises.
+
+        ``lines``: that ran in the reference (:meth:`CallTap.lines`).
+        """
         self._executed.stop()
         self._calls.stop()
         ran = self._executed.executed(self._model.names)
@@ -82,9 +87,9 @@ class Recording:
             "error": self._executed.error,
             "unrecorded": self._calls.error,
         }
-        return {**self._ledger(), "executed": executed}
+        return {**self._ledger(lines), "executed": executed}
 
-    def _ledger(self) -> dict[str, Any]:
+    def _ledger(self, lines: Mapping[str, str]) -> dict[str, Any]:
         try:
             from megatron.core.utils import get_model_config
 
@@ -103,7 +108,11 @@ class Recording:
             calls = dataclasses.replace(calls, buckets=buckets)
             sources = dataclasses.replace(sources, metrics=dict(logged.PLACES), calls=calls)
             return dataclasses.replace(
-                self._tap.ledger(), sources=sources, numbers=numbers, shards=shards
+                self._tap.ledger(),
+                sources=sources,
+                numbers=numbers,
+                shards=shards,
+                apart=self._calls.apart(lines),
             ).to_json()
         except Exception as error:  # noqa: BLE001 - it is an addition to the report
             return RankLedger(error=one_line(error)).to_json()
@@ -194,6 +203,7 @@ def decoded(message: dict[str, Any], once: folded.Once) -> RankLedger:
         str(message["error"]),
         once(_NUMBERS, message["numbers"]),
         once(_SHARDS, message["shards"]),
+        once(_APART, message["apart"]),
     )
     if why := ledger.contradiction():
         raise codec.CodecError(why)

@@ -86,6 +86,7 @@ class ReferenceSession:
             order.started.skip(args)
         self._loss_scales: dict[str, float] = {}
         self._calls = CallTap()
+        self._calls.start()  # the model is built next
         self._counted: list[Counted] = []
         self._seconds = 0.0
         self._loaded: InCheckpoint | None = None
@@ -153,6 +154,7 @@ class ReferenceSession:
             logs=fronts.current().logs,
             seconds=self._seconds,
             numbers=numbers if is_recorded else {},
+            lines=self._calls.lines() if is_recorded else {},
             layout=None if layout is None else dataclasses.asdict(layout),
             **self._arithmetic(),
         )

@@ -46,6 +46,8 @@ class Clue(StrEnum):
     """It multiplies or divides."""
     MOVES = "moves"
     """It fills or copies a buffer."""
+    LAYOUT = "layout"
+    """Lines of it did not run in the reference."""
     AXIS = "axis"
     """Its names contain an axis of the finding."""
     NAMES = "names"

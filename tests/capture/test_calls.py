@@ -239,6 +239,34 @@ def test_a_function_that_runs_often_is_reported_no_more(tap: CallTap) -> None:
     assert counted < 110
 
 
+BRANCHES = """
+def forward(size):
+    if size > 1:
+        size = gather(size)
+        size += 1
+    return size
+def gather(size):
+    return size
+"""
+
+
+def test_lines_that_ran_in_one_run_only(tap: CallTap) -> None:
+    """By function, with those that the other run did not call at all; none of an unknown run."""
+    functions = made(BRANCHES, "core/m.py")
+    functions["forward"](1)
+    tap.entered()
+    functions["forward"](1)
+    alone = tap.lines()
+    assert list(alone.values()) == [f"{0b10010:x}"]
+    functions["forward"](2)
+    functions["forward"](1)
+    assert {where.split()[1]: count for where, count in tap.apart(alone).items()} == {
+        "(forward)": 2,
+        "(gather)": 1,
+    }
+    assert tap.apart({}) == {}
+
+
 def test_an_error_is_kept() -> None:
     """Never raised in the job; nothing is recorded after it."""
 
@@ -268,3 +296,4 @@ def test_no_room_for_a_tool() -> None:
             sys.monitoring.free_tool_id(tool)
     assert tap.error
     assert tap.calls([]) == Calls()
+    assert tap.lines() == {}

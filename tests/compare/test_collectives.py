@@ -258,6 +258,12 @@ def test_numbers_of_all_ranks() -> None:
     assert ledger(*ranks).numbers == {"f": {"tokens": (2.0, 3.0, 4.0), "": (1.0,)}}
 
 
+def test_lines_that_only_some_ranks_ran() -> None:
+    """The most of each function."""
+    ranks = [RankLedger(apart=apart) for apart in ({"f": 2}, {"f": 3, "g": 1}, {})]
+    assert ledger(*ranks).apart == {"f": 3, "g": 1}
+
+
 def test_json() -> None:
     """A ledger is the same after a round trip, as is a rank's."""
     first = dataclasses.replace(rank(SUM), sources=Sources({"a": 0}, (ModuleCode("x"),)))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -246,6 +247,19 @@ def test_the_share_of_a_logged_loss(logged: dict[str, bool], of_scale: bool) -> 
         weights[NAMES.index(name)] for name in ("Product.backward", "Linear.forward", "run")
     )
     assert (setter > forward) is (backward > forward) is of_scale
+
+
+def test_lines_that_the_reference_did_not_run() -> None:
+    """Of two functions that ran in a module, the one with such lines is more likely."""
+    failure = judged(Kind.OUTPUT, LINEAR, Outcome.DIVERGED)
+    ran = Places(record(), [failure]).ranked(failure, None)
+    last = ran[-1][1]
+    ledger = dataclasses.replace(record(), apart={where(last.function): 1})
+    now = {
+        place.function: score for score, place in Places(ledger, [failure]).ranked(failure, None)
+    }
+    assert now.pop(last.function) > ran[-1][0]
+    assert now == {place.function: score for score, place in ran[:-1]}
 
 
 @pytest.mark.parametrize("outcome", [Outcome.EXTRA, Outcome.DIVERGED])
