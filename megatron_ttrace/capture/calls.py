@@ -165,11 +165,10 @@ class CallTap:
         functions = [*filter(None, self._seen.values())] if self._has_lines else []
         return {sources.shown(seen.code): f"{seen.lines:x}" for seen in functions}
 
-    def apart(self, lines: Mapping[str, str]) -> dict[str, int]:
-        """How many lines of each function ran here, but not in a run with these ``lines``."""
-        ran = {where: int(bits, 16) for where, bits in self.lines().items()} if lines else {}
-        new = {where: bits & ~int(lines.get(where, "0"), 16) for where, bits in ran.items()}
-        return {where: bits.bit_count() for where, bits in new.items() if bits}
+    def apart(self, lines: Mapping[str, str]) -> tuple[str, ...]:
+        """The functions of which lines ran here, but not in a run with ``lines``."""
+        ran = self.lines() if lines else {}
+        return tuple(f for f, bits in ran.items() if int(bits, 16) & ~int(lines.get(f, "0"), 16))
 
     def calls(
         self,

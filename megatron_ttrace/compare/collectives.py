@@ -127,6 +127,7 @@ def merge(
     recorded = not any(rank.error for rank in ranks)
     findings = [*_disagreements(known), *_messages(known)] if recorded else []
     findings += _imprecise(known, compute, gradients)
+    apart = {id(rank.apart): rank.apart for rank in ranks}  # most ranks have the same
     return Ledger(
         _folded(known),
         tuple(_once(findings)),
@@ -134,7 +135,7 @@ def merge(
         recorded,
         numbers=_numbers(ranks),
         torn=torn(ranks) if recorded else (),
-        apart=_apart(ranks),
+        apart=tuple(dict.fromkeys(f for each in apart.values() for f in each)),
     )
 
 
@@ -280,15 +281,6 @@ def _numbers(ranks: Iterable[RankLedger]) -> Numbers:
     for (where, name), given in found.items():
         merged[where][name] = tuple(sorted(given))
     return dict(merged)
-
-
-def _apart(ranks: Iterable[RankLedger]) -> dict[str, int]:
-    """The most lines of each function that any rank ran and the reference did not."""
-    apart: dict[str, int] = {}
-    for lines in {id(rank.apart): rank.apart for rank in ranks}.values():
-        for where, count in lines.items():
-            apart[where] = max(count, apart.get(where, 0))
-    return apart
 
 
 def torn(ranks: Sequence[RankLedger]) -> tuple[str, ...]:

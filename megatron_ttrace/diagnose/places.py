@@ -21,7 +21,6 @@ from megatron_ttrace.diagnose.code import (
     PARAMETERS,
     WORDS,
     Code,
-    Context,
     Outcomes,
     choosing_without,
     communicates,
@@ -61,7 +60,7 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.places import Clue, Place
-from megatron_ttrace.trace.records import ROOT, Kind, MetricIndex
+from megatron_ttrace.trace.records import FLOW, ROOT, Kind, MetricIndex
 
 MOST = 3
 """Places that are reported."""
@@ -303,7 +302,8 @@ class _Judge:
 
     def _own_code(self, number: int, function: Function) -> None:
         add, clues = self._suspects.add, self._suspects.clues[number]
-        add(number, Clue.LAYOUT, _LAYOUT * (function.where in self._ledger.apart))
+        if self._verdict.kind in FLOW and not self._causes:
+            add(number, Clue.LAYOUT, _LAYOUT * (function.where in self._ledger.apart))
         if {_DIVISORS.get(axis, axis) for axis in self._axes} & {*function.axes}:
             # A function that mentions all axes is weak evidence for one.
             add(number, Clue.AXIS, len(function.axes) ** -0.5)
@@ -372,8 +372,7 @@ class _Judge:
         """What leads to a collective, the nearest first."""
         function = self._code.number(call.where)
         phase = Phase.GRADIENTS if call.direction is Phase.PARAMETERS else call.direction
-        context: Context = (pattern(call.module), phase)
-        return [] if function is None else self._code.chain(function, context)
+        return [] if function is None else self._code.chain(function, (pattern(call.module), phase))
 
     def _fits(self, call: Collective) -> bool:
         """Whether it reduces over axes of the finding."""

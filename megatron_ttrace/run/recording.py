@@ -21,7 +21,6 @@ from megatron_ttrace.mcore.groups import axes_of, described, reduced_in, unseen_
 from megatron_ttrace.mcore.sources import attributes_of, sources_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, folded
-from megatron_ttrace.trace.codec import Count
 from megatron_ttrace.trace.collectives import (
     UNRECORDED,
     Call,
@@ -40,7 +39,7 @@ from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Edits, 
 _CALLS, _SIZES = codec.decoder(tuple[Call, ...]), codec.decoder(tuple[Size, ...])
 _GROUP, _SOURCES = codec.decoder(Group), codec.decoder(Sources)
 _NUMBERS, _SHARDS = codec.decoder(Numbers), codec.decoder(dict[str, Shard])
-_APART = codec.decoder(dict[str, Count])
+_APART = codec.decoder(tuple[str, ...])
 _EXECUTED = codec.decoder(tuple[Executed, ...])
 
 

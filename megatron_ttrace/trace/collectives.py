@@ -326,8 +326,8 @@ class RankLedger(Record):
     """What one rank recorded.
 
     ``sizes`` are those of each of ``calls``. ``error`` is why the record is not complete.
-    ``shards`` are those that a distributed optimizer gave to this rank, by parameter; ``apart`` is
-    how many lines of each function ran that the reference did not run.
+    ``shards`` are those that a distributed optimizer gave to this rank, by parameter; ``apart`` are
+    functions of which lines ran that the reference did not run.
     """
 
     calls: tuple[Call, ...] = ()
@@ -337,7 +337,7 @@ class RankLedger(Record):
     error: str = ""
     numbers: Numbers = dataclasses.field(default_factory=dict)
     shards: dict[str, Shard] = dataclasses.field(default_factory=dict)
-    apart: dict[str, Count] = dataclasses.field(default_factory=dict)
+    apart: tuple[str, ...] = ()
 
     def contradiction(self) -> str:
         """Why the fields contradict each other."""
@@ -397,8 +397,8 @@ class Ledger(Record):
 
     ``recorded`` is false if the collectives of some rank are not known. Over the axes ``unseen``
     the run may communicate outside of PyTorch's process groups. ``torn`` are parameters
-    whose shards, over all ranks, lack elements or have some more often than others. ``apart`` is
-    how many lines of each function ran on a rank, but not in the reference.
+    whose shards, over all ranks, lack elements or have some more often than others. ``apart`` are
+    functions of which lines ran on a rank, but not in the reference.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -408,7 +408,7 @@ class Ledger(Record):
     unseen: tuple[str, ...] = ()
     numbers: Numbers = dataclasses.field(default_factory=dict)
     torn: tuple[str, ...] = ()
-    apart: dict[str, Count] = dataclasses.field(default_factory=dict)
+    apart: tuple[str, ...] = ()
 
 
 UNRECORDED = Ledger(recorded=False)

@@ -254,7 +254,7 @@ def test_lines_that_the_reference_did_not_run() -> None:
     failure = judged(Kind.OUTPUT, LINEAR, Outcome.DIVERGED)
     ran = Places(record(), [failure]).ranked(failure, None)
     last = ran[-1][1]
-    ledger = dataclasses.replace(record(), apart={where(last.function): 1})
+    ledger = dataclasses.replace(record(), apart=(where(last.function),))
     now = {
         place.function: score for score, place in Places(ledger, [failure]).ranked(failure, None)
     }
