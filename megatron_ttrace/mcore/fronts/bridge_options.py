@@ -59,6 +59,9 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 
 _NEGATED = ("no_load_optim", "no_load_rng", "untie_embeddings_and_output_weights")
 
+_RELEASED = ("megatron.bridge.", "megatron.core.", "megatron.training.")
+"""Packages whose classes declare the fields of a release; others are a user's."""
+
 _OF_SOME = frozenset(("persistent_workers", "dataloader_seq_length"))
 """What is read, and only some data sets, or scripts of Megatron-LM's, have."""
 
@@ -274,11 +277,14 @@ def _fields(owner: Any) -> dict[str, Any]:
 
 
 def _is_of_bridge(owner: Any, name: str) -> bool:
-    """Whether a class of Bridge declares a field, which a class of the user's may declare again."""
+    """Whether Bridge declares a field, which a class of the user's may declare again.
+
+    Many of its classes inherit fields from ``megatron.training.config``.
+    """
     return any(
         name in vars(kind).get("__annotations__", ())
         for kind in type(owner).__mro__
-        if kind.__module__.startswith(("megatron.bridge.", "megatron.core."))
+        if kind.__module__.startswith(_RELEASED)
     )
 
 

@@ -155,6 +155,27 @@ def test_a_known_field_with_another_default() -> None:
     assert Options(types.SimpleNamespace(model=kind())).unknown() == []
 
 
+@pytest.mark.parametrize("package", ["megatron.bridge", "megatron.core", "megatron.training"])
+def test_inherited_fields_are_known(package: str) -> None:
+    """Bridge's classes inherit from Megatron's, whose fields are not a user's."""
+    parent: Any = dataclasses.make_dataclass(
+        "Parent", [("lr_of_parent", int, 0)], module=f"{package}.config"
+    )
+    kind = dataclasses.make_dataclass("Own", [("ours", int, 0)], bases=(parent,), module="script")
+    assert Options(types.SimpleNamespace(scheduler=kind())).unknown() == ["scheduler.ours"]
+
+
+@pytest.mark.bridge
+@pytest.mark.parametrize("section", bridge_options.SECTIONS)
+def test_fields_of_a_release_are_known(section: str) -> None:
+    """No report names them as a user's own."""
+    for kind in _classes(section):
+        fields = {field.name: None for field in dataclasses.fields(kind)}
+        one = object.__new__(kind)
+        vars(one).update(fields)
+        assert Options(types.SimpleNamespace(**{section: one})).unknown() == [], kind
+
+
 def test_an_identity_has_every_field_by_its_option() -> None:
     names = vars(Options(configuration()))
     assert (names["num_experts"], names["vocab_size"]) == (8, 100)
