@@ -36,6 +36,7 @@ class ChunkState:
     Attributes:
         repeated: modules that run for the first time in another chunk.
         forward, backward: this rank's number of the microbatch in either direction.
+        aside: a pass without gradients is under way, which belongs to no microbatch.
         seen, seen_again: tensors of the forward pass, and of its recomputation.
         emitted: everything that was handed over.
         again: what the microbatch's recomputation, if it makes a graph, has seen.
@@ -51,6 +52,7 @@ class ChunkState:
         self.repeated = repeated
         self.forward = -1
         self.backward = -1
+        self.aside = False
         self.seen = WeakTensorKeyDictionary()
         self.seen_again = WeakTensorKeyDictionary()
         self.emitted: set[Place] = set()

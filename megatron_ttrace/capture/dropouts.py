@@ -57,7 +57,7 @@ class DropoutTap:
         self,
         chunks: Sequence[Names],
         mesh: Mesh,
-        microbatch: Callable[[int], int],
+        microbatch: Callable[[int], int | None],
         record: Callable[[Place, int], None],
     ) -> None:
         """Prepare.
@@ -65,7 +65,7 @@ class DropoutTap:
         Args:
             chunks: of this rank.
             mesh: this rank's place.
-            microbatch: returns the reference's number of that which a chunk works on.
+            microbatch: returns the reference's number of that which a chunk works on, if any.
             record: is given what is found out about a call (:class:`DropoutIndex`).
         """
         self._chunks = chunks
@@ -126,7 +126,8 @@ class DropoutTap:
         chunk, name = self._running[-1]
         if is_within_experts(name):
             return
-        microbatch = self._microbatch(chunk)
+        if (microbatch := self._microbatch(chunk)) is None:
+            return
         calls = self._calls[chunk, microbatch, name]
         number = float(torch.rand((), device=data.device))
         if not is_recomputing():

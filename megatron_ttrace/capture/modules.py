@@ -42,6 +42,7 @@ from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import ROOT, Kind
 
 _Hook = Callable[..., Any]
@@ -100,9 +101,10 @@ class ModuleTap:
     def __exit__(self, *exc: object) -> None:
         self.detach()
 
-    def microbatch(self, chunk: int) -> int:
-        """The global number of that which a chunk works on."""
-        return self._microbatches[self._states[chunk].current]
+    def microbatch(self, chunk: int) -> int | None:
+        """The global number of that which a chunk works on; ``None`` if it works on none."""
+        state = self._states[chunk]
+        return None if state.aside else self._microbatches[state.current]
 
     def detach(self) -> None:
         """Remove all hooks; what could not be removed is tried again by another call.
@@ -138,6 +140,8 @@ class ModuleTap:
             ends_in_loss = is_root and getattr(module, "post_process", True)
             if ends_in_loss or not (spans or is_root):
                 after.append(guarded(self._ends, name))
+            if is_root:
+                after.append(guarded(self._root_left))
         for hook in before:
             self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         for hook in after:
@@ -151,7 +155,10 @@ class ModuleTap:
         def microbatch() -> int:
             return self._microbatches[state.current]
 
-        followed = Followed(name, microbatch, self._sink, self._guard)
+        def guard(hook: Callable[..., Any], *args: Any) -> Any:
+            return None if state.aside else self._guard(hook, *args)
+
+        followed = Followed(name, microbatch, self._sink, guard)
         if can_follow(module):
             experts = dataclasses.replace(followed, name=f"{name}.experts")
             self._handles.append(DispatchTap(module, experts))
@@ -175,7 +182,17 @@ class ModuleTap:
     def _root_begins(
         self, state: ChunkState, names: Names, module: torch.nn.Module, args: Any, kwargs: Any
     ) -> None:
-        state.begins()
+        # A user's step may run the model more often than it trains it, for instance for the
+        # probabilities that a policy had before the update.
+        state.aside = not torch.is_grad_enabled() and not is_recomputing()
+        if state.aside:
+            return
+        if state.begins() >= len(self._microbatches):
+            raise TTraceError(
+                "the model ran forward more often than the step has microbatches "
+                f"({len(self._microbatches)}): join the samples of a microbatch in one pass, and "
+                "run passes that are not trained on under torch.no_grad()"
+            )
         if not names.inputs:
             _, *parameters = inspect.signature(type(module).forward).parameters
             given = zip(parameters, args, strict=False)
@@ -186,6 +203,8 @@ class ModuleTap:
     def _root_ends(
         self, state: ChunkState, module: torch.nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
+        if state.aside:
+            return
         local = state.forward
 
         def backward_begins(grad: torch.Tensor) -> None:
@@ -194,6 +213,9 @@ class ModuleTap:
         for _, tensor in tensors_in(output):
             if tensor.requires_grad:
                 self._handles.append(on_gradient(tensor, backward_begins))
+
+    def _root_left(self, state: ChunkState, *_: Any) -> None:
+        state.aside = False
 
     def _passes(
         self, state: ChunkState, module: torch.nn.Module, args: Any, kwargs: Any, output: Any
@@ -220,6 +242,8 @@ class ModuleTap:
         Of other inputs than the model's, whole numbers only where there is nothing else: an
         embedding's.
         """
+        if state.aside:
+            return None
         replaced: dict[int, torch.Tensor] = {}
         tensors = [*tensors_in(value)]
         if kind is Kind.INPUT and name != ROOT:
