@@ -78,6 +78,7 @@ def step[T](
                 "and omit --ttrace-iterations"
             )
         chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+        _require(optimizer)
         batches = [own.flat(batch) for batch in batches]
         if settings.role == "reference":
             batches = _read(settings.directory / shared.BATCHES, batches)
@@ -99,6 +100,19 @@ def _stepped(run: Callable[..., Any], source: types.SimpleNamespace, count: int)
         return result
     losses = result if isinstance(result, dict) else {}
     return losses, 0, False, False, 0, None, None, None
+
+
+def _require(optimizer: Any) -> None:
+    """Refuse an optimizer that is not Megatron's.
+
+    Raises:
+        TTraceError: saying what to give instead.
+    """
+    if not hasattr(optimizer, "config"):
+        raise TTraceError(
+            f"megatron_ttrace.step: {type(optimizer).__name__} is not an optimizer of Megatron's: "
+            "make it with megatron.core.optimizer.get_megatron_optimizer"
+        )
 
 
 class _Unscheduled:

@@ -9,6 +9,7 @@ import torch
 
 import megatron_ttrace
 from megatron_ttrace.mcore.fronts import own
+from megatron_ttrace.run import own_loop
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, Result
 from tests.integration.jobs import ROOT, python
@@ -44,6 +45,12 @@ def test_rows_and_length_of_a_microbatch():
         "tokens": torch.ones(2, 4, dtype=torch.int64),
     }
     assert own._shape([batch]) == (2, 4)
+
+
+def test_an_optimizer_that_is_not_megatrons() -> None:
+    """It is refused with what to do; its moments could not be read."""
+    with pytest.raises(TTraceError, match="AdamW is not an optimizer of Megatron's: make"):
+        own_loop._require(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]))
 
 
 def test_data_parallel(tmp_path: Path) -> None:
