@@ -88,6 +88,21 @@ def initial_values(model: TracedModel) -> list[Initial]:
     return initial
 
 
+def as_training_begins(model: TracedModel, initial: list[Initial]) -> list[Initial]:
+    """Measure initial values again: a callback may have changed them since the model was built.
+
+    The random numbers are still those that building the model left.
+    """
+    if not initial:
+        return []
+    states = {values.name: values.moments.state for values in initial}
+    return [
+        dataclasses.replace(now, moments=dataclasses.replace(now.moments, state=states[now.name]))
+        for now in initial_values(model)
+        if now.name in states
+    ]
+
+
 def uninitialised(args: MegatronArguments, *, is_loaded: bool) -> str:
     """Why a run's initial values say nothing; empty when they do."""
     if is_loaded:

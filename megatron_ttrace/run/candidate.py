@@ -19,7 +19,12 @@ import torch.distributed as dist
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.capture.executed import ExecutedTap
-from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
+from megatron_ttrace.capture.initial import (
+    Initial,
+    as_training_begins,
+    initial_values,
+    uninitialised,
+)
 from megatron_ttrace.capture.state import held_numbers
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.jobs import edited, reference_layout
@@ -151,7 +156,6 @@ class CandidateSession:
                 loaded.compare(self.model, numbers, reference, first, sink)
             for text in loaded.notices(reference):
                 self._notice(text)
-        self.comparison.initial(first, self._initial)
 
     @property
     def comparison(self) -> Comparison:
@@ -170,6 +174,10 @@ class CandidateSession:
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
         """Rehearse the block of traced iterations that starts with this step."""
+        if step == self.settings.iterations[0]:
+            if step == 1:
+                self._initial = as_training_begins(self.model, self._initial)
+            self.comparison.initial(step, self._initial)
         iterations = next(block for block in self.settings.blocks() if block[0] == step)
         began = time.monotonic()
         count = fronts.current().microbatches()

@@ -17,7 +17,12 @@ import torch
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.capture.collectives import CollectiveTap
-from megatron_ttrace.capture.initial import Initial, initial_values, uninitialised
+from megatron_ttrace.capture.initial import (
+    Initial,
+    as_training_begins,
+    initial_values,
+    uninitialised,
+)
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.planning import RankLayout
@@ -126,6 +131,7 @@ class ReferenceSession:
             self._separate(self._order.separation, count, run, iterator)
             return ExitCode.EQUIVALENT
         writer = TraceWriter(self._directory, 0)
+        self._measure_again()
         for initial in self._initial:
             key = TraceKey(self.settings.iterations[0], STEP_LEVEL, Kind.INITIAL, initial.name)
             sums = dataclasses.astuple(initial.moments)
@@ -139,6 +145,11 @@ class ReferenceSession:
         tolerance.write(self._directory, moved)
         self._seal(count, self._counted)
         return ExitCode.EQUIVALENT
+
+    def _measure_again(self) -> None:
+        """Initial values, as its candidate does when training starts."""
+        if self.settings.iterations[0] == 1:
+            self._initial = as_training_begins(self.model, self._initial)
 
     def _seal(self, microbatches: int, counts: Sequence[Counted]) -> None:
         layout = self._order.layout

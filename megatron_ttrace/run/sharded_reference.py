@@ -46,6 +46,7 @@ class ShardedReferenceSession(ReferenceSession):
             "finding pipeline stages", lambda: self.model.mesh.at("pp"), self.rehearsal.device
         )
         self._group = self._of_this_stage() if self.args.num_experts else None
+        self._measure_again()
         writer = TraceWriter(self._directory, 0)  # the last rank's alone writes
         moved: dict[TraceKey, Moved] = {}
         for block in self._blocks(iterator, count, run):

@@ -4,7 +4,12 @@
 import pytest
 import torch
 
-from megatron_ttrace.capture.initial import clear_scratch, initial_values, new_memory_is_nan
+from megatron_ttrace.capture.initial import (
+    as_training_begins,
+    clear_scratch,
+    initial_values,
+    new_memory_is_nan,
+)
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.placement.mesh import SINGLE
@@ -61,3 +66,20 @@ def test_a_mask_is_no_sample_of_a_distribution():
     assert found.keys() == {"weight", "bias", "scales", "state"}
     assert (found["scales"].sum, found["scales"].least, found["scales"].most) == (2.5, 0.5, 2.0)
     assert [name for name, moments in found.items() if moments.nonfinite] == ["state"]
+
+
+def test_values_that_a_callback_changes():
+    """They are measured again when training starts; the random numbers are those of the build."""
+    model = torch.nn.Linear(3, 2)
+    traced = TracedModel([model], [canonical_names(model)], None, SINGLE)
+    built = initial_values(traced)
+    torch.rand(1)
+    with torch.no_grad():
+        model.bias.fill_(2.0)
+    before = {one.name: one.moments for one in built}
+    found = {one.name: one.moments for one in as_training_begins(traced, built)}
+    assert found.keys() == before.keys()
+    assert found["weight"] == before["weight"]
+    assert found["bias"].sum == 4.0
+    assert found["bias"].state == before["bias"].state
+    assert as_training_begins(traced, []) == []
