@@ -264,9 +264,9 @@ def _number(value: float | None) -> str:
 
 
 def culprit_name(culprit: Culprit) -> str:
-    """The name of a module; what the whole model computes is the loss."""
+    """The name of a module; what the whole model returns is described."""
     is_loss = culprit.name == ROOT and culprit.kind in (Kind.OUTPUT, Kind.GRAD_OUTPUT)
-    return clean(culprit.name, 240) + (" (the loss of each token)" if is_loss else "")
+    return clean(culprit.name, 240) + (" (the loss of each token, or logits)" if is_loss else "")
 
 
 def isolated_texts(culprits: Sequence[Culprit]) -> list[str]:
