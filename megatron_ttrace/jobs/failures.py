@@ -20,6 +20,8 @@ from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TRANSPARENT = tuple(f"{_OWN}{room}{os.sep}" for room in ("capture", "cpu"))
 """What is raised below our hooks and our kernels is about the code that called them."""
+_SITES = frozenset(("site-packages", "dist-packages"))
+"""Folders of packages, in whichever environment: one may see those of another."""
 _COMMUNICATION = f"torch{os.sep}distributed{os.sep}"
 
 
@@ -130,7 +132,7 @@ def _frames(error: BaseException) -> Iterator[Frame]:
             continue
         elif file.startswith(_OWN):
             return
-        elif file.startswith(tuple(installed)):
+        elif file.startswith(tuple(installed)) or _SITES & {*Path(file).parts}:
             continue
         else:
             shown = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file

@@ -49,6 +49,17 @@ def test_the_innermost_frame_of_megatron(megatron: Path) -> None:
     assert [str(frame) for frame in end.frames][:1] == ["megatron/core/layers.py:3 in fail"]
 
 
+@pytest.mark.parametrize("site", ["site-packages", "dist-packages"])
+def test_packages_of_another_environment(megatron: Path, tmp_path: Path, site: str) -> None:
+    """An environment may see packages of another one: these are not the script's code."""
+    package = tmp_path / "other" / site / "package.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("def load():\n    raise KeyError(1)\n")
+    text = f"import runpy\ndef fail():\n    runpy.run_path({str(package)!r})['load']()\n"
+    end = failures.record_of(raised(megatron / "core" / "layers.py", text), 1)
+    assert [str(frame) for frame in end.frames][:1] == ["megatron/core/layers.py:3 in fail"]
+
+
 def test_an_error_without_words(megatron: Path) -> None:
     """The line that raised it."""
     end = failures.record_of(
