@@ -21,6 +21,12 @@ UNMARKED = {"softmax_offset": 0}
 """Dims of parameters that are divided over tp without an attribute that says so: the sinks of
 ``--softmax-type learnable``, one per head (``DotProductAttention.sharded_state_dict``)."""
 
+_MAGNITUDE = re.compile(r"(\w+)\.adapter\.weight_magnitude$")
+"""DoRA's length of each row of a layer's weight, which has no attributes either
+(``ParallelLinearDoRAAdapter.sharded_state_dict`` in megatron/bridge/peft/dora_layers.py)."""
+_ROW_PARALLEL = frozenset(("linear_proj", "linear_fc2", "out_proj"))
+"""Layers whose rows are whole on each rank."""
+
 _OF_EXPERTS = re.compile(r"\.experts\.(?:local_experts\.\d+\.)?(linear_fc[12])\.(weight|bias)\d*$")
 """Parameters of experts. Before 0.19 the attributes of both layers name dim 0, because ``TELinear``
 and ``TEGroupedLinear`` (megatron/core/extensions/transformer_engine.py) pass no parallel mode."""
@@ -122,4 +128,6 @@ def _divided_dim(name: str, parameter: torch.nn.Parameter) -> int | None:
         return 0 if layer == "linear_fc1" else 1 if leaf == "weight" else None
     if getattr(parameter, "tensor_model_parallel", False):
         return int(getattr(parameter, "partition_dim", 0))
+    if of_layer := _MAGNITUDE.search(name):
+        return None if of_layer[1] in _ROW_PARALLEL else 0
     return UNMARKED.get(name.rpartition(".")[2])

@@ -33,7 +33,7 @@ _INTERLEAVED = {
     "_fused_grouped_swiglu_ops": "moe_shared_expert_glu_interleave_size",
 }
 """What gated MLPs have that obey an option, by which gate and up projection alternate."""
-_WRAPPED, _ADDED = ".to_wrap.", ".adapter.linear_out."
+_WRAPPED, _ADDED = ".to_wrap.", (".adapter.linear_out.weight", ".adapter.weight_magnitude")
 _MAKING = re.compile(r"(.*(?<!\bconv1d))\.weight\d*")
 """Weights that make a layer's output; the layer that holds a convolution uses its weight."""
 
@@ -48,8 +48,9 @@ def stacked_parameters(names: Names) -> dict[str, Shares]:
     }
     for name, shares in [*stacked.items()]:
         layer, wrapped, leaf = name.rpartition(_WRAPPED)
-        if wrapped and (added := f"{layer}{_ADDED}{leaf.rstrip('0123456789')}") in names.parameters:
-            stacked[added] = shares
+        if wrapped and leaf.startswith("weight"):
+            of_adapter = (f"{layer}{added}" for added in _ADDED)
+            stacked |= {added: shares for added in of_adapter if added in names.parameters}
     return stacked
 
 

@@ -71,6 +71,8 @@ LOCAL = "decoder.layers.0.mlp.experts.local_experts.1.linear_fc"
         (FC1, sharded(4, 6, allreduce=False), {"tp": 2, "etp": 1}, 2, (4, 6), "Replicate"),
         # nothing on attention sinks says that heads are divided
         ("a.core_attention.softmax_offset", parameter(4), {"tp": 2}, 1, (8,), "tp:Shard(0)"),
+        ("a.linear_qkv.adapter.weight_magnitude", parameter(4), {"tp": 2}, 1, (8,), "tp:Shard(0)"),
+        ("a.linear_proj.adapter.weight_magnitude", parameter(4), {"tp": 2}, 1, (4,), "Replicate"),
         # experts, which older releases do not mark
         (f"{LOCAL}1.weight", parameter(4, 6), {"tp": 2}, 2, (8, 6), "etp:BlockShard(0, 2)"),
         (f"{LOCAL}1.bias", parameter(4), {"tp": 2}, 1, (8,), "etp:Shard(0)"),

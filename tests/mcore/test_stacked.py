@@ -71,11 +71,13 @@ def test_an_adapter():
     model.mixer.in_proj.adapter = torch.nn.Module()
     model.mixer.in_proj.adapter.linear_in = torch.nn.Linear(4, 2, bias=False)
     model.mixer.in_proj.adapter.linear_out = torch.nn.Linear(2, 20, bias=False)
+    model.mixer.in_proj.adapter.weight_magnitude = torch.nn.Parameter(torch.ones(20))
     shares = (6, 6, 3, 3, 2)
     wrapped = canonical_names(model)
     assert stacked_parameters(wrapped) == {
         "mixer.in_proj.to_wrap.weight": shares,
         "mixer.in_proj.adapter.linear_out.weight": shares,
+        "mixer.in_proj.adapter.weight_magnitude": shares,
         "mixer.conv1d_weight": (2, 1, 1),
     }
     assert stacked_outputs([wrapped]) == dict.fromkeys(
