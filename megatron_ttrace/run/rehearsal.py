@@ -245,15 +245,17 @@ class Rehearsal:
             self._kept.enter_context(gathering.in_forward_passes(self.model.chunks))
 
     def _fill_adapters(self) -> None:
-        """Give new adapters of a frozen model start values.
+        """Give the matrices of new adapters of a frozen model start values.
 
-        Their own are zero in one of two layers, and then so is the gradient of the other.
+        Their own are zero in one of two layers, and then so is the gradient of the other. Vectors
+        keep theirs: DoRA's magnitudes are norms of the frozen weights.
         """
-        new = {place.name for p, place in self.model.places() if p.requires_grad}
+        trained = {place.name: place for p, place in self.model.places() if p.requires_grad}
+        new = {name for name, place in trained.items() if len(place.logical_shape) > 1}
         task = "setting the start values"
 
         def trains_adapters_only() -> bool:
-            return all(map(is_of_adapter, new)) and not are_published(self.model.chunks)
+            return all(map(is_of_adapter, trained)) and not are_published(self.model.chunks)
 
         # A pipeline stage may have nothing that is trained.
         if all(self._ranks.exchange(task, trains_adapters_only, self.device)):

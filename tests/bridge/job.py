@@ -3,10 +3,10 @@
 
 MODEL is ``gpt``, ``llama``, ``qwen3``, ``gemma``, ``experts``, or a recipe. PARTs: ``sft``,
 ``packed``, ``direct``, ``in-batch`` (fine-tuning on ``data.py``'s files in the directory ``data``),
-``lora``, ``counted-once`` (with it), ``fp32``, ``plain`` (no distributed optimizer), ``epsilon``
-(of all norms the configuration's), ``bounds`` (of packed samples, where the releases lose them),
-``one`` (a recipe's layout becomes one rank). Fields are set last, as command-line overrides of
-recipes are.
+``lora``, ``counted-once`` (with it), ``dora``, ``fp32``, ``plain`` (no distributed optimizer),
+``epsilon`` (of all norms the configuration's), ``bounds`` (of packed samples, where the releases
+lose them), ``one`` (a recipe's layout becomes one rank). Fields are set last, as command-line
+overrides of recipes are.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megatron.bridge.data.sft_processing import PromptCompletionSFTPreprocessing
 from megatron.bridge.data.sources.hf import HFDatasetSourceConfig
 from megatron.bridge.models.common import te_layers
 from megatron.bridge.models.gpt_provider import GPTModelProvider
+from megatron.bridge.peft.dora import DoRA
 from megatron.bridge.peft.lora import LoRA
 from megatron.bridge.training import gpt_step
 from megatron.bridge.training.config import ConfigContainer, TokenizerConfig
@@ -186,6 +187,8 @@ def main(name: str, *words: str) -> None:
         cfg = configuration(provider(name), **others)
     if "lora" in parts:
         cfg.peft = (CountedOnce if "counted-once" in parts else LoRA)(dim=4, alpha=8)
+    if "dora" in parts:
+        cfg.peft = DoRA(dim=4, alpha=8)
     if "epsilon" in parts:  # finding 49
         te_layers.TENorm = functools.partial(te_layers.TENorm, eps=cfg.model.layernorm_epsilon)
     if "bounds" in parts:
