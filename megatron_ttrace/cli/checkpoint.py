@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         optimizer = [tensor for tensor in compared.tensors if tensor.state != State.WEIGHT]
         answer = {
             "same": compared.code is ExitCode.EQUIVALENT,
-            "counts": counts[State.WEIGHT],
+            "counts": sum(counts.values(), Counter[str]()),
             "weights": [tensor.to_json() for tensor in weights],
             "optimizer": [tensor.to_json() for tensor in optimizer],
             "numbers": [number.to_json() for number in compared.numbers],

@@ -167,7 +167,7 @@ class _Names:
     compiles: bool = True
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4096)  # both versions of all files between two releases
 def _names(text: str) -> _Names:
     try:
         with warnings.catch_warnings(action="ignore"):

@@ -155,7 +155,8 @@ class Settings:
         metavar="DIR",
         word=path_text,
         value=Path,
-        help="Directory for traces and reports, visible to all ranks (default ttrace-out).",
+        help="Directory for traces and reports, visible to all ranks (default ttrace-out; "
+        "of ttrace record: ttrace-record).",
     )
     iterations: tuple[int, ...] = _flag(
         "--ttrace-iterations",

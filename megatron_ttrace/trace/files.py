@@ -76,7 +76,7 @@ def remove(path: Path) -> None:
 
 def _unwritable(what: str, path: Path, error: OSError) -> TTraceError:
     reason = error.strerror or error
-    return TTraceError(f"cannot {what} {path}: {reason}; choose another --ttrace-dir")
+    return TTraceError(f"cannot {what} {path}: {reason}; choose another directory")
 
 
 def write_records(path: Path, records: Iterable[Record], run_id: str | None = None) -> None:

@@ -196,7 +196,7 @@ def _writing(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TTraceError(
-            f"{directory} is not writable ({error.strerror or error}): choose another --ttrace-dir"
+            f"{directory} is not writable ({error.strerror or error}): choose another directory"
         ) from error
 
 

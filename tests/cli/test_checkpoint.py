@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_ttrace.cli.main import main
+from megatron_ttrace.saved.checkpoints import Comparison, Same, Tensor
 from megatron_ttrace.saved.huggingface import converted
+from megatron_ttrace.trace.states import State
 from tests.saved.huggingface import made
 from tests.saved.huggingface.test_converted import held, saved
 
@@ -42,6 +44,15 @@ def test_bad_input(capsys):
     for words in (["one", "absent"], ["one", "."], ["one"]):
         assert main(["checkpoint", *words]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_counts_are_of_all_tensors(monkeypatch, capsys):
+    """A moment that differs is counted, too."""
+    moment = Tensor("w", Same.DIFFERENT, state=State.EXP_AVG)
+    answer = Comparison((Tensor("w", Same.SAME), moment))
+    monkeypatch.setattr(converted, "compare_any", lambda a, b, weights_only: answer)
+    assert main(["checkpoint", "--json", "one", "other"]) == 1
+    assert json.loads(capsys.readouterr().out)["counts"] == {"same": 1, "different": 1}
 
 
 def test_a_conversion(tmp_path, monkeypatch, capsys):

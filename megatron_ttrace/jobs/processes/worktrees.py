@@ -51,13 +51,19 @@ class Checkout:
 
     def commit(self, name: str) -> str:
         """The id of a commit. Raises ``TTraceError`` when there is no such commit."""
-        return self._git("rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}").strip()
+        words = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
+        try:
+            return self._git(*words).strip()
+        except TTraceError as error:
+            raise TTraceError(f"{name!r} is not a commit of {self.root}") from error
 
     def between(self, good: str, bad: str) -> tuple[str, ...]:
         """The commits after ``good`` up to ``bad``, the oldest first; of merges the first parents.
 
         Raises ``TTraceError`` when ``bad`` does not descend from ``good``.
         """
+        if good == bad:
+            raise TTraceError(f"GOOD and BAD are the same commit, {good[:12]}")
         listed = self._git("rev-list", "--first-parent", "--reverse", f"{good}..{bad}").split()
         parent = self._git("rev-parse", f"{listed[0]}^1").strip() if listed else ""
         if parent != good:

@@ -229,7 +229,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def _of_iteration(folder: Path) -> Path:
     if not folder.is_dir():
-        raise TTraceError(f"{folder}: no such directory")
+        raise TTraceError(
+            f"{folder}: {'not a' if folder.exists() else 'no such'} directory: give a checkpoint's"
+        )
     latest = folder / _LATEST
     if not latest.is_file():
         return folder
