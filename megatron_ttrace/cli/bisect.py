@@ -269,10 +269,14 @@ def _show(answer: dict[str, Any]) -> None:
     else:
         print(f"ttrace: {at} is the first commit with which the job diverges ({counted})")
     print(f"commit     {answer['commit']} {answer['described']}")
+    names: dict[tuple[str, str, str], list[str]] = {}
     for culprit in answer["culprits"]:
-        cause, place = clean(culprit["explanation"], 300), clean(culprit["where"])
-        print(f"culprit    {clean(culprit['name'])}, {culprit['direction']}")
-        print(f"           cause {cause}; look at {place}")
+        same = culprit["direction"], culprit["explanation"], culprit["where"]
+        names.setdefault(same, []).append(clean(culprit["name"]))
+    for (direction, cause, place), those in names.items():
+        more = f" and {len(those) - 1} more with this cause" if len(those) > 1 else ""
+        print(f"culprit    {those[0]}{more}, {direction}")
+        print(f"           cause {clean(cause, 300)}; look at {clean(place)}")
     print(f"report     {answer['report']}")
     for commit, why in answer["skipped"].items():
         print(f"skipped    {commit[:12]}: {why}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of the user's changes is to blame, in words."""
 
+import re
 import textwrap
 
 from megatron_ttrace.report.wording import messages
@@ -42,18 +43,23 @@ def sentence(blame: Blame) -> str:
     alone = these = "this hunk" if count == 1 else f"these {count} hunks"
     if len(blame.changes) > 1:
         alone, these = f"each of these {len(blame.changes)} changes", "them"
-    since, reason = clean(blame.since, NOTE_LIMIT), clean(blame.reason, NOTE_LIMIT)
+    since, reason = _since(blame), clean(blame.reason, NOTE_LIMIT)
     text = _SENTENCES[blame.result].format(alone=alone, these=these, since=since, reason=reason)
     if blame.result is Blaming.PROVEN and reason:
         text += f", except where {since} does, too: {reason}"
     return text
 
 
+def _since(blame: Blame) -> str:
+    """The good tree; of the id of a commit the first digits."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{28}\b", r"\1", clean(blame.since, NOTE_LIMIT))
+
+
 def effort(blame: Blame) -> str:
     """How many hunks there are, and what the search took."""
     hunks = f"{blame.hunks} hunk{'s' if blame.hunks != 1 else ''}"
     idle = f", {blame.idle} did not run" if blame.idle else ""
-    return f"{hunks} since {clean(blame.since)}{idle}; {blame.checks} checks, {blame.seconds:.0f} s"
+    return f"{hunks} since {_since(blame)}{idle}; {blame.checks} checks, {blame.seconds:.0f} s"
 
 
 def suggestion(changed: ChangedCode | None) -> str:

@@ -231,13 +231,18 @@ def _where(run: Any) -> str:
     url = None if offline else getattr(run, "url", None)
     if url:
         return clean(url, NOTE_LIMIT)
-    return f"{_OFFLINE}{clean(Path(str(run.dir)).parent, NOTE_LIMIT)}"
+    return f"{_OFFLINE}{_word(Path(str(run.dir)).parent)}"
 
 
 def left_offline(directory: Path, since: float) -> str:
     """Where the offline run made in ``directory`` since a time is; empty if there is none."""
     runs = [run for run in directory.glob("wandb/offline-run-*") if run.stat().st_mtime >= since]
-    return f"W&B: {_OFFLINE}{clean(max(runs), NOTE_LIMIT)}" if runs else ""
+    return f"W&B: {_OFFLINE}{_word(max(runs))}" if runs else ""
+
+
+def _word(path: Path) -> str:
+    """A path as a word of the command that uploads a run."""
+    return shlex.quote(clean(path, NOTE_LIMIT))
 
 
 def _log(

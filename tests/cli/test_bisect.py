@@ -145,6 +145,26 @@ def culprit(where: str, name: str = "a") -> Culprit:
     return culprit_of(make_verdict(name, verdict=Outcome.DIVERGED), "", "", where=where)
 
 
+def test_culprits_with_one_cause(capsys):
+    """They are shown once, as in a report."""
+    shared = {"direction": "gradient", "explanation": "partial sums", "where": "a.py:1 (f)"}
+    answer = {
+        "commit": "a" * 40,
+        "described": "",
+        "commits": 1,
+        "checked": 1,
+        "suspects": [],
+        "skipped": {},
+        "culprits": [{"name": name, **shared} for name in "xyz"],
+        "lines": [],
+        "report": "",
+    }
+    bisect._show(answer)
+    out = capsys.readouterr().out
+    assert "culprit    x and 2 more with this cause, gradient\n" in out
+    assert out.count("partial sums") == 1
+
+
 def test_lines_next_to_the_culprit():
     """Only those of its file, the nearest first; all if its file was not changed."""
     far, near = Hunk("megatron/core/a.py", 10, 2, "far"), Hunk("megatron/core/a.py", 90, 2, "near")

@@ -56,6 +56,14 @@ def test_where_the_good_tree_diverges():
     assert text == f"{blame.sentence(PROVEN)}, except where core_v0.19.2 does, too: embedding"
 
 
+def test_a_commit():
+    """The first digits of its id."""
+    since = dataclasses.replace(PROVEN, since=("0123456789ab" * 4)[:40] + "^1")
+    for text in (blame.sentence(since), blame.effort(since)):
+        assert "0123456789ab^1" in text.replace("core_v0.19.2", "")
+        assert "0123456789ab0" not in text
+
+
 def test_the_reports():
     """The hunk comes before the culprit, and nothing is wider than the terminal."""
     summary, verdicts = embedding_bug()

@@ -325,3 +325,10 @@ def test_a_server_that_refuses_leaves_an_offline_run(
     assert str(OfflineRun(tmp_path).folder) in line
     assert "ttrace_verdicts" in OfflineRun(tmp_path).tables()
     assert "\n" not in line
+
+
+def test_the_path_is_one_word(tmp_path):
+    """A command to copy: a folder may have spaces in its name."""
+    (tmp_path / "wandb" / "offline-run-a b").mkdir(parents=True)
+    line = sink.left_offline(tmp_path, 0.0)
+    assert line.endswith(f"wandb sync '{tmp_path}/wandb/offline-run-a b'")
