@@ -101,7 +101,10 @@ def test_the_installed_release(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("good", "message"),
-    [("absent", "is not a commit of"), ("tools", "has no megatron/core: give the folder that holds")],
+    [
+        ("absent", "is not a commit of"),
+        ("tools", "has no megatron/core: give the folder that holds"),
+    ],
 )
 def test_no_good_tree(fork, monkeypatch, good, message):
     """One line that says what to do."""
