@@ -390,40 +390,6 @@ def test_spans_and_identities_are_not_captured():
     assert "decoder.layers.0" in names
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("before_backward", [False, True])
-def test_a_pass_without_gradients_is_no_microbatchs(recompute, before_backward):
-    """A policy's earlier probabilities: such a pass is left alone, others are numbered alike."""
-    model, sink = Model(recompute=recompute), Recorder()
-
-    def aside():
-        with torch.no_grad():
-            model(batch(1)[0], labels=batch(1)[1])
-
-    with tapped([model], sink, (3,)):
-        aside()
-        loss = model(batch()[0], labels=batch()[1])
-        if before_backward:
-            aside()
-        loss.backward()
-        aside()
-    alone = Recorder()
-    with tapped([model], alone, (3,)):
-        model(batch()[0], labels=batch()[1]).backward()
-    assert sink.values.keys() == alone.values.keys()
-    assert all(torch.equal(sink.values[place], alone.values[place]) for place in sink.values)
-
-
-def test_more_passes_than_microbatches():
-    """They are refused with what to do."""
-    model, errors = Model(), []
-    with tapped([model], Recorder(), errors=errors):
-        for seed in range(3):
-            model(batch(seed)[0], labels=batch(seed)[1])
-    assert len(errors) == 1
-    assert "join the samples of a microbatch" in str(errors[0])
-
-
 @pytest.mark.parametrize("fail_on", ["tensor", Kind.GRAD_OUTPUT, Kind.GRAD_INPUT])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_broken_sink_does_not_break_training(fail_on, recompute):
