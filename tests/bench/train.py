@@ -25,7 +25,7 @@ from megatron.training import training
 
 from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.jobs import argv
-from megatron_ttrace.run import loop
+from megatron_ttrace.run import candidate, loop
 from megatron_ttrace.run.candidate import CandidateSession
 from tests.bench.memory import Peak, Turn
 
@@ -208,6 +208,8 @@ def _trace_in_turns(turns: _Turns) -> None:
 
     loop.Watch.step = around_step
     CandidateSession._conclude = conclude_last
+    # Training has begun when a turn is the first step again.
+    candidate.as_training_begins = lambda model, initial: initial  # type: ignore[assignment]
 
 
 def _record_anew(watch: Any, *, on: bool) -> None:

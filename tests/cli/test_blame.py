@@ -366,7 +366,7 @@ def test_combinations_are_compiled_once(fork, checked, monkeypatch, capsys):
     ("words", "message"),
     [
         (["--", "pretrain.py"], "has the same Python files as core_v0.19.7"),
-        (["--good", "absent", "--", "pretrain.py"], "rev-parse"),
+        (["--good", "absent", "--", "pretrain.py"], "'absent' is not a commit of "),
         (["--", "absent.py"], "absent.py: no such script"),
         ([], "no script given"),
         (["nowhere/python", "pretrain.py"], "nowhere/python: no such interpreter"),

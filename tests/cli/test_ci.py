@@ -202,7 +202,7 @@ def test_what_cannot_be_checked(fork, checked, pull):
     [
         (["absent", "--base", "main"], "absent: no such directory"),
         (["..", "--base", "main"], "is not in a git checkout"),
-        ([".", "--base", "absent"], "rev-parse"),
+        ([".", "--base", "absent"], "'absent' is not a commit of "),
         ([".", "--base", "other"], "fetch-depth: 0"),
         ([".", "--base", "main"], "give a checkout of Megatron-LM"),
         ([".", "--base", "main", "--recipe", "absent.yaml"], "absent.yaml is not in HEAD"),
