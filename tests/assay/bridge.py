@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from megatron_ttrace.cli import command
+from megatron_ttrace.evaluation import suites
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.files import load_report
 from megatron_ttrace.trace.records import Outcome
@@ -158,7 +159,7 @@ def attempt(case: Case, directory: Path) -> Row:
             fnmatchcase(first.name, case.module) and first.kind == case.kind
         )
     counts = Counter(verdict.verdict for verdict in verdicts)
-    margin = max((verdict.margin or 0.0 for verdict in verdicts), default=0.0)
+    margin = max(map(suites.margin_of, verdicts), default=0.0)
     details = {"tensors": counts.total(), "unchecked": counts[Outcome.UNCHECKED], "margin": margin}
     culprits = [f"{c.name} {c.kind}: {c.cause or 'no cause'}" for c in summary.culprits[:3]]
     counted = f"{counts.total()} tensors, {details['unchecked']} unchecked, margin {margin:.3g}"
