@@ -109,7 +109,7 @@ class CallTap:
     def start(self) -> None:
         """Record from now on what builds the model. Never raises."""
         self.error = self._reports.report(self._started, self._returned)
-        self._has_lines = self._lines.report(self._line)
+        self._has_lines = not self._lines.report(self._line)
         self._follow()
 
     def in_steps(self, context: Context) -> None:

@@ -82,6 +82,8 @@ class ModuleTap:
         self._handles: list[Any] = []
         self._states: list[ChunkState] = []
         self._failed = False
+        self.left_out = False
+        """Whether the model also ran without gradients, which is no microbatch."""
 
     def __enter__(self) -> Self:
         try:
@@ -186,6 +188,7 @@ class ModuleTap:
         # probabilities that a policy had before the update.
         state.aside = not torch.is_grad_enabled() and not is_recomputing()
         if state.aside:
+            self.left_out = True
             return
         if state.begins() >= len(self._microbatches):
             raise TTraceError(

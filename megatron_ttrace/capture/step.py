@@ -131,6 +131,11 @@ class StepTap:
         self._tap = ModuleTap(model.names, sink, microbatches, self._error)
         self._dropouts = DropoutTap(model.names, model.mesh, self._tap.microbatch, self._dropout)
 
+    @property
+    def left_out(self) -> bool:
+        """Whether the model also ran without gradients, which is no microbatch."""
+        return self._tap.left_out
+
     def detach(self) -> None:
         """Remove what hooks :meth:`run` could not remove. Raises what prevents it."""
         self._tap.detach()

@@ -193,6 +193,7 @@ class _Judge:
         self._losses = losses if losses and Loss.MAIN not in losses else set()
         self._lines: dict[tuple[int, Clue], int] = {}
         self._expected: Numbers = {}
+        self._apart = {*ledger.apart}
         self._reducing: set[int] = set()
 
     def scores(self) -> dict[int, float]:
@@ -303,7 +304,7 @@ class _Judge:
     def _own_code(self, number: int, function: Function) -> None:
         add, clues = self._suspects.add, self._suspects.clues[number]
         if self._verdict.kind in FLOW and not self._causes:
-            add(number, Clue.LAYOUT, _LAYOUT * (function.where in self._ledger.apart))
+            add(number, Clue.LAYOUT, _LAYOUT * (function.where in self._apart))
         if {_DIVISORS.get(axis, axis) for axis in self._axes} & {*function.axes}:
             # A function that mentions all axes is weak evidence for one.
             add(number, Clue.AXIS, len(function.axes) ** -0.5)

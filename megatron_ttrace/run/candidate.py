@@ -218,6 +218,8 @@ class CandidateSession:
                 with comparison.step(iteration, layout) as sink:
                     counted = self.rehearsal.trace(step, sink, numbers, iteration, batches)
                     comparison.counted.append(counted)
+            if self.rehearsal.left_out:
+                self._notice("passes of the model without gradients are not compared")
 
     def _warm_up(self, block: Block) -> None:
         """Make one step that is not traced.

@@ -171,6 +171,8 @@ class Rehearsal:
         self.device = device_of(chunks)
         self.start: tuple[Path, float | None] | None = None
         """Where the state of a start that was loaded is, and the optimizer's step in it."""
+        self.left_out = False
+        """Whether passes without gradients were left out."""
         self._args = args
         self._settings = settings
         self._ranks = ranks
@@ -345,6 +347,7 @@ class Rehearsal:
             (STEP_LEVEL, Kind.METRIC, "scheduled-samples", MetricIndex.VALUE), samples, (), ()
         )
         self._ranks.together("tracing", self._refuse)
+        self.left_out |= tap.left_out
         return tap.counted(iteration)
 
     def _begin(self, run: Callable[[], Any]) -> Any:

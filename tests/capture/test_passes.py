@@ -17,7 +17,7 @@ def test_a_pass_without_gradients_is_no_microbatchs(recompute, before_backward):
         with torch.no_grad():
             model(batch(1)[0], labels=batch(1)[1])
 
-    with tapped([model], sink, (3,)):
+    with tapped([model], sink, (3,)) as tap:
         aside()
         loss = model(batch()[0], labels=batch()[1])
         if before_backward:
@@ -25,8 +25,9 @@ def test_a_pass_without_gradients_is_no_microbatchs(recompute, before_backward):
         loss.backward()
         aside()
     alone = Recorder()
-    with tapped([model], alone, (3,)):
+    with tapped([model], alone, (3,)) as plain:
         model(batch()[0], labels=batch()[1]).backward()
+    assert (tap.left_out, plain.left_out) == (True, False)
     assert sink.values.keys() == alone.values.keys()
     assert all(torch.equal(sink.values[place], alone.values[place]) for place in sink.values)
 
