@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.mcore.groups import device_of
 from megatron_ttrace.mcore.statistics import bucket_groups
 
 _CHAOS, _SIZE = 1e4, 0.1
@@ -30,6 +31,26 @@ def still_due(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for group in due:
             group.param_gather_dispatched = False
+
+
+@contextlib.contextmanager
+def nothing_else(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within, Megatron gathers only what is due or on its way.
+
+    A bucket that Megatron takes for gathered keeps the job's own values: after an update they are
+    those with which the next forward pass computes. Call it on all ranks.
+    """
+    with contextlib.ExitStack() as stack:
+        for group in _groups(chunks):
+            gathered = group.param_gather_dispatched and group.param_gather_handle is None
+            # A gather is a collective: either all ranks make it or none.
+            agreed = torch.tensor(int(gathered), device=device_of(chunks))
+            ranks = group.intra_distributed_optimizer_instance_group
+            torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MIN, group=ranks)
+            if agreed.item():
+                group.start_param_sync = lambda *_, **__: None
+                stack.callback(delattr, group, "start_param_sync")
+        yield
 
 
 @contextlib.contextmanager
@@ -71,9 +92,13 @@ def spoil(chunks: Sequence[torch.nn.Module]) -> None:
 
 def _due(chunks: Sequence[torch.nn.Module]) -> list[Any]:
     """Groups of buckets that the next forward pass gathers."""
+    return [group for group in _groups(chunks) if not group.param_gather_dispatched]
+
+
+def _groups(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """Groups of buckets that forward passes gather."""
     gathering = [chunk for chunk in chunks if getattr(chunk, "use_forward_hook", False)]
-    groups = [group for chunk in gathering for group in bucket_groups(chunk)]
-    return [group for group in groups if not group.param_gather_dispatched]
+    return [group for chunk in gathering for group in bucket_groups(chunk)]
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def traced_model(
 def settle(model: TracedModel, args: MegatronArguments) -> None:
     """Gather updated parameters now if Megatron would do so in the next forward pass.
 
-    That still does so, too.
+    That still does so, too. What it would not gather stays as it is, so that it shows.
     """
     if are_published(model.chunks):
         for chunk in model.chunks:
@@ -108,7 +108,7 @@ def settle(model: TracedModel, args: MegatronArguments) -> None:
         return
     if not getattr(args, "overlap_param_gather", False):
         return
-    with gathering.still_due(model.chunks):
+    with gathering.still_due(model.chunks), gathering.nothing_else(model.chunks):
         fronts.current().synchronise(model.chunks, model.optimizer)
 
 

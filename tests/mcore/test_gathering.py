@@ -48,6 +48,39 @@ def test_a_gather_remains_due() -> None:
     assert dispatched(chunk) == [False, True]
 
 
+@pytest.mark.parametrize("elsewhere_due", [False, True])
+def test_nothing_else_is_gathered(monkeypatch: pytest.MonkeyPatch, elsewhere_due: bool) -> None:
+    """What the job takes for gathered keeps its values, unless another rank gathers it."""
+    chunk: Any = Wrapped()
+    chunk.weight = torch.nn.Parameter(torch.zeros(1))
+    began = []
+
+    class Group:
+        def __init__(self, name: str, *, dispatched: bool, handle: str | None = None) -> None:
+            self.name = name
+            self.param_gather_dispatched, self.param_gather_handle = dispatched, handle
+            self.intra_distributed_optimizer_instance_group = "ranks"
+
+        def start_param_sync(self, **_: bool) -> None:
+            began.append(self.name)
+
+    due, done = Group("due", dispatched=False), Group("done", dispatched=True)
+    groups = [due, Group("on its way", dispatched=True, handle="handle"), done]
+    chunk.bucket_groups, chunk.expert_parallel_bucket_groups = groups[:2], groups[2:]
+
+    def agreed(value: torch.Tensor, operation: object, group: str) -> None:
+        assert (operation, group) == (torch.distributed.ReduceOp.MIN, "ranks")
+        value.mul_(not elsewhere_due)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", agreed)
+    with gathering.nothing_else([chunk]):
+        for group in groups:
+            group.start_param_sync(force_sync=True)
+    assert began == ["due", "on its way", *(["done"] if elsewhere_due else [])]
+    done.start_param_sync()
+    assert began[-1] == "done"
+
+
 @pytest.mark.parametrize("layer_wise", [False, True])
 def test_what_a_forward_pass_has_to_gather(layer_wise: bool) -> None:
     """It is overwritten, but neither this rank's own part nor what is gathered already."""
