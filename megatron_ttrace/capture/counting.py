@@ -25,7 +25,14 @@ from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.replaced import wrapped
 from megatron_ttrace.mcore.sharded_weights import gathered_rows, local, parts_of
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace.counted import Counted, Counting, Hyperparameters, Runs, Statistic
+from megatron_ttrace.trace.counted import (
+    NEXT,
+    Counted,
+    Counting,
+    Hyperparameters,
+    Runs,
+    Statistic,
+)
 
 _GRADIENTS = ("main_grad", "grad", "decoupled_grad")
 _IN_BUCKETS = ("main_grad", "main_grad_copy_in_grad_buffer")
@@ -63,7 +70,7 @@ class Tally:
         self._optimizer = optimizer
         self._attempt = attempt
         self._parts = Parts(mesh)
-        self._groups: list[Hyperparameters] = []
+        self._groups: list[tuple[Hyperparameters, Any]] = []
         self._countings: list[tuple[Counting, float | torch.Tensor]] = []
         self._orders: dict[Statistic, Counter[Runs]] = {
             statistic: Counter() for statistic in Statistic
@@ -88,9 +95,8 @@ class Tally:
             dataclasses.replace(counting, value=float(value)) for counting, value in self._countings
         ]
         countings += filter(None, [self._attempt(self._reducing.counting)])
-        return Counted(
-            iteration, tuple(self._parts.parts), tuple(held), tuple(countings), tuple(self._groups)
-        )
+        parts, groups = tuple(self._parts.parts), tuple(map(_scheduled, self._groups))
+        return Counted(iteration, parts, tuple(held), tuple(countings), groups)
 
     def _gradients(self) -> Memory:
         """Know where this rank's own gradients are."""
@@ -205,7 +211,8 @@ class Tally:
                     terms.update(flow.of(parameter))
             gathered.setdefault(over, Counter()).update(terms)
             parts = flow.parts(group["params"])
-            self._groups.append(Hyperparameters(parts, statistics.hyperparameters(group)))
+            numbers = Hyperparameters(parts, statistics.hyperparameters(group))
+            self._groups.append((numbers, group))
         total = gathered.pop(None, Counter())
         sharded = parts_of(getattr(leaf, "model_chunks", ()))
         for over, terms in gathered.items():
@@ -248,3 +255,10 @@ class Tally:
             for tensor in filter(torch.is_tensor, tensors):
                 memory.add(local(tensor), places[parameter], span, numel)
         return Flow(memory, self._orders[statistic])
+
+
+def _scheduled(held: tuple[Hyperparameters, Any]) -> Hyperparameters:
+    """Hyper-parameters of a step, with what the schedule has set for the next one."""
+    numbers, group = held
+    following = ((f"{NEXT}{name}", value) for name, value in statistics.scheduled(group))
+    return dataclasses.replace(numbers, values=(*numbers.values, *following))

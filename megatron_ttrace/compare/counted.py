@@ -36,7 +36,13 @@ from megatron_ttrace.trace.findings import (
 )
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import (
+    STEP_LEVEL,
+    HyperparametersIndex,
+    Kind,
+    Outcome,
+    TraceKey,
+)
 
 _REASONS = {
     Cause.COUNTED_TWICE: Reason.COUNTED_TWICE,
@@ -44,6 +50,8 @@ _REASONS = {
     Cause.OTHER_NORM: Reason.OTHER_NORM,
 }
 
+type _Numbers = dict[str, float]
+"""Hyper-parameters by name."""
 type _Parts = Counter[tuple[int, int]]
 """How often each rank's part is in a result: (rank, number of the part)."""
 type _Collective = tuple[Runs, int]
@@ -128,17 +136,26 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
                             here, shape, Outcome.DIVERGED, miscount.ranks, note, reason=reason
                         )
                     )
-        others = _other_hyperparameters(right, ranks)
-        key = TraceKey(iteration, STEP_LEVEL, Kind.HYPERPARAMETERS, Kind.HYPERPARAMETERS)
-        if not others and any(counted.stepped for counted in ranks.values()):
-            verdicts.append(verdict_of(key, (), Outcome.PASS, ranks))
-        for name, values in others.items():
-            here = dataclasses.replace(key, name=name)
-            other = OtherHyperparameters(Cause.HYPERPARAMETERS, values=tuple(values))
-            differ = FaultNote(Remark.HYPERPARAMETERS, finding=other)
-            findings[here] = other
-            differing = sorted({rank for members in values.values() for rank in members})
-            verdicts.append(verdict_of(here, (), Outcome.DIVERGED, differing, differ))
+        for index in HyperparametersIndex:
+            held = {rank: _hyperparameters(counted, index) for rank, counted in ranks.items()}
+            if not any(held.values()):
+                continue
+            theirs = _hyperparameters(right, index) if right is not None else {}
+            others = _other_hyperparameters(theirs, held)
+            key = TraceKey(iteration, STEP_LEVEL, Kind.HYPERPARAMETERS, Kind.HYPERPARAMETERS, index)
+            if not others:
+                verdicts.append(verdict_of(key, (), Outcome.PASS, ranks))
+            for name, values in others.items():
+                here = dataclasses.replace(key, name=name)
+                other = OtherHyperparameters(
+                    Cause.HYPERPARAMETERS,
+                    values=tuple(values),
+                    following=index is HyperparametersIndex.NEXT,
+                )
+                differ = FaultNote(Remark.HYPERPARAMETERS, finding=other)
+                findings[here] = other
+                differing = sorted({rank for members in values.values() for rank in members})
+                verdicts.append(verdict_of(here, (), Outcome.DIVERGED, differing, differ))
     return Judgement(tuple(verdicts), findings, tuple(not_judged))
 
 
@@ -437,16 +454,15 @@ def _other_norms(reference: Counted | None, ranks: Mapping[int, Counted]) -> _Wr
 
 
 def _other_hyperparameters(
-    reference: Counted | None, ranks: Mapping[int, Counted]
+    trusted: Mapping[str, _Numbers], held: Mapping[int, Mapping[str, _Numbers]]
 ) -> dict[str, dict[tuple[str, float, float], list[int]]]:
     """Hyper-parameters that are not the reference's: by parameter, with both values, the ranks.
 
     Only those are compared that both optimizers have.
     """
-    trusted = _hyperparameters(reference) if reference is not None else {}
     others: dict[str, dict[tuple[str, float, float], list[int]]] = {}
-    for rank, counted in ranks.items():
-        for name, ours in _hyperparameters(counted).items():
+    for rank, parameters in held.items():
+        for name, ours in parameters.items():
             theirs = trusted.get(name, {})
             for what, value in ours.items():
                 right = theirs.get(what, value)
@@ -455,11 +471,15 @@ def _other_hyperparameters(
     return others
 
 
-def _hyperparameters(counted: Counted) -> dict[str, dict[str, float]]:
-    """Those of each parameter that is stepped."""
+def _hyperparameters(counted: Counted, index: HyperparametersIndex) -> dict[str, _Numbers]:
+    """Those of each parameter that is stepped, for this step or the next one."""
+    if index is HyperparametersIndex.STEP:
+        groups = [(group, group.now) for group in counted.stepped]
+    else:
+        groups = [(group, group.following) for group in counted.stepped if group.following]
     return {
-        counted.parts[term.number].name: dict(group.values)
-        for group in counted.stepped
+        counted.parts[term.number].name: numbers
+        for group, numbers in groups
         for term in group.parts
     }
 

@@ -91,7 +91,7 @@ def _of_finding(
 ) -> Iterator[tuple[list[Judged], float]]:
     """Tensors that the numbers of a finding change, and by how much."""
     now = [v for v in verdicts if v.iteration == verdict.iteration]
-    if isinstance(finding, OtherHyperparameters):
+    if isinstance(finding, OtherHyperparameters) and not finding.following:
         changes = [
             abs(ours / right - 1) for n, ours, right in finding.values if n == _RATE and right
         ]

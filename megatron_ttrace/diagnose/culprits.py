@@ -34,6 +34,7 @@ from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     BufferIndex,
     Direction,
+    HyperparametersIndex,
     Kind,
     MetricIndex,
     Outcome,
@@ -54,6 +55,8 @@ _SPECIAL: dict[tuple[Kind, int], Grounds] = {
     (Kind.BUFFER, BufferIndex.AFTER): Grounds.BUFFER,
 }
 _NO_GRADIENT = {Outcome.MISSING: Grounds.NO_MAIN_GRAD}
+_SAMPLES, _RATE = "scheduled-samples", "learning-rate"
+"""Metrics: by how many samples the schedule advanced, and the rate that it set."""
 _UPDATED = (Kind.HYPERPARAMETERS, *MOMENTS, Kind.PARAM_DELTA, Kind.PARAM, Kind.BUFFER)
 """In the order in which an optimizer's step computes them."""
 
@@ -364,7 +367,8 @@ def _update(verdicts: Sequence[Judged]) -> list[Origin]:
     unknown = {v.name for v in _failures(verdicts, *MOMENTS) if v.verdict in ABSENT}
     never = [v for v in _failures(verdicts, Kind.PARAM_DELTA) if v.name in unknown]
     first: dict[str, Judged] = {}
-    failed = _failures(verdicts, *_UPDATED)
+    following = Kind.HYPERPARAMETERS, HyperparametersIndex.NEXT
+    failed = [v for v in _failures(verdicts, *_UPDATED) if (v.kind, v.index) != following]
     if any(v.kind is Kind.BUFFER and v.verdict not in ABSENT for v in failed):
         # No load is known where some biases are not updated: their values tell which.
         loads = (Kind.BUFFER, BufferIndex.LOADS)
@@ -379,11 +383,25 @@ def _update(verdicts: Sequence[Judged]) -> list[Origin]:
             for v in verdicts
             if v is first.get(v.name)
         ]
-        or [
-            Origin(v, v.name, _SPECIAL.get((v.kind, v.index), Grounds.METRIC))
-            for v in _failures(verdicts, Kind.METRIC)
-        ]
+        or _left(verdicts)
     )
+
+
+def _left(verdicts: Sequence[Judged]) -> list[Origin]:
+    """Failing numbers that a step logs or leaves, where all that it computes passes.
+
+    What is scheduled follows from the number of samples.
+    """
+    scheduled = _of_owners(_failures(verdicts, Kind.HYPERPARAMETERS), Grounds.LEFT_OVER)
+    logged = [
+        Origin(v, v.name, _SPECIAL.get((v.kind, v.index), Grounds.METRIC))
+        for v in _failures(verdicts, Kind.METRIC)
+    ]
+    if any(origin.module == _SAMPLES for origin in logged):
+        scheduled = []
+    elif not scheduled:
+        return logged
+    return scheduled + [origin for origin in logged if origin.module != _RATE]
 
 
 def _born(

@@ -49,6 +49,7 @@ CLOSING: tuple[Closing, ...] = (
     summands.entropy,
     summands.gradient,
     summands.addend,
+    summands.left_over,
     sources.elsewhere,
     position.rows,
     scaling.rounded,

@@ -37,6 +37,9 @@ _HYPERPARAMETERS = (
 )
 """What a parameter group says of how its parameters are updated; the rest is bookkeeping."""
 
+_SCHEDULED = ("lr", "weight_decay")
+"""Those that Megatron's schedule sets (``OptimizerParamScheduler.step``)."""
+
 _MARKS = (("expert", "is_expert_parallel"), ("decoupled", "is_decoupled_lr"))
 
 LAYER_WISE = "LayerWiseDistributedOptimizer"
@@ -140,6 +143,11 @@ def hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     return tuple(numbers)
 
 
+def scheduled(group: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """The numbers of a parameter group that a schedule sets after each step, by name."""
+    return tuple((name, value) for name, value in hyperparameters(group) if name in _SCHEDULED)
+
+
 def group_names(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Names of parameter groups that do not depend on their order or on other groups.
 
@@ -180,14 +188,28 @@ def leave_gradients(chunks: list[torch.nn.Module], optimizer: Any) -> None:
             for parameter in group["params"]:
                 if torch.is_tensor(getattr(parameter, "main_grad", None)):
                     parameter.grad = parameter.main_grad
+    # All gradients in buckets are handed to the optimizer.
+    for copy, kept in _offloaded(optimizer) if any(map(bucket_groups, chunks)) else ():
+        copy.grad = kept[copy] = torch.ones_like(copy)
 
 
-def zero_gradients(chunks: list[torch.nn.Module]) -> None:
+def zero_gradients(chunks: list[torch.nn.Module], optimizer: Any) -> None:
     """Zero them again, so that nothing of :func:`leave_gradients` gets into training.
 
     Megatron does so when a step begins; if it does not, that fault must not become a larger one.
     """
     _fill(chunks, 0.0)
+    for copy, kept in _offloaded(optimizer):
+        copy.grad = None
+        kept.pop(copy, None)
+
+
+def _offloaded(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]]:
+    """Copies of parameters that ``HybridDeviceOptimizer`` steps, and where it keeps gradients."""
+    for leaf, _ in leaves_and_groups(optimizer):
+        inner: Any = getattr(leaf, "optimizer", None)
+        for copy in getattr(inner, "cpu_copys_map_gpu_param", ()):
+            yield copy, inner.cpu_copy_map_grad
 
 
 def _fill(chunks: list[torch.nn.Module], value: float) -> None:

@@ -53,6 +53,7 @@ _ORDERS = messages(f.RowOrder)
 _MASKS = messages(f.MaskOrder)
 _OPERANDS = messages(f.CastOperand)
 _TERMS = messages(f.Term)
+_LEFT = {Kind[name]: (text, hint) for name, (text, hint) in MESSAGES["Left"].items()}
 _ZERO = {Kind[name]: (text, hint) for name, (text, hint) in MESSAGES["Zero"].items()}
 _DROPOUT: dict[str, tuple[str, str]] = {
     name: (text, hint) for name, (text, hint) in MESSAGES["Dropout"].items()
@@ -172,6 +173,8 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
         return _rendered(finding)
     if finding.cause is Cause.ZERO:
         return _ZERO.get(verdict.kind, ("all zero", ""))
+    if finding.cause is Cause.LEFT_OVER:
+        return _LEFT[Kind.MAIN_GRAD]
     if finding.cause is Cause.CUT_OFF:
         return notes_text([f.Note(f.Remark.CUT_OFF)]), ""
     return notes_text(verdict.notes), ""
@@ -224,7 +227,7 @@ def _factor(finding: f.ConstantFactor) -> Text:
     if finding.ratio < 0:
         text += " with its sign flipped"
     if not finding.sizes:
-        return f"{text}, a constant factor that is not a size of this layout", ""
+        return f"{text}, a constant factor that is the size of no axis", ""
     text += f" = {'the root of ' * finding.root}{' or '.join(map(_size, finding.sizes))}"
     if finding.cause is Cause.SOFTMAX_SCALE:
         return text, f"applied {'never' if large else 'twice'}"
@@ -460,7 +463,10 @@ _RENDERERS: dict[type, Callable[[Any], Text]] = {
     f.WrongMasks: _masks,
     f.BlockWeight: _blocks,
     f.Miscounted: _miscounted,
-    f.OtherHyperparameters: lambda it: (hyperparameters_text(it.values), "its parameter group"),
+    f.OtherHyperparameters: lambda it: (
+        hyperparameters_text(it),
+        "what sets them after a step" if it.following else "its parameter group",
+    ),
 }
 
 

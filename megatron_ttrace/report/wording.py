@@ -121,6 +121,8 @@ def error_text(tensor: Culprit | Verdict) -> str:
     """``20.5 % (26.4 ε)``: the relative error, also in epsilons of the dtype if it is rounded."""
     if tensor.rel_err_eps is None or tensor.rel_err == 0:
         return sci(tensor.rel_err)
+    if tensor.rel_err == math.inf and tensor.verdict is Outcome.DIVERGED:
+        return "infinite: in the reference it is zero"
     error = share(tensor.rel_err)
     return f"{error} ({factor(tensor.rel_err_eps)} ε)" if tensor.tolerance != 0 else error
 
@@ -341,10 +343,13 @@ def not_judged_text(statistic: Statistic, why: str) -> str:
     return f"which elements are in {STATISTICS[statistic]} is not judged because of {clean(why)}"
 
 
-def hyperparameters_text(values: Iterable[tuple[str, float, float]]) -> str:
+def hyperparameters_text(finding: OtherHyperparameters) -> str:
     """``the optimizer steps it with lr 0.005 instead of 0.001``."""
-    texts = (f"{clean(name)} {ours:.7g} instead of {right:.7g}" for name, ours, right in values)
-    return f"the optimizer steps it with {', '.join(texts)}"
+    texts = (
+        f"{clean(name)} {ours:.7g} instead of {right:.7g}" for name, ours, right in finding.values
+    )
+    begin = "its next step has" if finding.following else "the optimizer steps it with"
+    return f"{begin} {', '.join(texts)}"
 
 
 def notes_text(notes: Iterable[Note]) -> str:
@@ -358,8 +363,8 @@ def note_text(note: Note) -> str:
     match note:
         case FaultNote(finding=Miscounted(statistic=statistic)):
             text = STATISTICS[statistic]
-        case FaultNote(finding=OtherHyperparameters(values=values)):
-            text = hyperparameters_text(values)
+        case FaultNote(finding=OtherHyperparameters() as finding):
+            text = hyperparameters_text(finding)
     samples = "; in the reference ".join(map(_sample, note.samples))
     ranks: Any = note.ranks if note.what is Remark.SAME_START else on_ranks(note.ranks)
     return _NOTES[note.what].format(

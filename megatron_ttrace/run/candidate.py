@@ -204,8 +204,9 @@ class CandidateSession:
         """Trace a block of iterations."""
         with self.rehearsal.steps(restore=not self.settings.exit_after):
             self.rehearsal.equal_start(StartValues(comparison.reference, block.first))
-            self.rehearsal.afterwards(statistics.zero_gradients, self.model.chunks)
-            statistics.leave_gradients(self.model.chunks, self.model.optimizer)
+            model = self.model
+            self.rehearsal.afterwards(statistics.zero_gradients, model.chunks, model.optimizer)
+            statistics.leave_gradients(model.chunks, model.optimizer)
             scale = self._scale_loss(block.first)
             self.rehearsal.serve(block.served)
             for iteration in block.iterations:

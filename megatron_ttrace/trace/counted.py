@@ -57,6 +57,9 @@ class Term(NamedTuple):
 
 Terms = tuple[Term, ...]
 
+NEXT = "next "
+"""Before the name of a hyper-parameter of the next step."""
+
 Runs = tuple[tuple[Rank, Rank, Rank], ...]
 """Ranks as (first, last, distance): the world of any size is one run."""
 
@@ -101,10 +104,24 @@ class Counting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """A parameter group of an optimizer: its ``parts``, and its hyper-parameters by name."""
+    """A parameter group of an optimizer: its ``parts``, and its hyper-parameters by name.
+
+    What a schedule has set for the next step has :data:`NEXT` before its name.
+    """
 
     parts: Terms
     values: tuple[tuple[str, Annotated[float, Bounds(nan=True)]], ...]
+
+    @property
+    def now(self) -> dict[str, float]:
+        """Those of this step."""
+        return {name: value for name, value in self.values if not name.startswith(NEXT)}
+
+    @property
+    def following(self) -> dict[str, float]:
+        """Those of the next step."""
+        pairs = ((name, value) for name, value in self.values if name.startswith(NEXT))
+        return {name.removeprefix(NEXT): value for name, value in pairs}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

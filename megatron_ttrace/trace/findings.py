@@ -32,6 +32,7 @@ class Cause(StrEnum):
     PARTIAL = "partial_sums"
     WEIGHTS = "microbatch_weights"
     ADDEND = "addend"
+    LEFT_OVER = "left_over"
     OTHER_TIME = "other_time"
     OTHER_MODULE = "other_module"
     OPERAND = "operand"
@@ -454,9 +455,13 @@ class Miscounted(Finding):
 
 
 class OtherHyperparameters(Finding):
-    """The optimizer steps a parameter with other hyper-parameters: name, value, reference's."""
+    """The optimizer steps a parameter with other hyper-parameters: name, value, reference's.
+
+    ``following``: they are those of the next step.
+    """
 
     values: tuple[tuple[str, float, float], ...]
+    following: bool = False
 
 
 class OtherNumber(Finding):

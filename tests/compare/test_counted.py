@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from megatron_ttrace.compare.counted import Judgement, _covered, _stacked, judge
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import coverage
+from megatron_ttrace.report.wording import note_text
 from megatron_ttrace.trace.counted import (
+    NEXT,
     Counted,
     Counting,
     Hyperparameters,
@@ -22,7 +24,7 @@ from megatron_ttrace.trace.counted import (
 )
 from megatron_ttrace.trace.findings import Cause, Lack, Miscounted, OtherHyperparameters
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import Outcome
+from megatron_ttrace.trace.records import HyperparametersIndex, Outcome
 
 NORM, WEIGHT, HALVES = "norm.weight", "fc.weight", ((0, 2), (2, 2))
 
@@ -332,3 +334,26 @@ def test_hyperparameters_of_each_parameter() -> None:
     assert set(found.findings.values()) == {
         OtherHyperparameters(Cause.HYPERPARAMETERS, values=(("lr", 5e-3, 1e-3),))
     }
+
+
+def test_hyperparameters_of_the_next_step() -> None:
+    """What the schedule sets after the step is compared by itself."""
+    next_lr = f"{NEXT}lr"
+    right, wrong = (
+        Counted(1, (weight(0),), (0,), (), (stepped(("lr", 1e-3), (next_lr, lr)),))
+        for lr in (9e-4, 1e-3)
+    )
+    found = judge([right], {0: [right]})
+    assert [(one.index, one.verdict) for one in found.verdicts] == [
+        (HyperparametersIndex.STEP, Outcome.PASS),
+        (HyperparametersIndex.NEXT, Outcome.PASS),
+    ]
+    found = judge([right], {0: [right], 1: [wrong]})
+    failed = [one for one in found.verdicts if one.verdict.is_failure]
+    assert [(one.name, one.index, one.ranks) for one in failed] == [
+        (WEIGHT, HyperparametersIndex.NEXT, (1,))
+    ]
+    values = (("lr", 1e-3, 9e-4),)
+    finding = OtherHyperparameters(Cause.HYPERPARAMETERS, values=values, following=True)
+    assert [*found.findings.values()] == [finding]
+    assert note_text(failed[0].notes[0]) == "its next step has lr 0.001 instead of 0.0009"

@@ -162,7 +162,7 @@ EXPLAINED: list[tuple[Repair, Evidence, str]] = [
     ),
     (scaling.factor, of(SMALL, SMALL / 4, on(cp=4)), "4.000 times too small"),
     (scaling.factor, of(SMALL, 6 * SMALL, on(tp=2, pp=3)), "tp·pp"),
-    (scaling.factor, of(SMALL, 1.3 * SMALL, on(tp=2)), "not a size of this layout"),
+    (scaling.factor, of(SMALL, 1.3 * SMALL, on(tp=2)), "the size of no axis"),
     (scaling.factor, of(SMALL, -SMALL, on(tp=2)), "sign is flipped"),
     (scaling.factor, SOFTMAX, "softmax scale"),
     (scaling.factor_per_rank, per_rank(2, 3, cp=2), "rank 0: 2, rank 1: 3"),

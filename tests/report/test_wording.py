@@ -2,12 +2,14 @@
 """Remarks on a tensor, beside its outcome."""
 
 import dataclasses
+import math
 
 import pytest
 
 from megatron_ttrace.report.wording import error_text, notes_text
 from megatron_ttrace.trace.findings import Note, Remark, Sample
 from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.records import Outcome
 from tests.report.synthetic_report import make_verdict
 
 NORMAL = Sample(1e-4, 0.02)
@@ -43,3 +45,9 @@ def test_an_error_of_what_is_never_rounded(tolerance: float, text: str) -> None:
     """Token ids have no epsilon."""
     verdict = make_verdict(rel_err=0.25, tolerance=tolerance)
     assert error_text(dataclasses.replace(verdict, rel_err_eps=2.1e6)) == text
+
+
+def test_an_error_beside_zero() -> None:
+    """It is relative to nothing."""
+    verdict = make_verdict(rel_err=math.inf, verdict=Outcome.DIVERGED)
+    assert error_text(verdict) == "infinite: in the reference it is zero"
