@@ -188,28 +188,14 @@ def leave_gradients(chunks: list[torch.nn.Module], optimizer: Any) -> None:
             for parameter in group["params"]:
                 if torch.is_tensor(getattr(parameter, "main_grad", None)):
                     parameter.grad = parameter.main_grad
-    # All gradients in buckets are handed to the optimizer.
-    for copy, kept in _offloaded(optimizer) if any(map(bucket_groups, chunks)) else ():
-        copy.grad = kept[copy] = torch.ones_like(copy)
 
 
-def zero_gradients(chunks: list[torch.nn.Module], optimizer: Any) -> None:
+def zero_gradients(chunks: list[torch.nn.Module]) -> None:
     """Zero them again, so that nothing of :func:`leave_gradients` gets into training.
 
     Megatron does so when a step begins; if it does not, that fault must not become a larger one.
     """
     _fill(chunks, 0.0)
-    for copy, kept in _offloaded(optimizer):
-        copy.grad = None
-        kept.pop(copy, None)
-
-
-def _offloaded(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[torch.Tensor, torch.Tensor]]]:
-    """Copies of parameters that ``HybridDeviceOptimizer`` steps, and where it keeps gradients."""
-    for leaf, _ in leaves_and_groups(optimizer):
-        inner: Any = getattr(leaf, "optimizer", None)
-        for copy in getattr(inner, "cpu_copys_map_gpu_param", ()):
-            yield copy, inner.cpu_copy_map_grad
 
 
 def _fill(chunks: list[torch.nn.Module], value: float) -> None:

@@ -227,7 +227,7 @@ def _factor(finding: f.ConstantFactor) -> Text:
     if finding.ratio < 0:
         text += " with its sign flipped"
     if not finding.sizes:
-        return f"{text}, a constant factor that is the size of no axis", ""
+        return f"{text}, a constant factor that is not the size of an axis", ""
     text += f" = {'the root of ' * finding.root}{' or '.join(map(_size, finding.sizes))}"
     if finding.cause is Cause.SOFTMAX_SCALE:
         return text, f"applied {'never' if large else 'twice'}"

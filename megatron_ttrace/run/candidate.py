@@ -30,7 +30,7 @@ from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.jobs import edited, reference_layout
 from megatron_ttrace.jobs.processes.progress import NOTICE, say
 from megatron_ttrace.jobs.settings import Keep, Settings
-from megatron_ttrace.mcore import fronts, loss_scale, losses, quiet, samples, statistics
+from megatron_ttrace.mcore import fronts, gathering, loss_scale, losses, quiet, samples, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.groups import kept_in
 from megatron_ttrace.mcore.sources import replacements
@@ -184,7 +184,7 @@ class CandidateSession:
         block = Block(iterations, count, Served(iterator, count * len(iterations)), run)
         try:
             self.ranks.meet("fetching the batches")
-            if step == 1 and self.args.overlap_grad_reduce:
+            if step == 1:
                 self._warm_up(block)
             self._rehearse(block, self.comparison, self._recording.step)
             self._timings["traced steps"] = time.monotonic() - began
@@ -204,9 +204,8 @@ class CandidateSession:
         """Trace a block of iterations."""
         with self.rehearsal.steps(restore=not self.settings.exit_after):
             self.rehearsal.equal_start(StartValues(comparison.reference, block.first))
-            model = self.model
-            self.rehearsal.afterwards(statistics.zero_gradients, model.chunks, model.optimizer)
-            statistics.leave_gradients(model.chunks, model.optimizer)
+            self.rehearsal.afterwards(statistics.zero_gradients, self.model.chunks)
+            statistics.leave_gradients(self.model.chunks, self.model.optimizer)
             scale = self._scale_loss(block.first)
             self.rehearsal.serve(block.served)
             for iteration in block.iterations:
@@ -223,18 +222,28 @@ class CandidateSession:
                 self._notice("passes of the model without gradients are not compared")
 
     def _warm_up(self, block: Block) -> None:
-        """Make one step that is not traced.
+        """Make one step that is not traced, so that the traced one has others before it.
 
-        In its first step Megatron learns the order in which gradients become ready, and reduces
-        them all at the end (``is_first_batch`` in
-        megatron/core/distributed/param_and_grad_buffer.py). All later steps reduce them with
-        overlap, which is what can go wrong.
+        What a step leaves behind besides the training state, which is restored, shows in the
+        traced one: flags, caches, copies that were allocated. And in the first step of a run
+        Megatron overlaps neither gathers of parameters (``train`` in
+        megatron/training/training.py) nor reductions of gradients, whose order it learns
+        (``is_first_batch`` in megatron/core/distributed/param_and_grad_buffer.py).
         """
-        with self.rehearsal.steps(restore=True):
+        chunks, device = self.model.chunks, self.rehearsal.device
+        with self.rehearsal.steps(restore=True), gathering.in_forward_passes(chunks):
+            # Values of the run's own, not those of the traced step: a copy of them would be right.
+            if not all(self.ranks.exchange("warming up", self._is_initialised, device)):
+                self.rehearsal.equal_start(StartValues(self.comparison.reference, block.first))
             self.rehearsal.serve(block.served)
             self.ranks.meet("warming up")
             self.rehearsal.step(block.run)
             self.ranks.meet("warming up")
+
+    def _is_initialised(self) -> bool:
+        """Whether all parameters have values of the run's own."""
+        is_finite = not any(values.moments.nonfinite for values in self._initial)
+        return self.is_loaded or (bool(self._initial) and is_finite)
 
     def _scale_loss(self, iteration: int) -> float:
         """Use a loss scale with which the reference does not overflow; returns the ratio of both.

@@ -25,7 +25,7 @@ SP = (*TP, "--sequence-parallel", "--global-batch-size", "6")
 EMBEDDING, ROUTER, HEAD = (
     *("embedding.word_embeddings.weight", "decoder.layers.1.mlp.router", "output_layer"),
 )
-ALWAYS = ("decay_of_another_head", "zero_stale_parameter")
+ALWAYS = ("decay_of_another_head", "weight_of_the_first_step", "zero_stale_parameter")
 MICROBATCHES = "3.000 times too large = the number of microbatches"
 
 

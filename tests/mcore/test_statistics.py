@@ -31,25 +31,8 @@ def test_gradients_of_a_step_before():
     assert others.bias.grad is None
     assert ours.weight.main_grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert not others.weight.main_grad.any()
-    zero_gradients([ours, others], optimizer)
+    zero_gradients([ours, others])
     assert not ours.weight.main_grad.any()
-
-
-def test_gradients_of_an_offloaded_optimizer():
-    """The host's copies of gradients in buckets are filled, and allocated anew afterwards."""
-    model, copy = nn.Linear(2, 2, bias=False), torch.zeros(2, 2)
-    inner = types.SimpleNamespace(
-        param_groups=[], cpu_copys_map_gpu_param={copy: model.weight}, cpu_copy_map_grad={}
-    )
-    leave_gradients([model], FP32Optimizer(inner))
-    assert copy.grad is None
-    model.bucket_groups = [object()]
-    leave_gradients([model], FP32Optimizer(inner))
-    assert copy.grad is inner.cpu_copy_map_grad[copy]
-    assert copy.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    zero_gradients([model], FP32Optimizer(inner))
-    assert copy.grad is None
-    assert not inner.cpu_copy_map_grad
 
 
 def test_a_method_that_the_user_replaced(monkeypatch) -> None:

@@ -143,6 +143,32 @@ def gradients_kept(old, self):
     pass
 
 
+@mistake(REDUCE, "gpt zero --overlap-grad-reduce --overlap-param-gather")
+def gathered_once(old, self, *args, **more):
+    """Weights that a later step has updated are never gathered again."""
+    gathered = self.param_gather_dispatched
+    old(self, *args, **more)
+    self.param_gather_dispatched = gathered
+
+
+@mistake("tensor_parallel.layers:ColumnParallelLinear.forward", "gpt tp2", place="decoder.layers.0")
+def weight_of_the_first_step(old, self, input_, weight=None, *args, **more):
+    if weight is None:
+        if not hasattr(self, "first_weight"):
+            self.first_weight = self.weight.detach().clone()
+        weight = self.weight + (self.first_weight - self.weight).detach()
+    return old(self, input_, weight, *args, **more)
+
+
+@mistake("optimizer_param_scheduler:OptimizerParamScheduler.step", "gpt tp2")
+def schedule_of_one_group(old, self, increment):
+    """On the second rank the others keep their rates."""
+    kept = [(group, group["lr"]) for group in self.optimizer.param_groups[1:]]
+    old(self, increment)
+    for group, rate in kept if increment and global_rank() == 1 else ():
+        group["lr"] = rate
+
+
 # One of several losses.
 
 
