@@ -28,7 +28,7 @@ from megatron_ttrace.trace.findings import (
     Term,
 )
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.modules import module_of
+from megatron_ttrace.trace.modules import is_within, module_of
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Kind, Outcome
 
@@ -68,6 +68,10 @@ class Code:
             self._callers[function, context].append(caller)
             self._callees[caller, context].append(function)
         self._numbers = {(f.file, f.name): number for number, f in enumerate(self.functions)}
+        self._forwards: dict[str, dict[str, int | None]] = defaultdict(dict)
+        for name, code in ledger.sources.modules.items():
+            forward = self.number(ledger.sources.codes[code].forward)
+            self._forwards[pattern(name)][name] = forward
 
     def number(self, where: str) -> int | None:
         """The function that ``file:line (function)`` names."""
@@ -91,6 +95,38 @@ class Code:
             if file == function.file
             and (name in function.parts or any(f"{name}.".startswith(start) for start in starts))
         ]
+
+    def ran(self, context: Context, module: str) -> Collection[int]:
+        """What ran in a context in a module, inside it or around it.
+
+        The same context of other layers may be of other modules: what only their ``forward`` leads
+        to is left out.
+        """
+        forwards, ran = self._forwards.get(context[0], {}), self.at.get(context, {})
+        own = {
+            forward
+            for name, forward in forwards.items()
+            if is_within(name, module) or is_within(module, name)
+        }
+        others = {*forwards.values()} - own
+        if not others or not own:
+            return () if others else ran
+        leading = {number: self._leading(number, context) for number in ran}
+        return [n for n, leads in leading.items() if leads & own or others.isdisjoint(leads)]
+
+    def _leading(self, function: int, context: Context) -> set[int | None]:
+        """What leads to a function in a context; for a backward pass, also in the forward pass."""
+        leading: set[int | None] = {*self.chain(function, context)}
+        for number in self.chain(function, context) if context[1] is Phase.BACKWARD else ():
+            if (twin := self.twin(number)) is not None:
+                leading |= {*self.chain(twin, (context[0], Phase.FORWARD))}
+        return leading
+
+    def twin(self, function: int) -> int | None:
+        """The forward function of the autograd function that this is the backward one of."""
+        code = self.functions[function]
+        head, _, name = code.name.rpartition(".")
+        return self.named(code.file, f"{head}.forward") if name == "backward" else None
 
     def callers(self, function: int, context: Context) -> list[int]:
         """Functions that call a function in the same context."""

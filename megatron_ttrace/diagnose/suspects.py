@@ -10,7 +10,7 @@ its module's constructor called; for a logged number, what names it and what log
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from megatron_ttrace.diagnose.code import (
     BUILDING,
@@ -150,7 +150,7 @@ class Suspects:
         """What chooses a random state, or restores one, ran in the module or around it."""
         functions, redrawn = self._code.functions, is_redrawn(self._verdict)
         for depth, name in enumerate((self.module, *around(self.module))):
-            ran = self._code.at.get((pattern(name), _B if redrawn else _F), ())
+            ran = self._ran_in(name, _B if redrawn else _F)
             named = (n for n in ran if not REDRAWING.isdisjoint(tokens(functions[n].name)))
             self._take(named if redrawn else ran, 1.0 if redrawn else _FARTHER**depth)
 
@@ -197,7 +197,7 @@ class Suspects:
         self._ran(self._container(), _F, 1.0)
         # The container may pass on what it was given itself.
         for distance, outer in enumerate(around(self._container()), 1):
-            self._take(self._code.at.get((pattern(outer), _F), ()), _FARTHER**distance)
+            self._take(self._ran_in(outer, _F), _FARTHER**distance)
         code = self._sources.of(self.module)
         if code is not None and (number := self._code.number(code.forward)) is not None:
             inside, outside = (pattern(self.module), _F), (pattern(self._container()), _F)
@@ -223,7 +223,7 @@ class Suspects:
     def _output(self) -> None:
         self._ran(self.module, _F, 1.0)
         # Forward hooks of the script run when the module has ended.
-        around_it = self._code.at.get((pattern(self._container()), _F), ())
+        around_it = self._ran_in(self._container(), _F)
         functions = self._code.functions
         self._take((n for n in around_it if functions[n].part is Phase.SCRIPT), _DEEPER)
         if self._constructor(self.module) is not None:
@@ -268,9 +268,8 @@ class Suspects:
         self._ran(self.module, _F, 0.6 if of_scale else 1.0)
         self._set_for(self.module, 1.0 if of_scale else 0.3)
         # What attaches a loss to the graph was given what is logged.
-        where = pattern(self.module), _F
-        for _, twin in self._autograd(where[0]):
-            for caller in self._code.callers(twin, where):
+        for _, twin in self._autograd(self.module):
+            for caller in self._code.callers(twin, (pattern(self.module), _F)):
                 self.weights[caller] *= 1.0 if right else 0.6
 
     def _parameter_gradient(self) -> None:
@@ -360,14 +359,17 @@ class Suspects:
 
     def _container(self) -> str:
         """The innermost module around this one in which functions ran."""
-        at = self._code.at
-        return next((name for name in around(self.module) if (pattern(name), _F) in at), ROOT)
+        return next((name for name in around(self.module) if self._ran_in(name, _F)), ROOT)
+
+    def _ran_in(self, module: str, phase: Phase) -> Collection[int]:
+        return self._code.ran((pattern(module), phase), self.module)
 
     def _ran(self, module: str, phase: Phase, weight: float) -> None:
         name = pattern(module)
-        for (other, part), functions in self._code.at.items():
-            if part is phase and f"{other}.".startswith(f"{name}."):
-                self._take(functions, weight if other == name else weight * _INSIDE)
+        for context in [*self._code.at]:
+            if context[1] is phase and f"{context[0]}.".startswith(f"{name}."):
+                inside = weight if context[0] == name else weight * _INSIDE
+                self._take(self._code.ran(context, module), inside)
 
     def _part(self, part: Phase, weight: float, built: float = 0.0) -> None:
         """What ran in a part of the step, and what of the same files ran before any step."""
@@ -402,25 +404,21 @@ class Suspects:
         """A module's constructor, if it is Megatron's."""
         sources = self._sources
         like = (name for name in sources.modules if pattern(name) == pattern(module))
-        module_code = sources.of(next(like, module))
+        module_code = sources.of(module if module in sources.modules else next(like, module))
         return self._code.number(module_code.built) if module_code else None
 
     def _differentiated(self, module: str, weight: float) -> None:
         """Autograd functions whose backward ran in a module, with all that they call."""
         name, code = pattern(module), self._code
-        for number, twin in self._autograd(name):
+        for number, twin in self._autograd(module):
             self._take(code.below(number, (name, _B)), weight)
             self._take(code.below(twin, (name, _F)), weight * 0.8)
             self._take(code.callers(twin, (name, _F)), weight * 0.7)
 
     def _autograd(self, module: str) -> Iterator[tuple[int, int]]:
         """Backward functions that ran in a module, and the forward functions of their classes."""
-        code = self._code
-        for number in list(code.at.get((module, _B), ())):
-            function = code.functions[number]
-            head, _, name = function.name.rpartition(".")
-            twin = code.named(function.file, f"{head}.forward")
-            if name == "backward" and twin is not None:
+        for number in self._ran_in(module, _B):
+            if (twin := self._code.twin(number)) is not None:
                 yield number, twin
 
     def _set_for(self, module: str, weight: float) -> None:
@@ -428,7 +426,7 @@ class Suspects:
         name, code = pattern(module), self._code
         heads = {
             (function.file, function.name.removesuffix("backward"))
-            for number in code.at.get((name, _B), ())
+            for number in self._ran_in(module, _B)
             if (function := code.functions[number]).name.endswith(".backward")
         }
         for number, function in enumerate(code.functions):

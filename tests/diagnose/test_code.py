@@ -21,6 +21,7 @@ from megatron_ttrace.trace.collectives import (
     FunctionCall,
     Ledger,
     Lookup,
+    ModuleCode,
     Phase,
     Sources,
 )
@@ -28,7 +29,7 @@ from megatron_ttrace.trace.executed import ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
-from tests.diagnose.ran_by_hand import FUNCTIONS, C, lookup, record, where
+from tests.diagnose.ran_by_hand import FUNCTIONS, B, C, F, lookup, record, where
 
 NAMES = list(FUNCTIONS)
 LINEAR = "decoder.layers.*.linear"
@@ -154,6 +155,32 @@ def test_communicates(name: str, sends: bool) -> None:
 def test_loss_of(name: str, loss: Loss | None) -> None:
     """The loss with most of its words in the name."""
     assert loss_of(Function("m.py", 1, name)) is loss
+
+
+@pytest.mark.parametrize(
+    ("module", "ran"),
+    [
+        ("layers.0.mixer", {"A.forward", "both", "engine"}),
+        ("layers.0.mixer.linear", {"A.forward", "both", "engine"}),
+        ("layers.1.mixer", {"B.forward", "both", "engine", "P.forward", "P.backward"}),
+        # Both are inside of it.
+        ("layers", {"A.forward", "B.forward", "both", "engine", "P.forward", "P.backward"}),
+        # A layer without it.
+        ("layers.2.mlp", set()),
+    ],
+)
+def test_layers_of_several_kinds(module: str, ran: set[str]) -> None:
+    """What only the forward pass of another layer's module led to did not run in this one."""
+    names = ["A.forward", "both", "B.forward", "P.forward", "engine", "P.backward"]
+    pairs = (0, -1), (1, 0), (2, -1), (1, 2), (3, 2)
+    calls = [FunctionCall(*pair, "layers.*.mixer", F) for pair in pairs]
+    calls += [FunctionCall(number, -1, "layers.*.mixer", B) for number in (4, 5)]
+    modules = {f"layers.{n}.mixer": n for n in range(2)}
+    codes = tuple(ModuleCode(forward=f"m.py:1 ({name}.forward)") for name in "AB")
+    functions = tuple(Function("m.py", 1, name) for name in names)
+    code = Code(Ledger(sources=Sources(modules, codes, calls=Calls(functions, tuple(calls)))))
+    here = [*code.ran(("layers.*.mixer", F), module), *code.ran(("layers.*.mixer", B), module)]
+    assert {names[number] for number in here} == ran
 
 
 STEP, COUNT, FINALIZE, SCALE = range(4)
