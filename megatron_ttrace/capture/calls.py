@@ -143,7 +143,7 @@ class CallTap:
         self._imported = len(sys.modules)
         try:
             codes = [*sources.imported_code(self._modules, sources.in_megatron)]
-            self.replacing |= {id(code): code for code in sources.replacing(codes)}
+            self.replacing |= {id(c): c for c in codes if sources.of_script(c.co_filename)}
             self._reports.follow(codes)
             self._reports.follow(sources.imported_code(self._scripts, sources.of_script))
         except Exception as error:  # noqa: BLE001 - recording never harms training
@@ -233,7 +233,7 @@ class CallTap:
         if seen is None and id(code) not in self._seen:
             file = code.co_filename
             is_followed = sources.in_megatron(file) or sources.of_script(file)
-            if code.co_name != "<module>" and (is_followed or id(code) in self.replacing):
+            if code.co_name != "<module>" and is_followed:
                 arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
                 part = sources.part_of(file)
                 seen = _Seen(code, part, part in _INSIDE, arguments)

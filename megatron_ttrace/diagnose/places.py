@@ -69,12 +69,11 @@ _SETS, _FARTHER = 1.5, 0.7
 _VALUE, _ORIGIN, _GROUP, _DIVIDES = 2.0, 2.5, 1.5, 4.0
 """Points for a factor of the size of the error, for what makes a number that is off by it, for
 process groups that lack the axis, and for what divides the parameter wrongly."""
-_MEAN = 1.5
-"""Points for a mean over ranks, where something is too small by their number."""
-_INSTEAD = 0.4
-"""Weight of what is named for another loss."""
-_CHANGED, _FAR = 4.0, 0.5
-"""Points for what the user changed, and the share of them if it only ran before the step."""
+_MEAN, _INSTEAD = 1.5, 0.4
+"""Points for a mean over ranks, if it is too small by their number; weight of other losses."""
+_CHANGED, _FAR, _NEAR = 4.0, 0.5, 0.8
+"""Points for what the user changed, or wrote; for a change that only ran before the step, a share
+of them; the least weight of what the user wrote."""
 _CALLED, _LOOPS, _LAYOUT = 1.0, 0.7, 1.0
 """Points for the factor's name; a loop, if some tensors lack something; lines of this run only."""
 _OF_ONE_COPY = {"shared", "shared_embedding"}
@@ -119,7 +118,6 @@ class Places:
         first = {(place.file, place.function): place for _, place in reversed(ranked)}
         places = [place for _, place in ranked if first[place.file, place.function] is place][:MOST]
         anchor = "" if sent else anchor_of(self._ledger.sources, verdict)
-        # Only Megatron's functions were recorded.
         is_other = is_loaded or self._code.number(anchor) is None
         if is_other and (place := Place.of(anchor, Clue.RAN)):
             places = [place, *places[: MOST - 1]]
@@ -303,6 +301,7 @@ class _Judge:
 
     def _own_code(self, number: int, function: Function) -> None:
         add, clues = self._suspects.add, self._suspects.clues[number]
+        add(number, Clue.OWN, _CHANGED * (function.own and self._suspects.weights[number] >= _NEAR))
         if self._verdict.kind in FLOW and not self._causes:
             add(number, Clue.LAYOUT, _LAYOUT * (function.where in self._apart))
         if {_DIVISORS.get(axis, axis) for axis in self._axes} & {*function.axes}:

@@ -81,9 +81,21 @@ def _script_folder() -> str:
 
 @functools.cache
 def of_script(file: str) -> bool:
-    """Whether a source file is the training script, or the user's and below its folder."""
-    folder = _script_folder()
-    return bool(folder) and os.path.abspath(file).startswith(folder) and is_users(file)
+    """Whether a source file is the training script, one below its folder, or a user's module.
+
+    A library that is installed as a checkout may look like the user's, but Megatron imports it.
+    """
+    if not is_users(file):
+        return False
+    below = bool(folder := _script_folder()) and os.path.abspath(file).startswith(folder)
+    return below or _package_of(file) not in _libraries(len(sys.modules))
+
+
+@functools.cache
+def _libraries(_: int) -> frozenset[str]:
+    """The packages that Megatron's modules import, and those that are called as it is."""
+    files = {str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]}
+    return frozenset({"megatron"}.union(*map(_imported_by, filter(in_megatron, files))))
 
 
 @functools.cache
@@ -92,16 +104,6 @@ def _imported_by(file: str) -> frozenset[str]:
     path = Path(file)
     is_source = path.suffix == ".py" and path.is_file()
     return frozenset(_IMPORT.findall(path.read_text("utf-8", "replace")) if is_source else ())
-
-
-def replacing(codes: Iterable[CodeType]) -> list[CodeType]:
-    """Of the code in Megatron's modules, the user's, which replaces Megatron's own."""
-    users = [code for code in codes if is_users(code.co_filename)]
-    # A library that is installed as a checkout may look like the user's, but Megatron imports it.
-    modules = [*sys.modules.values()] if users else []
-    files = {str(getattr(module, "__file__", "")) for module in modules}
-    libraries = {name for file in filter(in_megatron, files) for name in _imported_by(file)}
-    return [code for code in users if _package_of(code.co_filename) not in libraries]
 
 
 def imported_code(known: set[str], wanted: Callable[[str], bool]) -> Iterator[CodeType]:
@@ -259,12 +261,14 @@ def function_of(code: CodeType) -> Function:
     local = {*code.co_varnames[arguments:], *code.co_cellvars} - {*code.co_varnames[:arguments]}
     operations, operands = code.co_code[::2], code.co_code[1::2]
     is_megatrons = in_megatron(code.co_filename)
+    checkout = str(Path(megatron_folder()).parent) + os.sep
     names += [*strings, *keywords] if is_megatrons else []
     return Function(
         file=relative(code.co_filename),
         line=code.co_firstlineno,
         name=code.co_qualname.replace(".<locals>", ""),
         part=part_of(code.co_filename),
+        own=of_script(code.co_filename) and not code.co_filename.startswith(checkout),
         size=len(code.co_code),
         scales=any(
             operation == _BINARY_OP and operand in _PRODUCTS

@@ -194,6 +194,7 @@ class Function:
         factors: names of factors, as ``loss_scale``, that occur in it.
         sets: those of its local variables that are none of its arguments.
         part: the part of a step that all code of its file belongs to, if it does.
+        own: whether it is the user's own, and not of Megatron's checkout.
         size: bytes of its code.
     """
 
@@ -209,6 +210,7 @@ class Function:
     factors: tuple[str, ...] = ()
     sets: tuple[str, ...] = ()
     part: Phase | None = None
+    own: bool = False
     size: Count = 0
 
     @property

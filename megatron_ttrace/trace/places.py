@@ -22,6 +22,8 @@ class Clue(StrEnum):
     """The user changed its file: it is not known where."""
     REPLACES = "replaces"
     """It is the user's, and replaces one of Megatron's since that was imported."""
+    OWN = "own"
+    """It is the user's own code."""
     SILENT = "silent"
     """By its name it communicates, but nothing was sent in it."""
     MARKS = "marks"

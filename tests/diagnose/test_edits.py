@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from megatron_ttrace.diagnose import edits
@@ -16,8 +18,8 @@ from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
-from tests.diagnose.ran_by_hand import LINEAR, NORM, B, C, F, S, record
-from tests.diagnose.test_places import NORMS, PARTIAL, WEIGHT
+from tests.diagnose.ran_by_hand import LINEAR, NORM, B, C, F, S, collective, record
+from tests.diagnose.test_places import GRADIENTS, NORMS, PARTIAL, WEIGHT
 
 OTHER = Phase.OTHER
 
@@ -56,6 +58,31 @@ def test_the_innermost_module_around_it() -> None:
     failure = judged(Kind.INPUT, NORM, Outcome.DIVERGED)
     assert [*edits.nearest([far, near], Code(record()), (), failure)[0].values()] == [near]
     assert [*edits.nearest([far], Code(record()), (), failure)[0].values()] == [far]
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "first"),
+    [
+        (Kind.OUTPUT, "Product.forward", True),
+        (Kind.OUTPUT, "Norm.forward", False),
+        # Parts of losses are right if the gradients of activations are.
+        (Kind.MAIN_GRAD, "loss_func", False),
+        (Kind.MAIN_GRAD, "finalize", True),
+    ],
+)
+def test_the_users_own_code(kind: Kind, own: str, first: bool) -> None:
+    """It is first if it ran between what is right and what is wrong, whatever Megatron's did."""
+    ledger = record(collective("reduce", module=LINEAR, direction=F), GRADIENTS)
+    calls = ledger.sources.calls
+    functions = tuple(dataclasses.replace(f, own=f.name == own) for f in calls.functions)
+    sources = dataclasses.replace(
+        ledger.sources, calls=dataclasses.replace(calls, functions=functions)
+    )
+    failure = judged(kind, WEIGHT if kind is Kind.MAIN_GRAD else LINEAR, Outcome.DIVERGED)
+    assert Places(ledger, [failure]).ranked(failure, PARTIAL)[0][1].function != own
+    ledger = dataclasses.replace(ledger, sources=sources)
+    place = Places(ledger, [failure]).ranked(failure, PARTIAL)[0][1]
+    assert ((place.function, place.clue) == (own, Clue.OWN)) is first
 
 
 def test_a_change_that_ran_elsewhere() -> None:

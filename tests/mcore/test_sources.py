@@ -101,27 +101,28 @@ def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch)
     known = {*sys.modules} - {module.__name__}
     layer = type("Layer", (), {"__module__": module.__name__, "forward": Own.forward})
     vars(module).update(f=forward_step, Layer=layer, Optimizer=Optimizer, linear=torch.nn.Linear)
-    imported = sources._imported_by
-    monkeypatch.setattr(sources, "_imported_by", lambda file: {"torch"})
-    replacing = sources.replacing([*sources.imported_code(known, sources.in_megatron)])
-    assert [code.co_qualname for code in replacing] == [
-        "forward_step",
-        "Own.forward",
-        "Optimizer.step",
-    ]
-    monkeypatch.setattr(sources, "_imported_by", lambda file: {"tests"})
-    assert not sources.replacing(replacing)
+    codes = [*sources.imported_code(known, sources.in_megatron)]
+    for imported, names in (
+        ("torch", ["forward_step", "Own.forward", "Optimizer.step"]),
+        ("tests", []),
+    ):
+        monkeypatch.setattr(sources, "_libraries", lambda _, name=imported: {name})
+        sources.of_script.cache_clear()
+        of_script = [code for code in codes if sources.of_script(code.co_filename)]
+        assert [code.co_qualname for code in of_script] == names
+        assert [sources.function_of(code).own for code in of_script] == [True] * len(names)
+    sources.of_script.cache_clear()
     inner = (lambda: None).__code__
     name = "test_the_users_code_that_replaces_megatrons"
     edit = Edit(HERE, name, inner.co_firstlineno, is_seen=False, replaces=True)
     assert sources.replacements([inner]) == [edit]
-    assert "torch" in imported(str(sources.__file__))
-    assert not imported("absent.py")
+    assert "torch" in sources._imported_by(str(sources.__file__))
+    assert not sources._imported_by("absent.py")
     assert not any(map(sources.is_users, ("", sources.__file__, torch.__file__, types.__file__)))
 
 
 def test_the_training_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what lies below its folder, but neither Megatron nor what is installed there."""
+    """And the user's modules, but neither Megatron, its libraries, nor what is installed."""
     monkeypatch.setattr(
         sys.modules["__main__"], "__file__", str(tmp_path / "train.py"), raising=False
     )
@@ -129,11 +130,12 @@ def test_the_training_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for function in cached:
         function.cache_clear()
     try:
-        for name in ("train.py", "mine/losses.py"):
+        for name in ("train.py", "mine/losses.py", "../spec.py"):
             assert sources.of_script(str(tmp_path / name))
             assert sources.part_of(str(tmp_path / name)) is Phase.SCRIPT
-        others = tmp_path / "lib" / "site-packages" / "x.py", tmp_path.parent / "other.py"
-        assert not any(sources.of_script(str(other)) for other in others)
+        monkeypatch.setattr(sources, "_package_of", lambda file: Path(file).parts[-2])
+        others = "lib/site-packages/x.py", "../megatron/bridge.py"
+        assert not any(sources.of_script(str(tmp_path / other)) for other in others)
         assert not sources.of_script(f"{sources.megatron_folder()}core/utils.py")
     finally:
         for function in cached:
