@@ -44,6 +44,7 @@ _COUNT_IN = {
     "tokens": (Kind.GRAD_OUTPUT, Kind.LOSS),
     "step_tokens": (Kind.GRAD_OUTPUT, Kind.MAIN_GRAD),
     "loss_scale": (Kind.GRAD_OUTPUT, Kind.MAIN_GRAD, *MOMENTS),
+    "microbatches": (Kind.MAIN_GRAD,),
     "shards": (Kind.MAIN_GRAD,),
     "clipping": MOMENTS,
     "layers": (Kind.METRIC,),

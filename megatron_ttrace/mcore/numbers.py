@@ -19,7 +19,8 @@ def numbers(meta: ReferenceMeta, iteration: int, ranks: int) -> dict[str, float]
     """The numbers of the job of a reference trace, from its ``meta.json``; unknown ones are absent.
 
     ``tokens`` are those of a microbatch, ``step_tokens`` those of the global batch, which the
-    candidate's ``ranks`` divide. ``loss_scale`` is the candidate's in the traced ``iteration``.
+    candidate's ``ranks`` divide. ``loss_scale`` is the candidate's in the traced ``iteration``,
+    ``microbatches`` those of a rank if tokens are counted for gradients.
     """
     arguments = meta.identity.get("arguments")
     if not isinstance(arguments, dict):
@@ -29,10 +30,13 @@ def numbers(meta: ReferenceMeta, iteration: int, ranks: int) -> dict[str, float]
     if isinstance(batch, int) and isinstance(length, int):
         values["tokens"] = batch * length
         values["step_tokens"] = batch * length * meta.microbatches
+    factor = ranks
+    if arguments.get("calculate_per_token_loss"):
+        # Gradients are divided by a number of tokens, which is a sum over these.
+        factor, values["microbatches"] = 1, meta.microbatches // ranks
     # Also known where it is dynamic. That of the first iteration of a block is for all of it.
     begun = [at for at in meta.loss_scales if at.isdecimal() and int(at) <= iteration]
     if begun:
-        factor = 1 if arguments.get("calculate_per_token_loss") else ranks
         values["loss_scale"] = of_candidate(meta.loss_scales[max(begun, key=int)], factor)
     return {
         name: float(value)

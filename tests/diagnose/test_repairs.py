@@ -359,6 +359,19 @@ def test_sizes_that_are_nearly_equal() -> None:
     assert finding.sizes == (("tokens",),)
 
 
+@pytest.mark.parametrize(
+    ("counted", "sizes"),
+    [({}, (("dp",),)), ({"microbatches": 2.0}, (("dp",), ("microbatches",)))],
+)
+def test_tokens_of_microbatches_are_not_taken_for_ranks(
+    counted: dict[str, float], sizes: tuple[tuple[str, ...], ...]
+) -> None:
+    """A gradient that is divided by the number of tokens may be off by microbatches."""
+    finding = explain(of(LONG, LONG * 2, on(dp=2), key=WEIGHT, numbers=counted))
+    assert isinstance(finding, ConstantFactor)
+    assert finding.sizes == sizes
+
+
 LINEAR = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.self_attention.linear_qkv", 0)
 S, B, D, WIDE = 8, 2, 6, 12
 TOP = {"E4M3": 448.0, "E5M2": 57344.0}

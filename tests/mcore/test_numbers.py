@@ -14,6 +14,8 @@ def test_numbers() -> None:
     values = numbers(ReferenceMeta(identity={"arguments": arguments}, microbatches=4), 1, 2)
     assert values == {"layers": 3.0, "clip_grad": 1.0, "tokens": 64.0, "step_tokens": 256.0}
     assert numbers(ReferenceMeta(), 1, 2) == {}
+    counted = {"arguments": {"calculate_per_token_loss": True}}
+    assert numbers(ReferenceMeta(identity=counted, microbatches=4), 1, 2) == {"microbatches": 2.0}
 
 
 @pytest.mark.parametrize(
