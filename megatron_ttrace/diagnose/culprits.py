@@ -128,7 +128,7 @@ def _one_per_module(
         if _severity(origin.verdict) > _severity(worst.verdict):
             chosen[origin.module] = origin
     culprits = []
-    for verdict, module, grounds in chosen.values():
+    for (verdict, module, grounds), *shared in _of_one_tensor([*chosen.values()], verdicts):
         why = explain(verdict)
         before, alike = _around(verdict, verdicts)
         culprits.append(
@@ -139,11 +139,38 @@ def _one_per_module(
                 verdict=verdict,
                 before=before,
                 alike=alike,
+                shared=tuple(other.module for other in shared),
                 why=why,
                 group=group_of(groups, direction, verdict, grounds, why.finding),
             )
         )
     return culprits
+
+
+def _of_one_tensor(origins: list[Origin], verdicts: Sequence[Judged]) -> list[list[Origin]]:
+    """Origins that share a tensor: modules with the same input have the same gradient there.
+
+    The first has modules inside, around which it has code of its own. Where the gradients of a
+    module's weights are wrong, it is an origin of its own.
+    """
+    wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
+    outer = {v.name.rpartition(".")[0] for v in verdicts if v.kind is Kind.GRAD_INPUT}
+    sharing: dict[object, list[Origin]] = defaultdict(list)
+    for origin in sorted(origins, key=lambda origin: origin.module not in outer):
+        v = origin.verdict
+        error = None if module_of(v.name) in wrong else _own_error(v)
+        others = sharing[(v.microbatch, error, v.ranks) if error else id(origin)]
+        is_nested = any(is_within(origin.module, o.module) for o in others)
+        (sharing[id(origin)] if is_nested else others).append(origin)
+    return sorted(sharing.values(), key=lambda shared: min(map(origins.index, shared)))
+
+
+def _own_error(v: Judged) -> float | None:
+    """The error of the gradient of an input, by which this is known; ``None`` for any other tensor.
+
+    All tensors of zeros have the error 1, and all that are missing have none.
+    """
+    return v.rel_err if v.kind is Kind.GRAD_INPUT and v.rel_err != 1.0 else None
 
 
 def _around(
@@ -281,10 +308,8 @@ def _with_wrong_weights(origins: list[Origin], verdicts: Sequence[Judged]) -> li
     wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
     guilty: dict[tuple[int, float], set[str]] = defaultdict(set)
     for v in _failures(verdicts, Kind.GRAD_INPUT):
-        # All tensors of zeros have the error 1, and all that are missing have none.
-        is_wrong = module_of(v.name) in wrong
-        if is_wrong and v.rel_err is not None and v.rel_err != 1.0:
-            guilty[v.microbatch, v.rel_err].add(v.name)
+        if module_of(v.name) in wrong and (error := _own_error(v)) is not None:
+            guilty[v.microbatch, error].add(v.name)
 
     def is_innocent(origin: Origin) -> bool:
         error = origin.verdict.rel_err

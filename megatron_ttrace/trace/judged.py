@@ -34,6 +34,7 @@ class Diagnosis:
         verdict: of the tensor that represents it.
         before: of the tensor before that in execution order, if it passes.
         alike: of all tensors of the same kind, for one that belongs to the whole step.
+        shared: modules whose tensor this is, too.
         group: number of the culprits that share a cause; 0 if this is not known.
     """
 
@@ -44,4 +45,5 @@ class Diagnosis:
     why: Explanation
     before: Judged | None = None
     alike: tuple[Judged, ...] = ()
+    shared: tuple[str, ...] = ()
     group: int = 0

@@ -2,6 +2,7 @@
 """Culprits among modules: inside or around each other, or with the same input; isolated ones."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -35,6 +36,22 @@ def test_the_largest_jump_within_a_container(entering, leaving, named):
     (culprit,) = localise(verdicts)
     assert culprit.name == named
     assert ("largest jump" in culprit.reason) == (named != "mlp" and entering > 1)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize(("error", "named"), [(3.0, ["pooler"]), (4.0, ["head.dense", "pooler"])])
+def test_modules_that_share_a_gradient(isolated: bool, error: float, named: list[str]) -> None:
+    """They are one culprit: the one with modules inside, around which it has code of its own."""
+    verdicts = [
+        *(verdict(name, Kind.GRAD_OUTPUT) for name in ("head.dense", "pooler", "pooler.dense")),
+        verdict("pooler.dense", Kind.GRAD_INPUT),
+        verdict("head.dense", Kind.GRAD_INPUT, Outcome.DIVERGED, margin=3.0),
+        verdict("pooler", Kind.GRAD_INPUT, Outcome.DIVERGED, margin=error),
+    ]
+    culprits = localise(verdicts, isolated=isolated)
+    assert [culprit.name for culprit in culprits] == named
+    is_shared = "; it is also that of head.dense: or it is wrong there" in culprits[0].reason
+    assert is_shared is (len(named) == 1)
 
 
 def test_no_jump_from_one_run_to_another():
@@ -170,14 +187,14 @@ FC1, ROUTER = "mlp.shared_experts.linear_fc1", "mlp.router"
     [
         ((9.0, 9.0), (ROUTER,), [ROUTER]),
         ((9.0, 9.0), (FC1, ROUTER), [FC1, ROUTER]),
-        ((9.0, 9.0), (), [FC1, ROUTER]),
+        ((9.0, 9.0), (), [f"{FC1}; {ROUTER}"]),
         # Different sizes of the error are different gradients; all that is zero has the error 1.
         ((60.0, 90.0), (ROUTER,), [FC1, ROUTER]),
         ((1.0, 1.0), (ROUTER,), [FC1, ROUTER]),
     ],
 )
 def test_modules_that_share_their_input(errors, weights, named, again):
-    """The one with a wrong weight gradient is named; without such a difference all are.
+    """The one with a wrong weight gradient is named; without such a difference all are, as one.
 
     So it is in a module's second run.
     """
@@ -191,7 +208,11 @@ def test_modules_that_share_their_input(errors, weights, named, again):
         ),
         *(verdict(f"{name}.weight", Kind.MAIN_GRAD, Outcome.DIVERGED) for name in weights),
     ]
-    assert [culprit.name for culprit in localise(verdicts)] == [f"{name}{again}" for name in named]
+    names = []
+    for culprit in localise(verdicts):
+        shared = re.search(r"it is also that of (.*): or", culprit.reason)
+        names.append(culprit.name + (f"; {shared[1]}" if shared else ""))
+    assert names == [name.replace(";", f"{again};") + again for name in named]
 
 
 @pytest.mark.parametrize("isolated", [False, True])
