@@ -181,10 +181,11 @@ class _Comparison:
 
     def _described_together(self) -> None:
         """Parameters of several classes that are wrong in one layer: the code around them all."""
-        wrong = [d.name for d in self.differences if d.what is What.WEIGHT]
+        wrong = {d.name: None for d in self.differences if d.what is What.WEIGHT}
+        weights = {name for kind, name in self._before.state(Point.SAVED) if kind is What.WEIGHT}
         for number, one in enumerate(self.differences):
             if one.where and one.where == describing(self._described, one.name):
-                where = describing(self._described, one.name, wrong)
+                where = describing(self._described, one.name, wrong, weights - {*wrong})
                 changed = self._changed(where, one.blame)
                 self.differences[number] = dataclasses.replace(one, where=where, changed=changed)
 

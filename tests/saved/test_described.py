@@ -23,6 +23,27 @@ ROWS = tuple(f"{EXPERTS}.{number}.fc2.weight" for number in range(2))
 
 
 @pytest.mark.parametrize(
+    ("right", "place"),
+    [
+        ((), "column.py:1"),
+        ((f"{MIXER}.out.weight",), "column.py:1"),
+        # The same class describes others rightly: the mixer has divided this one.
+        (("decoder.layers.1.mlp.fc1.weight",), "mixer.py:1"),
+        (("decoder.layers.1.mlp.fc1.bias",), "column.py:1"),
+        # Everything in the layer describes others rightly.
+        (("decoder.layers.2.mixer.in.weight",), "column.py:1"),
+    ],
+)
+def test_what_also_describes_right_ones(right: tuple[str, ...], place: str) -> None:
+    """It is not to blame, but what is around it in the layer."""
+    columns = f"{MIXER}.in", "decoder.layers.1.mlp.fc1", "decoder.layers.2.mixer.in"
+    mixers = {"decoder.layers.2.mixer": "mixer.py:1", "decoder.layers.2": "layer.py:1"}
+    places = {**PLACES, **mixers, **dict.fromkeys(columns, "column.py:1")}
+    name = f"{MIXER}.in.weight"
+    assert describing(places, name, [name], right) == place
+
+
+@pytest.mark.parametrize(
     ("name", "wrong", "place"),
     [
         (f"{MIXER}.norm.weight", (), "norm.py:1"),
