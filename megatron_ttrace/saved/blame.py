@@ -200,6 +200,7 @@ class _Search:
         if not self._wanted:
             return Blame(Blaming.GOOD_DIVERGES, "")
         ran = where_ran(self._splices, changed)
+        self._say(f"grouping {len(self._splices)} hunks by the names that they share")
         groups = hunks.groups(self._splices, self._difference.good, self._difference.bad)
         likely = {group: min(_LIKELY.index(ran[number]) for number in group) for group in groups}
         ordered = sorted(groups, key=likely.__getitem__)

@@ -172,6 +172,8 @@ def test_the_report(fork, checked, capsys):
         assert text.lstrip("+- ") in (fork / "ttrace-out" / "report.html").read_text()
     report = api.load_report("ttrace-out")
     assert report.summary.blame.changes[0].hunks[0].function == "f7"
+    assert main(["blame", "--", "pretrain.py"]) == 1
+    assert f"grouping {COUNT} hunks by the names" in capsys.readouterr().err
     assert main(["report", "ttrace-out"]) == 1
     assert "proven: with this hunk" in capsys.readouterr().out
 
