@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan."""
     from megatron_ttrace.jobs.shrink import documents
 
-    plan = training.shrunk(training.command_of(args), args.max_ranks, args.data)
+    command_ = training.command_of(args)
+    training.script_of(command_)
+    plan = training.shrunk(command_, args.max_ranks, args.data)
     smalls = training.small(plan.command, plan.jobs, args.data)
     commands = [
         (job, training.checking(small, job.axes.ranks))

@@ -69,6 +69,7 @@ def test_json(data, capsys):
         (["--recipe", "x.yaml"], "x.yaml cannot be read"),
         (["--max-ranks", "2", "--", *COMMAND], "does not fit 2 ranks"),
         (["--", "bash", "absent.sh"], "absent.sh: no such script"),
+        (["--", "python", "absent.py"], "absent.py: no such script"),
     ],
 )
 @pytest.mark.parametrize("command", ["shrink", "check"])

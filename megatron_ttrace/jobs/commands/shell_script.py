@@ -194,7 +194,7 @@ class _Reading:
     def why(self) -> str:
         """Why there is no command, after a colon."""
         names = ", ".join(sorted(set(self.not_run.values()))[:5])
-        text = self._refused or self._last or (names and f"not run: {names}")
+        text = self._refused or self._last or (names and f"all that it starts is {names}")
         return f": {text}" if text else ""
 
     def source(self, command: Command) -> str:
