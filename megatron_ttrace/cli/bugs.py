@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -86,15 +87,11 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([_described(bug) for bug in bugs], indent=1))
         return ExitCode.EQUIVALENT
-    from rich.table import Table
-
-    table = Table("id", "name", "axis", "what goes wrong", "upstream", "culprit")
-    table.columns[1].no_wrap = True
-    table.columns[-1].overflow = "fold"
     for bug in bugs:
-        culprit = f"{bug.expected.module} {bug.expected.kind}"
-        table.add_row(bug.id, bug.name, bug.axis, bug.title, ", ".join(bug.upstream), culprit)
-    _console().print(table)
+        about = f"{bug.name} ({bug.axis}): {bug.title}"
+        culprit = f"culprit {bug.expected.module} {bug.expected.kind}"
+        text = f"{bug.id:<4} {about}; {culprit}; upstream: {', '.join(bug.upstream)}"
+        print(textwrap.fill(text, 80, subsequent_indent=" " * 5))
     return ExitCode.EQUIVALENT
 
 

@@ -79,13 +79,14 @@ def run(
 
 
 def test_list() -> None:
-    """As JSON and as a table."""
+    """As JSON, and as text of 80 columns."""
     code, output, _ = ttrace(None, "bugs", "list", "--json")
     assert code == 0
     assert [bug["id"] for bug in rows(output)][:2] == ["01", "02"]
     code, output, _ = ttrace(None, "bugs", "list")
     assert code == 0
     assert "tp-embedding" in output
+    assert max(map(len, output.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
