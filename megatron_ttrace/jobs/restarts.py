@@ -136,7 +136,7 @@ def _first_iteration(flags: CommandFlags) -> tuple[int, str]:
     load = flags.text("load")
     tracker = Path(load, TRACKER)
     if not tracker.is_file():
-        return 0, f"not used: --load {load} (it holds no checkpoint)"
+        return 0, f"not used: --load {load} (it has no {TRACKER})"
     if flags.has("finetune"):
         return 0, ""
     try:

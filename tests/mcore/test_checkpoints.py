@@ -126,6 +126,13 @@ def test_refused(tmp_path: Path) -> None:
         stored.open_checkpoint(tmp_path / "absent")
     with pytest.raises(TTraceError, match="holds no checkpoint"):
         stored.open_checkpoint(tmp_path)
+    for number in range(10, 60, 10):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+    names = "iter_0000030, iter_0000040, iter_0000050 and older ones, but no latest_"
+    with pytest.raises(TTraceError, match=f"has {names}.*: give the folder of one of them"):
+        stored.open_checkpoint(tmp_path)
+    for path in tmp_path.glob("iter_*"):
+        path.rmdir()
     pickled = pickle.dumps(Harmful(tmp_path / "made"))
     (tmp_path / "mp_rank_00").mkdir()
     (tmp_path / "mp_rank_00" / "model_optim_rng.pt").write_bytes(pickled)

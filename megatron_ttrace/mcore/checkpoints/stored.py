@@ -215,6 +215,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             Item(State.WEIGHT, _PREFIX.sub("", name)): stored for name, stored in safetensors(files)
         }
         checkpoint = Checkpoint(Format.SAFETENSORS, weights)
+    elif iterations := sorted(path.name for path in home.glob("iter_*") if path.is_dir()):
+        names = f"{', '.join(iterations[-3:])}{' and older ones' * (len(iterations) > 3)}"
+        raise TTraceError(f"{folder} has {names}, but no {_LATEST}: give the folder of one of them")
     elif next(home.rglob("*.pt"), None) is not None:
         raise TTraceError(
             f"{home} is in Megatron's format torch, which is pickles: convert it with "
