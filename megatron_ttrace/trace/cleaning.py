@@ -24,7 +24,7 @@ class Sort(StrEnum):
     """What was left."""
 
     RUN = "run"
-    """A ``--ttrace-dir``: reports, traces, logs."""
+    """A ``--ttrace-dir``: reports, traces, logs; or a report of ``ttrace diff``."""
     REFERENCE = "reference"
     """An entry of a cache, or a reference without a run."""
     UNFINISHED = "unfinished"
@@ -69,7 +69,8 @@ def _below(folder: Path) -> Iterator[Left]:
 def _sort_of(folder: Path) -> Sort | None:
     try:
         recorded = owned.recorded(folder)
-        if shared.MARK in recorded and owned.is_ours(folder / shared.MARK):
+        marks = recorded.intersection((shared.MARK, shared.SUMMARY))
+        if any(owned.is_ours(folder / mark) for mark in marks):
             return Sort.RUN
         if is_unfinished(folder):
             return Sort.UNFINISHED

@@ -45,7 +45,8 @@ SHARES = ".shares-"
 
 REFERENCE = "reference"
 LOGS = "logs"
-_REPORTS = ("summary.json", "verdicts.jsonl", "collectives.jsonl", "report.html", "junit.xml")
+SUMMARY = "summary.json"
+_REPORTS = (SUMMARY, "verdicts.jsonl", "collectives.jsonl", "report.html", "junit.xml")
 ISOLATED = "isolated"
 """Folder in a run's directory: of a rehearsal with modules isolated, while it is judged."""
 REFERENCE_LOGS = "reference-logs"

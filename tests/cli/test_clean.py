@@ -48,6 +48,22 @@ def test_a_run_in_a_run(home, capsys):
     assert not place.exists()
 
 
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_report_of_two_traces(home, made, foreign):
+    """Found by its summary; what is not ours stays, without a record of what was ours."""
+    place = home / "diff"
+    if not made:
+        place.mkdir()
+    with shared.claim_report(place, "0" * 16):
+        owned.write(place / "summary.json", ["{}"])
+    if foreign:
+        (place / "mine.txt").touch()
+    assert clean("diff", "--yes") == 0
+    left = [path.name for path in place.iterdir()] if place.exists() else None
+    assert left == (["mine.txt"] if foreign else None if made else [])
+
+
 def test_newer_ones_are_left_out(home, capsys):
     assert clean("--older-than", "1", "--yes") == 0
     assert capsys.readouterr().out == "nothing of ttrace in ttrace-out\n"
