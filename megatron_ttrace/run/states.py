@@ -48,6 +48,7 @@ from megatron_ttrace.trace import owned, shared
 from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
+from megatron_ttrace.trace.executed import Edit
 from megatron_ttrace.trace.recorded import FOLDER, Code, Order, Point, RankRecord, Step
 from megatron_ttrace.trace.records import LoadedIndex
 from megatron_ttrace.trace.resumed import What
@@ -76,6 +77,7 @@ class StateSession:
         self._random: dict[str, dict[str, str]] = {}
         self._next: Callable[..., Step] | None = None
         self._ran: Functions = set()
+        self._reads: Functions = set()
         requirements.complete(args, settings)
         run = ranks.from_one(0, "preparing the recording", self._prepare)
         shared.require(settings.directory, run)
@@ -162,7 +164,8 @@ class StateSession:
 
     def before_step(self, step: int, iterator: DataIterator) -> None:
         """Note what the next step begins with."""
-        served = Served(iterator, fronts.current().microbatches())
+        with noting(self._reads):
+            served = Served(iterator, fronts.current().microbatches())
         served.serve()
         self._next = functools.partial(
             Step,
@@ -170,7 +173,12 @@ class StateSession:
             samples=tuple(_digests(batch) for batch in served.batches),
             # Megatron counts iterations in a local variable.
             numbers=self._held_numbers() | {"iteration": float(self._first + step - 1)},
+            changed=changed(self._edits, self._reads),
         )
+
+    @functools.cached_property
+    def _edits(self) -> tuple[Edit, ...]:
+        return edited.find().functions
 
     def _held_numbers(self) -> dict[str, float]:
         numbers = held_numbers(self._args, self._scheduler, self.model.optimizer)
@@ -187,11 +195,10 @@ class StateSession:
     def after_step(self, result: Any) -> int | None:
         """Record a step; after the last one write everything, and return the run's exit code."""
         assert self._next is not None, "before_step() comes first"
-        losses, skipped, norm = result[0], result[1], result[5]
+        losses, norm = result[0], result[5]
         step = self._next(
             losses={name: float(value) for name, value in losses.items()},
             grad_norm=None if norm is None else float(norm),
-            skipped=bool(skipped),
         )
         self._steps.append(step)
         if len(self._steps) < self._order.steps:
@@ -253,7 +260,7 @@ class StateSession:
             stored=self._stored_names(),
             buckets=tuple(bucketed(self.model)),
             places=self._places(),
-            changed=changed(edited.find().functions, self._ran),
+            changed=changed(self._edits, self._ran),
         ).write(self._home)
 
     def _places(self) -> dict[str, Code]:

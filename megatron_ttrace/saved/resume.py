@@ -271,12 +271,11 @@ class _Comparison:
 
     def _differ(self, kind: What, name: str, how: How, blame: Blame, **more: object) -> None:
         where = self._where(kind, name, blame)
-        code = {"where": where, "changed": self._changed(where, blame)}
-        difference = Difference(what=kind, name=name, how=how, blame=blame, **code, **more)  # type: ignore[arg-type]
+        more = {"where": where, "changed": self._changed(where, blame)} | more
         # Not all of these matter: a buffer may be scratch, and a generator unused.
         is_buffer = kind is What.BUFFER and name not in self._names_stored
         to = self._suspects if kind is What.RANDOM or is_buffer else self.differences
-        to.append(difference)
+        to.append(Difference(what=kind, name=name, how=how, blame=blame, **more))  # type: ignore[arg-type]
 
     def _changed(self, where: str, blame: Blame) -> tuple[str, ...]:
         """The user's changes that ran then."""
@@ -408,7 +407,9 @@ class _Comparison:
         at = self._at + number
         iteration = str(self._before.steps[at][0].iteration)
         if self._before.samples(at) != self._after.samples(number):
-            self._differ(What.SAMPLES, iteration, How.DIFFERENT, Blame.TRAINING)
+            steps = (*self._before.steps[at], *self._after.steps[number])
+            ran = nearest((place for step in steps for place in step.changed), "")
+            self._differ(What.SAMPLES, iteration, How.DIFFERENT, Blame.TRAINING, changed=ran)
             self._same_samples = False
         old = merged(rank.numbers for rank in self._before.steps[at])
         # Where a rank has no element of a parameter, torch's Adam does not count its steps.

@@ -75,6 +75,7 @@ class Step:
         samples: a digest of each sample, by microbatch; empty on a rank that reads no data.
         numbers: with which it began (``capture/state.py: held_numbers``).
         losses: what is logged; empty on a rank that computes no loss.
+        changed: places of the user's changes that ran while samples were read until then.
     """
 
     iteration: Count
@@ -82,7 +83,7 @@ class Step:
     numbers: dict[str, float]
     losses: dict[str, float]
     grad_norm: float | None
-    skipped: bool
+    changed: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

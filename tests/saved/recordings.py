@@ -37,7 +37,6 @@ def step(iteration: int, **changes: object) -> Step:
         numbers=NUMBERS | {"iteration": float(iteration - 1)},
         losses={"lm loss": 4.0 / iteration},
         grad_norm=1.0 / iteration,
-        skipped=False,
     )
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 

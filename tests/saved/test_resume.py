@@ -224,6 +224,15 @@ def test_random_states(tmp_path: Path, drawn: str, restarted: Any, named: list[W
     assert any(n.startswith(notice) for n in restart.notices) is (What.RANDOM not in named)
 
 
+def test_changed_code_that_read_other_samples(tmp_path: Path) -> None:
+    """It ran while the batch of this step, or an earlier one, was read."""
+    place = "megatron/samplers.py:7 (Sampler.__iter__)"
+    steps = [recordings.step(3), recordings.step(4, samples=(("1",),), changed=(place,))]
+    after = recordings.restarted(tmp_path / "b", steps=steps)
+    (difference,) = compare(recordings.uninterrupted(tmp_path / "a"), after, "").differences
+    assert (difference.what, difference.changed) == (What.SAMPLES, (place,))
+
+
 @pytest.mark.parametrize(("read", "blame"), [("a", Blame.LOADING), ("b", Blame.SAVING)])
 def test_random_states_that_were_read(tmp_path: Path, read: str, blame: Blame) -> None:
     """What was read of them decides, though they are no tensors of a parameter."""
