@@ -30,7 +30,7 @@ def choice(routed: Routed, reference: torch.Tensor) -> tuple[Sums, int]:
     """
     scores = routed.scores if routed.by is None else routed.by
     chosen, groups = routed.chosen, routed.groups
-    tokens, k = chosen.shape
+    k = chosen.shape[1]
     ours, theirs = chosen.sort(dim=1).values, reference.to(chosen.device).sort(dim=1).values
     differs = (ours != theirs).any(dim=1)
     exact = scores.double()
@@ -40,19 +40,8 @@ def choice(routed: Routed, reference: torch.Tensor) -> tuple[Sums, int]:
         regret = torch.where(elsewhere, lost, regret)
     regret = torch.where(differs, regret, torch.zeros_like(regret))
     # An expert that nobody may choose has an infinite score, which is the size of nothing.
-    size = float(exact.where(exact.isfinite(), 0.0).square().sum())
-    diff = float(regret.square().sum()) / (2 * k)
-    sums = Sums(
-        n=scores.numel(),
-        diff=diff,
-        reference=size,
-        candidate=size,
-        dot=size,
-        worst=float(regret.abs().max()) if tokens else 0.0,
-        nonfinite=int((~torch.isfinite(regret)).sum()),
-        checksum=checksum(ours),
-    )
-    return sums, int(differs.sum())
+    sized = exact.where(exact.isfinite(), 0.0)
+    return _sums(sized, regret, 2 * k, ours), int(differs.sum())
 
 
 def left(
@@ -74,18 +63,22 @@ def left(
     changed = kept.double() - reference.to(kept.device).double()
     differ = changed.abs().sum(dim=0)
     regret = (exact * changed).sum(dim=0) / differ.clamp(min=1.0).sqrt()
-    size = float(exact.square().sum())
-    sums = Sums(
-        n=kept.numel(),
-        diff=float(regret.square().sum()),
+    return _sums(exact, regret, 1, kept), int(differ.sum())
+
+
+def _sums(by: torch.Tensor, regret: torch.Tensor, terms: int, ours: torch.Tensor) -> Sums:
+    """On the scale of what experts were chosen by; a regret is the sum of so many ``terms``."""
+    size = float(by.square().sum())
+    return Sums(
+        n=by.numel(),
+        diff=float(regret.square().sum()) / terms,
         reference=size,
         candidate=size,
         dot=size,
-        worst=float(regret.abs().max()),
+        worst=float(regret.abs().max()) if len(regret) else 0.0,
         nonfinite=int((~torch.isfinite(regret)).sum()),
-        checksum=checksum(kept),
+        checksum=checksum(ours),
     )
-    return sums, int(differ.sum())
 
 
 def _group_regret(
