@@ -37,7 +37,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -50,7 +50,7 @@ from megatron_ttrace.placement.plan import describe_partial
 from megatron_ttrace.trace.collectives import Ledger, Phase
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.modules import is_within, module_of
+from megatron_ttrace.trace.modules import around, is_within, module_of
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import FLOW, ROOT, Direction, Kind, Outcome, TraceKey
 from megatron_ttrace.trace.store import TraceReader
@@ -209,10 +209,10 @@ class _Partial:
         """The tensors of the nearest container in which ranks' values are no summands."""
         forward = failure.direction is Direction.FORWARD
         kind = Kind.OUTPUT if forward else Kind.GRAD_INPUT
-        for name in _containers(module_of(failure.name)):
-            around = self._places[failure.iteration, failure.microbatch, kind, name]
-            if any(v.key not in self._sums for v in around):
-                return around
+        for name in (*around(module_of(failure.name)), ROOT):
+            values = self._places[failure.iteration, failure.microbatch, kind, name]
+            if any(v.key not in self._sums for v in values):
+                return values
         return []
 
     def _is_sensitive(self, failure: Judged, around: Iterable[Judged]) -> bool:
@@ -363,7 +363,7 @@ class _Untrained:
             module
             for key in self._reference
             if key.kind is Kind.MAIN_GRAD
-            for module in _containers(key.name)
+            for module in (*around(key.name), ROOT)
         }
         found: set[TraceKey] = set()
         begun: set[tuple[int, int]] = set()
@@ -384,10 +384,3 @@ class _Untrained:
 
 def _itemsize(dtype: str) -> float:
     return float(getattr(getattr(torch, dtype, None), "itemsize", math.inf))
-
-
-def _containers(name: str) -> Iterator[str]:
-    """The modules around one, from the innermost to the whole model."""
-    while name := name.rpartition(".")[0]:
-        yield name
-    yield ROOT

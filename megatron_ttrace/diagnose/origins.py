@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.modules import module_of
+from megatron_ttrace.trace.modules import around, module_of
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Direction, Kind, Outcome
 
@@ -68,7 +68,7 @@ def absent_origins(verdicts: Sequence[Judged]) -> list[Origin]:
     }
     outermost = [v for v in absent if uncalled.isdisjoint(places_around(v))]
     # Its parameters are there: it was built.
-    built = {name for v in verdicts if v.kind is Kind.PARAM for name in _around_parameter(v.name)}
+    built = {name for v in verdicts if v.kind is Kind.PARAM for name in around(v.name)}
     return [
         Origin(
             v,
@@ -108,7 +108,8 @@ def _around_all(parameters: Iterable[str]) -> str:
 
 def _layer(name: str) -> str:
     """The outermost element of a list that a parameter is in; empty if there is none."""
-    return next((module for module in _around_parameter(name) if module[-1].isdigit()), "")
+    outermost_first = reversed([*around(name)])
+    return next((module for module in outermost_first if module[-1].isdigit()), "")
 
 
 def _other_microbatch(verdicts: Sequence[Judged], absent: Sequence[Judged]) -> Origin | None:
@@ -124,12 +125,6 @@ def _other_microbatch(verdicts: Sequence[Judged], absent: Sequence[Judged]) -> O
         if first is not None and common:
             return Origin(first, ROOT, grounds)
     return None
-
-
-def _around_parameter(name: str) -> Iterator[str]:
-    """The modules around a parameter, from the outermost, elements of lists among them."""
-    words = name.split(".")
-    return (".".join(words[:number]) for number in range(1, len(words)))
 
 
 def containers(name: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ from megatron_ttrace.trace.collectives import Ledger, ModuleCode, Phase, Sources
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Miscounted
 from megatron_ttrace.trace.judged import Diagnosis, Judged
-from megatron_ttrace.trace.modules import module_of
+from megatron_ttrace.trace.modules import around, module_of
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import (
     MOMENTS,
@@ -459,12 +459,6 @@ def is_redrawn(verdict: Judged) -> bool:
     """Whether a recomputation drew another dropout mask than the forward pass."""
     index = verdict.index % len(DropoutIndex)
     return verdict.kind is Kind.DROPOUT and index == DropoutIndex.RECOMPUTED
-
-
-def around(module: str) -> Iterator[str]:
-    """The modules around a module, the innermost first."""
-    while module := module.rpartition(".")[0]:
-        yield module
 
 
 def _is_of_parameters(verdict: Judged) -> bool:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of modules."""
 
+from collections.abc import Iterator
+
 from megatron_ttrace.trace.records import ROOT
 
 
@@ -12,3 +14,9 @@ def module_of(name: str) -> str:
 def is_within(name: str, module: str) -> bool:
     """Whether a module or a parameter is in a module, or that module; all are in the model."""
     return module == ROOT or f"{module_of(name)}.".startswith(f"{module_of(module)}.")
+
+
+def around(name: str) -> Iterator[str]:
+    """The modules around a module or a parameter, from the innermost, elements of lists too."""
+    while name := name.rpartition(".")[0]:
+        yield name
