@@ -198,7 +198,7 @@ class _BeforeMegatron:
                 _entry().activate()
 
 
-def when_imported(name: str, do: Callable[[], None]) -> None:
+def when_imported(name: str, do: Callable[[], object]) -> None:
     """Call ``do`` when a module is imported: now, if it is."""
     if name in sys.modules:
         do()
@@ -211,7 +211,7 @@ class _After:
     """Import hook: something to do once, after a module was imported."""
 
     name: str
-    do: Callable[[], None]
+    do: Callable[[], object]
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None

@@ -66,11 +66,7 @@ def activate() -> None:
         if cpu.needed(_early().device):
             cpu.activate()
             # A loop of its own calls it too, without Megatron's arguments.
-            script.when_imported(_DATASETS, _skip_compilation)
-
-
-def _skip_compilation() -> None:
-    helpers_cpp.skip_compilation()
+            script.when_imported(_DATASETS, helpers_cpp.skip_compilation)
 
 
 @contextlib.contextmanager
