@@ -31,10 +31,10 @@ def buffer(text: bytes, size: int, device: torch.device) -> torch.Tensor:
     return made
 
 
-def gather(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of all ranks, by rank, on every rank: a collective."""
-    everyone = [torch.zeros_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, tensor)
+def gather(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """The tensors of all ranks of a group, by rank, on each of them: a collective."""
+    everyone = [torch.zeros_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, tensor, group)
     return everyone
 
 

@@ -20,7 +20,7 @@ from megatron_ttrace.compare.sharding import ShardSink
 from megatron_ttrace.compare.tolerance import Moved
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
-from megatron_ttrace.run import merging
+from megatron_ttrace.run import channel, merging
 from megatron_ttrace.run.comparison import entry_of, layout_of
 from megatron_ttrace.run.perturb import perturbed, spread_over
 from megatron_ttrace.run.reference_run import ReferenceSession
@@ -109,14 +109,10 @@ class ShardedReferenceSession(ReferenceSession):
         """What the ranks with the same layers dispatch, each row once. A collective of them."""
         columns = np.stack([index.microbatch, index.expert, index.position])
         rows = torch.from_numpy(columns[:, index.microbatch != NOBODY]).to(self.rehearsal.device)
-        size = dist.get_world_size(self._group)
-        length = rows.new_tensor([rows.shape[1]])
-        lengths = [torch.empty_like(length) for _ in range(size)]
-        dist.all_gather(lengths, length, self._group)
+        lengths = channel.gather(rows.new_tensor([rows.shape[1]]), self._group)
         padded = rows.new_full((3, int(max(lengths))), NOBODY)
         padded[:, : rows.shape[1]] = rows
-        parts = [torch.empty_like(padded) for _ in range(size)]
-        dist.all_gather(parts, padded, self._group)
+        parts = channel.gather(padded, self._group)
         # Sorted by microbatch, expert and position.
         microbatch, expert, position = np.unique(torch.cat(parts, dim=1).cpu().numpy(), axis=1)
         real = microbatch != NOBODY
