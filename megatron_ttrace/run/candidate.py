@@ -358,17 +358,9 @@ class CandidateSession:
 
         def prepare() -> Comparison:
             owned.make(folder)
-            comparison = Comparison(
-                self.comparison.reference,
-                TraceWriter(folder / "candidate", dist.get_rank(), self.budget),
-                keep_all=False,
-                isolate=True,
-                same_code=settings.same_code,
-                gradients=kept_in(self.args),
-                budget=self.budget,
-            )
+            writer = TraceWriter(folder / "candidate", dist.get_rank(), self.budget)
+            comparison = self.comparison.isolated(writer)
             comparison.initial(self.settings.iterations[0], self._initial)
-            comparison.take_loaded(self.comparison)
             return comparison
 
         # All ranks rehearse or none: the end of a rehearsal waits for all.

@@ -27,6 +27,7 @@ from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
 
 
+@dataclasses.dataclass
 class Comparison:
     """What one rank measures, from the first traced step to the last.
 
@@ -38,29 +39,28 @@ class Comparison:
         TTraceError: when all tensors are kept, and there is no room for them.
     """
 
-    def __init__(
-        self,
-        reference: TraceReader,
-        writer: TraceWriter,
-        *,
-        keep_all: bool,
-        isolate: bool,
-        same_code: bool,
-        gradients: str,
-        budget: Budget,
-    ) -> None:
-        if keep_all:
+    reference: TraceReader
+    writer: TraceWriter
+    keep_all: bool
+    isolate: bool
+    same_code: bool
+    gradients: str
+    budget: Budget
+    _measured: list[Measured] = dataclasses.field(default_factory=list, init=False)
+    counted: list[Counted] = dataclasses.field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        if self.keep_all:
             # All ranks together keep each tensor of the reference at least once.
-            require_space(writer.directory, reference.stored_bytes, "the candidate's trace")
-        self._budget = budget
-        self.reference = reference
-        self.tolerances = tolerance.of_reference(reference)
-        self._writer = writer
-        self._keep_all = keep_all
-        self._isolate = isolate
-        self._same_code, self._gradients = same_code, gradients
-        self._measured: list[Measured] = []
-        self.counted: list[Counted] = []
+            space = self.reference.stored_bytes
+            require_space(self.writer.directory, space, "the candidate's trace")
+        self.tolerances = tolerance.of_reference(self.reference)
+
+    def isolated(self, writer: TraceWriter) -> Self:
+        """Another one, of isolated modules, with what was measured of the loaded state."""
+        other = dataclasses.replace(self, writer=writer, keep_all=False, isolate=True)
+        other._measured += (m for m in self.findings() if m.key.kind is Kind.LOADED)
+        return other
 
     def initial(self, iteration: int, initial: Sequence[Initial]) -> None:
         """Record the initial values of the run, with the first traced iteration."""
@@ -68,14 +68,8 @@ class Comparison:
             entry = entry_of(values, iteration)
             where = values.placement, values.boxes, values.logical_shape
             self._measured.append(Measured(entry.key, *where, None, moments=values.moments))
-            if self._keep_all:
-                self._writer.add(entry, None)
-
-    def take_loaded(self, earlier: Self) -> None:
-        """Take what an earlier comparison measured of the loaded state."""
-        self._measured += (
-            measured for measured in earlier.findings() if measured.key.kind is Kind.LOADED
-        )
+            if self.keep_all:
+                self.writer.add(entry, None)
 
     @contextmanager
     def step(self, iteration: int, layout: RankLayout) -> Iterator[StepSink]:
@@ -85,12 +79,12 @@ class Comparison:
             iteration,
             layout,
             tolerances=self.tolerances,
-            writer=self._writer,
-            keep_all=self._keep_all,
-            isolate=self._isolate,
-            same_code=self._same_code,
-            gradients=self._gradients,
-            budget=self._budget,
+            writer=self.writer,
+            keep_all=self.keep_all,
+            isolate=self.isolate,
+            same_code=self.same_code,
+            gradients=self.gradients,
+            budget=self.budget,
         )
         yield sink
         self._measured += sink.measured
@@ -102,8 +96,8 @@ class Comparison:
             TTraceError: when the reference was truncated while it was read.
         """
         mapped.require_whole()
-        if self._keep_all or len(self._writer):
-            self._writer.close()
+        if self.keep_all or len(self.writer):
+            self.writer.close()
         return self._measured
 
 
