@@ -7,43 +7,29 @@ import pytest
 import torch
 
 from megatron_ttrace.capture import state
-from megatron_ttrace.mcore.optimizer import Owned
-from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.mcore.statistics import group_names
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.trace.records import LoadedIndex
+from tests.capture.stepped import stepped
 
 MOMENTS = {LoadedIndex.EXP_AVG, LoadedIndex.EXP_AVG_SQ}
 
 
-def stepped(monkeypatch: pytest.MonkeyPatch, halves: int = 1) -> SimpleNamespace:
+def model_of(monkeypatch: pytest.MonkeyPatch, halves: int = 1) -> SimpleNamespace:
     """A layer in bfloat16; the optimizer has main weights of the first of ``halves`` of each."""
     layer = torch.nn.Linear(4, 2).bfloat16()
-    mains = [one.data.float().view(-1)[: one.numel() // halves] for one in layer.parameters()]
-    adam = torch.optim.Adam(mains, lr=0.25, betas=(0.5, 0.75))
+    mains = [one.data.float() for one in layer.parameters()]
+    if halves > 1:
+        mains = [main.view(-1)[: main.numel() // halves] for main in mains]
+    model = stepped(monkeypatch, layer, mains, lr=0.25, betas=(0.5, 0.75))
     for main in mains:
-        main.grad = torch.ones_like(main)
-    adam.step()
-    for main in mains:
-        adam.state[main]["basis"] = torch.eye(2)
-    owned = {
-        one: Owned(main, adam, adam.param_groups[0], (0, main.numel()) if halves > 1 else None)
-        for one, main in zip(layer.parameters(), mains, strict=True)
-    }
-    places = [(one, place_parameter(name, one, SINGLE)) for name, one in layer.named_parameters()]
-    monkeypatch.setattr(state, "owned_by", lambda _: owned)
-    return SimpleNamespace(
-        optimizer=SimpleNamespace(optimizer=adam),
-        mesh=SINGLE,
-        places=lambda: places,
-        held=lambda: [(one, place, one.data) for one, place in places],
-        buffers=lambda: [(ParameterPlace("expert_bias", (4,), ()), torch.zeros(4))],
-    )
+        model.optimizer.optimizer.state[main]["basis"] = torch.eye(2)
+    return model
 
 
 def test_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights, main weights, moments, other state by its name, and buffers."""
-    found = list(state.held_state(stepped(monkeypatch)))
+    found = list(state.held_state(model_of(monkeypatch)))
     parts = {LoadedIndex.WEIGHT, LoadedIndex.MAIN, *MOMENTS}
     assert {(one.place.name, one.index) for one in found} == {
         *((name, index) for name in ("weight", "bias") for index in parts),
@@ -56,7 +42,7 @@ def test_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_divided_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has its own range; state of another shape has no place."""
-    found = list(state.held_state(stepped(monkeypatch, 2)))
+    found = list(state.held_state(model_of(monkeypatch, 2)))
     parts = [one for one in found if one.index in {LoadedIndex.MAIN, *MOMENTS}]
     assert {one.replicated for one in parts} == {()}
     boxes = {one.place.name: one.place.boxes(SINGLE) for one in parts}
@@ -69,7 +55,7 @@ def test_a_divided_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Position, scheduler, parameter group; a parameter that lost its steps is not hidden."""
-    optimizer = stepped(monkeypatch).optimizer
+    optimizer = model_of(monkeypatch).optimizer
     optimizer.optimizer.param_groups[0] |= {"wd_mult": 0.0, "is_expert_parallel": True}
     args = SimpleNamespace(iteration=3, consumed_train_samples=12)
     scheduler = SimpleNamespace(state_dict=lambda: {"num_steps": 12, "lr_decay_style": "linear"})
@@ -114,7 +100,7 @@ def test_what_a_scaler_counts(state_dict: dict[str, float]) -> None:
 
 def test_groups_that_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
     """The groups' own numbers are the same, those of their parameters are not."""
-    model = stepped(monkeypatch)
+    model = model_of(monkeypatch)
     (group,) = model.optimizer.optimizer.param_groups
     group["wd_mult"] = 0.0
     assert state.held_multipliers(model) == {  # type: ignore[arg-type]

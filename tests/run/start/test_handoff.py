@@ -8,14 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ttrace.capture import state
-from megatron_ttrace.mcore.optimizer import Owned
-from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.mcore.sharded_weights import WeightPart
-from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run.start import handoff
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.store import TraceReader, seal
+from tests.capture.stepped import stepped
 from tests.placement.meshes import mesh_of
 
 
@@ -23,31 +20,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, seed: int, width: int = 3) -> Simpl
     """A linear layer after one step of Adam, as a rank's model with its optimizer."""
     torch.manual_seed(seed)
     layer = torch.nn.Linear(2, width)
-    adam = torch.optim.Adam(layer.parameters())
-    layer(torch.randn(4, 2)).square().sum().backward()
-    adam.step()
-    owned = {
-        parameter: Owned(parameter.data, adam, adam.param_groups[0])
-        for parameter in layer.parameters()
-    }
-    for parameter, part in owned.items():
-        adam.state[part.main] = adam.state.pop(parameter)
-    places = [
-        (parameter, place_parameter(name, parameter, SINGLE))
-        for name, parameter in layer.named_parameters()
-    ]
-    for module in (handoff, state):
-        monkeypatch.setattr(module, "owned_by", lambda optimizer: optimizer.owned)
-    optimizer = SimpleNamespace(owned=owned, reload_model_params=lambda: None)
-    buffers = [(ParameterPlace("expert_bias", (4,), ()), torch.randn(4))]
-    return SimpleNamespace(
-        mesh=SINGLE,
-        optimizer=optimizer,
-        chunks=(),
-        places=lambda: places,
-        held=lambda: [(parameter, place, parameter.data) for parameter, place in places],
-        buffers=lambda: buffers,
-    )
+    return stepped(monkeypatch, layer, [one.data for one in layer.parameters()], handoff)
 
 
 def test_each_rank_writes_the_layers_that_it_steps(

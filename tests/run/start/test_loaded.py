@@ -13,8 +13,7 @@ from megatron_ttrace.capture import state
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore.checkpoints.loading import Part, Source
 from megatron_ttrace.mcore.checkpoints.stored import Checkpoint, Format, Stored
-from megatron_ttrace.mcore.optimizer import Owned
-from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
+from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run.start import loaded
 from megatron_ttrace.trace.errors import TTraceError
@@ -22,6 +21,7 @@ from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import LoadedIndex
 from megatron_ttrace.trace.states import Bucketed, Item, State
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
+from tests.capture.stepped import stepped
 
 SOURCE = Source("there", 3, "torch_dist", "")
 NAMES = ("weight", "bias")
@@ -43,34 +43,13 @@ def model(monkeypatch):
     torch.manual_seed(1)
     layer = torch.nn.Linear(3, 2).bfloat16()
     mains = [parameter.data.float() + 1e-5 for parameter in layer.parameters()]
-    adam = torch.optim.Adam(mains)
-    for main in mains:
-        main.grad = torch.randn(main.shape)
-    adam.step()
+    model = stepped(monkeypatch, layer, mains, loaded)
     for main, parameter in zip(mains, layer.parameters(), strict=True):
         main.copy_(parameter.data.float() + 1e-5)
-    owned = {
-        parameter: Owned(main, adam, adam.param_groups[0])
-        for parameter, main in zip(layer.parameters(), mains, strict=True)
-    }
-    places = [
-        (parameter, place_parameter(name, parameter, SINGLE))
-        for name, parameter in layer.named_parameters()
-    ]
-    buffer = torch.randn(4)
-    for module in (loaded, state):
-        monkeypatch.setattr(module, "owned_by", lambda optimizer: owned)
-    stored = {parameter: place.name for parameter, place in places} | {buffer: "expert_bias"}
-    monkeypatch.setattr(loaded, "stored_names", lambda chunks: stored)
-    return SimpleNamespace(
-        optimizer=None,
-        chunks=[layer],
-        owned=owned,
-        mesh=SINGLE,
-        places=lambda: places,
-        held=lambda: [(parameter, place, parameter.data) for parameter, place in places],
-        buffers=lambda: [(ParameterPlace("expert_bias", (4,), ()), buffer)],
-    )
+    names = {parameter: name for name, parameter in layer.named_parameters()}
+    names[model.buffers()[0][1]] = "expert_bias"
+    monkeypatch.setattr(loaded, "stored_names", lambda chunks: names)
+    return model
 
 
 def stored(data: torch.Tensor) -> Stored:
@@ -172,7 +151,7 @@ def test_a_right_start(start):
 
 def test_what_ranks_lost(start):
     """Each state, and a number, is named; a group that is not like the others is not hidden."""
-    part = start.model.owned[start.model.chunks[0].weight]
+    part = start.model.optimizer.owned[start.model.chunks[0].weight]
     part.main.copy_(part.main.flatten().roll(1).view_as(part.main))
     part.state["exp_avg_sq"].zero_()
     start.model.buffers()[0][1].zero_()
@@ -189,7 +168,7 @@ def test_what_ranks_lost(start):
 
 def test_main_weights_that_were_saved_wrongly(start):
     """They are what is stored."""
-    part = start.model.owned[start.model.chunks[0].weight]
+    part = start.model.optimizer.owned[start.model.chunks[0].weight]
     part.main.copy_(part.main.flatten().roll(1).view_as(part.main))
     start.checkpoint = checkpoint_of(start.model)
     equal, *_ = start.compared()
@@ -219,7 +198,7 @@ def test_every_layout_loads_something_else(start):
 
 def test_lost_state_is_missing(start):
     """The reference has what no rank has, whatever its own optimizer got."""
-    part = start.model.owned[start.model.chunks[0].weight]
+    part = start.model.optimizer.owned[start.model.chunks[0].weight]
     del part.inner.state[part.key]
     equal, in_reference, _ = start.compared()
     assert in_reference - set(equal) == {("weight", L.EXP_AVG), ("weight", L.EXP_AVG_SQ)}
@@ -235,7 +214,7 @@ def test_a_padded_vocabulary(start):
         tensors[item] = stored(rows)
     equal, *_ = start.compared()
     assert not wrong(equal)
-    start.model.owned[start.model.chunks[0].weight].main[0, 0] += 1
+    start.model.optimizer.owned[start.model.chunks[0].weight].main[0, 0] += 1
     equal, *_ = start.compared()
     assert ("weight", L.MAIN) in wrong(equal)
 
@@ -295,7 +274,7 @@ def test_a_model_without_names(start):
 def test_what_the_user_did_not_load(start):
     """It is named, and not compared."""
     start.source = dataclasses.replace(SOURCE, left=tuple((part, "--finetune") for part in Part))
-    part = start.model.owned[start.model.chunks[0].weight]
+    part = start.model.optimizer.owned[start.model.chunks[0].weight]
     del part.inner.state[part.key]
     start.numbers |= {"iteration": 0, "param_groups[wd_mult=1].step": 0}
     equal, in_reference, (notice,) = start.compared()
@@ -318,7 +297,7 @@ def test_a_schedule_of_the_users_own(start):
 
 def test_buckets(start):
     """Two ranks' halves of a weight are put together."""
-    moment = start.model.owned[start.model.chunks[0].weight].state["exp_avg"]
+    moment = start.model.optimizer.owned[start.model.chunks[0].weight].state["exp_avg"]
     tensors = dict(start.checkpoint.tensors)
     del tensors[Item(State.EXP_AVG, "weight")]
     halves = [ParameterPlace("weight", (2, 3), ()).flat(*at) for at in ((0, 3), (3, 6))]
