@@ -8,7 +8,6 @@ import torch
 
 from megatron_ttrace.compare import planning
 from megatron_ttrace.compare.experts import Match
-from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.trace.records import Kind, TraceKey
 from tests.compare.traces import reference_of
@@ -43,17 +42,6 @@ def test_a_partial_tensor_is_a_share(reference):
     assert match.placement == "Replicate tp:Partial(sum)"
     [other] = Planner(reference, 1, layout).plan(KEY, (8, 1, 6))
     assert (other.partial_over, other.partial_ranks) == ("", 1)
-
-
-def test_misfits(reference):
-    planner = Planner(reference, 1, LAYOUT)
-    stranger = dataclasses.replace(KEY, name="b")
-    assert planner.plan(stranger, (4,)) == [Measured.stranger(stranger, (4,))]
-    [misfit] = planner.plan(KEY, (5, 1, 6))
-    assert (misfit.problem, misfit.logical_shape) == ("shape", (5, 1, 6))
-    [misfit] = planner.plan(KEY, (6,), ((6,), ()))
-    assert misfit.problem == "shape"
-    assert misfit.note.text == "the whole tensor is (6,), in the reference (8, 1, 6)"
 
 
 def test_what_cannot_be_followed_is_not_planned(reference):

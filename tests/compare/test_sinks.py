@@ -136,12 +136,12 @@ def test_extra_and_misshapen_tensors_are_findings(reference, tensors):
     sink.placed(WEIGHT, tensors[WEIGHT][:H], (H, H), ())
     later = CompareSink(reference, 2, layout())
     later.tensor((OUT,), tensors[OUT])
-    found = [(m.problem, m.sums, m.note.text) for m in (*sink.measured, *later.measured)]
-    assert found == [
-        ("extra", None, "not in the reference"),
-        ("shape", None, "(5, 1, 6) is not an even part of (8, 1, 6)"),
-        ("shape", None, "the whole tensor is (6, 6), in the reference (24, 6)"),
-        ("extra", None, "not in the reference"),
+    measured = (*sink.measured, *later.measured)
+    assert [(m.problem, m.sums, m.logical_shape, m.note.text) for m in measured] == [
+        ("extra", None, (8, 1, 6), "not in the reference"),
+        ("shape", None, (5, 1, 6), "(5, 1, 6) is not an even part of (8, 1, 6)"),
+        ("shape", None, (6, 6), "the whole tensor is (6, 6), in the reference (24, 6)"),
+        ("extra", None, (8, 1, 6), "not in the reference"),
     ]
 
 

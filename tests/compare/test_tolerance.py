@@ -278,13 +278,6 @@ def test_few_samples_count_less(samples, expected):
     assert tolerance.few_samples(samples) >= tolerance.few_samples(samples + 1)
 
 
-def test_a_scalar_is_not_judged_by_one_lucky_replay():
-    """The same movement gives a scalar a wider tolerance than a tensor."""
-    scalar = of(KEY, {KEY: Moved(1, 1.0, (0.05,) * 4)})
-    tensor = of(KEY, {KEY: Moved(400, 20.0, (0.05,) * 4)})
-    assert scalar.value > 2 * tensor.value
-
-
 @pytest.mark.parametrize(
     ("moved", "dtype", "n", "enough"),
     [

@@ -88,10 +88,3 @@ def test_parts_travel_once():
     message = encode(of_rank(0, [one] * 1000))
     assert len(message["parts"]) == 1
     assert decode(json.loads(json.dumps(message))) == of_rank(0, [one] * 1000)
-
-
-def test_infinities_are_floats_again():
-    """``inf`` travels as a word."""
-    one = Measured(TraceKey(1, 0, Kind.LOSS, "a"), "", (), (), Sums(diff=math.inf, dot=-math.inf))
-    [found] = decode(json.loads(json.dumps(encode(of_rank(0, [one])), allow_nan=False)))
-    assert (found.measured.sums.diff, found.measured.sums.dot) == (math.inf, -math.inf)

@@ -209,11 +209,6 @@ STAGES = {
         Kind.PARAM,
         "",
     ),
-    # A norm that never ran, although its weight exists.
-    "no activations": (
-        run(lambda k, n: k in (Kind.INPUT, Kind.OUTPUT) and n == NORM, outcome=MISSING),
-        *(NORM, Kind.INPUT, ""),
-    ),
     "loss": (
         run(is_(Kind.LOSS), is_(Kind.MAIN_GRAD, "decoder")),
         *("lm loss", Kind.LOSS, "every module's output passes, the reported loss does not"),

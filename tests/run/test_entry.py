@@ -115,11 +115,3 @@ def test_lazy_modules_stay_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "blocked", None)
     entry._wrap_parse_args()
     assert hasattr(arguments.parse_args, "__wrapped__")
-
-
-def test_packages_that_a_script_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python does not import what is None among its modules; nothing is in there."""
-    arguments = parser(monkeypatch)
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    entry._wrap_parse_args()
-    assert hasattr(arguments.parse_args, "__wrapped__")

@@ -73,10 +73,6 @@ def test_microbatches_without_tokens(batches) -> None:
         own._shape(batches)
 
 
-def test_the_shape_of_a_microbatch() -> None:
-    assert own._shape([{"mask": torch.rand(2, 3), "tokens": torch.zeros(4, 8).long()}]) == (4, 8)
-
-
 def test_samples_of_different_lengths() -> None:
     """A nested tensor is kept as two plain ones; its microbatch is one packed row."""
     tokens = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged)
