@@ -47,6 +47,7 @@ class _Staged:
     first: TraceKey | None = None
 
 
+@dataclasses.dataclass
 class _Keeper:
     """Stores what one rank found, for explanations and for ``ttrace compare``.
 
@@ -54,24 +55,16 @@ class _Keeper:
     without a ``writer``. ``factor`` is the expected candidate/reference ratio of a tensor.
     """
 
-    def __init__(
-        self,
-        writer: TraceWriter | None,
-        tolerances: Tolerances | None,
-        factor: Callable[[TraceKey], float],
-        *,
-        keep_all: bool,
-    ) -> None:
-        self._writer = writer
-        self._tolerances = tolerances
-        self._factor = factor
-        self._keep_all = keep_all
-        self._kept: dict[TraceKey, int] = {}
+    writer: TraceWriter | None
+    tolerances: Tolerances | None
+    factor: Callable[[TraceKey], float]
+    keep_all: bool
+    kept: dict[TraceKey, int] = dataclasses.field(default_factory=dict)
 
     @property
     def waits_for_sums(self) -> bool:
         """Whether a tensor waits for its sums before it is stored."""
-        return self._writer is not None and self._tolerances is not None
+        return self.writer is not None and self.tolerances is not None
 
     def keep(
         self, measured: Measured, data: torch.Tensor, same_as: int | None = None
@@ -82,38 +75,38 @@ class _Keeper:
         line, if it is stored.
         """
         if measured.problem:
-            if self._keep_all:
+            if self.keep_all:
                 misfit = measured.note.text if measured.note else ""
                 self._add(measured, data, data, misfit=misfit)
             return same_as
         suspect = (
             not measured.partial_over  # a partial sum alone proves nothing
-            and self._tolerances is not None
-            and fails(measured.sums, self._tolerances, measured.key)
+            and self.tolerances is not None
+            and fails(measured.sums, self.tolerances, measured.key)
         )
-        if self._writer is None or not (self._keep_all or suspect):
+        if self.writer is None or not (self.keep_all or suspect):
             return same_as
         if same_as is not None:
             self._add(measured, data, None, same_as=same_as)
             return same_as
-        self._kept[measured.key] = self._add(measured, data, data)
-        return self._kept[measured.key]
+        self.kept[measured.key] = self._add(measured, data, data)
+        return self.kept[measured.key]
 
     def keep_again(self, first: TraceKey, measured: Measured, data: torch.Tensor) -> None:
         """Store another name of ``first``, if that was stored."""
-        if first in self._kept:
-            self._add(measured, data, None, same_as=self._kept[first])
+        if first in self.kept:
+            self._add(measured, data, None, same_as=self.kept[first])
 
     def keep_sums(self, measured: Measured) -> None:
         """Store a finding that no stored tensor would give again."""
-        if self._keep_all and measured.sums is not None:
+        if self.keep_all and measured.sums is not None:
             self._add(measured, torch.empty(0), None, sums=dataclasses.astuple(measured.sums))
 
     def _add(
         self, measured: Measured, like: torch.Tensor, data: torch.Tensor | None, **more: Any
     ) -> int:
         """Write a line about a tensor ``like`` this, with its data if given."""
-        if self._writer is None:
+        if self.writer is None:
             return -1
         entry = Entry.of(
             measured.key,
@@ -121,11 +114,11 @@ class _Keeper:
             logical_shape=measured.logical_shape,
             placement=measured.placement,
             boxes=measured.boxes,
-            factor=self._factor(measured.key),
+            factor=self.factor(measured.key),
             partial_over=measured.partial_over,
             **more,
         )
-        return self._writer.add(entry, data)
+        return self.writer.add(entry, data)
 
 
 class CompareSink:
@@ -175,7 +168,7 @@ class CompareSink:
         self._by_key: dict[TraceKey, Measured] = {}
         self._planner = Planner(reference, iteration, layout)
         self._substituter = Substituter(reference, self._planner, perturb)
-        self._keeper = _Keeper(writer, tolerances, self._planner.factor, keep_all=keep_all)
+        self._keeper = _Keeper(writer, tolerances, self._planner.factor, keep_all)
 
     def _compare(
         self,
