@@ -47,6 +47,7 @@ from megatron_ttrace.trace.records import (
 )
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, seal
 from tests.diagnose.evidence_by_hand import evidence_of, failed, hint, meshes, text, values
+from tests.trace.traces import written
 
 NAMES = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(14)]
 
@@ -73,19 +74,12 @@ def explainer_of(
     ``before``: under this index the reference has what they hold.
     """
     reference, candidate = tmp_path / "reference", tmp_path / "candidate"
-    writer = TraceWriter(reference, 0)
     data = {
         dataclasses.replace(key, kind=kind): values(16, 8, seed=number)
         for number, key in enumerate(keys())
     }
-    for key, value in data.items():
-        writer.add(Entry(key=key, shape=(16, 8), dtype="float32"), value)
-        if before is not None:
-            earlier = Entry(
-                key=dataclasses.replace(key, index=before), shape=(16, 8), dtype="float32"
-            )
-            writer.add(earlier, wrong(value))
-    writer.close()
+    earlier = {} if before is None else {dataclasses.replace(k, index=before): k for k in data}
+    written(reference, data | {key: wrong(data[later]) for key, later in earlier.items()})
     seal(reference, {"microbatches": 4})
     ranks = meshes(2)
     boxes = plan((16, 8), (), ranks[0])

@@ -14,6 +14,7 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter, seal
 from tests.placement.meshes import mesh_of
+from tests.trace.traces import written
 
 EMBEDDING = TraceKey(1, STEP_LEVEL, Kind.PARAM, "embedding.word_embeddings.weight")
 OUTPUT = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
@@ -58,10 +59,7 @@ def run(
     }
     seal(home / "candidate", meta)
     trusted = own if reference is None else reference
-    writer = TraceWriter(home / "reference", 0)
-    for key, data in trusted.items():
-        writer.add(Entry.of(key, data), data)
-    writer.close()
+    written(home / "reference", trusted)
     sizes = {key: (data.numel(), float(data.norm())) for key, data in trusted.items()}
     moves = {key: Moved(*size, (moved,)) for key, size in sizes.items()}
     tolerance.write(home / "reference", moves)

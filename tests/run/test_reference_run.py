@@ -19,7 +19,7 @@ from megatron_ttrace.run.perturb import UNPERTURBED
 from megatron_ttrace.run.reference_run import ReferenceSession
 from megatron_ttrace.run.rehearsal import Block, Rehearsal
 from megatron_ttrace.trace.records import Kind, TraceKey
-from megatron_ttrace.trace.store import Entry, TraceWriter
+from tests.trace.traces import written
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
 N = 4096
@@ -73,10 +73,7 @@ def test_replays(
     monkeypatch.setattr(reference_run, "_REPORTED_SECONDS", -1.0)
     for name in ("uses_fp8", "is_isolated"):
         monkeypatch.setattr(low_precision, name, lambda _: False)
-    writer = TraceWriter(tmp_path, 0)
-    data = torch.zeros(N, dtype=torch.bfloat16)
-    writer.add(Entry.of(KEY, data), data)
-    writer.close()
+    written(tmp_path, {KEY: torch.zeros(N, dtype=torch.bfloat16)})
     session = Replays(tmp_path, seeds, distances)
     assert session.made() == pytest.approx(tuple(distances[:replays]))
     assert session.seeds == [UNPERTURBED, *range(1, replays + 1)]
