@@ -14,7 +14,7 @@ _MARK = "TTRACE_TEST_MARK"
 # A shell without job control starts background jobs with SIGINT ignored; so may be our parent.
 _FRESH = (
     "import os, signal, sys\n"
-    "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
+    "for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP):\n"
     "    signal.signal(number, signal.SIG_DFL)\n"
     "os.execvp(sys.argv[1], sys.argv[1:])\n"
 )
