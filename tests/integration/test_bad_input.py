@@ -63,7 +63,7 @@ def test_data_that_do_not_exist(tmp_path: Path) -> None:
             for row in (
                 ("--tensor-model-parallel-size 2 --num-attention-heads 3", 2, "rank"),
                 ("--expert-model-parallel-size 2 --num-experts 3", 2, "Number of experts should"),
-                ("--multi-latent-attention --transformer-impl local", 1, "k_channels"),
+                ("--multi-latent-attention --transformer-impl local", 1, "latent-attention needs"),
                 ("--pipeline-model-parallel-size 2 --num-layers 3", 2, "layers should be divisi"),
             )
         ),
