@@ -206,12 +206,14 @@ class CompareSink:
 
         Its rounding may be within the tolerance, which is estimated for the whole model's dtype.
         """
-        theirs = allowed = self._reference.entry(key).dtype if self._same_code else ""
+        if not self._same_code:
+            return ""
+        theirs = allowed = self._reference.entry(key).dtype
         if key.kind is Kind.MAIN_GRAD:
             allowed = self._gradients and max(theirs, self._gradients, key=epsilon)
         elif key.kind not in _KEEP_DTYPE:
             allowed = ""
-        if not (theirs and allowed and 0.0 < epsilon(allowed) < epsilon(dtype)):
+        if not (allowed and 0.0 < epsilon(allowed) < epsilon(dtype)):
             return ""
         return f"{str(dtype).removeprefix('torch.')}, in the reference {theirs}"
 
