@@ -40,4 +40,4 @@ def test_a_commit(tmp_path: Path) -> None:
     assert found["commit"] == git(root, "rev-parse", f"HEAD~{COMMITS - FAULT}")
     assert found["checked"] <= 7
     assert found["culprits"][0]["name"].endswith(("linear_qkv", "linear_fc1"))
-    assert "+            output = output * 1.01" in found["lines"][0]
+    assert "+     output = output * 1.01" in found["lines"][0]
