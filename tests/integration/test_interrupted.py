@@ -104,7 +104,8 @@ def test_a_stopped_reference(tmp_path: Path) -> None:
     script = tmp_path / "stops.py"
     script.write_text(
         "import os, signal, sys\n"
-        "if 'reference' in sys.argv: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "from megatron_ttrace.jobs import argv\n"
+        "if 'reference' in argv.ours(): os.kill(os.getpid(), signal.SIGSTOP)\n"
         # Not runpy: the reference run is of the script that argv names.
         f"sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
         f"exec(compile(open({str(SCRIPT)!r}).read(), {str(SCRIPT)!r}, 'exec'))\n"
