@@ -104,7 +104,8 @@ def test_no_secret_of_a_restarted_job_is_written(tmp_path: Path) -> None:
 
 def with_secrets(folder: Path, *command: str, cold: bool) -> list[Path]:
     """Run a command of a job that has secrets; the files they are in, all of them private."""
-    (folder / "temporary").mkdir()
+    temporary = folder / "t"  # a short name: Megatron puts sockets there
+    temporary.mkdir()
     names = [*SECRET_VARIABLES, "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "X"]
     flags = [word for flag in FLAGS for word in (flag, f"{CANARY}{flag}")]
     done = ttrace(
@@ -114,7 +115,7 @@ def with_secrets(folder: Path, *command: str, cold: bool) -> list[Path]:
         cwd=folder,
         cold=cold,
         HOME=str(folder),
-        TMPDIR=str(folder / "temporary"),
+        TMPDIR=str(temporary),
         TTRACE_CACHE=str(folder / "cache"),
         **dict.fromkeys(names, f"postgres://user:{CANARY}@host"),
     )
