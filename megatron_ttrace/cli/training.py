@@ -97,6 +97,9 @@ def parsed(words: list[str], user: str, nproc: int | None = None) -> Command:
         from megatron_ttrace.jobs.commands import shell_script
 
         command_ = shell_script.resolve(command_)
+    if Path(command_.folder, command_.script).is_file():
+        script = os.path.join(command_.folder, command_.script)
+        command_ = dataclasses.replace(command_, script=script)
     if command_.uncounted and not nproc:
         raise TTraceError(f"{command_.uncounted} leaves the number of ranks open: give the number")
     try:

@@ -126,6 +126,25 @@ def _adapt_experts(adapter: _Adapter) -> None:
     if adapter.get("num_experts") and gelu and adapter.get("transformer_impl") == "local":
         # Experts computed one after the other refuse this fusion.
         adapter.switch_off("bias_gelu_fusion", "bias and GELU fusion")
+    if adapter.get("enable_experimental") and adapter.get("moe_permute_fusion"):
+        _pad_without_kernel()
+
+
+def _pad_without_kernel() -> None:
+    """Let Megatron pad routing maps with its own unfused code: the fused kernel needs Triton."""
+    import torch
+    from megatron.core.transformer.moe import moe_utils
+
+    def fused_pad_routing_map(routing_map: torch.Tensor, pad_multiple: int) -> torch.Tensor:
+        """As the kernel: a map of integers, and not in place."""
+        padded: torch.Tensor = moe_utils.pad_routing_map(
+            routing_map.to(torch.int32, copy=True), pad_multiple
+        )
+        return padded
+
+    for name in ("fusions.fused_pad_routing_map", "transformer.moe.token_dispatcher"):
+        module: Any = importlib.import_module(f"megatron.core.{name}")
+        module.fused_pad_routing_map = fused_pad_routing_map
 
 
 def _adapt_attention(adapter: _Adapter, wanted_te: bool) -> None:

@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 
 import pytest
+import torch
 
 from megatron_ttrace.cpu import adapt_arguments, apex, arguments, banner, collectives
 from megatron_ttrace.trace.errors import TTraceError
@@ -89,6 +90,22 @@ def test_a_command_line_for_the_cpu_loses_nothing(parse):
         "--no-persist-layer-norm",
     )
     assert adapt_arguments(args) == []
+
+
+def test_padding_without_a_kernel(parse, monkeypatch):
+    """Experimental code pads routing maps with a kernel of Triton, which has no CPU."""
+    names = ("fusions.fused_pad_routing_map", "transformer.moe.token_dispatcher")
+    modules = [importlib.import_module(f"megatron.core.{name}") for name in names]
+    for module in modules:
+        monkeypatch.setattr(module, "fused_pad_routing_map", module.fused_pad_routing_map)
+    adapt_arguments(parse("--enable-experimental", "--moe-permute-fusion"))
+    chosen = torch.tensor([[1, 0], [1, 0], [1, 1], [0, 0], [0, 0]], dtype=torch.bool)
+    before = chosen.clone()
+    for module in modules:
+        padded = module.fused_pad_routing_map(chosen, 2)
+        assert padded.tolist() == [[1, 1], [1, 0], [1, 1], [1, 0], [0, 0]]
+        assert padded.dtype == torch.int32
+    assert torch.equal(chosen, before)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ class Command:
         unset: variables that it must not inherit.
         uncounted: what leaves the number of ranks to the machine, if something does.
         interpreter: the Python that it names with its folder, or the one beside such a torchrun.
+        folder: where ``cd`` leads before a script by a relative path starts, if that is known.
     """
 
     script: str
@@ -84,37 +85,41 @@ class Command:
     unset: tuple[str, ...] = ()
     uncounted: str = ""
     interpreter: str = ""
+    folder: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class ShellScript:
     """The words of a shell script that starts the training somewhere, and what is assigned before.
 
-    ``tasks``: how many processes run it, as :func:`parse` takes it.
+    ``tasks``: how many processes run it, as :func:`parse` takes it; ``folder``: as of ``Command``.
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tasks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    folder: str = ""
 
 
 @dataclasses.dataclass
 class _Context:
-    """What the words before the script set; ``uncounted`` and ``interpreter`` as of ``Command``.
+    """What the words before the script set.
 
-    ``inherited``: variables that a shell within has.
+    ``uncounted``, ``interpreter`` and ``folder`` are those of ``Command``; ``inherited`` are
+    variables that a shell within has.
     """
 
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     tasks: dict[str, int] = dataclasses.field(default_factory=dict)
     uncounted: str = ""
     interpreter: str = ""
+    folder: str = ""
     inherited: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def script(self, words: Sequence[str]) -> ShellScript:
         if self.uncounted:
             raise TTraceError(f"{self.uncounted} leaves the number of ranks open: give the number")
-        return ShellScript(tuple(words), dict(self.environment), dict(self.tasks))
+        return ShellScript(tuple(words), dict(self.environment), dict(self.tasks), self.folder)
 
 
 def parse(
@@ -199,6 +204,9 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
             kept = {k: v for k, v in context.environment.items() if k not in unset}
             context = dataclasses.replace(context, environment=kept)
             continue
+        if words[0] == "cd":
+            context = dataclasses.replace(context, folder=_changed(context.folder, words[1:]))
+            continue
         tried = copy.deepcopy(context)
         command = _words(words, tried)
         if command is None:
@@ -220,6 +228,14 @@ def _inner_text(text: str, context: _Context) -> Command | ShellScript | None:
     if isinstance(training, Command) and unset:
         return dataclasses.replace(training, unset=tuple(unset))
     return training
+
+
+def _changed(folder: str, words: list[str]) -> str:
+    """The folder after ``cd``; empty if only a shell knows it."""
+    names = [word for word in words if not re.fullmatch("-[LPe@]+|--", word)]
+    if len(names) != 1 or names[0] == "-" or UNKNOWN in names[0]:
+        return ""
+    return os.path.join(folder, os.path.expanduser(names[0]))
 
 
 def _quoted(words: Sequence[str]) -> str:
@@ -461,4 +477,5 @@ def _command(words: list[str], context: _Context) -> Command:
         context.tasks.get("nodes", 1),
         uncounted="" if ranks else context.uncounted,
         interpreter=context.interpreter,
+        folder="" if os.path.isabs(words[0]) else context.folder,
     )

@@ -67,8 +67,10 @@ def resolve(script: ShellScript, directory: Path | None = None) -> Command:
     Raises ``TTraceError`` when it does not exist, fails, starts no training script, or when its
     training command depends on a program that is not run.
     """
-    path = Path(script.words[0])
-    if not path.is_file():
+    if not Path(directory or "", script.folder).is_dir():
+        script = dataclasses.replace(script, folder="")
+    path = Path(script.folder, script.words[0])
+    if not Path(directory or "", path).is_file():
         raise TTraceError(f"{path}: no such script")
     shell = shutil.which("bash")
     interpreter = _interpreter(path)
@@ -147,6 +149,7 @@ class _Reading:
         self.not_run: dict[str, str] = {}
         self.obeyed = ""
         self._script, self._shell, self._reply = script, shell, reply
+        self._directory = os.path.join(directory or "", script.folder) or os.curdir
         self._refused = ""
         self._started = False
         self._replies: dict[int, tuple[str, str]] = {}
@@ -159,7 +162,7 @@ class _Reading:
             tempfile.TemporaryFile() as errors,
         ):
             self._folder = folder
-            self._run(directory, output, errors)
+            self._run(output, errors)
             self._last = ""
             for file in (errors, output):
                 file.seek(0)
@@ -167,13 +170,12 @@ class _Reading:
                 texts = [line.strip() for line in lines if line.strip()]
                 self._last = self._last or (texts[-1] if texts else "")
 
-    def _run(self, directory: Path | None, output: IO[bytes], errors: IO[bytes]) -> None:
+    def _run(self, output: IO[bytes], errors: IO[bytes]) -> None:
         words = [self._shell, "--", *self._script.words]
         environment = {**os.environ, **self._script.environment, **_HANDLE}
         environment[_TASKS] = json.dumps(dict(self._script.tasks))
-        where = str(directory) if directory else None
         try:
-            with Guarded(words, where, environment, output, errors) as guarded:
+            with Guarded(words, self._directory, environment, output, errors) as guarded:
                 for request in guarded.requests(_SECONDS):
                     if request.flags is not None:
                         self._open(request, request.flags)
@@ -296,7 +298,7 @@ class _Reading:
             self.obeyed = self.not_run[name]
         text = None if name in _TOOLS else self._inner(request, words, name)
         if text is None:
-            if name not in _TOOLS and self._is_training(words, request.environment):
+            if name not in _TOOLS and self._is_training(words, request):
                 return True
             text = self._recorded(request, words, name)
         self._replies[request.process] = (request.path, text)
@@ -326,15 +328,17 @@ class _Reading:
         if isinstance(command, ShellScript):
             variables = {**command.environment, _TASKS: json.dumps(dict(command.tasks))}
             assigned = [f"{key}={value}" for key, value in variables.items()]
-            return shlex.join(["exec", "env", *assigned, "bash", *command.words])
+            start = shlex.join(["exec", "env", *assigned, "bash", *command.words])
+            return f"cd {shlex.quote(command.folder)}\n{start}" if command.folder else start
         return "exec bash" if name == "sbatch" else None  # the script is on its standard input
 
-    def _is_training(self, words: list[str], variables: Mapping[str, str]) -> bool:
+    def _is_training(self, words: list[str], request: Request) -> bool:
         """Whether this is the training command, which is kept then.
 
         A script of Python without a launcher may also prepare something: it is the training only
         if nothing better comes.
         """
+        variables, process = request.environment, request.process
         try:
             command = command_line.parse(words, variables, tasks=_tasks(variables))
         except command_line.NoScriptError:
@@ -346,8 +350,19 @@ class _Reading:
             return False
         launched = command.ranks is not None or "train" in os.path.basename(command.script)
         if self.command is None or launched:
-            self.command = self._with_variables(command, variables)
+            self.command = self._placed(self._with_variables(command, variables), process)
         return launched
+
+    def _placed(self, command: Command, process: int) -> Command:
+        """With the folder to which the script has changed, if it is not the one it began in."""
+        if os.path.isabs(command.script):
+            return command
+        try:
+            folder = str(Path(os.readlink(f"/proc/{process}/cwd"), command.folder))
+        except OSError:
+            return command
+        same = os.path.realpath(folder) == os.path.realpath(self._directory)
+        return dataclasses.replace(command, folder="" if same else folder)
 
     def _with_variables(self, command: Command, variables: Mapping[str, str]) -> Command:
         """With variables as they are where the training starts: a script may change them."""

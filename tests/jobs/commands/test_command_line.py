@@ -409,3 +409,19 @@ def test_refusals(words, message):
         parse(words)
     assert "\n" not in str(raised.value)
     assert "\0" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [
+        ("cd /m && cd -P n; python x.py -a", "/m/n"),
+        ("cd /m || exit 1\npython x.py -a", "/m"),
+        ("cd $(git rev-parse --show-toplevel); python x.py -a", ""),
+        ("cd /m; python /n/x.py -a", ""),
+    ],
+)
+def test_another_folder(text, folder):
+    """Where ``cd`` leads, if not only a shell knows that."""
+    command = parse(["srun", "bash", "-c", text])
+    assert isinstance(command, Command)
+    assert command.folder == folder

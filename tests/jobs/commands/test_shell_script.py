@@ -403,3 +403,22 @@ def test_without_the_guard(place, monkeypatch):
     monkeypatch.setattr(guard.platform, "machine", lambda: "vax")
     with pytest.raises(TTraceError, match="cannot be read safely on this machine"):
         read(place, f"BIN/{RUN}")
+
+
+@pytest.mark.parametrize(
+    ("text", "folder"),
+    [
+        ("cd there\ntorchrun pretrain_gpt.py --bf16", "there"),
+        ("srun -n 2 bash -c 'cd there && python pretrain_gpt.py --bf16'", "there"),
+        ("cd there; srun bash -c 'cd ../this; python pretrain_gpt.py --bf16'", "there/../this"),
+        ("srun bash -c 'cd there; bash inner.sh'", "there"),
+        ("(cd there)\ntorchrun pretrain_gpt.py --bf16", ""),
+    ],
+)
+def test_another_folder(tmp_path, text, folder):
+    """The script is named as seen from where the shell has changed to."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "inner.sh").write_text("python pretrain_gpt.py --bf16")
+    command = resolve(tmp_path, text)
+    assert (command.script, command.arguments) == ("pretrain_gpt.py", ("--bf16",))
+    assert command.folder == (str(tmp_path / folder) if folder else "")
