@@ -123,6 +123,8 @@ def run(args: argparse.Namespace) -> int:
 
         console = Console()
         for report in reports:
+            if report is not reports[0]:
+                terminal.say(console, "")
             again = command.typed(report.isolating)
             terminal.render(
                 report.summary,
@@ -140,6 +142,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"ttrace: {in_one_line(why)}", file=sys.stderr)
         codes.append(ExitCode.COULD_NOT_CHECK)
         reasons.append(why)
+    if len(codes) > 1 and args.shrink and not args.json:
+        terminal.jobs(console, {answer.name: codes.count(answer) for answer in _SEVERITY})
     code = max(codes, key=_SEVERITY.index)
     for reason in filter(None, reasons):
         ends.write(ends.EndRecord(code=code, at=0, message=reason))
@@ -176,7 +180,7 @@ def _shrunk(
         job.prepare(settings.device, Path(large.script), arguments=theirs)
     documents.write(prefix, plan.jobs[0].arguments)
     reports: list[api.Report] = []
-    refused: list[str] = []
+    refused: list[tuple[int, str]] = []
     smalls = training.small(large, plan.jobs, prefix)
     for number, (small_job, (small, file)) in enumerate(zip(plan.jobs, smalls, strict=True), 1):
         ranks = small_job.axes.ranks
@@ -195,11 +199,23 @@ def _shrunk(
             )
         except TTraceError as error:
             signals.check()
-            which = f"job {number} of {len(plan.jobs)}: " if len(plan.jobs) > 1 else ""
-            refused.append(f"{which}{error}")
+            refused.append((number, str(error)))
             continue
         reports.append(_blamed(args, small, report, ranks, say, configuration=file))
-    return reports, refused
+    return reports, _refusals(refused, len(plan.jobs), folder)
+
+
+def _refusals(refused: list[tuple[int, str]], jobs: int, folder: Path) -> list[str]:
+    """Why jobs cannot be checked, once for all that have the same reason, with the first's log."""
+    numbers: dict[str, list[int]] = {}
+    for number, why in refused:
+        numbers.setdefault(why.replace(f"{folder / str(number)}/", f"{folder}/"), []).append(number)
+    lines = []
+    for those in numbers.values():
+        named = ", ".join(map(str, those[:-1])) + (" and " if those[:-1] else "") + str(those[-1])
+        which = f"job{'s' * (len(those) > 1)} {named} of {jobs}: " if jobs > 1 else ""
+        lines.append(which + dict(refused)[those[0]])
+    return lines
 
 
 def _blamed(

@@ -7,7 +7,7 @@ answer on the first line and what to type next on the last. Names and paths are 
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,12 @@ def render(
 def say(console: Console, line: str) -> None:
     """Print one literal line, in characters that the log has."""
     _Page(console).line((line, ""))
+
+
+def jobs(console: Console, answers: Mapping[str, int]) -> None:
+    """Print how many jobs had each answer."""
+    counts = [f"{n} {name.lower().replace('_', ' ')}" for name, n in answers.items() if n]
+    _Page(console).field("jobs", f"{sum(answers.values())}: {', '.join(counts)}", "bold")
 
 
 class _Page:

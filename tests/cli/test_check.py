@@ -5,8 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from megatron_ttrace.cli import check
 from megatron_ttrace.cli.main import main
+from megatron_ttrace.report import terminal
 
 UNDECIDED = """
 import pathlib, sys
@@ -107,3 +110,22 @@ def test_a_configuration_is_shrunk(
     assert json.loads(capsys.readouterr().out)["notices"][0] == "2"
     assert main([*how, "ends"]) == 2
     assert "train.py ended before pretrain()" in capsys.readouterr().err
+
+
+def test_jobs_with_one_reason() -> None:
+    """What ends several small jobs is reported once, with the log of the first."""
+    folder = Path("out")
+    why = [
+        (n, f"rank 0 failed: {'A' if n < 4 else 'B'} (log: out/{n}/rank.log)") for n in (1, 3, 4)
+    ]
+    assert check._refusals(why, 4, folder) == [
+        "jobs 1 and 3 of 4: rank 0 failed: A (log: out/1/rank.log)",
+        "job 4 of 4: rank 0 failed: B (log: out/4/rank.log)",
+    ]
+    assert check._refusals([(1, "why")], 1, folder) == ["why"]
+    assert check._refusals([(1, "a"), (2, "a"), (3, "a")], 3, folder) == ["jobs 1, 2 and 3 of 3: a"]
+
+
+def test_jobs_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal.jobs(Console(), {"EQUIVALENT": 2, "COULD_NOT_CHECK": 1, "DIVERGED": 0})
+    assert capsys.readouterr().out == "jobs       3: 2 equivalent, 1 could not check\n"
