@@ -32,6 +32,9 @@ becomes generated text. If all axes do not fit --max-ranks, several jobs cover a
 exit code: 0 shrunk, 2 the command cannot be shrunk
 """
 
+_LONGEST = 40
+"""Characters of a flag that are printed on one line."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add what the command takes."""
@@ -81,6 +84,17 @@ def run(args: argparse.Namespace) -> int:
     return ExitCode.EQUIVALENT
 
 
+def _broken(flag: str) -> str:
+    """A row's flags, where a name that leaves no width for other columns is broken at a hyphen."""
+    words = flag.split(" ")
+    return " ".join(word if len(word) <= _LONGEST else _halves(word) for word in words)
+
+
+def _halves(name: str) -> str:
+    at = name.rindex("-", 0, _LONGEST) + 1
+    return f"{name[:at]}\n{name[at:]}"
+
+
 def show(plan: Plan, console: Console) -> None:
     """Print what becomes of a job: a table that fits 80 columns."""
     from rich.table import Table
@@ -90,15 +104,15 @@ def show(plan: Plan, console: Console) -> None:
     for column in table.columns:
         column.overflow = "fold"
     # A name that is cut cannot be searched for; several names in a cell are wrapped between them.
-    names = [word for row in plan.rows for word in row.flag.split()]
-    table.columns[0].width = max(map(len, names), default=0)
+    flags = [_broken(row.flag) for row in plan.rows]
+    table.columns[0].width = max((len(word) for flag in flags for word in flag.split()), default=0)
     width = console.width - table.columns[0].width - 6
     for column, share in zip(table.columns[1:], (4, 4, 2), strict=True):
         column.width = max(8, width // share)
-    for row in plan.rows:
+    for row, flag in zip(plan.rows, flags, strict=True):
         was = row.was or ("(given)" if row.now is None else "-")
         now = "(gone)" if row.now is None else row.now
-        table.add_row(*map(Text, (row.flag, was, now or "(on)", row.why)))
+        table.add_row(*map(Text, (flag, was, now or "(on)", row.why)))
     console.print(table)
     console.print(f"flags kept as they are: {len(plan.kept)}", markup=False, highlight=False)
     for lost in plan.lost:

@@ -52,6 +52,17 @@ def test_the_table(data, capsys):
         assert words[words.index("--data-path") + 1] == str(data)
 
 
+def test_a_very_long_flag(data, capsys):
+    """It is broken at a hyphen, so that the reasons keep their width."""
+    flag = "--microbatch-group-size-per-virtual-pipeline-stage"
+    more = ("--num-layers-per-virtual-pipeline-stage", "1", flag, "16")
+    assert main(["shrink", "--data", str(data), "--", *COMMAND, *more]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"^--microbatch-group-size-per-virtual-  +16 +3 +\w+", table, re.MULTILINE)
+    assert re.search(r"^pipeline-stage  ", table, re.MULTILINE)
+    assert re.search(r"  microbatches( |$)", table, re.MULTILINE)
+
+
 def test_json(data, capsys):
     """The same for machines."""
     assert main(["shrink", "--json", "--max-ranks", "16", "--data", str(data), "--", *COMMAND]) == 0
