@@ -214,6 +214,7 @@ def _refusals(refused: list[tuple[int, str]], jobs: int, folder: Path) -> list[s
     for those in numbers.values():
         named = ", ".join(map(str, those[:-1])) + (" and " if those[:-1] else "") + str(those[-1])
         which = f"job{'s' * (len(those) > 1)} {named} of {jobs}: " if jobs > 1 else ""
+        which = f"all {jobs} jobs: " if len(those) == jobs > 1 else which
         lines.append(which + dict(refused)[those[0]])
     return lines
 

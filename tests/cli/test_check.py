@@ -123,7 +123,8 @@ def test_jobs_with_one_reason() -> None:
         "job 4 of 4: rank 0 failed: B (log: out/4/rank.log)",
     ]
     assert check._refusals([(1, "why")], 1, folder) == ["why"]
-    assert check._refusals([(1, "a"), (2, "a"), (3, "a")], 3, folder) == ["jobs 1, 2 and 3 of 3: a"]
+    assert check._refusals([(1, "a"), (2, "a"), (3, "a")], 4, folder) == ["jobs 1, 2 and 3 of 4: a"]
+    assert check._refusals([(1, "a"), (2, "a")], 2, folder) == ["all 2 jobs: a"]
 
 
 def test_jobs_are_counted(capsys: pytest.CaptureFixture[str]) -> None:

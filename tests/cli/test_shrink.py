@@ -125,7 +125,7 @@ def test_this_directory(data, monkeypatch, capsys):
         raise TTraceError("a rank died")
 
     assert main([*how, "--", *COMMAND]) == 2
-    assert capsys.readouterr().err.startswith("ttrace: job 1 of 4: a rank died")
+    assert capsys.readouterr().err.startswith("ttrace: all 4 jobs: a rank died")
     assert prefixes == [Path(".-data/shrunk-text")]
 
 

@@ -104,11 +104,12 @@ def indexer(set_scale, scale):
     set_scale(scale / parallel_state.get_context_parallel_world_size())
 
 
-@fix("transformer.dot_product_attention:DotProductAttention", "__init__")
+@fix("extensions.transformer_engine:TEDotProductAttention", "__init__", "sinks")
+@fix("transformer.dot_product_attention:DotProductAttention", "__init__", "sinks")
 def sinks(build, self, *args, **keywords):
     """Mark the attention sinks as divided by head."""
     build(self, *args, **keywords)
-    if isinstance(self.softmax_offset, torch.nn.Parameter):
+    if isinstance(getattr(self, "softmax_offset", None), torch.nn.Parameter):
         self.softmax_offset.tensor_model_parallel = True
         self.softmax_offset.partition_dim = 0
         self.softmax_offset.partition_stride = 1
