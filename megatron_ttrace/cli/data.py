@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     inputs.require_regular(files)
     texts = text_data.read_documents(files, args.max_bytes)
     documents, tokens = text_data.write_corpus(texts, args.output, append_eod=args.append_eod)
-    trained_with = shlex.join(text_data.training_flags(args.output))
+    split = text_data.split_flags(documents)
+    trained_with = shlex.join([*text_data.training_flags(args.output), *split])
     if args.json:
         counts = {"documents": documents, "tokens": tokens}
         print(json.dumps({"prefix": str(args.output), **counts, "flags": trained_with}))

@@ -40,6 +40,15 @@ def training_flags(prefix: Path) -> list[str]:
     return ["--data-path", word_of(prefix), *tokenizer]
 
 
+def split_flags(documents: int) -> list[str]:
+    """Arguments for a data set of which Megatron's default ``--split 969,30,1`` has no documents.
+
+    It would look for samples of an empty part without end.
+    """
+    ends = [round(share * documents) for share in (0.969, 0.999, 1)]
+    return [] if ends == sorted(set(ends)) else ["--split", "100,0,0"]
+
+
 def find_files(sources: Sequence[Path], pattern: str) -> list[Path]:
     """All files of ``sources``; in folders those whose name matches ``pattern``, sorted.
 

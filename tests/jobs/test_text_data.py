@@ -138,8 +138,16 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert read_back(prefix) == [[*b"second", 256]]
     last = capsys.readouterr().out.splitlines()[-1]
     words = shlex.split(last.removeprefix("train with: "))
-    assert words == text_data.training_flags(prefix)
+    assert words == [*text_data.training_flags(prefix), "--split", "100,0,0"]
     assert words[:2] == ["--data-path", str(prefix)]
+
+
+@pytest.mark.parametrize(
+    ("documents", "fits"), [(1, False), (60, False), (500, False), (501, True)]
+)
+def test_parts_without_documents(documents: int, fits: bool) -> None:
+    """Megatron does not return from a part of the default split that has none."""
+    assert text_data.split_flags(documents) == ([] if fits else ["--split", "100,0,0"])
 
 
 def test_command_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
