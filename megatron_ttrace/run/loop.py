@@ -16,6 +16,7 @@ import contextlib
 import functools
 import os
 import pkgutil
+import random
 import sys
 import traceback
 from collections.abc import Callable
@@ -192,6 +193,7 @@ class Watch:
 
     def _attempt[T](self, task: str, work: Callable[[], T]) -> T | None:
         """Run a part of the check on all ranks; if it fails on any, all give up or exit."""
+        python = random.getstate()
         try:
             return self._ranks.together(task, work)
         except EndError as error:
@@ -201,6 +203,9 @@ class Watch:
         except GivenUpError as error:
             _show(error)
             self._give_up(error)
+        finally:
+            # Packages that only a check imports may draw a number when they are imported.
+            random.setstate(python)
         return None
 
     def _alone[T](self, task: str, work: Callable[[], T]) -> T | None:
