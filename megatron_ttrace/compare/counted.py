@@ -18,6 +18,7 @@ from megatron_ttrace.placement.coverage import Coverage, coverage
 from megatron_ttrace.trace.counted import (
     Counted,
     Counting,
+    HyperparametersIndex,
     Part,
     Runs,
     Statistic,
@@ -38,7 +39,6 @@ from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
-    HyperparametersIndex,
     Kind,
     Outcome,
     TraceKey,

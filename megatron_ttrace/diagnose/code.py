@@ -296,7 +296,6 @@ WORDS: dict[object, str] = {
     Loss.MTP: "mtp loss",
     Loss.INDEXER: "indexer loss",
     Cause.LAYERS: "layers num pipeline",
-    Cause.LEFT_OVER: "clear reset zero",
     Cause.LAYER_NUMBERS: "layer offset",
     Term.LOGARITHM: "loss log",
     Term.LABEL: "predicted target label",

@@ -23,7 +23,7 @@ from megatron_ttrace.diagnose.origins import (
     places_around,
 )
 from megatron_ttrace.diagnose.start import loaded
-from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.counted import HyperparametersIndex, Statistic
 from megatron_ttrace.trace.findings import Explanation
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.modules import is_within, module_of
@@ -34,7 +34,6 @@ from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     BufferIndex,
     Direction,
-    HyperparametersIndex,
     Kind,
     MetricIndex,
     Outcome,

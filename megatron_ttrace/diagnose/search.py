@@ -49,7 +49,6 @@ CLOSING: tuple[Closing, ...] = (
     summands.entropy,
     summands.gradient,
     summands.addend,
-    summands.left_over,
     sources.elsewhere,
     position.rows,
     scaling.rounded,

@@ -35,13 +35,6 @@ from megatron_ttrace.trace.records import MOMENTS, ROOT, STEP_LEVEL, Kind
 ROUGH = 0.05
 """A weight further from one than this is another one, however wide the tolerance is."""
 
-_ROUNDED, _PEAK, _CLEAR = 64.0, 5.0, 10.0
-"""How far what is left over may differ from a constant: epsilons of it, and tolerances of an
-element; and how many times larger than that it has to be."""
-
-_FEWEST = 8
-"""Elements by which a constant is recognised."""
-
 _NONE = 1e-3
 """A summand that counts less often than this is missing."""
 
@@ -125,27 +118,6 @@ def addend(evidence: Evidence) -> Addend | None:
         if times and evidence.repairs(functools.partial(evidence.less, values=values, times=times)):
             return Addend(Cause.ADDEND, bias=is_bias, surplus=times)
     return None
-
-
-def left_over(evidence: Evidence) -> Finding | None:
-    """What was in a gradient before the step is still in it.
-
-    A check leaves ones there (``leave_gradients`` in mcore/statistics.py), so it is a constant.
-    Beside it the gradient's own digits are lost, and no repair brings them back.
-    """
-    if evidence.key.kind is not Kind.MAIN_GRAD or not evidence.parts:
-        return None
-    evidence.work.spend(evidence.elements)
-    element = _PEAK * evidence.tolerance.value * evidence.tolerance.rms
-    for part in evidence.parts:
-        excess = flat(evidence.less(part)).double()
-        constant = float(excess.mean()) if len(excess) >= _FEWEST else 0.0
-        rounding = _ROUNDED * torch.finfo(torch.float32).eps * abs(constant) + element
-        if abs(constant) < _CLEAR * rounding:
-            return None
-        if not float((excess - constant).abs().max()) <= rounding:
-            return None
-    return Finding(Cause.LEFT_OVER)
 
 
 def gradient(evidence: Evidence) -> GradientFactor | None:

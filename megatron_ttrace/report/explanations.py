@@ -53,7 +53,6 @@ _ORDERS = messages(f.RowOrder)
 _MASKS = messages(f.MaskOrder)
 _OPERANDS = messages(f.CastOperand)
 _TERMS = messages(f.Term)
-_LEFT = {Kind[name]: (text, hint) for name, (text, hint) in MESSAGES["Left"].items()}
 _ZERO = {Kind[name]: (text, hint) for name, (text, hint) in MESSAGES["Zero"].items()}
 _DROPOUT: dict[str, tuple[str, str]] = {
     name: (text, hint) for name, (text, hint) in MESSAGES["Dropout"].items()
@@ -175,8 +174,6 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
         return _rendered(finding)
     if finding.cause is Cause.ZERO:
         return _ZERO.get(verdict.kind, ("all zero", ""))
-    if finding.cause is Cause.LEFT_OVER:
-        return _LEFT[Kind.MAIN_GRAD]
     if finding.cause is Cause.CUT_OFF:
         return notes_text([f.Note(f.Remark.CUT_OFF)]), ""
     return notes_text(verdict.notes), ""

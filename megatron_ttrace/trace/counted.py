@@ -9,7 +9,7 @@ that judges can say how often each logical element is in any rank's result.
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, Any, NamedTuple
 
 from megatron_ttrace.placement.boxes import Box
@@ -37,6 +37,15 @@ class Statistic(StrEnum):
     def is_local(self) -> bool:
         """Whether a rank needs its own elements only, not those of the whole model."""
         return self in (Statistic.CLIPPED, Statistic.STEPPED, Statistic.REDUCED)
+
+
+class HyperparametersIndex(IntEnum):
+    """Index of ``hyperparameters``."""
+
+    STEP = 0
+    """Those of the step."""
+    NEXT = 1
+    """What the schedule has set for the next step."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

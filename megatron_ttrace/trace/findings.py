@@ -32,7 +32,6 @@ class Cause(StrEnum):
     PARTIAL = "partial_sums"
     WEIGHTS = "microbatch_weights"
     ADDEND = "addend"
-    LEFT_OVER = "left_over"
     OTHER_TIME = "other_time"
     OTHER_MODULE = "other_module"
     OPERAND = "operand"
@@ -101,8 +100,8 @@ class Sample(NamedTuple):
 class Note:
     """A remark on a tensor beside its outcome.
 
-    ``value`` is what was counted or measured, ``limit`` what that is to be compared with; ``text``
-    is a name, or the message of an error; ``samples`` are the candidate's and the reference's.
+    ``value`` was counted or measured, and is to be compared with ``limit``; ``text`` is a name, or
+    an error's message; ``samples`` are the candidate's and the reference's.
     """
 
     what: Remark | Reason
@@ -376,10 +375,9 @@ class Transposed(Finding):
 
 
 class WrongTokens(Finding):
-    """All positions whose token id is in ``ids`` are wrong, and no others.
+    """All positions with token ids in ``ids``, rows of ranks ``owners``, and no others are wrong.
 
-    These rows of the table belong to tensor-parallel ranks ``owners``. The positions hold zeros, or
-    other ``rows`` of the table, instead of their own or (``added``) in addition to them.
+    They hold zeros, or other ``rows`` of the table, instead of or (``added``) beside their own.
     """
 
     ids: Span
@@ -441,10 +439,9 @@ class Lack(StrEnum):
 
 
 class Miscounted(Finding):
-    """Elements of the parameters ``names`` are not in a statistic exactly once.
+    """Elements of ``names`` are ``least`` to ``most`` times in a statistic (in the first of them).
 
-    They are in it ``least`` to ``most`` times, in the first of these parameters; ``lack``: why, if
-    never.
+    ``lack``: why, if never.
     """
 
     statistic: Statistic
@@ -455,10 +452,7 @@ class Miscounted(Finding):
 
 
 class OtherHyperparameters(Finding):
-    """The optimizer steps a parameter with other hyper-parameters: name, value, reference's.
-
-    ``following``: they are those of the next step.
-    """
+    """Of a parameter, in this step or the ``following`` one: name, value, reference's."""
 
     values: tuple[tuple[str, float, float], ...]
     following: bool = False

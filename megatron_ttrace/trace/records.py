@@ -181,15 +181,6 @@ class MetricIndex(IntEnum):
     """What is logged once more without another step."""
 
 
-class HyperparametersIndex(IntEnum):
-    """Index of ``hyperparameters``."""
-
-    STEP = 0
-    """Those of the step."""
-    NEXT = 1
-    """What the schedule has set for the next step."""
-
-
 class BufferIndex(IntEnum):
     """Index of a ``buffer``."""
 

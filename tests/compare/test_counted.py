@@ -16,6 +16,7 @@ from megatron_ttrace.trace.counted import (
     Counted,
     Counting,
     Hyperparameters,
+    HyperparametersIndex,
     Part,
     Statistic,
     Sum,
@@ -24,7 +25,7 @@ from megatron_ttrace.trace.counted import (
 )
 from megatron_ttrace.trace.findings import Cause, Lack, Miscounted, OtherHyperparameters
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import HyperparametersIndex, Outcome
+from megatron_ttrace.trace.records import Outcome
 
 NORM, WEIGHT, HALVES = "norm.weight", "fc.weight", ((0, 2), (2, 2))
 

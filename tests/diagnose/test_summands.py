@@ -9,7 +9,7 @@ import torch
 from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Kind, TraceKey
-from tests.diagnose.evidence_by_hand import WEIGHT, evidence_of, explain, hint, meshes, text, values
+from tests.diagnose.evidence_by_hand import WEIGHT, evidence_of, explain, meshes, text, values
 
 NUMBERS = {"adam_beta1": 0.9, "adam_beta2": 0.999, "clip_grad": 1.0}
 MAIN_GRAD = dataclasses.replace(WEIGHT, kind=Kind.MAIN_GRAD)
@@ -19,13 +19,6 @@ GRADIENT = dataclasses.replace(LOGITS, kind=Kind.GRAD_OUTPUT)
 SEQUENCE, BATCH, WORDS = 8, 3, 16
 SCORES = 3 * values(SEQUENCE, BATCH, WORDS, seed=1)
 LABELS = torch.randint(0, WORDS, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))
-
-
-def after(times: float, *, noise: float = 0.0) -> Evidence:
-    """A small gradient, added to what was left in its buffer, on one of two ranks."""
-    right = 1e-4 * values(16, 8)
-    wrong = right + times + noise * values(16, 8, seed=1)
-    return evidence_of(right, meshes(2), {0: right, 1: wrong}, key=MAIN_GRAD, tolerance=1e-6)
 
 
 def moment(kind: Kind, times: float, *, noise: float = 0.0) -> Evidence:
@@ -107,15 +100,3 @@ def test_a_term(evidence: Evidence, cause: Cause, words: str) -> None:
 @pytest.mark.parametrize("evidence", [loss(noise=1.0), moment(Kind.EXP_AVG, 1.0, noise=0.01)])
 def test_noise_is_no_summand(evidence: Evidence) -> None:
     assert explain(evidence) is None
-
-
-@pytest.mark.parametrize(("times", "noise"), [(0.5, 0.0), (4.0, 0.0), (0.5, 1e-4), (1e-4, 0.0)])
-def test_a_gradient_that_was_not_zeroed(times: float, noise: float) -> None:
-    """A constant is in it, beside which its own digits are lost; noise is not a constant."""
-    evidence = after(times, noise=noise)
-    finding = explain(evidence)
-    if noise:
-        assert finding is None
-        return
-    assert text(finding, MAIN_GRAD) == "what was in it before the step is still in it"
-    assert hint(finding, MAIN_GRAD) == "a gradient that is not zeroed when a step begins"
