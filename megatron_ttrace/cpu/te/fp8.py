@@ -201,7 +201,20 @@ def fp8_model_init(
     An FP8 parameter is what the unrounded one becomes when it is rounded for a product, so the
     forward pass is the same. What differs is memory and communication.
     """
-    yield
+    _made_in_fp8.append(enabled)
+    try:
+        yield
+    finally:
+        _made_in_fp8.pop()
+
+
+def makes_fp8_weights() -> bool:
+    """Whether layers that are made now have weights in FP8."""
+    return bool(_made_in_fp8) and _made_in_fp8[-1]
+
+
+_made_in_fp8: list[bool] = []
+"""For each :func:`fp8_model_init` that is entered, whether it is enabled."""
 
 
 quantized_model_init = fp8_model_init

@@ -45,7 +45,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         outputs, inputs, rounded_weights = [], [], []
         for index, rows in enumerate(x.split(splits)):
             operand = precision.input(rows, index)
-            weight = precision.weight(whole[index], index)
+            weight = settings.weight(whole[index], index)
             output = forward_product(operand, weight, x.dtype)
             outputs.append(output + biases[index] if biases else output)
             inputs.append(operand.columnwise)
@@ -173,7 +173,7 @@ class GroupedLinear(ParallelLinear):
         if len(splits) != self.num_gemms:
             raise ValueError(f"{len(splits)} splits for {self.num_gemms} experts")
         biases = [getattr(self, f"bias{index}") for index in range(self.num_gemms)]
-        settings = self.settings(inp, num_gemms=self.num_gemms)
+        settings = self.settings(inp, is_first_microbatch, num_gemms=self.num_gemms)
         refuse_delayed(settings.precision, self.save_original_input)
         parameters = self.product_weights() + (biases if self.apply_bias else [])
         sizes = [int(size) for size in splits]

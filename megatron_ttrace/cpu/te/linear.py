@@ -20,6 +20,7 @@ from megatron_ttrace.cpu.te.base import (
     now_or_later,
 )
 from megatron_ttrace.cpu.te.distributed_weight import gathered, gradient_dtype, scattered
+from megatron_ttrace.cpu.te.fp8 import makes_fp8_weights
 from megatron_ttrace.cpu.te.norms import NormKind, norm_backward, norm_forward
 from megatron_ttrace.cpu.te.parallel import TensorParallel, gather_rows
 from megatron_ttrace.cpu.te.precision import (
@@ -56,6 +57,8 @@ class LinearSettings:
     buffer: str | None = None
     #: Takes the weight gradient's computation when it is to run after the backward pass.
     delayed: Queue | None = None
+    #: Weights as a step's first microbatch rounded them, by number; none if each one does it.
+    rounded: dict[int, Operand] | None = None
 
     @property
     def returns_total(self) -> bool:
@@ -64,6 +67,17 @@ class LinearSettings:
         As TransformerEngine's ``_LayerNormLinear`` (transformer_engine/pytorch/module).
         """
         return self.return_gathered and self.layout.gathers_input
+
+    def weight(self, tensor: torch.Tensor, index: int = 0) -> Operand:
+        """Round the ``index``-th weight, or take it as it was rounded before.
+
+        As ``get_weight_workspace`` in transformer_engine/pytorch/module/base.py.
+        """
+        if self.rounded is None:
+            return self.precision.weight(tensor, index)
+        if index not in self.rounded:
+            self.rounded[index] = self.precision.weight(tensor, index)
+        return self.rounded[index]
 
 
 def require_fp8_sizes(x: torch.Tensor, weight: torch.Tensor, settings: LinearSettings) -> None:
@@ -125,7 +139,7 @@ class LinearFunction(torch.autograd.Function):
         else:
             total = _gathered(normalized, layout.gathers_input, settings)
         operand = precision.input(total)
-        weight_operand = precision.weight(whole)
+        weight_operand = settings.weight(whole)
         output = forward_product(operand, weight_operand, x.dtype)
         if layout.row:
             output = layout.sum(output)
@@ -251,6 +265,8 @@ class ParallelLinear(TransformerEngineBaseModule):
         self.use_bias, self.return_bias = bias, return_bias
         self.apply_bias = bias and not return_bias
         self.save_original_input = save_original_input
+        self._rounds_weights = not makes_fp8_weights()
+        self._rounded: dict[int, Operand] = {}
         self.ub_overlap_ag = ub_overlap_ag or ub_overlap_rs_dgrad or ub_bulk_dgrad
         self.ub_name = ub_name
         dtype = params_dtype or torch.get_default_dtype()
@@ -271,8 +287,12 @@ class ParallelLinear(TransformerEngineBaseModule):
         else:
             self.bias = torch.Tensor()
 
-    def settings(self, inp: torch.Tensor, num_gemms: int = 1, **of_norm: Any) -> LinearSettings:
+    def settings(
+        self, inp: torch.Tensor, is_first: bool | None, num_gemms: int = 1, **of_norm: Any
+    ) -> LinearSettings:
         """Fix layout and precision for one call.
+
+        ``is_first``: whether its microbatch is the first with these weights, if the caller knows.
 
         Raises ``TypeError`` as TransformerEngine if a parameter has another dtype than the input.
         """
@@ -282,9 +302,14 @@ class ParallelLinear(TransformerEngineBaseModule):
                     "Data types for parameters must match when outside of autocasted region. "
                     f"Found input dtype: {inp.dtype} and {name!r} dtype: {parameter.dtype}"
                 )
+        precision = self.precision(num_gemms)
+        if is_first:
+            self._rounded = {}
+        keeps = is_first is not None and precision.quantized and self._rounds_weights
         return LinearSettings(
             layout=self.layout(),
-            precision=self.precision(num_gemms),
+            precision=precision,
+            rounded=self._rounded if keeps else None,
             save_original_input=self.save_original_input,
             buffer=self.ub_name if self.ub_overlap_ag else None,
             delayed=self.wgrad_queue,
@@ -298,13 +323,10 @@ class Linear(ParallelLinear):
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
     ) -> Any:
-        """``[s, ..., k]`` to ``[s', ..., n]``, and the bias if ``return_bias``.
-
-        ``is_first_microbatch`` says when a rounded weight may be taken from a cache; rounding
-        it again gives the same.
-        """
+        """``[s, ..., k]`` to ``[s', ..., n]``, and the bias if ``return_bias``."""
         bias = self.bias if self.apply_bias else None
-        output, _ = LinearFunction.apply(inp, None, None, self.weight, bias, self.settings(inp))
+        settings = self.settings(inp, is_first_microbatch)
+        output, _ = LinearFunction.apply(inp, None, None, self.weight, bias, settings)
         return (output, self.bias) if self.return_bias else output
 
 
@@ -354,6 +376,7 @@ class LayerNormLinear(ParallelLinear):
         """``[s, ..., k]`` to ``[s', ..., n]``; then bias and norm output as asked for."""
         settings = self.settings(
             inp,
+            is_first_microbatch,
             norm=NormKind(self.normalization, self.eps, self.zero_centered_gamma),
             return_normalized=self.return_layernorm_output,
             return_gathered=self.return_layernorm_output_gathered,

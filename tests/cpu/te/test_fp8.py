@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_ttrace.cpu import te
 from megatron_ttrace.cpu.te import quantize
 from megatron_ttrace.cpu.te.distributed import checkpoint
-from megatron_ttrace.cpu.te.fp8 import FP8GlobalStateManager, fp8_autocast
+from megatron_ttrace.cpu.te.fp8 import FP8GlobalStateManager, fp8_autocast, fp8_model_init
 from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
 from megatron_ttrace.cpu.te.linear import LayerNormLinear, Linear
 from megatron_ttrace.cpu.te.recipes import (
@@ -142,6 +142,28 @@ def test_product_of_rounded_operands(recipe):
     assert layer.weight.grad is not None
     with fp8_autocast(enabled=False):
         close(layer(x), exact, 1e-5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_a_weight_is_rounded_by_the_first_microbatch(recipe, grouped, in_fp8):
+    """Later ones use what it left, unless they say nothing, or the weight itself is in FP8."""
+    with fp8_model_init(in_fp8):
+        layer = GroupedLinear(1, 160, 8, bias=False) if grouped else Linear(160, 8, bias=False)
+    x, more = torch.randn(8, 160), ([8],) if grouped else ()
+
+    def product(first):
+        with fp8_autocast(fp8_recipe=recipe):
+            return layer(x, *more, is_first_microbatch=first)
+
+    before = product(True)
+    with torch.no_grad():
+        layer.product_weights()[0].neg_()
+    signs = [
+        float(torch.sum(product(first) * before).sign()) for first in (False, None, True, False)
+    ]
+    assert signs == [-1.0 if in_fp8 else 1.0, -1.0, -1.0, -1.0]
 
 
 def test_delayed_scales_come_from_earlier_passes():
