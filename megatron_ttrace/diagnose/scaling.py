@@ -52,6 +52,8 @@ _COUNT_IN = {
     "z": (Kind.METRIC,),
 }
 """What a number of the job is a factor of."""
+_NOT_IN_FORWARD = ("pp", "dp")
+"""Axes over whose ranks nothing in a forward pass is summed or averaged."""
 _LARGEST = 50.0
 """Of the logarithm of a size."""
 _FORMATS = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
@@ -301,7 +303,8 @@ def sizes_of(evidence: Evidence) -> dict[str, float]:
 
 
 def _own_sizes(evidence: Evidence) -> dict[str, float]:
-    sizes: dict[str, float] = {axis: evidence.size(axis) for axis in evidence.axes}
+    others = _NOT_IN_FORWARD if evidence.key.kind in (Kind.INPUT, Kind.OUTPUT) else ()
+    sizes: dict[str, float] = {a: evidence.size(a) for a in evidence.axes if a not in others}
     # A main gradient fails alone only if the activations' gradients, which show this too, pass.
     kinds = (Kind.GRAD_OUTPUT, Kind.LOSS)
     shared = evidence.share_of is not None

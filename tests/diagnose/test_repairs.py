@@ -376,6 +376,14 @@ def test_tokens_of_microbatches_are_not_taken_for_ranks(
     assert finding.sizes == sizes
 
 
+@pytest.mark.parametrize(("axis", "sizes"), [("tp", (("tp",),)), ("pp", ()), ("dp", ())])
+def test_sizes_by_which_no_activation_is_off(axis: str, sizes: tuple[tuple[str, ...], ...]) -> None:
+    """Nothing in a forward pass is summed over pipeline stages or replicas."""
+    finding = explain(of(LONG, LONG / 2, on(**{axis: 2}), key=OUTPUT))
+    assert isinstance(finding, ConstantFactor)
+    assert finding.sizes == sizes
+
+
 LINEAR = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.self_attention.linear_qkv", 0)
 S, B, D, WIDE = 8, 2, 6, 12
 TOP = {"E4M3": 448.0, "E5M2": 57344.0}
