@@ -165,6 +165,7 @@ def _shrunk(
     from megatron_ttrace.jobs.provenance import SHRUNK
     from megatron_ttrace.jobs.shrink import documents
 
+    training.script_of(command_)
     settings, theirs = split(command_.arguments, settings_of(args))
     ranks = command_.ranks or args.nproc_per_node
     large = dataclasses.replace(command_, arguments=tuple(theirs), ranks=ranks)

@@ -267,21 +267,18 @@ class Folder:
             if self.is_file_of_ours(name):
                 # The manifests are compacted afterwards: no need to record each removal.
                 os.unlink(name, dir_fd=self.handle)
-        return self.compact(leaves=not any(map(self._is_folder, self.names())))
+        return self.compact()
 
-    def compact(self, *, leaves: bool = False) -> bool:
-        """Merge the manifests, with what still exists; returns whether the directory is empty.
-
-        ``leaves``: a directory with nothing of ours is the user's from now on, whoever made it.
-        """
+    def compact(self) -> bool:
+        """Merge the manifests, with what still exists; returns whether the directory is empty."""
         self._records, self.manifests = None, {}
         names = set(self.names())
         kept = {name: self._valid(name, m) for name, m in self.records.items() if name in names}
         old = [*self.manifests]
         if names != set(old) or not self.is_made:
-            if len(old) <= 1 and kept.keys() == self.records.keys() and not leaves:
+            if len(old) <= 1 and kept.keys() == self.records.keys():
                 return False
-            if kept or (self.is_made and not leaves):
+            if kept or self.is_made:
                 status = os.fstat(self.handle)
                 tokens.pop((status.st_dev, status.st_ino), None)
                 try:

@@ -210,6 +210,8 @@ def _trace_in_turns(turns: _Turns) -> None:
     CandidateSession._conclude = conclude_last
     # Training has begun when a turn is the first step again.
     candidate.as_training_begins = lambda model, initial: initial  # type: ignore[assignment]
+    # As before a later traced step, there were steps.
+    CandidateSession._warm_up = lambda *_: None  # type: ignore[method-assign]
 
 
 def _record_anew(watch: Any, *, on: bool) -> None:
