@@ -103,7 +103,7 @@ def reason_text(diagnosis: Diagnosis) -> str:
     if before is not None:
         text += f"; the tensor before it ({before.name} {before.kind}.{before.index}) passes"
     if diagnosis.shared:
-        text += f"; it is also that of {' and '.join(diagnosis.shared)}: or it is wrong there"
+        text += f"; shared with {' and '.join(diagnosis.shared)}, which may be wrong instead"
     if len(alike) > 1:
         failing = sum(judged.verdict.is_failure for judged in alike)
         text += f"; {failing} of {len(alike)} of its kind fail"

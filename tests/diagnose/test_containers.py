@@ -50,7 +50,7 @@ def test_modules_that_share_a_gradient(isolated: bool, error: float, named: list
     ]
     culprits = localise(verdicts, isolated=isolated)
     assert [culprit.name for culprit in culprits] == named
-    is_shared = "; it is also that of head.dense: or it is wrong there" in culprits[0].reason
+    is_shared = "; shared with head.dense, which may be wrong instead" in culprits[0].reason
     assert is_shared is (len(named) == 1)
 
 
@@ -210,7 +210,7 @@ def test_modules_that_share_their_input(errors, weights, named, again):
     ]
     names = []
     for culprit in localise(verdicts):
-        shared = re.search(r"it is also that of (.*): or", culprit.reason)
+        shared = re.search(r"shared with (.*), which may be", culprit.reason)
         names.append(culprit.name + (f"; {shared[1]}" if shared else ""))
     assert names == [name.replace(";", f"{again};") + again for name in named]
 
