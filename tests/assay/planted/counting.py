@@ -143,7 +143,10 @@ def gradients_kept(old, self):
     pass
 
 
-@mistake(REDUCE, "gpt zero --overlap-grad-reduce --overlap-param-gather")
+@mistake(
+    "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync",
+    "gpt zero --overlap-grad-reduce --overlap-param-gather",
+)
 def gathered_once(old, self, *args, **more):
     """Weights that a later step has updated are never gathered again."""
     gathered = self.param_gather_dispatched
