@@ -179,6 +179,19 @@ def state_of_divided(*, experts: bool) -> torch.Tensor | None:
 
 
 @contextmanager
+def python_state_kept() -> Iterator[None]:
+    """Restore Python's random state: importing packages that only a check needs may draw from it.
+
+    What training draws, as to read its data, must not be within.
+    """
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@contextmanager
 def random_states_kept() -> Iterator[None]:
     """Restore random states, so that the real step draws the numbers that a rehearsal drew."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -192,14 +205,13 @@ def random_states_kept() -> Iterator[None]:
         if isinstance(state, torch.Generator)
     ]
     kept = torch.get_rng_state(), torch.cuda.get_rng_state(), np.random.get_state()
-    python = random.getstate()
     try:
-        yield
+        with python_state_kept():
+            yield
     finally:
         torch.set_rng_state(kept[0])
         torch.cuda.set_rng_state(kept[1])
         np.random.set_state(kept[2])
-        random.setstate(python)
         if states is not None:
             tracker.set_states(states)
         for generator, state in generators:

@@ -179,12 +179,17 @@ class CandidateSession:
                 self._initial = as_training_begins(self.model, self._initial)
             self.comparison.initial(step, self._initial)
         iterations = next(block for block in self.settings.blocks() if block[0] == step)
-        began = time.monotonic()
         count = fronts.current().microbatches()
         block = Block(iterations, count, Served(iterator, count * len(iterations)), run)
+        with quiet.python_state_kept():
+            return self._check(block)
+
+    def _check(self, block: Block) -> int | None:
+        """Trace a block, and conclude after the last one."""
+        began, iterations = time.monotonic(), block.iterations
         try:
             self.ranks.meet("fetching the batches")
-            if step == 1:
+            if block.first == 1:
                 self._warm_up(block)
             self._rehearse(block, self.comparison, self._recording.step)
             self._timings["traced steps"] = time.monotonic() - began

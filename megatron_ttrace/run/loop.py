@@ -16,7 +16,6 @@ import contextlib
 import functools
 import os
 import pkgutil
-import random
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.capture.executed import ExecutedTap
 from megatron_ttrace.jobs import edited
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import fronts
+from megatron_ttrace.mcore import fronts, quiet
 from megatron_ttrace.run.agreement import EndError, GivenUpError, Ranks, say_end
 from megatron_ttrace.trace.errors import DEBUG, ExitCode, TTraceError
 
@@ -92,7 +91,8 @@ class Watch:
         if self._settings.role == "state":
             self._recorder = self._attempt("preparing the recording", self._make_recorder)
         else:
-            self._session = self._attempt("preparing the check", self._make_session)
+            with quiet.python_state_kept():
+                self._session = self._attempt("preparing the check", self._make_session)
         if self._session is not None and self._ends_job:
             from megatron_ttrace.capture.initial import new_memory_is_nan
 
@@ -113,9 +113,11 @@ class Watch:
                 lambda: self._begin(recorder, chunks, optimizer, scheduler),
             )
         if (session := self._session) is not None:
-            self._attempt(
-                "preparing the check", lambda: self._begin(session, chunks, optimizer, scheduler)
-            )
+            with quiet.python_state_kept():
+                self._attempt(
+                    "preparing the check",
+                    lambda: self._begin(session, chunks, optimizer, scheduler),
+                )
 
     def step(self, run: Callable[[], Any], iterator: Any) -> Any:
         """See :class:`megatron_ttrace.mcore.fronts.front.Watch`."""
@@ -193,7 +195,6 @@ class Watch:
 
     def _attempt[T](self, task: str, work: Callable[[], T]) -> T | None:
         """Run a part of the check on all ranks; if it fails on any, all give up or exit."""
-        python = random.getstate()
         try:
             return self._ranks.together(task, work)
         except EndError as error:
@@ -203,9 +204,6 @@ class Watch:
         except GivenUpError as error:
             _show(error)
             self._give_up(error)
-        finally:
-            # Packages that only a check imports may draw a number when they are imported.
-            random.setstate(python)
         return None
 
     def _alone[T](self, task: str, work: Callable[[], T]) -> T | None:

@@ -1,17 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check does beside training leaves no trace in it."""
+"""What a check does beside training leaves no trace in it, and what training drew is drawn."""
 
 import random
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ttrace.run.candidate import CandidateSession
 from megatron_ttrace.run.loop import Watch
 
 
-def test_pythons_random_state_is_kept() -> None:
+def test_python_state_while_a_check_begins() -> None:
     """Importing rich, for one, draws a number: without a check, the job would have drawn it."""
     watch: Any = Watch.__new__(Watch)
+    watch._settings, watch._ends_job = SimpleNamespace(role="candidate"), False
     watch._ranks = SimpleNamespace(together=lambda task, work: work())
+    watch._make_session = random.random
     random.seed(5)
-    drawn = watch._attempt("checking", random.random)
-    assert drawn == random.random()
+    watch.building()
+    assert watch._session == random.random()
+
+
+def test_python_state_after_a_traced_step(monkeypatch: Any) -> None:
+    """Numbers that were drawn to read the step's data are not drawn again for the next one."""
+    session: Any = CandidateSession.__new__(CandidateSession)
+    session.settings = SimpleNamespace(iterations=[3], blocks=lambda: [[2]])
+    iterator = SimpleNamespace(iterable=iter(random.random, None))
+    front = SimpleNamespace(microbatches=lambda: 2)
+    monkeypatch.setattr("megatron_ttrace.mcore.fronts.current", lambda: front)
+    session._check = lambda block: random.random()
+    random.seed(5)
+    session.before_step(2, print, iterator)
+    after = random.random()
+    random.seed(5)
+    assert [random.random() for _ in range(3)][2] == after
