@@ -25,14 +25,7 @@ from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.replaced import wrapped
 from megatron_ttrace.mcore.sharded_weights import gathered_rows, local, parts_of
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.trace.counted import (
-    NEXT,
-    Counted,
-    Counting,
-    Hyperparameters,
-    Runs,
-    Statistic,
-)
+from megatron_ttrace.trace.counted import Counted, Counting, Hyperparameters, Runs, Statistic
 
 _GRADIENTS = ("main_grad", "grad", "decoupled_grad")
 _IN_BUCKETS = ("main_grad", "main_grad_copy_in_grad_buffer")
@@ -95,8 +88,13 @@ class Tally:
             dataclasses.replace(counting, value=float(value)) for counting, value in self._countings
         ]
         countings += filter(None, [self._attempt(self._reducing.counting)])
-        parts, groups = tuple(self._parts.parts), tuple(map(_scheduled, self._groups))
-        return Counted(iteration, parts, tuple(held), tuple(countings), groups)
+        groups = (
+            dataclasses.replace(numbers, following=statistics.scheduled(group))
+            for numbers, group in self._groups
+        )
+        return Counted(
+            iteration, tuple(self._parts.parts), tuple(held), tuple(countings), tuple(groups)
+        )
 
     def _gradients(self) -> Memory:
         """Know where this rank's own gradients are."""
@@ -255,10 +253,3 @@ class Tally:
             for tensor in filter(torch.is_tensor, tensors):
                 memory.add(local(tensor), places[parameter], span, numel)
         return Flow(memory, self._orders[statistic])
-
-
-def _scheduled(held: tuple[Hyperparameters, Any]) -> Hyperparameters:
-    """Hyper-parameters of a step, with what the schedule has set for the next one."""
-    numbers, group = held
-    following = ((f"{NEXT}{name}", value) for name, value in statistics.scheduled(group))
-    return dataclasses.replace(numbers, values=(*numbers.values, *following))

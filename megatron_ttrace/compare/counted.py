@@ -37,12 +37,7 @@ from megatron_ttrace.trace.findings import (
 )
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import (
-    STEP_LEVEL,
-    Kind,
-    Outcome,
-    TraceKey,
-)
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 
 _REASONS = {
     Cause.COUNTED_TWICE: Reason.COUNTED_TWICE,
@@ -473,14 +468,12 @@ def _other_hyperparameters(
 
 def _hyperparameters(counted: Counted, index: HyperparametersIndex) -> dict[str, _Numbers]:
     """Those of each parameter that is stepped, for this step or the next one."""
-    if index is HyperparametersIndex.STEP:
-        groups = [(group, group.now) for group in counted.stepped]
-    else:
-        groups = [(group, group.following) for group in counted.stepped if group.following]
+    is_next = index is HyperparametersIndex.NEXT
     return {
-        counted.parts[term.number].name: numbers
-        for group, numbers in groups
+        counted.parts[term.number].name: dict(group.following if is_next else group.values)
+        for group in counted.stepped
         for term in group.parts
+        if group.following or not is_next
     }
 
 

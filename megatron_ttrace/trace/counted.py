@@ -66,9 +66,6 @@ class Term(NamedTuple):
 
 Terms = tuple[Term, ...]
 
-NEXT = "next "
-"""Before the name of a hyper-parameter of the next step."""
-
 Runs = tuple[tuple[Rank, Rank, Rank], ...]
 """Ranks as (first, last, distance): the world of any size is one run."""
 
@@ -115,22 +112,12 @@ class Counting:
 class Hyperparameters:
     """A parameter group of an optimizer: its ``parts``, and its hyper-parameters by name.
 
-    What a schedule has set for the next step has :data:`NEXT` before its name.
+    ``following``: what the schedule has set for the next step.
     """
 
     parts: Terms
     values: tuple[tuple[str, Annotated[float, Bounds(nan=True)]], ...]
-
-    @property
-    def now(self) -> dict[str, float]:
-        """Those of this step."""
-        return {name: value for name, value in self.values if not name.startswith(NEXT)}
-
-    @property
-    def following(self) -> dict[str, float]:
-        """Those of the next step."""
-        pairs = ((name, value) for name, value in self.values if name.startswith(NEXT))
-        return {name.removeprefix(NEXT): value for name, value in pairs}
+    following: tuple[tuple[str, Annotated[float, Bounds(nan=True)]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -227,7 +214,10 @@ def compact(counted: Counted) -> list[Any]:
             ]
             for counting in counted.countings
         ],
-        [[_spans(group.parts), codec.encode(group.values)] for group in counted.stepped],
+        [
+            [_spans(group.parts), *codec.encode((group.values, group.following))]
+            for group in counted.stepped
+        ],
     ]
 
 
@@ -287,8 +277,9 @@ def _counting(message: Any, known: int, once: Once) -> Counting:
 
 
 def _hyperparameters(message: Any, known: int, once: Once) -> Hyperparameters:
-    parts, values = _fields(message, 2)
-    return Hyperparameters(_terms(once(_SPANS, parts), known), once(_HYPERPARAMETERS, values))
+    parts, *numbers = _fields(message, 3)
+    values, following = (once(_HYPERPARAMETERS, each) for each in numbers)
+    return Hyperparameters(_terms(once(_SPANS, parts), known), values, following)
 
 
 def _spans(terms: Iterable[Term]) -> list[list[int]]:

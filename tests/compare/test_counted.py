@@ -12,7 +12,6 @@ from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.coverage import coverage
 from megatron_ttrace.report.wording import note_text
 from megatron_ttrace.trace.counted import (
-    NEXT,
     Counted,
     Counting,
     Hyperparameters,
@@ -339,9 +338,9 @@ def test_hyperparameters_of_each_parameter() -> None:
 
 def test_hyperparameters_of_the_next_step() -> None:
     """What the schedule sets after the step is compared by itself."""
-    next_lr = f"{NEXT}lr"
+    group = stepped(("lr", 1e-3))
     right, wrong = (
-        Counted(1, (weight(0),), (0,), (), (stepped(("lr", 1e-3), (next_lr, lr)),))
+        Counted(1, (weight(0),), (0,), (), (dataclasses.replace(group, following=(("lr", lr),)),))
         for lr in (9e-4, 1e-3)
     )
     found = judge([right], {0: [right]})
