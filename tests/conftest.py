@@ -14,8 +14,17 @@ from hypothesis import HealthCheck, settings
 
 from megatron_ttrace.trace import errors
 
-STARTERS = ("tests.warm", "tests.documents", "tests.integration.jobs")
-"""What runs whole programs; test modules that use it are left out of `make unit`."""
+STARTERS = (
+    "subprocess",
+    "megatron_ttrace.jobs.processes.ranks",
+    "tests.programs",
+    "tests.warm",
+    "tests.documents",
+    "tests.integration.jobs",
+    "tests.jobs.processes.test_worktrees",
+    "tests.report.chromium",
+)
+"""What starts programs; test modules that use it are left out of `make unit`."""
 
 HAS = {name: importlib.util.find_spec(name) is not None for name in ("megatron.bridge", "verl")}
 

@@ -20,6 +20,8 @@ from megatron_ttrace.run import agreement, channel
 from megatron_ttrace.run.agreement import Cause, EndError, GivenUpError, Ranks
 from megatron_ttrace.trace.errors import TTraceError
 
+pytestmark = pytest.mark.slow
+
 SIZE = 3
 
 

@@ -16,6 +16,9 @@ from tests.assay.mutants.operators import OPERATORS
 from tests.assay.mutants.scan import PACKAGES, introduce, modules, sample, scan, scan_source
 from tests.assay.mutants.source import Source
 
+# It reads all of Megatron.
+pytestmark = pytest.mark.slow
+
 MODULE = "megatron.core.tensor_parallel.made_up"
 TEXT = """
 import torch

@@ -11,6 +11,8 @@ import pytest
 
 from tests.jobs.commands.commands import Command
 
+pytestmark = pytest.mark.slow
+
 # A launcher as `ttrace check` is one, of tiny ranks, without Megatron.
 LAUNCHER = """
 import sys

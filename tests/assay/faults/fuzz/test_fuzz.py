@@ -12,6 +12,8 @@ from tests.assay.faults.fault import Problem
 from tests.assay.faults.fuzz.harness import WrongError, handle, inputs
 from tests.assay.faults.fuzz.targets import build, targets
 
+pytestmark = pytest.mark.slow
+
 PARSERS = (
     *("verdicts", "summary", "tolerances", "wire", "patch", "data", "flags"),
     *("index", "meta", "header"),
