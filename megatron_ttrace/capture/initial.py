@@ -56,12 +56,15 @@ def clear_scratch(chunks: Iterable[torch.nn.Module]) -> None:
                 buffer.detach().masked_fill_(buffer.isnan(), 0.0)
 
 
-def initial_values(model: TracedModel) -> list[Initial]:
+def initial_values(model: TracedModel, args: MegatronArguments) -> list[Initial]:
     """The moments of all parameters and buffers that this rank holds; nothing is gathered.
 
     Tables of positions and masks with infinities are left out: they are no samples of one
-    distribution.
+    distribution. With ``use_cpu_initialization`` each rank cuts its part out of the same random
+    numbers (``_initialize_affine_weight_cpu``, Megatron's tensor_parallel/layers.py), of a gated
+    layer in other places.
     """
+    is_placed = not getattr(args, "use_cpu_initialization", False)
     held = [(place, data) for _, place, data in model.held()]
     states = [quiet.state_of_divided(experts=experts) for experts in (False, True)]
     drawn_from = [0 if state is None else checksum(state) for state in states]
@@ -74,7 +77,9 @@ def initial_values(model: TracedModel) -> list[Initial]:
     with torch.no_grad():
         for place, data in held:
             boxes = place.boxes(model.mesh)
-            pieces = (moments_of(local_view(data, box)) for box in boxes)
+            pieces = [
+                moments_of(local_view(data, box), box.logical if is_placed else ()) for box in boxes
+            ]
             initial.append(
                 Initial(
                     name=place.name,
@@ -88,7 +93,9 @@ def initial_values(model: TracedModel) -> list[Initial]:
     return initial
 
 
-def as_training_begins(model: TracedModel, initial: list[Initial]) -> list[Initial]:
+def as_training_begins(
+    model: TracedModel, args: MegatronArguments, initial: list[Initial]
+) -> list[Initial]:
     """Measure initial values again: a callback may have changed them since the model was built.
 
     The random numbers are still those that building the model left.
@@ -98,7 +105,7 @@ def as_training_begins(model: TracedModel, initial: list[Initial]) -> list[Initi
     states = {values.name: values.moments.state for values in initial}
     return [
         dataclasses.replace(now, moments=dataclasses.replace(now.moments, state=states[now.name]))
-        for now in initial_values(model)
+        for now in initial_values(model, args)
         if now.name in states
     ]
 

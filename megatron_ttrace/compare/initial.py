@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do initial values have the distribution that they have on one device?
 
-Constants must be equal. Of random values the mean and the variance are compared. Ranks that hold
-the same part must hold the same bits; different parts must not. docs/tolerance.md derives the rule.
+Constants must be equal. Of random values the mean and the variance are compared; the reference's
+own numbers must be in the same places. Ranks that hold the same part must hold the same bits;
+different parts must not. docs/tolerance.md derives the rule.
 """
 
 import dataclasses
@@ -30,6 +31,8 @@ FEW = 8
 
 _SAME = 1e-6
 """Sums over the same numbers in another order differ by less."""
+_EXACT = 1e-12
+"""The same, relative to the sum of absolute terms, if no number was rounded in between."""
 
 Region = tuple[object, ...]
 Expected = tuple[tuple[int, ...], Moments]
@@ -169,6 +172,8 @@ def _judge(
     finding = _compare(reference, parts)
     if finding.outcome is Outcome.DIVERGED:
         return finding
+    if _displaced(sum((part.own for part in parts.values()), Moments()), reference, expected[0]):
+        return _Finding(Outcome.DIVERGED, Note(Remark.DISPLACED))
     if near := [region for region, twin in equal.items() if twin.is_near]:
         ranks = sorted(rank for region in near for rank in parts[region].ranks)
         drawn = all(equal[region].one_state for region in near)
@@ -229,6 +234,18 @@ def _related(*samples: Moments) -> bool:
         math.isclose(scale * a, b, rel_tol=_SAME, abs_tol=_SAME * theirs[3])
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def _displaced(own: Moments, reference: Moments, shape: tuple[int, ...]) -> bool:
+    """Whether the numbers are the reference's, thus not drawn by this layout, in other places."""
+    if not (own.places and reference.places):
+        return False
+    size = math.sqrt(reference.squares / reference.n)
+    sums = ("least", 0.0), ("most", 0.0), ("sum", size), ("squares", size**2)
+    limit = reference.n * _EXACT
+    same = all(abs(getattr(own, at) - getattr(reference, at)) <= of * limit for at, of in sums)
+    weights = sum(dim * length for dim, length in enumerate(shape, 1))
+    return same and abs(own.places - reference.places) > size * weights * limit
 
 
 def _limit(tests: int) -> float:

@@ -177,7 +177,7 @@ def _moments(entry: Entry) -> Moments:
     _check(entry)
     moments = Moments.of(entry.sums)
     if moments.n and not moments.nonfinite:
-        numbers = dataclasses.astuple(moments)[1:7]  # from the sum to the largest value
+        numbers = dataclasses.astuple(moments)[1:8]  # from the sum to the largest value
         if not max(map(abs, numbers)) < 1e60 or moments.least > moments.most:
             raise CodecError("sums: not valid moments")
         if not moments.is_constant and not moments.scatter > 0.0:

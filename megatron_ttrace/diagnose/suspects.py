@@ -174,6 +174,9 @@ class Suspects:
         self._part(_G, 0.0, 0.4 if few else 1.0)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)
         self._part(Phase.SCRIPT, 0.0, 0.4)
+        if self._verdict.kind is Kind.INITIAL:
+            functions = self._code.functions
+            self._take((n for n in self._code.at[BUILDING] if functions[n].own), 1.0)
 
     def _named(self, words: set[str], weight: float, *, built: bool = True) -> None:
         """What reads data, or recomputes, by its name; also what ran before the step, if built."""

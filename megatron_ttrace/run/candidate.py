@@ -138,7 +138,7 @@ class CandidateSession:
         if not_initial := uninitialised(self.args, is_loaded=self.is_loaded):
             self._notice(not_initial)
         else:
-            self._initial = initial_values(self.model)
+            self._initial = initial_values(self.model, self.args)
         self._recording = Recording(self.model, self._executed, self._calls)
         for name in (name for names in self.model.names for name in names.unused):
             self._notice(f"{name} of the last stage is unused in the forward pass: not traced")
@@ -176,7 +176,7 @@ class CandidateSession:
         """Rehearse the block of traced iterations that starts with this step."""
         if step == self.settings.iterations[0]:
             if step == 1:
-                self._initial = as_training_begins(self.model, self._initial)
+                self._initial = as_training_begins(self.model, self.args, self._initial)
             self.comparison.initial(step, self._initial)
         iterations = next(block for block in self.settings.blocks() if block[0] == step)
         count = fronts.current().microbatches()

@@ -115,7 +115,7 @@ class ReferenceSession:
         if started:
             self.rehearsal.start = Path(started.directory), started.step
         if not uninitialised(self.args, is_loaded=started is not None):
-            self._initial = initial_values(self.model)
+            self._initial = initial_values(self.model, self.args)
         if started and self._order.separation is None:
             buckets = handoff.buckets(Path(started.directory))
             self._loaded = InCheckpoint(started.source, self.model, self.args, buckets)
@@ -149,7 +149,7 @@ class ReferenceSession:
     def _measure_again(self) -> None:
         """Initial values, as its candidate does when training starts."""
         if self.settings.iterations[0] == 1:
-            self._initial = as_training_begins(self.model, self._initial)
+            self._initial = as_training_begins(self.model, self.args, self._initial)
 
     def _seal(self, microbatches: int, counts: Sequence[Counted]) -> None:
         layout = self._order.layout

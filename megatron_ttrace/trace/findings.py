@@ -79,6 +79,7 @@ class Remark(StrEnum):
     INITIAL_REPLICAS = "initial_replicas"
     SAME_START = "same_start"
     DISTRIBUTION = "distribution"
+    DISPLACED = "displaced"
     LOST = "lost"
     NOT_THE_REFERENCES = "not_the_references"
     CLAIMED = "claimed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -23,7 +24,9 @@ Total = Annotated[float, Bounds(0.0, nan=True)]
 class Moments:
     """Sums over values, in float64; ``checksum`` is of their bits.
 
-    ``state`` is a checksum of the random state that they may have been drawn from, 0 if unknown.
+    ``places`` is the sum of each value times its logical indices, of the n-th dim n times, and 0 if
+    places mean nothing; ``state`` is a checksum of the random state that they may have been drawn
+    from, 0 if unknown.
     """
 
     n: Count = 0
@@ -31,6 +34,7 @@ class Moments:
     squares: Total = 0.0
     cubes: float = 0.0
     fourths: Total = 0.0
+    places: float = 0.0
     least: float = math.inf
     most: float = -math.inf
     nonfinite: Count = 0
@@ -49,6 +53,7 @@ class Moments:
             squares=self.squares + other.squares,
             cubes=self.cubes + other.cubes,
             fourths=self.fourths + other.fourths,
+            places=self.places + other.places,
             least=min(self.least, other.least),
             most=max(self.most, other.most),
             nonfinite=self.nonfinite + other.nonfinite,
@@ -84,35 +89,35 @@ class Moments:
         return fourth * self.n / self.scatter**2 if self.scatter else 0.0
 
 
-def moments_of(data: torch.Tensor) -> Moments:
+def moments_of(data: torch.Tensor, at: Sequence[int] = ()) -> Moments:
     """The moments of a tensor's elements, in chunks and with one read of the device.
 
-    Of one with NaN or infinity only their number is known.
+    Of one with NaN or infinity only their number is known. ``at`` has the logical indices of the
+    first element, if places are to be summed.
     """
-    flat = data.detach().reshape(-1)
-    if not flat.numel():
+    data = data.detach()
+    if not data.numel():
         return Moments()
-    powers = torch.zeros(4, dtype=torch.float64, device=flat.device)
-    least, most = powers.new_full((), math.inf), powers.new_full((), -math.inf)
-    for chunk in flat.split(_CHUNK):
+    data = data if data.dim() else data.reshape(1)
+    sums = torch.zeros(5, dtype=torch.float64, device=data.device)
+    least, most = sums.new_full((), math.inf), sums.new_full((), -math.inf)
+    first = list(at)
+    for chunk in data.split(max(1, _CHUNK // data[0].numel())):
         x = chunk.double()
         least, most = torch.minimum(least, x.amin()), torch.maximum(most, x.amax())
+        places = sums.new_zeros(())
+        for dim, start in enumerate(first):
+            along = x.movedim(dim, 0).flatten(1).sum(1) if x.dim() > 1 else x
+            index = start + torch.arange(len(along), dtype=torch.float64, device=x.device)
+            places += (dim + 1) * torch.dot(along, index)
+        if first:
+            first[0] += len(x)
+        x = x.flatten()
         square = x * x
-        powers += torch.stack(
-            (x.sum(), square.sum(), torch.dot(square, x), torch.dot(square, square))
+        sums += torch.stack(
+            (x.sum(), square.sum(), torch.dot(square, x), torch.dot(square, square), places)
         )
-    found = torch.cat((powers, torch.stack((least, most))))
+    found = torch.cat((sums, torch.stack((least, most))))
     if not bool(torch.isfinite(found).all()):
-        return Moments(flat.numel(), nonfinite=int((~torch.isfinite(flat)).sum().item()))
-    one, two, three, four, low, high = found.tolist()
-    return Moments(
-        n=flat.numel(),
-        sum=one,
-        squares=two,
-        cubes=three,
-        fourths=four,
-        least=low,
-        most=high,
-        nonfinite=0,
-        checksum=checksum(data),
-    )
+        return Moments(data.numel(), nonfinite=int((~torch.isfinite(data)).sum().item()))
+    return dataclasses.replace(Moments(data.numel(), *found.tolist()), checksum=checksum(data))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a module's buffer sits in the whole model."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 from torch import nn
@@ -45,7 +47,8 @@ def test_start_of_buffers():
     model = Model("group")
     model.register_buffer("calls", torch.tensor(0))
     mesh = mesh_of(0, 2, cp=2)
-    taken = initial_values(TracedModel([model], [canonical_names(model)], None, mesh))
+    traced = TracedModel([model], [canonical_names(model)], None, mesh)
+    taken = initial_values(traced, Namespace())
     assert [(one.name, one.logical_shape, one.moments.n) for one in taken] == [
         ("rotary.inv_freq", (4,), 4)
     ]

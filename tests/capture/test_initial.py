@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory that nothing is written to shows, and nothing else changes."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 
@@ -62,7 +64,7 @@ def test_a_mask_is_no_sample_of_a_distribution():
     model.register_buffer("scales", torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn))
     model.register_buffer("state", torch.full((2,), torch.nan))
     traced = TracedModel([model], [canonical_names(model)], None, SINGLE)
-    found = {one.name: one.moments for one in initial_values(traced)}
+    found = {one.name: one.moments for one in initial_values(traced, Namespace())}
     assert found.keys() == {"weight", "bias", "scales", "state"}
     assert (found["scales"].sum, found["scales"].least, found["scales"].most) == (2.5, 0.5, 2.0)
     assert [name for name, moments in found.items() if moments.nonfinite] == ["state"]
@@ -72,14 +74,25 @@ def test_values_that_a_callback_changes():
     """They are measured again when training starts; the random numbers are those of the build."""
     model = torch.nn.Linear(3, 2)
     traced = TracedModel([model], [canonical_names(model)], None, SINGLE)
-    built = initial_values(traced)
+    built = initial_values(traced, Namespace())
     torch.rand(1)
     with torch.no_grad():
         model.bias.fill_(2.0)
     before = {one.name: one.moments for one in built}
-    found = {one.name: one.moments for one in as_training_begins(traced, built)}
+    found = {one.name: one.moments for one in as_training_begins(traced, Namespace(), built)}
     assert found.keys() == before.keys()
     assert found["weight"] == before["weight"]
     assert found["bias"].sum == 4.0
     assert found["bias"].state == before["bias"].state
-    assert as_training_begins(traced, []) == []
+    assert as_training_begins(traced, Namespace(), []) == []
+
+
+def test_places_of_numbers_that_each_layout_cuts_its_own_way():
+    """With ``--use-cpu-initialization``."""
+    model = torch.nn.Linear(3, 2)
+    traced = TracedModel([model], [canonical_names(model)], None, SINGLE)
+    summed, unknown = (
+        initial_values(traced, Namespace(use_cpu_initialization=on)) for on in (False, True)
+    )
+    assert all(one.moments.places for one in summed)
+    assert not any(one.moments.places for one in unknown)

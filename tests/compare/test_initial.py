@@ -45,12 +45,13 @@ def typical(n, std=1.0):
 
 
 def reference_of(data, name=NAME):
-    return {key_of(name): (tuple(data.shape), moments_of(data))}
+    return {key_of(name): (tuple(data.shape), moments_of(data, (0,) * data.dim()))}
 
 
 def held(rank, data, shape=SHAPE, placement=(), mesh=SINGLE, name=NAME, state=0):
     boxes = plan(shape, placement, mesh)
-    moments = sum((moments_of(local_view(data, box)) for box in boxes), Moments(state=state))
+    parts = (moments_of(local_view(data, box), box.logical) for box in boxes)
+    moments = sum(parts, Moments(state=state))
     where = describe(placement), boxes, tuple(shape)
     return rank, Measured(key_of(name), *where, None, moments=moments)
 
@@ -94,6 +95,25 @@ def test_other_random_numbers_pass(dtype):
 
 def test_same_values_have_no_error():
     assert verdict_of(REFERENCE, held(0, drawn(1, *SHAPE))).rel_err == 0.0
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3)], ids=["gate-up", "neighbours"])
+def test_given_numbers_have_places(order):
+    """Of a gated layer, both halves together may be cut, for instance."""
+    quarters = drawn(1, *SHAPE).chunk(4)
+    parts = torch.cat([quarters[at] for at in order]).chunk(2)
+    verdict = verdict_of(REFERENCE, *shards(*parts))
+    assert (verdict.verdict, verdict.ranks) == (Outcome.DIVERGED, (0, 1))
+    assert [note.what for note in verdict.notes] == [Remark.DISPLACED]
+    assert cause(verdict) is Cause.INITIAL_VALUES
+    assert verdict_of(REFERENCE, *shards(*drawn(1, *SHAPE).chunk(2))).verdict is Outcome.PASS
+    # Unless each layout cuts its random numbers its own way.
+    expected = {key_of(): (SHAPE, moments_of(drawn(1, *SHAPE)))}
+    assert verdict_of(expected, *shards(*parts)).verdict is Outcome.PASS
+
+
+def test_a_transposed_square():
+    assert verdict_of(REFERENCE, held(0, drawn(1, *SHAPE).t())).verdict is Outcome.DIVERGED
 
 
 @pytest.mark.parametrize("size", [1.1, 0.9])

@@ -68,6 +68,8 @@ def test_the_innermost_module_around_it() -> None:
         # Parts of losses are right if the gradients of activations are.
         (Kind.MAIN_GRAD, "loss_func", False),
         (Kind.MAIN_GRAD, "finalize", True),
+        # What a script does to the model that it has built.
+        (Kind.INITIAL, "set_seed", True),
     ],
 )
 def test_the_users_own_code(kind: Kind, own: str, first: bool) -> None:
@@ -78,7 +80,7 @@ def test_the_users_own_code(kind: Kind, own: str, first: bool) -> None:
     sources = dataclasses.replace(
         ledger.sources, calls=dataclasses.replace(calls, functions=functions)
     )
-    failure = judged(kind, WEIGHT if kind is Kind.MAIN_GRAD else LINEAR, Outcome.DIVERGED)
+    failure = judged(kind, LINEAR if kind is Kind.OUTPUT else WEIGHT, Outcome.DIVERGED)
     assert Places(ledger, [failure]).ranked(failure, PARTIAL)[0][1].function != own
     ledger = dataclasses.replace(ledger, sources=sources)
     place = Places(ledger, [failure]).ranked(failure, PARTIAL)[0][1]
