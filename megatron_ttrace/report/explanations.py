@@ -42,6 +42,8 @@ _MEASURED = [field.name for field in dataclasses.fields(TensorResult)]
 _OF_CULPRITS = {field.name for field in dataclasses.fields(Culprit)} & {*_MEASURED} - {"name"}
 _OTHERS = 4
 """Further parameters that a sentence names."""
+_MEAN = 0.02
+"""How far a mean of measured numbers may be from what is expected."""
 
 Text = tuple[str, str]
 """What was tested, and what that suggests."""
@@ -238,9 +240,9 @@ def _factor(finding: f.ConstantFactor) -> Text:
     if not axes:
         return text, "it was multiplied, or divided, once too often or not at all"
     fault = (
-        "a missing division or a doubled reduction"
+        "a missing division, or a doubled factor or reduction"
         if large
-        else "a doubled division or a missing reduction"
+        else "a doubled division, or a missing factor or reduction"
     )
     return text, f"{fault} over {' or '.join(axes)}"
 
@@ -305,12 +307,18 @@ def _shares(finding: f.UnequalShares) -> Text:
     if len(texts) > 1:
         ranks = [_ranges(ranks) for ranks, _ in finding.by_ranks]
         text = "; ".join(f"on rank {who} {how}" for who, how in zip(ranks, texts, strict=True))
-    own_mean = any(
-        share.axis == "dp" and not share.missing
-        for _, weights in finding.by_ranks
-        for share in weights
-    )
+    own_mean = any(_are_means(share) for _, weights in finding.by_ranks for share in weights)
     return text, "each rank takes the mean over its own tokens" if own_mean else ""
+
+
+def _are_means(share: f.ShareWeights) -> bool:
+    """Whether ranks may have taken the mean over their own n tokens, of N on R ranks.
+
+    Each then counts N / (R n) times, so that the reciprocals have the mean 1.
+    """
+    counts = [count for _, count in share.counts if count > 0]
+    is_mean = abs(sum(1 / count for count in counts) / len(counts) - 1) < _MEAN if counts else False
+    return share.axis == "dp" and len(counts) == len(share.counts) > 1 and is_mean
 
 
 def _weights(weights: f.ShareWeights) -> str:

@@ -80,7 +80,7 @@ def render(
         page.field("time", ", ".join(times))
     notices = [
         ("findings about collectives", map(finding_text, summary.collective_findings)),
-        ("changes", wording.changed_texts(summary.changed_code)),
+        ("changes", wording.changed_texts(summary)),
         ("notices", (clean(notice, NOTE_LIMIT) for notice in summary.notices)),
         ("not exercised", map(wording.not_exercised_text, summary.not_exercised)),
     ]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
+from megatron_ttrace.trace.executed import ChangedFunction, Execution
 from megatron_ttrace.trace.findings import (
     FaultNote,
     Miscounted,
@@ -282,14 +282,23 @@ def isolated_texts(culprits: Sequence[Culprit]) -> list[str]:
     return first_of(texts, 3) or [nothing]
 
 
-def changed_texts(changed: ChangedCode | None) -> list[str]:
-    """The changed code by where it ran, a line for each, what ran in the culprit first."""
-    lines = []
+def changed_texts(summary: Summary) -> list[str]:
+    """The changed code by where it ran, a line for each, what ran in the culprit first.
+
+    What ran elsewhere and is among the places to look at is not said to have run elsewhere.
+    """
+    lines, changed = [], summary.changed_code
+    named = {
+        (Execution.ELSEWHERE, place.file, place.function)
+        for culprit in summary.culprits
+        for place in culprit.places
+    }
     for ran, replaces in itertools.product(Execution, (False, True)):
         places = [
             _edit_text(function)
             for function in (changed.functions if changed else ())
             if (function.ran, function.replaces) == (ran, replaces)
+            and (ran, function.file, function.function) not in named
         ]
         if changed and places:
             text = _CHANGED[ran].format(since="it was imported" if replaces else changed.since)
@@ -307,7 +316,7 @@ def _edit_text(function: ChangedFunction) -> str:
 def notices(summary: Summary) -> list[str]:
     """Everything that a reader must know beside the answer, one sentence each."""
     return [
-        *changed_texts(summary.changed_code),
+        *changed_texts(summary),
         *(clean(notice, NOTE_LIMIT) for notice in summary.notices),
         *map(not_exercised_text, summary.not_exercised),
     ]

@@ -114,7 +114,7 @@ def test_one_sentence(made: tuple[Explainer, Path]) -> None:
     assert sentence.startswith("2.000 times too large = the size of dp, as are all")
     assert f"as are all {len(NAMES)} main gradients that fail" in sentence
     assert "on all 2 ranks" in sentence
-    assert hint_text(why, verdict) == "a missing division or a doubled reduction over dp"
+    assert hint_text(why, verdict) == "a missing division, or a doubled factor or reduction over dp"
     assert (why.places, why.collectives) == ((), None)
     assert why.finding is not None
     assert (why.finding.cause, why.finding.axes) == (Cause.TOO_LARGE, ("dp",))

@@ -144,7 +144,7 @@ def test_a_number_that_is_off_by_the_same_factor(clue: Clue, makes: bool) -> Non
     """It comes before an operation that has to do with a size of the layout."""
     finding = findings.ConstantFactor(Cause.TOO_LARGE, ("dp",), ratio=2.0, sizes=(("dp",),))
     why = Explanation(finding, (Place("a.py", 1, "run", Clue.NAMES), Place("a.py", 9, "sum", clue)))
-    usual = "a missing division or a doubled reduction over dp"
+    usual = "a missing division, or a doubled factor or reduction over dp"
     number = "a number made in sum is off by the same factor; otherwise "
     assert explanations.hint_text(why, VERDICT) == number * makes + usual
 
@@ -192,3 +192,21 @@ def test_shares_of_several_modules_and_ranks() -> None:
         "on rank 0 a's share of microbatch 1..2 is missing; b's shares count unequally (dp 0: "
         "1.500 instead of 1); on rank 1..2 b's shares count unequally (dp 0: 1.500 instead of 1)"
     )
+
+
+@pytest.mark.parametrize(
+    ("counts", "hint"),
+    [
+        # Of 4 ranks with 9, 15.5, 4 and 11.5 of 40 tokens.
+        (((0, 1.111), (1, 0.645), (2, 2.5), (3, 0.87)), "each rank takes the mean over its own"),
+        # A second mean over two ranks, of which one has the reduced gradient.
+        (((1, 0.5),), ""),
+        (((0, 1.0), (1, -1.0)), ""),
+    ],
+)
+def test_means_over_own_tokens(counts: tuple[tuple[int, float], ...], hint: str) -> None:
+    """Only what such means are gives that hint."""
+    weights = ShareWeights("", "dp", counts, False)
+    shares = UnequalShares(Cause.WEIGHTS, ("dp",), by_ranks=(((0,), (weights,)),))
+    text = explanations.hint_text(Explanation(shares), VERDICT)
+    assert text.startswith(hint) if hint else not text

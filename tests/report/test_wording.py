@@ -6,11 +6,13 @@ import math
 
 import pytest
 
-from megatron_ttrace.report.wording import error_text, notes_text
+from megatron_ttrace.report.wording import changed_texts, error_text, notes_text
+from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Note, Remark, Sample
 from megatron_ttrace.trace.outcomes import Reason
+from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Outcome
-from tests.report.synthetic_report import make_verdict
+from tests.report.synthetic_report import culprit_of, make_summary, make_verdict
 
 NORMAL = Sample(1e-4, 0.02)
 
@@ -51,3 +53,13 @@ def test_an_error_beside_zero() -> None:
     """It is relative to nothing."""
     verdict = make_verdict(rel_err=math.inf, verdict=Outcome.DIVERGED)
     assert error_text(verdict) == "infinite: in the reference it is zero"
+
+
+def test_changed_code_that_is_looked_at():
+    """It is not said to have run elsewhere."""
+    functions = [ChangedFunction("a.py", name, 3, Execution.ELSEWHERE) for name in ("f", "g")]
+    verdict = make_verdict(verdict=Outcome.DIVERGED)
+    culprit = culprit_of(verdict, "", "", places=(Place("a.py", 3, "g", Clue.CHANGED),))
+    summary = make_summary([verdict], (culprit,))
+    summary = dataclasses.replace(summary, changed_code=ChangedCode("v1", (*functions,)))
+    assert changed_texts(summary) == ["changed since v1, and ran elsewhere in the job: a.py:3 (f)"]
