@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from megatron_ttrace.mcore.roles import any_layer
 from megatron_ttrace.trace.findings import (
@@ -17,12 +18,13 @@ from megatron_ttrace.trace.findings import (
     PartialSums,
     UnequalShares,
 )
-from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import Direction, Kind
 
 Groups = dict[tuple[object, ...], int]
 """Numbers of the groups that are known, by what their culprits have in common."""
+_OF_ALL = (Direction.GRADIENT, Direction.UPDATE)
 
 
 def group_of(
@@ -49,6 +51,20 @@ def group_of(
     for key in keys:
         groups.setdefault(key, number)
     return number
+
+
+def looked_for_together(diagnoses: Iterable[Diagnosis]) -> Iterator[Diagnosis]:
+    """Put culprits without a cause into one group if the same functions are to be looked at.
+
+    Only of what reduces gradients or updates weights, which is one for all parameters.
+    """
+    groups: dict[tuple[object, ...], int] = {}
+    for diagnosis in diagnoses:
+        verdict, why, group = diagnosis.verdict, diagnosis.why, diagnosis.group
+        if diagnosis.direction in _OF_ALL and not why.finding and why.places:
+            stage = verdict.kind, verdict.index, verdict.verdict, diagnosis.grounds
+            group = groups.setdefault((*stage, why.places), group)
+        yield dataclasses.replace(diagnosis, group=group)
 
 
 def _near(ratio: float) -> tuple[int, int]:

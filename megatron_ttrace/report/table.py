@@ -30,7 +30,6 @@ _STEPWISE = (Kind.TOKENS, Kind.LOSS, Kind.GRAD_NORM, Kind.METRIC)
 _LAYER = re.compile(r"^((?:[^.]+\.)*?)layers\.\d+(?=\.|$)", re.DOTALL)
 _NUMBER = re.compile(r"(?<=\blayers\.)\d{1,9}(?=\.|$)")
 _DIRECTIONS = tuple(Direction)
-_OF_ALL = (Direction.GRADIENT, Direction.UPDATE)
 _KINDS = {kind: position for position, kind in enumerate(Kind)}
 
 
@@ -295,17 +294,10 @@ def unchecked_reasons(verdicts: Iterable[Verdict]) -> list[tuple[Reason | None, 
 
 
 def by_cause(culprits: Iterable[Culprit]) -> list[list[Culprit]]:
-    """Culprits with one cause, together: one bug in every layer is one story.
-
-    What reduces gradients or updates weights is one for all parameters, so that those without a
-    cause are alike if it is looked for in the same functions.
-    """
+    """Culprits with one cause, together: one bug in every layer is one story."""
     groups: dict[object, list[Culprit]] = {}
     for position, culprit in enumerate(culprits):
-        key: object = culprit.group or (position,)
-        if culprit.places and not culprit.cause and culprit.direction in _OF_ALL:
-            key = (culprit.kind, culprit.index, culprit.verdict, culprit.places)
-        groups.setdefault(key, []).append(culprit)
+        groups.setdefault(culprit.group or (position,), []).append(culprit)
     return list(groups.values())
 
 

@@ -23,6 +23,7 @@ from megatron_ttrace.diagnose.control import controlled
 from megatron_ttrace.diagnose.culprits import localise
 from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.gather import Traces
+from megatron_ttrace.diagnose.groups import looked_for_together
 from megatron_ttrace.diagnose.places import Places
 from megatron_ttrace.diagnose.ran import in_culprits
 from megatron_ttrace.diagnose.residual import residuals
@@ -157,7 +158,10 @@ def conclude(
         diagnoses = localise(verdicts, explain, isolated=config.isolate)
     functions = () if changed is None else changed.functions
     places = Places(ledger, verdicts, reference.reference.numbers, functions)
-    culprits = tuple(explanations.culprit_of(places.of(diagnosis)) for diagnosis in diagnoses)
+    culprits = tuple(
+        explanations.culprit_of(diagnosis)
+        for diagnosis in looked_for_together(map(places.of, diagnoses))
+    )
     explained = time.monotonic()
     result = Result.DIVERGED if culprits else Result.EQUIVALENT
     sentences = [*notices]

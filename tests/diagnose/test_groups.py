@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_ttrace.diagnose.groups import Groups, group_of
+from megatron_ttrace.diagnose.groups import Groups, group_of, looked_for_together
 from megatron_ttrace.trace.findings import (
     Cause,
     Composed,
     ConstantFactor,
+    Explanation,
     Finding,
     Loss,
     LossShare,
@@ -17,7 +18,9 @@ from megatron_ttrace.trace.findings import (
     ShareWeights,
     UnequalShares,
 )
+from megatron_ttrace.trace.judged import Diagnosis
 from megatron_ttrace.trace.outcomes import Grounds
+from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Direction
 from tests.diagnose.evidence_by_hand import WEIGHT, failed
 
@@ -33,6 +36,29 @@ def groups(*findings: Finding) -> list[int]:
         )
         for number, finding in enumerate(findings)
     ]
+
+
+def test_one_reduction_is_for_all_parameters() -> None:
+    """Culprits without a cause are alike if they are looked for in the same functions."""
+    here, there = ((Place("ddp.py", line, "f", Clue.RAN),) for line in (3, 4))
+    known = Explanation(Finding(Cause.ZERO), here)
+    explanations = Explanation(places=here), Explanation(places=there), known, Explanation()
+    for direction, expected in (
+        (Direction.UPDATE, [1, 2, 3, 4, 1, 2, 7, 8]),
+        (Direction.FORWARD, [1, 2, 3, 4, 5, 6, 7, 8]),
+    ):
+        diagnoses = (
+            Diagnosis(
+                name="m",
+                direction=direction,
+                grounds=Grounds.UPDATE,
+                verdict=failed(WEIGHT),
+                why=why,
+                group=number,
+            )
+            for number, why in enumerate(explanations * 2, 1)
+        )
+        assert [one.group for one in looked_for_together(diagnoses)] == expected
 
 
 def shares(held: dict[tuple[int, ...], tuple[float, ...]], *, missing: bool) -> UnequalShares:

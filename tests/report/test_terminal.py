@@ -11,7 +11,6 @@ from rich.console import Console
 
 from megatron_ttrace.report import html, publish, table, terminal
 from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
-from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Code, Direction, Run
 from tests.diagnose.judged_by_hand import localise
 from tests.report.expected import (
@@ -69,17 +68,6 @@ def test_unknown_causes_are_folded_over_layers() -> None:
     assert [len(group) for group in table.by_cause(culprits)] == [8, 8, 1]
     names = table.folded(table.by_cause(culprits[2:])[0], ["decoder.layers.0.input_layernorm"])
     assert names == ["decoder.layers.*.input_layernorm (in 7 of 8 layers: 1-7)"]
-
-
-def test_one_reduction_is_for_all_parameters() -> None:
-    """Culprits without a cause are alike if they are looked for in the same functions."""
-    culprits = localise(norms_not_reduced(8))
-    place = Place("ddp.py", 3, "f", Clue.RAN)
-    alike = [dataclasses.replace(culprit, places=(place,)) for culprit in culprits]
-    assert {culprit.direction for culprit in alike} == {Direction.GRADIENT}
-    assert [len(group) for group in table.by_cause(alike)] == [17]
-    forward = [dataclasses.replace(culprit, direction=Direction.FORWARD) for culprit in alike]
-    assert [len(group) for group in table.by_cause(forward)] == [8, 8, 1]
 
 
 def test_paths_can_be_copied(diverged: Check, tmp_path: Path) -> None:
