@@ -47,7 +47,8 @@ def finding_text(finding: LedgerFinding) -> str:
     where = f"over {clean(finding.group, 60)} (ranks {', '.join(map(str, finding.members[:8]))}"
     where += ", ...)" if len(finding.members) > 8 else ")"
     if finding.groups > 1:
-        where += f" and {finding.groups - 1} more such groups"
+        more = finding.groups - 1
+        where += f" and {more} more such group{'s' if more > 1 else ''}"
     if finding.fault is LedgerFault.ORDER:
         sides = " and ".join(on_ranks(ran.ranks) for ran in finding.ran[:3])
         return f"the same collectives {where} ran in different orders: {sides} disagree"

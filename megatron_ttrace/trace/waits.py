@@ -10,6 +10,7 @@ import enum
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.codec import Rank
@@ -81,9 +82,17 @@ class Wait:
         if self.doing is not Doing.COLLECTIVE:
             return clean(f"is busy{place}", NOTE_LIMIT)
         size = f" of {self.elements:,} {self.dtype} elements" if self.elements >= 0 else ""
-        over = f"{self.group} group, " if self.group else ""
-        group = f" ({over}ranks {_listed(self.members)})"
+        known = [f"{self.group} group"] if self.group else []
+        known += [f"ranks {_listed(self.members)}"] if self.members else []
+        group = f" ({', '.join(known)})" if known else ""
         return clean(f"waits in {self.operation}{size}{group}{place}", NOTE_LIMIT)
+
+    @property
+    def alike(self) -> Self:
+        """What ranks have in common that wait in the same call, each in its own group."""
+        if not self.group or self.operation in ("send", "recv"):
+            return self
+        return dataclasses.replace(self, members=(), communicator="")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,14 +105,17 @@ class Stall:
     @property
     def text(self) -> str:
         """One line; ranks that wait at the same place are named together."""
-        alike: dict[str, list[int]] = {}
+        alike: dict[Wait, list[int]] = {}
         for rank, wait in sorted(self.waits.items()):
-            alike.setdefault(wait.text, []).append(rank)
-        parts = [
+            alike.setdefault(wait.alike, []).append(rank)
+        parts: dict[str, list[int]] = {}
+        for wait, ranks in alike.items():
+            texts = {self.waits[rank].text for rank in ranks}
+            parts.setdefault(texts.pop() if len(texts) == 1 else wait.text, []).extend(ranks)
+        return "; ".join(
             f"rank {ranks[0]} {text}" if len(ranks) == 1 else f"ranks {_listed(ranks)}: each {text}"
-            for text, ranks in list(alike.items())[:_MOST_GROUPS]
-        ]
-        return "; ".join(parts)
+            for text, ranks in list(parts.items())[:_MOST_GROUPS]
+        )
 
 
 def judge(waits: Mapping[int, Wait], size: int) -> Stall:

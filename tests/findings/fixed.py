@@ -510,6 +510,13 @@ def standalone_mtp():
     gpt.mtp_block_spec = of_all_layers
 
 
+@fix("transformer.moe.moe_logging:MoEMetricsTracker", "ensure_initialized", "hybrid-losses")
+def all_layers(original, self, name, num_layers, device=None):
+    """A stage without experts has a loss for every layer, as a stage with experts has."""
+    args = get_args()
+    original(self, name, args.num_layers + (args.mtp_num_layers or 0), device)
+
+
 @fix("models.hybrid.hybrid_block:HybridStack", "forward", "hybrid-masks")
 def own_masks(forward, self, *args, **keywords):
     """With sequence parallelism each rank draws from a state of its own, as for GPT."""

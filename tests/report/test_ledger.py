@@ -104,7 +104,7 @@ def test_citation(cited: Citation | None, text: str) -> None:
                 ran=(RanHere((0,), 0), RanHere((2,), 1)),
                 groups=2,
             ),
-            "the same collectives over dp (ranks 0, 2) and 1 more such groups ran in different "
+            "the same collectives over dp (ranks 0, 2) and 1 more such group ran in different "
             "orders: rank 0 and rank 2 disagree",
         ),
         (

@@ -69,6 +69,18 @@ def test_one_line() -> None:
     )
 
 
+def test_many_groups_in_one_line() -> None:
+    """The same call in many groups is reported once, so both sizes of a mismatch are there."""
+    pairs = {rank: dataclasses.replace(TP, members=(rank % 8, rank % 8 + 8)) for rank in range(16)}
+    sides = {r: w if r < 8 else dataclasses.replace(w, elements=512) for r, w in pairs.items()}
+    stall = waits.judge(sides, 16)
+    assert stall.mismatch is Mismatch.SIZES
+    first, second = stall.text.split("; ")
+    assert first.startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7: each waits in all_reduce of 1,024 ")
+    assert second.startswith("ranks 8, 9, 10, 11, 12, 13, 14, 15: each waits in all_reduce of 512 ")
+    assert "(tp group), module" in first
+
+
 def test_files(tmp_path: Path) -> None:
     """What a rank leaves is read by another; a damaged file is none, and it can be taken back."""
     folder = tmp_path / "logs"
