@@ -423,10 +423,16 @@ def _terms(counting: Counting) -> Iterator[Term]:
 
 
 def _names_in(reference: Counted | None, statistic: Statistic) -> frozenset[str] | None:
-    """The parameters that the reference counts; ``None`` for all."""
+    """The parameters that the reference counts; ``None`` for all.
+
+    The norm of gradients has all that the reference steps: one device has no copies to leave out.
+    """
     if reference is None or not _of(reference, statistic):
         return None
-    return frozenset(reference.parts[number].name for number in _in(reference, statistic))
+    numbers = [*_in(reference, statistic)]
+    if statistic is Statistic.GRAD_NORM:
+        numbers += _in(reference, Statistic.STEPPED)
+    return frozenset(reference.parts[number].name for number in numbers)
 
 
 def _other_norms(reference: Counted | None, ranks: Mapping[int, Counted]) -> _Wrong:

@@ -115,5 +115,5 @@ def _of_finding(
 
 
 def _is_norm_of(norm: float, squares: float) -> bool:
-    """Whether the reference's norm is that of all gradients; if it is not known, too."""
-    return not norm or math.isclose(norm, math.sqrt(squares), rel_tol=1e-3)
+    """Whether the reference's norm is that of all gradients; it may lack the same ones."""
+    return math.isclose(norm, math.sqrt(squares), rel_tol=1e-3)

@@ -107,6 +107,8 @@ def test_a_norm_that_passes(size: int, left: Cause | None) -> None:
     assert cause(twice, failed, *gradients, strange, passing, norm=norm) is left
     # The norm of some: others have their own.
     assert cause(twice, failed, *gradients, passing, norm=0.9 * norm) is Cause.COUNTED_TWICE
+    # The reference's may be wrong in the same way.
+    assert cause(twice, failed, *gradients, passing, norm=0.0) is Cause.COUNTED_TWICE
 
 
 def test_an_update_that_passes() -> None:
