@@ -114,6 +114,11 @@ class Explainer:
             return Explanation(Finding(cause) if cause else None)
         if verdict.verdict is Outcome.MISSING and verdict.kind is Kind.GRAD_INPUT:
             return Explanation(observed=Finding(Cause.CUT_OFF))
+        if verdict.verdict is Outcome.MISSING and verdict.kind is Kind.MAIN_GRAD:
+            # What requires a gradient and is in no optimizer has an update: it never changes.
+            update = dataclasses.replace(key, kind=Kind.PARAM_DELTA)
+            is_frozen = update in self._traces.reference and not any(self._traces.of(update))
+            return Explanation(Finding(Cause.FROZEN) if is_frozen else None)
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
             expected = [other.name for other in self._traces.reference if start.is_start(other)]
             stages = start.stages_of(self._traces.started, self._traces.meshes)

@@ -174,7 +174,7 @@ class Suspects:
         self._part(_G, 0.0, 0.4 if few else 1.0)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)
         self._part(Phase.SCRIPT, 0.0, 0.4)
-        if self._verdict.kind is Kind.INITIAL:
+        if self._verdict.kind in (Kind.INITIAL, Kind.MAIN_GRAD):
             functions = self._code.functions
             self._take((n for n in self._code.at[BUILDING] if functions[n].own), 1.0)
 
@@ -278,6 +278,9 @@ class Suspects:
     def _parameter_gradient(self) -> None:
         # If most are right, it is less likely what reduces all of them.
         few = self.few
+        if self._finding is not None and self._finding.cause is Cause.FROZEN:
+            self._start()
+            return
         if self._finding is not None and self._finding.cause is Cause.PRECISION:
             # Gradients have the dtype of the buffers that they are accumulated in.
             self._part(_G, 0.3, 1.0)

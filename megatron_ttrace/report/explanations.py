@@ -6,6 +6,7 @@ or is simple enough for a template in ``messages.toml``.
 """
 
 import dataclasses
+import itertools
 import string
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -131,7 +132,9 @@ def hint_text(why: Explanation, verdict: Judged) -> str:
     if why.finding is not None:
         summed = why.collectives.summed if why.collectives else frozenset()
         hint = _texts(why.finding, verdict, summed)[1]
-        made = next((place.function for place in why.places if place.clue is Clue.ORIGIN), "")
+        # What the user's own code returns may be meant as a share, or not.
+        places = itertools.takewhile(lambda place: place.clue is not Clue.OWN, why.places)
+        made = next((place.function for place in places if place.clue is Clue.ORIGIN), "")
         if made and hint and isinstance(why.finding, f.ConstantFactor):
             return f"a number made in {made} is off by the same factor; otherwise {hint}"
         return hint
@@ -176,6 +179,8 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
         return _rendered(finding)
     if finding.cause is Cause.ZERO:
         return _ZERO.get(verdict.kind, ("all zero", ""))
+    if finding.cause is Cause.FROZEN:
+        return "it requires no gradient: it is frozen, which it is not in the reference", ""
     if finding.cause is Cause.CUT_OFF:
         return notes_text([f.Note(f.Remark.CUT_OFF)]), ""
     return notes_text(verdict.notes), ""

@@ -50,6 +50,7 @@ class Cause(StrEnum):
     NUMBER = "number"
     SETTING = "setting"
     CUT_OFF = "cut_off"
+    FROZEN = "frozen"
 
 
 class Remark(StrEnum):
@@ -240,10 +241,7 @@ class WrongCopies(Finding):
 
 
 class ShareWeights(NamedTuple):
-    """How often the shares of a gradient that came through ``module`` count, where not once.
-
-    ``counts`` are by rank along ``axis``, or by number if this is ``microbatch``.
-    """
+    """How often a gradient's shares through ``module`` count, by rank along ``axis``, or batch."""
 
     module: str
     axis: str

@@ -235,6 +235,16 @@ def test_a_gradient_that_nothing_asks_for(made: tuple[Explainer, Path]) -> None:
     assert (why.finding, why.observed) == (None, Finding(Cause.CUT_OFF))
 
 
+@pytest.mark.parametrize("is_updated", [False, True])
+def test_a_parameter_that_only_the_candidate_freezes(tmp_path: Path, is_updated: bool) -> None:
+    """It has neither gradient nor update; without an optimizer it would have an update of zero."""
+    explainer, _ = explainer_of(tmp_path, lambda right: right, Kind.PARAM_DELTA)
+    verdict = failed(dataclasses.replace(keys()[0], kind=Kind.MAIN_GRAD), Outcome.MISSING)
+    if not is_updated:
+        explainer._traces = dataclasses.replace(explainer._traces, measured={})
+    assert explainer.explain(verdict).finding == (None if is_updated else Finding(Cause.FROZEN))
+
+
 def test_a_mask_that_only_the_candidate_recomputes(
     made: tuple[Explainer, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,13 @@ def large(*axes: str) -> Finding:
     return ConstantFactor(Cause.TOO_LARGE, axes, ratio=2.0)
 
 
+def test_what_froze_a_parameter() -> None:
+    """Rather what ran while the model was built than what reduces gradients."""
+    weights = suspects(Kind.MAIN_GRAD, f"{LINEAR}.weight", Finding(Cause.FROZEN)).weights
+    assert weights[NAMES.index("Linear.__init__")] == 1.0
+    assert weights[NAMES.index("finalize")] < 1.0
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "outcome"),
     [

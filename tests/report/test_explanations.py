@@ -147,6 +147,13 @@ def test_a_number_that_is_off_by_the_same_factor(clue: Clue, makes: bool) -> Non
     usual = "a missing division, or a doubled factor or reduction over dp"
     number = "a number made in sum is off by the same factor; otherwise "
     assert explanations.hint_text(why, VERDICT) == number * makes + usual
+    own = dataclasses.replace(why, places=(Place("loss.py", 1, "loss", Clue.OWN), *why.places))
+    assert explanations.hint_text(own, VERDICT) == usual
+
+
+def test_a_parameter_that_is_frozen() -> None:
+    text = explanations.explanation_text(Explanation(Finding(Cause.FROZEN)), VERDICT)
+    assert text == "it requires no gradient: it is frozen, which it is not in the reference"
 
 
 def test_loads_that_were_not_summed() -> None:
