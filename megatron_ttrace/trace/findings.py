@@ -241,7 +241,7 @@ class WrongCopies(Finding):
 
 
 class ShareWeights(NamedTuple):
-    """How often a gradient's shares through ``module`` count, by rank along ``axis``, or batch."""
+    """How often a gradient's shares through ``module`` count, if not once, by rank of ``axis``."""
 
     module: str
     axis: str
