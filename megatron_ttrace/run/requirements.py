@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which runs cannot be traced, and notices about those that can."""
 
+import importlib
 import os
 import re
+import sys
+from collections.abc import Sequence
 
 from megatron_ttrace import cpu
 from megatron_ttrace.jobs import argv, provenance, reference_arguments, reference_layout
@@ -13,6 +16,7 @@ from megatron_ttrace.mcore.checkpoints import loading
 from megatron_ttrace.mcore.options import decisions
 from megatron_ttrace.run import low_precision
 from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.sanitise import in_one_line
 
 
 def growing_batch(args: MegatronArguments) -> tuple[str, int]:
@@ -53,6 +57,7 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             f"{lacks}: Megatron would start from random weights: give the directory of a "
             "checkpoint, or omit the option"
         )
+    _require_spec(getattr(args, "spec", None) or ())
     ramp, _ = growing_batch(args)
     if settings.role == "candidate" and ramp and settings.iterations != (1,):
         raise TTraceError(
@@ -126,6 +131,18 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "--moe-pad-expert-input-to-capacity with sequence or context parallelism: padding "
             "depends on a rank's tokens, so layouts differ by design: check the job without it"
         )
+
+
+def _require_spec(spec: Sequence[str]) -> None:
+    """Raise ``TTraceError`` for a ``--spec`` that Megatron would log as an error, and ignore."""
+    if len(spec) != 2 or spec[0] in sys.modules:
+        return
+    try:
+        importlib.import_module(spec[0])
+    except ImportError as error:
+        raise TTraceError(
+            f"--spec {' '.join(spec)}: {in_one_line(error)}: Megatron would train default layers"
+        ) from error
 
 
 def _require_layout(args: MegatronArguments, settings: Settings) -> None:

@@ -69,6 +69,7 @@ REFUSED = [
     ({"exit_interval": 2}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
     ({"iteration": 7}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
     ({"main_params_dtype": torch.float16}, {}, "--main-params-dtype fp16"),
+    ({"spec": ["no_such.layers", "spec"]}, {}, "--spec no_such.layers spec: No module named"),
     (
         {
             "sft": True,
