@@ -56,6 +56,10 @@ DROPOUT = (
     "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --hidden-dropout 0.1"
 )
 EXPERTS = matrix.PARTS["experts"]
+STAGES = (
+    f"{TE} {EXPERTS} --moe-aux-loss-coeff 0.01 --moe-layer-freq 2 --sequence-parallel "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+)
 LLAMA = matrix.MODELS["llama-te"]
 DELTA = matrix.MODELS["gdn-te"] + " --tensor-model-parallel-size 2"
 FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
@@ -129,12 +133,7 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "muon-replicas",
             f"{MLA} --sequence-parallel --bf16 --optimizer muon --muon-tp-mode duplicated",
         ),
-        (
-            "",
-            "stages-without-experts",
-            f"{TE} {EXPERTS} --moe-aux-loss-coeff 0.01 --moe-layer-freq 2 --sequence-parallel "
-            "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
-        ),
+        ("", "stages-without-experts", STAGES),
         (
             "",
             "fsdp-expert-norm",
@@ -191,7 +190,7 @@ def test_a_fix_makes_it_equivalent(before, fix, arguments, tmp_path):
         job.remove("--mock-data")
         job += data_arguments(Data.DOCUMENTS, tmp_path, 64)
     found = []
-    ranks = 4 if arguments.startswith((INSTANCES, FEW_GROUPS)) else 2
+    ranks = 4 if arguments.startswith((INSTANCES, FEW_GROUPS, STAGES)) else 2
     for fixes in (before, f"{before} {fix}"):
         done = ttrace(
             *(
