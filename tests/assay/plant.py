@@ -268,12 +268,12 @@ def add_parser(subparsers: command.Subparsers) -> None:
         seed="of the random places (default 1)",
         only=False,
     )
+    parser.add_argument("reference", type=flags.path, metavar="REFERENCE_DIR")
     parser.add_argument(
-        "saved",
-        nargs=2,
+        "candidate",
         type=flags.path,
-        metavar=("REFERENCE_DIR", "CANDIDATE_DIR"),
-        help="a run that was checked with --ttrace-save-candidate",
+        metavar="CANDIDATE_DIR",
+        help="of a run that was checked with --ttrace-save-candidate",
     )
     parser.add_argument(
         "--trials",
@@ -286,10 +286,11 @@ def add_parser(subparsers: command.Subparsers) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     """Plant, judge, count."""
-    for folder in args.saved:
+    saved = args.reference, args.candidate
+    for folder in saved:
         inputs.require_regular_folder(folder)
-    with api.consistent(*args.saved):
-        field = Field(*args.saved)
+    with api.consistent(*saved):
+        field = Field(*saved)
         print(f"{len(field)} places (a tensor on a rank)")
         attempted = functools.partial(attempt, args.trials, args.seed or 1)
         rows = harness.execute(kinds(field), attempted, args)

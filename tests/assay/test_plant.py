@@ -123,6 +123,15 @@ def test_the_command(saved, tmp_path, capsys):
     assert __main__.main([*words, "0"]) == 2
 
 
+def test_help(capsys):
+    """Every command explains itself."""
+    parser = __main__.build_parser()
+    (commands,) = (action.choices for action in parser._actions if action.choices)
+    assert len(commands) == 12
+    for command in commands.values():
+        assert "exit" in command.format_help() or "example" in command.format_help(), command.prog
+
+
 def test_a_trace_of_failed_tensors_is_not_enough(saved, tmp_path):
     """One clear line."""
     seal(tmp_path, {"role": "candidate", "complete": False})
