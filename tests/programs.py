@@ -5,28 +5,43 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(
-    *words: object, cwd: Path = ROOT, timeout: float = 600, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """Run a program that can import the checkout; ``variables`` are added to the environment."""
+def environment(**variables: str) -> dict[str, str]:
+    """This process' environment, with the checkout first on the path, and ``variables``."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
+    return {**os.environ, "PYTHONPATH": path, **variables}
+
+
+def ended(done: subprocess.CompletedProcess[str], code: int | None) -> None:
+    """Require this exit code, if there is one, of a program that ended."""
+    assert code in (None, done.returncode), done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def run(
+    *words: object,
+    cwd: Path = ROOT,
+    timeout: float = 600,
+    code: int | None = None,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that can import the checkout, and must end with ``code``."""
+    done = subprocess.run(
         [str(word) for word in words],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path, **variables},
+        env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=timeout,
         check=False,
     )
+    ended(done, code)
+    return done
 
 
-def python(
-    *words: object, cwd: Path = ROOT, timeout: float = 600, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def python(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
     """The same with ``python WORDS``."""
-    return run(sys.executable, *words, cwd=cwd, timeout=timeout, **variables)
+    return run(sys.executable, *words, **more)

@@ -3,7 +3,6 @@
 
 import dataclasses
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -11,6 +10,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.programs import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "tests" / "bench" / "train.py"
@@ -139,7 +140,7 @@ def in_turns(
 
 def run(command: Sequence[str], home: Path, **variables: str) -> None:
     """Run a command to its end. Raises :class:`BenchError` when it failed."""
-    env = _environment(**variables)
+    env = environment(OMP_NUM_THREADS="1", **variables)
     log = home / "log"
     with log.open("w") as out:
         code = subprocess.run(
@@ -156,17 +157,12 @@ def started(command: Sequence[str], home: Path) -> Iterator[subprocess.Popen[str
     with subprocess.Popen(
         command,
         cwd=home,
-        env=_environment(),
+        env=environment(OMP_NUM_THREADS="1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
         yield process
-
-
-def _environment(**variables: str) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
 def _read(home: Path, ranks: int) -> Turns:

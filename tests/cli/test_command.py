@@ -3,7 +3,6 @@
 
 import shlex
 import subprocess
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from megatron_ttrace.cli import command, recipes
 from megatron_ttrace.cli.main import OVERVIEW, _named, build_parser, main
 from megatron_ttrace.evaluation.recipes.collect import Recipe, SmallJob
 from megatron_ttrace.trace import shared
+from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -165,10 +165,7 @@ def test_progress_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
 
 def _run(code: str, *words: object) -> str:
     """What a new process prints; it imports this package, wherever another one is installed."""
-    command_ = [sys.executable, "-c", code, *map(str, words)]
-    done = subprocess.run(command_, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return programs.python("-c", code, *words, code=0).stdout
 
 
 _FIRST_LINE = """

@@ -24,8 +24,7 @@ SUBJECTS = {
 
 def test_this_machine(tmp_path: Path) -> None:
     """All subjects on one screen, without warnings of other packages."""
-    done = ttrace("doctor", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = ttrace("doctor", cwd=tmp_path, code=0)
     assert done.stderr == ""
     assert all(subject in done.stdout for subject in SUBJECTS)
     assert len(done.stdout.splitlines()) <= 24

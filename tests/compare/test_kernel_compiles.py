@@ -12,6 +12,5 @@ DTYPES = 6
 def test_for_hopper(tmp_path):
     """Every kernel compiles for every dtype, without a GPU."""
     variables = {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = programs.python("-m", "tests.compare.compile_kernels", timeout=3600, **variables)
-    assert done.returncode == 0, done.stderr
+    done = programs.python("-m", "tests.compare.compile_kernels", timeout=3600, **variables, code=0)
     assert len(done.stdout.splitlines()) == DTYPES + 1

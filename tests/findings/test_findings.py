@@ -3,15 +3,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_ttrace.evaluation.matrix import configurations as matrix
 from megatron_ttrace.evaluation.suites import Data, data_arguments
-from tests.integration.jobs import TINY, environment, ttrace
+from tests.integration.jobs import TINY, python, ttrace
 from tests.saved.huggingface.jobs import BESIDE, TWINS, arguments, needs_transformers
 
 SCRIPT = Path(__file__).with_name("fixed.py")
@@ -233,21 +231,17 @@ def test_a_factor_of_rope_scaling(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_loss_that_rounds():
+def test_a_loss_that_rounds(tmp_path):
     """The gradient of float32 logits."""
     script = Path(__file__).with_name("loss_dtype.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment(), capture_output=True, text=True, check=True
-    )
+    done = python(script, cwd=tmp_path, cold=True, code=0)
     assert done.stdout.strip() == "torch.bfloat16"
 
 
 @pytest.mark.nightly
-def test_cached_angles_belong_to_other_positions():
+def test_cached_angles_belong_to_other_positions(tmp_path):
     """YaRN's on two ranks; in a process of its own, for it switches the CPU backend on for good."""
     script = Path(__file__).with_name("yarn_positions.py")
-    done = subprocess.run(
-        [sys.executable, str(script)], env=environment(), capture_output=True, text=True, check=True
-    )
+    done = python(script, cwd=tmp_path, cold=True, code=0)
     assert "rank 0: positions [0, 1, 6, 7], with the cache [0, 1, 2, 3]" in done.stdout
     assert "rank 1: positions [2, 3, 4, 5], with the cache [4, 5, 6, 7]" in done.stdout

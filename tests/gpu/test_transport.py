@@ -11,7 +11,7 @@ def test_every_collective(tmp_path):
 
     def run(rank):
         words = "-m", "tests.gpu.transport_ranks", f"file://{tmp_path}/store", rank, 2
-        return python(*words, cwd=ROOT, timeout=600, cold=False)
+        return python(*words, cwd=ROOT, timeout=600)
 
     with ThreadPoolExecutor() as pool:
         for done in pool.map(run, range(2)):

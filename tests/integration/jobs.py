@@ -33,20 +33,17 @@ TINY = (
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process' environment, with the checkout first on the path."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+    """This process' environment, with the checkout first on the path, and one thread."""
+    return programs.environment(**{"OMP_NUM_THREADS": "1", **more})
 
 
-def ttrace(
-    *words: object, cwd: Path, timeout: float = 840, cold: bool = False, **more: str
-) -> subprocess.CompletedProcess[str]:
+def ttrace(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does; ``cold`` in a fresh interpreter (see tests/warm.py)."""
-    return python("-m", "megatron_ttrace", *words, cwd=cwd, timeout=timeout, cold=cold, **more)
+    return python("-m", "megatron_ttrace", *words, **more)
 
 
 def torchrun(
-    nproc: int, *words: object, cwd: Path, cold: bool = False, **more: str
+    nproc: int, *words: object, cold: bool = False, **more: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run a training script on ranks; ``cold``: under torchrun itself, in fresh interpreters."""
     launcher: list[object] = ["-m", "tests.ranks", nproc]
@@ -54,16 +51,23 @@ def torchrun(
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", nproc]
         launcher += ["--master-port", "0", "--rdzv-backend", "c10d"]
         launcher += ["--rdzv-endpoint", "127.0.0.1:0"]
-    return python(*launcher, *words, cwd=cwd, timeout=840, cold=cold, **more)
+    return python(*launcher, *words, cold=cold, **more)
 
 
 def python(
-    *words: object, cwd: Path, timeout: float, cold: bool, **more: str
+    *words: object,
+    cwd: Path,
+    timeout: float = 840,
+    cold: bool = False,
+    code: int | None = None,
+    **more: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python WORDS``."""
-    if not cold:
-        return warm.run(words, cwd=cwd, env=environment(**more), timeout=timeout)
-    return programs.python(*words, cwd=cwd, timeout=timeout, **environment(**more))
+    """Run ``python WORDS``, which must end with ``code``."""
+    if cold:
+        return programs.python(*words, cwd=cwd, timeout=timeout, code=code, **environment(**more))
+    done = warm.run(words, cwd=cwd, env=environment(**more), timeout=timeout)
+    programs.ended(done, code)
+    return done
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +134,9 @@ def check(
         *(script or (TRAIN if mistake else SCRIPT), *model, *words),
         cwd=cwd,
         cold=cold,
+        code=code,
         **more,
     )
-    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
     named = list(flags)[list(flags).index("--ttrace-dir") + 1] if "--ttrace-dir" in flags else None
     return Checked(done, cwd / (named or "ttrace-out"))
 
@@ -142,9 +146,7 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     """Train a tiny job on ranks that prints its bits; see ``tests/assay/planted/train.py``."""
     more[ORDER] = json.dumps({"bits": True, "mode": mode})
-    done = torchrun(nproc, TRAIN, *TINY, *words, cwd=cwd, cold=cold, **more)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
+    return torchrun(nproc, TRAIN, *TINY, *words, cwd=cwd, cold=cold, code=0, **more)
 
 
 def bits_of(text: str) -> list[str]:

@@ -96,8 +96,7 @@ def checkout(tmp_path: Path) -> Path:
 
 def shrunk(checkout: Path, *words: object) -> list[str]:
     """The command that checks the small job."""
-    done = ttrace("shrink", "--json", "--data", "text", "--", *words, cwd=checkout)
-    assert done.returncode == 0, done.stderr
+    done = ttrace("shrink", "--json", "--data", "text", "--", *words, cwd=checkout, code=0)
     found = json.loads(done.stdout)
     assert ["ranks", "16", "4", "2 per axis"] in found["changes"]
     [job] = found["jobs"]
@@ -131,8 +130,7 @@ def test_all_ways_to_start_it_are_one_job(checkout: Path) -> None:
 def test_an_example_is_checked(checkout: Path) -> None:
     """As it is written, with paths that do not exist, on a machine without a GPU."""
     words = ["CUDA_DEVICE_MAX_CONNECTIONS=1", "bash", "torchrun.sh", *PATHS]
-    done = ttrace("check", "--shrink", "--ttrace-no-wandb", "--", *words, cwd=checkout)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ttrace("check", "--shrink", "--ttrace-no-wandb", "--", *words, cwd=checkout, code=0)
     summary = json.loads((checkout / "ttrace-out" / "summary.json").read_text())
     assert summary["verdict"] == "equivalent"
     assert any("stands for one with 16 ranks" in notice for notice in summary["notices"])
@@ -142,7 +140,6 @@ def test_what_megatron_refuses(checkout: Path) -> None:
     """Its own line, as for a script that gives a flag of another program."""
     script = checkout / "torchrun.sh"
     script.write_text(script.read_text().replace("--bf16", "--bf16 --enable-gpt-oss"))
-    done = ttrace("check", "--shrink", "--", "bash", "torchrun.sh", *PATHS, cwd=checkout)
-    assert done.returncode == 2
+    done = ttrace("check", "--shrink", "--", "bash", "torchrun.sh", *PATHS, cwd=checkout, code=2)
     [line] = our_lines(done.stderr)
     assert "error: unrecognized arguments: --enable-gpt-oss" in line

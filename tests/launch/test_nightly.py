@@ -71,8 +71,7 @@ def test_slurm(tmp_path: Path) -> None:
         "TTRACE_NIGHTLY_DIR": str(tmp_path / "out"),
         "TTRACE": str(fake),
     }
-    done = programs.run("bash", SLURM, cwd=tmp_path, timeout=600, **variables)
-    assert done.returncode == 0, done.stderr
+    programs.run("bash", SLURM, cwd=tmp_path, timeout=600, **variables, code=0)
     assert said.read_text().splitlines() == [
         "sbatch --begin=tomorrow launch/nightly.slurm",
         f"eval nightly --directory {tmp_path / 'out'} --minutes 150",
@@ -80,8 +79,7 @@ def test_slurm(tmp_path: Path) -> None:
 
 
 def test_slurm_outside_a_checkout(tmp_path: Path) -> None:
-    done = programs.run("bash", SLURM, timeout=600, SLURM_SUBMIT_DIR=str(tmp_path))
-    assert done.returncode == 2
+    done = programs.run("bash", SLURM, timeout=600, SLURM_SUBMIT_DIR=str(tmp_path), code=2)
     assert "is not a checkout" in done.stderr
 
 

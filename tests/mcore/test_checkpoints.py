@@ -27,8 +27,7 @@ def weight(name: str) -> Item:
 def test_distributed(tmp_path: Path) -> None:
     """All tensors with their bits, and numbers; a damaged checkpoint is one line."""
     words = "-m", "tests.mcore.loaded", tmp_path / "all"
-    done = jobs.python(*words, cwd=tmp_path, timeout=840, cold=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    jobs.python(*words, cwd=tmp_path, code=0)
 
 
 def test_the_latest_iteration(tmp_path: Path) -> None:

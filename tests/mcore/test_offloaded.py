@@ -9,5 +9,4 @@ from tests.integration import jobs
 def test_steps_and_restores(tmp_path: Path) -> None:
     """In a process of its own, which replaces what needs a GPU."""
     words = "-m", "tests.mcore.offloaded"
-    done = jobs.python(*words, cwd=tmp_path, timeout=840, cold=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    jobs.python(*words, cwd=tmp_path, code=0)

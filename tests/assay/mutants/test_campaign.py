@@ -16,7 +16,7 @@ DOUBLED = "tensor_parallel.mappings:_ReduceFromModelParallelRegion.forward:doubl
 
 def mutants(*words):
     command = ("-m", "tests.assay", "mutants", *words)
-    return python(*command, cwd=ROOT, timeout=840, cold=False)
+    return python(*command, cwd=ROOT)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def ttrace(folder: Path | None, *words: str, timeout: float = 840) -> tuple[int,
     """Run the command in a process of its own: the suite switches the CPU backend on."""
     driver = [str(ROOT / "tests" / "evaluation" / "bugs" / "driver.py"), str(folder)]
     start = driver if folder else ["-m", "megatron_ttrace"]
-    done = python(*start, *words, cwd=ROOT, timeout=timeout, cold=False)
+    done = python(*start, *words, cwd=ROOT, timeout=timeout)
     return done.returncode, done.stdout, done.stderr
 
 
