@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from data import LENGTH
 from megatron.bridge.recipes.utils.optimizer_utils import (
     distributed_fused_adam_with_cosine_annealing,
 )
@@ -17,18 +18,6 @@ from megatron.bridge.training.config import (
     TrainingConfig,
     ValidationConfig,
 )
-
-LENGTH = 32
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": LENGTH,
-}
-"""Sizes, in the words of ``transformers``."""
 
 
 def configuration(model, **others):

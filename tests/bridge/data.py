@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer and sums to learn, as files, for fine-tuning."""
+"""Sizes of a model; a tokenizer and sums to learn, as files, for fine-tuning."""
 
 import json
 from pathlib import Path
 
+LENGTH = 32
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": LENGTH,
+}
+"""Sizes, in the words of ``transformers``."""
 SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 

@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import LENGTH, SMALL, configuration
+from common import configuration
+from data import LENGTH, SMALL
 from megatron.bridge import AutoBridge
 from megatron.bridge.data.builders.direct_hf_sft import DirectHFSFTDatasetConfig
 from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig

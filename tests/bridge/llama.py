@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama of Megatron-Bridge on mock data, its layers over two ranks."""
 
-from common import SMALL, configuration
+from common import configuration
+from data import SMALL
 from megatron.bridge import AutoBridge
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain

@@ -18,6 +18,7 @@ from megatron_ttrace.trace.collectives import (
     Sources,
     pattern,
 )
+from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding
 
 LINEAR, NORM, MODEL = "decoder.layers.0.linear", "decoder.layers.0.norm", "model"
 LAYER = "decoder.layers.0"
@@ -200,3 +201,8 @@ def record(
         ),
         numbers={where(name): {"scaling_factor": (f,)} for name, f in (factors or {}).items()},
     )
+
+
+def large(*axes: str) -> Finding:
+    """A factor by the size of axes."""
+    return ConstantFactor(Cause.TOO_LARGE, axes, ratio=2.0)

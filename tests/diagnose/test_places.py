@@ -36,6 +36,7 @@ from tests.diagnose.ran_by_hand import (
     F,
     U,
     collective,
+    large,
     lookup,
     record,
     where,
@@ -48,11 +49,6 @@ SMALL = ConstantFactor(Cause.TOO_SMALL, ("tp", "dp"), ratio=0.5)
 BUILDERS = "Linear.__init__", "Linear.reset_parameters", "Model.__init__"
 MEANS = collective("reduce_norms", reduction="avg", bytes=640)
 NORMS, GRADIENTS = collective("reduce_norms"), collective("sync_grads", "dp", bytes=640)
-
-
-def large(*axes: str) -> Finding:
-    """A factor by the size of axes."""
-    return ConstantFactor(Cause.TOO_LARGE, axes, ratio=2.0)
 
 
 def places(

@@ -16,7 +16,6 @@ from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     Cause,
-    ConstantFactor,
     Finding,
     Lack,
     Loss,
@@ -26,7 +25,7 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import ROOT, Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
-from tests.diagnose.ran_by_hand import CODES, FUNCTIONS, LINEAR, NORM, record, where
+from tests.diagnose.ran_by_hand import CODES, FUNCTIONS, LINEAR, NORM, large, record, where
 
 NAMES = list(FUNCTIONS)
 
@@ -48,11 +47,6 @@ def suspects(
         share=lambda _: 0.1 if few else 1.0, failed=lambda *_: whole, losses=lambda: logged
     )
     return Suspects(Code(ledger), ledger, outcomes, verdict, finding, sent=False)
-
-
-def large(*axes: str) -> Finding:
-    """A factor by the size of axes."""
-    return ConstantFactor(Cause.TOO_LARGE, axes, ratio=2.0)
 
 
 def test_what_froze_a_parameter() -> None:

@@ -9,19 +9,11 @@ import pytest
 from megatron_ttrace import load_report
 from megatron_ttrace.trace.records import Kind, Result
 from tests.assay.bridge import SCRIPTS, attempt, cases
+from tests.bridge.data import SMALL
 from tests.integration.jobs import torchrun, ttrace
 
 pytestmark = pytest.mark.bridge
 PATTERN = "model.interleaved_attn_pattern=(1,1)"
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "max_position_embeddings": 32,
-}
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "head_dim": 16,
@@ -70,9 +62,10 @@ def test_a_fault_of_megatron_bridge(tmp_path):
 def test_wrong_input(words, reason, tmp_path):
     """One line with the reason, and exit code 2."""
     done = ttrace(
-        *("check", "--quiet", "--nproc-per-node", 2, "--", SCRIPTS / "job.py", *words), cwd=tmp_path
+        *("check", "--quiet", "--nproc-per-node", 2, "--", SCRIPTS / "job.py", *words),
+        cwd=tmp_path,
+        code=2,
     )
-    assert done.returncode == 2, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("ttrace: ")
     assert reason in line
@@ -115,8 +108,7 @@ def test_a_callback(tmp_path):
         body = f"import megatron_ttrace\nmegatron_ttrace.enable()\n{imported}\n"
         body += f"def callbacks(): return {callbacks}\n"
         script.write_text(body + code.replace("forward_step)", "forward_step, callbacks())"))
-        done = torchrun(2, script, cwd=tmp_path, cold=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+        done = torchrun(2, script, cwd=tmp_path, cold=True, code=0)
         logs[name] = re.findall(r"(?:lm loss|grad norm): (\S+)", done.stdout)
     assert load_report(tmp_path / "out").summary.verdict is Result.EQUIVALENT
     assert len(logs["plain"]) == 4
@@ -127,15 +119,13 @@ def test_a_shrunk_job(tmp_path):
     """A script for 64 GPUs runs on four ranks, and a bug of the large job is found in the small."""
     large = ("torchrun", "--nproc-per-node", 8, "--nnodes", 8, SCRIPTS / "large.py")
     how = ("check", "--once", "--max-ranks", 4, "--shrink", "--ttrace-dir")
-    done = ttrace(*how, "out", "--", *large, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = ttrace(*how, "out", "--", *large, cwd=tmp_path, code=0)
     assert re.search(r"^ranks +64 +4 ", done.stderr, re.MULTILINE)
     assert re.search(r"^--hidden-size +4096 +64 ", done.stderr, re.MULTILINE)
     report = load_report(tmp_path / "out")
     assert len(list((tmp_path / "out" / "logs").glob("rank-*.log"))) == 4
     assert any("64 ranks" in notice for notice in report.summary.notices)
-    done = ttrace(*how, "bug", "--quiet", "--ttrace-bug", "11", "--", *large, cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
+    ttrace(*how, "bug", "--quiet", "--ttrace-bug", "11", "--", *large, cwd=tmp_path, code=1)
     culprit = load_report(tmp_path / "bug").summary.culprits[0]
     assert (culprit.kind, culprit.name) == (Kind.MAIN_GRAD, "decoder.final_layernorm")
 
@@ -143,6 +133,5 @@ def test_a_shrunk_job(tmp_path):
 def test_what_cannot_be_shrunk(tmp_path):
     """A script that ends before it trains."""
     (tmp_path / "train.py").write_text("import megatron.bridge\n")
-    done = ttrace("check", "--quiet", "--shrink", "--", "train.py", cwd=tmp_path)
-    assert done.returncode == 2
+    done = ttrace("check", "--quiet", "--shrink", "--", "train.py", cwd=tmp_path, code=2)
     assert "train.py ended before pretrain()" in done.stderr

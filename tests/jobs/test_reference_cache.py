@@ -3,7 +3,6 @@
 
 import contextlib
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.locks import Lock
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter, atomic_write, seal
+from tests.trace.test_files import visible
 
 NAME = "0123456789abcdef"
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a")
@@ -52,12 +52,6 @@ def value_of(home: Path) -> float:
     """The first value of the stored tensor."""
     reader = TraceReader(home)
     return float(reader.tensor(reader.entry(KEY))[0])
-
-
-def visible(folder: Path) -> list[str]:
-    """The content of a folder, without locks and manifests."""
-    hidden = re.compile(rf".*\.lock|{owned.MANIFEST.pattern}|{owned.IGNORE}")
-    return sorted(p.name for p in folder.iterdir() if not hidden.fullmatch(p.name))
 
 
 def test_made_once(tmp_path: Path) -> None:

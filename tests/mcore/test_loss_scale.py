@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_ttrace.mcore import loss_scale
+from tests.mcore.test_optimizer import chained
 
 
 def leaf(value, overflow=0.0):
@@ -20,11 +21,6 @@ def leaf(value, overflow=0.0):
             return self._scale
 
     return types.SimpleNamespace(grad_scaler=Scaler(), found_inf=torch.tensor([overflow]))
-
-
-def chained(*parts):
-    """As ``ChainedOptimizer``."""
-    return types.SimpleNamespace(chained_optimizers=list(parts))
 
 
 def test_all_parts_get_it():

@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -16,21 +15,16 @@ from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.run import launch, trial
 from megatron_ttrace.run.launch import Order
 from megatron_ttrace.run.separation import Separation
-from megatron_ttrace.trace import codec, ends, owned
+from megatron_ttrace.trace import codec, ends
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Loss
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import seal
+from tests.trace.test_files import visible
 
 NAME = "0123456789abcdef"
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a")
-
-
-def visible(folder: Path) -> list[str]:
-    """The content of a folder, without locks and manifests."""
-    others = re.compile(rf".*\.lock|{owned.MANIFEST.pattern}|{owned.IGNORE}")
-    return sorted(p.name for p in folder.iterdir() if not others.fullmatch(p.name))
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -4,7 +4,7 @@
 import dataclasses
 import json
 import math
-import os
+import re
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,9 @@ def write(check: Check, directory: Path) -> None:
 
 
 def visible(folder: Path) -> list[str]:
-    """What is in a folder, without manifests."""
-    return sorted(name for name in os.listdir(folder) if not owned.MANIFEST.match(name))
+    """The content of a folder, without locks and manifests."""
+    others = re.compile(rf".*\.lock|{owned.MANIFEST.pattern}|{owned.IGNORE}")
+    return sorted(p.name for p in folder.iterdir() if not others.fullmatch(p.name))
 
 
 def test_round_trip(diverged: Check, tmp_path: Path) -> None:
