@@ -12,13 +12,11 @@ docs/tolerance.md derives the rule, its floors, and when the replays are enough.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
 import json
 import math
-import operator
 from collections import Counter
 from collections.abc import Container, Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Annotated, NamedTuple, Self
 import torch
 
 from megatron_ttrace.compare.measure import Sums, relative_error
+from megatron_ttrace.compare.quantiles import few_samples
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.codec import LISTED, Bounds, Count
 from megatron_ttrace.trace.errors import TTraceError
@@ -65,12 +64,6 @@ shows that the tolerance is not rounding's."""
 
 FILE = "tolerances.jsonl"
 
-_STUDENT = (
-    *((1, 636.62), (2, 31.60), (3, 12.92), (4, 8.61), (5, 6.87), (6, 5.96), (7, 5.41), (8, 5.04)),
-    *((10, 4.59), (12, 4.32), (16, 4.01), (24, 3.75), (40, 3.55), (80, 3.42), (200, 3.29)),
-)
-"""Quantiles of Student's t, two-sided 99.9 %, by degrees of freedom; the last is the normal's."""
-
 _OF_GRADIENT = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 _SUMMED_INTO = {
@@ -92,7 +85,8 @@ class Moved:
     ``n`` elements, ``norm`` of the reference, ``moved`` the relative distance for each seed
     (``inf`` where the reference is zero and the replay is not). ``repeated`` is the distance of a
     replay that was not perturbed: zero unless the model is not deterministic. ``peak`` is the
-    largest distance of one element, ``top`` the largest element (1: any), relative to the norm.
+    largest distance of one element, ``row`` that of one row of a moment, ``top`` the largest
+    element (1: any), relative to the norm.
     """
 
     n: Count
@@ -101,6 +95,7 @@ class Moved:
     repeated: _Written = 0.0
     peak: _Written = 0.0
     top: _Written = 1.0
+    row: _Written = 0.0
 
     def contradiction(self) -> str:
         """Why no replays can have done this; empty if they can."""
@@ -109,22 +104,23 @@ class Moved:
         return "norm: no element, but a norm" if self.norm and not self.n else ""
 
     @classmethod
-    def after(cls, before: Self | None, sums: Sums | None) -> Self:
+    def after(cls, before: Self | None, sums: Sums | None, row: float = 0.0) -> Self:
         """With one more replay.
 
         Args:
             before: what the replays until this one did; ``None`` if this is the first.
             sums: of this one's tensor; ``None`` if its shape is another, because the replay routes
                 another number of tokens to an expert: the tensor is then blind.
+            row: distance of the row that it moved farthest; 0 if that was not measured.
         """
         sums = sums or Sums(diff=math.inf)
         distance = math.inf if math.isinf(sums.diff) else relative_error(sums, rms=0.0)
         norm = math.sqrt(sums.reference)
-        peak = sums.worst / norm if norm else 0.0
+        peak, row = (sums.worst / norm, row / norm) if norm else (0.0, 0.0)
         if before is None:
-            return cls(sums.n, norm, (distance,), peak=peak)
-        moved = (*before.moved, distance)
-        return dataclasses.replace(before, moved=moved, peak=max(before.peak, peak))
+            return cls(sums.n, norm, (distance,), peak=peak, row=row)
+        moved, peak, row = (*before.moved, distance), max(before.peak, peak), max(before.row, row)
+        return dataclasses.replace(before, moved=moved, peak=peak, row=row)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +138,7 @@ class Tolerance:
         is_noise: whether that, and not rounding, decides ``value``.
         n: number of elements of the logical tensor.
         peak: the part of ``value`` that rounding may move one element by.
+        row: the same of one row; 0 if only elements were measured.
         element: how far one element may be off, relative to the norm; 0 if that is not judged. A
             wrong token is lost in the error of a tensor of many.
     """
@@ -155,17 +152,20 @@ class Tolerance:
     n: int = 0
     peak: float = 0.0
     element: float = 0.0
+    row: float = 0.0
 
     def part(self, n: int) -> float:
         """Tolerated relative error of ``n`` of the tensor's elements.
 
-        The squared error of a part is its share of the whole one's, except for the element that
-        rounding moves most: another layout may move one that lies in this part. With bf16
-        gradients, one rounding of the largest is most of the error of the second moments.
+        The squared error of a part is its share of the whole one's, except for the element or row
+        that rounding moves most, which may lie in this part. With bf16 gradients, one rounding of
+        the largest element is most of the error of the second moments; of an embedding's gradient,
+        a frequent token's row is.
         """
         if not 0 < n < self.n:
             return self.value
-        return math.hypot(self.value, self.peak * math.sqrt(self.n / n - 1))
+        most = max(self.peak, min(self.row, self.peak * math.sqrt(n)))
+        return math.hypot(self.value, most * math.sqrt(self.n / n - 1))
 
     def error_of(self, sums: Sums) -> PartError:
         """What a rank's part has, or its worst element, if only that is too far off."""
@@ -252,6 +252,7 @@ class Tolerances:
         self._samples: Counter[_Group] = Counter()
         self._repeated: dict[_Group, float] = {}
         self._peaks: dict[_Group, float] = {}
+        self._rows: dict[_Group, float] = {}
         self._terms: Counter[tuple[int, Kind]] = Counter()
         self._iterations = {key.iteration for key in moved}
         for key, value in moved.items():
@@ -265,6 +266,7 @@ class Tolerances:
             self._pooled[group] = [max(pair) for pair in pooled]
             self._samples[group] += value.n * len(value.moved)
             self._peaks[group] = max(value.peak, self._peaks.get(group, 0.0))
+            self._rows[group] = max(value.row, self._rows.get(group, 0.0))
             if value.repeated:
                 repeated = math.inf if math.isnan(value.repeated) else value.repeated
                 self._repeated[group] = max(repeated, self._repeated.get(group, 0.0))
@@ -285,7 +287,10 @@ class Tolerances:
         repeated = self._repeated.get(group, 0.0)
         estimated = self._estimated(group, seeds, len(seeds))
         farther = self._farther(key, estimated)
-        peak = farther * self._estimated(group, (self._peaks.get(group, 0.0),), len(seeds))
+        peak, row = (
+            farther * self._estimated(group, (farthest.get(group, 0.0),), len(seeds))
+            for farthest in (self._peaks, self._rows)
+        )
         has_elements = key.kind in (*FLOW, Kind.MAIN_GRAD) and n and not repeated
         value = max(farther * estimated, floor)
         # Where replays round few elements, they need not have rounded the largest.
@@ -293,6 +298,7 @@ class Tolerances:
         return Tolerance(
             value=value,
             peak=peak,
+            row=row,
             # Nor less than what each has on average.
             element=max(_ONE * max(peak, value / math.sqrt(n)), top) if has_elements else 0.0,
             n=n,
@@ -390,17 +396,6 @@ class Tolerances:
         return eps / 2 * (size / norm if norm else 1.0)
 
 
-def few_samples(samples: int) -> float:
-    """How much wider a tolerance from few samples must be to hold as often as one from many.
-
-    The ratio of Student's t to the normal distribution at 99.9 %, two-sided.
-    """
-    if samples >= _STUDENT[-1][0]:
-        return 1.0
-    number = bisect.bisect_right(_STUDENT, max(samples, 1), key=operator.itemgetter(0))
-    return _STUDENT[number - 1][1] / _STUDENT[-1][1]
-
-
 def margin_of(error: float, tolerance: float) -> float:
     """Error ÷ tolerance: above 1 it fails."""
     if tolerance == math.inf:
@@ -436,6 +431,7 @@ def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
             **({"repeated": repr(value.repeated)} if value.repeated else {}),
             **({"peak": repr(value.peak)} if value.peak else {}),
             **({"top": repr(value.top)} if value.top != 1.0 else {}),
+            **({"row": repr(value.row)} if value.row else {}),
         }
         for key, value in moved.items()
     )

@@ -26,6 +26,7 @@ from megatron_ttrace.capture.initial import (
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.planning import RankLayout
+from megatron_ttrace.compare.replaying import ReplaySink
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.compare.tolerance import Moved, Tolerances
 from megatron_ttrace.compare.writing import WriteSink
@@ -336,7 +337,8 @@ class ReferenceSession:
                 self.rehearsal.trace(block.run, replay, numbers, iteration)
                 for measured in replay.measured:
                     key = measured.key
-                    moved[key] = Moved.after(before.get(key), measured.sums)
+                    row = replay.rows.get(key, 0.0)
+                    moved[key] = Moved.after(before.get(key), measured.sums, row)
         return moved
 
     def _require_space(self, microbatches: int, forward: int) -> None:
@@ -381,11 +383,11 @@ class ReferenceSession:
 
     def _replay(
         self, reader: TraceReader, iteration: int, layout: RankLayout, seed: int
-    ) -> CompareSink:
+    ) -> ReplaySink:
         if not low_precision.is_isolated(self.args):
-            return CompareSink(reader, iteration, layout)
+            return ReplaySink(reader, iteration, layout)
         perturbation = low_precision.input_perturbation(self.model.names, seed) if seed else None
-        return CompareSink(reader, iteration, layout, isolate=True, perturb=perturbation)
+        return ReplaySink(reader, iteration, layout, isolate=True, perturb=perturbation)
 
 
 def _say(line: str) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_ttrace.compare.tolerance import SAFETY, epsilon, few_samples
+from megatron_ttrace.compare.quantiles import few_samples
+from megatron_ttrace.compare.tolerance import SAFETY, epsilon
 from megatron_ttrace.saved.whole import Tensors
 from megatron_ttrace.trace.recorded import FOLDER, Point, RankRecord, Step, read_ranks
 from megatron_ttrace.trace.records import LoadedIndex

@@ -3,13 +3,14 @@
 
 import dataclasses
 import math
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare import replaying, tolerance
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.tolerance import (
     BLIND,
@@ -77,6 +78,29 @@ def test_a_part_may_have_the_element_that_moved_most(share, parts):
     assert tolerance.part(400) == tolerance.part(0) == tolerance.value == SAFETY * 0.01
 
 
+@pytest.mark.parametrize(("n", "most"), [(200, 0.008), (64, 0.008), (4, 0.002)])
+def test_a_part_may_have_the_row_that_moved_most(n, most, tmp_path):
+    """All of its squared error, but not more than of as many elements as the part has."""
+    moved = {KEY: Moved(400, 40.0, (0.01, 0.0), peak=0.001, row=0.008)}
+    expected = SAFETY * math.sqrt(0.01**2 + most**2 * (400 / n - 1))
+    assert of(KEY, moved).part(n) == pytest.approx(expected)
+    write(tmp_path, moved)
+    assert read(tmp_path, moved) == moved
+
+
+def test_the_row_that_moved_farthest():
+    """Of all leading dimensions, in blocks."""
+    theirs = torch.zeros(2, 3, 4)
+    ours = theirs.clone()
+    ours[1, 0, :2] = torch.tensor([3.0, 4.0])
+    ours[0, 2, 3] = 4.5
+    assert replaying.farthest_row(ours, theirs) == 5.0
+    with mock.patch.object(replaying, "_BLOCK", 4):
+        assert replaying.farthest_row(ours, theirs) == 5.0
+    ours[0, 0, 0] = math.nan
+    assert replaying.farthest_row(ours, theirs) == 0.0
+
+
 def test_one_element_where_replays_round_few(tmp_path):
     """It may be rounded as any other: the largest by its share of the norm."""
     n, rounding = 1 << 16, SAFETY * 2.0**-8
@@ -96,6 +120,8 @@ def test_replays_of_a_tensor():
     """Distances of all of them, and the largest of one element."""
     first = Moved.after(None, Sums(4, diff=0.09, reference=4.0, worst=0.3))
     assert first == Moved(4, 2.0, (0.15,), peak=0.15)
+    rows = Moved.after(first, Sums(4, diff=0.0, reference=4.0), 0.1)
+    assert Moved.after(rows, Sums(4, diff=0.0, reference=4.0), 0.02).row == 0.05
     second = Moved.after(first, Sums(4, diff=0.16, reference=4.0, worst=0.2))
     assert second == Moved(4, 2.0, (0.15, 0.2), peak=0.15)
     assert Moved.after(second, None) == Moved(4, 2.0, (0.15, 0.2, math.inf), peak=0.15)

@@ -42,7 +42,7 @@ class Replays(ReferenceSession):
         self.seeds.append(seed)
         moved = self._distances[seed - 1] if seed else 0.0
         sums = Sums(n=N, diff=moved**2, reference=1.0)
-        return SimpleNamespace(measured=[SimpleNamespace(key=KEY, sums=sums)])
+        return SimpleNamespace(rows={}, measured=[SimpleNamespace(key=KEY, sums=sums)])
 
     def made(self) -> tuple[float, ...]:
         """The distances that were found."""
