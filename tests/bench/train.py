@@ -209,7 +209,7 @@ def _trace_in_turns(turns: _Turns) -> None:
     loop.Watch.step = around_step
     CandidateSession._conclude = conclude_last
     # Training has begun when a turn is the first step again.
-    candidate.as_training_begins = lambda model, initial: initial  # type: ignore[assignment]
+    candidate.as_training_begins = lambda model, args, initial: initial  # type: ignore[assignment]
     # As before a later traced step, there were steps.
     CandidateSession._warm_up = lambda *_: None  # type: ignore[method-assign]
 
