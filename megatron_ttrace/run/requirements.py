@@ -5,7 +5,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from typing import Any
 
 from megatron_ttrace import cpu
 from megatron_ttrace.jobs import argv, provenance, reference_arguments, reference_layout
@@ -57,7 +57,6 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             f"{lacks}: Megatron would start from random weights: give the directory of a "
             "checkpoint, or omit the option"
         )
-    _require_spec(getattr(args, "spec", None) or ())
     ramp, _ = growing_batch(args)
     if settings.role == "candidate" and ramp and settings.iterations != (1,):
         raise TTraceError(
@@ -133,15 +132,18 @@ def require(args: MegatronArguments, settings: Settings) -> None:
         )
 
 
-def _require_spec(spec: Sequence[str]) -> None:
-    """Raise ``TTraceError`` for a ``--spec`` that Megatron would log as an error, and ignore."""
-    if len(spec) != 2 or spec[0] in sys.modules:
+def _require_spec(spec: Any) -> None:
+    """Raise ``TTraceError`` for a ``--spec`` that Megatron has logged as an error, and ignored.
+
+    Where Megatron has imported it, nothing is imported here: that might draw random numbers.
+    """
+    if not isinstance(spec, list) or len(spec) != 2 or spec[0] in sys.modules:
         return
     try:
         importlib.import_module(spec[0])
     except ImportError as error:
         raise TTraceError(
-            f"--spec {' '.join(spec)}: {in_one_line(error)}: Megatron would train default layers"
+            f"--spec {' '.join(spec)}: {in_one_line(error)}: Megatron trains its default layers"
         ) from error
 
 
@@ -186,6 +188,7 @@ def require_iterations(args: MegatronArguments, settings: Settings) -> None:
 def require_built(args: MegatronArguments, settings: Settings) -> None:
     """Raise ``TTraceError`` for what a script knows once it has built the model."""
     require_iterations(args, settings)
+    _require_spec(getattr(args, "spec", None))
     text, padded = (
         getattr(args, name, None) for name in ("dataloader_seq_length", "decoder_seq_length")
     )
