@@ -17,7 +17,7 @@ from megatron_ttrace.capture.dropouts import DropoutTap
 from megatron_ttrace.capture.isolate import clipped_by
 from megatron_ttrace.capture.loads import watched
 from megatron_ttrace.capture.modules import ModuleTap, Sink
-from megatron_ttrace.mcore import logged
+from megatron_ttrace.mcore import fp8, logged
 from megatron_ttrace.mcore.balancing import BIAS
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by
@@ -172,6 +172,7 @@ class StepTap:
                 del optimizer.step
         self._attempt(self._losses, result)
         self._attempt(self._dropouts.recomputed)
+        self._attempt(self._precisions)
         self._metrics(result)
         self._attempt(self._buffers, BufferIndex.AFTER)
         self._attempt(self._parameters, ParamIndex.AFTER)
@@ -293,6 +294,11 @@ class StepTap:
             # A step changes no others that matter to the next.
             if when is BufferIndex.AFTER or place.name.endswith(f".{BIAS}"):
                 self._placed(Kind.BUFFER, place, buffer, when)
+
+    def _precisions(self) -> None:
+        for names in self._model.names:
+            for name, is_fp8 in fp8.in_use(names):
+                self._number(Kind.PRECISION, name, torch.tensor(is_fp8))
 
     def _dropout(self, place: Place, number: int) -> None:
         self._sink.placed(place, torch.tensor(number, dtype=torch.float64), (), ())

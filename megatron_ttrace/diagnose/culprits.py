@@ -19,6 +19,7 @@ from megatron_ttrace.diagnose.origins import (
     At,
     Origin,
     absent_origins,
+    of_module,
     owner,
     places_around,
 )
@@ -53,6 +54,7 @@ _SPECIAL: dict[tuple[Kind, int], Grounds] = {
     (Kind.BUFFER, BufferIndex.LOADS): Grounds.LEFT_OVER,
     (Kind.BUFFER, BufferIndex.AFTER): Grounds.BUFFER,
 }
+_OF_KIND = {Kind.DROPOUT: Grounds.MASK, Kind.PRECISION: Grounds.PRECISION}
 _NO_GRADIENT = {Outcome.MISSING: Grounds.NO_MAIN_GRAD}
 _SAMPLES, _RATE = "scheduled-samples", "learning-rate"
 """Metrics: by how many samples the schedule advanced, and the rate that it set."""
@@ -200,21 +202,23 @@ def _isolated(verdicts: Sequence[Judged], direction: Direction) -> list[Origin]:
     """Every failure of a direction; with isolation none is the consequence of another.
 
     Absence does propagate: only the first gradient that was not computed is listed, and the norm of
-    the remaining gradients is not examined.
+    the remaining gradients is not examined. Of a module in another precision only that is listed.
     """
     absent = absent_origins(verdicts)
     if not absent:
         absent = _of_modules([v for v in verdicts if v.verdict in ABSENT][:1], Grounds.ABSENT)
+    otherwise_rounded = {v.name for v in _failures(verdicts, Kind.PRECISION)}
     # A parameter that no rank has means a module that no rank has: its forward pass is missing.
     started = {Direction.START: Direction.FORWARD}
     return (
         [o for o in absent if started.get(o.verdict.direction, o.verdict.direction) is direction]
         + _layers_of_routers(
             [
-                Origin(v, owner(v.name) if v.microbatch < 0 else v.name, Grounds.ISOLATED)
+                Origin(v, of_module(v), _OF_KIND.get(v.kind, Grounds.ISOLATED))
                 for v in _failures(verdicts)
                 if v.verdict not in ABSENT
                 and v.direction is direction
+                and (v.kind is Kind.PRECISION or of_module(v) not in otherwise_rounded)
                 and v.kind is not Kind.COUNTED
                 and not (v.kind is Kind.GRAD_NORM and absent)
             ],
@@ -238,7 +242,7 @@ def _forward(verdicts: Sequence[Judged]) -> list[Origin]:
     born = _born(
         verdicts,
         inputs=Kind.INPUT,
-        outputs=(Kind.OUTPUT, Kind.ROUTING, Kind.DROPOUT),
+        outputs=(Kind.OUTPUT, Kind.PRECISION, Kind.ROUTING, Kind.DROPOUT),
         grounds=Grounds.OUTPUT,
         without_inputs=Grounds.OUTPUT_WITHOUT_INPUTS,
     )
@@ -248,9 +252,9 @@ def _forward(verdicts: Sequence[Judged]) -> list[Origin]:
 
 
 def _backward(verdicts: Sequence[Judged]) -> list[Origin]:
-    absent = (v for v in verdicts if v.verdict in ABSENT and v.direction is Direction.BACKWARD)
-    if (first := next(absent, None)) is not None:
-        return _of_modules([first], Grounds.FIRST_ABSENT_GRADIENT)
+    absent = [v for v in verdicts if v.verdict in ABSENT and v.direction is Direction.BACKWARD]
+    if absent:
+        return _of_modules(absent[:1], Grounds.FIRST_ABSENT_GRADIENT)
     born = _born(
         verdicts,
         inputs=Kind.GRAD_OUTPUT,
@@ -290,12 +294,11 @@ def _within(verdicts: Sequence[Judged]) -> list[Origin]:
 
 def _worst(verdicts: Iterable[Judged], kind: Kind) -> dict[At, float]:
     """How far off the worst tensor of a kind is, at each module of each microbatch."""
-    worst: dict[At, float] = {}
+    worst: dict[At, float] = defaultdict(float)
     for v in verdicts:
         if v.kind is kind:
-            place = v.microbatch, v.name
-            worst[place] = max(worst.get(place, 0.0), _severity(v))
-    return worst
+            worst[v.microbatch, v.name] = max(worst[v.microbatch, v.name], _severity(v))
+    return dict(worst)
 
 
 def _with_wrong_weights(origins: list[Origin], verdicts: Sequence[Judged]) -> list[Origin]:
@@ -451,8 +454,7 @@ def _born(
         # as its output.
         if v.microbatch not in begun or _severity(v) >= _SURFACING * entering.get(place, 0.0):
             jump = _largest_jump(v, _failures(verdicts, *outputs), entering)
-            where = grounds if place in entering else without_inputs
-            where = Grounds.MASK if v.kind is Kind.DROPOUT else where
+            where = _OF_KIND.get(v.kind, grounds if place in entering else without_inputs)
             origins.append(jump or Origin(v, v.name, where))
         begun.add(v.microbatch)
     return origins

@@ -126,6 +126,8 @@ class Explainer:
             return Explanation(start.misplaced_layers(verdict.name, expected, stages, chunks))
         if dtype := next((note.text for note in verdict.notes if note.what is Remark.DTYPE), ""):
             return Explanation(Rounded(Cause.PRECISION, dtype=dtype, own=True))
+        if key.kind is Kind.PRECISION:
+            return Explanation(Finding(Cause.PRECISION))
         if verdict.verdict is Outcome.SHAPE and start.is_start(key):
             return Explanation(self._divided(key))
         if verdict.verdict not in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT, Outcome.NONFINITE):

@@ -30,6 +30,12 @@ def owner(parameter: str) -> str:
     return parameter.rpartition(".")[0] or parameter
 
 
+def of_module(v: Judged) -> str:
+    """The module that a tensor belongs to."""
+    is_parameter = v.microbatch == STEP_LEVEL and v.kind is not Kind.PRECISION
+    return owner(v.name) if is_parameter else v.name
+
+
 def absent_origins(verdicts: Sequence[Judged]) -> list[Origin]:
     """Absent modules: by their parameters, or by their activations if no parameter is absent.
 

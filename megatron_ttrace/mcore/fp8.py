@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.mcore.names import Names
+
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")
 
 HEADROOM = 16.0
@@ -47,6 +49,18 @@ def backward_scale(tokens: float) -> float:
     A power of two, which adds no rounding.
     """
     return float(2.0 ** math.floor(math.log2(tokens))) * HEADROOM
+
+
+def in_use(names: Names) -> Iterator[tuple[str, bool]]:
+    """Each module that may compute in FP8, and whether it did in its last pass.
+
+    TransformerEngine notes it as ``fp8`` (``init_fp8_metadata`` in its pytorch/module/base.py). A
+    product in bf16 instead is within the tolerance of one in FP8.
+    """
+    for name, module in names.modules.items():
+        asked = getattr(getattr(module, "config", None), "fp8", None)
+        if asked and isinstance(getattr(module, "fp8_meta", None), dict):
+            yield name, bool(getattr(module, "fp8", False))
 
 
 def _set(

@@ -115,6 +115,7 @@ class Grounds(StrEnum):
     OUTPUT = "output"
     OUTPUT_WITHOUT_INPUTS = "output_without_inputs"
     MASK = "mask"
+    PRECISION = "precision"
     BETWEEN_MODULES = "between_modules"
     LOSS = "loss"
     FIRST_ABSENT_GRADIENT = "first_absent_gradient"

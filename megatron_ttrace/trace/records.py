@@ -33,6 +33,7 @@ class Kind(StrEnum):
     PARAM = "param"
     INPUT = "input"
     OUTPUT = "output"
+    PRECISION = "precision"
     ROUTING = "routing"
     DROPOUT = "dropout"
     LOSS = "loss"
@@ -78,8 +79,8 @@ _DIRECTION = {
     kind: direction
     for direction, kinds in {
         Direction.START: (Kind.INITIAL, Kind.LOADED, Kind.TOKENS, Kind.PARAM),
-        Direction.FORWARD: (Kind.INPUT, Kind.OUTPUT, Kind.ROUTING, Kind.DROPOUT, Kind.LOSS),
-        Direction.BACKWARD: (Kind.GRAD_OUTPUT, Kind.GRAD_INPUT),
+        Direction.FORWARD: (*FLOW[:2], Kind.PRECISION, Kind.ROUTING, Kind.DROPOUT, Kind.LOSS),
+        Direction.BACKWARD: FLOW[2:],
         Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.COUNTED, Kind.GRAD_NORM),
         Direction.UPDATE: (
             *(Kind.HYPERPARAMETERS, Kind.PARAM_DELTA, *MOMENTS, Kind.BUFFER, Kind.METRIC),

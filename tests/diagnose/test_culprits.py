@@ -184,6 +184,19 @@ def test_a_wrong_mask_is_not_called_a_wrong_output() -> None:
     assert culprit.reason.startswith("the dropout mask that it draws is wrong")
 
 
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_module_in_another_precision(isolated: bool) -> None:
+    """It is the culprit; what its rounding changes is a consequence, even with isolation."""
+    wrong = [
+        verdict("mlp.fc1", kind, Outcome.DIVERGED, margin=margin)
+        for kind, margin in ((Kind.OUTPUT, 2.0), (Kind.GRAD_INPUT, 3.0), (Kind.PRECISION, 1e9))
+    ]
+    gradient = verdict("mlp.fc1.weight", Kind.MAIN_GRAD, Outcome.DIVERGED, margin=2.0)
+    [culprit] = localise([*wrong, gradient], isolated=isolated)
+    assert (culprit.name, culprit.kind) == ("mlp.fc1", Kind.PRECISION)
+    assert culprit.reason.startswith("its precision is not that of the reference")
+
+
 MISSING = Outcome.MISSING
 STAGES = {
     # What is computed between the children is the parent's own.

@@ -6,7 +6,13 @@ import types
 import pytest
 import torch
 
-from megatron_ttrace.mcore.fp8 import HEADROOM, ScalesKept, backward_scale, equal_scales
+from megatron_ttrace.mcore.fp8 import (
+    HEADROOM,
+    ScalesKept,
+    backward_scale,
+    equal_scales,
+    in_use,
+)
 
 
 def state(scale):
@@ -57,3 +63,12 @@ def test_state_that_was_made_since_starts_afresh(module):
 def test_backward_scale(tokens, expected):
     """A power of two, with room above."""
     assert backward_scale(tokens) == expected * HEADROOM
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("hybrid", [("inner", True)]), (None, [])])
+def test_who_computes_in_fp8(module, asked, expected):
+    """Of the modules that may; the others have no precision to compare."""
+    inner = module[1]
+    inner.config, inner.fp8 = types.SimpleNamespace(fp8=asked), True
+    names = types.SimpleNamespace(modules={"act": module[0], "inner": inner})
+    assert [*in_use(names)] == expected

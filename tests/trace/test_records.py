@@ -68,7 +68,7 @@ def test_the_contracts_words():
     """Kinds and verdicts by the names that reports and programs use."""
     assert {kind.value for kind in Kind} == set(
         "input output grad_output grad_input main_grad param param_delta exp_avg exp_avg_sq "
-        "buffer routing dropout loss grad_norm tokens initial counted metric loaded "
+        "buffer routing dropout precision loss grad_norm tokens initial counted metric loaded "
         "hyperparameters".split()
     )
     assert {outcome.value for outcome in Outcome} == set(
