@@ -20,6 +20,7 @@ from megatron_ttrace.report.wording import (
     hyperparameters_text,
     messages,
     notes_text,
+    on_ranks,
     runs,
 )
 from megatron_ttrace.trace import findings as f
@@ -124,7 +125,7 @@ def explanation_text(why: Explanation, verdict: Judged) -> str:
         alike, failing = why.alike
         count = f"all {failing}" if alike == failing else f"{alike} of the {failing}"
         text += f", as are {count} main gradients that fail"
-    return text + (f", {on}" if why.ranks and (on := ranks_text(why.ranks)) else "")
+    return text + (f", {on}" if why.ranks and (on := failing_text(why.ranks)) else "")
 
 
 def hint_text(why: Explanation, verdict: Judged) -> str:
@@ -141,8 +142,8 @@ def hint_text(why: Explanation, verdict: Judged) -> str:
     return _texts(why.observed, verdict)[0] if why.observed is not None else ""
 
 
-def ranks_text(failing: FailingRanks) -> str:
-    """``on all 4 ranks``, ``only on ranks 1, 3 (tp 1)``; empty for a single device."""
+def failing_text(failing: FailingRanks) -> str:
+    """``on all 4 ranks``, ``only on ranks 1,3 (tp 1)``; empty for a single device."""
     ranks = failing.ranks
     if failing.world <= 1 or not ranks:
         return ""
@@ -150,9 +151,8 @@ def ranks_text(failing: FailingRanks) -> str:
         if len(ranks) == 1:
             return f"on rank {ranks[0]}, the only one that holds it"
         return f"on all {len(ranks)} ranks" + (" that hold it" * (len(ranks) < failing.world))
-    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    text = f"only on rank{'s' * (len(ranks) > 1)} {numbers}"
-    return text + (" ({} {})".format(*failing.shared) if failing.shared else "")
+    shared = " ({} {})".format(*failing.shared) if failing.shared else ""
+    return f"only on {on_ranks(ranks)}{shared}"
 
 
 def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = frozenset()) -> Text:
@@ -301,19 +301,17 @@ def _product(finding: f.ProductFactors) -> Text:
 
 
 def _copies(finding: f.WrongCopies) -> Text:
-    wrong, right = (
-        f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}" for ranks in (finding.wrong, finding.right)
-    )
     verb = "hold wrong copies" if len(finding.wrong) > 1 else "holds a wrong copy"
-    return f"{wrong} {verb}, the copies on {right} are right", ""
+    text = f"{on_ranks(finding.wrong)} {verb}, the copies on {on_ranks(finding.right)} are right"
+    return text, ""
 
 
 def _shares(finding: f.UnequalShares) -> Text:
     texts = ["; ".join(map(_weights, weights)) for _, weights in finding.by_ranks]
     text = texts[0]
     if len(texts) > 1:
-        ranks = [_ranges(ranks) for ranks, _ in finding.by_ranks]
-        text = "; ".join(f"on rank {who} {how}" for who, how in zip(ranks, texts, strict=True))
+        ranks = [on_ranks(ranks) for ranks, _ in finding.by_ranks]
+        text = "; ".join(f"on {who} {how}" for who, how in zip(ranks, texts, strict=True))
     own_mean = any(_are_means(share) for _, weights in finding.by_ranks for share in weights)
     return text, "each rank takes the mean over its own tokens" if own_mean else ""
 

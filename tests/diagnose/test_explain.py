@@ -19,7 +19,7 @@ from megatron_ttrace.diagnose.explain import Explainer
 from megatron_ttrace.diagnose.gather import Traces
 from megatron_ttrace.diagnose.groups import group_of
 from megatron_ttrace.placement.plan import plan
-from megatron_ttrace.report.explanations import explanation_text, hint_text, ranks_text
+from megatron_ttrace.report.explanations import explanation_text, failing_text, hint_text
 from megatron_ttrace.report.wording import UNKNOWN
 from megatron_ttrace.trace.captured import Share
 from megatron_ttrace.trace.collectives import Ledger
@@ -323,7 +323,7 @@ def test_misnumbered_layers(second: tuple[int, ...], words: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "holders", "failing", "words"),
     [
-        ({"world": 4, "tp": 2}, range(4), [1, 3], "only on ranks 1, 3 (tp 1)"),
+        ({"world": 4, "tp": 2}, range(4), [1, 3], "only on ranks 1,3 (tp 1)"),
         ({"world": 4, "tp": 2}, range(4), [0, 1, 2, 3], "on all 4 ranks"),
         ({"world": 4, "tp": 2}, range(4), [2], "only on rank 2"),
         ({"world": 4, "tp": 2}, [2], [2], "on rank 2, the only one that holds it"),
@@ -339,7 +339,7 @@ def test_failing_ranks(
     ranks = meshes(**layout)
     evidence = evidence_of(reference, ranks, lambda r, x: x * 2 if r in failing else x)
     evidence.held = {rank: evidence.held[rank] for rank in holders}
-    assert ranks_text(evidence.failing_ranks()) == words
+    assert failing_text(evidence.failing_ranks()) == words
 
 
 def test_large_parts_are_cropped(made: tuple[Explainer, Path]) -> None:

@@ -236,7 +236,7 @@ EXPLAINED: list[tuple[Repair, Evidence, str]] = [
     (
         replicas.some_copies,
         copies(shuffled()),
-        "rank 3 holds a wrong copy, the copies on ranks 0..2",
+        "rank 3 holds a wrong copy, the copies on ranks 0-2",
     ),
 ]
 

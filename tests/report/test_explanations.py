@@ -174,7 +174,7 @@ def test_an_explanation_says_where_and_how_many() -> None:
     )
     assert explanations.explanation_text(why, VERDICT) == (
         "precision lost: it is the reference rounded to bf16, as are 2 of the 3 main gradients "
-        "that fail, only on ranks 0, 2 (tp 0)"
+        "that fail, only on ranks 0,2 (tp 0)"
     )
     own = findings.Rounded(Cause.PRECISION, dtype="bf16, in the reference fp32", own=True)
     text = explanations.explanation_text(Explanation(own), VERDICT)
@@ -197,7 +197,7 @@ def test_shares_of_several_modules_and_ranks() -> None:
     text = explanations.explanation_text(Explanation(shares), VERDICT)
     assert text == (
         "on rank 0 a's share of microbatch 1..2 is missing; b's shares count unequally (dp 0: "
-        "1.500 instead of 1); on rank 1..2 b's shares count unequally (dp 0: 1.500 instead of 1)"
+        "1.500 instead of 1); on ranks 1-2 b's shares count unequally (dp 0: 1.500 instead of 1)"
     )
 
 

@@ -104,7 +104,7 @@ def _scatter_heads(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     b, heads, s, d = tensor.shape
     size = group_size(group)
     if heads % size:
-        raise ValueError(f"a2a needs {heads} heads per rank to be a multiple of {size}")
+        raise ValueError(f"a2a: {heads} heads per rank are not divisible by {size} ranks")
     pieces = tensor.reshape(b, size, heads // size, s, d).permute(1, 3, 0, 2, 4)
     return _exchange(pieces, group).flatten(0, 1).permute(1, 2, 0, 3)
 
