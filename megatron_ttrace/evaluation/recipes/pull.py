@@ -350,6 +350,9 @@ def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]
         tell("no recipe runs changed code: nothing was checked")
     else:
         pull.tidy()
+    # Small jobs of one recipe may all show the same fault.
+    once = {(a.title, a.file, a.line, a.file or a.message): a for a in reversed(annotations)}
+    annotations = [*reversed(once.values())]
     code = ExitCode.EQUIVALENT
     if Result.DIVERGED in answers:
         code = ExitCode.DIVERGED

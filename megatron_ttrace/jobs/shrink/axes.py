@@ -4,6 +4,7 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable, Sequence
 
 from megatron_ttrace.jobs.shrink import patterns
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
@@ -202,16 +203,46 @@ def jobs(flags: CommandFlags, large: Axes, most: int) -> list[Axes]:
     """The axes of the small jobs: one if the world is large enough, else all pairs are covered.
 
     Where a middle stage of the pipeline does not fit beside the other axes, one job has it alone.
-    Raises ``TTraceError``, with its name, when a pair of axes does not fit.
+    Axes of different sizes have different sizes in one of the jobs, so that code that takes one for
+    the other shows. Raises ``TTraceError``, with its name, when a pair of axes does not fit.
     """
     complete = of_small(flags, large)
-    if complete.ranks <= most:
-        return [complete]
-    chosen = _of_two_stages(flags, large, most)
+    chosen = [complete] if complete.ranks <= most else _of_two_stages(flags, large, most)
     middle = of_small(flags, large, ("pp",))
     if max(job.pp for job in chosen) < middle.pp and middle.ranks <= most:
         chosen.append(middle)
-    return chosen
+    return chosen + _apart(flags, large, chosen, most)
+
+
+def _apart(flags: CommandFlags, large: Axes, chosen: Sequence[Axes], most: int) -> list[Axes]:
+    """More jobs, for axes that have different sizes, but the same one in each job until now.
+
+    No number depends on how many stages a pipeline has.
+    """
+    spread = [axis for axis in large.spread() if axis != "pp"]
+    subsets = itertools.chain(*(itertools.combinations(spread, n) for n in range(1, len(spread))))
+    candidates = [of_small(flags, large, kept, stages=2) for kept in subsets]
+    fitting = [job for job in candidates if job.edp and job.ranks <= most]
+    alike = [pair for pair in itertools.combinations(spread, 2) if _differ(large, *pair)]
+    for job in chosen:
+        alike = _left(alike, job)
+    added: list[Axes] = []
+    while alike and fitting:
+        best = min(fitting, key=lambda job: (len(_left(alike, job)), job.ranks))
+        left = _left(alike, best)
+        if left == alike:
+            break
+        added.append(best)
+        alike = left
+    return added
+
+
+def _left(pairs: Iterable[tuple[str, str]], job: Axes) -> list[tuple[str, str]]:
+    return [pair for pair in pairs if not _differ(job, *pair)]
+
+
+def _differ(axes: Axes, one: str, other: str) -> bool:
+    return bool(getattr(axes, one) != getattr(axes, other))
 
 
 def _of_two_stages(flags: CommandFlags, large: Axes, most: int) -> list[Axes]:

@@ -82,6 +82,17 @@ def test_pairs_are_covered(tp, cp, pp, dp, ep, most):
     assert max(axes_.pp for axes_ in small) == min(3, pp)
 
 
+@given(POWERS, POWERS, POWERS, POWERS, POWERS, st.sampled_from([8, 16]))
+def test_sizes_that_differ(tp, cp, pp, dp, ep, most):
+    """Do so in a small job: code that takes one axis for another is not right in all of them."""
+    job = flags(tp, cp, pp, num_experts=8, expert_model_parallel_size=ep)
+    large = axes.of_large(job, tp * cp * pp * dp * ep)
+    small = axes.jobs(job, large, most)
+    for one, other in itertools.combinations(("tp", "cp", "ep", "dp"), 2):
+        if getattr(large, one) != getattr(large, other):
+            assert any(getattr(axes_, one) != getattr(axes_, other) for axes_ in small)
+
+
 def test_what_does_not_fit():
     """Is named, with the number that it takes."""
     job = flags(2, 1, 2)

@@ -104,7 +104,7 @@ def test_a_middle_stage():
     """A pipeline of more than two stages keeps one, with the other axes or in a job of its own."""
     (job,) = shrunk("--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2", 8).jobs
     assert (job.axes.tp, job.axes.pp, job.axes.ranks) == (2, 3, 6)
-    assert [job.axes.pp for job in shrunk().jobs] == [2, 3]
+    assert [job.axes.pp for job in shrunk().jobs] == [2, 3, 1]
     assert shrunk(most=2 * 2 * 3 * 2).jobs[0].axes.pp == 3
 
 
