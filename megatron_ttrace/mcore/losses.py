@@ -7,8 +7,8 @@ in the backward pass (``MoEAuxLossAutoScaler`` in megatron/core/transformer/moe/
 config in each forward pass.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ _BALANCING = {
     Loss.GLOBAL: "global_aux_loss",
 }
 """Types of load balancing (``--moe-router-load-balancing-type``) that are a loss."""
+_SHOWING = {**dict.fromkeys(_BALANCING, 1.0), Loss.Z: 0.05}
+"""With these coefficients a loss is about half of a router's gradient."""
 _TYPES, _AUXILIARY = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 """One of each, or a list of each."""
 
@@ -49,6 +51,17 @@ def present(args: MegatronArguments) -> tuple[Loss, ...]:
         for loss in (*_BALANCING, *_COEFFICIENTS)
         if uses.get(loss, args.num_experts) and _coefficient(args, loss)
     )
+
+
+@contextmanager
+def revealed(args: MegatronArguments, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Within this context losses of routers have coefficients with which their scale shows."""
+    with ExitStack() as stack:
+        for loss, least in _SHOWING.items() if args.params_dtype.itemsize <= 2 else ():
+            coefficient = _coefficient(args, loss) if args.num_experts else None
+            if coefficient is not None and coefficient[2] < least:
+                stack.enter_context(weighted(chunks, loss, least / coefficient[2]))
+        yield
 
 
 def weighted(

@@ -21,7 +21,7 @@ from megatron_ttrace import cpu
 from megatron_ttrace.capture.batches import Served
 from megatron_ttrace.capture.step import StepSink, StepTap, TracedModel
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import balancing, fronts, gathering, quiet
+from megatron_ttrace.mcore import balancing, fronts, gathering, losses, quiet
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.buffers import Buffers
 from megatron_ttrace.mcore.groups import current_mesh, device_of
@@ -408,6 +408,8 @@ class Rehearsal:
         off = quiet.Off() if cpu.active() else 0.0
         kept.enter_context(quiet.without_dropout(self.model.chunks, off))
         kept.enter_context(quiet.without_options(self.model.chunks))
+        if self._settings.init == "reveal":
+            kept.enter_context(losses.revealed(self._args, self.model.chunks))
         kept.enter_context(quiet.random_states_kept())
         kept.enter_context(quiet.metrics_kept())
         kept.enter_context(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ttrace.mcore.losses import present, weighted
+from megatron_ttrace.mcore.losses import present, revealed, weighted
 from megatron_ttrace.trace.findings import Loss
 
 MOE = {"num_experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
@@ -72,3 +72,22 @@ def test_weighted_in_a_list():
     with weighted([model], Loss.SEQUENCE, 2.0):
         assert model.config.moe_aux_loss_coeff == [0.2, 0.2]
     assert model.config.moe_aux_loss_coeff is coefficients
+
+
+@pytest.mark.parametrize(
+    ("dtype", "before", "within"),
+    [
+        (torch.bfloat16, (0.01, 1e-4), (1.0, 0.05)),
+        (torch.bfloat16, (2.0, 0.0), (2.0, 0.0)),
+        (torch.float32, (0.01, 1e-4), (0.01, 1e-4)),
+    ],
+)
+def test_revealed(dtype, before, within):
+    """In 16 bits a small share of a gradient is rounded away; larger coefficients stay."""
+    names = "moe_aux_loss_coeff", "moe_z_loss_coeff"
+    args = SimpleNamespace(**{**MOE, **dict(zip(names, before, strict=True))}, params_dtype=dtype)
+    model = torch.nn.Identity()
+    model.config = SimpleNamespace(**vars(args))
+    with revealed(args, [model]):
+        assert [getattr(model.config, name) for name in names] == pytest.approx(within)
+    assert [getattr(model.config, name) for name in names] == [*before]
