@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``transformer_engine.pytorch.cpp_extensions``: a matrix product whose result has its own dtype.
 
-Megatron calls it for routers' scores (megatron/core/transformer/moe/moe_utils.py), and for logits
-(``--output-logit-dtype``).
+Megatron calls it for routers' scores (megatron/core/transformer/moe/moe_utils.py), for logits
+(``--output-logit-dtype``), and for gradients of weights in shards
+(megatron/core/tensor_parallel/layers.py).
 """
 
 from typing import Any
@@ -19,6 +20,7 @@ def general_gemm(
     *,
     out_dtype: torch.dtype | None = None,
     layout: str = "TN",
+    out: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     grad: bool = False,
     **others: Any,
@@ -43,4 +45,5 @@ def general_gemm(
     product = left @ right
     if bias is not None:
         product = product + bias
-    return product.to(out_dtype or A.dtype), None, None, None
+    product = product.to(out_dtype or A.dtype)
+    return product if out is None else out.copy_(product), None, None, None

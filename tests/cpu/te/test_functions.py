@@ -263,6 +263,9 @@ def test_matrix_products(layout, shapes):
     right = first.double() if layout[0] == "N" else first.double().mT
     assert product.dtype == torch.float32
     torch.testing.assert_close(product.double(), left @ right, rtol=1e-6, atol=1e-6)
+    buffer = torch.zeros_like(product)
+    found = gemm.general_gemm(first, second, out_dtype=torch.float32, layout=layout, out=buffer)
+    assert found[0] is buffer and buffer.equal(product)
 
 
 def test_matrix_product_with_bias():
