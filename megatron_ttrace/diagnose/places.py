@@ -55,6 +55,7 @@ from megatron_ttrace.trace.findings import (
     LossShare,
     LossTerm,
     Miscounted,
+    OtherSetting,
     UnequalShares,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
@@ -111,7 +112,8 @@ class Places:
 
     def of(self, diagnosis: Diagnosis) -> Diagnosis:
         """The same, with the places to look at, most likely first."""
-        verdict, finding, sent = diagnosis.verdict, diagnosis.why.finding, is_sent(diagnosis)
+        verdict, why, sent = diagnosis.verdict, diagnosis.why, is_sent(diagnosis)
+        finding = why.observed if isinstance(why.observed, OtherSetting) else why.finding
         is_loaded = verdict.kind is Kind.LOADED  # by no function that was recorded
         ranked = [] if is_loaded else self.ranked(verdict, finding, sent=sent)
         # What has no name of its own (a generator) is shown as what it is written in: once.
@@ -125,8 +127,7 @@ class Places:
             # The user knows best what a change far away may have done.
             last = elsewhere(self._changed, self._code, is_loaded=is_loaded)
             places = [*places[: MOST - len(last)], *last]
-        why = dataclasses.replace(diagnosis.why, places=tuple(places))
-        return dataclasses.replace(diagnosis, why=why)
+        return dataclasses.replace(diagnosis, why=dataclasses.replace(why, places=tuple(places)))
 
     def ranked(
         self, verdict: Judged, finding: Finding | None, *, sent: bool = False

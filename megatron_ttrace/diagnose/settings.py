@@ -5,8 +5,14 @@ A layout may build modules differently. Then it does so in every layer: a number
 reference's in other layers ought to be so in all.
 """
 
+from collections.abc import Callable, Iterator
+
 from megatron_ttrace.trace.collectives import Numbers, pattern
 from megatron_ttrace.trace.findings import Cause, OtherSetting
+from megatron_ttrace.trace.modules import around
+
+_POINTS = (2.5, 3.0)
+"""For what a module computes itself; for what it is given by the module around it."""
 
 
 def differing(module: str, ours: Numbers, expected: Numbers) -> OtherSetting | None:
@@ -27,6 +33,14 @@ def differing(module: str, ours: Numbers, expected: Numbers) -> OtherSetting | N
                         expected=min(right),
                     )
     return None
+
+
+def configuring(
+    module: str, constructor: Callable[[str], int | None]
+) -> Iterator[tuple[int, float]]:
+    """Constructors that may have given a module its numbers, with points: its own, and the next."""
+    known = (constructor(name) for name in (module, *around(module)))
+    yield from zip((number for number in known if number is not None), _POINTS, strict=False)
 
 
 def _of(name: str, attribute: str, numbers: Numbers) -> set[float]:

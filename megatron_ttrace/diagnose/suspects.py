@@ -22,11 +22,12 @@ from megatron_ttrace.diagnose.code import (
     Outcomes,
     tokens,
 )
+from megatron_ttrace.diagnose.settings import configuring
 from megatron_ttrace.diagnose.start import WEIGHTS
 from megatron_ttrace.mcore.roles import names_tokens
 from megatron_ttrace.trace.collectives import Ledger, ModuleCode, Phase, Sources, pattern
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Miscounted
+from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Miscounted, OtherSetting
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.modules import around, module_of
 from megatron_ttrace.trace.places import Clue
@@ -78,10 +79,10 @@ class Suspects:
         self.clues: dict[int, dict[Clue, float]] = defaultdict(dict)
         self._code, self._sources = code, ledger.sources
         self._verdict, self._finding = verdict, finding
+        self._cause = finding.cause if finding else None
         self.few = outcomes.share(verdict.kind) < FEW
         # The gradients of the module's parameters fail, too.
-        self._whole = outcomes.failed(Kind.MAIN_GRAD, verdict.name)
-        self._right = outcomes.losses()
+        self._whole, self._right = outcomes.failed(Kind.MAIN_GRAD, verdict.name), outcomes.losses()
         self.module = module_of(verdict.name)
         self._owner = self.module
         if verdict.kind in OF_PARAMETERS:
@@ -132,6 +133,10 @@ class Suspects:
         }
         of_result = by_kind.get(kind, by_direction[direction])
         (self._input if arrives(self._verdict) else of_result)()
+        if isinstance(self._finding, OtherSetting):
+            for number, points in configuring(self._finding.module, self._constructor):
+                self._take([number], 1.0)
+                self.add(number, Clue.BUILT, points)
 
     # By what went wrong
 
@@ -155,8 +160,7 @@ class Suspects:
             self._take(named if redrawn else ran, 1.0 if redrawn else _FARTHER**depth)
 
     def _start(self) -> None:
-        cause = self._finding.cause if self._finding else None
-        if cause is Cause.RANDOM_STATE:
+        if self._cause is Cause.RANDOM_STATE:
             functions = self._code.functions
             self._take((n for n in self._code.at[BUILDING] if "seed" in functions[n].name), 1.0)
             return
@@ -164,7 +168,7 @@ class Suspects:
         few = self.few or self._verdict.kind is not Kind.INITIAL
         self._built(self._owner, 1.0 if few else 0.5)
         self._built(self.module, 1.0 if few else 0.5)
-        is_misplaced = cause in _MISPLACED
+        is_misplaced = self._cause in _MISPLACED
         for distance, outer in enumerate(around(self._owner), 1):
             farther = (1.0 if few else 0.5) * _FARTHER**distance
             self._built(outer, 1.0 if is_misplaced else farther, whole=is_misplaced)
@@ -276,15 +280,15 @@ class Suspects:
                 self.weights[caller] *= 1.0 if right else 0.6
 
     def _parameter_gradient(self) -> None:
-        # If most are right, it is less likely what reduces all of them.
-        few = self.few
-        if self._finding is not None and self._finding.cause is Cause.FROZEN:
+        if self._cause is Cause.FROZEN:
             self._start()
             return
-        if self._finding is not None and self._finding.cause is Cause.PRECISION:
+        if self._cause is Cause.PRECISION:
             # Gradients have the dtype of the buffers that they are accumulated in.
             self._part(_G, 0.3, 1.0)
             return
+        # If most are right, it is less likely what reduces all of them.
+        few = self.few
         self._part(_G, 0.6 if few else 1.0, 0.6)
         # Optimizers lay out the buffers of gradients.
         self._part(Phase.OPTIMIZER, 0.0, 0.6 if few else 0.3)
@@ -317,8 +321,7 @@ class Suspects:
 
     def _update(self) -> None:
         # What updates other parameters rightly was not given this one, or not its values.
-        cause = self._finding.cause if self._finding else None
-        is_built = cause in (Cause.NEVER_COUNTED, Cause.HYPERPARAMETERS)
+        is_built = self._cause in (Cause.NEVER_COUNTED, Cause.HYPERPARAMETERS)
         step, built = (0.6, 1.0) if is_built else (1.0, 0.6)
         self._part(Phase.OPTIMIZER, step, built)
         self._part(_G, 1.0 if self._verdict.kind is Kind.PARAM else 0.3, 0.4)
