@@ -19,7 +19,7 @@ from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.codec import Record
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
-from megatron_ttrace.trace.records import Direction, Kind, Outcome, RoutingIndex, TraceKey
+from megatron_ttrace.trace.records import ROOT, Direction, Kind, Outcome, RoutingIndex, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 TOLD_SHARE = 0.01
@@ -106,8 +106,10 @@ def observe(reference: TraceReader, tolerances: Tolerances, requested: Requested
     def field(name: str) -> Iterator[torch.Tensor]:
         return (reference.data(key) for key in batches if key.name == name)
 
-    masks = list(field("loss_mask")) if requested.masks_ends or requested.per_token_loss else []
-    tokens = tuple(round(float(mask.float().sum())) for mask in masks)
+    asked = requested.masks_ends or requested.per_token_loss
+    masked = [key for key in batches if asked and key.name == "loss_mask"]
+    masks = [reference.data(key) for key in masked]
+    tokens = tuple(_in_loss(reference, *pair) for pair in zip(masked, masks, strict=True))
     positions = field("position_ids") if requested.resets_positions else ()
     routing = [key for key in keys if key.kind is Kind.ROUTING and not selects_keys(key)]
     experts, idle, dropped = _routing(reference, routing)
@@ -195,6 +197,15 @@ def share(verdicts: Iterable[Judged]) -> tuple[int, int]:
         v.verdict for v in verdicts if v.direction is not Direction.START and v.reason not in apart
     ]
     return computed.count(Outcome.UNCHECKED), len(computed)
+
+
+def _in_loss(reference: TraceReader, mask: TraceKey, data: torch.Tensor) -> int:
+    """Tokens that count: if the model returns losses, with a gradient; a script may mask more."""
+    count = round(float(data.float().sum()))
+    key = dataclasses.replace(mask, kind=Kind.GRAD_OUTPUT, name=ROOT)
+    if key not in reference or reference.entry(key).shape != reference.entry(mask).shape:
+        return count
+    return min(count, int(reference.data(key).count_nonzero()))
 
 
 def _any(facts: Iterable[bool]) -> bool | None:

@@ -34,14 +34,7 @@ from megatron_ttrace.saved.recorded import (
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.recorded import Point
 from megatron_ttrace.trace.records import Result
-from megatron_ttrace.trace.resumed import (
-    Blame,
-    Difference,
-    How,
-    Logged,
-    Restart,
-    What,
-)
+from megatron_ttrace.trace.resumed import Blame, Difference, How, Logged, Restart, What
 from megatron_ttrace.trace.sanitise import some_of
 from megatron_ttrace.trace.states import SCHEDULED, SCHEDULER
 
@@ -295,6 +288,9 @@ class _Comparison:
         places = self._before.ranks[0].places
         # A number's name begins with what it belongs to.
         belongs = What.MAIN if kind in _OF_OPTIMIZER else re.split(r"[.[]", name)[0]
+        if blame is Blame.LOADING and name.endswith(("].lr", "].weight_decay")):
+            # The scheduler sets these when it is loaded.
+            belongs = SCHEDULER.rstrip(".")
         code = places.get(belongs) or places.get(kind)
         if code is None or blame is Blame.TRAINING:
             return ""

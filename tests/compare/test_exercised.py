@@ -16,7 +16,7 @@ from megatron_ttrace.run.answer import requested as asked
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.codec import CodecError
 from megatron_ttrace.trace.outcomes import NotExercised, Reason, Unexercised
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, RoutingIndex
+from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Kind, Outcome, RoutingIndex
 from tests.compare.traces import reference_of, tolerances_of
 from tests.placement.meshes import mesh_of
 from tests.report.synthetic_report import make_verdict
@@ -180,6 +180,18 @@ def test_batches_are_read(tmp_path: Path, acts: bool) -> None:
     assert (found.masks_loss, found.restarts_positions, found.hides_documents) == (acts,) * 3
     assert found.same_batches is not acts
     assert found.tokens == ((4, 3) if acts else (4, 4))
+
+
+def test_what_a_script_masks_itself(tmp_path: Path) -> None:
+    """A token without a gradient does not count, if the model returns the losses of tokens."""
+    trace = Trace(tmp_path)
+    for number, size in enumerate((4, 4, 5)):
+        trace.add(number, Kind.TOKENS, "loss_mask", torch.ones(1, 4))
+        gradient = torch.ones(1, size)
+        gradient[0, number:] = 0.0
+        trace.add(number, Kind.GRAD_OUTPUT, ROOT, gradient)
+    found = trace.observe()
+    assert (found.tokens, found.masks_loss) == ((0, 1, 4), True)
 
 
 @pytest.mark.parametrize(("field", "expected"), [("labels", False), ("cu_seqlens", None)])

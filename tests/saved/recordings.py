@@ -15,6 +15,11 @@ from megatron_ttrace.trace.store import Entry, TraceWriter, seal
 from tests.placement.meshes import mesh_of
 
 NAME = "decoder.final_layernorm.weight"
+PLACES = {
+    "main weight": Code("megatron/optimizer.py:1 (save)", "megatron/optimizer.py:2"),
+    "param_groups": Code("megatron/optimizer.py:3 (save)", "megatron/optimizer.py:4 (load)"),
+    "opt_param_scheduler": Code("megatron/schedule.py:1 (save)", "megatron/schedule.py:2 (load)"),
+}
 NUMBERS = {"iteration": 2.0, "consumed_train_samples": 8.0, "param_groups[wd_mult=1].lr": 1e-3}
 
 type Tensors = dict[LoadedIndex, torch.Tensor]
@@ -90,9 +95,7 @@ def run(
             described={NAME.rpartition(".")[0]: "megatron/norm.py:1 (sharded_state_dict)"},
             stored={NAME: NAME},
             buckets=(),
-            places={
-                "main weight": Code("megatron/optimizer.py:1 (save)", "megatron/optimizer.py:2")
-            },
+            places=PLACES,
         )
         dataclasses.replace(record, **changes).write(home / FOLDER)  # type: ignore[arg-type]
     return Recorded.open(home)

@@ -194,6 +194,20 @@ def test_a_schedule(tmp_path: Path) -> None:
     assert [difference.name for difference in compare(before, after, "").differences] == [schedule]
 
 
+def test_what_sets_weight_decay(tmp_path: Path) -> None:
+    """The scheduler, not the optimizer, in which it is stored as well."""
+    decay = "param_groups[wd_mult=1].weight_decay"
+    before = recordings.run(
+        tmp_path / "a",
+        {Point.SAVED: state(), Point.END: state()},
+        [step(number) for number in range(1, 5)],
+        numbers=NUMBERS | {decay: 0.1},
+    )
+    after = recordings.restarted(tmp_path / "b", numbers=NUMBERS | {decay: 0.2})
+    (difference,) = compare(before, after, "", numbers={decay: 0.1}).differences
+    assert difference.where == recordings.PLACES["opt_param_scheduler"].loads
+
+
 ELSEWHERE = [step(3, samples=(("1",),), losses={"lm loss": 5.0}), step(4, grad_norm=2.0)]
 """Other samples, and what they lead to."""
 LOSSES = [step(3, losses={"lm loss": 5.0}), step(4)]
