@@ -13,6 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from megatron_ttrace.diagnose.anchors import anchor_of
 from megatron_ttrace.diagnose.code import (
     BUILDING,
     DIVIDING,
@@ -37,7 +38,6 @@ from megatron_ttrace.diagnose.suspects import (
     FEW,
     OF_PARAMETERS,
     Suspects,
-    anchor_of,
     is_redrawn,
     is_sent,
 )

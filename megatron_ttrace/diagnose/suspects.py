@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
+from megatron_ttrace.diagnose.anchors import anchor_of, is_of_parameters
 from megatron_ttrace.diagnose.code import (
     BUILDING,
     COUNTING,
@@ -23,9 +24,8 @@ from megatron_ttrace.diagnose.code import (
     tokens,
 )
 from megatron_ttrace.diagnose.settings import configuring
-from megatron_ttrace.diagnose.start import WEIGHTS
 from megatron_ttrace.mcore.roles import names_tokens
-from megatron_ttrace.trace.collectives import Ledger, ModuleCode, Phase, Sources, pattern
+from megatron_ttrace.trace.collectives import Ledger, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Miscounted, OtherSetting
 from megatron_ttrace.trace.judged import Diagnosis, Judged
@@ -37,7 +37,6 @@ from megatron_ttrace.trace.records import (
     Direction,
     DropoutIndex,
     Kind,
-    LoadedIndex,
     Outcome,
 )
 
@@ -160,12 +159,15 @@ class Suspects:
             self._take(named if redrawn else ran, 1.0 if redrawn else _FARTHER**depth)
 
     def _start(self) -> None:
+        functions = self._code.functions
         if self._cause is Cause.RANDOM_STATE:
-            functions = self._code.functions
             self._take((n for n in self._code.at[BUILDING] if "seed" in functions[n].name), 1.0)
             return
-        # If most initial values are wrong, it is less likely the constructors of all these modules.
-        few = self.few or self._verdict.kind is not Kind.INITIAL
+        # If most values or shapes are wrong, it is less likely the constructors of these modules.
+        verdict = self._verdict
+        few = self.few or (
+            verdict.kind is not Kind.INITIAL and verdict.verdict is not Outcome.SHAPE
+        )
         self._built(self._owner, 1.0 if few else 0.5)
         self._built(self.module, 1.0 if few else 0.5)
         is_misplaced = self._cause in _MISPLACED
@@ -178,8 +180,7 @@ class Suspects:
         self._part(_G, 0.0, 0.4 if few else 1.0)
         self._part(Phase.OPTIMIZER, 0.0, 0.4)
         self._part(Phase.SCRIPT, 0.0, 0.4)
-        if self._verdict.kind in (Kind.INITIAL, Kind.MAIN_GRAD):
-            functions = self._code.functions
+        if verdict.kind in (Kind.INITIAL, Kind.MAIN_GRAD):
             self._take((n for n in self._code.at[BUILDING] if functions[n].own), 1.0)
 
     def _named(self, words: set[str], weight: float, *, built: bool = True) -> None:
@@ -296,6 +297,8 @@ class Suspects:
         self._ran(self._owner, _F, 0.3)
         for part in (Phase.SCHEDULE, Phase.SCRIPT):
             self._part(part, 0.3 if few else 0.6)
+        # Gradients of weights may be computed after the backward pass.
+        self._named({"dw", "wgrad"}, 0.8, built=False)
         self._built(self._owner, 0.8 if few else 0.4)
 
     def _statistic(self) -> None:
@@ -303,13 +306,17 @@ class Suspects:
         if isinstance(finding, Miscounted) and finding.lack is Lack.UNGROUPED:
             self._update()
             return
-        if _is_of_parameters(verdict):
+        if is_of_parameters(verdict):
             code = self._code
             for number in [n for n in code.contexts if code.compute([n], verdict.index)]:
                 for context in code.contexts[number]:
                     self._take(code.below(number, context), 1.0)
             return
         reduced = verdict.kind is Kind.COUNTED and verdict.index == Statistic.REDUCED.number
+        if reduced and not self._sources.finalize:
+            # A loop of the user's own has to call it.
+            self._part(Phase.SCRIPT, 1.0)
+            return
         self._part(Phase.OPTIMIZER, 0.3 if reduced else 1.0, 0.5)
         self._part(_G, 1.0 if reduced else 0.3, 0.3)
         if isinstance(finding, Miscounted) and finding.lack is Lack.LEFT_OUT:
@@ -468,33 +475,3 @@ def is_redrawn(verdict: Judged) -> bool:
     """Whether a recomputation drew another dropout mask than the forward pass."""
     index = verdict.index % len(DropoutIndex)
     return verdict.kind is Kind.DROPOUT and index == DropoutIndex.RECOMPUTED
-
-
-def _is_of_parameters(verdict: Judged) -> bool:
-    """The norm of all parameters is computed after the step, to be logged."""
-    return verdict.kind is Kind.COUNTED and verdict.index == Statistic.PARAMS_NORM.number
-
-
-def anchor_of(sources: Sources, verdict: Judged) -> str:
-    """The function that surely had a part in making a tensor; empty if it is not known."""
-    kind, direction, name = verdict.kind, verdict.direction, module_of(verdict.name)
-    if (kind, name) == (Kind.INPUT, ROOT) or kind in (Kind.TOKENS, Kind.LOSS):
-        return sources.step
-    if kind is Kind.METRIC:
-        # What is not logged here would be by what logs the others.
-        return sources.metrics.get(name, next(iter(sources.metrics.values()), ""))
-    if direction is Direction.UPDATE and kind is not Kind.BUFFER:
-        return sources.optimizer
-    if direction is Direction.GRADIENT:
-        return "" if _is_of_parameters(verdict) else sources.finalize
-    code = sources.of(name) or sources.of(ROOT) or ModuleCode()
-    if kind is Kind.LOADED:
-        if verdict.index == LoadedIndex.NUMBER:
-            return next((at for word, at in sources.loaders.items() if name.startswith(word)), "")
-        is_module = verdict.index in (*WEIGHTS, LoadedIndex.BUFFER)
-        return code.described if is_module else sources.optimizer_state
-    if direction is Direction.START:
-        return code.built
-    if kind is Kind.GRAD_OUTPUT:
-        return code.user
-    return (direction is Direction.BACKWARD and code.backward) or code.forward

@@ -100,6 +100,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "calc_params_norm": {"size": 200},
     "sum_of_squares": {"size": 100},
     "Calculator.update_microbatches": {"size": 100},
+    "Linear.backward_dw": {"size": 100},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
 _CALLS = [
@@ -137,6 +138,7 @@ _CALLS = [
     *[("build_groups", "", "", C), ("wrap", "", "", C), ("Buffer.__init__", "wrap", "", C)],
     *[("Model.__init__", "", "", C), ("pipeline_layers", "Model.__init__", "", C)],
     ("loss_func", "run", "", Phase.SCRIPT),
+    ("Linear.backward_dw", "run", "", S),
     ("calc_params_norm", "", "", Phase.OTHER),
     ("sum_of_squares", "calc_params_norm", "", Phase.OTHER),
 ]

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ttrace.diagnose.anchors import anchor_of
 from megatron_ttrace.diagnose.code import Code, Outcomes
 from megatron_ttrace.diagnose.places import Places
-from megatron_ttrace.diagnose.suspects import Suspects, anchor_of
+from megatron_ttrace.diagnose.suspects import Suspects
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     Cause,
@@ -269,3 +270,33 @@ def test_batches_that_only_one_run_has(outcome: Outcome) -> None:
     failure = judged(Kind.TOKENS, "tokens", outcome)
     first = Places(record(), [failure]).ranked(failure, None)[0][1].function
     assert (first == "Calculator.update_microbatches") is (outcome is Outcome.EXTRA)
+
+
+def test_a_delayed_gradient() -> None:
+    """It is computed after the backward pass, outside of the module's."""
+    assert NAMES.index("Linear.backward_dw") in suspects(Kind.MAIN_GRAD, f"{LINEAR}.weight").weights
+    assert NAMES.index("Linear.backward_dw") not in suspects(Kind.GRAD_INPUT, LINEAR).weights
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_loop_that_has_to_finalize_gradients(calls: bool) -> None:
+    """Where nothing did, it is the script's own code."""
+    ledger = record()
+    sources = dataclasses.replace(ledger.sources, finalize=ledger.sources.finalize * calls)
+    verdict = judged(
+        Kind.COUNTED, f"{LINEAR}.weight", Outcome.DIVERGED, index=Statistic.REDUCED.number
+    )
+    verdicts = Outcomes([verdict])
+    ledger = dataclasses.replace(ledger, sources=sources)
+    found = Suspects(Code(ledger), ledger, verdicts, verdict, None, sent=False).weights
+    assert (NAMES.index("get_batch") in found) is not calls
+    assert (NAMES.index("finalize") in found) is calls
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_shapes_of_most_parameters(few: bool) -> None:
+    """Marks that most have lost were not forgotten by each constructor."""
+    name, shape = f"{LINEAR}.weight", Outcome.SHAPE
+    weights = suspects(Kind.PARAM, name, few=few, outcome=shape).weights
+    built, wrapped = (weights[NAMES.index(f"{of}.__init__")] for of in ("Linear", "Buffer"))
+    assert (built > wrapped) is few

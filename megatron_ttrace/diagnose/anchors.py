@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The function that surely had a part in what failed."""
+
+from megatron_ttrace.diagnose.start import WEIGHTS
+from megatron_ttrace.trace.collectives import ModuleCode, Sources
+from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.modules import module_of
+from megatron_ttrace.trace.records import ROOT, Direction, Kind, LoadedIndex
+
+
+def anchor_of(sources: Sources, verdict: Judged) -> str:
+    """The function that surely had a part in making a tensor; empty if it is not known."""
+    kind, direction, name = verdict.kind, verdict.direction, module_of(verdict.name)
+    if (kind, name) == (Kind.INPUT, ROOT) or kind in (Kind.TOKENS, Kind.LOSS):
+        return sources.step
+    if kind is Kind.METRIC:
+        # What is not logged here would be by what logs the others.
+        return sources.metrics.get(name, next(iter(sources.metrics.values()), ""))
+    if direction is Direction.UPDATE and kind is not Kind.BUFFER:
+        return sources.optimizer
+    if direction is Direction.GRADIENT:
+        return "" if is_of_parameters(verdict) else sources.finalize
+    code = sources.of(name) or sources.of(ROOT) or ModuleCode()
+    if kind is Kind.LOADED:
+        if verdict.index == LoadedIndex.NUMBER:
+            return next((at for word, at in sources.loaders.items() if name.startswith(word)), "")
+        is_module = verdict.index in (*WEIGHTS, LoadedIndex.BUFFER)
+        return code.described if is_module else sources.optimizer_state
+    if direction is Direction.START:
+        return code.built
+    if kind is Kind.GRAD_OUTPUT:
+        return code.user
+    return (direction is Direction.BACKWARD and code.backward) or code.forward
+
+
+def is_of_parameters(verdict: Judged) -> bool:
+    """The norm of all parameters is computed after the step, to be logged."""
+    return verdict.kind is Kind.COUNTED and verdict.index == Statistic.PARAMS_NORM.number
