@@ -118,6 +118,7 @@ class Suspects:
             Kind.METRIC: self._logged,
             Kind.TOKENS: self._data,
             Kind.DROPOUT: self._mask,
+            Kind.PRECISION: self._precision,
             Kind.GRAD_OUTPUT: self._output_gradient,
             Kind.LOSS: self._loss,
             Kind.MAIN_GRAD: self._parameter_gradient,
@@ -332,6 +333,12 @@ class Suspects:
         step, built = (0.6, 1.0) if is_built else (1.0, 0.6)
         self._part(Phase.OPTIMIZER, step, built)
         self._part(_G, 1.0 if self._verdict.kind is Kind.PARAM else 0.3, 0.4)
+
+    def _precision(self) -> None:
+        """A context around its forward pass, or around what recomputes that."""
+        self._named({"fp8", "checkpoint", "checkpointed"}, 0.8, built=False)
+        for outer in around(self.module):
+            self._take(self._ran_in(outer, _F), 0.7)
 
     def _buffer(self) -> None:
         self._part(_G, 1.0, 0.4)

@@ -180,7 +180,7 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
     if finding.cause is Cause.ZERO:
         return _ZERO.get(verdict.kind, ("all zero", ""))
     if finding.cause is Cause.PRECISION:
-        return "one run computes it in FP8, the other does not", ""
+        return "one run computes it in FP8, or recomputes it so, the other does not", ""
     if finding.cause is Cause.FROZEN:
         return "it requires no gradient: it is frozen, which it is not in the reference", ""
     if finding.cause is Cause.CUT_OFF:

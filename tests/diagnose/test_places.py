@@ -21,7 +21,6 @@ from megatron_ttrace.trace.findings import (
     Loss,
     LossShare,
     Miscounted,
-    OtherSetting,
     OtherTime,
 )
 from megatron_ttrace.trace.judged import Diagnosis, Judged
@@ -60,7 +59,6 @@ def places(
     ledger: Ledger | None = None,
     others: tuple[Judged, ...] = (),
     before: Judged | None = None,
-    observed: Finding | None = None,
 ) -> tuple[Place, ...]:
     """Of a failure in the step made by hand."""
     verdict = judged(kind, name, Outcome.DIVERGED)
@@ -69,7 +67,7 @@ def places(
         direction=verdict.direction,
         grounds=Grounds.FIRST_FAILURE,
         verdict=verdict,
-        why=Explanation(finding, observed=observed),
+        why=Explanation(finding),
         before=before,
     )
     made = Places(ledger or record(*calls), [verdict, *others])
@@ -263,16 +261,6 @@ def test_what_built_a_parameter() -> None:
     ranked = Places(record(), [failure]).ranked(failure, None)
     clues = {place.function: place.clue for _, place in ranked}
     assert (clues["Model.__init__"], clues["pipeline_layers"]) == (Clue.BUILT, Clue.BUILT)
-
-
-@pytest.mark.parametrize("kind", [Kind.OUTPUT, Kind.GRAD_INPUT])
-def test_a_number_that_a_module_was_built_with(kind: Kind) -> None:
-    """What built it, not what ran in it; ``layer_number`` is usually given by what contains it."""
-    setting = OtherSetting(
-        Cause.SETTING, module=LINEAR, attribute="layer_number", value=2.0, expected=4.0
-    )
-    first = places(kind, LINEAR, None, FORWARD, observed=setting)[0]
-    assert (first.function, first.clue) == ("Linear.__init__", Clue.BUILT)
 
 
 def test_a_factor_that_a_setter_was_given() -> None:

@@ -17,12 +17,16 @@ from megatron_ttrace.diagnose.suspects import Suspects
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     Cause,
+    Explanation,
     Finding,
     Lack,
     Loss,
     LossShare,
     Miscounted,
+    OtherSetting,
 )
+from megatron_ttrace.trace.judged import Diagnosis
+from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import ROOT, Kind, Outcome
 from tests.diagnose.judged_by_hand import judged
@@ -278,6 +282,15 @@ def test_a_delayed_gradient() -> None:
     assert NAMES.index("Linear.backward_dw") not in suspects(Kind.GRAD_INPUT, LINEAR).weights
 
 
+def test_a_context_of_fp8() -> None:
+    """It is entered around layers, or where they are recomputed."""
+    ledger, verdict = record(), judged(Kind.PRECISION, LINEAR, Outcome.DIVERGED)
+    outcomes = Outcomes([verdict])
+    found = Suspects(Code(ledger), ledger, outcomes, verdict, None, sent=False).weights
+    assert {NAMES.index("Layer.forward"), NAMES.index("checkpoint")} <= found.keys()
+    assert NAMES.index("finalize") not in found
+
+
 @pytest.mark.parametrize("calls", [False, True])
 def test_a_loop_that_has_to_finalize_gradients(calls: bool) -> None:
     """Where nothing did, it is the script's own code."""
@@ -300,3 +313,21 @@ def test_shapes_of_most_parameters(few: bool) -> None:
     weights = suspects(Kind.PARAM, name, few=few, outcome=shape).weights
     built, wrapped = (weights[NAMES.index(f"{of}.__init__")] for of in ("Linear", "Buffer"))
     assert (built > wrapped) is few
+
+
+@pytest.mark.parametrize("kind", [Kind.OUTPUT, Kind.GRAD_INPUT])
+def test_a_number_that_a_module_was_built_with(kind: Kind) -> None:
+    """What built it, not what ran in it; ``layer_number`` is usually given by what contains it."""
+    setting = OtherSetting(
+        Cause.SETTING, module=LINEAR, attribute="layer_number", value=2.0, expected=4.0
+    )
+    verdict = judged(kind, LINEAR, Outcome.DIVERGED)
+    diagnosis = Diagnosis(
+        name=LINEAR,
+        direction=verdict.direction,
+        grounds=Grounds.FIRST_FAILURE,
+        verdict=verdict,
+        why=Explanation(observed=setting),
+    )
+    first = Places(record(), [verdict]).of(diagnosis).why.places[0]
+    assert (first.function, first.clue) == ("Linear.__init__", Clue.BUILT)

@@ -151,6 +151,11 @@ def test_a_number_that_is_off_by_the_same_factor(clue: Clue, makes: bool) -> Non
     assert explanations.hint_text(own, VERDICT) == usual
 
 
+def test_another_precision() -> None:
+    text = explanations.explanation_text(Explanation(Finding(Cause.PRECISION)), VERDICT)
+    assert text == "one run computes it in FP8, or recomputes it so, the other does not"
+
+
 def test_a_parameter_that_is_frozen() -> None:
     text = explanations.explanation_text(Explanation(Finding(Cause.FROZEN)), VERDICT)
     assert text == "it requires no gradient: it is frozen, which it is not in the reference"
