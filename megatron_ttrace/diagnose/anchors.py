@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The function that surely had a part in what failed."""
 
+from megatron_ttrace.diagnose.code import BUILDING, Code
 from megatron_ttrace.diagnose.start import WEIGHTS
 from megatron_ttrace.trace.collectives import ModuleCode, Sources
 from megatron_ttrace.trace.counted import Statistic
@@ -8,8 +9,11 @@ from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.records import ROOT, Direction, Kind, LoadedIndex
 
+_REFRESHES = "._copy_model_params_to_main_params"
+"""What sets main weights if weights alone are loaded."""
 
-def anchor_of(sources: Sources, verdict: Judged) -> str:
+
+def anchor_of(sources: Sources, verdict: Judged, ran: Code | None = None) -> str:
     """The function that surely had a part in making a tensor; empty if it is not known."""
     kind, direction, name = verdict.kind, verdict.direction, module_of(verdict.name)
     if (kind, name) == (Kind.INPUT, ROOT) or kind in (Kind.TOKENS, Kind.LOSS):
@@ -25,6 +29,10 @@ def anchor_of(sources: Sources, verdict: Judged) -> str:
     if kind is Kind.LOADED:
         if verdict.index == LoadedIndex.NUMBER:
             return next((at for word, at in sources.loaders.items() if name.startswith(word)), "")
+        if verdict.index == LoadedIndex.ROUNDED and ran is not None:
+            built = (ran.functions[number] for number in ran.at[BUILDING])
+            if refreshes := next((f.where for f in built if f.name.endswith(_REFRESHES)), ""):
+                return refreshes
         is_module = verdict.index in (*WEIGHTS, LoadedIndex.BUFFER)
         return code.described if is_module else sources.optimizer_state
     if direction is Direction.START:

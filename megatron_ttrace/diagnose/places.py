@@ -119,7 +119,7 @@ class Places:
         # What has no name of its own (a generator) is shown as what it is written in: once.
         first = {(place.file, place.function): place for _, place in reversed(ranked)}
         places = [place for _, place in ranked if first[place.file, place.function] is place][:MOST]
-        anchor = "" if sent else anchor_of(self._ledger.sources, verdict)
+        anchor = "" if sent else anchor_of(self._ledger.sources, verdict, self._code)
         is_other = is_loaded or self._code.number(anchor) is None
         if is_other and (place := Place.of(anchor, Clue.RAN)):
             places = [place, *places[: MOST - 1]]

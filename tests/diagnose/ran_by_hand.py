@@ -101,6 +101,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "sum_of_squares": {"size": 100},
     "Calculator.update_microbatches": {"size": 100},
     "Linear.backward_dw": {"size": 100},
+    "Optimizer._copy_model_params_to_main_params": {"part": U, "size": 100},
 }
 _NUMBERS = {name: number for number, name in enumerate(FUNCTIONS)}
 _CALLS = [
@@ -139,6 +140,7 @@ _CALLS = [
     *[("Model.__init__", "", "", C), ("pipeline_layers", "Model.__init__", "", C)],
     ("loss_func", "run", "", Phase.SCRIPT),
     ("Linear.backward_dw", "run", "", S),
+    ("Optimizer._copy_model_params_to_main_params", "", "", C),
     ("calc_params_norm", "", "", Phase.OTHER),
     ("sum_of_squares", "calc_params_norm", "", Phase.OTHER),
 ]

@@ -28,7 +28,7 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.judged import Diagnosis
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.places import Clue
-from megatron_ttrace.trace.records import ROOT, Kind, Outcome
+from megatron_ttrace.trace.records import ROOT, Kind, LoadedIndex, Outcome
 from tests.diagnose.judged_by_hand import judged
 from tests.diagnose.ran_by_hand import CODES, FUNCTIONS, LINEAR, NORM, large, record, where
 
@@ -274,6 +274,18 @@ def test_batches_that_only_one_run_has(outcome: Outcome) -> None:
     failure = judged(Kind.TOKENS, "tokens", outcome)
     first = Places(record(), [failure]).ranked(failure, None)[0][1].function
     assert (first == "Calculator.update_microbatches") is (outcome is Outcome.EXTRA)
+
+
+def test_what_makes_main_weights_from_loaded_ones() -> None:
+    """Where weights are loaded without an optimizer's state; else what describes that."""
+    ledger, name = record(), f"{LINEAR}.weight"
+    rounded, stored = (
+        judged(Kind.LOADED, name, Outcome.DIVERGED, index=index)
+        for index in (LoadedIndex.ROUNDED, LoadedIndex.MAIN)
+    )
+    assert "_copy_model_params" in anchor_of(ledger.sources, rounded, Code(ledger))
+    assert anchor_of(ledger.sources, stored, Code(ledger)) == ledger.sources.optimizer_state
+    assert anchor_of(ledger.sources, rounded) == ledger.sources.optimizer_state
 
 
 def test_a_delayed_gradient() -> None:
