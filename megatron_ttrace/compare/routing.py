@@ -2,12 +2,13 @@
 """Is a router's choice of experts the reference's, or a tie?
 
 The *regret* of the reference's choice is the candidate's own scores of the experts that it chose,
-less those that the reference chose. Where scores agree within their tolerance, so does
-``regret / sqrt(2k)`` (docs/tolerance.md). A larger regret is a choice that rounding cannot explain.
+less those that the reference chose. Where scores agree within their tolerance, so does ``regret /
+sqrt(n)``, with n scores in it (docs/tolerance.md). A larger regret is a choice that rounding cannot
+explain.
 
 With groups of experts (``group_limited_topk`` in megatron/core/transformer/moe/moe_utils.py) g
-groups are chosen first, by the sum of their k/g best scores. Where the reference took experts of a
-group T that is not among the candidate's, the regret is the lowest chosen group's score less T's.
+groups are chosen first, by the sum of their k/g best scores. Where the two runs took experts of
+different groups, the regret is by how much one of these is below the lowest of the best groups.
 """
 
 import torch
@@ -25,23 +26,23 @@ def choice(routed: Routed, reference: torch.Tensor) -> tuple[Sums, int]:
         reference: experts that the reference chose for the same tokens, [tokens, k].
 
     Returns:
-        Sums on the scale of the scores (``diff`` of regrets over ``sqrt(2k)``), and the number of
-        tokens that were routed differently.
+        Sums on the scale of the scores, and the number of tokens that were routed differently.
     """
     scores = routed.scores if routed.by is None else routed.by
     chosen, groups = routed.chosen, routed.groups
-    k = chosen.shape[1]
     ours, theirs = chosen.sort(dim=1).values, reference.to(chosen.device).sort(dim=1).values
     differs = (ours != theirs).any(dim=1)
     exact = scores.double()
     regret = exact.gather(1, ours).sum(dim=1) - exact.gather(1, theirs).sum(dim=1)
+    terms = (_among(ours, exact.shape[1]) ^ _among(theirs, exact.shape[1])).sum(dim=1)
     if groups is not None:
-        elsewhere, lost = _group_regret(exact, theirs, groups)
+        elsewhere, lost = _group_regret(exact, ours, theirs, groups)
         regret = torch.where(elsewhere, lost, regret)
+        terms = torch.where(elsewhere, 2 * max(chosen.shape[1] // groups.chosen, 1), terms)
     regret = torch.where(differs, regret, torch.zeros_like(regret))
     # An expert that nobody may choose has an infinite score, which is the size of nothing.
     sized = exact.where(exact.isfinite(), 0.0)
-    return _sums(sized, regret, 2 * k, ours), int(differs.sum())
+    return _sums(sized, regret, terms, ours), int(differs.sum())
 
 
 def left(
@@ -62,34 +63,48 @@ def left(
     exact = probabilities.double()
     changed = kept.double() - reference.to(kept.device).double()
     differ = changed.abs().sum(dim=0)
-    regret = (exact * changed).sum(dim=0) / differ.clamp(min=1.0).sqrt()
-    return _sums(exact, regret, 1, kept), int(differ.sum())
+    return _sums(exact, (exact * changed).sum(dim=0), differ, kept), int(differ.sum())
 
 
-def _sums(by: torch.Tensor, regret: torch.Tensor, terms: int, ours: torch.Tensor) -> Sums:
-    """On the scale of what experts were chosen by; a regret is the sum of so many ``terms``."""
-    size = float(by.square().sum())
+def _sums(by: torch.Tensor, regret: torch.Tensor, terms: torch.Tensor, ours: torch.Tensor) -> Sums:
+    """On the scale of what experts were chosen by; each regret is the sum of so many ``terms``.
+
+    So its square is at most that number times the terms' squared errors. These scores are a part of
+    all, like a rank's: ties of a few tokens say nothing about the rest.
+    """
+    terms = terms.clamp(min=1)
+    n = int(terms[regret != 0].sum()) or by.numel()
+    size = float(by.square().mean()) * n
     return Sums(
-        n=by.numel(),
-        diff=float(regret.square().sum()) / terms,
+        n=n,
+        diff=float((regret.square() / terms).sum()),
         reference=size,
         candidate=size,
         dot=size,
-        worst=float(regret.abs().max()) if len(regret) else 0.0,
+        worst=float((regret.abs() / terms).max()) if len(regret) else 0.0,
         nonfinite=int((~torch.isfinite(regret)).sum()),
         checksum=checksum(ours),
     )
 
 
+def _among(indices: torch.Tensor, size: int) -> torch.Tensor:
+    """Which of ``size`` are chosen, by token."""
+    chosen = torch.zeros(len(indices), size, dtype=torch.bool, device=indices.device)
+    return chosen.scatter(1, indices, True)
+
+
 def _group_regret(
-    scores: torch.Tensor, theirs: torch.Tensor, groups: Groups
+    scores: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor, groups: Groups
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens whose experts lie, in the reference, in groups not chosen here; and by how far."""
+    """Tokens whose experts lie in other groups than the reference's; how far off a group is.
+
+    By these scores, of the best groups: so a choice of groups must be that of its own scores.
+    """
     tokens, k = theirs.shape
     each = scores.shape[1] // groups.number
     best = max(k // groups.chosen, 1)
     totals = scores.view(tokens, groups.number, each).topk(best, dim=2).values.sum(dim=2)
     lowest = totals.topk(groups.chosen, dim=1).values[:, -1:]
-    touched = torch.zeros_like(totals, dtype=torch.bool).scatter(1, theirs // each, True)
-    lost = ((lowest - totals).clamp(min=0) * touched).sum(dim=1)
-    return lost > 0, lost
+    here, there = (_among(chosen // each, groups.number) for chosen in (ours, theirs))
+    short = (lowest - totals).clamp(min=0)
+    return (here != there).any(dim=1), short.where(here | there, 0).amax(dim=1)

@@ -64,6 +64,8 @@ shows that the tolerance is not rounding's."""
 
 FILE = "tolerances.jsonl"
 
+_BY_ELEMENT = (*FLOW, Kind.MAIN_GRAD, Kind.ROUTING)
+"""Kinds of tensors of which a single element is judged, too."""
 _OF_GRADIENT = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 _SUMMED_INTO = {
@@ -291,7 +293,7 @@ class Tolerances:
             farther * self._estimated(group, (farthest.get(group, 0.0),), len(seeds))
             for farthest in (self._peaks, self._rows)
         )
-        has_elements = key.kind in (*FLOW, Kind.MAIN_GRAD) and n and not repeated
+        has_elements = key.kind in _BY_ELEMENT and n and not repeated
         value = max(farther * estimated, floor)
         # Where replays round few elements, they need not have rounded the largest.
         top = floor * moved.top if moved and floor > farther * estimated else 0.0
