@@ -44,12 +44,18 @@ def judge(
     covered = functools.cache(coverage_of)  # most tensors of a model share a layout
     verdicts = []
     for key, shape in expected:
-        of_key = by_key.pop(key, [])
+        of_key, alike = by_key.pop(key, []), _must_agree(key, tolerances)
         if reason := unjudged(key, [holding.measured for holding in of_key]):
-            note = Note(reason)
-            verdicts.append(verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason))
+            # What a rank has depends on the layout; its copies agree in any.
+            if conflicts := _conflicts(of_key) if alike else ():
+                note = Note(Remark.REPLICAS, ranks=conflicts)
+                verdict = verdict_of(key, shape, Outcome.REPLICA_CONFLICT, conflicts, note)
+            else:
+                note = Note(reason)
+                verdict = verdict_of(key, shape, Outcome.UNCHECKED, [], note, reason=reason)
+            verdicts.append(verdict)
         else:
-            limit, alike = tolerances.of(key), _must_agree(key, tolerances)
+            limit = tolerances.of(key)
             verdicts.append(
                 _judge(key, shape, of_key, limit, alike=alike, eps=eps, covered=covered)
             )
@@ -106,12 +112,7 @@ def _judge(
         key=lambda rank: (-errors[rank].margin, -errors[rank].error, rank),
     )
     worst = max(errors.values())
-    conflicts = conflicting(
-        (rank, holding.measured.region, sums.checksum)
-        for holding, sums in parts
-        if sums.n and not holding.measured.partial_over
-        for rank in holding.ranks
-    )
+    conflicts = _conflicts(holdings)
     undefined = sum(holding.copies * sums.undefined for holding, sums in parts)
     notes = list(
         dict.fromkeys(holding.measured.note for holding in holdings if holding.measured.note)
@@ -182,6 +183,16 @@ def summed(parts: Iterable[_Part]) -> Iterator[_Part]:
         for holding, sums in group:
             # Of the sum no element is known.
             yield holding, dataclasses.replace(sums, diff=diff, worst=0.0)
+
+
+def _conflicts(holdings: Iterable[Holding]) -> tuple[int, ...]:
+    """Ranks that hold the same elements, of which no sum is taken, but not the same bits."""
+    return conflicting(
+        (rank, holding.measured.region, sums.checksum)
+        for holding in holdings
+        if (sums := holding.measured.sums) and sums.n and not holding.measured.partial_over
+        for rank in holding.ranks
+    )
 
 
 def conflicting(parts: Iterable[tuple[int, object, int]]) -> tuple[int, ...]:

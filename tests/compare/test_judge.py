@@ -94,6 +94,16 @@ def test_updated_copies_of_a_weight_have_the_same_bits():
     assert verdict_of(*stale, key=WEIGHT, limits=Known(moving=(UPDATE,))).verdict is Outcome.PASS
 
 
+@pytest.mark.parametrize(("checksums", "outcome"), [((1, 1), "unchecked"), ((1, 2), "conflict")])
+def test_copies_of_what_depends_on_the_layout(checksums, outcome):
+    """A rank's own shard of a matrix is updated by itself, and alike in all replicas."""
+    measured = {r: [found(0.3, TOP, key=WEIGHT, checksum=c)] for r, c in enumerate(checksums)}
+    held = of_ranks({**measured, 2: [found(0.3, BOTTOM, key=WEIGHT, checksum=3)]})
+    [verdict] = judge([(WEIGHT, SHAPE)], held, Known(), EPS, lambda key, holders: Reason.OWN_SHARD)
+    assert verdict.verdict.value.endswith(outcome)
+    assert verdict.ranks == ((0, 1) if outcome == "conflict" else ())
+
+
 BLIND, NOISE = Known(0.5), Known(0.5, more={"repeated": 0.1, "is_noise": True})
 MISFIT = Measured.misfit(KEY, SHAPE, "(3,) is not an even part of (4,)")
 
