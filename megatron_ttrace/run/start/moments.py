@@ -29,16 +29,20 @@ SCALE = 0.01
 STEP = 100
 """Steps that Adam seems to have made; its bias corrections are then neither one nor zero."""
 
+_NEXT_TO_NOTHING = 0.01
+"""Share of the full learning rate below which an update may be less than a weight's rounding."""
+
 
 def awaken(owned: Iterable[Owned], rate: float) -> None:
-    """Set the full learning rate in optimizers that warm up from zero.
+    """Set the full learning rate in optimizers that warm up from zero, or from next to nothing.
 
-    A step with a rate of zero changes nothing, even if it is wrong. Megatron keeps the full rate in
-    the group's ``max_lr``; ``rate`` is for groups without one.
+    A step with such a rate changes nothing that shows, even if it is wrong. Megatron keeps the full
+    rate in the group's ``max_lr``; ``rate`` is for groups without one.
     """
     for part in owned:
-        if part.group.get("lr") == 0:
-            part.group["lr"] = part.group.get("max_lr") or rate
+        full = part.group.get("max_lr") or rate
+        if part.group.get("lr", full) < _NEXT_TO_NOTHING * full:
+            part.group["lr"] = full
 
 
 def prime(

@@ -17,6 +17,24 @@ class TensorParallelMuon(Muon):
     """Named like Megatron's, whose import takes seconds."""
 
 
+@pytest.mark.parametrize(
+    ("group", "rate"),
+    [
+        ({"lr": 0.0, "max_lr": 0.3}, 0.3),
+        ({"lr": 0.0}, 0.5),
+        ({"lr": 1e-8, "max_lr": 1e-3}, 1e-3),
+        ({"lr": 1e-4, "max_lr": 1e-3}, 1e-4),
+        ({"lr": 0.3, "max_lr": 0.3}, 0.3),
+    ],
+)
+def test_a_rate_with_which_nothing_shows(group, rate):
+    """``--lr-warmup-init 1e-8`` changes a weight by less than its rounding."""
+    main = torch.zeros(2)
+    part = Owned(main, torch.optim.SGD([main], lr=1.0), group)
+    moments.awaken([part], 0.5)
+    assert group["lr"] == rate
+
+
 def test_powers_of_two():
     """Where a job's optimizer may have few bits, also an optimizer that has all of them."""
     main = torch.nn.Parameter(torch.zeros(12, 8))
