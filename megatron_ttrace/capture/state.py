@@ -2,7 +2,6 @@
 """What a rank's job would lose without a checkpoint: tensors and numbers."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron_ttrace.mcore.checkpoints.buckets import in_buckets
 from megatron_ttrace.mcore.checkpoints.read import Reading, Stepped
 from megatron_ttrace.mcore.optimizer import layer_wise, leaves_of, owned_by, scalers_of
 from megatron_ttrace.mcore.parameters import ParameterPlace, reduced_over
+from megatron_ttrace.mcore.statistics import with_step
 from megatron_ttrace.trace.records import Kind, LoadedIndex
 from megatron_ttrace.trace.states import Bucketed
 
@@ -146,7 +146,7 @@ def held_numbers(args: MegatronArguments, scheduler: Scheduler, optimizer: Any) 
     steps that were made; the loss scale.
     """
     inner = [each for leaf in leaves_of(optimizer) if (each := getattr(leaf, "optimizer", None))]
-    groups = [_with_step(each.state, group) for each in inner for group in each.param_groups]
+    groups = [with_step(each.state, group) for each in inner for group in each.param_groups]
     state = {
         "iteration": args.iteration,
         "args": args,
@@ -167,7 +167,7 @@ def read_numbers(optimizer: Any, reading: Reading) -> dict[str, float]:
     states = reading.of_optimizers(optimizer)
     inner = [each.get("optimizer", each) for each in states]
     groups = [
-        _with_step(each.get("state", {}), group)
+        with_step(each.get("state", {}), group)
         for each in inner
         for group in each.get("param_groups", ())
     ]
@@ -178,13 +178,3 @@ def read_numbers(optimizer: Any, reading: Reading) -> dict[str, float]:
 def _numbers(state: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     found = numbers.of_state(state) | numbers.of_groups(groups)
     return {name: float(value) for name, value in found.items() if not isinstance(value, str)}
-
-
-def _with_step(states: Mapping[Any, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A parameter group with the steps that were made; if these differ, the rarest number.
-
-    Fused optimizers count in the group, torch's Adam for each parameter.
-    """
-    counts = [states.get(one, {}).get("step") for one in group.get("params", ())]
-    steps = Counter(float(step) for step in (*counts, group.get("step")) if step is not None)
-    return {**group, "step": steps.most_common()[-1][0]} if steps else group

@@ -3,7 +3,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -37,8 +37,8 @@ _HYPERPARAMETERS = (
 )
 """What a parameter group says of how its parameters are updated; the rest is bookkeeping."""
 
-_SCHEDULED = ("lr", "weight_decay")
-"""Those that Megatron's schedule sets (``OptimizerParamScheduler.step``)."""
+_FOLLOWING = ("lr", "weight_decay", "step")
+"""What Megatron's schedule sets (``OptimizerParamScheduler.step``), and the steps made so far."""
 
 _MARKS = (("expert", "is_expert_parallel"), ("decoupled", "is_decoupled_lr"))
 
@@ -131,10 +131,12 @@ def leaves_and_groups(
         yield from leaves_and_groups(part, groups)
 
 
-def hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+def hyperparameters(
+    group: Mapping[str, Any], names: Sequence[str] = _HYPERPARAMETERS
+) -> tuple[tuple[str, float], ...]:
     """The numbers that a parameter group has for the update of its parameters, by name."""
     numbers = []
-    for name in _HYPERPARAMETERS:
+    for name in names:
         value = group.get(name)
         if isinstance(value, (tuple, list)):
             numbers += [(f"{name}[{index}]", float(item)) for index, item in enumerate(value)]
@@ -143,9 +145,19 @@ def hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
     return tuple(numbers)
 
 
-def scheduled(group: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    """The numbers of a parameter group that a schedule sets after each step, by name."""
-    return tuple((name, value) for name, value in hyperparameters(group) if name in _SCHEDULED)
+def following(states: Mapping[Any, Any], group: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """The numbers that the next update depends on, which a step changes, by name."""
+    return hyperparameters(with_step(states, group), _FOLLOWING)
+
+
+def with_step(states: Mapping[Any, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A parameter group with the steps that were made; if these differ, the rarest number.
+
+    Fused optimizers count in the group, torch's Adam for each parameter.
+    """
+    counts = [states.get(one, {}).get("step") for one in group.get("params", ())]
+    steps = Counter(float(step) for step in (*counts, group.get("step")) if step is not None)
+    return {**group, "step": steps.most_common()[-1][0]} if steps else group
 
 
 def group_names(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.replaced import wrapped
-from megatron_ttrace.mcore.statistics import leave_gradients, users, zero_gradients
+from megatron_ttrace.mcore.statistics import following, leave_gradients, users, zero_gradients
 
 
 class FP32Optimizer:
@@ -33,6 +33,18 @@ def test_gradients_of_a_step_before():
     assert not others.weight.main_grad.any()
     zero_gradients([ours, others])
     assert not ours.weight.main_grad.any()
+
+
+def test_what_the_next_update_depends_on():
+    """Steps are counted for each parameter, or for a group."""
+    weight = nn.Parameter(torch.zeros(2))
+    adam = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.25)
+    [group] = adam.param_groups
+    assert following(adam.state, group) == (("lr", 0.5), ("weight_decay", 0.25))
+    weight.grad = torch.ones(2)
+    adam.step()
+    assert following(adam.state, group)[2:] == (("step", 1.0),)
+    assert following({}, {"params": [weight], "step": 7}) == (("step", 7.0),)
 
 
 def test_a_method_that_the_user_replaced(monkeypatch) -> None:
