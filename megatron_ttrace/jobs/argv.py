@@ -13,6 +13,7 @@ from megatron_ttrace.jobs.settings import SWITCHES
 
 _PREFIX = "--ttrace"
 
+_script: list[str] = []
 _taken: list[str] = []
 
 
@@ -33,9 +34,15 @@ def separated(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def take() -> None:
     """Take our flags out of ``sys.argv``; they are kept here."""
+    _script[:] = sys.argv[:1]
     ours, theirs = separated(sys.argv[1:])
     _taken.extend(ours)
     sys.argv[1:] = theirs
+
+
+def script() -> str:
+    """The script of this process, also while it runs another one (``runpy.run_path``)."""
+    return (_script or sys.argv)[0]
 
 
 def add(flags: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.jobs import inputs, provenance
+from megatron_ttrace.jobs import argv, inputs, provenance
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.disclosure import is_shown
@@ -89,7 +89,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
         },
         "data": _data(args),
         "environment": provenance.numeric_environment(),
-        "code": code(Path(sys.argv[0])),
+        "code": code(Path(argv.script())),
         "versions": provenance.installed(),
         _TOLD: {"megatron": str(_folder_of("megatron.core").parent)},
     }

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_ttrace.jobs import argv
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.processes import worktrees
@@ -101,7 +102,7 @@ def ttrace() -> Code:
 def collect(args: MegatronArguments) -> Run:
     """The record of this run, on the rank that writes the summary."""
     begin()
-    script = Path(sys.argv[0])
+    script = Path(argv.script())
     return Run(
         id=shared.run_id(),
         command=tuple(json.loads(os.environ.get(COMMAND) or command_line())),

@@ -274,8 +274,8 @@ def _start_ranks(
 
 def _program() -> list[str]:
     if scripts.is_program:
-        return scripts.command(sys.argv[0])
+        return scripts.command(argv.script())
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name not in (None, "__main__"):
         return [sys.executable, "-m", spec.name.removesuffix(".__main__")]
-    return [sys.executable, sys.argv[0]]
+    return [sys.executable, argv.script()]

@@ -30,6 +30,7 @@ def test_words_are_separated(groups):
 @pytest.fixture
 def command_line(monkeypatch):
     monkeypatch.setattr(argv, "_taken", [])
+    monkeypatch.setattr(argv, "_script", [])
     monkeypatch.setattr(sys, "argv", ["train.py", "--ttrace-seeds", "2", "--lr", "1", "--ttrace"])
 
 
@@ -38,6 +39,8 @@ def test_a_script_sees_its_own_words():
     argv.take()
     assert sys.argv == ["train.py", "--lr", "1"]
     assert argv.words() == ["--lr", "1", "--ttrace-seeds", "2", "--ttrace"]
+    sys.argv[0] = "inner.py"  # as runpy.run_path does for a script that this one runs
+    assert argv.script() == "train.py"
     assert argv.ours() == ["--ttrace-seeds", "2", "--ttrace"]
 
 
