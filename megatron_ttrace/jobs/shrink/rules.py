@@ -57,6 +57,8 @@ def axes(case: Case) -> Iterator[Change]:
                 if flags.has(option):
                     why = f"this job does not have {name}: another one has"
                     yield Change(option, None, why)
+    if flags.has("tp_comm_overlap_cfg"):
+        yield Change("tp_comm_overlap_cfg", None, "its buffers are for the full sizes")
 
 
 _GOING = {

@@ -357,6 +357,11 @@ def test_reasons_of_axes(text, expected):
     assert {change.why for change in rules.axes(case(text, 8))} == {expected}
 
 
+def test_the_file_of_overlapped_communication_is_not_data():
+    text = "--tensor-model-parallel-size 8 --tp-comm-overlap --tp-comm-overlap-cfg ub.yaml"
+    assert changes(rules.axes, text) == "tensor_model_parallel_size=2, tp_comm_overlap_cfg"
+
+
 def test_what_the_command_has_already():
     """It is not said to be needed."""
     [given] = [c for c in rules.schedule(case("--eval-interval 7")) if c.option == "eval_interval"]
