@@ -113,6 +113,10 @@ def _depth(case: Case) -> Depth:
         stages = patterns.shrink_stages(
             patterns.stages(flags.text("pipeline_model_parallel_layout")), small.pp * small.chunks
         )
+        if not any("t" in stage for stage in stages):
+            stages[0] += "t"  # the large job's layers are all in stages between these
+        while sum(stage.count("t") for stage in stages) < _least(case):
+            stages = [stage.replace("t", "tt", 1) for stage in stages]
         return Depth(sum(stage.count("t") for stage in stages), stages=tuple(stages))
     chunks = small.pp * small.chunks
     before = max(1, flags.integer("num_layers", 2) // (large.pp * large.chunks))
@@ -120,8 +124,16 @@ def _depth(case: Case) -> Depth:
     if (together := flags.integer("recompute_num_layers")) > 1:
         # Layers that are recomputed together, and as many that are not of them.
         per_chunk = max(per_chunk, 4 if together < before else 2)
-    while chunks * per_chunk < _least(case):
+    depth = _stages_alike(case, per_chunk)
+    while depth.layers < _least(case):
         per_chunk += 1
+        depth = _stages_alike(case, per_chunk)
+    return depth
+
+
+def _stages_alike(case: Case, per_chunk: int) -> Depth:
+    """Stages of ``per_chunk`` layers a chunk, except for ends that have fewer or more."""
+    flags, large, small = case.flags, case.large, case.small
     ends = {
         end: _end(flags, large, end, per_chunk, small.chunks)
         for end in ("first", "last")

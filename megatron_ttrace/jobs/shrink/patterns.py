@@ -99,12 +99,13 @@ def shrink_stages(texts: Sequence[str], count: int) -> list[str]:
     ]
 
 
-def shrink_hybrid(pattern: str, count: int) -> str:
+def shrink_hybrid(pattern: str, count: int, first: int = 0, last: int = 0) -> str:
     """A hybrid model's layers (``M-M*|M-E``) in ``count`` pipeline segments.
 
     Of each segment the first of every kind of layer stays, in their order. A pattern without
     segments is repeated, so that stages are alike. What follows ``/`` (multi-token prediction) is
-    treated alike.
+    treated alike. If one of the ``first`` and ``last`` layers is the only one of its kind, segments
+    have every layer twice: these layers have another precision.
     """
     main, *extra = pattern.split("/")
     segments = main.split("|")
@@ -113,4 +114,8 @@ def shrink_hybrid(pattern: str, count: int) -> str:
         short = "|".join("".join(dict.fromkeys(segment)) for segment in chosen)
     else:
         short = "".join(dict.fromkeys(main)) * count
+    kinds_in_order = short.replace("|", "")
+    between = kinds_in_order[first : len(kinds_in_order) - last]
+    if {*kinds_in_order} - {*between}:
+        short = "|".join(2 * segment for segment in short.split("|"))
     return "/".join([short, *("".join(dict.fromkeys(depth)) for depth in extra)])

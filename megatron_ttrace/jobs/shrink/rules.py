@@ -85,7 +85,9 @@ def layers(case: Case) -> Iterator[Change]:
     hybrid = "hybrid_layer_pattern" if flags.has("hybrid_layer_pattern") else ""
     hybrid = hybrid or ("hybrid_override_pattern" if flags.has("hybrid_override_pattern") else "")
     if hybrid:
-        pattern = patterns.shrink_hybrid(flags.text(hybrid), case.small.pp * case.small.chunks)
+        ends = bf16_ends(flags).values() if flags.has("first_last_layers_bf16") else ()
+        segments = case.small.pp * case.small.chunks
+        pattern = patterns.shrink_hybrid(flags.text(hybrid), segments, *ends)
         yield Change(hybrid, (pattern,), "one layer of each kind per stage")
         if flags.has("num_layers"):
             yield Change("num_layers", None, "the pattern says it")

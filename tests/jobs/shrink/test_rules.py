@@ -21,9 +21,14 @@ def case(text, ranks=None, kept=None):
 
 def changes(rule, text, ranks=None, kept=None):
     """What a rule changes: each option with its value; without one if its flag goes."""
+    return written(rule(case(text, ranks, kept)))
+
+
+def written(made):
+    """Changes as one text."""
     return ", ".join(
         change.option if change.values is None else f"{change.option}={' '.join(change.values)}"
-        for change in rule(case(text, ranks, kept))
+        for change in made
     )
 
 
@@ -95,7 +100,7 @@ PIPELINE = "--pipeline-model-parallel-size 8"
         (
             "--hybrid-layer-pattern MEM*MEM*MEM* --first-last-layers-bf16 "
             "--num-layers-at-end-in-bf16 9 --recompute-num-layers 3",
-            "hybrid_layer_pattern=ME*, num_layers_at_start_in_bf16=1, "
+            "hybrid_layer_pattern=ME*ME*, num_layers_at_start_in_bf16=1, "
             "num_layers_at_end_in_bf16=1, recompute_num_layers=2",
         ),
         ("--encoder-num-layers 12", "encoder_num_layers=2"),
@@ -107,6 +112,49 @@ def test_layers(text, expected):
     if "|MM" in text:
         text, ranks = text.replace("size 8", "size 2"), 2
     assert changes(rules.layers, text, ranks) == expected
+
+
+BF16 = ", num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split "
+            "--num-layers 38 --first-last-layers-bf16",
+            f"num_layers=4{BF16}",
+        ),
+        (
+            "--decoder-first-pipeline-num-layers 8 --decoder-last-pipeline-num-layers 8 "
+            "--num-layers 40 --first-last-layers-bf16",
+            f"num_layers=4, decoder_first_pipeline_num_layers=2, "
+            f"decoder_last_pipeline_num_layers=2{BF16}",
+        ),
+        (
+            "--pipeline-model-parallel-layout Et*8|t*8|t*8|t*8L --first-last-layers-bf16",
+            f"pipeline_model_parallel_layout=Ett|ttL{BF16}",
+        ),
+        (
+            "--pipeline-model-parallel-layout E|t*8|t*8|L --moe-layer-freq [0]*1+[1]*15",
+            "pipeline_model_parallel_layout=Ett|L, moe_layer_freq=([0]*1+[1]*1)",
+        ),
+        (
+            "--pipeline-model-parallel-layout E(tttt|)*3L --moe-layer-freq [0]*4+[1]*8",
+            "pipeline_model_parallel_layout=Ett|L, moe_layer_freq=([0]*1+[1]*1)",
+        ),
+        (
+            "--hybrid-layer-pattern M-|M*|M-|M* --first-last-layers-bf16",
+            f"hybrid_layer_pattern=M-M-|M*M*{BF16}",
+        ),
+    ],
+)
+def test_two_stages_have_layers_of_every_kind(text, expected):
+    """As many as it takes for a kind that is not in the first layer, or not at the ends."""
+    flags = CommandFlags.parse(f"--pipeline-model-parallel-size 4 {text}".split())
+    large = axes.of_large(flags, 4)
+    small = axes.of_small(flags, large, stages=2)
+    assert written(rules.layers(Case(flags, large, small))) == expected
 
 
 def test_layers_of_different_shapes():
