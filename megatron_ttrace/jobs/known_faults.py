@@ -27,7 +27,8 @@ class Finding:
         heading: the beginning of its heading in docs/findings.md, without the number.
         given: what options of the job are: a pattern (fnmatch); as ``2+``, at least 2; ``*``, set;
             empty, not set. Fields of Megatron-Bridge are called ``section.field``.
-            ``expert_data_parallel_size`` is how many ranks have the same experts.
+            ``expert_data_parallel_size`` is how many ranks have the same experts, of those that
+            share an instance of the optimizer.
         absent: what they are not.
         larger: two sizes (1 if not given), of which the first is larger.
         fixed: the series of Megatron that does not have the fault any more.
@@ -78,8 +79,12 @@ def finding_of(options: Options, megatron: str) -> str:
     """
     axes = ("data_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
     ranks = math.prod(_integer(options.get(axis)) or 1 for axis in axes)
-    experts = ("expert_model_parallel_size", "expert_tensor_parallel_size")
-    parts = math.prod(_integer(options.get(axis)) or 1 for axis in experts)
+    divided = (
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "num_distributed_optimizer_instances",
+    )
+    parts = math.prod(_integer(options.get(axis)) or 1 for axis in divided)
     options = {**options, "expert_data_parallel_size": ranks // parts}
     series = tuple(int(part) for part in re.findall(r"\d+", megatron)[:2])
     for finding in findings():

@@ -119,6 +119,20 @@ GEMMA = {"model.per_layer_embed_dim": 256, "tensor_model_parallel_size": 2}
 PACKED = {"dataset.enable_offline_packing": True}
 
 
+def test_copies_of_experts_are_those_of_an_instance():
+    """Of the optimizer: Megatron-FSDP divides weights over the ranks of one."""
+    job = {
+        "use_megatron_fsdp": True,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "expert_model_parallel_size": 2,
+        "data_parallel_size": 4,
+        "clip_grad": 1.0,
+    }
+    assert known.finding_of(job, "0.19.2") == ""
+    instances = {**job, "num_distributed_optimizer_instances": 2}
+    assert known.finding_of(instances, "0.19.2") == "Megatron-FSDP and experts without copies"
+
+
 def test_known_findings_are_those_of_the_page():
     """Headings are spelled as they are there, and options are Megatron's, or Bridge's fields."""
     text = (ROOT / "docs" / "findings.md").read_text()

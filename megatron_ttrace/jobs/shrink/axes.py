@@ -130,7 +130,8 @@ def of_small(
 
     Except where 2 would not run the same code: context parallelism on two levels needs 2 x 2,
     interleaving without overlapped communication 3 stages (``validate_args``), and several
-    instances of the distributed optimizer, or copies of weights in shards, 2 ranks each.
+    instances of the distributed optimizer, or copies of weights in shards, 2 ranks each. If ranks
+    of an instance have copies of an expert, some still do.
 
     Axes that are not ``kept`` become 1. The pipeline has at most ``stages``: only the third both
     receives and sends in each direction.
@@ -154,7 +155,8 @@ def of_small(
     if flags.has("use_tp_pp_dp_mapping") and pp > 1:
         tp, cp, ep, etp = _equal_copies(flags, Axes(tp=tp, cp=cp, ep=ep, etp=etp), large)
     dp = size("dp")
-    if dp > 1 and flags.integer("num_distributed_optimizer_instances", 1) > 1:
+    instances = flags.integer("num_distributed_optimizer_instances", 1) if dp > 1 else 1
+    if instances > 1:
         dp = 4
     gtp, egtp = _few_shards(large) if dp > 1 else (1, 1)
     if gtp > 1:
@@ -162,6 +164,8 @@ def of_small(
     for _ in range(3):
         axes = Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dp, chunks=chunks, gtp=gtp, egtp=egtp)
         enough = 1 if large.edp == 1 or "dp" not in (kept or ("dp",)) else 2
+        if enough > 1 and 1 < instances < large.edp:
+            enough = 4
         if axes.edp >= enough and axes.edp % egtp == 0:
             break
         dp *= 2

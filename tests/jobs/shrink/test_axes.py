@@ -120,6 +120,10 @@ def test_two_would_not_run_the_same_code():
     assert (small.etp, small.edp, small.dp) == (4, 1, 1)
     instances = flags(num_distributed_optimizer_instances=4)
     assert axes.of_small(instances, axes.of_large(instances, 16)).dp == 4
+    experts = {"expert_model_parallel_size": 4, "num_experts": 8}
+    instances = flags(num_distributed_optimizer_instances=2, **experts)
+    for ranks, copies in ((8, 2), (16, 4)):  # of an expert, in all instances
+        assert axes.of_small(instances, axes.of_large(instances, ranks)).edp == copies
 
 
 @given(POWERS, POWERS, POWERS, POWERS, POWERS)
