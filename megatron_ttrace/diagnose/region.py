@@ -13,7 +13,7 @@ import torch
 
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat, is_constant
 from megatron_ttrace.diagnose.scaling import constant_factor
-from megatron_ttrace.diagnose.sources import ids_by_row
+from megatron_ttrace.diagnose.sources import by_microbatch, ids_by_row
 from megatron_ttrace.trace.findings import Cause, Finding, InPart, Span, WrongRows, WrongTokens
 from megatron_ttrace.trace.records import ROOT, Kind
 from megatron_ttrace.trace.views import logical_view
@@ -53,6 +53,23 @@ def _looked_up(
         other[wrong] = added * right + (not zero) * table[rows]
         span = None if zero else (int(rows.min()), int(rows.max()))
         yield dataclasses.replace(tokens, zero=zero, rows=span, added=added), other
+
+
+def other_samples(evidence: Evidence) -> Finding | None:
+    """A batch has samples of several of the step's microbatches. The repair: those of its own."""
+    key = evidence.key
+    if key.kind is not Kind.TOKENS or evidence.reference.ndim < 2:
+        return None
+    batches = by_microbatch(evidence, lambda number: evidence.tensor(key.kind, key.name, number))
+    samples = torch.cat(batches).float().flatten(1)
+    ours = _wrong(evidence, ())[1].flatten(1)
+    evidence.work.spend(len(ours) * samples.numel())
+    same = torch.stack([(samples == sample).all(1) for sample in ours])
+    found = same.int().argmax(1)
+    if not same.any(1).all() or len((found // len(ours)).unique()) == 1:
+        return None
+    others = samples[found].view_as(evidence.reference)
+    return Finding(Cause.SAMPLES) if evidence.holds(others) else None
 
 
 def dropped_rows(evidence: Evidence) -> WrongRows | None:

@@ -56,6 +56,7 @@ CLOSING: tuple[Closing, ...] = (
     shares.weighted,
     attention.blocks,
     region.token_ids,
+    region.other_samples,
     region.dropped_rows,
     region.in_part,
 )

@@ -183,6 +183,9 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
         return "one run computes it in FP8, or recomputes it so, the other does not", ""
     if finding.cause is Cause.FROZEN:
         return "it requires no gradient: it is frozen, which it is not in the reference", ""
+    if finding.cause is Cause.SAMPLES:
+        hint = "data-parallel ranks are to take turns by microbatch, as Megatron's samplers do"
+        return "its samples are the reference's, but of other microbatches", hint
     if finding.cause is Cause.CUT_OFF:
         return notes_text([f.Note(f.Remark.CUT_OFF)]), ""
     return notes_text(verdict.notes), ""

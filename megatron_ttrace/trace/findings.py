@@ -40,6 +40,7 @@ class Cause(StrEnum):
     HALVES = "halves"
     TOKEN_IDS = "token_ids"  # noqa: S105 - tokens of text
     ROWS = "rows"
+    SAMPLES = "samples"
     COPY = "copy"
     ATTENTION_MASK = "attention_mask"
     ATTENTION_BLOCK = "attention_block"

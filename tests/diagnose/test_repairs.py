@@ -86,6 +86,14 @@ def stale(value: torch.Tensor, wrong: torch.Tensor | None = None) -> Evidence:
     return of(values(6, 12), wrong, key=key, trace=trace, others=lambda: [(other, OUTPUT)])
 
 
+def samples(*chosen: int) -> Evidence:
+    """The second of three batches of two, with these of the six samples instead of its own."""
+    key = TraceKey(1, 1, Kind.TOKENS, "tokens", 0)
+    ids = torch.arange(6 * 12).reshape(6, 12) % 31
+    trace = {dataclasses.replace(key, microbatch=n): ids[2 * n : 2 * n + 2] for n in range(3)}
+    return of(ids[2:4], ids[list(chosen)], key=key, trace=trace, tolerance=0.0)
+
+
 HALF_ONES = torch.cat([torch.ones(3, 12), values(3, 12, seed=7)])
 
 
@@ -220,6 +228,7 @@ EXPLAINED: list[tuple[Repair, Evidence, str]] = [
     (region.extent, slice_of_a_rank(), "slice of tp 3"),
     (explain, token_ids(), "token id lies in 8..15 (the part of tp 1)"),
     (explain, token_ids(), "row 0 of the table"),
+    (explain, samples(1, 3), "its samples are the reference's, but of other microbatches"),
     (sources.elsewhere, stale(values(6, 12, seed=8)), "holds the value of microbatch 0"),
     (summands.addend, biased(1), "added 2 times"),
     (summands.addend, biased(-1), "is missing"),
@@ -284,6 +293,7 @@ UNEXPLAINED: dict[str, tuple[Repair, Evidence]] = {
     "a rank's rows": (explain, slice_of_a_rank()),
     "a microbatch of ones, too": (sources.elsewhere, stale(torch.ones(6, 12), torch.ones(6, 12))),
     "ones in a part": (explain, stale(HALF_ONES, torch.where(HALF_ONES == 1, 1.0, values(6, 12)))),
+    "samples of one other microbatch": (region.other_samples, samples(0, 1)),
     "another microbatch": (sources.elsewhere, stale(values(6, 12, seed=9))),
     "unrelated copies": (explain, of(LONG, {0: NOISE, 1: values(64, seed=2)}, on(tp=2), key=NORM)),
     "one of four copies": (explain, copies(values(32, 12, seed=4))),
