@@ -56,6 +56,8 @@ _HANDLE = {
 _TASKS = "TTRACE_TASKS"
 """A variable with how many processes run the script that has it."""
 _PIPE = re.compile(r"/(?:dev|proc/self)/fd/(\d+)|/dev/stdin")
+_QUOTED = re.compile(r": line \d+: `.*'$")
+"""The line of a script that bash prints after a syntax error."""
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _LARGEST = 16 << 20
 """Bytes of a file to which a script adds something."""
@@ -168,6 +170,8 @@ class _Reading:
                 file.seek(0)
                 lines = file.read(1 << 20).decode(errors="replace").split("\n")
                 texts = [line.strip() for line in lines if line.strip()]
+                if len(texts) > 1 and _QUOTED.search(texts[-1]):
+                    del texts[-1]
                 self._last = self._last or (texts[-1] if texts else "")
 
     def _run(self, output: IO[bytes], errors: IO[bytes]) -> None:

@@ -99,7 +99,11 @@ def test_ranks_of_the_launcher_around(tmp_path, launcher, text, ranks):
     ("text", "why"),
     [
         *(("echo no", ": no"), ("exit 3", ""), ("python -c 'print()'", ": all .* is python")),
-        *(("if", ": .*syntax"), ("torchrun x", ": all that it starts is torchrun")),
+        *(
+            ("if", ": .*syntax"),
+            ("export A=<a path>", ": .*syntax"),
+            ("torchrun x", ": all that it starts is torchrun"),
+        ),
     ],
 )
 def test_nothing_is_trained(tmp_path, text, why):
