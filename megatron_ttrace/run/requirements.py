@@ -53,9 +53,11 @@ def require(args: MegatronArguments, settings: Settings) -> None:
     _require_layout(args, settings)
     lacks = loading.missing(args)
     if lacks and settings.exit_after and not loading.is_first_start(args):
+        ends = has("exit_on_missing_checkpoint")
+        then = "end the job" if ends else "start from random weights"
         raise TTraceError(
-            f"{lacks}: Megatron would start from random weights: give the directory of a "
-            "checkpoint, or omit the option"
+            f"{lacks}: Megatron would {then}: give the directory of a checkpoint, or omit the "
+            "option"
         )
     ramp, _ = growing_batch(args)
     if settings.role == "candidate" and ramp and settings.iterations != (1,):

@@ -186,6 +186,12 @@ def test_an_absent_checkpoint_is_refused(values, words, tmp_path, monkeypatch):
     assert len(notices_of_loading(values, settings())) == 1
 
 
+def test_an_absent_checkpoint_ends_a_job_that_asks_for_it():
+    values = {"load": "/no/such", "exit_on_missing_checkpoint": True}
+    with pytest.raises(TTraceError, match="Megatron would end the job: give the directory"):
+        requirements.require(arguments(**values), settings(exit_after=True))
+
+
 def notices_of_loading(values, chosen):
     """The notices that nothing was loaded; others are about pytest's own options."""
     notices = requirements.notices(arguments(**values), chosen)
