@@ -154,6 +154,12 @@ def metrics_kept() -> Iterator[None]:
             tracker.update(values)
 
 
+def empty_metrics() -> None:
+    """Forget metrics of earlier steps: some are sums since the run began (MTP's cumulative ones)."""
+    for tracker in _trackers():
+        tracker.clear()
+
+
 def _trackers() -> Iterator[dict[str, Any]]:
     """Where modules sum up metrics over the microbatches of a step."""
     from megatron.core.transformer.experimental_attention_variant import dsa

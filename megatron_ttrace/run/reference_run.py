@@ -206,6 +206,7 @@ class ReferenceSession:
 
         def again() -> None:
             restore()
+            quiet.empty_metrics()
             self.rehearsal.serve(served)
 
         return again

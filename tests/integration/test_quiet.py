@@ -45,6 +45,8 @@ def test_logged_metrics_are_not_added_to():
         assert "loss_values" not in tracker
         tracker["loss_values"] = torch.zeros(2)
     assert tracker == {"loss_values": before}
+    quiet.empty_metrics()
+    assert tracker == {}
     tracker.clear()
 
 
