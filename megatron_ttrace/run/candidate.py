@@ -264,7 +264,7 @@ class CandidateSession:
         loss_scale.put(self.model.optimizer, scale)
         if reference_scale < job_scale:
             self._notice(
-                f"the loss scale {job_scale:g} overflows in the reference as well: "
+                f"the loss scale {job_scale:.12g} overflows in the reference as well: "
                 f"the traced step uses {reference_scale:g}"
             )
         return scale / reference_scale
