@@ -119,6 +119,12 @@ GEMMA = {"model.per_layer_embed_dim": 256, "tensor_model_parallel_size": 2}
 PACKED = {"dataset.enable_offline_packing": True}
 
 
+def test_a_norm_that_is_not_computed_is_not_too_large():
+    job = {"use_megatron_fsdp": True, "megatron_fsdp_version": 2, "data_parallel_size": 4}
+    assert "`--clip-grad 0`" in known.finding_of({**job, "clip_grad": 0.0}, "0.20.0")
+    assert "version 2" in known.finding_of({**job, "clip_grad": 1.0}, "0.20.0")
+
+
 def test_copies_of_experts_are_those_of_an_instance():
     """Of the optimizer: Megatron-FSDP divides weights over the ranks of one."""
     job = {
