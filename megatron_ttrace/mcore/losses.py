@@ -28,8 +28,9 @@ _BALANCING = {
     Loss.GLOBAL: "global_aux_loss",
 }
 """Types of load balancing (``--moe-router-load-balancing-type``) that are a loss."""
-_SHOWING = {**dict.fromkeys(_BALANCING, 1.0), Loss.Z: 0.05}
-"""With these coefficients a loss is about half of a router's gradient."""
+_SHOWING = {**dict.fromkeys(_BALANCING, 0.1), Loss.Z: 0.05}
+"""With these coefficients twice a loss is beyond the tolerance of a router's gradient in bf16. With
+larger ones (1 for load balancing) the loss's own rounding makes the gradients of a layer blind."""
 _TYPES, _AUXILIARY = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 """One of each, or a list of each."""
 

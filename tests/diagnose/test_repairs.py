@@ -88,8 +88,7 @@ def stale(value: torch.Tensor, wrong: torch.Tensor | None = None) -> Evidence:
 
 def samples(*chosen: int) -> Evidence:
     """The second of three batches of two, with these of the six samples instead of its own."""
-    key = TraceKey(1, 1, Kind.TOKENS, "tokens", 0)
-    ids = torch.arange(6 * 12).reshape(6, 12) % 31
+    key, ids = TraceKey(1, 1, Kind.TOKENS, "tokens", 0), torch.arange(72).reshape(6, 12) % 31
     trace = {dataclasses.replace(key, microbatch=n): ids[2 * n : 2 * n + 2] for n in range(3)}
     return of(ids[2:4], ids[list(chosen)], key=key, trace=trace, tolerance=0.0)
 
@@ -204,11 +203,7 @@ EXPLAINED: list[tuple[Repair, Evidence, str]] = [
         of(LOGARITHMS, LOGARITHMS - math.log(2), on(tp=2)),
         "minus the logarithm of the size of tp",
     ),
-    (
-        explain,
-        of(LOGARITHMS, LOGARITHMS + math.log(3), on(cp=3)),
-        "= the logarithm of the size of cp",
-    ),
+    (explain, of(LOGARITHMS, LOGARITHMS + math.log(3), on(cp=3)), "logarithm of the size of cp"),
     (position.rows, of(ROWS, ROWS.roll(-3, 0)), "another order"),
     (position.rows, of(ROWS, ROWS.flip(0)), "reverse order"),
     (position.rows, of(ROWS, ROWS.roll(16, 0)), "two halves of its rows are swapped"),
