@@ -99,12 +99,14 @@ def test_a_configuration_is_shrunk(
     large = ("torchrun", "--nproc-per-node", "8", "--nnodes", "4", str(script))
     how = ["check", "--no-fork", "--json", "--shrink", "--", *large]
     assert main([*how, "trains"]) == 2
-    ranks, word, flags = json.loads(capsys.readouterr().out)["notices"]
+    both, one = json.loads(capsys.readouterr().out)
+    ranks, word, flags = both["notices"]
     assert (ranks, word) == ("4", "trains")
     assert "--tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64" in flags
     folder = tmp_path / "ttrace-out-data" / "shrunk-text-chats"
     assert f"--data {folder}" in flags
     assert (folder / "prompt" / "training.jsonl").is_file()
+    assert (one["notices"][0], len(one["notices"])) == ("2", 3)
     bare = ["--nproc-per-node", "8", "--", str(script), "trains"]
     assert main([*how[: how.index("--")], *bare]) == 2
     assert json.loads(capsys.readouterr().out)["notices"][0] == "2"

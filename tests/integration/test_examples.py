@@ -95,12 +95,11 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def shrunk(checkout: Path, *words: object) -> list[str]:
-    """The command that checks the small job."""
+    """The command that checks the small job with all axes."""
     done = ttrace("shrink", "--json", "--data", "text", "--", *words, cwd=checkout, code=0)
     found = json.loads(done.stdout)
     assert ["ranks", "16", "4", "2 per axis"] in found["changes"]
-    [job] = found["jobs"]
-    return job["command"]
+    return found["jobs"][0]["command"]
 
 
 def test_all_ways_to_start_it_are_one_job(checkout: Path) -> None:
@@ -129,7 +128,7 @@ def test_all_ways_to_start_it_are_one_job(checkout: Path) -> None:
 
 def test_an_example_is_checked(checkout: Path) -> None:
     """As it is written, with paths that do not exist, on a machine without a GPU."""
-    words = ["CUDA_DEVICE_MAX_CONNECTIONS=1", "bash", "torchrun.sh", *PATHS]
+    words = ["CUDA_DEVICE_MAX_CONNECTIONS=1", "TP=4", "bash", "torchrun.sh", *PATHS]
     ttrace("check", "--shrink", "--ttrace-no-wandb", "--", *words, cwd=checkout, code=0)
     summary = json.loads((checkout / "ttrace-out" / "summary.json").read_text())
     assert summary["verdict"] == "equivalent"
