@@ -40,6 +40,7 @@ class Requested(Record):
         fp8_weights: weights are to be kept in FP8, but an emulation keeps them as they are.
         switched_off: what a CPU does not have.
         overlap: communication of gradients or parameters overlaps with computation.
+        hidden_loss: coefficient of a balancing loss with which its scale does not show, or 0.
         buckets: gradient buckets of the rank that reports, 0 if unknown.
         final_batch: global batch size at the end of a ramp-up, 0 without one.
         micro_batch: samples of a microbatch; each has ``seq_length`` tokens.
@@ -49,6 +50,7 @@ class Requested(Record):
     random_routing: bool = False
     mlp_chunks: bool = False
     scales_loss: bool = False
+    hidden_loss: float = 0.0
     fp8_weights: bool = False
     switched_off: tuple[str, ...] = ()
     clip: float = 0.0
@@ -169,6 +171,7 @@ def unexercised(
         (asked.switched_off, no(what.SWITCHED_OFF, names=asked.switched_off)),
         # A traced step gets a scale with which none overflows (``mcore/loss_scale.py``).
         (not single and asked.scales_loss, no(what.OVERFLOW)),
+        (not single and asked.hidden_loss, no(what.LOSS_SCALE, asked.hidden_loss)),
         (asked.masks_ends and seen.masks_loss is False, no(what.LOSS_MASK)),
         (asked.resets_positions and seen.restarts_positions is False, no(what.POSITION_RESET)),
         (asked.resets_attention and seen.hides_documents is False, no(what.ATTENTION_RESET)),

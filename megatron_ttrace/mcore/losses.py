@@ -7,8 +7,8 @@ in the backward pass (``MoEAuxLossAutoScaler`` in megatron/core/transformer/moe/
 config in each forward pass.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ _BALANCING = {
     Loss.GLOBAL: "global_aux_loss",
 }
 """Types of load balancing (``--moe-router-load-balancing-type``) that are a loss."""
-_SHOWING = {**dict.fromkeys(_BALANCING, 0.1), Loss.Z: 0.05}
-"""With these coefficients twice a loss is beyond the tolerance of a router's gradient in bf16. With
-larger ones (1 for load balancing) the loss's own rounding makes the gradients of a layer blind."""
+_SHOWN, _HIDDEN = 0.01, 0.1
+"""In 16 bits half of a router's z loss is beyond the tolerance of its gradient from the first
+coefficient on. A balancing loss is rounded more than the rest: below the second twice the loss is
+within the tolerance, and above it the loss's own rounding makes gradients blind."""
 _TYPES, _AUXILIARY = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 """One of each, or a list of each."""
 
@@ -54,15 +55,22 @@ def present(args: MegatronArguments) -> tuple[Loss, ...]:
     )
 
 
-@contextmanager
-def revealed(args: MegatronArguments, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within this context losses of routers have coefficients with which their scale shows."""
-    with ExitStack() as stack:
-        for loss, least in _SHOWING.items() if args.params_dtype.itemsize <= 2 else ():
-            coefficient = _coefficient(args, loss) if args.num_experts else None
-            if coefficient is not None and coefficient[2] < least:
-                stack.enter_context(weighted(chunks, loss, least / coefficient[2]))
-        yield
+def hidden(args: MegatronArguments) -> float:
+    """The coefficient of a balancing loss whose scale does not show in 16 bits; 0 if all do."""
+    if not getattr(args, "num_experts", None) or args.params_dtype.itemsize > 2:
+        return 0.0
+    found = (_coefficient(args, loss) for loss in _BALANCING)
+    return min((each[2] for each in found if each and each[2] < _HIDDEN), default=0.0)
+
+
+def revealed(
+    args: MegatronArguments, chunks: Sequence[torch.nn.Module]
+) -> AbstractContextManager[None]:
+    """Within this context the z loss of routers has a coefficient with which its scale shows."""
+    found = _coefficient(args, Loss.Z) if args.num_experts else None
+    if found is None or found[2] >= _SHOWN or args.params_dtype.itemsize > 2:
+        return nullcontext()
+    return weighted(chunks, Loss.Z, _SHOWN / found[2])
 
 
 def weighted(

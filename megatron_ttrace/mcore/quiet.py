@@ -155,7 +155,7 @@ def metrics_kept() -> Iterator[None]:
 
 
 def empty_metrics() -> None:
-    """Forget metrics of earlier steps: some are sums since the run began (MTP's cumulative ones)."""
+    """Forget metrics of earlier steps: some are sums since the run began (those of MTP)."""
     for tracker in _trackers():
         tracker.clear()
 

@@ -191,6 +191,7 @@ def requested(args: Any, chunks: Sequence[Any]) -> Requested:
         random_routing=quiet.has_random_routing(args),
         mlp_chunks=quiet.has_mlp_chunks(args),
         scales_loss=bool(getattr(args, "fp16", False)),
+        hidden_loss=losses.hidden(args),
         fp8_weights=bool(getattr(args, "fp8_param_gather", False)) and te.emulated(),
         switched_off=switched_off(),
         clip=float(args.clip_grad or 0.0),

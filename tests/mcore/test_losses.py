@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_ttrace.mcore.losses import present, revealed, weighted
+from megatron_ttrace.mcore.losses import hidden, present, revealed, weighted
 from megatron_ttrace.trace.findings import Loss
 
 MOE = {"num_experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
@@ -51,6 +51,20 @@ def test_present(arguments, losses):
     assert list(present(SimpleNamespace(**arguments))) == losses
 
 
+@pytest.mark.parametrize(
+    ("arguments", "dtype", "coefficient"),
+    [
+        ({}, torch.bfloat16, 0.01),
+        ({}, torch.float32, 0.0),
+        ({"num_experts": None}, torch.bfloat16, 0.0),
+        ({"moe_aux_loss_coeff": 0.1}, torch.bfloat16, 0.0),
+    ],
+)
+def test_hidden(arguments, dtype, coefficient):
+    """In 16 bits, usual coefficients are too small."""
+    assert hidden(SimpleNamespace(**{**MOE, **arguments}, params_dtype=dtype)) == coefficient
+
+
 def test_weighted():
     """In the configs of all modules, once each; restored afterwards."""
     model, inner = torch.nn.Sequential(torch.nn.Identity()), SimpleNamespace(**MOE)
@@ -77,13 +91,13 @@ def test_weighted_in_a_list():
 @pytest.mark.parametrize(
     ("dtype", "before", "within"),
     [
-        (torch.bfloat16, (0.01, 1e-4), (0.1, 0.05)),
-        (torch.bfloat16, (2.0, 0.0), (2.0, 0.0)),
+        (torch.bfloat16, (0.01, 1e-4), (0.01, 0.01)),
+        (torch.bfloat16, (0.01, 0.0), (0.01, 0.0)),
         (torch.float32, (0.01, 1e-4), (0.01, 1e-4)),
     ],
 )
 def test_revealed(dtype, before, within):
-    """In 16 bits a small share of a gradient is rounded away; larger coefficients stay."""
+    """In 16 bits a small share of a gradient is rounded away."""
     names = "moe_aux_loss_coeff", "moe_z_loss_coeff"
     args = SimpleNamespace(**{**MOE, **dict(zip(names, before, strict=True))}, params_dtype=dtype)
     model = torch.nn.Identity()
