@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
         from megatron_ttrace.report import terminal, wandb
 
-        console = Console()
+        console, said = Console(), set[str]()
         for report in reports:
             if report is not reports[0]:
                 terminal.say(console, "")
@@ -133,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
                 report.directory,
                 again,
                 (alone.summary, alone.directory) if (alone := report.isolated) else None,
+                said,
             )
             if line := wandb.left_offline(report.directory, began):
                 terminal.say(console, line)

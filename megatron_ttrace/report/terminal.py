@@ -53,12 +53,15 @@ def render(
     directory: Path,
     isolating: Sequence[str] = (),
     isolated: tuple[Summary, Path] | None = None,
+    said: set[str] | None = None,
 ) -> None:
     """Print the report of a check whose files are under ``directory``.
 
     ``isolating`` is the command that would check again with modules isolated, where it is known;
-    ``isolated`` is its answer, with its directory, if it ran.
+    ``isolated`` is its answer, with its directory, if it ran. ``said``, which is added to: what
+    reports of the same command have already said of it.
     """
+    said = set() if said is None else said
     page = _Page(console)
     page.answer(summary)
     if summary.blame is not None:
@@ -67,7 +70,8 @@ def render(
         _culprits(page, summary, verdicts)
     _counts(page, summary, verdicts)
     page.field("layout", wording.layout_text(summary.config))
-    if summary.run:
+    if summary.run and (code := repr(summary.run.megatron)) not in said:
+        said.add(code)
         page.whole("Megatron", wording.code_text(summary.run.megatron))
         page.whole("checked by", f"megatron_ttrace {wording.code_text(summary.run.ttrace)}")
     if summary.verdict is Result.EQUIVALENT:
@@ -85,7 +89,8 @@ def render(
         ("not exercised", map(wording.not_exercised_text, summary.not_exercised)),
     ]
     for topic, sentences in notices:
-        texts = list(sentences)
+        texts = [text for text in sentences if text not in said]
+        said.update(texts)
         limit = MAX_UNEXERCISED if topic == "not exercised" else MAX_NOTICES
         for text in texts[:limit]:
             page.field("notice", text, "yellow")

@@ -70,6 +70,19 @@ def test_unknown_causes_are_folded_over_layers() -> None:
     assert names == ["decoder.layers.*.input_layernorm (in 7 of 8 layers: 1-7)"]
 
 
+def test_several_jobs_of_one_command() -> None:
+    """What a report has said of all of them, the next one leaves out."""
+    check, said = healthy(not_exercised=UNEXERCISED), set[str]()
+    texts = []
+    for folder in ("1", "2"):
+        file = io.StringIO()
+        terminal.render(*check, Console(file=file, width=80), Path(folder), said=said)
+        texts.append(file.getvalue())
+    first, second = texts
+    assert ("notice" in first, "notice" in second) == (True, False)
+    assert ("layout" in first, "layout" in second) == (True, True)
+
+
 def test_paths_can_be_copied(diverged: Check, tmp_path: Path) -> None:
     """However long: each in one piece, on a line that it ends."""
     folder = tmp_path / ("long-name" * 12)
