@@ -171,7 +171,7 @@ def unexercised(
         (asked.switched_off, no(what.SWITCHED_OFF, names=asked.switched_off)),
         # A traced step gets a scale with which none overflows (``mcore/loss_scale.py``).
         (not single and asked.scales_loss, no(what.OVERFLOW)),
-        (not single and asked.hidden_loss, no(what.LOSS_SCALE, asked.hidden_loss)),
+        (not single and asked.hidden_loss, no(what.BALANCING_LOSS, asked.hidden_loss)),
         (asked.masks_ends and seen.masks_loss is False, no(what.LOSS_MASK)),
         (asked.resets_positions and seen.restarts_positions is False, no(what.POSITION_RESET)),
         (asked.resets_attention and seen.hides_documents is False, no(what.ATTENTION_RESET)),

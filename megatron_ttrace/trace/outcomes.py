@@ -62,7 +62,7 @@ class Unexercised(StrEnum):
     FP8_WEIGHTS = "fp8_weights"
     SWITCHED_OFF = "switched_off"
     OVERFLOW = "overflow"
-    LOSS_SCALE = "loss_scale"
+    BALANCING_LOSS = "balancing_loss"
     LOSS_MASK = "loss_mask"
     POSITION_RESET = "position_reset"
     ATTENTION_RESET = "attention_reset"

@@ -82,7 +82,7 @@ WHAT = Unexercised
         ({"random_routing": True}, {}, DP2, WHAT.RANDOM_ROUTING, ()),
         ({"mlp_chunks": True}, {}, DP2, WHAT.MLP_CHUNKS, ()),
         ({"scales_loss": True}, {}, DP2, WHAT.OVERFLOW, ()),
-        ({"hidden_loss": 1e-3}, {}, DP2, WHAT.LOSS_SCALE, (1e-3,)),
+        ({"hidden_loss": 1e-3}, {}, DP2, WHAT.BALANCING_LOSS, (1e-3,)),
         ({"fp8_weights": True}, {}, DP2, WHAT.FP8_WEIGHTS, ()),
         ({"switched_off": ("a", "b")}, {}, DP2, WHAT.SWITCHED_OFF, (None, None, ("a", "b"))),
         ({}, {"masks_loss": False}, DP2, WHAT.LOSS_MASK, ()),
