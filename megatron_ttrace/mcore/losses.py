@@ -57,7 +57,7 @@ def present(args: MegatronArguments) -> tuple[Loss, ...]:
 
 def hidden(args: MegatronArguments) -> float:
     """The coefficient of a balancing loss whose scale does not show in 16 bits; 0 if all do."""
-    if not args.num_experts or args.params_dtype.itemsize > 2:
+    if not getattr(args, "num_experts", None) or args.params_dtype.itemsize > 2:
         return 0.0
     found = (_coefficient(args, loss) for loss in _BALANCING)
     return min((each[2] for each in found if each and each[2] < _HIDDEN), default=0.0)
