@@ -88,12 +88,16 @@ def of_script(file: str) -> bool:
     if not is_users(file):
         return False
     below = bool(folder := _script_folder()) and os.path.abspath(file).startswith(folder)
-    return below or _package_of(file) not in _libraries(len(sys.modules))
+    return below or _package_of(file) not in libraries()
+
+
+def libraries() -> frozenset[str]:
+    """The packages that Megatron's modules import, and those that are called as it is."""
+    return _libraries(len(sys.modules))
 
 
 @functools.cache
 def _libraries(_: int) -> frozenset[str]:
-    """The packages that Megatron's modules import, and those that are called as it is."""
     files = {str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]}
     return frozenset({"megatron"}.union(*map(_imported_by, filter(in_megatron, files))))
 

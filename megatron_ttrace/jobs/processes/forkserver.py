@@ -135,6 +135,8 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
         _remember_help_texts()
         for name in _OURS if is_bridge or accepts(arguments) else ():
             importlib.import_module(name)
+        # Read once for all ranks, and for the checks that share this process.
+        importlib.import_module("megatron_ttrace.mcore.sources").libraries()
 
 
 @contextlib.contextmanager
