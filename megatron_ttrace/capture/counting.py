@@ -89,8 +89,8 @@ class Tally:
         ]
         countings += filter(None, [self._attempt(self._reducing.counting)])
         groups = (
-            dataclasses.replace(numbers, following=statistics.following(inner.state, group))
-            for numbers, group, inner in self._groups
+            dataclasses.replace(numbers, following=statistics.following(states, group))
+            for numbers, group, states in self._groups
         )
         return Counted(
             iteration, tuple(self._parts.parts), tuple(held), tuple(countings), tuple(groups)
@@ -210,7 +210,7 @@ class Tally:
             gathered.setdefault(over, Counter()).update(terms)
             parts = flow.parts(group["params"])
             numbers = Hyperparameters(parts, statistics.hyperparameters(group))
-            self._groups.append((numbers, group, inner))
+            self._groups.append((numbers, group, getattr(inner, "state", {})))
         total = gathered.pop(None, Counter())
         sharded = parts_of(getattr(leaf, "model_chunks", ()))
         for over, terms in gathered.items():

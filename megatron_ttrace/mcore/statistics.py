@@ -153,11 +153,19 @@ def following(states: Mapping[Any, Any], group: Mapping[str, Any]) -> tuple[tupl
 def with_step(states: Mapping[Any, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
     """A parameter group with the steps that were made; if these differ, the rarest number.
 
-    Fused optimizers count in the group, torch's Adam for each parameter.
+    Fused optimizers count in the group, torch's Adam for each parameter. A user's optimizer may
+    keep anything under this name, or nothing.
     """
-    counts = [states.get(one, {}).get("step") for one in group.get("params", ())]
-    steps = Counter(float(step) for step in (*counts, group.get("step")) if step is not None)
-    return {**group, "step": steps.most_common()[-1][0]} if steps else group
+    of_parameters = (states.get(one) for one in group.get("params", ()))
+    holders = [group, *(state for state in of_parameters if isinstance(state, Mapping))]
+    counts = [holder.get("step") for holder in holders]
+    steps = Counter(
+        float(step)
+        for step in counts
+        if isinstance(step, (int, float)) or (torch.is_tensor(step) and step.numel() == 1)
+    )
+    known = {"step": steps.most_common()[-1][0]} if steps else {}
+    return {key: value for key, value in group.items() if key != "step"} | known
 
 
 def group_names(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -45,6 +45,9 @@ def test_what_the_next_update_depends_on():
     adam.step()
     assert following(adam.state, group)[2:] == (("step", 1.0),)
     assert following({}, {"params": [weight], "step": 7}) == (("step", 7.0),)
+    for own in ({weight: torch.ones(2)}, {weight: {"step": "first"}}):
+        group = {"params": [weight], "lr": 0.5, "step": "first"}
+        assert following(own, group) == (("lr", 0.5),)
 
 
 def test_a_method_that_the_user_replaced(monkeypatch) -> None:
