@@ -56,7 +56,7 @@ from megatron_ttrace.trace.shared import run_id
 
 __all__ = ["Entry", "TraceReader", "TraceWriter"]
 
-FORMAT = 6
+FORMAT = 7
 META = "meta.json"
 _MAX_META = 64 << 20
 _WRITERS = 4

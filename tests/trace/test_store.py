@@ -221,7 +221,7 @@ FILE = {"bytes": 1, "xxh3_128": "0" * 32}
 
 def of_files(files):
     """A sealed ``meta.json`` that lists these files."""
-    return seal_json({"format": 6, "run": "0" * 16, "files": files})
+    return seal_json({"format": 7, "run": "0" * 16, "files": files})
 
 
 @pytest.mark.parametrize(
@@ -231,20 +231,20 @@ def of_files(files):
         ("[]", "meta.json cannot be read"),
         ('"text"', "meta.json cannot be read"),
         ("[" * 99999, "meta.json cannot be read"),
-        ('{"format": 6, "files": {}}', r"cannot be read \(its checksum does not match\)"),
-        (seal_json({"format": 6}), r"cannot be read \(files: is missing\)"),
+        ('{"format": 7, "files": {}}', r"cannot be read \(its checksum does not match\)"),
+        (seal_json({"format": 7}), r"cannot be read \(files: is missing\)"),
         (
-            seal_json({"format": 6, "run": "0", "files": ["a"]}),
+            seal_json({"format": 7, "run": "0", "files": ["a"]}),
             "files: expected an object",
         ),
-        (seal_json({"format": 6, "files": {}}), r"cannot be read \(run: is missing\)"),
+        (seal_json({"format": 7, "files": {}}), r"cannot be read \(run: is missing\)"),
         (of_files({"../a.jsonl": FILE}), r"cannot be read \(a file name with a path in it\)"),
         (of_files({"..": FILE}), r"cannot be read \(a file name with a path in it\)"),
         (
             of_files({"a.jsonl": 3}),
             r"files\['a.jsonl'\]: expected an object, got 3",
         ),
-        ('{"format": 2, "files": {}}', "was written in trace format 2, this version reads 6"),
+        ('{"format": 2, "files": {}}', "was written in trace format 2, this version reads 7"),
         (seal_json({"format": 99, "files": {}}), "was written in trace format 99"),
         ("{}", "was written in trace format unknown"),
     ],
@@ -363,7 +363,7 @@ def test_meta_keeps_what_it_is_given(tmp_path):
     written(tmp_path, {"a": torch.randn(6)}, microbatches=4)
     (tmp_path / "unrelated.txt").write_text("left alone")
     meta = read_meta(tmp_path)
-    assert (meta["role"], meta["microbatches"], meta["format"]) == ("reference", 4, 6)
+    assert (meta["role"], meta["microbatches"], meta["format"]) == ("reference", 4, 7)
     assert sorted(meta["files"]) == ["rank-00000.0000.safetensors", "rank-00000.index.jsonl"]
     assert re.fullmatch("[0-9a-f]{16}", meta["run"])
 
