@@ -40,7 +40,7 @@ class Requested(Record):
         fp8_weights: weights are to be kept in FP8, but an emulation keeps them as they are.
         switched_off: what a CPU does not have.
         overlap: communication of gradients or parameters overlaps with computation.
-        hidden_loss: coefficient of a balancing loss with which its scale does not show, or 0.
+        hidden_loss: coefficient of a balancing loss whose scale 16 bits may hide, or 0.
         buckets: gradient buckets of the rank that reports, 0 if unknown.
         final_batch: global batch size at the end of a ramp-up, 0 without one.
         micro_batch: samples of a microbatch; each has ``seq_length`` tokens.

@@ -28,10 +28,10 @@ _BALANCING = {
     Loss.GLOBAL: "global_aux_loss",
 }
 """Types of load balancing (``--moe-router-load-balancing-type``) that are a loss."""
-_SHOWN, _HIDDEN = 0.01, 0.1
-"""In 16 bits half of a router's z loss is beyond the tolerance of its gradient from the first
-coefficient on. A balancing loss is rounded more than the rest: below the second twice the loss is
-within the tolerance, and above it the loss's own rounding makes gradients blind."""
+_SHOWN = 0.01
+"""In 16 bits half of a router's z loss is beyond the tolerance of its gradient from this
+coefficient on. No coefficient does that for a balancing loss, whose gradient is rounded more: with
+small ones the loss is within the tolerance, with large ones gradients are blind."""
 _TYPES, _AUXILIARY = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 """One of each, or a list of each."""
 
@@ -56,11 +56,11 @@ def present(args: MegatronArguments) -> tuple[Loss, ...]:
 
 
 def hidden(args: MegatronArguments) -> float:
-    """The coefficient of a balancing loss whose scale does not show in 16 bits; 0 if all do."""
+    """The coefficient of a balancing loss whose scale 16 bits may hide; 0 if there is none."""
     if not getattr(args, "num_experts", None) or args.params_dtype.itemsize > 2:
         return 0.0
     found = (_coefficient(args, loss) for loss in _BALANCING)
-    return min((each[2] for each in found if each and each[2] < _HIDDEN), default=0.0)
+    return min((each[2] for each in found if each), default=0.0)
 
 
 def revealed(

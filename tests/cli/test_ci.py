@@ -144,6 +144,16 @@ def test_a_faulty_change(fork, checked, pull):
     assert f"{LAYERS}:3: error: ttrace: diverged in" in pull(code=1)
 
 
+def test_small_jobs_with_the_same_fault(fork, checked, pull):
+    """Of a recipe whose axes differ: it is annotated once."""
+    file = fork / "ci" / "tp.yaml"
+    file.write_text(file.read_text().replace("parallel-size: 8", "parallel-size: 2"))
+    edit(fork, LAYERS, "x + 0", "x + 1")
+    out = pull("--format", "github", code=1)
+    assert checked.asked.count(("head", "tensor")) == 2
+    assert out.count("::error") == 1
+
+
 def test_the_change_to_blame(fork, blaming, checked, pull):
     """Its line has the error, wherever the culprit's code is, with what was proven."""
     edit(fork, PIPELINE, "return 1", "return 2")

@@ -350,7 +350,7 @@ def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]
         tell("no recipe runs changed code: nothing was checked")
     else:
         pull.tidy()
-    # Small jobs of one recipe may all show the same fault.
+    # Several jobs may show the same fault on the same line: what each did has been told.
     once = {(a.title, a.file, a.line, a.file or a.message): a for a in reversed(annotations)}
     annotations = [*reversed(once.values())]
     code = ExitCode.EQUIVALENT

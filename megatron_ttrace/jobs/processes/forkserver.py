@@ -135,8 +135,9 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
         _remember_help_texts()
         for name in _OURS if is_bridge or accepts(arguments) else ():
             importlib.import_module(name)
-        # Read once for all ranks, and for the checks that share this process.
-        importlib.import_module("megatron_ttrace.mcore.sources").libraries()
+        from megatron_ttrace.mcore import sources
+
+        sources.libraries()  # read once for all ranks, and for the checks that share this process
 
 
 @contextlib.contextmanager

@@ -207,8 +207,9 @@ def jobs(flags: CommandFlags, large: Axes, most: int) -> list[Axes]:
     """The axes of the small jobs: one if the world is large enough, else all pairs are covered.
 
     Where a middle stage of the pipeline does not fit beside the other axes, one job has it alone.
-    Axes of different sizes have different sizes in one of the jobs, so that code that takes one for
-    the other shows. Raises ``TTraceError``, with its name, when a pair of axes does not fit.
+    Axes of different sizes, but for pipelines, have different ones in one of the jobs, so that code
+    that takes one for the other shows. Raises ``TTraceError``, with its name, when a pair of axes
+    does not fit.
     """
     complete = of_small(flags, large)
     chosen = [complete] if complete.ranks <= most else _of_two_stages(flags, large, most)
@@ -221,7 +222,7 @@ def jobs(flags: CommandFlags, large: Axes, most: int) -> list[Axes]:
 def _apart(flags: CommandFlags, large: Axes, chosen: Sequence[Axes], most: int) -> list[Axes]:
     """More jobs, for axes that have different sizes, but the same one in each job until now.
 
-    No number depends on how many stages a pipeline has.
+    Pipelines are left out: nothing is divided by the number of their stages.
     """
     spread = [axis for axis in large.spread() if axis != "pp"]
     subsets = itertools.chain(*(itertools.combinations(spread, n) for n in range(1, len(spread))))
