@@ -19,7 +19,7 @@ from megatron_ttrace.compare.tolerance import (
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import Kind, Outcome, TraceKey
+from megatron_ttrace.trace.records import Outcome, TraceKey
 
 type _Part = tuple[Holding, Sums]
 
@@ -156,8 +156,7 @@ def _must_agree(key: TraceKey, tolerances: Tolerances) -> bool:
     An update that is missing on some ranks is within the tolerance of the weight, if the learning
     rate is low or the weight has 16 bits.
     """
-    update = dataclasses.replace(key, kind=Kind.PARAM_DELTA, index=0)
-    return is_updated_weight(key) and tolerances.is_repeated(update)
+    return is_updated_weight(key) and tolerances.is_repeated(key)
 
 
 def _ranks(holdings: Iterable[Holding]) -> list[int]:

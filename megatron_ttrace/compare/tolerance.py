@@ -61,6 +61,9 @@ CONFIRMED = 0.5
 NOISE = 0.5
 """An unperturbed replay that moves a tensor by more than this share of what the perturbed ones do
 shows that the tolerance is not rounding's."""
+_TOGETHER = 0.1
+"""From this share on, noise decides how far replays differ. Elements then move together: each
+replay is one sample, and so is the unperturbed one."""
 
 FILE = "tolerances.jsonl"
 
@@ -272,6 +275,10 @@ class Tolerances:
             if value.repeated:
                 repeated = math.inf if math.isnan(value.repeated) else value.repeated
                 self._repeated[group] = max(repeated, self._repeated.get(group, 0.0))
+        for key in moved:
+            if self._is_noise(key, _TOGETHER):
+                group = _group(key)
+                self._samples[group] = 1 + len(self._pooled[group])
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
@@ -308,18 +315,30 @@ class Tolerances:
             bound=self._bound,
             unit=eps if key.kind in FLOW else 0.0,  # a module's dtype may differ from the job's
             repeated=repeated,
-            # Perturbations everywhere move a tensor further than another order of sums on a GPU.
-            is_noise=repeated > max(eps, self._compute, NOISE * max(seeds, default=0.0)),
+            is_noise=self._is_noise(key, NOISE),
         )
+
+    def _is_noise(self, key: TraceKey, share: float) -> bool:
+        """Whether the step itself moves a tensor by this share of what perturbed replays do."""
+        # Another order of sums on a GPU moves it by less than an epsilon.
+        repeated = self._repeated.get(group := _group(key), 0.0)
+        seeds = max(self._pooled.get(group, ()), default=0.0)
+        return repeated > max(epsilon(self._dtypes[key]), self._compute, share * seeds)
 
     @property
     def repeated(self) -> list[TraceKey]:
         """The tensors that an unperturbed replay moved, in execution order."""
         return [key for key, value in self._moved.items() if value.repeated]
 
-    def is_repeated(self, key: TraceKey) -> bool:
-        """Whether an unperturbed replay gave a tensor the same bits."""
-        return not self._repeated.get(_group(key))
+    def is_repeated(self, weight: TraceKey) -> bool:
+        """Whether an unperturbed replay gave a weight's gradient and update the same bits.
+
+        The first step of Adam is nearly the same for any gradient.
+        """
+        kinds = (Kind.MAIN_GRAD, Kind.PARAM_DELTA)
+        return not any(
+            self._repeated.get((weight.iteration, kind, weight.name, 0)) for kind in kinds
+        )
 
     def _estimated(self, group: _Group, seeds: Sequence[float], replays: int) -> float:
         """From what some replays did, as if there had been this number of replays."""

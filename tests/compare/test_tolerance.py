@@ -2,6 +2,7 @@
 """From movements of replays to tolerances: pooling, floors, exact kinds, blindness, the file."""
 
 import dataclasses
+import itertools
 import math
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare import replaying, tolerance
+from megatron_ttrace.compare import quantiles, replaying, tolerance
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.tolerance import (
     BLIND,
@@ -23,7 +24,7 @@ from megatron_ttrace.compare.tolerance import (
     write,
 )
 from megatron_ttrace.trace.errors import TTraceError
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, MetricIndex, TraceKey
+from megatron_ttrace.trace.records import STEP_LEVEL, Kind, MetricIndex, ParamIndex, TraceKey
 
 KEY = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.mlp")
 FP32, BF16 = 2.0**-23, 2.0**-7
@@ -65,6 +66,30 @@ def test_what_is_not_rounding(repeated, expected, tmp_path):
     found = Tolerances(read(tmp_path, moved), dict.fromkeys(moved, "bfloat16"))
     assert found.of(KEY) == of(KEY, moved)
     assert found.repeated == ([KEY] if repeated else [])
+
+
+def test_noise_moves_the_elements_of_a_tensor_together():
+    """Two replays and the unperturbed one are three samples, however many elements there are."""
+    quiet, noisy = (
+        of(KEY, {KEY: Moved(10_000, 100.0, (0.01, 0.02), repeated)}) for repeated in (0.0, 0.009)
+    )
+    assert noisy.value == pytest.approx(quiet.value * quantiles.few_samples(3))
+
+
+def test_a_weight_is_repeated_if_its_gradient_is():
+    """Adam's first step is the sign of any gradient: that of noise is the same, mostly."""
+    weight = TraceKey(1, STEP_LEVEL, Kind.PARAM, "w", ParamIndex.AFTER)
+    gradient, update = (
+        dataclasses.replace(weight, kind=kind, index=0)
+        for kind in (Kind.MAIN_GRAD, Kind.PARAM_DELTA)
+    )
+    for repeated in itertools.product((0.0, 1e-3), repeat=2):
+        moved = {
+            key: Moved(4, 2.0, (0.01, 0.01), distance)
+            for key, distance in zip((gradient, update), repeated, strict=True)
+        }
+        found = Tolerances(moved, dict.fromkeys(moved, "float32"))
+        assert found.is_repeated(weight) == (not any(repeated))
 
 
 @given(share=st.floats(0.0, 1.0), parts=st.sampled_from([1, 2, 4, 100]))
