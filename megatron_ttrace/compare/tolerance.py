@@ -15,20 +15,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
 from collections import Counter
-from collections.abc import Container, Sequence
-from pathlib import Path
-from typing import Annotated, NamedTuple, Self
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from megatron_ttrace.compare.measure import Sums, relative_error
+from megatron_ttrace.compare.moved import Moved, moves_of
 from megatron_ttrace.compare.quantiles import few_samples
-from megatron_ttrace.trace import codec
-from megatron_ttrace.trace.codec import LISTED, Bounds, Count
-from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.records import (
     FLOW,
@@ -39,7 +35,7 @@ from megatron_ttrace.trace.records import (
     RoutingIndex,
     TraceKey,
 )
-from megatron_ttrace.trace.store import TraceReader, atomic_write
+from megatron_ttrace.trace.store import TraceReader
 
 SAFETY = 4.0
 SAFETY_MODULE = 2.5
@@ -65,8 +61,6 @@ _TOGETHER = 0.1
 """From this share on, noise decides how far replays differ. Elements then move together: each
 replay is one sample, and so is the unperturbed one."""
 
-FILE = "tolerances.jsonl"
-
 _BY_ELEMENT = (*FLOW, Kind.MAIN_GRAD, Kind.ROUTING)
 """Kinds of tensors of which a single element is judged, too."""
 _OF_GRADIENT = (Kind.PARAM_DELTA, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
@@ -77,55 +71,6 @@ _SUMMED_INTO = {
     (Kind.PARAM_DELTA, ""): Kind.METRIC,
 }
 """Which tensors' elements the scalars of a step are sums of."""
-
-
-_Written = Annotated[float, Bounds(0.0, nan=True, text=True)]
-"""A number that is written as Python writes it."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Moved:
-    """What the perturbed replays did to one tensor.
-
-    ``n`` elements, ``norm`` of the reference, ``moved`` the relative distance for each seed
-    (``inf`` where the reference is zero and the replay is not). ``repeated`` is the distance of a
-    replay that was not perturbed: zero unless the model is not deterministic. ``peak`` is the
-    largest distance of one element, ``row`` that of one row of a moment, ``top`` the largest
-    element (1: any), relative to the norm.
-    """
-
-    n: Count
-    norm: _Written
-    moved: tuple[_Written, ...]
-    repeated: _Written = 0.0
-    peak: _Written = 0.0
-    top: _Written = 1.0
-    row: _Written = 0.0
-
-    def contradiction(self) -> str:
-        """Why no replays can have done this; empty if they can."""
-        if not self.moved:
-            return "moved: no replay"
-        return "norm: no element, but a norm" if self.norm and not self.n else ""
-
-    @classmethod
-    def after(cls, before: Self | None, sums: Sums | None, row: float = 0.0) -> Self:
-        """With one more replay.
-
-        Args:
-            before: what the replays until this one did; ``None`` if this is the first.
-            sums: of this one's tensor; ``None`` if its shape is another, because the replay routes
-                another number of tokens to an expert: the tensor is then blind.
-            row: distance of the row that it moved farthest; 0 if that was not measured.
-        """
-        sums = sums or Sums(diff=math.inf)
-        distance = math.inf if math.isinf(sums.diff) else relative_error(sums, rms=0.0)
-        norm = math.sqrt(sums.reference)
-        peak, row = (sums.worst / norm, row / norm) if norm else (0.0, 0.0)
-        if before is None:
-            return cls(sums.n, norm, (distance,), peak=peak, row=row)
-        moved, peak, row = (*before.moved, distance), max(before.peak, peak), max(before.row, row)
-        return dataclasses.replace(before, moved=moved, peak=peak, row=row)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -256,6 +201,7 @@ class Tolerances:
         self._pooled: dict[_Group, list[float]] = {}
         self._samples: Counter[_Group] = Counter()
         self._repeated: dict[_Group, float] = {}
+        self._noise: dict[_Group, float] = {}
         self._peaks: dict[_Group, float] = {}
         self._rows: dict[_Group, float] = {}
         self._terms: Counter[tuple[int, Kind]] = Counter()
@@ -276,9 +222,13 @@ class Tolerances:
                 repeated = math.inf if math.isnan(value.repeated) else value.repeated
                 self._repeated[group] = max(repeated, self._repeated.get(group, 0.0))
         for key in moved:
-            if self._is_noise(key, _TOGETHER):
-                group = _group(key)
-                self._samples[group] = 1 + len(self._pooled[group])
+            repeated = self._repeated.get(group := _group(key), 0.0)
+            # Another order of sums on a GPU moves a tensor by less than an epsilon.
+            if repeated > max(epsilon(dtypes[key]), compute):
+                farthest = max(self._pooled[group], default=0.0)
+                self._noise[group] = repeated / farthest if farthest else math.inf
+                if self._noise[group] > _TOGETHER:
+                    self._samples[group] = 1 + len(self._pooled[group])
 
     def of(self, key: TraceKey) -> Tolerance:
         """The tolerance of one tensor. Raises ``KeyError`` for a key the reference lacks."""
@@ -315,15 +265,8 @@ class Tolerances:
             bound=self._bound,
             unit=eps if key.kind in FLOW else 0.0,  # a module's dtype may differ from the job's
             repeated=repeated,
-            is_noise=self._is_noise(key, NOISE),
+            is_noise=self._noise.get(group, 0.0) > NOISE,
         )
-
-    def _is_noise(self, key: TraceKey, share: float) -> bool:
-        """Whether the step itself moves a tensor by this share of what perturbed replays do."""
-        # Another order of sums on a GPU moves it by less than an epsilon.
-        repeated = self._repeated.get(group := _group(key), 0.0)
-        seeds = max(self._pooled.get(group, ()), default=0.0)
-        return repeated > max(epsilon(self._dtypes[key]), self._compute, share * seeds)
 
     @property
     def repeated(self) -> list[TraceKey]:
@@ -432,65 +375,6 @@ def is_exact(key: TraceKey) -> bool:
 def is_updated_weight(key: TraceKey) -> bool:
     """Whether copies of the tensor are gathered, or computed from the same numbers."""
     return key.kind is Kind.PARAM and not key.is_before
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Line:
-    """What a line of ``tolerances.jsonl`` has beside the fields of :class:`Moved`."""
-
-    key: Annotated[TraceKey, LISTED]
-
-
-def write(directory: Path, moved: dict[TraceKey, Moved]) -> None:
-    """Write ``tolerances.jsonl`` of a reference."""
-    lines = (
-        {
-            "key": dataclasses.astuple(key),
-            "n": value.n,
-            "norm": repr(value.norm),
-            "moved": [repr(m) for m in value.moved],
-            **({"repeated": repr(value.repeated)} if value.repeated else {}),
-            **({"peak": repr(value.peak)} if value.peak else {}),
-            **({"top": repr(value.top)} if value.top != 1.0 else {}),
-            **({"row": repr(value.row)} if value.row else {}),
-        }
-        for key, value in moved.items()
-    )
-    atomic_write(directory / FILE, "".join(f"{json.dumps(line)}\n" for line in lines))
-
-
-def read(directory: Path, known: Container[TraceKey]) -> dict[TraceKey, Moved]:
-    """What replays did to each tensor of a reference, which has the ``known`` ones.
-
-    Raises:
-        TTraceError: when ``tolerances.jsonl`` is absent or damaged, or is of another trace.
-    """
-    path = directory / FILE
-    moved: dict[TraceKey, Moved] = {}
-    try:
-        for value in codec.lines(path):
-            key, what = codec.decode(_Line, value).key, codec.decode(Moved, value)
-            if key in moved:
-                raise codec.CodecError("the same tensor a second time")
-            if key not in known:
-                raise codec.CodecError("no such tensor in the trace")
-            moved[key] = what
-    except FileNotFoundError:
-        raise TTraceError(
-            f"{path} is missing, {directory} is not a reference trace: give one made by --ttrace"
-        ) from None
-    except (OSError, codec.CodecError) as error:
-        raise TTraceError(
-            f"{path}:{len(moved) + 1} is damaged ({error}): make the reference again"
-        ) from error
-    return moved
-
-
-def moves_of(reference: TraceReader) -> dict[TraceKey, Moved]:
-    """What replays of a verified reference did to each tensor. Raises as :func:`read` does."""
-    if (reference.directory / FILE).exists():  # else `read` says what is wrong
-        reference.verify(FILE)
-    return read(reference.directory, frozenset(reference))
 
 
 def of_reference(reference: TraceReader) -> Tolerances:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.tolerance import Moved
+from megatron_ttrace.compare.moved import Moved
 from megatron_ttrace.saved.whole import Shards
 from megatron_ttrace.trace.counted import Counted, Counting, Part, Term
 from megatron_ttrace.trace.errors import TTraceError

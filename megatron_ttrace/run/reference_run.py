@@ -25,10 +25,11 @@ from megatron_ttrace.capture.initial import (
 )
 from megatron_ttrace.capture.step import StepSink, TracedModel
 from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.moved import Moved, write_moves
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.replaying import ReplaySink
 from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, say
@@ -143,7 +144,7 @@ class ReferenceSession:
         moved: dict[TraceKey, Moved] = {}
         for block in self._blocks(iterator, count, run):
             moved |= self._block(block, writer)
-        tolerance.write(self._directory, moved)
+        write_moves(self._directory, moved)
         self._seal(count, self._counted)
         return ExitCode.EQUIVALENT
 

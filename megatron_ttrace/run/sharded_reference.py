@@ -14,10 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.compare import sharding, tolerance
+from megatron_ttrace.compare import sharding
 from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.moved import Moved, write_moves
 from megatron_ttrace.compare.sharding import ShardSink
-from megatron_ttrace.compare.tolerance import Moved
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.placement.token_index import NOBODY, TokenIndex
 from megatron_ttrace.run import channel, merging
@@ -67,7 +67,7 @@ class ShardedReferenceSession(ReferenceSession):
             )
 
         def finish() -> None:
-            tolerance.write(self._directory, moved)
+            write_moves(self._directory, moved)
             self._seal(count, merging.merged(map(counted.decode, counts)))
 
         self.ranks.from_one(last, "sealing the reference", finish)

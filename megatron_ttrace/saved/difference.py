@@ -18,6 +18,7 @@ import torch
 
 from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.configuration import RunConfig
+from megatron_ttrace.compare.moved import Moved, moves_of, write_moves
 from megatron_ttrace.compare.offline import config_of, meshes_of
 from megatron_ttrace.saved.known import Difference
 from megatron_ttrace.saved.whole import WholeTensors
@@ -207,7 +208,7 @@ def write(first: Side, second: Side, directory: Path) -> dict[TraceKey, Reason]:
     writer.close()
     known = set(lines)
     sides = [side.reference for side in (first, second) if side.reference]
-    tolerance.write(directory, _combined([tolerance.moves_of(side) for side in sides], known))
+    write_moves(directory, _combined([moves_of(side) for side in sides], known))
     metas = [side.reference for side in sides]
     meta = ReferenceMeta(
         identity=metas[0].identity,
@@ -287,10 +288,10 @@ def _real_rows(
 
 
 def _combined(
-    all_moves: Sequence[Mapping[TraceKey, tolerance.Moved]], known: set[TraceKey]
-) -> dict[TraceKey, tolerance.Moved]:
+    all_moves: Sequence[Mapping[TraceKey, Moved]], known: set[TraceKey]
+) -> dict[TraceKey, Moved]:
     """Of every tensor the larger of what replays of either run did."""
-    largest: dict[TraceKey, tolerance.Moved] = {}
+    largest: dict[TraceKey, Moved] = {}
     for moves in all_moves:
         for key, moved in moves.items():
             if key not in known:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.compare.moved import Moved, write_moves
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.compare.tolerance import Moved, write
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
@@ -59,7 +59,7 @@ def save(
         TraceKey(1, *place): Moved(tensors[place].numel(), norms[place], (move,))
         for place, move in moved.items()
     }
-    write(home / "reference", moves)
+    write_moves(home / "reference", moves)
     meta = {"role": "reference", "epsilon": 2.0**-7, "microbatches": 1}
     seal(home / "reference", meta)
     reference = TraceReader(home / "reference")

@@ -11,7 +11,8 @@ from megatron_ttrace.compare.gathered import Holding, by_rank, failing, merge, o
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, Problem
-from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.compare.moved import Moved
+from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.findings import Note, Remark

@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 
 from megatron_ttrace.compare import quantiles, replaying, tolerance
 from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.moved import FILE, Moved, read_moves, write_moves
 from megatron_ttrace.compare.tolerance import (
     BLIND,
     SAFETY,
-    Moved,
     Tolerances,
     epsilon,
     is_exact,
-    read,
-    write,
 )
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, MetricIndex, ParamIndex, TraceKey
@@ -62,8 +60,8 @@ def test_what_is_not_rounding(repeated, expected, tmp_path):
     assert of(KEY, moved).is_noise == expected
     assert not of(KEY, {KEY: Moved(400, 40.0, (0.01, 0.2), repeated)}).is_noise
     assert of(dataclasses.replace(KEY, microbatch=3), {**moved, **other(KEY)}).is_noise == expected
-    write(tmp_path, moved)
-    found = Tolerances(read(tmp_path, moved), dict.fromkeys(moved, "bfloat16"))
+    write_moves(tmp_path, moved)
+    found = Tolerances(read_moves(tmp_path, moved), dict.fromkeys(moved, "bfloat16"))
     assert found.of(KEY) == of(KEY, moved)
     assert found.repeated == ([KEY] if repeated else [])
 
@@ -109,8 +107,8 @@ def test_a_part_may_have_the_row_that_moved_most(n, most, tmp_path):
     moved = {KEY: Moved(400, 40.0, (0.01, 0.0), peak=0.001, row=0.008)}
     expected = SAFETY * math.sqrt(0.01**2 + most**2 * (400 / n - 1))
     assert of(KEY, moved).part(n) == pytest.approx(expected)
-    write(tmp_path, moved)
-    assert read(tmp_path, moved) == moved
+    write_moves(tmp_path, moved)
+    assert read_moves(tmp_path, moved) == moved
 
 
 def test_the_row_that_moved_farthest():
@@ -137,8 +135,8 @@ def test_one_element_where_replays_round_few(tmp_path):
     assert of(KEY, shaken).element == pytest.approx(5 * SAFETY * 0.001)
     unknown = of(KEY, {KEY: Moved(n, 1.0, (0.0, 0.0))})
     assert unknown.element == unknown.value
-    write(tmp_path, still)
-    assert read(tmp_path, still) == still
+    write_moves(tmp_path, still)
+    assert read_moves(tmp_path, still) == still
 
 
 def test_replays_of_a_tensor():
@@ -293,8 +291,8 @@ def test_the_file_keeps_every_number(tmp_path):
         KEY: Moved(16, 0.1 + 0.2, (1 / 3, math.inf), peak=1 / 7),
         other: Moved(0, 0.0, (0.0, 5e-324)),
     }
-    write(tmp_path, moved)
-    assert read(tmp_path, moved) == moved
+    write_moves(tmp_path, moved)
+    assert read_moves(tmp_path, moved) == moved
     assert of(KEY, moved, "float32").blind
 
 
@@ -309,14 +307,14 @@ def test_the_file_keeps_every_number(tmp_path):
 )
 def test_a_damaged_file_is_named(tmp_path, damage):
     """One clear line, with what to do."""
-    (tmp_path / tolerance.FILE).write_bytes(damage + b"\n")
+    (tmp_path / FILE).write_bytes(damage + b"\n")
     with pytest.raises(TTraceError, match=r"tolerances.jsonl:1 is damaged .*: make the reference"):
-        read(tmp_path, [])
+        read_moves(tmp_path, [])
 
 
 def test_a_trace_without_tolerances_is_no_reference(tmp_path):
     with pytest.raises(TTraceError, match="is not a reference trace"):
-        read(tmp_path, [])
+        read_moves(tmp_path, [])
 
 
 @pytest.mark.parametrize(

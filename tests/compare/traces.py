@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.compare.moved import Moved
+from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey

@@ -12,7 +12,8 @@ import torch
 
 from megatron_ttrace.compare.measure import measure
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.tolerance import Moved, Tolerances
+from megatron_ttrace.compare.moved import Moved
+from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose import search, start
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
 from megatron_ttrace.diagnose.explain import Explainer

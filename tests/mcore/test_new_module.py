@@ -19,9 +19,10 @@ import torch
 from megatron_ttrace.capture.modules import ModuleTap
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.gathered import of_ranks
+from megatron_ttrace.compare.moved import Moved
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
+from megatron_ttrace.compare.tolerance import Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.mcore import parameters, stacked

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.tolerance import Moved
+from megatron_ttrace.compare.moved import Moved, write_moves
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter, seal
@@ -62,7 +61,7 @@ def run(
     written(home / "reference", trusted)
     sizes = {key: (data.numel(), float(data.norm())) for key, data in trusted.items()}
     moves = {key: Moved(*size, (moved,)) for key, size in sizes.items()}
-    tolerance.write(home / "reference", moves)
+    write_moves(home / "reference", moves)
     identity = {
         "versions": {"megatron-core": version},
         "arguments": {"make_vocab_size_divisible_by": 256},

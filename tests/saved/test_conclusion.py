@@ -13,7 +13,8 @@ from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.gathered import of_ranks
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured
-from megatron_ttrace.compare.tolerance import Moved, Tolerances, epsilon
+from megatron_ttrace.compare.moved import Moved
+from megatron_ttrace.compare.tolerance import Tolerances, epsilon
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.boxes import Box, product, whole
 from megatron_ttrace.saved.conclusion import _is_evidence, conclude, not_enough, unjudged

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megatron_ttrace.compare import tolerance
+from megatron_ttrace.compare.moved import FILE as TOLERANCES
+from megatron_ttrace.compare.moved import Moved, write_moves
 from megatron_ttrace.trace import files
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.records import Kind, Result, Summary, TraceKey
@@ -24,7 +26,7 @@ def reference(tmp_path: Path) -> Path:
     writer = TraceWriter(tmp_path, 0)
     writer.add(Entry(KEY, (4,), "float32"), torch.arange(4.0))
     writer.close()
-    tolerance.write(tmp_path, {KEY: tolerance.Moved(4, 3.75, (1e-7, 2e-7))})
+    write_moves(tmp_path, {KEY: Moved(4, 3.75, (1e-7, 2e-7))})
     (tmp_path / "overrides.json").write_text('{"overrides": {}}')
     seal(tmp_path, {"role": "reference", "fingerprint": "0123"})
     return tmp_path
@@ -53,13 +55,13 @@ def unnoticed(path: Path, read: Callable[[], object]) -> list[int]:
     return bits
 
 
-@pytest.mark.parametrize("name", ["meta.json", INDEX, DATA, tolerance.FILE, "overrides.json"])
+@pytest.mark.parametrize("name", ["meta.json", INDEX, DATA, TOLERANCES, "overrides.json"])
 def test_whoever_chooses_a_reference_notices(reference: Path, name: str) -> None:
     """Rank 0 and the commands verify all of it."""
     assert unnoticed(reference / name, lambda: verify(reference)) == []
 
 
-@pytest.mark.parametrize("name", ["meta.json", INDEX, tolerance.FILE])
+@pytest.mark.parametrize("name", ["meta.json", INDEX, TOLERANCES])
 def test_the_other_ranks_notice(reference: Path, name: str) -> None:
     """They verify what they parse, and that it is what rank 0 chose."""
     announced = TraceReader(reference).checksum
