@@ -2,12 +2,11 @@
 """The rows that experts get: tokens routed at random and dispatched as Megatron does."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
-from megatron_ttrace.placement.mesh import AXES, Mesh
 from megatron_ttrace.placement.token_index import TokenIndex, token_positions
-from tests.placement.proof import knowing
 from tests.placement.trillion import PER_RANK, SAMPLES, SEQUENCE, TOP_K, Job
 
 
@@ -34,23 +33,20 @@ def _index(parts: list[tuple[int, np.ndarray, int]]) -> TokenIndex:
     )
 
 
-def dispatch(job: Job, *, edp: int, ranks: range | None = None, seed: int = 7) -> Dispatch:
+@functools.cache
+@functools.cache
+def dispatch(job: Job, edp: int) -> Dispatch:
     """Route the microbatches of a group's ranks; one per data-parallel rank.
 
     Args:
         job: whose ranks are numbered so that a group has whole microbatches.
         edp: the group's coordinate.
-        ranks: the expert-parallel ranks whose rows are wanted; all by default.
-        seed: of the routing.
     """
-    sources = job.at(pp=0, edp=edp)
-    axes = {axis: sources[:, AXES.index(axis)] for axis in AXES}
-    microbatches = [int(number) for number in np.unique(axes["dp"])]
+    sources = job.group(edp)
+    microbatches = sorted({mesh.at("dp") for mesh in sources})
     assert len(sources) == len(microbatches) * job.tp * job.cp == job.ep * job.etp
-    mesh: Mesh = job.mesh(0)
-    local = SEQUENCE // (job.cp * job.tp), SAMPLES
     tokens = SEQUENCE * SAMPLES
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(7)
     chosen = {}
     for microbatch in microbatches:
         best = np.argpartition(random.random((tokens, job.experts)), TOP_K)[:, :TOP_K]
@@ -62,17 +58,16 @@ def dispatch(job: Job, *, edp: int, ranks: range | None = None, seed: int = 7) -
         )
         for microbatch, mine in chosen.items()
     }
-    parts = []
-    for tp, cp, dp in zip(axes["tp"], axes["cp"], axes["dp"], strict=True):
-        at = knowing(mesh, tp=int(tp), cp=int(cp))
-        parts.append((int(dp), token_positions(local, at, SEQUENCE)))
-    here = {}
-    for ep in range(job.ep) if ranks is None else ranks:
-        here[ep] = _index(
+    local = SEQUENCE // (job.cp * job.tp), SAMPLES
+    parts = [(mesh.at("dp"), token_positions(local, mesh, SEQUENCE)) for mesh in sources]
+    here = {
+        ep: _index(
             [
                 (microbatch, positions[chosen[microbatch][positions, expert]], expert)
                 for expert in range(ep * PER_RANK, (ep + 1) * PER_RANK)
                 for microbatch, positions in parts
             ]
         )
+        for ep in range(job.ep)
+    }
     return Dispatch(there, here)

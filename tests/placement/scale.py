@@ -51,20 +51,20 @@ Planner = Callable[[], list[Measured]]
 
 
 def planners(job: Job, rank: int) -> dict[str, Planner]:
-    """What a rank of the first stage does to plan what it holds in one step, by kind of tensor."""
+    """What a rank does to plan what it holds in one step, by kind of tensor."""
     mesh = job.mesh(rank)
-    assert mesh.at("pp") == 0
+    chunks = job.chunks[mesh.at("pp")]
     held, owned = [], []
-    for chunk in job.chunks[0]:
+    for chunk in chunks:
         dense, experts = list(job.dense(chunk)), list(job.of_experts(chunk, mesh.at("ep")))
         held += dense + experts
         shard = mesh.at("dp") * job.cp + mesh.at("cp")
         owned += Zero.of(dense, job, job.dp * job.cp).ranges(shard)
         if experts:
             owned += Zero.of(experts, job, job.edp).ranges(mesh.at("edp"))
-    captured = [activation for chunk in job.chunks[0] for activation in activations(chunk, job)]
-    layers = [layer for chunk in job.chunks[0] for layer in chunk.layers if layer]
-    sent = dispatch(job, edp=mesh.at("edp"), ranks=range(mesh.at("ep"), mesh.at("ep") + 1))
+    captured = [activation for chunk in chunks for activation in activations(chunk, job)]
+    layers = [layer for chunk in chunks for layer in chunk.layers if layer]
+    sent = dispatch(job, mesh.at("edp"))
     arrived = sent.here[mesh.at("ep")]
 
     def parameter(kind: Kind, at: ParameterPlace) -> Measured:

@@ -15,13 +15,12 @@ import math
 import types
 from collections.abc import Iterator
 
-import numpy as np
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
-from megatron_ttrace.placement.mesh import AXES, Mesh
+from megatron_ttrace.placement.mesh import Mesh
 from tests.placement.meshes import DEFAULT_ORDER, mesh_of
 
 HIDDEN, VOCABULARY, HEADS, TOP_K = 7168, 163_840, 64, 8
@@ -87,11 +86,6 @@ class Chunk:
     first: bool
     last: bool
 
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """Chunks with equal shapes have equally many and equally large parameters."""
-        return len(self.layers), 0 in self.layers, self.first, self.last
-
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -130,17 +124,10 @@ class Job:
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep, "etp": self.etp}
         return mesh_of(rank, self.world, **sizes, order=self.order)
 
-    @functools.cached_property
-    def places(self) -> np.ndarray:
-        """[ranks, axes]: the coordinates of every rank."""
-        return np.array([self.mesh(rank).coordinates for rank in range(self.world)])
-
-    def at(self, **where: int) -> np.ndarray:
-        """The coordinates of the ranks that are there."""
-        chosen = np.ones(self.world, dtype=bool)
-        for axis, coordinate in where.items():
-            chosen &= self.places[:, AXES.index(axis)] == coordinate
-        return self.places[chosen]
+    def group(self, edp: int) -> list[Mesh]:
+        """The ranks of the first stage that send each other rows of experts."""
+        meshes = map(self.mesh, range(self.world))
+        return [mesh for mesh in meshes if (mesh.at("pp"), mesh.at("edp")) == (0, edp)]
 
     @functools.cached_property
     def chunks(self) -> dict[int, list[Chunk]]:
