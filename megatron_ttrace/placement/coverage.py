@@ -38,10 +38,8 @@ def coverage(
 ) -> Coverage:
     """Count the holders of every element of a tensor of ``logical_shape``.
 
-    ``within``: only of the elements of these boxes.
-
-    Raises:
-        ValueError: when a box leaves the tensor.
+    ``within``: only of the elements of these boxes. Raises ``ValueError`` when a box leaves the
+    tensor.
     """
     boxes = [box for box in boxes if box.numel]
     inside = None if within is None else [box for box in within if box.numel]
@@ -52,38 +50,28 @@ def coverage(
     if not logical_shape:
         return Coverage(len(boxes), len(boxes))
     cutting = [*boxes, *(inside or ())]
-    for box in cutting:
-        for start, size, limit in zip(box.logical, box.extent, logical_shape, strict=True):
-            if start < 0 or start + size > limit:
-                raise ValueError(f"{box!r} exceeds a tensor of shape {tuple(logical_shape)}")
+    starts = np.array([box.logical for box in cutting])
+    stops = starts + [box.extent for box in cutting]
+    outside = ((starts < 0) | (stops > logical_shape)).any(axis=1)
+    if outside.any():
+        box = cutting[int(outside.argmax())]
+        raise ValueError(f"{box!r} exceeds a tensor of shape {tuple(logical_shape)}")
     borders = [
-        np.unique(
-            [
-                0,
-                size,
-                *(edge for b in cutting for edge in (b.logical[d], b.logical[d] + b.extent[d])),
-            ]
-        )
+        np.unique(np.concatenate(([0, size], starts[:, d], stops[:, d])))
         for d, size in enumerate(logical_shape)
     ]
-    counts = _counted(borders, boxes)
+    counts = _counted(borders, starts[: len(boxes)], stops[: len(boxes)])
     if inside is not None:
-        counts = counts[_counted(borders, inside) > 0]
+        counts = counts[_counted(borders, starts[len(boxes) :], stops[len(boxes) :]) > 0]
     return Coverage(int(counts.min()), int(counts.max()))
 
 
-def _counted(borders: Sequence[np.ndarray], boxes: Sequence[Box]) -> np.ndarray:
-    """How many of the boxes hold each cell."""
+def _counted(borders: Sequence[np.ndarray], starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """How many boxes hold each cell; starts and stops are [boxes, dims]."""
     counts = np.zeros([len(border) for border in borders], dtype=np.int64)
-    starts = [
-        np.searchsorted(border, [b.logical[d] for b in boxes]) for d, border in enumerate(borders)
-    ]
-    stops = [
-        np.searchsorted(border, [b.logical[d] + b.extent[d] for b in boxes])
-        for d, border in enumerate(borders)
-    ]
     for corner in itertools.product((0, 1), repeat=len(borders)):
-        where = tuple(stops[d] if end else starts[d] for d, end in enumerate(corner))
+        ends = ((stops if end else starts)[:, dim] for dim, end in enumerate(corner))
+        where = tuple(map(np.searchsorted, borders, ends))
         np.add.at(counts, where, -1 if sum(corner) % 2 else 1)
     for dim in range(len(borders)):
         counts = np.cumsum(counts, axis=dim)

@@ -205,11 +205,7 @@ class FlatShard:
         return cls(start, end)
 
     def boxes(self, dim_maps: Sequence[DimMap]) -> tuple[Box, ...]:
-        """Boxes whose local side is an offset into the flat range.
-
-        Raises:
-            ValueError: when the range leaves the tensor.
-        """
+        """Boxes whose local side is an offset into the range. Raises ``ValueError``."""
         shape = [length(dim_map) for dim_map in dim_maps]
         total = math.prod(shape)
         if not 0 <= self.start <= self.end <= total:

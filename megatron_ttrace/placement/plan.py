@@ -44,21 +44,18 @@ def copies(placement: Placements, axis: str, mesh: Mesh) -> int:
 def plan(logical_shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[Box, ...]:
     """The boxes of this rank's local tensor.
 
-    Raises:
-        ValueError: when the shape does not divide as the placement says.
+    Raises ``ValueError`` when the shape does not divide as the placement says.
     """
-    *others, last = placement or (None,)
-    flat = last.placement if last is not None else None
+    flat = placement[-1].placement if placement else None
     if isinstance(flat, FlatShard):
-        return flat.boxes(dims_of(logical_shape, tuple(others), mesh))
+        return flat.boxes(dims_of(logical_shape, placement[:-1], mesh))
     return product(dims_of(logical_shape, placement, mesh))
 
 
 def dims_of(logical_shape: Sequence[int], placement: Placements, mesh: Mesh) -> tuple[DimMap, ...]:
     """The dims of this rank's local tensor, for a placement without a ``FlatShard``.
 
-    Raises:
-        ValueError: as :func:`plan` does, and for a ``FlatShard``, which must be the last step.
+    Raises ``ValueError`` as :func:`plan` does, and for a ``FlatShard``.
     """
     dim_maps = [whole(size) for size in logical_shape]
     for step in placement:

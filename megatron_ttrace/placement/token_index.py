@@ -59,34 +59,22 @@ class TokenIndex:
     def fitted(self, rows: int) -> TokenIndex:
         """This index, padded expert by expert as a quantised matrix product wants it.
 
-        Raises:
-            NoPlacementError: when ``rows`` is neither the number of tokens nor a padded one.
+        Raises ``NoPlacementError`` when ``rows`` is not the number of tokens, padded or not.
         """
         if rows == len(self.microbatch):
             return self
         experts, counts = np.unique(self.expert, return_counts=True)
+        ends = np.cumsum(counts)
         for alignment in ALIGNMENTS:
-            padded = -(-counts // alignment) * alignment
-            if int(padded.sum()) != rows:
-                continue
-            parts = [
-                self.of_expert(expert)._with_padding(int(size))
-                for expert, size in zip(experts, padded, strict=True)
-            ]
-            return TokenIndex(
-                np.concatenate([part.microbatch for part in parts]),
-                np.concatenate([part.position for part in parts]),
-                np.concatenate([part.expert for part in parts]),
-            )
+            missing = -counts % alignment
+            if int((counts + missing).sum()) == rows:
+                at = np.repeat(ends, missing)
+                return TokenIndex(
+                    np.insert(self.microbatch, at, NOBODY),
+                    np.insert(self.position, at, 0),
+                    np.insert(self.expert, at, np.repeat(experts, missing)),
+                )
         raise NoPlacementError(f"{rows} rows, where {len(self.microbatch)} tokens were dispatched")
-
-    def _with_padding(self, size: int) -> TokenIndex:
-        more = size - len(self.microbatch)
-        return TokenIndex(
-            np.concatenate([self.microbatch, np.full(more, NOBODY)]),
-            np.concatenate([self.position, np.zeros(more, dtype=np.int64)]),
-            np.concatenate([self.expert, np.full(more, self.expert[0])]),
-        )
 
 
 def match(arrived: TokenIndex, reference: TokenIndex, microbatch: int) -> tuple[DimMap, int]:
@@ -98,30 +86,19 @@ def match(arrived: TokenIndex, reference: TokenIndex, microbatch: int) -> tuple[
     """
     local = np.flatnonzero(arrived.microbatch == microbatch)
     logical = np.flatnonzero(reference.microbatch == microbatch)
-    width = 1 + max(_largest(arrived.position), _largest(reference.position))
+    width = 1 + int(max(index.position.max(initial=0) for index in (arrived, reference)))
     local_codes = arrived.expert[local] * width + arrived.position[local]
     codes = reference.expert[logical] * width + reference.position[logical]
-    order = np.argsort(codes, kind="stable")
-    ordered = np.searchsorted(codes[order], local_codes)
-    inside = ordered < len(codes)
-    ordered = np.where(inside, ordered, 0)
-    hit = inside & (codes[order][ordered] == local_codes) if len(codes) else inside
-    _, first = np.unique(local_codes, return_index=True)
-    single = np.zeros(len(local_codes), dtype=bool)
-    single[first] = True
-    hit &= single
-    return _runs(local[hit], logical[order[ordered[hit]]]), int((~hit).sum())
-
-
-def _largest(values: Rows) -> int:
-    return int(values.max()) if len(values) else 0
+    _, here, there = np.intersect1d(local_codes, codes, return_indices=True)
+    order = np.argsort(here)
+    return _runs(local[here[order]], logical[there[order]]), len(local) - len(here)
 
 
 def _runs(local: Rows, logical: Rows) -> DimMap:
     if not len(local):
         return ()
     breaks = np.flatnonzero((np.diff(local) != 1) | (np.diff(logical) != 1)) + 1
-    starts = [0, *(int(b) for b in breaks)]
+    starts = [0, *breaks.tolist()]
     stops = [*starts[1:], len(local)]
     return tuple(
         Segment(int(local[a]), int(logical[a]), b - a) for a, b in zip(starts, stops, strict=True)

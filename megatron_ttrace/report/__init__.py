@@ -16,7 +16,7 @@ from rich.console import Console
 from megatron_ttrace.report import table, terminal
 from megatron_ttrace.trace import files, shared
 from megatron_ttrace.trace.collectives import Collective
-from megatron_ttrace.trace.records import Outcome, Summary, Verdict
+from megatron_ttrace.trace.records import Summary, Verdict
 from megatron_ttrace.trace.sanitise import clean
 
 __all__ = ["log_scalars", "prepare", "publish"]
@@ -117,14 +117,11 @@ def publish(
 
 def log_scalars(summary: Summary, verdicts: Sequence[Verdict], writer: Any) -> None:
     """Add margins and failures, per iteration and layer, to TensorBoard's ``SummaryWriter``."""
-    by_iteration: dict[int, list[Verdict]] = {}
-    for verdict in verdicts:
-        by_iteration.setdefault(verdict.iteration, []).append(verdict)
-    for iteration, members in sorted(by_iteration.items()):
-        failures = sum(verdict.verdict.is_failure for verdict in members)
-        unchecked = sum(verdict.verdict is Outcome.UNCHECKED for verdict in members)
-        writer.add_scalar("ttrace/failures", failures, iteration)
-        writer.add_scalar("ttrace/unchecked", unchecked, iteration)
+    for iteration in sorted({verdict.iteration for verdict in verdicts}):
+        members = [verdict for verdict in verdicts if verdict.iteration == iteration]
+        group = table.Group.of(members)
+        writer.add_scalar("ttrace/failures", group.failures, iteration)
+        writer.add_scalar("ttrace/unchecked", group.unchecked, iteration)
         margins = table.layer_margins(table.layer_rows(members))
         if margins:
             writer.add_scalar("ttrace/worst_margin", max(margins.values()), iteration)

@@ -15,8 +15,8 @@ from megatron_ttrace.report.wording import error_text, number, sci
 from megatron_ttrace.trace.records import Direction, Kind, Outcome, Verdict
 from megatron_ttrace.trace.sanitise import clean
 
-# Upper bounds of the colour classes, passes first, then failures.
-_PASS_BOUNDS = (0.0, 0.1, 0.5, math.inf)
+# Bounds between the colour classes, of passes and of failures.
+_PASS_BOUNDS = (0.0, 0.1, 0.5)
 _FAIL_BOUNDS = (2.0, 10.0, 100.0)
 UNMEASURED = 8
 UNCHECKED = 9
@@ -60,11 +60,10 @@ def colour_class(verdict: Verdict) -> int:
         return UNCHECKED
     margin = verdict.margin
     if not verdict.verdict.is_failure:
-        value = 0.0 if margin is None else margin
-        return next((i for i, bound in enumerate(_PASS_BOUNDS) if value <= bound), 3)
+        return 0 if margin is None else sum(not margin <= bound for bound in _PASS_BOUNDS)
     if margin is None or math.isnan(margin):
         return UNMEASURED
-    return next((4 + i for i, bound in enumerate(_FAIL_BOUNDS) if margin <= bound), 7)
+    return 4 + sum(margin > bound for bound in _FAIL_BOUNDS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

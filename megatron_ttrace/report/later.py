@@ -6,7 +6,6 @@ the verdict, which are complete by then, and outlives a job that is killed soon 
 has a low priority and an end: :data:`SECONDS`.
 """
 
-import argparse
 import atexit
 import os
 import signal
@@ -25,20 +24,15 @@ SECONDS = 180
 
 def start(directory: Path, *, html: bool, wandb: bool, online: bool) -> None:
     """Start the process; this one waits for it when it ends. Never raises."""
-    wanted = {"--html": html, "--wandb": wandb, "--online": online}
     if not (html or wandb):
         return
-    words = [
-        "-m",
-        __spec__.name,
-        str(directory.resolve()),
-        *(flag for flag in wanted if wanted[flag]),
-    ]
+    wanted = {"html": html, "wandb": wandb, "online": online}
+    words = [str(directory.resolve()), *(name for name in wanted if wanted[name])]
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", *words],
+            [sys.executable, "-P", "-m", __spec__.name, *words],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -57,27 +51,23 @@ def _wait(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Make what is asked for, and print one line about each."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("directory", type=Path)
-    for flag in ("--html", "--wandb", "--online"):
-        parser.add_argument(flag, action="store_true")
-    args = parser.parse_args(words)
+    """Make what is asked for in a directory, and print one line about each."""
     signal.alarm(SECONDS)
     os.nice(10)
-    directory: Path = args.directory
+    directory, wanted = Path(words[0]), words[1:]
     page = directory / files.HTML
     try:
         summary, verdicts = files.load_report(directory)
-        if args.html:
+        if "html" in wanted:
             from megatron_ttrace.report.html import write
 
             write(page, summary, verdicts, files.run_of(directory))
             print(f"ttrace: report: {clean(page, NOTE_LIMIT)}", flush=True)
-        if args.wandb:
+        if "wandb" in wanted:
             from megatron_ttrace.report.wandb import log
 
-            print(log(summary, verdicts, page, directory=directory, online=args.online), flush=True)
+            online = "online" in wanted
+            print(log(summary, verdicts, page, directory=directory, online=online), flush=True)
     except Exception as error:  # noqa: BLE001 - the verdict itself is complete
         print(f"ttrace: WARNING: the report was left out: {one_line(error)}", flush=True)
 

@@ -8,8 +8,9 @@ map of layers by tensors. Both show the worst verdict of each group, never an av
 import dataclasses
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from typing import Self
 
 from megatron_ttrace.report.wording import ranks_text
 from megatron_ttrace.trace.outcomes import Reason
@@ -81,26 +82,22 @@ def worst_of(verdicts: Iterable[Verdict], direction: Direction | None = None) ->
     return max(chosen, key=severity, default=None)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """What is known about the verdicts in a row or a cell.
-
-    Attributes:
-        worst: the most severe verdict, the earliest of equals.
-    """
+    """The most severe of the verdicts in a row or a cell, the earliest of equals, and counts."""
 
     worst: Verdict
-    total: int = 0
-    failures: int = 0
-    unchecked: int = 0
+    total: int
+    failures: int
+    unchecked: int
 
-    def add(self, verdict: Verdict) -> None:
-        """Count one more verdict."""
-        self.total += 1
-        self.failures += verdict.verdict.is_failure
-        self.unchecked += verdict.verdict is Outcome.UNCHECKED
-        if severity(verdict) > severity(self.worst):
-            self.worst = verdict
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> Self:
+        """Of at least one verdict."""
+        counts = Counter(verdict.verdict for verdict in verdicts)
+        failures = sum(count for outcome, count in counts.items() if outcome.is_failure)
+        worst = max(verdicts, key=severity)
+        return cls(worst, len(verdicts), failures, counts[Outcome.UNCHECKED])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -188,21 +185,17 @@ def layer_rows(verdicts: Sequence[Verdict]) -> list[LayerRow]:
     """Per layer and direction, worst first; equals in depth order."""
     places = _places(verdicts)
     depths = _depths(verdicts, places)
-    groups: dict[tuple[str, Direction], Group] = {}
-    first: dict[tuple[str, Direction], int] = {}
+    positions: dict[tuple[str, Direction], list[int]] = defaultdict(list)
     for position, (verdict, (layer, _)) in enumerate(zip(verdicts, places, strict=True)):
-        key = layer, verdict.direction
-        group = groups.setdefault(key, Group(verdict))
-        if not group.total or (verdict.verdict.is_failure and not group.failures):
-            first[key] = position
-        group.add(verdict)
+        positions[layer, verdict.direction].append(position)
     stacks = stacks_of(verdicts)
     rows = []
-    for (layer, direction), group in groups.items():
+    for (layer, direction), own in positions.items():
+        group = Group.of([verdicts[position] for position in own])
         worst = group.worst
         tensor = f"{split_name(worst.name, stacks)[1]} {worst.kind.value}.{worst.index}"
-        start = first[layer, direction]
-        rows.append(LayerRow(layer, direction, group, depths[layer], tensor=tensor, first=start))
+        first = min(own, key=lambda position: not verdicts[position].verdict.is_failure)
+        rows.append(LayerRow(layer, direction, group, depths[layer], tensor=tensor, first=first))
     return sorted(rows, key=_worst_first)
 
 
@@ -245,11 +238,12 @@ def heat_map(verdicts: Sequence[Verdict]) -> HeatMap:
         (WHOLE_STEP, column) if column.kind in _STEPWISE else (layer, column)
         for layer, column in _places(verdicts)
     ]
-    cells: dict[Place, Group] = {}
-    order: dict[Column, int] = {}
+    members: dict[Place, list[Verdict]] = defaultdict(list)
     for verdict, place in zip(verdicts, places, strict=True):
-        order.setdefault(place[1], len(order))
-        cells.setdefault(place, Group(verdict)).add(verdict)
+        members[place].append(verdict)
+    cells = {place: Group.of(alike) for place, alike in members.items()}
+    columns = dict.fromkeys(column for _, column in places)
+    order = {column: number for number, column in enumerate(columns)}
 
     def key(column: Column) -> tuple[int, int, int]:
         # Activations in execution order, where it means something; step-level kinds side by side.
@@ -295,9 +289,9 @@ def unchecked_reasons(verdicts: Iterable[Verdict]) -> list[tuple[Reason | None, 
 
 def by_cause(culprits: Iterable[Culprit]) -> list[list[Culprit]]:
     """Culprits with one cause, together: one bug in every layer is one story."""
-    groups: dict[object, list[Culprit]] = {}
+    groups: dict[object, list[Culprit]] = defaultdict(list)
     for position, culprit in enumerate(culprits):
-        groups.setdefault(culprit.group or (position,), []).append(culprit)
+        groups[culprit.group or (position,)].append(culprit)
     return list(groups.values())
 
 

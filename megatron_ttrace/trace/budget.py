@@ -67,8 +67,7 @@ def host_room(ranks: int) -> int:
 def require_space(directory: Path, needed: int, contents: str, instead: str = _SMALLER) -> None:
     """Refuse to write ``contents`` of so many bytes to a file system without room for them.
 
-    Raises:
-        TTraceError: when less is free; it says what the user can do ``instead``.
+    Raises ``TTraceError``, which says what the user can do ``instead``.
     """
     try:
         free = shutil.disk_usage(directory).free

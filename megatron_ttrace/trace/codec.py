@@ -100,13 +100,10 @@ class Record:
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of one JSON text.
+    """The value of one JSON text. Raises ``CodecError``.
 
     Stricter than :mod:`json`: no name twice in an object, no NaN or infinity, no number that
     64 bits do not hold.
-
-    Raises:
-        CodecError: when the text is not such JSON.
     """
     if len(text) > FILE_LIMIT:
         raise CodecError(f"{len(text)} bytes are too many")
@@ -127,13 +124,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read(path: Path, most: int = FILE_LIMIT) -> bytes:
-    """A file's content.
-
-    Raises:
-        OSError: when it cannot be read.
-        CodecError: when it is not a regular file (a pipe would be waited for), or larger than
-            ``most`` bytes.
-    """
+    """A file's content. Raises as :func:`regular`, and when it is larger than ``most`` bytes."""
     with regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         # No more than this is allocated, and a file that grows is not read to its end.
@@ -146,10 +137,7 @@ def lines(path: Path, load: Callable[[bytes], Any] = parse) -> Iterator[Any]:
     """The values of a JSONL file, one at a time; a line without its end counts as cut off.
 
     ``load`` reads a line; :func:`json.loads` does so faster, where its leniency does no harm.
-
-    Raises:
-        OSError: when the file cannot be read.
-        CodecError: as :func:`read` and :func:`parse`.
+    Raises as :func:`regular` and :func:`parse`.
     """
     with regular(path) as file:
         while line := file.readline(LINE_LIMIT + 1):

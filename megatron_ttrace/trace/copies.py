@@ -11,7 +11,6 @@ import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -22,8 +21,6 @@ from megatron_ttrace.trace.staging import to_device, to_host
 from megatron_ttrace.trace.views import as_bytes, memory
 
 _PIECE = 8 << 20
-_PLAIN = (torch.Tensor,)
-"""Classes of tensors that are nothing but their bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,18 +39,11 @@ class Copy:
     start: int = 0
 
     def put(self, target: torch.Tensor) -> None:
-        """Write the values into ``target``, bit for bit if it has their dtype.
-
-        Raises:
-            OSError: when the file cannot be read.
-        """
-        target = target.detach()
+        """Write the values into ``target``, bit for bit in their dtype. Raises ``OSError``."""
+        target, form = target.detach(), (self.data.shape, self.data.dtype)
         if self.file is None:
             target.copy_(self.data)
-        elif target.is_contiguous() and (target.shape, target.dtype) == (
-            self.data.shape,
-            self.data.dtype,
-        ):
+        elif target.is_contiguous() and (target.shape, target.dtype) == form:
             self._read(self.file, target)
         else:
             target.copy_(self.get())
@@ -68,7 +58,7 @@ class Copy:
 
     def _read(self, file: IO[bytes], target: torch.Tensor) -> None:
         at = self.start
-        for piece in _bytes_of(target):
+        for piece in as_bytes(target).split(_PIECE):
             host = torch.empty(len(piece), dtype=torch.uint8)
             direct = piece.device.type == "cpu"
             view = memory(piece if direct else host)
@@ -135,7 +125,8 @@ class Copies:
         """Copy a tensor; one of a class of its own stays in memory. Raises ``OSError``."""
         data, size = tensor.detach(), tensor.nbytes
         device = data.device
-        if type(data) not in _PLAIN or size <= self.room:
+        # Other classes are more than their bytes.
+        if type(data) is not torch.Tensor or size <= self.room:
             self.room -= size
             return Copy(data.clone(), device)
         if device.type != "cpu" and size <= self.host_room:
@@ -144,7 +135,7 @@ class Copies:
         if self._file is None:
             self._file = tempfile.TemporaryFile(buffering=0, dir=self._directory)  # noqa: SIM115
         start = self._end
-        for piece in _bytes_of(data.contiguous()):
+        for piece in as_bytes(data.contiguous()).split(_PIECE):
             host = piece.cpu()
             view = memory(host)
             while view:
@@ -152,8 +143,3 @@ class Copies:
                 view, self._end = view[written:], self._end + written
         shape = torch.empty(data.shape, dtype=data.dtype, device="meta")
         return Copy(shape, device, self._file, start)
-
-
-def _bytes_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The bytes of a contiguous tensor, in pieces that share its memory."""
-    yield from as_bytes(tensor).split(_PIECE)

@@ -34,13 +34,9 @@ _DIRECTORY = "give a directory that a check wrote"
 
 
 def write_atomically(path: Path, pieces: Iterable[str], *, sealed: bool = True) -> None:
-    """Write pieces of text to a temporary file beside ``path`` and move it there when complete.
+    """Write a whole file of ours and its directory (:func:`owned.write`). Raises ``TTraceError``.
 
-    A reader, or a job killed by its scheduler, never sees half a file. ``sealed``: a file that was
-    changed since is not replaced.
-
-    Raises:
-        TTraceError: when the directory cannot be written, or the name is that of something else.
+    ``sealed``: a file that was changed since is not replaced.
     """
     try:
         owned.make(path.parent, ignored=True)
@@ -50,11 +46,7 @@ def write_atomically(path: Path, pieces: Iterable[str], *, sealed: bool = True) 
 
 
 def write_named(path: Path, text: str) -> None:
-    """Write a file that the user named as an output, whatever it was before.
-
-    Raises:
-        TTraceError: when it cannot be written.
-    """
+    """Write a file that the user named, whatever it was before. Raises ``TTraceError``."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         owned.replace_named(path, text.encode())
@@ -63,11 +55,7 @@ def write_named(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file that is about to be written anew.
-
-    Raises:
-        TTraceError: when it is there and cannot be removed, or is not ours.
-    """
+    """Remove a file of ours, if there is one. Raises ``TTraceError``."""
     try:
         owned.remove(path)
     except OSError as error:
@@ -116,8 +104,7 @@ class _Sealed(NamedTuple):
 def load_report(directory: Path | str) -> tuple[Summary, list[Verdict]]:
     """Both files of a finished check.
 
-    Raises:
-        TTraceError: when one is missing, damaged, foreign, or does not belong to the other.
+    Raises ``TTraceError`` when one is missing, damaged, foreign, or does not belong to the other.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -151,11 +138,7 @@ def run_of(directory: Path | str) -> str:
 
 
 def answer_of(directory: Path, run_id: str) -> Summary:
-    """The summary of one particular run, after verifying that its verdicts are complete.
-
-    Raises:
-        TTraceError: when there is none, it is damaged, or of another run.
-    """
+    """The summary of one particular run, if its verdicts are complete. Raises ``TTraceError``."""
     sealed = _summary(directory)
     if sealed.run != run_id:
         path = directory / SUMMARY

@@ -75,11 +75,7 @@ def merge(messages: Iterable[Any]) -> dict[str, Any]:
 
 
 def unfold(message: Any) -> dict[int, Any]:
-    """The values by rank, in the order of ranks; equal parts of them are one object.
-
-    Raises:
-        CodecError: on a foreign message.
-    """
+    """The values by rank, in order; equal parts of them are one object. Raises ``CodecError``."""
     nodes, entries = _read(message)
     values: list[Any] = []
     for node in nodes:

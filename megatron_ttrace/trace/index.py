@@ -102,11 +102,7 @@ def encode(entry: Entry) -> str:
 
 
 def decode(line: Any) -> Entry:
-    """The inverse of :func:`encode`.
-
-    Raises:
-        CodecError: when a field is missing, or of another type or out of its range.
-    """
+    """The inverse of :func:`encode`. Raises ``CodecError``."""
     entry = codec.decode(Entry, line)
     is_whole = "logical_shape" not in line
     return dataclasses.replace(entry, logical_shape=entry.shape) if is_whole else entry
@@ -157,8 +153,7 @@ def _is_inside(starts: tuple[int, ...], sizes: tuple[int, ...], whole: tuple[int
 def read_index(path: Path, files: Collection[str] | None = None) -> list[Entry]:
     """All entries of an index file; ``files`` as of :func:`validate`.
 
-    Raises:
-        TTraceError: when a line is damaged; it is named.
+    Raises ``TTraceError``, which names the damaged line.
     """
     entries: list[Entry] = []
     try:

@@ -49,11 +49,7 @@ class Lock:
         self._owner = 0
 
     def acquire(self, *, shared: bool = False) -> bool:
-        """Take the lock if it is free; returns whether it is held now.
-
-        Raises:
-            OSError: when the file cannot be created.
-        """
+        """Take the lock if it is free; returns whether it is held now. Raises ``OSError``."""
         handle = self._opened()
         try:
             fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

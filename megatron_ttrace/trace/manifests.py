@@ -15,6 +15,7 @@ and without following links, relative to an open directory.
 
 import contextlib
 import enum
+import functools
 import hashlib
 import json
 import os
@@ -22,9 +23,8 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import xxhash
 
@@ -64,8 +64,15 @@ class Made(enum.Enum):
     """We made it for another program, whose files in it are ours without a record."""
 
 
+class Manifest(NamedTuple):
+    """What one records: how the directory came to be, and the mark of each name."""
+
+    made: Made
+    marks: dict[str, str]
+
+
 class Folder:
-    """An open directory; all operations are relative to it.
+    """An open directory, and a context manager; all operations are relative to it.
 
     They raise ``ForeignError`` for what is not ours, and ``OSError``.
     """
@@ -73,9 +80,17 @@ class Folder:
     def __init__(self, path: Path, handle: int) -> None:
         self.path = path
         self.handle = handle
-        self._records: dict[str, set[str]] | None = None
-        self._made: set[Made] = set()
-        self.manifests: dict[str, dict[str, str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.handle)
+
+    def _entered(self, name: str) -> Self:
+        """A directory in this one."""
+        handle = os.open(name, _READ | os.O_DIRECTORY, dir_fd=self.handle)
+        return type(self)(self.path / name, handle)
 
     def names(self) -> list[str]:
         """Everything in it."""
@@ -92,33 +107,40 @@ class Folder:
         status = self.stat(name)
         return status is not None and stat.S_ISDIR(status.st_mode)
 
-    @property
+    @functools.cached_property
+    def manifests(self) -> dict[str, Manifest]:
+        """Those in it, by name."""
+        owners = {os.geteuid(), os.fstat(self.handle).st_uid}
+        parsed = {
+            name: _parsed(self._content(name, owners), match[1])
+            for name in self.names()
+            if (match := MANIFEST.fullmatch(name))
+        }
+        return {name: manifest for name, manifest in parsed.items() if manifest}
+
+    @functools.cached_property
     def records(self) -> dict[str, set[str]]:
         """What the manifests record: the marks of each name."""
-        if self._records is None:
-            owners = {os.geteuid(), os.fstat(self.handle).st_uid}
-            self._records = {}
-            for name in self.names():
-                if (match := MANIFEST.fullmatch(name)) is None:
-                    continue
-                made, marks = _parsed(self._content(name, owners), match[1])
-                if marks is None:
-                    continue
-                self.manifests[name] = marks
-                self._made.add(made)
-                for entry, mark in marks.items():
-                    self._records.setdefault(entry, set()).add(mark)
-        return self._records
+        records: dict[str, set[str]] = {}
+        for manifest in self.manifests.values():
+            for name, mark in manifest.marks.items():
+                records.setdefault(name, set()).add(mark)
+        return records
+
+    def _reload(self) -> None:
+        """Read the manifests again when they are needed."""
+        for name in ("manifests", "records"):
+            vars(self).pop(name, None)
 
     @property
     def is_made(self) -> bool:
         """Whether this package made the directory itself."""
-        return self.records is not None and not self._made <= {Made.NO}
+        return any(manifest.made is not Made.NO for manifest in self.manifests.values())
 
     @property
     def is_whole(self) -> bool:
         """Whether it made the directory for another program, whose files in it are ours."""
-        return self.records is not None and Made.WHOLE in self._made
+        return any(manifest.made is Made.WHOLE for manifest in self.manifests.values())
 
     def _content(self, name: str, owners: set[int]) -> bytes:
         """Of a manifest that one of ``owners`` wrote; else empty."""
@@ -147,8 +169,10 @@ class Folder:
         if status is None:
             return False
         if stat.S_ISDIR(status.st_mode):
-            with _entered(self, name) as inside:
-                return inside is not None and (inside.is_made or inside._holds_only_ours())
+            with contextlib.suppress(OSError), self._entered(name) as inside:
+                known = {*inside.manifests, *inside.records}
+                return inside.is_made or known.issuperset(inside.names())
+            return False
         marks = self.records.get(name, set())
         if stat.S_ISREG(status.st_mode) and GROWS in marks:
             return True
@@ -159,10 +183,6 @@ class Folder:
         is_file = not self._is_folder(name) and not MANIFEST.fullmatch(name)
         return is_file and self.is_ours(name)
 
-    def _holds_only_ours(self) -> bool:
-        records = self.records
-        return all(name in self.manifests or name in records for name in self.names())
-
     def require(self, name: str) -> bool:
         """Refuse an entry that is not ours; returns whether there is one."""
         if self.stat(name) is None:
@@ -171,13 +191,16 @@ class Folder:
             raise ForeignError(self.path / name, changed=name in self.records)
         return True
 
+    @property
+    def _key(self) -> tuple[int, int]:
+        status = os.fstat(self.handle)
+        return status.st_dev, status.st_ino
+
     def begin(self, made: Made) -> str:
         """The manifest of this process."""
-        status = os.fstat(self.handle)
-        key = status.st_dev, status.st_ino
-        token = tokens.get(key, "")
+        token = tokens.get(self._key, "")
         if not token or self.stat(f"{_PREFIX}{token}") is None:
-            token = tokens[key] = secrets.token_hex(8)
+            token = tokens[self._key] = secrets.token_hex(8)
             head = json.dumps({"ttrace": token, "made": made.value})
             self._append(token, head, os.O_CREAT | os.O_EXCL)
         return token
@@ -185,17 +208,15 @@ class Folder:
     def record(self, name: str, mark: str | None) -> None:
         """Record what is about to be created under a name, or that it was removed."""
         self._append(self.begin(Made.NO), json.dumps([name, mark]))
-        if self._records is not None and mark is not None:
-            self._records.setdefault(name, set()).add(mark)
+        if mark is not None and "records" in vars(self):
+            self.records.setdefault(name, set()).add(mark)
 
     def _append(self, token: str, line: str, more: int = 0) -> None:
         # A line that a full disk cut off does not spoil the next one.
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | more
         handle = os.open(f"{_PREFIX}{token}", flags, 0o644, dir_fd=self.handle)
-        try:
-            os.write(handle, (line if more else f"\n{line}").encode())
-        finally:
-            os.close(handle)
+        with open(handle, "ab", buffering=0) as file:
+            file.write((line if more else f"\n{line}").encode())
 
     def create(self, name: str, mode: int) -> int:
         """A new file, which must not exist, open for writing."""
@@ -225,14 +246,13 @@ class Folder:
 
     def _forget(self, name: str) -> None:
         """Record the removal of a name wherever it is recorded."""
-        _ = self.records
-        for manifest, marks in self.manifests.items():
-            if name in marks:
+        for token, manifest in self.manifests.items():
+            if name in manifest.marks:
                 with contextlib.suppress(OSError):
-                    self._append(manifest.removeprefix(_PREFIX), json.dumps([name, None]))
+                    self._append(token.removeprefix(_PREFIX), json.dumps([name, None]))
         with contextlib.suppress(OSError):
             self.record(name, None)
-        self._records, self.manifests = None, {}
+        self._reload()
 
     def remove(self, name: str) -> None:
         """Remove an entry of ours. Of a directory: what is ours in it, then itself if empty."""
@@ -242,10 +262,9 @@ class Folder:
             os.unlink(name, dir_fd=self.handle)
             self._forget(name)
             return
-        with _entered(self, name) as inside:
-            is_made = inside is not None and inside.is_made
-            is_whole = inside is not None and inside.is_whole
-            is_empty = inside is not None and not is_whole and inside._clear()
+        with self._entered(name) as inside:
+            is_made, is_whole = inside.is_made, inside.is_whole
+            is_empty = not is_whole and inside._clear()
         if is_whole:
             shutil.rmtree(name, dir_fd=self.handle)
             return
@@ -271,7 +290,7 @@ class Folder:
 
     def compact(self) -> bool:
         """Merge the manifests, with what still exists; returns whether the directory is empty."""
-        self._records, self.manifests = None, {}
+        self._reload()
         names = set(self.names())
         kept = {name: self._valid(name, m) for name, m in self.records.items() if name in names}
         old = [*self.manifests]
@@ -279,8 +298,7 @@ class Folder:
             if len(old) <= 1 and kept.keys() == self.records.keys():
                 return False
             if kept or self.is_made:
-                status = os.fstat(self.handle)
-                tokens.pop((status.st_dev, status.st_ino), None)
+                tokens.pop(self._key, None)
                 try:
                     self.begin(Made.MADE if self.is_made else Made.NO)
                     for name, mark in kept.items():
@@ -289,7 +307,7 @@ class Folder:
                     return False
         for name in old:
             os.unlink(name, dir_fd=self.handle)
-        self._records, self.manifests = None, {}
+        self._reload()
         return not self.names()
 
     def _valid(self, name: str, marks: set[str]) -> str:
@@ -299,14 +317,14 @@ class Folder:
         return min(marks)
 
 
-def _parsed(content: bytes, token: str) -> tuple[Made, dict[str, str] | None]:
-    """How we made the directory, and the marks; ``None`` if it is not a manifest."""
+def _parsed(content: bytes, token: str) -> Manifest | None:
+    """A manifest; ``None`` for anything else."""
     head, *lines = content.split(b"\n")
     match _json(head):
         case {"ttrace": str(own), "made": "no" | "made" | "whole" as made} if own == token:
             pass
         case _:
-            return Made.NO, None
+            return None
     marks: dict[str, str] = {}
     for line in lines:
         match _json(line):
@@ -314,7 +332,7 @@ def _parsed(content: bytes, token: str) -> tuple[Made, dict[str, str] | None]:
                 marks[name] = mark
             case [str(name), None]:
                 marks.pop(name, None)
-    return Made(made), marks
+    return Manifest(Made(made), marks)
 
 
 def _json(line: bytes) -> Any:
@@ -324,25 +342,6 @@ def _json(line: bytes) -> Any:
         return None
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[Folder]:
+def opened(path: Path) -> Folder:
     """A directory; a link to it is followed, because the user named it."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield Folder(path, handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def _entered(folder: Folder, name: str) -> Iterator[Folder | None]:
-    """A directory in another one; ``None`` if it cannot be entered."""
-    try:
-        handle = os.open(name, _READ | os.O_DIRECTORY, dir_fd=folder.handle)
-    except OSError:
-        yield None
-        return
-    try:
-        yield Folder(folder.path / name, handle)
-    finally:
-        os.close(handle)
+    return Folder(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))

@@ -12,7 +12,7 @@ import dataclasses
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace import codec, owned
@@ -132,11 +132,7 @@ class RankRecord(Record):
 
 
 def read_ranks(folder: Path) -> tuple[RankRecord, ...]:
-    """The records of all ranks, by rank.
-
-    Raises:
-        TTraceError: when one is missing or damaged.
-    """
+    """The records of all ranks, by rank. Raises ``TTraceError``."""
     records = [_read(RankRecord, path) for path in sorted(folder.glob("rank-*.json"))]
     ranks = [record.mesh.rank for record in records]
     if not records or ranks != list(range(records[0].mesh.world_size)):
@@ -146,7 +142,6 @@ def read_ranks(folder: Path) -> tuple[RankRecord, ...]:
 
 def _read[R: Record](kind: type[R], path: Path) -> R:
     try:
-        document: Any = codec.parse(codec.read(path))
-        return kind.from_json(document)
+        return kind.from_json(codec.parse(codec.read(path)))
     except (OSError, ValueError) as error:
         raise TTraceError(f"{path} cannot be read ({error}): run the command again") from error

@@ -45,11 +45,7 @@ def is_sealed(data: bytes) -> bool:
 
 
 def open_sealed(data: bytes) -> dict[str, Any]:
-    """The document of a sealed file.
-
-    Raises:
-        CodecError: when a byte differs from what was sealed.
-    """
+    """The document of a sealed file. Raises ``CodecError`` when any byte was changed."""
     if not is_sealed(data):
         raise codec.CodecError("its checksum does not match")
     document: dict[str, Any] = json.loads(data)

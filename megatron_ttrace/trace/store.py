@@ -186,8 +186,7 @@ def _trace_files(directory: Path) -> list[Path]:
 def read_meta(directory: Path) -> dict[str, Any]:
     """The meta data of a complete trace. Names and sizes of all its files are checked.
 
-    Raises:
-        TTraceError: when the directory does not contain a complete trace, or contains other files.
+    Raises ``TTraceError`` when the directory has no complete trace, or other files of a trace.
     """
     path = directory / META
     try:
@@ -214,11 +213,7 @@ def read_meta(directory: Path) -> dict[str, Any]:
 
 
 def meta_as[M: Record](kind: type[M], directory: Path, document: dict[str, Any]) -> M:
-    """The meta data of a trace as a record.
-
-    Raises:
-        TTraceError: when it does not fit.
-    """
+    """The meta data of a trace as a record. Raises ``TTraceError`` when it does not fit."""
     try:
         return kind.from_json(document)
     except codec.CodecError as error:
@@ -264,15 +259,13 @@ class _Meta:
 
 def _listed(meta: dict[str, Any]) -> dict[str, tuple[int, str]]:
     """Size and checksum by file name. Raises ``CodecError`` unless all of it makes sense."""
-    files = codec.decode(_Meta, meta).files
-    return {name: (file.bytes, file.xxh3_128) for name, file in files.items()}
+    return {n: dataclasses.astuple(file) for n, file in codec.decode(_Meta, meta).files.items()}
 
 
 def verify(directory: Path) -> dict[str, Any]:
-    """Read every file of a trace once and compare its checksum; returns the meta data.
+    """Read every file of a trace and compare its checksum; returns the meta data.
 
-    Raises:
-        TTraceError: when the directory holds no complete, undamaged trace.
+    Raises ``TTraceError`` when the directory holds no complete, undamaged trace.
     """
     meta = read_meta(directory)
     _verify(directory, meta, meta["files"])
@@ -394,8 +387,8 @@ class TraceReader:
     def tensor(self, entry: Entry) -> torch.Tensor:
         """The stored tensor, on the CPU, backed by the file.
 
-        Raises:
-            TTraceError: when the file is damaged, or holds another tensor than the index says.
+        Raises ``TTraceError`` when the file is damaged, or holds another tensor than the index
+        says.
         """
         if entry.file not in self._views and not DATA_FILE.fullmatch(entry.file):
             raise TTraceError(f"{self.directory} has no data of {entry.key}")
@@ -409,11 +402,7 @@ class TraceReader:
         raise _unusable(path, "is damaged (it holds another tensor than the index says)")
 
     def stored(self, file: str, name: str) -> torch.Tensor | None:
-        """A tensor by the names of its file and in it, backed by the file; ``None`` without one.
-
-        Raises:
-            TTraceError: when the file is damaged.
-        """
+        """A tensor by the names of its file and in it, as of :meth:`tensor`; ``None`` if absent."""
         if self._mapped >= self._most_mapped:
             # A page that was read counts as memory of this process as long as its file is mapped.
             self._views.clear()

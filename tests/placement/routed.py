@@ -34,7 +34,6 @@ def _index(parts: list[tuple[int, np.ndarray, int]]) -> TokenIndex:
 
 
 @functools.cache
-@functools.cache
 def dispatch(job: Job, edp: int) -> Dispatch:
     """Route the microbatches of a group's ranks; one per data-parallel rank.
 

@@ -114,12 +114,6 @@ def test_an_error_of_one_element() -> None:
     assert "single element" not in reason_text(Grounds.OUTPUT)
 
 
-def test_an_explanation_without_a_finding_is_unknown() -> None:
-    """And suggests nothing."""
-    assert explanations.explanation_text(Explanation(), VERDICT) == "unknown"
-    assert explanations.hint_text(Explanation(), VERDICT) == ""
-
-
 @pytest.mark.parametrize(
     ("ran", "hint"),
     [
@@ -151,14 +145,20 @@ def test_a_number_that_is_off_by_the_same_factor(clue: Clue, makes: bool) -> Non
     assert explanations.hint_text(own, VERDICT) == usual
 
 
-def test_another_precision() -> None:
-    text = explanations.explanation_text(Explanation(Finding(Cause.PRECISION)), VERDICT)
-    assert text == "one run computes it in FP8, or recomputes it so, the other does not"
-
-
-def test_a_parameter_that_is_frozen() -> None:
-    text = explanations.explanation_text(Explanation(Finding(Cause.FROZEN)), VERDICT)
-    assert text == "it requires no gradient: it is frozen, which it is not in the reference"
+@pytest.mark.parametrize(
+    ("cause", "text"),
+    [
+        (Cause.PRECISION, "one run computes it in FP8, or recomputes it so, the other does not"),
+        (Cause.FROZEN, "it requires no gradient: it is frozen, which it is not in the reference"),
+        (Cause.INITIAL_VALUES, "the note"),
+        (None, "unknown"),
+    ],
+)
+def test_a_cause_without_numbers(cause: Cause | None, text: str) -> None:
+    """Initial values are explained by the note of their judge."""
+    why = Explanation(Finding(cause) if cause else None)
+    assert explanations.explanation_text(why, VERDICT) == text
+    assert explanations.hint_text(why, VERDICT) == ""
 
 
 def test_loads_that_were_not_summed() -> None:
@@ -184,12 +184,6 @@ def test_an_explanation_says_where_and_how_many() -> None:
     own = findings.Rounded(Cause.PRECISION, dtype="bf16, in the reference fp32", own=True)
     text = explanations.explanation_text(Explanation(own), VERDICT)
     assert text == "precision lost: its dtype is bf16, in the reference fp32"
-
-
-def test_initial_values_are_explained_by_their_note() -> None:
-    """The judge of initial values said what is wrong with them."""
-    why = Explanation(Finding(Cause.INITIAL_VALUES))
-    assert explanations.explanation_text(why, VERDICT) == "the note"
 
 
 def test_shares_of_several_modules_and_ranks() -> None:

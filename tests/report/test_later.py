@@ -63,7 +63,7 @@ def test_a_report_that_cannot_be_read_is_one_line(
     """The training job must not see a traceback of ours in its log."""
     monkeypatch.setattr(later.os, "nice", lambda _: 0)
     monkeypatch.setattr(later.signal, "alarm", lambda _: 0)
-    later.main([str(tmp_path), "--html"])
+    later.main([str(tmp_path), "html"])
     printed = capsys.readouterr().out
     assert printed.startswith("ttrace: WARNING: the report was left out: ")
     assert printed.count("\n") == 1

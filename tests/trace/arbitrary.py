@@ -9,8 +9,11 @@ from typing import Annotated, Any
 
 from hypothesis import strategies as st
 
+from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.trace.codec import Bounds
+from megatron_ttrace.trace.collectives import UNRECORDED
 from megatron_ttrace.trace.index import Entry
+from megatron_ttrace.trace.meta import CandidateMeta
 from megatron_ttrace.trace.records import Outcome, Run, Summary
 
 _COUNTS = st.dictionaries(st.sampled_from([str(outcome) for outcome in Outcome]), st.integers(0, 9))
@@ -19,6 +22,8 @@ _CONSTRAINED: dict[tuple[Any, str], st.SearchStrategy[Any]] = {
     (Summary, "counts"): _COUNTS,
     (Summary, "residuals"): st.just(()),  # tested by themselves
     (Summary, "run"): st.none(),
+    (CandidateMeta, "meshes"): st.just((SINGLE,)),
+    (CandidateMeta, "ledger"): st.just(UNRECORDED),
     (Entry, "dtype"): st.sampled_from(["float32", "float8_e4m3fn"]),
     (Entry, "partial_over"): st.sampled_from(["", "tp"]),
     (Entry, "factor"): st.floats(0.1, 10.0),

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two files of the contract: round trips, and one clear line for everything else."""
 
-import dataclasses
 import json
 import math
 import re
@@ -40,15 +39,6 @@ def test_round_trip(diverged: Check, tmp_path: Path) -> None:
     assert summary == diverged[0]
     assert verdicts == diverged[1]
     assert visible(tmp_path) == ["summary.json", "verdicts.jsonl"]
-
-
-def test_a_line_has_the_fields_of_the_contract(tmp_path: Path) -> None:
-    """Other programs read these names."""
-    files.write_records(tmp_path / "v", [make_verdict()])
-    assert list(json.loads((tmp_path / "v").read_text())) == [
-        *(field.name for field in dataclasses.fields(Verdict)),
-        "run",
-    ]
 
 
 def test_infinities_travel(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from safetensors.torch import save_file
 
-from megatron_ttrace.trace import codec, owned
+from megatron_ttrace.trace import codec
 from megatron_ttrace.trace import index as index_module
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.errors import TTraceError
@@ -366,15 +366,3 @@ def test_meta_keeps_what_it_is_given(tmp_path):
     assert (meta["role"], meta["microbatches"], meta["format"]) == ("reference", 4, 7)
     assert sorted(meta["files"]) == ["rank-00000.0000.safetensors", "rank-00000.index.jsonl"]
     assert re.fullmatch("[0-9a-f]{16}", meta["run"])
-
-
-def test_no_pickle_on_disk(tmp_path):
-    """Not in the bytes; ``tests/test_project.py`` finds code that would write it."""
-    written(tmp_path, TENSORS)
-    for path in tmp_path.iterdir():
-        assert path.suffix in (".safetensors", ".json", ".jsonl") or owned.MANIFEST.match(path.name)
-        content = path.read_bytes()
-        assert not content.startswith((b"PK", b"\x80"))
-        if path.suffix == ".safetensors":
-            header = int.from_bytes(content[:8], "little")
-            assert json.loads(content[8 : 8 + header])
