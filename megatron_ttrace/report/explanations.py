@@ -57,13 +57,12 @@ _ORDERS = messages(f.RowOrder)
 _MASKS = messages(f.MaskOrder)
 _OPERANDS = messages(f.CastOperand)
 _TERMS = messages(f.Term)
-_ZERO = {Kind[name]: (text, hint) for name, (text, hint) in MESSAGES["Zero"].items()}
-_DROPOUT: dict[str, tuple[str, str]] = {
-    name: (text, hint) for name, (text, hint) in MESSAGES["Dropout"].items()
-}
 _SUSPECTS = messages(Statistic, "Suspects")
 _LACKS, _SIZES = messages(f.Lack), MESSAGES["sizes"]
-_TEMPLATES = MESSAGES["Finding"]
+_TEMPLATES, _CAUSES, _ZERO, _DROPOUT = (
+    {name: (text, hint) for name, (text, hint) in MESSAGES[table].items()}
+    for table in ("Finding", "Cause", "Zero", "Dropout")
+)
 
 
 def verdict_of(judged: Judged) -> Verdict:
@@ -178,17 +177,10 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
     if type(finding) is not f.Finding:
         return _rendered(finding)
     if finding.cause is Cause.ZERO:
-        return _ZERO.get(verdict.kind, ("all zero", ""))
-    if finding.cause is Cause.PRECISION:
-        return "one run computes it in FP8, or recomputes it so, the other does not", ""
-    if finding.cause is Cause.FROZEN:
-        return "it requires no gradient: it is frozen, which it is not in the reference", ""
-    if finding.cause is Cause.SAMPLES:
-        hint = "data-parallel ranks are to take turns by microbatch, as Megatron's samplers do"
-        return "its samples are the reference's, but of other microbatches", hint
+        return _ZERO.get(verdict.kind.name, ("all zero", ""))
     if finding.cause is Cause.CUT_OFF:
         return notes_text([f.Note(f.Remark.CUT_OFF)]), ""
-    return notes_text(verdict.notes), ""
+    return _CAUSES.get(finding.cause.name, (notes_text(verdict.notes), ""))
 
 
 def _rendered(finding: f.Finding) -> Text:
@@ -259,7 +251,7 @@ def _factor(finding: f.ConstantFactor) -> Text:
 
 def _gradient_factor(finding: f.GradientFactor) -> Text:
     if not finding.ratio:
-        return "its gradient is not in it", _ZERO[Kind.EXP_AVG][1]
+        return "its gradient is not in it", _ZERO["EXP_AVG"][1]
     text, hint = _factor(finding)
     return f"its gradient is in it {text}", hint
 

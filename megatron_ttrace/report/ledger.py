@@ -52,15 +52,8 @@ def finding_text(finding: LedgerFinding) -> str:
     if finding.fault is LedgerFault.ORDER:
         sides = " and ".join(on_ranks(ran.ranks) for ran in finding.ran[:3])
         return f"the same collectives {where} ran in different orders: {sides} disagree"
-    collective = " ".join(
-        part
-        for part in (
-            finding.operation.value if finding.operation else "",
-            finding.reduction,
-            clean(finding.dtype, 40),
-        )
-        if part
-    )
+    words = (finding.operation or "", finding.reduction, clean(finding.dtype, 40))
+    collective = " ".join(filter(None, words))
     size = f", {size_text(finding.bytes)}" if finding.bytes >= 0 else ""
     if finding.fault is LedgerFault.PRECISION:
         place = _place(finding.ran[0]) if finding.ran else ""

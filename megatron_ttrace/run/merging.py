@@ -166,8 +166,9 @@ def joined(movements: Iterable[Movement]) -> Movement:
 def moved(movement: Movement, before: Mapping[TraceKey, Moved]) -> dict[TraceKey, Moved]:
     """Tensors with one more replay: the :func:`joined` movement of all ranks."""
     total: dict[TraceKey, Sums] = {}
-    for (iteration, microbatch, kind, name, index), _, n, diff, reference, worst in movement:
+    for (iteration, microbatch, value, name, index), _, n, diff, reference, worst in movement:
         part = Sums(n, diff=diff, reference=reference, worst=worst)
-        key = TraceKey(iteration, microbatch, Kind(kind), name, index)
+        kind = Kind(value)  # type: ignore[call-arg]
+        key = TraceKey(iteration, microbatch, kind, name, index)
         total[key] = total.get(key, Sums()) + part
     return {key: Moved.after(before.get(key), sums) for key, sums in total.items()}

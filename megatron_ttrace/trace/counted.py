@@ -192,9 +192,7 @@ def compact(counted: Counted) -> list[Any]:
     held = set(counted.held)
     pieces: list[tuple[tuple[int, int, bool], list[Any]]] = []
     for number, part in enumerate(counted.parts):
-        rank, ranks = _first_dim(part) if number in reduced else (-1, 0)
-        if rank >= 0:
-            part = _without(part)
+        rank, ranks, part = _apart(part) if number in reduced else (-1, 0, part)
         sort = rank, ranks, number in held
         if not pieces or pieces[-1][0] != sort:
             pieces.append((sort, []))
@@ -315,19 +313,16 @@ def _unflat(numbers: tuple[int, ...]) -> Iterator[Box]:
         yield Box(numbers[a:b], numbers[b:c], numbers[c:at])
 
 
-def _first_dim(part: Part) -> tuple[int, int]:
-    """Where a part is on its first dim, and that dim's size; -1 and 0 if it is not at one place."""
-    if not all(box.logical and box.extent and box.local for box in part.boxes):
-        return -1, 0
-    starts = {(box.logical[0], box.extent[0], box.local[0]) for box in part.boxes}
-    if len(starts) == 1 and (start := starts.pop())[1:] == (1, 0):
-        return start[0], part.shape[0]
-    return -1, 0
+def _apart(part: Part) -> tuple[int, int, Part]:
+    """Where a part is on its first dim, that dim's size, and the part without the dim.
 
-
-def _without(part: Part) -> Part:
+    -1, 0 and the part itself if it is not at one place.
+    """
+    starts = {(box.logical[:1], box.extent[:1], box.local[:1]) for box in part.boxes}
+    if len(starts) != 1 or not (start := starts.pop())[0] or start[1:] != ((1,), (0,)):
+        return -1, 0, part
     boxes = (Box(box.logical[1:], box.extent[1:], box.local[1:]) for box in part.boxes)
-    return Part(part.name, part.shape[1:], tuple(boxes))
+    return start[0][0], part.shape[0], Part(part.name, part.shape[1:], tuple(boxes))
 
 
 def _with(part: Part, rank: int, ranks: int) -> Part:

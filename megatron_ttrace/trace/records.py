@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from enum import IntEnum, StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.blamed import Blame
@@ -24,47 +24,6 @@ from megatron_ttrace.trace.outcomes import NotExercised, Reason
 from megatron_ttrace.trace.places import Place
 
 
-class Kind(StrEnum):
-    """What a traced tensor is. Order is the order in which a training step produces them."""
-
-    INITIAL = "initial"
-    LOADED = "loaded"
-    TOKENS = "tokens"
-    PARAM = "param"
-    INPUT = "input"
-    OUTPUT = "output"
-    PRECISION = "precision"
-    ROUTING = "routing"
-    DROPOUT = "dropout"
-    LOSS = "loss"
-    GRAD_OUTPUT = "grad_output"
-    GRAD_INPUT = "grad_input"
-    MAIN_GRAD = "main_grad"
-    COUNTED = "counted"
-    GRAD_NORM = "grad_norm"
-    HYPERPARAMETERS = "hyperparameters"
-    PARAM_DELTA = "param_delta"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
-    BUFFER = "buffer"
-    METRIC = "metric"
-
-    @property
-    def direction(self) -> Direction:
-        """The direction of computation in which a fault of this kind first shows."""
-        return _DIRECTION[self]
-
-
-MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-"""What optimizers keep of earlier gradients."""
-
-FLOW = (Kind.INPUT, Kind.OUTPUT, Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
-"""Activations and their gradients."""
-
-ROOT = "model"
-"""Name of the whole model where a name is needed for it."""
-
-
 class Direction(StrEnum):
     """Where in a training step a module went wrong."""
 
@@ -75,19 +34,51 @@ class Direction(StrEnum):
     UPDATE = "update"
 
 
-_DIRECTION = {
-    kind: direction
-    for direction, kinds in {
-        Direction.START: (Kind.INITIAL, Kind.LOADED, Kind.TOKENS, Kind.PARAM),
-        Direction.FORWARD: (*FLOW[:2], Kind.PRECISION, Kind.ROUTING, Kind.DROPOUT, Kind.LOSS),
-        Direction.BACKWARD: FLOW[2:],
-        Direction.GRADIENT: (Kind.MAIN_GRAD, Kind.COUNTED, Kind.GRAD_NORM),
-        Direction.UPDATE: (
-            *(Kind.HYPERPARAMETERS, Kind.PARAM_DELTA, *MOMENTS, Kind.BUFFER, Kind.METRIC),
-        ),
-    }.items()
-    for kind in kinds
-}
+class Kind(StrEnum):
+    """What a traced tensor is. Order is the order in which a training step produces them.
+
+    ``direction``: that of the computation in which a fault of this kind first shows.
+    """
+
+    direction: Direction
+
+    def __new__(cls, value: str, direction: Direction) -> Self:
+        """A kind and its direction."""
+        kind = str.__new__(cls, value)
+        kind._value_, kind.direction = value, direction
+        return kind
+
+    INITIAL = "initial", Direction.START
+    LOADED = "loaded", Direction.START
+    TOKENS = "tokens", Direction.START
+    PARAM = "param", Direction.START
+    INPUT = "input", Direction.FORWARD
+    OUTPUT = "output", Direction.FORWARD
+    PRECISION = "precision", Direction.FORWARD
+    ROUTING = "routing", Direction.FORWARD
+    DROPOUT = "dropout", Direction.FORWARD
+    LOSS = "loss", Direction.FORWARD
+    GRAD_OUTPUT = "grad_output", Direction.BACKWARD
+    GRAD_INPUT = "grad_input", Direction.BACKWARD
+    MAIN_GRAD = "main_grad", Direction.GRADIENT
+    COUNTED = "counted", Direction.GRADIENT
+    GRAD_NORM = "grad_norm", Direction.GRADIENT
+    HYPERPARAMETERS = "hyperparameters", Direction.UPDATE
+    PARAM_DELTA = "param_delta", Direction.UPDATE
+    EXP_AVG = "exp_avg", Direction.UPDATE
+    EXP_AVG_SQ = "exp_avg_sq", Direction.UPDATE
+    BUFFER = "buffer", Direction.UPDATE
+    METRIC = "metric", Direction.UPDATE
+
+
+MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+"""What optimizers keep of earlier gradients."""
+
+FLOW = (Kind.INPUT, Kind.OUTPUT, Kind.GRAD_OUTPUT, Kind.GRAD_INPUT)
+"""Activations and their gradients."""
+
+ROOT = "model"
+"""Name of the whole model where a name is needed for it."""
 
 
 class Outcome(StrEnum):

@@ -76,8 +76,6 @@ def shorten(text: str, limit: int) -> str:
     """``text`` with its middle replaced by an ellipsis where it is longer than ``limit``."""
     if len(text) <= limit:
         return text
-    if limit <= 1:
-        return ELLIPSIS[:limit]
     head = (limit - 1) // 2
     return text[:head] + ELLIPSIS + text[len(text) - (limit - 1 - head) :]
 

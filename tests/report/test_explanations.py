@@ -82,7 +82,8 @@ ENUMS: tuple[type[Enum], ...] = (
 def test_every_member_has_words(enum: type[Enum]) -> None:
     """No enumeration is rendered in part."""
     assert {*messages(enum)} == {*enum}
-    partly = {"Phase", "Reason", "Ran", "Note", "Zero", "Dropout", "Suspects", "Finding", "sizes"}
+    pairs = {"Finding", "Cause", "Zero", "Dropout"}
+    partly = {"Phase", "Reason", "Ran", "Note", "Suspects", "sizes", *pairs}
     assert MESSAGES.keys() == {member_type.__name__ for member_type in ENUMS} | partly
     assert {*messages(Statistic, "Suspects")} == {*Statistic}
 

@@ -29,9 +29,9 @@ from tests.report.synthetic_report import (
 )
 from tests.trace.test_sanitise import HOSTILE, check_with, parse
 
-needs_chromium = pytest.mark.skipif(
-    chromium.EXECUTABLE is None, reason="chromium is not installed (apt-get install chromium)"
-)
+HEADING = "document.querySelector('#detail h3')?.textContent"
+DETAILS = "document.querySelector('#detail').textContent"
+HIDDEN = "document.getElementById('detail').hidden"
 
 
 def test_the_answer_is_on_top(diverged: Check) -> None:
@@ -109,46 +109,52 @@ def test_lost_exactness_is_told(healthy: Check) -> None:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Browser]:
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[chromium.Browser]:
     """One Chromium for all tests of this file."""
+    if chromium.EXECUTABLE is None:
+        pytest.skip("chromium is not installed (apt-get install chromium)")
     with chromium.Browser(tmp_path_factory.mktemp("profile")) as opened:
         yield opened
+
+
+@pytest.fixture
+def browser(chrome: chromium.Browser) -> Iterator[chromium.Browser]:
+    """Nothing that a test does is an error in the console."""
+    chrome.faults.clear()
+    yield chrome
+    assert chrome.faults == []
 
 
 def show(browser: chromium.Browser, check: Check, folder: Path) -> None:
     """Write the page and open it; nothing but the file is asked for."""
     html.write(folder / "report.html", *check)
-    browser.faults.clear()
     browser.requests.clear()
     browser.open(folder / "report.html")
     assert all(url.startswith("file:") for url in browser.requests)
 
 
-@needs_chromium
 def test_a_click_shows_the_worst_of_a_cell(
     browser: chromium.Browser, diverged: Check, tmp_path: Path
 ) -> None:
     """Details, neighbours, the cell's microbatches; Escape closes."""
     show(browser, diverged, tmp_path)
-    assert browser.js("document.getElementById('detail').hidden")
+    assert browser.js(HIDDEN)
     browser.click("#map rect[data-c]", at=20)
     figure = figures.heat_map_figure(table.heat_map(diverged[1]))
     clicked = browser.js("document.querySelectorAll('#map rect[data-c]')[20].dataset.c")
     worst = figure.cells[int(clicked)][2].worst
-    heading = browser.js("document.querySelector('#detail h3').textContent")
+    heading = browser.js(HEADING)
     assert heading == f"{worst.name} {worst.kind.value}.0"
-    details = browser.js("document.querySelector('#detail').textContent")
+    details = browser.js(DETAILS)
     for part in ("Shard(0)", "64×2×128", "an exact zero on 50% of rows", "4 verdicts, 4 fail"):
         assert part in details
     assert browser.js("document.querySelectorAll('#detail .mini')[0].children.length") == 9
     browser.click("#detail .mini button")
-    assert browser.js("document.querySelector('#detail h3').textContent") != heading
+    assert browser.js(HEADING) != heading
     browser.key("Escape")
-    assert browser.js("document.getElementById('detail').hidden")
-    assert browser.faults == []
+    assert browser.js(HIDDEN)
 
 
-@needs_chromium
 @pytest.mark.parametrize(("width", "lines"), [(1920, 2), (1440, 3), (1280, 3), (390, 5)])
 def test_panels_share_the_width(
     width: int, lines: int, browser: chromium.Browser, healthy: Check, tmp_path: Path
@@ -170,7 +176,6 @@ def test_panels_share_the_width(
     assert not browser.js("document.documentElement.scrollWidth > innerWidth")
 
 
-@needs_chromium
 def test_a_start_that_is_luck_does_not_stand_for_its_cell(
     browser: chromium.Browser, tmp_path: Path
 ) -> None:
@@ -182,7 +187,7 @@ def test_a_start_that_is_luck_does_not_stand_for_its_cell(
     ]
     show(browser, (make_summary(verdicts), verdicts), tmp_path)
     browser.click("#map rect[data-c]")
-    assert browser.js("document.querySelector('#detail h3').textContent") == f"{name} param.0"
+    assert browser.js(HEADING) == f"{name} param.0"
 
 
 def wide_check(check: Check) -> Check:
@@ -196,7 +201,6 @@ def wide_check(check: Check) -> Check:
     return summary, [*verdicts, *more]
 
 
-@needs_chromium
 def test_single_elements(browser: chromium.Browser, diverged: Check, tmp_path: Path) -> None:
     """Histogram, worst elements by logical index, and slices, for the tensor they belong to."""
     summary, verdicts = diverged
@@ -215,7 +219,7 @@ def test_single_elements(browser: chromium.Browser, diverged: Check, tmp_path: P
     bars = "[...document.querySelectorAll('#detail .histogram rect title')].map(t => t.textContent)"
     counts = ["16,384 elements", "5 elements", "16,000 elements", "379 elements"]
     assert browser.js(bars) == counts
-    details = browser.js("document.querySelector('#detail').textContent")
+    details = browser.js(DETAILS)
     rows = "[...document.querySelectorAll('#detail .elements tr')].map(r => r.innerText)"
     assert [row.split("\t") for row in browser.js(rows)] == [
         ["logical index", "reference", "rank 1", "rank 3"],
@@ -224,32 +228,27 @@ def test_single_elements(browser: chromium.Browser, diverged: Check, tmp_path: P
     for part in ("rank 1[32:64, 0:2, 0:128]", "32,768 elements"):
         assert part in details
     browser.click("#detail .mini li:not(.here) button", at=5)
-    details = browser.js("document.querySelector('#detail').textContent")
+    details = browser.js(DETAILS)
     assert "for the worst failures of each tensor only" in details
-    assert browser.faults == []
 
 
-@needs_chromium
 def test_culprit_curve_and_keyboard_lead_to_details(
     browser: chromium.Browser, diverged: Check, tmp_path: Path
 ) -> None:
     """The button of the culprit, a dot of a curve, and arrow keys in the map."""
     show(browser, diverged, tmp_path)
-    heading = "document.querySelector('#detail h3')?.textContent"
     browser.click(".open-row")
-    assert browser.js(heading) == "embedding.word_embeddings output.0"
+    assert browser.js(HEADING) == "embedding.word_embeddings output.0"
     browser.key("Escape")
     browser.click("circle.bad", at=5)
-    assert "output.0" in browser.js(heading)
+    assert "output.0" in browser.js(HEADING)
     browser.key("Escape")
     browser.js("document.getElementById('map').focus()")
     for key in ("ArrowDown", "ArrowRight", "Enter"):
         browser.key(key)
-    assert not browser.js("document.getElementById('detail').hidden")
-    assert browser.faults == []
+    assert not browser.js(HIDDEN)
 
 
-@needs_chromium
 def test_details_take_the_focus_and_give_it_back(
     browser: chromium.Browser, diverged: Check, tmp_path: Path
 ) -> None:
@@ -265,7 +264,6 @@ def test_details_take_the_focus_and_give_it_back(
     assert browser.js(focus) == "open-row"
 
 
-@needs_chromium
 def test_a_link_leads_to_a_tensor(
     browser: chromium.Browser, diverged: Check, tmp_path: Path
 ) -> None:
@@ -277,14 +275,11 @@ def test_a_link_leads_to_a_tensor(
     browser.key("Escape")
     assert browser.js("location.hash") == ""
     browser.js(f"location.hash = '{address}'")
-    heading = "document.querySelector('#detail h3')?.textContent"
     browser.js("new Promise(requestAnimationFrame)")
-    assert browser.js(heading) == "embedding.word_embeddings output.0"
-    assert not browser.js("document.getElementById('detail').hidden")
-    assert browser.faults == []
+    assert browser.js(HEADING) == "embedding.word_embeddings output.0"
+    assert not browser.js(HIDDEN)
 
 
-@needs_chromium
 def test_layers_alike_are_folded(browser: chromium.Browser, tmp_path: Path) -> None:
     """One row for all; a click shows each, with cells that can be opened; and back."""
     show(browser, embedding_bug(layers=24, microbatches=1), tmp_path)
@@ -302,18 +297,15 @@ def test_layers_alike_are_folded(browser: chromium.Browser, tmp_path: Path) -> N
     cells = "document.querySelectorAll('#map > div:not([hidden]) rect[data-c]')"
     assert browser.js(f"{cells}.length") > 500
     browser.click("#map > div:not([hidden]) rect[data-c]", at=99)
-    heading = "document.querySelector('#detail h3').textContent"
-    first = browser.js(heading)
+    first = browser.js(HEADING)
     browser.js("document.getElementById('map').focus()")
     browser.key("ArrowDown")
-    assert browser.js(heading) != first
+    assert browser.js(HEADING) != first
     browser.key("Escape")
     browser.js("document.querySelector('#unfold').click()")
     assert "decoder.layers.0-23" in browser.js(labels)
-    assert browser.faults == []
 
 
-@needs_chromium
 def test_filters(browser: chromium.Browser, conflict: Check, tmp_path: Path) -> None:
     """Failures first; search by words; every filter counts what it shows."""
     show(browser, conflict, tmp_path)
@@ -337,10 +329,8 @@ def test_filters(browser: chromium.Browser, conflict: Check, tmp_path: Path) -> 
     choose("f-order", "margin")
     first = browser.js("document.querySelector('#list-space .lrow .mono').textContent")
     assert first == "decoder.final_layernorm.weight"
-    assert browser.faults == []
 
 
-@needs_chromium
 def test_ten_thousand_verdicts_do_not_lag(browser: chromium.Browser, tmp_path: Path) -> None:
     """Few rows exist at a time, and filtering, opening and scrolling take moments."""
     verdicts = embedding_bug(layers=24, microbatches=10)[1]
@@ -350,7 +340,6 @@ def test_ten_thousand_verdicts_do_not_lag(browser: chromium.Browser, tmp_path: P
     # The machine may do something else for a moment.
     took = min(browser.js(FILTER_SCROLL_OPEN) for _ in range(5))
     assert took < 1000
-    assert browser.faults == []
 
 
 FILTER_SCROLL_OPEN = """(() => {
@@ -364,18 +353,15 @@ FILTER_SCROLL_OPEN = """(() => {
       return performance.now() - start; })()"""
 
 
-@needs_chromium
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_names_run_nothing(name: str, browser: chromium.Browser, tmp_path: Path) -> None:
     """Names are shown, not run: no dialog, no element, no error."""
     show(browser, check_with(name, name), tmp_path)
     browser.click(".open-row")
-    assert not browser.js("document.getElementById('detail').hidden")
+    assert not browser.js(HIDDEN)
     assert browser.js("document.querySelectorAll('img, iframe, script:not([id])').length") == 1
-    assert browser.faults == []
 
 
-@needs_chromium
 def test_print_shows_what_is_folded(
     browser: chromium.Browser, diverged: Check, tmp_path: Path
 ) -> None:
@@ -391,7 +377,6 @@ def test_print_shows_what_is_folded(
     assert zlib.decompress(content[1]).count(b" re\n") > 60
 
 
-@needs_chromium
 def test_print_and_dark(browser: chromium.Browser, tmp_path: Path) -> None:
     """A printed page exists, and dark mode changes the ground."""
     verdicts = healthy_verdicts()

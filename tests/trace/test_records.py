@@ -15,7 +15,6 @@ from megatron_ttrace.trace.meta import CandidateMeta, ReferenceMeta
 from megatron_ttrace.trace.records import (
     STEP_LEVEL,
     Culprit,
-    Direction,
     Kind,
     Outcome,
     Residual,
@@ -74,11 +73,6 @@ def test_the_contracts_words():
     assert {outcome.value for outcome in Outcome} == set(
         "pass diverged replica_conflict missing extra uncovered shape nonfinite unchecked".split()
     )
-
-
-def test_every_kind_has_a_direction():
-    """A new kind cannot be forgotten."""
-    assert all(isinstance(kind.direction, Direction) for kind in Kind)
 
 
 def test_keys_in_words():
