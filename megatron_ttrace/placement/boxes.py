@@ -135,21 +135,13 @@ def rows(
         yield ((start,), (stop - start,)) if shape else ((), ())
         return
     stride = math.prod(shape[1:])
-    first, last = start // stride, (stop - 1) // stride
-    if first == last:
-        for offset, extent in rows(start - first * stride, stop - first * stride, shape[1:]):
-            yield (first, *offset), (1, *extent)
-        return
-    full_from = -(-start // stride)
-    full_to = stop // stride
-    if full_from > first:
-        for offset, extent in rows(start - first * stride, stride, shape[1:]):
-            yield (first, *offset), (1, *extent)
-    if full_to > full_from:
-        yield (
-            (full_from, *([0] * (len(shape) - 1))),
-            (full_to - full_from, *shape[1:]),
-        )
-    if stop > full_to * stride:
-        for offset, extent in rows(0, stop - full_to * stride, shape[1:]):
-            yield (full_to, *offset), (1, *extent)
+    row, offset = divmod(start, stride)
+    count = (stop - start) // stride
+    if offset or not count:
+        end = min(stop, (row + 1) * stride)
+        for inner, extent in rows(offset, offset + end - start, shape[1:]):
+            yield (row, *inner), (1, *extent)
+    else:
+        end = start + count * stride
+        yield (row, *[0] * (len(shape) - 1)), (count, *shape[1:])
+    yield from rows(end, stop, shape)

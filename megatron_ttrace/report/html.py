@@ -36,11 +36,7 @@ _OF_PARAMETERS = (Kind.PARAM, Kind.MAIN_GRAD, Kind.PARAM_DELTA, Kind.EXP_AVG, Ki
 
 
 def write(path: Path, summary: Summary, verdicts: Sequence[Verdict], run: str = "") -> None:
-    """Write the page atomically.
-
-    Raises:
-        TTraceError: when the directory cannot be written.
-    """
+    """Write the page. Raises ``TTraceError``."""
     files.write_atomically(path, [render(summary, verdicts, run)])
 
 
@@ -107,11 +103,20 @@ def environment() -> jinja2.Environment:
 @functools.cache
 def template() -> jinja2.Template:
     """Of the page, compiled once."""
-    limits = {"max_alike": MAX_ALIKE, "max_collectives": MAX_COLLECTIVES, "open_rows": OPEN_ROWS}
-    records = {"Outcome": Outcome, "Direction": Direction, "Kind": Kind}
-    rooms = {"wording": wording, "figures": figures, "files": files, "ledger": ledger}
-    rooms["blame"] = blame
-    return environment().from_string(asset("report.html.j2"), limits | records | rooms)
+    names = {
+        "max_alike": MAX_ALIKE,
+        "max_collectives": MAX_COLLECTIVES,
+        "open_rows": OPEN_ROWS,
+        "Outcome": Outcome,
+        "Direction": Direction,
+        "Kind": Kind,
+        "blame": blame,
+        "wording": wording,
+        "figures": figures,
+        "files": files,
+        "ledger": ledger,
+    }
+    return environment().from_string(asset("report.html.j2"), names)
 
 
 def asset(name: str) -> str:

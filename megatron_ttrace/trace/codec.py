@@ -151,10 +151,8 @@ def lines(path: Path, load: Callable[[bytes], Any] = parse) -> Iterator[Any]:
 def regular(path: Path) -> BufferedReader:
     """Open a file that somebody else made, if it is a regular one.
 
-    Raises:
-        OSError: when it cannot be read.
-        CodecError: when it is not a regular file. A pipe would be waited for, and ``/dev/zero``
-            has no end.
+    Raises ``OSError``, and ``CodecError`` for anything else: a pipe would be waited for, and
+    ``/dev/zero`` has no end.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -201,8 +199,7 @@ def decode[T](wanted: Callable[..., T], value: Any) -> T:
     Fields with a default may be absent. If a record has a method ``contradiction``, that returns
     why its fields contradict each other; an empty answer accepts them.
 
-    Raises:
-        CodecError: with the path of the offending field.
+    Raises ``CodecError`` with the path of the offending field.
     """
     decoded: T = decoder(wanted)(value)
     return decoded

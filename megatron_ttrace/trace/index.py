@@ -113,9 +113,8 @@ def validate(entry: Entry, before: list[Entry], files: Collection[str] | None) -
 
     ``files`` is ``None`` for a trace that is still being written.
 
-    Raises:
-        CodecError: when it repeats a line without data, names a file that is not part of the
-            trace, or has a box outside its tensor.
+    Raises ``CodecError`` when it repeats a line without data, names a file that is not part of the
+    trace, or has a box outside its tensor.
     """
     stored: tuple[int, ...] | None = None
     if entry.same_as >= 0:
@@ -136,10 +135,10 @@ def validate(entry: Entry, before: list[Entry], files: Collection[str] | None) -
     for number, box in enumerate(entry.boxes):
         if not _is_inside(box.logical, box.extent, entry.logical_shape):
             raise CodecError("lies outside the whole tensor", f"boxes[{number}]")
-        sizes = (box.extent, stored)
-        if stored is not None and box.is_flat:
-            sizes = ((box.numel,), (math.prod(stored),))
-        if sizes[1] is not None and not _is_inside(box.local, sizes[0], sizes[1]):
+        if stored is None:
+            continue
+        flat = (box.numel,), (math.prod(stored),)
+        if not _is_inside(box.local, *(flat if box.is_flat else (box.extent, stored))):
             raise CodecError("lies outside the stored tensor", f"boxes[{number}]")
 
 

@@ -73,7 +73,7 @@ class Lock:
                 return os.open(self.path, flags)
             # Another process may create it at the same time.
             with contextlib.suppress(owned.ForeignError):
-                return owned.create_new(self.path)
+                return owned.create(self.path, replace=False)
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), str(self.path))
 
     def sign(self) -> None:

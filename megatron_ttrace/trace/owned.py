@@ -69,17 +69,12 @@ def require(directory: Path, names: Iterable[str] | None = None) -> None:
                 folder.require(name)
 
 
-def create(path: Path, mode: int = 0o666) -> int:
-    """A new file, open for reading and writing; an older one of ours is removed first."""
+def create(path: Path, mode: int = 0o666, *, replace: bool = True) -> int:
+    """A new file, open for reading and writing; an older one of ours may be removed first."""
     with opened(path.parent) as folder:
-        folder.remove(path.name)
+        if replace:
+            folder.remove(path.name)
         return folder.create(path.name, mode)
-
-
-def create_new(path: Path) -> int:
-    """A new file, open for reading and writing. Unlike :func:`create`, it replaces nothing."""
-    with opened(path.parent) as folder:
-        return folder.create(path.name, 0o666)
 
 
 def append(path: Path, mode: int = 0o666) -> int:

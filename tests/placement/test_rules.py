@@ -12,7 +12,6 @@ from megatron_ttrace.placement.placements import (
     Shard,
     ZigZag,
 )
-from megatron_ttrace.placement.plan import describe_partial
 
 
 @pytest.mark.parametrize(
@@ -95,10 +94,3 @@ def test_flat_shard_of_scalars_and_vectors():
 def test_the_words_of_reports(rule, text):
     """Upstream Megatron's vocabulary, as it is printed in reports."""
     assert str(rule) == text
-
-
-@pytest.mark.parametrize("axis", ["tp", "cp", "etp"])
-@pytest.mark.parametrize("placement", ["Replicate", "cp:ZigZag(0) tp:Shard(2)"])
-def test_a_partial_tensor_says_so(placement, axis):
-    """In words, which say over which axis."""
-    assert describe_partial(placement, axis) == f"{placement} {axis}:Partial(sum)"

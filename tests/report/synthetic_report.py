@@ -7,6 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_ttrace.report.table import tally
+from megatron_ttrace.trace.collectives import (
+    CollectiveRow,
+    LedgerFault,
+    LedgerFinding,
+    Operation,
+    Phase,
+    RanHere,
+)
 from megatron_ttrace.trace.findings import Cause
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.outcomes import Reason
@@ -42,6 +50,32 @@ WEIGHTS = (
     "mlp.linear_fc1.weight",
     "mlp.linear_fc2.weight",
 )
+ROW = CollectiveRow(
+    operation=Operation.REDUCE_SCATTER,
+    reduction="sum",
+    group="dp-cp",
+    size=4,
+    dtype="float32",
+    least=512,
+    most=3 << 20,
+    module="",
+    modules=1,
+    direction=Phase.GRADIENTS,
+    where="megatron/core/b.py:2 (sync)",
+    count=3,
+)
+"""Collectives of all layers."""
+COUNT = LedgerFinding(
+    fault=LedgerFault.COUNT,
+    group="tp",
+    members=(0, 1),
+    ran=(RanHere((0,), 2, "decoder.layers.0", "a.py:1 (f)"), RanHere((1,), 0)),
+    operation=Operation.ALL_REDUCE,
+    reduction="sum",
+    dtype="float32",
+    bytes=64,
+)
+"""A fault of collectives."""
 
 
 def make_verdict(

@@ -15,7 +15,6 @@ from megatron_ttrace.trace import files
 from megatron_ttrace.trace.collectives import (
     Citation,
     Collective,
-    CollectiveRow,
     LedgerFault,
     LedgerFinding,
     Operation,
@@ -23,7 +22,7 @@ from megatron_ttrace.trace.collectives import (
     RanHere,
 )
 from megatron_ttrace.trace.records import Summary
-from tests.report.synthetic_report import healthy_verdicts, make_summary
+from tests.report.synthetic_report import COUNT, ROW, healthy_verdicts, make_summary
 from tests.trace.test_sanitise import parse
 
 RAN = Collective(
@@ -39,30 +38,6 @@ RAN = Collective(
     where="megatron/core/a.py:1 (gather)",
     count=2,
     ranks=(0, 1),
-)
-ROW = CollectiveRow(
-    operation=Operation.REDUCE_SCATTER,
-    reduction="sum",
-    group="dp-cp",
-    size=4,
-    dtype="float32",
-    least=512,
-    most=3 << 20,
-    module="",
-    modules=1,
-    direction=Phase.GRADIENTS,
-    where="megatron/core/b.py:2 (sync)",
-    count=3,
-)
-COUNT = LedgerFinding(
-    fault=LedgerFault.COUNT,
-    group="tp",
-    members=(0, 1),
-    ran=(RanHere((0,), 2, "decoder.layers.0", "a.py:1 (f)"), RanHere((1,), 0)),
-    operation=Operation.ALL_REDUCE,
-    reduction="sum",
-    dtype="float32",
-    bytes=64,
 )
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """publish() and ``ttrace report``: all files, and sinks that fail open."""
 
-import argparse
 import io
 import json
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_ttrace.cli.main import build_parser
+from megatron_ttrace.cli.main import main
 from megatron_ttrace.report import html, log_scalars, prepare, publish
 from megatron_ttrace.trace import files, owned
 from megatron_ttrace.trace.errors import TTraceError
@@ -114,15 +113,10 @@ def test_tensorboard_tags_are_harmless() -> None:
     """A tag is one printable line, whatever a module is called."""
     for name in HOSTILE:
         writer = Writer()
-        log_scalars(*check_with(name, name), writer)
+        log_scalars(*check_with((name, name)), writer)
         tags = [tag for tag, _ in writer.scalars]
         assert len(tags) > 3
         assert all(tag.isprintable() and len(tag) <= 100 for tag in tags)
-
-
-def arguments(*words: str) -> argparse.Namespace:
-    """A command line as ``ttrace`` parses it."""
-    return build_parser(["report"]).parse_args(["report", *words])
 
 
 @pytest.mark.parametrize(("fixture", "code"), [("healthy", 0), ("diverged", 1)])
@@ -136,10 +130,8 @@ def test_command(
     """The same report again from the files, with the contract's exit code."""
     check: Check = request.getfixturevalue(fixture)
     text = published(check, tmp_path)
-    args = arguments(
-        str(tmp_path), "--html", str(tmp_path / "h.html"), "--junit", str(tmp_path / "j.xml")
-    )
-    assert args.run(args) == code
+    pages = "--html", str(tmp_path / "h.html"), "--junit", str(tmp_path / "j.xml")
+    assert main(["report", str(tmp_path), *pages]) == code
     assert capsys.readouterr().out == text
     assert (tmp_path / "h.html").read_text() == (tmp_path / "report.html").read_text()
     ET.parse(tmp_path / "j.xml")
@@ -150,24 +142,18 @@ def test_command_for_machines(
 ) -> None:
     """--json prints strict JSON and nothing else."""
     published(diverged, tmp_path)
-    args = arguments(str(tmp_path), "--json")
-    assert args.run(args) == 1
+    assert main(["report", str(tmp_path), "--json"]) == 1
     data = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert data["culprits"][0]["name"] == "embedding.word_embeddings"
     assert data["layers"][0]["failures"] == 80
 
 
-def test_command_without_a_report(tmp_path: Path) -> None:
-    """The error is for the caller to print; it names the file."""
-    args = arguments(str(tmp_path))
-    with pytest.raises(TTraceError, match=r"summary\.json does not exist"):
-        args.run(args)
-
-
-def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    """Every command's help shows how it is typed."""
+def test_command_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the file; help shows how the command is typed."""
+    assert main(["report", str(tmp_path)]) == 2
+    assert "summary.json does not exist" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        arguments("--help")
+        main(["report", "--help"])
     assert "ttrace report ttrace-out" in capsys.readouterr().out
 
 

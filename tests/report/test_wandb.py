@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """W&B, offline: what was logged is read back from the run's files."""
 
-import dataclasses
 import http.server
 import io
 import json
@@ -20,7 +19,6 @@ from megatron_ttrace.report import html, publish
 from megatron_ttrace.report import wandb as sink
 from tests import programs
 from tests.report.expected import Check
-from tests.report.synthetic_report import make_summary
 from tests.report.wandb_file import OfflineRun, forget_account
 from tests.trace.test_sanitise import HOSTILE, check_with
 
@@ -96,13 +94,8 @@ def texts_of(value: object) -> Iterator[str]:
 
 def test_hostile_names(tmp_path: Path) -> None:
     """Table, chart, summary, configuration and alert hold clean texts; the page is whole."""
-    checks = [check_with(name, name) for name in HOSTILE]
-    verdicts = [verdict for _, of_check in checks for verdict in of_check]
-    summary = dataclasses.replace(
-        make_summary(verdicts, tuple(c for checked, _ in checks for c in checked.culprits)),
-        config={name: name for name in HOSTILE} | {"tp": 2, "ratio": float("nan")},
-        versions={name: name for name in HOSTILE},
-    )
+    summary, verdicts = check_with(*zip(HOSTILE, HOSTILE, strict=True))
+    summary.config["ratio"] = float("nan")
     html.write(tmp_path / "report.html", summary, verdicts)
     line = sink.log(summary, verdicts, tmp_path / "report.html", directory=tmp_path, online=True)
     assert line.startswith("W&B: logged to an offline run")

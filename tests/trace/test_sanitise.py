@@ -17,17 +17,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from megatron_ttrace.report import html, junit, terminal
-from megatron_ttrace.trace.collectives import (
-    CollectiveRow,
-    LedgerFault,
-    LedgerFinding,
-    Operation,
-    Phase,
-    RanHere,
-)
+from megatron_ttrace.trace.collectives import LedgerFault, RanHere
 from megatron_ttrace.trace.records import Outcome
 from megatron_ttrace.trace.sanitise import clean, for_encoding, script_json, shorten
-from tests.report.synthetic_report import culprit_of, make_summary, make_verdict
+from tests.report.synthetic_report import COUNT, ROW, culprit_of, make_summary, make_verdict
 
 HOSTILE = [
     "\x1b[31mred\x1b[0m",
@@ -59,44 +52,34 @@ relaxed = settings(
 )
 
 
-def check_with(name: str, note: str, verdict: Outcome = Outcome.DIVERGED):
-    """A failed check that puts the same text everywhere a text can be."""
-    bad = make_verdict(name, verdict=verdict, rel_err=0.3, note=note)
-    bad = dataclasses.replace(bad, placement=note)
-    verdicts = [make_verdict(), bad, make_verdict(name, verdict=Outcome.UNCHECKED, note=note)]
-    summary = make_summary(verdicts, (culprit_of(bad, note, note),))
+def check_with(*texts: tuple[str, str]):
+    """A failed check that puts these names and notes everywhere a text can be."""
+    bad = [
+        make_verdict(name, verdict=Outcome.DIVERGED, rel_err=0.3, note=note, placement=note)
+        for name, note in texts
+    ]
+    unchecked = [make_verdict(name, verdict=Outcome.UNCHECKED, note=note) for name, note in texts]
+    verdicts = [make_verdict(), *bad, *unchecked]
+    summary = make_summary(verdicts, tuple(culprit_of(one, one.note, one.note) for one in bad))
+    rows = (
+        dataclasses.replace(ROW, reduction=note, group=name, dtype=note, module=name, where=note)
+        for name, note in texts
+    )
+    findings = (
+        dataclasses.replace(
+            COUNT, fault=fault, group=name, ran=(RanHere((0,), 1, name, note),), dtype=note
+        )
+        for name, note in texts
+        for fault in LedgerFault
+    )
     summary = dataclasses.replace(
         summary,
-        notices=(note,),
-        config={**summary.config, name: note},
-        timings={name: 1.0},
-        versions={name: note},
-        collectives=(
-            CollectiveRow(
-                operation=Operation.REDUCE,
-                reduction=note,
-                group=name,
-                size=2,
-                dtype=note,
-                least=1,
-                most=2,
-                module=name,
-                modules=1,
-                direction=Phase.OTHER,
-                where=note,
-                count=1,
-            ),
-        ),
-        collective_findings=tuple(
-            LedgerFinding(
-                fault=fault,
-                group=name,
-                members=(0, 1),
-                ran=(RanHere((0,), 1, name, note),),
-                dtype=note,
-            )
-            for fault in LedgerFault
-        ),
+        notices=tuple(note for _, note in texts),
+        config=summary.config | dict(texts),
+        timings={name: 1.0 for name, _ in texts},
+        versions=dict(texts),
+        collectives=tuple(rows),
+        collective_findings=tuple(findings),
     )
     return summary, verdicts
 
@@ -149,7 +132,7 @@ def test_for_encoding_falls_back_to_ascii() -> None:
 @relaxed
 def test_terminal_is_harmless(name: str, note: str) -> None:
     """Piped output has no control characters but line ends, and no line beyond 80 columns."""
-    text = terminal_text(*check_with(name, note))
+    text = terminal_text(*check_with((name, note)))
     assert not [c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c != "\n"]
     assert max(cell_len(line) for line in text.splitlines()) <= 80
 
@@ -158,7 +141,7 @@ def test_terminal_is_harmless(name: str, note: str) -> None:
 @relaxed
 def test_terminal_colours_are_its_own(name: str) -> None:
     """On a terminal the only escapes are colours, whatever a name asks for."""
-    text = terminal_text(*check_with(name, name), force_terminal=True, color_system="standard")
+    text = terminal_text(*check_with((name, name)), force_terminal=True, color_system="standard")
     rest = re.sub(r"\x1b\[[0-9;]*m", "", text)
     assert "\x1b" not in rest
     assert "\x1b]8" not in text
@@ -167,7 +150,7 @@ def test_terminal_colours_are_its_own(name: str) -> None:
 @pytest.mark.parametrize("name", HOSTILE, ids=range(len(HOSTILE)))
 def test_terminal_in_ascii(name: str) -> None:
     """A log that cannot hold ε still gets the report."""
-    assert "culprit" in terminal_text(*check_with(name, name), encoding="ascii")
+    assert "culprit" in terminal_text(*check_with((name, name)), encoding="ascii")
 
 
 class Page(HTMLParser):
@@ -206,7 +189,7 @@ def parse(text: str) -> Page:
 @relaxed
 def test_html_has_no_foreign_element(name: str, note: str) -> None:
     """The elements of the page do not depend on the names; names arrive as text."""
-    text = html.render(*check_with(name, note))
+    text = html.render(*check_with((name, note)))
     text.encode("utf-8")
     page = parse(text)
     tags = [tag for tag, _ in page.tags]
@@ -222,7 +205,7 @@ def test_html_has_no_foreign_element(name: str, note: str) -> None:
 @relaxed
 def test_junit_is_legal_xml(name: str, note: str) -> None:
     """A parser accepts the file, and the name is in it."""
-    suite = ET.fromstring(junit.render(*check_with(name, note)))
+    suite = ET.fromstring(junit.render(*check_with((name, note))))
     assert int(suite.get("failures", "")) == len(suite.findall(".//failure")) >= 1
     assert any(clean(name) in (f.get("message") or "") for f in suite.iter("failure"))
 
