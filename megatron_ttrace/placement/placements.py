@@ -20,10 +20,10 @@ dim does not divide.
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Self
 
-from megatron_ttrace.placement.boxes import Box, DimMap, join, length, rows, take
+from megatron_ttrace.placement.boxes import Box, DimMap, join, length, product, rows, take
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -213,9 +213,9 @@ class FlatShard:
         boxes: list[Box] = []
         offset = 0
         for origin, extent in rows(self.start, self.end, shape):
-            for logical, size in _split(origin, extent, dim_maps):
-                boxes.append(Box(logical, size, (offset,)))
-                offset += boxes[-1].numel
+            for box in _split(origin, extent, dim_maps):
+                boxes.append(dataclasses.replace(box, local=(offset,)))
+                offset += box.numel
         return tuple(boxes)
 
     def __str__(self) -> str:
@@ -224,7 +224,7 @@ class FlatShard:
 
 def _split(
     origin: tuple[int, ...], extent: tuple[int, ...], dim_maps: Sequence[DimMap]
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+) -> Iterator[Box]:
     """Cut one contiguous local block where the dim maps jump, keeping row-major order.
 
     Only the slowest ranging dim may be cut without reordering elements; where a faster dim jumps
@@ -237,19 +237,11 @@ def _split(
     jumping = [dim for dim, segments in enumerate(ranges) if len(segments) > 1]
     slowest = next((dim for dim, size in enumerate(extent) if size > 1), 0)
     if all(dim == slowest for dim in jumping):
-        return [
-            (tuple(s.logical for s in chosen), tuple(s.length for s in chosen))
-            for chosen in itertools.product(*ranges)
-        ]
-    return [
-        piece
-        for step in range(extent[slowest])
-        for piece in _split(
-            (*origin[:slowest], origin[slowest] + step, *origin[slowest + 1 :]),
-            (*extent[:slowest], 1, *extent[slowest + 1 :]),
-            dim_maps,
-        )
-    ]
+        yield from product(ranges)
+        return
+    for row in range(origin[slowest], origin[slowest] + extent[slowest]):
+        start = (*origin[:slowest], row, *origin[slowest + 1 :])
+        yield from _split(start, (*extent[:slowest], 1, *extent[slowest + 1 :]), dim_maps)
 
 
 DimPlacement = Shard | BlockShard | GroupShard | ZigZag | PartShard

@@ -261,15 +261,15 @@ def folds(heat_map: HeatMap) -> dict[str, str]:
     Three or more consecutive layers of a stack with the same cells, which all pass, fail, or are
     unchecked alike.
     """
-    looks: dict[str, list[tuple[Column, int]]] = {layer: [] for layer in heat_map.layers}
+    looks: dict[str, set[tuple[Column, int]]] = defaultdict(set)
     for (layer, column), group in heat_map.cells.items():
-        looks[layer].append((column, severity(group.worst)[0]))
+        looks[layer].add((column, severity(group.worst)[0]))
     runs: list[list[str]] = []
     for layer in heat_map.layers:
         number = _NUMBER.search(layer)
         before = runs[-1][-1] if runs else ""
         next_to = number and before == f"{layer[: number.start()]}{int(number[0]) - 1}"
-        if next_to and set(looks[before]) == set(looks[layer]):
+        if next_to and looks[before] == looks[layer]:
             runs[-1].append(layer)
         else:
             runs.append([layer])

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megatron_ttrace.trace import codec, owned
+from megatron_ttrace.trace.sanitise import clean
 
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NOTE_LIMIT = 4096
@@ -96,8 +97,6 @@ class Lock:
 
     def holder(self) -> str:
         """Who holds the lock, in words, if the holder has signed."""
-        from megatron_ttrace.trace.sanitise import clean
-
         try:
             note = codec.parse(codec.read(self.path, _NOTE_LIMIT))
             pid, host, date = int(note["pid"]), str(note["host"]), str(note["date"])

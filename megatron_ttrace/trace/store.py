@@ -366,7 +366,7 @@ class TraceReader:
         return iter(self._where)
 
     def entry(self, key: TraceKey) -> Entry:
-        """The first entry of ``key``. Raises ``KeyError``."""
+        """The entry of ``key`` of the last rank that has one. Raises ``KeyError``."""
         rank, number = self._where[key]
         return self.ranks[rank][number]
 

@@ -4,6 +4,7 @@
 Nothing here uses the package's planning: it is the second, independent opinion on every placement.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -17,10 +18,7 @@ from tests.placement.meshes import mesh_of
 
 def meshes(**sizes: int) -> Iterator[Mesh]:
     """Every rank of a world that just holds the layout; ``dp=n`` makes it n times as large."""
-    data = sizes.pop("dp", 1)
-    world = data
-    for size in sizes.values():
-        world *= size
+    world = sizes.pop("dp", 1) * math.prod(sizes.values())
     for rank in range(world):
         yield mesh_of(rank, world, **sizes)
 

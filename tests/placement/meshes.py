@@ -26,23 +26,14 @@ def mesh_of(
     etp = tp if etp is None else etp
     dense = {"tp": tp, "cp": cp, "pp": pp, "ep": 1, "dp": world_size // (tp * cp * pp)}
     expert = {"tp": etp, "cp": 1, "pp": pp, "ep": ep, "dp": world_size // (etp * ep * pp)}
-    dense_at = _coordinates(rank, order, dense)
-    expert_at = _coordinates(rank, order, expert)
-    return Mesh(
-        rank=rank,
-        world_size=world_size,
-        sizes=Axes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, dp=dense["dp"], edp=expert["dp"]),
-        coordinates=Axes(
-            tp=dense_at["tp"],
-            cp=dense_at["cp"],
-            pp=dense_at["pp"],
-            ep=expert_at["ep"],
-            etp=expert_at["tp"],
-            dp=dense_at["dp"],
-            edp=expert_at["dp"],
-        ),
-        vpp=vpp,
-    )
+    coordinates = (_coordinates(rank, order, sizes) for sizes in (dense, expert))
+    return Mesh(rank, world_size, _axes(dense, expert), _axes(*coordinates), vpp)
+
+
+def _axes(dense: dict[str, int], expert: dict[str, int]) -> Axes:
+    """The numbers of attention layers, and of experts."""
+    of_experts = {"ep": expert["ep"], "etp": expert["tp"], "edp": expert["dp"]}
+    return Axes(tp=dense["tp"], cp=dense["cp"], pp=dense["pp"], dp=dense["dp"], **of_experts)
 
 
 def _coordinates(rank: int, order: str, sizes: dict[str, int]) -> dict[str, int]:

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 EXECUTABLE = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
@@ -51,12 +50,7 @@ class Browser:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
         os.close(self._in)
@@ -103,33 +97,15 @@ class Browser:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def show(self, path: Path, width: int = 1400, height: int = 900) -> None:
-        """Show a page that has no script."""
-        self._go(path, width, height)
-        self._until(f"{self._at(path)} && document.readyState === 'complete'")
-
-    def open(self, path: Path, width: int = 1400, height: int = 900) -> None:
+    def open(self, path: Path, width: int = 1400) -> None:
         """Show a page and wait until its script has run."""
-        self._go(path, width, height)
-        self._until(f"{self._at(path)} && document.documentElement?.dataset.ready === 'yes'")
-
-    def _go(self, path: Path, width: int, height: int) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         self.call("Page.navigate", url=path.resolve().as_uri())
-
-    def _at(self, path: Path) -> str:
-        return f"location.href.endsWith({json.dumps(path.name)})"
-
-    def _until(self, condition: str) -> None:
+        here = f"location.href.endsWith({json.dumps(path.name)})"
         deadline = time.monotonic() + _PATIENCE
-        while not self.js(condition):
-            assert time.monotonic() < deadline, f"never came true: {condition}"
+        while not self.js(f"{here} && document.documentElement?.dataset.ready === 'yes'"):
+            assert time.monotonic() < deadline, f"{path} is never ready"
             time.sleep(0.02)
 
     def click(self, selector: str, at: int = 0) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from megatron_ttrace.diagnose.origins import owner
-from megatron_ttrace.report import junit, log_scalars, table, terminal, wandb
+from megatron_ttrace.report import junit, log_scalars, publish, table, terminal, wandb
 from megatron_ttrace.report.explanations import verdict_of
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Cause, Explanation, FailingRanks, PartialSums
@@ -179,11 +179,19 @@ def text_of(
     check: Check,
     directory: Path = Path("ttrace-out"),
     isolating: Sequence[str] = (),
+    said: set[str] | None = None,
     **options: Any,
 ) -> str:
     """The report as it goes into a log, or to a terminal with these ``options``."""
     file = io.StringIO()
-    terminal.render(*check, Console(file=file, **options), directory, isolating)
+    terminal.render(*check, Console(file=file, **options), directory, isolating, said=said)
+    return file.getvalue()
+
+
+def published(check: Check, directory: Path, **options: Any) -> str:
+    """The printed report of a check whose files are written."""
+    file = io.StringIO()
+    publish(*check, directory, console=Console(file=file), wandb=False, **options)
     return file.getvalue()
 
 

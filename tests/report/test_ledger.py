@@ -2,14 +2,12 @@
 """Sentences about collectives, their table in the page, and their file."""
 
 import dataclasses
-import io
 import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from megatron_ttrace.report import html, publish
+from megatron_ttrace.report import html
 from megatron_ttrace.report.ledger import citation_text, finding_text, size_text
 from megatron_ttrace.trace import files
 from megatron_ttrace.trace.collectives import (
@@ -22,6 +20,7 @@ from megatron_ttrace.trace.collectives import (
     RanHere,
 )
 from megatron_ttrace.trace.records import Summary
+from tests.report.expected import published
 from tests.report.synthetic_report import COUNT, ROW, healthy_verdicts, make_summary
 from tests.trace.test_sanitise import parse
 
@@ -132,14 +131,11 @@ def test_the_page() -> None:
 
 def test_files(tmp_path: Path) -> None:
     """A line per collective, with the id of the run; the summary is the same when read again."""
-    log = io.StringIO()
-    made = summary()
-    verdicts = healthy_verdicts()
-    publish(made, verdicts, tmp_path, console=Console(file=log), wandb=False, collectives=[RAN])
+    log = published((summary(), healthy_verdicts()), tmp_path, collectives=[RAN])
     (line,) = (tmp_path / files.COLLECTIVES).read_text().splitlines()
     document = json.loads(line)
     assert set(document) == {field.name for field in dataclasses.fields(Collective)} | {"run"}
     assert Collective.from_json(document) == RAN
     read, _ = files.load_report(tmp_path)
     assert (read.collectives, read.collective_findings) == ((ROW,), (COUNT,))
-    assert "ran unequally often" in " ".join(log.getvalue().split())
+    assert "ran unequally often" in " ".join(log.split())

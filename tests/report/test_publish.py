@@ -16,17 +16,10 @@ from megatron_ttrace.cli.main import main
 from megatron_ttrace.report import html, log_scalars, prepare, publish
 from megatron_ttrace.trace import files, owned
 from megatron_ttrace.trace.errors import TTraceError
-from tests.report.expected import Check, Writer
+from tests.report.expected import Check, Writer, published
 from tests.trace.test_sanitise import HOSTILE, check_with
 
 ROOT = Path(__file__).parents[2]
-
-
-def published(check: Check, directory: Path, **options: object) -> str:
-    """The printed report."""
-    file = io.StringIO()
-    publish(*check, directory, console=Console(file=file), wandb=False, **options)  # type: ignore[arg-type]
-    return file.getvalue()
 
 
 def test_all_files_are_written(diverged: Check, tmp_path: Path) -> None:

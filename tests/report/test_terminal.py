@@ -2,14 +2,12 @@
 """The terminal report, and every other format beside it: the answer first, nothing hidden."""
 
 import dataclasses
-import io
 import shlex
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from megatron_ttrace.report import html, publish, table, terminal
+from megatron_ttrace.report import html, table, terminal
 from megatron_ttrace.trace.outcomes import NotExercised, Unexercised
 from megatron_ttrace.trace.records import Code, Direction, Run
 from tests.diagnose.judged_by_hand import localise
@@ -22,6 +20,7 @@ from tests.report.expected import (
     deep,
     healthy,
     norms_not_reduced,
+    published,
     rendered,
     text_of,
 )
@@ -73,12 +72,7 @@ def test_unknown_causes_are_folded_over_layers() -> None:
 def test_several_jobs_of_one_command() -> None:
     """What a report has said of all of them, the next one leaves out."""
     check, said = healthy(not_exercised=UNEXERCISED), set[str]()
-    texts = []
-    for folder in ("1", "2"):
-        file = io.StringIO()
-        terminal.render(*check, Console(file=file, width=80), Path(folder), said=said)
-        texts.append(file.getvalue())
-    first, second = texts
+    first, second = (text_of(check, Path(folder), said=said) for folder in "12")
     assert ("notice" in first, "notice" in second) == (True, False)
     assert ("layout" in first, "layout" in second) == (True, True)
 
@@ -86,7 +80,7 @@ def test_several_jobs_of_one_command() -> None:
 def test_paths_can_be_copied(diverged: Check, tmp_path: Path) -> None:
     """However long: each in one piece, on a line that it ends."""
     folder = tmp_path / ("long-name" * 12)
-    publish(*diverged, folder, wandb=False, console=Console(file=io.StringIO()))
+    published(diverged, folder)
     lines = text_of(diverged, folder).splitlines()
     for name in ("report.html", "verdicts.jsonl", "summary.json"):
         assert any(line.endswith(f" {folder}/{name}") for line in lines)
