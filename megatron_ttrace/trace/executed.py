@@ -59,7 +59,6 @@ class Execution(StrEnum):
     IN_CULPRIT = "in_culprit"
     ELSEWHERE = "elsewhere"
     NOT_RUN = "not_run"
-    """Not before the end of the traced steps: a pass says nothing about it."""
     NOT_KNOWN = "not_known"
 
 

@@ -6,46 +6,34 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Why a tensor has its outcome, if the outcome leaves it open; ``note`` has the details."""
+    """Why a tensor has its outcome, if the outcome leaves it open; ``note`` has the details.
 
+    report/messages.toml has them in words.
+    """
+
+    # Of tensors that are not checked, though they may fail.
     BLIND = "blind"
-    """Unchecked: rounding alone moves it so far that a bug would not show."""
     NONDETERMINISTIC = "non-deterministic"
-    """Unchecked: the reference itself moves it as far, without any perturbation."""
     UNDEFINED = "undefined"
-    """Unchecked: it holds NaN in both runs."""
     DISPATCHED = "dispatched"
-    """Unchecked: its rows went through a token dispatcher that cannot be followed."""
     OWN_TOKENS = "own tokens"
-    """Unchecked: a choice that depends on all tokens that a rank has, here a part of them."""
     OWN_SHARD = "own shard"
-    """Unchecked: an update that depends on a rank's whole shard of a matrix."""
     INITIAL_VALUES = "initial values"
-    """Unchecked: there is no distribution to compare."""
     OTHER_START = "other start"
-    """Unchecked: it fails, but the step began from other parameters than the reference's."""
     ONE_RUN = "one run"
-    """Unchecked: only one of two runs has such tensors."""
     NO_COUNTERPART = "no counterpart"
-    """Unchecked: another implementation of the model has no such tensor."""
     PADDED = "padded vocabulary"
-    """Unchecked: it fails, and follows from losses over vocabularies with other paddings."""
     KNOWN = "known difference"
-    """Unchecked: it fails, and is on the list of known differences between the two runs."""
     COPY = "copy"
-    """Unchecked: it fails, and is the gradient of a copy of a tensor whose gradient passes."""
     UNTRAINED = "untrained"
-    """Unchecked: a gradient that the reference does not compute, as nothing trained needs it."""
+    # Of failures.
     TWIN = "twin"
     """Initial values that are bitwise equal to those of another part or parameter."""
     RANDOM_STATE = "random state"
     """Copies of initial values that differ, each with the reference's distribution."""
     COUNTED_TWICE = "counted twice"
-    """Elements are in a norm, a count or an update more than once."""
     NEVER_COUNTED = "never counted"
-    """Elements are missing from a norm, a count or an update."""
     OTHER_NORM = "other norm"
-    """Gradients are clipped by the norm of other parameters than in the reference."""
 
 
 class Unexercised(StrEnum):

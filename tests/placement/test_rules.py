@@ -45,27 +45,6 @@ def test_parts_end_with_padding():
     assert held[3:] == held[:3]
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "expected"),
-    [
-        (0, 12, [Box((0, 0), (3, 4), (0,))]),
-        (0, 0, []),
-        (5, 5, []),
-        (4, 8, [Box((1, 0), (1, 4), (0,))]),
-        (5, 7, [Box((1, 1), (1, 2), (0,))]),
-        (2, 12, [Box((0, 2), (1, 2), (0,)), Box((1, 0), (2, 4), (2,))]),
-        (
-            3,
-            9,
-            [Box((0, 3), (1, 1), (0,)), Box((1, 0), (1, 4), (1,)), Box((2, 0), (1, 1), (5,))],
-        ),
-    ],
-)
-def test_flat_shard_of_a_3_by_4_tensor(start, end, expected):
-    """A ZeRO range is cut into a head, whole rows and a tail."""
-    assert list(FlatShard(start, end).boxes([whole(3), whole(4)])) == expected
-
-
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (0, 13), (5, 4)])
 def test_a_flat_range_outside_the_tensor_is_refused(start, end):
     """A range that does not fit would silently compare the wrong elements."""

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from megatron_ttrace.report import html, junit, terminal
 from megatron_ttrace.trace.collectives import LedgerFault, RanHere
-from megatron_ttrace.trace.records import Outcome
+from megatron_ttrace.trace.records import Exactness, Outcome
 from megatron_ttrace.trace.sanitise import clean, for_encoding, script_json, shorten
 from tests.report.synthetic_report import COUNT, ROW, culprit_of, make_summary, make_verdict
 
@@ -75,6 +75,7 @@ def check_with(*texts: tuple[str, str]):
     summary = dataclasses.replace(
         summary,
         notices=tuple(note for _, note in texts),
+        exactness=Exactness(7, 2, texts[0][0]),
         config=summary.config | dict(texts),
         timings={name: 1.0 for name, _ in texts},
         versions=dict(texts),
