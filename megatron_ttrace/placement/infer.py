@@ -29,19 +29,13 @@ def infer_activation(
     blocks: int | tuple[int, ...] = 1,
     ends: tuple[int, ...] = (),
 ) -> Placements:
-    """The placement of an activation or its gradient.
+    """The placement of an activation or its gradient of these shapes.
 
-    Args:
-        local: shape of this rank's tensor.
-        logical: shape of the whole tensor.
-        mesh: sizes of the axes.
-        seq_length: logical sequence length, by which the sequence dim is recognised.
-        blocks: that are stacked in the last dim, as of :class:`BlockShard`; 1 if none are.
-        ends: of packed sequences that context parallelism divides one by one, as of
-            :class:`ZigZag`.
+    The sequence dim is recognised by the logical ``seq_length``. ``blocks`` are stacked in the last
+    dim, as of :class:`BlockShard`; 1 if none are. ``ends`` are of packed sequences that context
+    parallelism divides one by one, as of :class:`ZigZag`.
 
-    Raises:
-        NoPlacementError: with a sentence that says what does not fit.
+    Raises ``NoPlacementError`` with a sentence that says what does not fit.
     """
     if len(local) != len(logical):
         raise NoPlacementError(f"{tuple(local)} does not have as many dims as {tuple(logical)}")
@@ -78,10 +72,7 @@ def infer_head_rows(
     """The placement of a tensor [tokens * heads, ...], all heads of a token one after the other.
 
     Its ranks hold all tokens and a part of the heads: tensor parallelism divides them, and context
-    parallelism what is left.
-
-    Raises:
-        NoPlacementError: with a sentence that says what does not fit.
+    parallelism what is left. Raises as :func:`infer_activation`.
     """
     if logical[0] % heads:
         raise NoPlacementError(f"{logical[0]} rows are not a multiple of {heads} heads")

@@ -183,18 +183,9 @@ class FlatShard:
         gradients or parameters too (``build_data_parallel_buffer_index`` in
         megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py).
 
-        Args:
-            offset: of the parameter's first element in the bucket.
-            numel: elements of the parameter.
-            bucket: elements of the padded bucket.
-            rank: the data-parallel rank.
-            size: number of data-parallel ranks.
-
-        Returns:
-            A range of the flattened parameter; empty where the rank holds nothing of it.
-
-        Raises:
-            ValueError: when the bucket is not divisible by ``size`` or does not hold the parameter.
+        The parameter's ``numel`` elements begin at ``offset`` of the ``bucket`` elements, which
+        ``size`` data-parallel ranks divide. The range is empty where ``rank`` holds nothing of it.
+        Raises ``ValueError`` when the bucket does not divide or does not hold the parameter.
         """
         if bucket % size:
             raise ValueError(f"a bucket of {bucket} is not divisible by {size}")

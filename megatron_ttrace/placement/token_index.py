@@ -78,11 +78,9 @@ class TokenIndex:
 
 
 def match(arrived: TokenIndex, reference: TokenIndex, microbatch: int) -> tuple[DimMap, int]:
-    """Where the rows of ``microbatch`` lie in the reference's tensor.
+    """Where the rows of ``microbatch`` lie in the reference's tensor, as a dim map.
 
-    Returns:
-        The rows as a dim map (runs of rows that are consecutive on both sides), and the number of
-        rows that the reference does not have, or that came twice.
+    Also the number of rows that the reference does not have, or that came twice.
     """
     local = np.flatnonzero(arrived.microbatch == microbatch)
     logical = np.flatnonzero(reference.microbatch == microbatch)
@@ -112,17 +110,10 @@ def expert_boxes(
     mesh: Mesh,
     blocks: int | tuple[int, ...] = 1,
 ) -> tuple[str, tuple[Box, ...]]:
-    """The placement, in words, and the boxes of a tensor whose rows are tokens.
+    """The placement, in words, and the boxes of a tensor whose ``rows`` (:func:`match`) are tokens.
 
-    Args:
-        rows: of dim 0, from :func:`match`.
-        local: shape of this rank's tensor.
-        logical: shape of the reference's.
-        mesh: of this rank.
-        blocks: that are stacked in the last dim, as of :class:`BlockShard`; 1 if none are.
-
-    Raises:
-        NoPlacementError: when another dim is neither whole nor divided by ``etp``.
+    ``blocks`` are stacked in the last dim, as of :class:`BlockShard`; 1 if none are. Raises
+    ``NoPlacementError`` when another dim is neither whole nor divided by ``etp``.
     """
     if len(local) != len(logical):
         raise NoPlacementError(f"{local} does not have as many dims as {logical}")
@@ -146,14 +137,8 @@ def token_positions(
 ) -> Rows:
     """Position of each of this rank's tokens in its whole microbatch, in local order.
 
-    Args:
-        local: this rank's [sequence, micro batch].
-        mesh: of this rank.
-        seq_length: of the whole sequence.
-        ends: of packed sequences, as for :func:`infer_activation`.
-
-    Raises:
-        NoPlacementError: when the local sequence is not a part of it.
+    ``local`` is this rank's [sequence, micro batch]; the others, and what is raised, as of
+    :func:`infer_activation`.
     """
     logical = (seq_length, local[1])
     placement = infer_activation(local, logical, mesh, seq_length=seq_length, ends=ends)
@@ -167,12 +152,8 @@ def token_positions(
 def ends_of(bounds: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Where the sequences of a microbatch end, its samples laid one after the other.
 
-    Args:
-        bounds: [samples, tokens + 1] of where each sample's sequences start and end, filled up with
-            the number of tokens.
-
-    Returns:
-        The ends, the last of them the number of tokens.
+    ``bounds`` are [samples, tokens + 1], where each sample's sequences start and end, filled up
+    with the number of tokens.
     """
     ends: list[int] = []
     for row in bounds:

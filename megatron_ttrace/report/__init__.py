@@ -50,24 +50,15 @@ def publish(
     collectives: Sequence[Collective] | None = None,
     pages: bool = True,
 ) -> None:
-    """Write, log and print the report of a check.
+    """Write, log and print the report of a check; ``verdicts`` are in execution order.
 
-    Args:
-        summary: the answer.
-        verdicts: all verdicts, in execution order.
-        directory: the ``--ttrace-dir``; made when absent.
-        wandb_run: W&B run to log into, e.g. Megatron's own; ``None`` makes one, if it is wanted.
-        tensorboard: a ``SummaryWriter`` to add scalars to.
-        console: where to print; standard output by default.
-        wandb: whether to log to W&B at all.
-        wandb_online: whether a W&B run of our own is asked for, which is sent to the server.
-        run_id: id of the run; the summary's own by default, else this process's.
-        collectives: those of the traced steps; ``None`` writes no file of them.
-        pages: whether to make the HTML page and a W&B run of our own; else
-            :mod:`megatron_ttrace.report.later` does so from the files.
+    Goes to W&B (unless ``wandb`` is false): into ``wandb_run``, e.g. Megatron's own, else into one
+    of our own, if it is wanted; ``wandb_online`` asks for one that is sent to the server.
+    ``tensorboard`` is a ``SummaryWriter``, ``run_id`` by default the summary's own, else this
+    process's. Without ``collectives`` no file of them is written; without ``pages``,
+    :mod:`megatron_ttrace.report.later` makes the HTML page and a W&B run of our own.
 
-    Raises:
-        TTraceError: when ``verdicts.jsonl`` or ``summary.json`` cannot be written.
+    Raises ``TTraceError`` when ``verdicts.jsonl`` or ``summary.json`` cannot be written.
     """
     console = console or Console()
     # A summary of an earlier check must never be beside the verdicts of this one, even if the job

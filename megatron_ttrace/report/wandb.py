@@ -88,18 +88,11 @@ def logged(
 ) -> str:
     """Fill a W&B run and return one line that says where it is; empty if there is none to fill.
 
-    Never raises.
-
-    Args:
-        subject: what is logged, for the line about a failure.
-        fill: logs everything; called with the wandb module and the run.
-        run: a W&B run, or the wandb module as Megatron's ``get_wandb_writer()`` returns it; with
-            ``None`` the active run is filled, or a run of our own, if it is wanted
-            (:func:`is_wanted`), made and finished.
-        directory: where a run of our own keeps its files.
-        project: and type of the job, of a run of our own.
-        config: of a run of our own.
-        online: whether the user asks for a run of our own, which is sent to the server.
+    ``fill`` is called with the wandb module and the run. ``run`` may be the wandb module, as
+    Megatron's ``get_wandb_writer()`` returns it; with ``None`` the active run is filled, or one of
+    our own, if it is wanted (:func:`is_wanted`), made and finished. ``online`` asks for one that is
+    sent to the server; ``project``, which is also its type of job, ``config`` and ``directory`` are
+    of that. ``subject`` names what is logged in the line about a failure. Never raises.
     """
     job_run = run.run if isinstance(run, ModuleType) else run
     active = job_run if job_run is not None else active_run()

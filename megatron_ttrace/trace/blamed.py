@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of a search for those of the user's changes that make a job diverge."""
+"""Records of a search for those of the user's changes that make a job diverge.
+
+docs/flags-and-files.md ("Blame") explains the results and fields.
+"""
 
 import dataclasses
 from enum import StrEnum
@@ -12,26 +15,16 @@ class Blaming(StrEnum):
     """How a search for the changes to blame ended."""
 
     PROVEN = "proven"
-    """The job diverges with the changes alone, and without them at most as the good tree does."""
     ALONE = "alone"
-    """It diverges with the changes alone; without them it cannot be checked."""
     OTHERS = "others"
-    """It diverges with the changes alone, and without them in other modules."""
     REMOVED = "removed"
-    """It is equivalent without the changes; the good tree cannot be checked."""
     GOOD_DIVERGES = "good_diverges"
-    """The good tree diverges in the same modules."""
     GOOD_UNCHECKED = "good_unchecked"
-    """The good tree cannot be checked, and the search would take too long without it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlamedHunk(Record):
-    """A hunk of the difference; ``ran`` says where its function ran.
-
-    ``file`` is below the root of the user's tree, ``line`` of the user's file, and ``function`` a
-    qualified name, empty outside of functions. ``removed`` are lines of the good tree.
-    """
+    """A hunk of the difference; ``function`` is a qualified name, empty outside of functions."""
 
     file: str
     line: Count
@@ -56,14 +49,7 @@ class BlamedChange(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Blame(Record):
-    """Which of the user's changes make the job diverge; ``since`` names the good tree.
-
-    Attributes:
-        changes: to blame, each by itself.
-        hunks: of the whole difference, of which ``idle`` did not run in the job.
-        reason: why the good tree, or the rest of the changes, could not be checked; or the modules
-            in which the job diverges without the changes.
-    """
+    """Which of the user's changes make the job diverge, each of ``changes`` by itself."""
 
     result: Blaming
     since: str

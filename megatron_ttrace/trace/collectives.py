@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of the collectives of a traced step, and of the code that ran in it.
 
-``collectives.jsonl`` has one :class:`Collective` per line (docs/flags-and-files.md).
+docs/flags-and-files.md ("Collectives") explains the fields of what is written to files.
 """
 
 import dataclasses
@@ -52,17 +52,7 @@ class Phase(StrEnum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Collective(Record):
-    """Equal collectives of one module: one line of ``collectives.jsonl``.
-
-    Attributes:
-        operation: what it does; ``reduction`` is ``sum``, ``avg``, ``max`` ... of one that reduces.
-        group: the mesh axes that the group spans, joined by ``-``, or the group's own name.
-        size: number of ranks of the group.
-        bytes: of the input (of the output, for a receiving operation).
-        module: the module that ran it, in the forward or backward pass; empty outside of modules.
-        where: file, line and function of the call.
-        count: how often it ran on each of ``ranks``.
-    """
+    """Equal collectives of one module: one line of ``collectives.jsonl``."""
 
     iteration: Count
     operation: Operation
@@ -86,12 +76,7 @@ class Collective(Record):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow(Record):
-    """Alike collectives of all layers: one row of the table in a report.
-
-    ``module``, the name of ``modules`` of them, has ``*`` in the place of numbers. ``least`` and
-    ``most`` are bytes, and ``count`` is the largest number that any rank ran. The others as in
-    :class:`Collective`.
-    """
+    """Alike collectives of all layers: one row of the table in a report."""
 
     operation: Operation
     reduction: str
@@ -352,11 +337,8 @@ class LedgerFault(StrEnum):
     """What is wrong with collectives."""
 
     COUNT = "count"
-    """Members of a group ran an operation unequally often."""
     ORDER = "order"
-    """Members of a group ran the same operations in different orders."""
     PRECISION = "precision"
-    """A reduction in a lower precision than the run's settings ask for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -371,15 +353,7 @@ class RanHere:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerFinding(Record):
-    """A fault that the collectives themselves show, whatever the tensors' values are.
-
-    Attributes:
-        group: name of the group, as in :class:`Collective`; ``members`` are those of the first such
-            group, ``groups`` is the number of such groups.
-        operation: the operation concerned, ``None`` for an order.
-        reduction: as in :class:`Collective`, as are ``dtype`` and ``bytes`` (-1: any number).
-        expected: the dtype that the settings ask for.
-    """
+    """A fault that the collectives themselves show, whatever the tensors' values are."""
 
     fault: LedgerFault
     group: str

@@ -106,12 +106,7 @@ class Copies:
         return Copies(self.room, self.host_room, self._directory, self._ranks)
 
     def require_space(self, device: torch.device, size: int) -> None:
-        """Refuse copies for which the disk has no room. Raises ``TTraceError``.
-
-        Args:
-            device: of the tensors.
-            size: bytes of all that will be copied.
-        """
+        """Refuse copies of so many bytes for which the disk has no room. Raises ``TTraceError``."""
         left = size - self.room - (0 if device.type == "cpu" else self.host_room)
         if left > 0:
             require_space(

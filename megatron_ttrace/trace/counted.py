@@ -222,9 +222,7 @@ def compact(counted: Counted) -> list[Any]:
 def expanded(message: Any, once: Once) -> Counted:
     """The inverse of :func:`compact`. Raises ``CodecError`` on a foreign message.
 
-    Args:
-        message: JSON.
-        once: reads a part of it, or knows it from another message.
+    ``once`` reads a part of it, or knows it from another message.
     """
     iteration, pieces, held, countings, stepped = _fields(message, 5)
     parts: list[Part] = []

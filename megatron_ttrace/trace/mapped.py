@@ -118,8 +118,7 @@ class MappedFile:
     def get(self, name: str) -> torch.Tensor | None:
         """One of them.
 
-        Raises:
-            ValueError: when the file has become shorter: reading its mapping would end the process.
+        Raises ``ValueError`` when the file has become shorter: reading it would end the process.
         """
         if self._mapping is not None and (left := self._mapping.size()) < len(self._mapping):
             raise ValueError(f"truncated to {left} of {len(self._mapping)} bytes while it is read")

@@ -397,15 +397,10 @@ class Code:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Run(Record):
-    """Enough to know which run this was and to repeat it.
+    """Enough to know which run this was and to repeat it; it began at ``date`` (UTC, ISO 8601).
 
-    Attributes:
-        id: 16 hexadecimal digits; every file of the run carries it.
-        command: the whole command line, as words.
-        script_sha256: of the script's content.
-        host: name of the host of the rank that wrote the summary.
-        date: UTC, ISO 8601, when the run began.
-        environment: those environment variables that can change a number or a path.
+    Every file of the run carries its ``id``, 16 hexadecimal digits. ``environment`` are variables
+    that can change a number or a path.
     """
 
     id: str

@@ -254,8 +254,7 @@ def prepare(directory: Path) -> str:
 def require(directory: Path, mark: str) -> None:
     """Check that this rank sees the directory that rank 0 prepared, and join its run.
 
-    Raises:
-        TTraceError: when it does not: the reference would be missing here.
+    Raises ``TTraceError`` when it does not: the reference would be missing here.
     """
     for attempt in range(_ATTEMPTS):
         if attempt:

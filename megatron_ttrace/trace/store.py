@@ -16,15 +16,9 @@ line also holds its placement, boxes and gradient factor, so that it can be comp
 
 ``meta.json`` holds the id of the run, and size and XXH3-128 checksum of every other file. Its first
 line holds the checksum of all bytes after this line (``trace/sealing.py``). So a changed bit is
-always noticed:
-
-- :func:`verify` reads every file once. Rank 0 calls it for a reference that was made earlier,
-  ``ttrace compare`` for both traces.
-- The other ranks get the checksum of the ``meta.json`` that rank 0 verified (``announced``). They
-  check that they read the same one and verify the files that they parse, but not all tensors.
-
-A file with the name of a trace file that ``meta.json`` does not list is refused.
-There is no pickle: safetensors and JSON only.
+always noticed: rank 0 verifies every file (:func:`verify`). The other ranks get the checksum of its
+``meta.json`` (``announced``), check that they read the same one, and verify the files that they
+parse, but not all tensors. A trace file that ``meta.json`` does not list is refused.
 """
 
 import dataclasses
@@ -304,8 +298,7 @@ class TraceReader:
         checksum of the ``meta.json`` of a trace that another rank verified: then only the files
         that are parsed are verified, else all. ``budget`` bounds the pages that stay mapped.
 
-        Raises:
-            TTraceError: when it is damaged, or not the one that was announced.
+        Raises ``TTraceError`` when it is damaged, or not the one that was announced.
         """
         self.directory = directory
         self.meta: dict[str, Any] = {}
