@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.capture.starts import Lines, Runs
+from megatron_ttrace.capture.starts import LINE, RETURN, START, Reports
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Calls, FunctionCall, Lookup, Numbers, Phase, pattern
@@ -96,8 +96,8 @@ class CallTap:
         self._lookups: dict[tuple[int, int, Any], Phase] = {}
         self._others: list[CodeType] = []
         self._context: Context | None = None
-        self._reports = Runs(_NAME)
-        self._lines = Lines(f"{_NAME} by line")
+        self._reports = Reports(_NAME)
+        self._lines = Reports(f"{_NAME} by line")
         self._has_lines = False
         self._modules: set[str] = set()
         self._scripts: set[str] = set()
@@ -108,8 +108,8 @@ class CallTap:
 
     def start(self) -> None:
         """Record from now on what builds the model. Never raises."""
-        self.error = self._reports.report(self._started, self._returned)
-        self._has_lines = not self._lines.report(self._line)
+        self.error = self._reports.report({START: self._started, RETURN: self._returned})
+        self._has_lines = not self._lines.report({LINE: self._line})
         self._follow()
 
     def in_steps(self, context: Context) -> None:
@@ -237,7 +237,7 @@ class CallTap:
                 arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
                 part = sources.part_of(file)
                 seen = _Seen(code, part, part in _INSIDE, arguments)
-                self._lines.follow(code)
+                self._lines.follow([code])
             else:
                 # It is kept, so that no other code gets its identity.
                 self._others.append(code)

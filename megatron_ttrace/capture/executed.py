@@ -10,13 +10,14 @@ import contextlib
 import os
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
 import torch
 
-from megatron_ttrace.capture.starts import Starts
+from megatron_ttrace.capture.starts import START, Starts
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Phase, pattern
@@ -43,8 +44,8 @@ def noting(functions: Functions) -> Iterator[None]:
             functions.add((sources.relative(code.co_filename), sources.outermost(code)))
         return sys.monitoring.DISABLE
 
-    reports.report(starts)
-    reports.again()
+    reports.report({START: starts})
+    sys.monitoring.restart_events()
     try:
         yield
     finally:
@@ -74,8 +75,8 @@ class ExecutedTap:
         self._folders = folders
         self._roots = tuple(self._folders.values())
         self._early: set[tuple[str, str]] = set()
-        self._wanted: dict[tuple[str, str], list[int]] = {}
-        self._whole: dict[str, list[int]] = {}
+        self._wanted: defaultdict[tuple[str, str | None], list[int]] = defaultdict(list)
+        """Numbers of edits by file and function, ``None`` where the whole file may have changed."""
         self._files: set[str] = set()
         self._ran: set[tuple[int, str, Phase]] = set()
         self._built: set[tuple[int, weakref.ref[torch.nn.Module] | None]] = set()
@@ -84,19 +85,16 @@ class ExecutedTap:
 
     def start(self) -> None:
         """Note what runs from now on. Never raises."""
-        self.error = self._reports.report(self._early_start)
+        self.error = self._reports.report({START: self._early_start})
 
     def follow(self, edits: Iterable[Edit]) -> None:
         """The model is built now: record where these functions run."""
         for number, edit in enumerate(edits):
-            file = self._path(edit.file)
-            if not edit.line:
-                self._whole.setdefault(file, []).append(number)
-            else:
-                self._wanted.setdefault((file, edit.function), []).append(number)
+            function = edit.function if edit.line else None
+            self._wanted[self._path(edit.file), function].append(number)
         if not self._early and not self.error:
             self.error = "no function of Megatron's was seen to run"
-        self._files = {*self._whole, *(file for file, _ in self._wanted)}
+        self._files = {file for file, _ in self._wanted}
         if not self._files:
             self.stop()
             return
@@ -105,8 +103,8 @@ class ExecutedTap:
                 (number, "", Phase.INITIALIZATION) for number in self._numbers(file, name)
             }
         if not self.error:
-            self.error = self._reports.report(self._starts)
-            self._reports.again()
+            self.error = self._reports.report({START: self._starts})
+            sys.monitoring.restart_events()
 
     def stop(self) -> None:
         """Record no longer."""
@@ -126,7 +124,7 @@ class ExecutedTap:
             ran.add((number, pattern(name), Phase.CONSTRUCTION))
         imported = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
         for (file, function), numbers in self._wanted.items():
-            if not function and file in imported:
+            if function == "" and file in imported:
                 ran |= {(number, "", Phase.OTHER) for number in numbers}
         return tuple(Executed(*place) for place in sorted(ran))
 
@@ -141,7 +139,7 @@ class ExecutedTap:
         return next(filter(os.path.exists, (*known, *imported)), file)
 
     def _numbers(self, file: str, name: str) -> list[int]:
-        return [*self._wanted.get((file, name), ()), *self._whole.get(file, ())]
+        return [n for function in (name, None) for n in self._wanted.get((file, function), ())]
 
     def _early_start(self, code: CodeType, _: int) -> Any:
         if code.co_filename.startswith(self._roots):
