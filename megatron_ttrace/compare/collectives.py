@@ -12,7 +12,7 @@ import dataclasses
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,6 +52,10 @@ class _Signature(NamedTuple):
     bytes: int
 
 
+_OF_A_CALL = ("iteration", "operation", "reduction", "dtype", "module", "direction", "where")
+"""Fields that a :class:`Collective` has from the :class:`Call`."""
+_OF_A_ROW = ("operation", "reduction", "group", "size", "dtype", "direction", "where")
+"""Fields that the collectives of a row have in common."""
 _MESSAGES = (Operation.SEND, Operation.RECV)
 _PASSES = (Phase.FORWARD, Phase.RECOMPUTATION, Phase.BACKWARD)
 
@@ -156,9 +160,15 @@ def _folded(ranks: Sequence[_Rank]) -> tuple[Collective, ...]:
             for size, times in sizes:
                 key = id(call), name, len(members), size
                 if key not in numbers:
-                    numbers[key] = lines.setdefault(
-                        _line(call, name, len(members), size), len(lines)
+                    collective = Collective(
+                        **{field: getattr(call, field) for field in _OF_A_CALL},
+                        group=name,
+                        size=len(members),
+                        bytes=size,
+                        count=0,
+                        ranks=(),
                     )
+                    numbers[key] = lines.setdefault(collective, len(lines))
                 counts[numbers[key]] += times
         for line, count in counts.items():
             ran_by.setdefault((line, count), []).append(number)
@@ -169,51 +179,24 @@ def _folded(ranks: Sequence[_Rank]) -> tuple[Collective, ...]:
     )
 
 
-def _line(call: Call, group: str, size: int, length: int) -> Collective:
-    return Collective(
-        iteration=call.iteration,
-        operation=call.operation,
-        reduction=call.reduction,
-        group=group,
-        size=size,
-        dtype=call.dtype,
-        bytes=length,
-        module=call.module,
-        direction=call.direction,
-        where=call.where,
-        count=0,
-        ranks=(),
-    )
-
-
 def rows(collectives: Sequence[Collective]) -> tuple[CollectiveRow, ...]:
     """The collectives folded over layers, iterations and sizes, in the order of a step."""
-    alike: dict[tuple[object, ...], list[Collective]] = {}
+    alike: dict[tuple[Any, ...], list[Collective]] = {}
     for one in collectives:
-        key = (
-            *(one.operation, one.reduction, one.group, one.size, one.dtype),
-            *(pattern(one.module), one.direction, one.where),
-        )
+        key = pattern(one.module), *(getattr(one, field) for field in _OF_A_ROW)
         alike.setdefault(key, []).append(one)
     found = []
-    for same in alike.values():
+    for (module, *shared), same in alike.items():
         counts: Counter[int] = Counter()
         for one in same:
             counts.update(dict.fromkeys(one.ranks, one.count))
-        first = same[0]
         found.append(
             CollectiveRow(
-                operation=first.operation,
-                reduction=first.reduction,
-                group=first.group,
-                size=first.size,
-                dtype=first.dtype,
+                **dict(zip(_OF_A_ROW, shared, strict=True)),
                 least=min(one.bytes for one in same),
                 most=max(one.bytes for one in same),
-                module=pattern(first.module),
+                module=module,
                 modules=len({one.module for one in same}),
-                direction=first.direction,
-                where=first.where,
                 count=max(counts.values()),
             )
         )
@@ -272,15 +255,15 @@ def _calls(ranks: Iterable[Calls]) -> Calls:
 
 def _numbers(ranks: Iterable[RankLedger]) -> Numbers:
     """The numbers of all ranks."""
-    found: dict[tuple[str, str], set[float]] = defaultdict(set)
+    merged: dict[str, dict[str, set[float]]] = defaultdict(lambda: defaultdict(set))
     for numbers in {id(rank.numbers): rank.numbers for rank in ranks}.values():
         for where, named in numbers.items():
             for name, values in named.items():
-                found[where, name].update(values)
-    merged: Numbers = defaultdict(dict)
-    for (where, name), given in found.items():
-        merged[where][name] = tuple(sorted(given))
-    return dict(merged)
+                merged[where][name].update(values)
+    return {
+        where: {name: tuple(sorted(values)) for name, values in named.items()}
+        for where, named in merged.items()
+    }
 
 
 def torn(ranks: Sequence[RankLedger]) -> tuple[str, ...]:
@@ -330,9 +313,7 @@ def _disagreements(ranks: Sequence[_Rank]) -> Iterable[LedgerFinding]:
                 fault=LedgerFault.COUNT,
                 group=name,
                 members=members,
-                ran=_by_ranks(
-                    {member: count[signature] for member, count in counts.items()}, calls
-                ),
+                ran=_by_ranks({rank: count[signature] for rank, count in counts.items()}, calls),
                 **signature._asdict(),
             )
         order = {number: ranks[number].groups[at].order for number, at in places.items()}
