@@ -138,10 +138,10 @@ class ModuleTap:
                 before.append(guarded(self._root_begins, names))
                 after.append(guarded(self._root_ends))
             if is_root or not spans:
-                before.append(guarded(self._begins, name))
+                before.append(guarded(self._crosses, Kind.INPUT, name))
             ends_in_loss = is_root and getattr(module, "post_process", True)
             if ends_in_loss or not (spans or is_root):
-                after.append(guarded(self._ends, name))
+                after.append(guarded(self._crosses, Kind.OUTPUT, name))
             if is_root:
                 after.append(guarded(self._root_left))
         for hook in before:
@@ -231,13 +231,9 @@ class ModuleTap:
         if args and isinstance(output, torch.Tensor) and output is not args[0]:
             state.views[output] = state.views.get(args[0], args[0])
 
-    def _begins(
-        self, state: ChunkState, name: str, module: torch.nn.Module, args: Any, kwargs: Any
-    ) -> Any:
-        return self._see_all(state, Kind.INPUT, name, (args, kwargs))
-
-    def _ends(self, state: ChunkState, name: str, module: Any, *values: Any) -> Any:
-        return self._see_all(state, Kind.OUTPUT, name, values[-1])
+    def _crosses(self, state: ChunkState, kind: Kind, name: str, module: Any, *values: Any) -> Any:
+        """``values``: arguments, and what is returned if that is what is seen."""
+        return self._see_all(state, kind, name, values if kind is Kind.INPUT else values[-1])
 
     def _see_all(self, state: ChunkState, kind: Kind, name: str, value: Any) -> Any:
         """Hand over the tensors in ``value``; returns its replacement, if any.

@@ -97,26 +97,23 @@ def examine(
     """
     if job is None:
         return list(verdicts), None
-    traced = {verdict.iteration for verdict in verdicts}
-    expected = lost = 0
-    first: Judged | None = None
-    noted = []
-    for verdict in verdicts:
-        measured = verdict.rel_err is not None and verdict.direction is not Direction.START
-        later = verdict.iteration - 1 in traced
-        if measured and must_be_equal(verdict.key, job, later=later):
-            expected += 1
-            if verdict.rel_err is not None and verdict.rel_err > _SUBNORMAL:
-                lost += 1
-                first = first or verdict
-                if verdict.verdict is Outcome.PASS:
-                    notes = (*verdict.notes, Note(Remark.NOT_BITWISE))
-                    verdict = dataclasses.replace(verdict, notes=notes)
-        noted.append(verdict)
-    return noted, Exactness(
-        expected=expected,
-        lost=lost,
-        first=str(first.key) if first else "",
-        ranks=first.ranks if first else (),
-        rel_err=first.rel_err if first else None,
-    )
+    traced = {v.iteration for v in verdicts}
+    expected = [
+        v
+        for v in verdicts
+        if v.rel_err is not None
+        and v.direction is not Direction.START
+        and must_be_equal(v.key, job, later=v.iteration - 1 in traced)
+    ]
+    lost = [v for v in expected if (v.rel_err or 0.0) > _SUBNORMAL]
+    found = Exactness(expected=len(expected), lost=len(lost))
+    if lost:
+        first = lost[0]
+        found = dataclasses.replace(
+            found, first=str(first.key), ranks=first.ranks, rel_err=first.rel_err
+        )
+    passed = {v.key for v in lost if v.verdict is Outcome.PASS}
+    note = Note(Remark.NOT_BITWISE)
+    return [
+        dataclasses.replace(v, notes=(*v.notes, note)) if v.key in passed else v for v in verdicts
+    ], found
