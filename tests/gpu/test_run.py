@@ -11,7 +11,7 @@ import pytest
 
 from tests import programs
 from tests.gpu import run
-from tests.gpu.tests_of_make import TESTS, Context, DryError
+from tests.gpu.tests_of_make import TESTS, Context
 from tests.integration.jobs import ROOT
 
 HERE = ("doctor", "kernel", "kernel-speed", "side-streams")
@@ -23,12 +23,9 @@ def test_every_command_is_built(test, tmp_path):
     """By a dry run, with local layers and with TransformerEngine's."""
     for te in test.stages:
         context = Context(tmp_path, dry=True, trains=False, te=te)
-        if test.name in ("cp2", "tp2-sp", "bug-11") and not te:
-            assert run.alone(test, context)["result"] == "not available"
-            continue
-        with pytest.raises(DryError):
-            test.run(context)
-        assert context.commands
+        is_absent = test.name in ("cp2", "tp2-sp", "bug-11") and not te
+        assert run.alone(test, context)["result"] == ("not available" if is_absent else "dry")
+        assert is_absent or context.commands
         for command in context.commands:
             scripts = [word for word in command if word.endswith(".py")]
             assert all(os.path.exists(word) for word in scripts)

@@ -9,6 +9,7 @@ only where a test's script asks for it.
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,26 +20,18 @@ from torch.utils import _pytree as pytree
 
 from megatron_ttrace.cpu import collectives
 
-# The position of what a collective writes; its name as a keyword.
 _WRITES = {
-    "all_reduce": (0, "tensor"),
-    "all_reduce_coalesced": (0, "tensors"),
-    "broadcast": (0, "tensor"),
-    "reduce": (0, "tensor"),
-    "all_gather": (0, "tensor_list"),
-    "all_gather_into_tensor": (0, "output_tensor"),
-    "all_gather_coalesced": (0, "output_tensor_lists"),
-    "reduce_scatter": (0, "output"),
-    "reduce_scatter_tensor": (0, "output"),
-    "all_to_all": (0, "output_tensor_list"),
-    "all_to_all_single": (0, "output"),
-    "gather": (1, "gather_list"),
-    "scatter": (0, "tensor"),
-    "recv": (0, "tensor"),
-    "irecv": (0, "tensor"),
-    "send": (None, ""),
-    "isend": (None, ""),
+    **dict.fromkeys(("all_reduce", "broadcast", "reduce", "scatter", "recv", "irecv"), "tensor"),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_tensor", "all_to_all_single"), "output"),
+    "all_reduce_coalesced": "tensors",
+    "all_gather": "tensor_list",
+    "all_gather_into_tensor": "output_tensor",
+    "all_gather_coalesced": "output_tensor_lists",
+    "all_to_all": "output_tensor_list",
+    "gather": "gather_list",
+    **dict.fromkeys(("send", "isend"), ""),
 }
+"""The argument that a collective writes."""
 _IN_FLIGHT = ("isend", "irecv")
 
 
@@ -97,7 +90,7 @@ def install(is_staged: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is
     originals = {id(getattr(dist, name)): name for name in names}
     collectives.install()
     replacements = {
-        name: _staging(getattr(dist, name), where, is_staged) for name, where in _WRITES.items()
+        name: _staging(getattr(dist, name), written, is_staged) for name, written in _WRITES.items()
     }
     replacements |= {"_coalescing_manager": _one_by_one, "barrier": _barrier(dist.barrier)}
     for name, replacement in replacements.items():
@@ -110,20 +103,16 @@ def install(is_staged: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is
                 setattr(module, variable, replacements[originals[id(value)]])
 
 
-def _staging(
-    collective: Any, where: tuple[int | None, str], is_staged: Callable[[torch.Tensor], bool]
-) -> Any:
-    position, keyword = where
+def _staging(collective: Any, written: str, is_staged: Callable[[torch.Tensor], bool]) -> Any:
+    signature = inspect.signature(collective)
 
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
         staged = _Staged(is_staged)
-        wants_handle = kwargs.pop("async_op", False)
-        if args and isinstance(args[-1], bool):  # the last parameter of all that have it
-            *args, wants_handle = args
-        hosts = [staged.host(one, written=at == position) for at, one in enumerate(args)]
-        named = {k: staged.host(one, written=k == keyword) for k, one in kwargs.items()}
-        result = collective(*hosts, **named)
+        given = signature.bind(*args, **kwargs).arguments
+        wants_handle = given.pop("async_op", False)
+        hosts = {name: staged.host(one, written=name == written) for name, one in given.items()}
+        result = collective(**hosts)
         if collective.__name__ in _IN_FLIGHT:
             return _Handle(result, staged)
         staged.write_back()
