@@ -204,46 +204,23 @@ def test_a_share_of_a_sum(there):
     assert torch.equal(found.cpu(), expected)
 
 
-def waits_in_the_sum(monkeypatch):
-    plain = device.plain_row
-    monkeypatch.setattr(device, "plain_row", lambda here, *args: plain(here.cpu(), *args))
+WAITS, MISPLACES = stand_in.WaitedError, stand_in.WrongDeviceError
+PLANTED = {
+    "waits in the sum": (device, "plain_row", lambda f: lambda x, *a: f(x.cpu(), *a), WAITS),
+    "reads an element": (device, "plain_row", lambda f: lambda x, *a: x[0].item() and f(x), WAITS),
+    "forgets to move": (device, "to_device", lambda _: lambda data, where: data, MISPLACES),
+    "moves and waits": (device, "to_device", lambda _: lambda data, where: data.to(where), WAITS),
+    "stages on the host": (
+        *(CompareSink, "_compare"),
+        *(lambda f: lambda self, key, data, *a: f(self, key, data.cpu(), *a), WAITS),
+    ),
+}
 
 
-def reads_an_element(monkeypatch):
-    plain = device.plain_row
-    monkeypatch.setattr(
-        device, "plain_row", lambda here, *args: here.sum().item() and plain(here, *args)
-    )
-
-
-def forgets_to_move(monkeypatch):
-    monkeypatch.setattr(device, "to_device", lambda data, where: data)
-
-
-def moves_and_waits(monkeypatch):
-    monkeypatch.setattr(device, "to_device", lambda data, where: data.to(where))
-
-
-def stages_on_the_host(monkeypatch):
-    plain = CompareSink._compare
-    monkeypatch.setattr(
-        CompareSink, "_compare", lambda self, key, data, *more: plain(self, key, data.cpu(), *more)
-    )
-
-
-@pytest.mark.parametrize(
-    ("plant", "error"),
-    [
-        (waits_in_the_sum, stand_in.WaitedError),
-        (reads_an_element, stand_in.WaitedError),
-        (forgets_to_move, stand_in.WrongDeviceError),
-        (moves_and_waits, stand_in.WaitedError),
-        (stages_on_the_host, stand_in.WaitedError),
-    ],
-)
-def test_a_planted_error_is_seen(reference, there, monkeypatch, plant, error):
+@pytest.mark.parametrize(("owner", "name", "wrong", "error"), PLANTED.values(), ids=PLANTED)
+def test_a_planted_error_is_seen(reference, there, monkeypatch, owner, name, wrong, error):
     """A ``.cpu()``, an ``.item()`` or a tensor of the host in the path fails the tests above."""
-    plant(monkeypatch)
+    monkeypatch.setattr(owner, name, wrong(getattr(owner, name)))
     with pytest.raises(error):
         run(sink_of(reference), there)
 
