@@ -16,7 +16,7 @@ import torch
 from megatron_ttrace.compare.experts import ExpertRows, Match
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import Placer, RankLayout
-from megatron_ttrace.compare.writing import Storing
+from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore.roles import any_layer, is_within_experts
 from megatron_ttrace.placement.plan import Placements, describe, plan
 from megatron_ttrace.placement.token_index import TokenIndex, token_positions
@@ -67,7 +67,7 @@ def _named(key: TraceKey) -> _Named:
     return key.kind, any_layer(key.name), key.index
 
 
-class ShardSink(Storing):
+class ShardSink(WriteSink):
     """Stores everything that one rank has, with its place in the logical tensors.
 
     ``by`` is how activations are divided (:func:`known`). ``all_rows`` is a collective of the ranks
@@ -88,8 +88,8 @@ class ShardSink(Storing):
         self._placer = Placer(layout)
         self._by = by
         self._all_rows = all_rows
-        self._rows: dict[TraceKey, TokenIndex] = {}
-        self._experts = ExpertRows(iteration, layout.mesh, self._rows.get, self._of_experts)
+        self._of_all: dict[TraceKey, TokenIndex] = {}
+        self._experts = ExpertRows(iteration, layout.mesh, self._of_all.get, self._of_experts)
 
     def _as_stored(self, place: Place, data: torch.Tensor) -> torch.Tensor:
         return self._placer.oriented(TraceKey(self._iteration, *place), data)
@@ -118,7 +118,7 @@ class ShardSink(Storing):
         self, key: TraceKey, local: tuple[int, ...], rows_key: TraceKey, expert: int | None
     ) -> tuple[int, ...]:
         """The logical shape of a tensor within experts."""
-        rows = self._rows[rows_key]
+        rows = self._of_all[rows_key]
         rows = rows if expert is None else rows.of_expert(expert)
         return (len(rows.microbatch), *self._whole(key, local)[1:])
 
@@ -157,11 +157,11 @@ class ShardSink(Storing):
             TTraceError: when an expert gets a token twice.
         """
         rows = self._all_rows(index)
-        if self._experts.rows_key(microbatch, experts) in self._rows:
+        if self._experts.rows_key(microbatch, experts) in self._of_all:
             return  # recomputed
         for number in {microbatch, *rows.microbatches}:
             mine = rows.microbatch == number
-            self._rows[self._experts.rows_key(number, experts)] = TokenIndex(
+            self._of_all[self._experts.rows_key(number, experts)] = TokenIndex(
                 rows.microbatch[mine], rows.position[mine], rows.expert[mine]
             )
         data = torch.from_numpy(np.stack([index.position, index.expert], axis=1))

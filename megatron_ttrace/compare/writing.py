@@ -2,7 +2,6 @@
 """What is done with the reference's captured tensors: they are written."""
 
 import dataclasses
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -18,15 +17,15 @@ from megatron_ttrace.trace.staging import to_device
 from megatron_ttrace.trace.store import Entry, TraceWriter
 
 
-class Storing(ABC):
-    """Stores what a rank of the reference has, each tensor once, and other names as references.
+class WriteSink:
+    """Stores what the only rank of a reference has, each tensor once; other names point at it.
 
     ``forecast`` is called once, when the first microbatch's forward pass has ended, with the number
     of its bytes; what it raises ends the step's capture.
     """
 
     def __init__(
-        self, writer: TraceWriter, iteration: int, forecast: Callable[[int], None] | None
+        self, writer: TraceWriter, iteration: int, forecast: Callable[[int], None] | None = None
     ) -> None:
         self._writer = writer
         self._iteration = iteration
@@ -34,6 +33,7 @@ class Storing(ABC):
         self._forecast = forecast
         self._bytes = 0
         self._routed: dict[Place, torch.Tensor] = {}
+        self._rows: dict[tuple[int, str], TokenIndex] = {}
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
         """Store ``data`` under its first name and point the others at it."""
@@ -64,7 +64,6 @@ class Storing(ABC):
             data, same_as = None, line if same_as < 0 else same_as
         return same_as
 
-    @abstractmethod
     def placed(
         self,
         place: Place,
@@ -74,6 +73,11 @@ class Storing(ABC):
         first: Place | None = None,
     ) -> None:
         """Store a tensor whose placement is known; with ``first``, another name of that one."""
+        whole = data.detach().reshape(tuple(logical_shape))
+        if first is None:
+            self.tensor((place,), whole)
+        else:
+            self.repeat(first, place, whole)
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         """A reference is never isolated."""
@@ -88,10 +92,6 @@ class Storing(ABC):
         else:
             forecast, self._forecast = self._forecast, None
             forecast(self._bytes)
-
-    def _as_stored(self, place: Place, data: torch.Tensor) -> torch.Tensor:
-        """The tensor as one device would have it."""
-        return data
 
     def _entries(self, place: Place, data: torch.Tensor) -> list[Entry]:
         """The lines of a tensor: each says where a part of it is in a logical one."""
@@ -117,31 +117,6 @@ class Storing(ABC):
             self._routed[place] = data
         return self._routed[place]
 
-
-class WriteSink(Storing):
-    """Stores everything whole: the sink of a reference on one rank."""
-
-    def __init__(
-        self, writer: TraceWriter, iteration: int, forecast: Callable[[int], None] | None = None
-    ) -> None:
-        super().__init__(writer, iteration, forecast)
-        self._rows: dict[tuple[int, str], TokenIndex] = {}
-
-    def placed(
-        self,
-        place: Place,
-        data: torch.Tensor,
-        logical_shape: Sequence[int],
-        placement: Placements,
-        first: Place | None = None,
-    ) -> None:
-        """A tensor of the step; the reference holds it whole."""
-        whole = data.detach().reshape(tuple(logical_shape))
-        if first is None:
-            self.tensor((place,), whole)
-        else:
-            self.repeat(first, place, whole)
-
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """The reference has whole microbatches."""
         return torch.arange(local[0] * local[1])
@@ -154,7 +129,7 @@ class WriteSink(Storing):
             self._rows[microbatch, experts] = index
 
     def _as_stored(self, place: Place, data: torch.Tensor) -> torch.Tensor:
-        """An experts' tensor without the rows that pad it for a quantised product."""
+        """The tensor as one device would have it: without rows that pad a quantised product."""
         microbatch, kind, name, _ = place
         if not data.ndim or kind is Kind.ROUTING:
             return data

@@ -18,7 +18,7 @@ import torch
 
 from megatron_ttrace.capture.state import MOMENTS, held_state
 from megatron_ttrace.capture.step import StepSink, TracedModel
-from megatron_ttrace.compare.writing import Storing
+from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.checkpoints.buckets import by_parameter
 from megatron_ttrace.mcore.checkpoints.loading import Part, Source, load_weights
@@ -107,7 +107,7 @@ class InCheckpoint:
         name = self._names.get(tensor)
         return place.name if name is None else stored_name(name, place.name)
 
-    def write(self, sink: Storing) -> None:
+    def write(self, sink: WriteSink) -> None:
         """Write what every rank must have. The model has the state that was handed over by now."""
         stepped = owned_by(self._model.optimizer) if self._loads_optimizer else {}
         state = {(part.index, part.place.name): part.data for part in held_state(self._model)}
@@ -141,7 +141,7 @@ class InCheckpoint:
         )
 
     def _write_weight(
-        self, sink: Storing, parameter: torch.nn.Parameter, place: ParameterPlace
+        self, sink: WriteSink, parameter: torch.nn.Parameter, place: ParameterPlace
     ) -> LoadedIndex:
         """Write a weight, and what main weights are, rounded; returns what it must be, at last."""
         loaded, data = self._weights.pop(place.name, None), parameter.data
@@ -234,7 +234,7 @@ def of_ranks(ranks: Sequence[Unverified]) -> Unverified:
 
 
 def _put(
-    sink: Storing | StepSink,
+    sink: WriteSink | StepSink,
     place: ParameterPlace,
     index: LoadedIndex,
     data: torch.Tensor,
