@@ -117,6 +117,11 @@ class Placer:
             copies=copies(planned.steps, REDUCED_OVER, layout.mesh),
         )
 
+    def placed(self, key: TraceKey, whole: tuple[int, ...], placement: Placements) -> Match:
+        """The place of a tensor whose placement is known."""
+        planned = self._plan(("placed", whole, placement), lambda: placement, whole)
+        return Match(key, planned.words, planned.boxes, whole, self.factor(key))
+
     def oriented(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor:
         """``data`` with its dims in the order in which one device has them."""
         turned = module_of(key.name) in self._layout.sequence_first and key.kind in (
@@ -184,7 +189,11 @@ class Planner(Placer):
             if whole is None:
                 return [Measured.stranger(key, local)]
             if known is not None:
-                return [self._parameter(key, whole, *known)]
+                if known[0] != whole:
+                    raise NoPlacementError(
+                        f"the whole tensor is {known[0]}, in the reference {whole}"
+                    )
+                return [self.placed(key, *known)]
             return [self.place(key, local, whole, self._ends_of(key.microbatch))]
         except ValueError as error:
             return [Measured.misfit(key, local if known is None else known[0], str(error))]
@@ -218,14 +227,6 @@ class Planner(Placer):
             rows = torch.atleast_2d(self._reference.data(key)).tolist() if key else ()
             self._ends[microbatch] = ends_of(rows)
         return self._ends[microbatch]
-
-    def _parameter(
-        self, key: TraceKey, whole: tuple[int, ...], shape: tuple[int, ...], placement: Placements
-    ) -> Match:
-        if shape != whole:
-            raise NoPlacementError(f"the whole tensor is {shape}, in the reference {whole}")
-        planned = self._plan(("placed", whole, placement), lambda: placement, whole)
-        return Match(key, planned.words, planned.boxes, whole, self.factor(key))
 
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""

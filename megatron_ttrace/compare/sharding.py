@@ -18,7 +18,7 @@ from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import Placer, RankLayout
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore.roles import any_layer, is_within_experts
-from megatron_ttrace.placement.plan import Placements, describe, plan
+from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.placement.token_index import TokenIndex, token_positions
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.errors import TTraceError
@@ -131,15 +131,8 @@ class ShardSink(WriteSink):
         first: Place | None = None,
     ) -> None:
         """Store a tensor whose placement is known; with ``first``, another name of that one."""
-        key, whole = TraceKey(self._iteration, *place), tuple(logical_shape)
-        entry = Entry.of(
-            key,
-            data,
-            logical_shape=whole,
-            placement=describe(placement),
-            boxes=plan(whole, placement, self._layout.mesh),
-            factor=self._placer.factor(key),
-        )
+        key = TraceKey(self._iteration, *place)
+        entry = _entry(self._placer.placed(key, tuple(logical_shape), placement), data)
         if first is None:
             self._lines[place] = self._write([entry], data)
         else:

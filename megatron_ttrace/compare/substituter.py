@@ -37,35 +37,28 @@ class Substituter:
         """
         if not data.is_floating_point() and data.dtype != torch.bool:
             return None
-        if self._planner.experts.holds(key):
-            return self._rows(key, data)
-        if key not in self._reference:
+        has_rows = self._planner.experts.holds(key)
+        if not has_rows and key not in self._reference:
             return None
-        entry = self._reference.entry(key)
-        if key.microbatch == STEP_LEVEL and not entry.shape:
-            return self._reference.tensor(entry).clone()
-        instead = torch.empty_like(data)
+        if key.microbatch == STEP_LEVEL and not self._reference.entry(key).shape:
+            return self._reference.data(key).clone()
+        instead = data.detach().clone()
         oriented = self._planner.oriented(key, instead)
         try:
-            match = self._planner.activation(key, tuple(oriented.shape))
+            if has_rows:
+                parts = self._planner.rows(key, tuple(data.shape))
+                matches = [part for part in parts if isinstance(part, Match)]
+            else:
+                matches = [self._planner.activation(key, tuple(oriented.shape))]
         except ValueError:
             return None
-        if sum(box.numel for box in match.boxes) != data.numel():
-            return None
-        self._fill(oriented, match)
-        return self._if_other(key, instead, data)
-
-    def _rows(self, key: TraceKey, data: torch.Tensor) -> torch.Tensor | None:
-        """The reference's rows for an experts' tensor, or equal shares of them if it is partial."""
-        instead = data.detach().clone()
-        try:
-            matches = self._planner.rows(key, tuple(data.shape))
-        except ValueError:
+        if not has_rows and sum(box.numel for box in matches[0].boxes) != data.numel():
             return None
         for match in matches:
-            if isinstance(match, Match):
-                self._fill(instead, match)
-        return self._if_other(key, instead, data)
+            self.fill(oriented, match.key, match.boxes, match.share)
+        if self._perturb is not None and instead.is_floating_point():
+            instead = self._perturb(key, instead)
+        return None if torch.equal(instead, data) else instead
 
     def chosen(self, match: Match, data: torch.Tensor) -> torch.Tensor:
         """The reference's choice of a router, in the shape of this rank's."""
@@ -81,17 +74,6 @@ class Substituter:
             here.copy_(to_device(there, here.device))
             if share != 1.0:
                 here.mul_(share)
-
-    def _fill(self, data: torch.Tensor, match: Match) -> None:
-        self.fill(data, match.key, match.boxes, match.share)
-
-    def _if_other(
-        self, key: TraceKey, instead: torch.Tensor, data: torch.Tensor
-    ) -> torch.Tensor | None:
-        """The values, perturbed; ``None`` where they equal ``data``."""
-        if self._perturb is not None and instead.is_floating_point():
-            instead = self._perturb(key, instead)
-        return None if torch.equal(instead, data) else instead
 
 
 def makers_of(keys: Sequence[TraceKey]) -> list[TraceKey]:
