@@ -399,8 +399,3 @@ def test_a_gradient_that_may_be_needed(frozen, place):
     """Something trained runs before it, the reference lacks the tensor, or a parameter has it."""
     frozen.ranks[1][place] = values(8)
     assert frozen.outcomes()[0][place].is_failure
-
-
-def test_nothing_to_review(tmp_path):
-    world = World(tmp_path, MLP, 1)
-    assert set(world.outcomes()[0].values()) == {Outcome.PASS}

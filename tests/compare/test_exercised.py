@@ -142,17 +142,9 @@ def test_the_share_is_of_computed_tensors() -> None:
     assert found == (NotExercised(Unexercised.UNCHECKED, 2, 100),)
 
 
-class Trace:
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._tensors: dict[Place, torch.Tensor] = {}
-
-    def add(self, number: int, kind: Kind, name: str, value: torch.Tensor, index: int = 0) -> None:
-        self._tensors[number, kind, name, index] = value
-
-    def observe(self, requested: Requested = EVERYTHING) -> Observed:
-        reference = reference_of(self._directory, self._tensors)
-        return observe(reference, tolerances_of(reference), requested)
+def observed(directory: Path, tensors: dict[Place, torch.Tensor]) -> Observed:
+    reference = reference_of(directory, tensors)
+    return observe(reference, tolerances_of(reference), EVERYTHING)
 
 
 def causal(boundary: int = 0) -> torch.Tensor:
@@ -165,18 +157,18 @@ def causal(boundary: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("acts", [False, True])
 def test_batches_are_read(tmp_path: Path, acts: bool) -> None:
     """Masks and positions act if they do in any of the microbatches."""
-    trace = Trace(tmp_path)
+    trace: dict[Place, torch.Tensor] = {}
     for number in range(2):
         second = acts and number == 1
         mask, positions = torch.ones(1, 4), torch.arange(4)[None]
         if second:
             mask[0, 1] = 0.0
             positions = torch.tensor([[0, 1, 0, 1]])
-        trace.add(number, Kind.TOKENS, "tokens", torch.full((1, 4), 5 + second))
-        trace.add(number, Kind.TOKENS, "loss_mask", mask)
-        trace.add(number, Kind.TOKENS, "position_ids", positions)
-        trace.add(number, Kind.TOKENS, "attention_mask", causal(2 if second else 0))
-    found = trace.observe()
+        trace[number, Kind.TOKENS, "tokens", 0] = torch.full((1, 4), 5 + second)
+        trace[number, Kind.TOKENS, "loss_mask", 0] = mask
+        trace[number, Kind.TOKENS, "position_ids", 0] = positions
+        trace[number, Kind.TOKENS, "attention_mask", 0] = causal(2 if second else 0)
+    found = observed(tmp_path, trace)
     assert found.microbatches == 2
     assert (found.masks_loss, found.restarts_positions, found.hides_documents) == (acts,) * 3
     assert found.same_batches is not acts
@@ -185,23 +177,23 @@ def test_batches_are_read(tmp_path: Path, acts: bool) -> None:
 
 def test_what_a_script_masks_itself(tmp_path: Path) -> None:
     """A token without a gradient does not count, if the model returns the losses of tokens."""
-    trace = Trace(tmp_path)
+    trace: dict[Place, torch.Tensor] = {}
     for number, size in enumerate((4, 4, 5)):
-        trace.add(number, Kind.TOKENS, "loss_mask", torch.ones(1, 4))
+        trace[number, Kind.TOKENS, "loss_mask", 0] = torch.ones(1, 4)
         gradient = torch.ones(1, size)
         gradient[0, number:] = 0.0
-        trace.add(number, Kind.GRAD_OUTPUT, ROOT, gradient)
-    found = trace.observe()
+        trace[number, Kind.GRAD_OUTPUT, ROOT, 0] = gradient
+    found = observed(tmp_path, trace)
     assert (found.tokens, found.masks_loss) == ((0, 1, 4), True)
 
 
 @pytest.mark.parametrize(("field", "expected"), [("labels", False), ("cu_seqlens", None)])
 def test_a_batch_without_a_mask(tmp_path: Path, field: str, expected: bool | None) -> None:
     """Megatron's data set then separates no documents; another may do so by other means."""
-    trace = Trace(tmp_path)
-    trace.add(0, Kind.TOKENS, "tokens", torch.zeros(1, 4))
-    trace.add(0, Kind.TOKENS, field, torch.zeros(1, 4))
-    found = trace.observe()
+    trace: dict[Place, torch.Tensor] = {}
+    trace[0, Kind.TOKENS, "tokens", 0] = torch.zeros(1, 4)
+    trace[0, Kind.TOKENS, field, 0] = torch.zeros(1, 4)
+    found = observed(tmp_path, trace)
     assert found.hides_documents is expected
     assert (found.masks_loss, found.restarts_positions, found.tokens) == (None, None, ())
     assert not found.same_batches
@@ -209,15 +201,15 @@ def test_a_batch_without_a_mask(tmp_path: Path, field: str, expected: bool | Non
 
 def test_experts_are_counted_over_the_step(tmp_path: Path) -> None:
     """An expert that one of two microbatches feeds is not idle."""
-    trace = Trace(tmp_path)
+    trace: dict[Place, torch.Tensor] = {}
     for number, choice in enumerate([[[0, 1], [1, 0]], [[2, 0], [2, 0]]]):
-        trace.add(number, Kind.ROUTING, "mlp.router", torch.rand(2, 4), RoutingIndex.SCORES)
-        trace.add(number, Kind.ROUTING, "mlp.router", torch.tensor(choice), RoutingIndex.CHOICE)
-        trace.add(number, Kind.ROUTING, "mlp.experts", torch.zeros(4 - number, 2))
+        trace[number, Kind.ROUTING, "mlp.router", RoutingIndex.SCORES] = torch.rand(2, 4)
+        trace[number, Kind.ROUTING, "mlp.router", RoutingIndex.CHOICE] = torch.tensor(choice)
+        trace[number, Kind.ROUTING, "mlp.experts", 0] = torch.zeros(4 - number, 2)
         # Keys that sparse attention selects are no experts.
-        trace.add(number, Kind.ROUTING, "core_attention", torch.zeros(4, 9), RoutingIndex.SCORES)
-        trace.add(number, Kind.ROUTING, "core_attention", torch.zeros(4, 2), RoutingIndex.CHOICE)
-    found = trace.observe()
+        trace[number, Kind.ROUTING, "core_attention", RoutingIndex.SCORES] = torch.zeros(4, 9)
+        trace[number, Kind.ROUTING, "core_attention", RoutingIndex.CHOICE] = torch.zeros(4, 2)
+    found = observed(tmp_path, trace)
     assert (found.experts, found.idle, found.dropped) == (4, {"mlp.router": 1}, 1)
 
 
@@ -226,23 +218,23 @@ def test_experts_padded_to_their_capacity(
     tmp_path: Path, kept: list[list[int]], dropped: int
 ) -> None:
     """Their rows say nothing about the tokens that were dropped: the router's map does."""
-    trace = Trace(tmp_path)
+    trace: dict[Place, torch.Tensor] = {}
     choice = torch.tensor([[0], [0]])
-    trace.add(0, Kind.ROUTING, "mlp.router", torch.rand(2, 2), RoutingIndex.SCORES)
-    trace.add(0, Kind.ROUTING, "mlp.router", choice, RoutingIndex.CHOICE)
-    trace.add(0, Kind.ROUTING, "mlp.router", torch.tensor(kept).bool(), RoutingIndex.KEPT)
-    trace.add(0, Kind.ROUTING, "mlp.experts", torch.zeros(2, 1))
-    assert trace.observe().dropped == dropped
+    trace[0, Kind.ROUTING, "mlp.router", RoutingIndex.SCORES] = torch.rand(2, 2)
+    trace[0, Kind.ROUTING, "mlp.router", RoutingIndex.CHOICE] = choice
+    trace[0, Kind.ROUTING, "mlp.router", RoutingIndex.KEPT] = torch.tensor(kept).bool()
+    trace[0, Kind.ROUTING, "mlp.experts", 0] = torch.zeros(2, 1)
+    assert observed(tmp_path, trace).dropped == dropped
 
 
 def test_gradients_and_updates(tmp_path: Path) -> None:
     """Zero gradients by name; one update is enough."""
-    trace = Trace(tmp_path)
+    trace: dict[Place, torch.Tensor] = {}
     for name, value in (("a", 0.0), ("b", 1.0)):
-        trace.add(STEP_LEVEL, Kind.MAIN_GRAD, name, torch.full((3,), value))
-        trace.add(STEP_LEVEL, Kind.PARAM_DELTA, name, torch.full((3,), value))
-    trace.add(STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", torch.tensor(0.25))
-    found = trace.observe()
+        trace[STEP_LEVEL, Kind.MAIN_GRAD, name, 0] = torch.full((3,), value)
+        trace[STEP_LEVEL, Kind.PARAM_DELTA, name, 0] = torch.full((3,), value)
+    trace[STEP_LEVEL, Kind.GRAD_NORM, "grad_norm", 0] = torch.tensor(0.25)
+    found = observed(tmp_path, trace)
     assert (found.gradients, found.zero_gradients, found.updates) == (2, ("a",), True)
     assert found.norms == (0.25,)
 

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.gathered import Holding, by_rank, failing, merge, of_rank, of_ranks
+from megatron_ttrace.compare.gathered import Holding, failing, merge, of_rank, of_ranks
 from megatron_ttrace.compare.judge import judge
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, Problem
@@ -110,10 +110,3 @@ def test_what_fails_is_kept_apart() -> None:
     fine = of_ranks({0: [part(TOP)], 1: [part(BOTTOM)]})
     assert merge(fine, TOLERANCES, (), {Kind.OUTPUT}) == fine
     assert len(merge(fine, TOLERANCES)) == 1
-
-
-def test_by_rank() -> None:
-    held = merge(of_ranks({0: [part(TOP)], 1: [part(BOTTOM)]}), TOLERANCES)
-    found = by_rank(held)
-    assert list(found) == [0, 1]
-    assert found[0] == found[1] == [held[0].measured]

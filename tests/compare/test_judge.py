@@ -78,6 +78,8 @@ def test_every_field():
     assert verdict.margin == pytest.approx(0.4)
     assert (verdict.placement, verdict.shape, verdict.notes) == ("tp:Shard(0)", SHAPE, ())
     assert verdict.key == KEY
+    known = verdict_of(found(0.004), limits=Known(more={"unit": 2.0**-23}))
+    assert known.rel_err_eps == pytest.approx(0.004 * 2**23)  # of the tensor's own dtype
     missing = verdict_of(None, None)
     assert (missing.rel_err, missing.margin, missing.shape) == (None, None, SHAPE)
 
@@ -157,15 +159,6 @@ def test_outcomes(ranks, limits, outcome, failing, note):
     assert (verdict.reason is Reason.NONDETERMINISTIC) == (limits is NOISE and note is not None)
 
 
-def test_extra():
-    """A rank has it, the reference does not; nothing is dropped silently."""
-    other = found(key=dataclasses.replace(KEY, name="unknown"), problem="extra")
-    held = of_ranks({0: [found(), other], 1: [other]})
-    verdicts = judge([(KEY, SHAPE)], held, Known(), EPS)
-    assert [v.verdict for v in verdicts] == [Outcome.PASS, Outcome.EXTRA]
-    assert (verdicts[1].name, verdicts[1].ranks) == ("unknown", (0, 1))
-
-
 def test_an_infinite_tolerance_is_blind_to_an_infinite_error():
     """Of a count that is 0 in the reference, and is decided by rounding, no number is wrong."""
     verdict = verdict_of(found(1.0, reference=0.0), limits=Known(inf, 0.0))
@@ -208,11 +201,14 @@ def test_one_element_in_half_of_a_tensor(peak, error, outcome):
 
 
 def test_one_verdict_per_tensor_in_execution_order():
-    keys = [dataclasses.replace(KEY, name=name) for name in ("b", "a", "c")]
-    measured = {0: [found(key=keys[1]), found(key=keys[0])]}
-    verdicts = judge([(key, SHAPE) for key in keys], of_ranks(measured), Known(), EPS)
+    """Last what the reference does not have: nothing is dropped silently."""
+    *keys, unknown = (dataclasses.replace(KEY, name=name) for name in "bacd")
+    other = found(key=unknown, problem="extra")
+    held = of_ranks({0: [found(key=keys[1]), other, found(key=keys[0])], 1: [other]})
+    verdicts = judge([(key, SHAPE) for key in keys], held, Known(), EPS)
     outcomes = [(v.name, v.verdict.value) for v in verdicts]
-    assert outcomes == [("b", "pass"), ("a", "pass"), ("c", "missing")]
+    assert outcomes == [("b", "pass"), ("a", "pass"), ("c", "missing"), ("d", "extra")]
+    assert verdicts[3].ranks == (0, 1)
 
 
 def test_the_worse_of_two_findings_of_one_rank_counts():
@@ -319,9 +315,3 @@ def test_half_the_tolerance_on_every_rank_is_never_flagged(candidate):
         noise *= 0.5 * TOLERANCE * float(local.double().norm()) / float(noise.norm())
         local.copy_((local.double() + noise).to(local.dtype))
     assert judged(logical, ranks, TOLERANCE).verdict is Outcome.PASS
-
-
-def test_an_error_in_epsilons():
-    """Of the tensor's own dtype where that is known."""
-    verdict = verdict_of(found(0.004), limits=Known(more={"unit": 2.0**-23}))
-    assert verdict.rel_err_eps == pytest.approx(0.004 * 2**23)

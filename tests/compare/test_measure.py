@@ -165,25 +165,6 @@ def test_more_than_one_block(dtype):
         close(measure(part, r, (half,)), by_numpy(part, r[:, 8:]))
 
 
-def test_scalars_single_elements_and_empty_tensors():
-    """0 dims, one element, no element."""
-    assert measure(torch.tensor(3.0), torch.tensor(1.0), whole(torch.tensor(1.0))) == Sums(
-        n=1,
-        diff=4.0,
-        reference=1.0,
-        candidate=9.0,
-        dot=3.0,
-        worst=2.0,
-        nonfinite=0,
-        checksum=checksum(torch.tensor(3.0)),
-    )
-    one = torch.tensor([[2.0]])
-    assert measure(one, one, whole(one)).diff == 0.0
-    empty = torch.zeros(0, 4)
-    assert measure(empty, empty, whole(empty)) == Sums()
-    assert checksum(empty) == 0
-
-
 @pytest.mark.parametrize(
     ("candidate", "reference", "nonfinite", "diff"),
     [

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatron_ttrace.compare import planning
-from megatron_ttrace.compare.experts import Match
 from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.trace.records import Kind, TraceKey
 from tests.compare.traces import reference_of
@@ -22,16 +21,6 @@ LAYOUT = RankLayout(mesh_of(1, 2, tp=2), 8, 3.0, frozenset({"a", "x"}))
 def reference(tmp_path):
     places = [(0, kind, "a", 0) for kind in (Kind.OUTPUT, Kind.GRAD_INPUT)]
     return reference_of(tmp_path, dict.fromkeys(places, torch.ones(8, 1, 6)))
-
-
-def test_an_activation(reference):
-    """Its factor is that of its kind."""
-    planner = Planner(reference, 1, LAYOUT)
-    [output] = planner.plan(KEY, (4, 1, 6))
-    [gradient] = planner.plan(GRAD, (4, 1, 6))
-    assert isinstance(output, Match)
-    assert (output.placement, output.logical_shape, output.share) == ("tp:Shard(0)", (8, 1, 6), 1.0)
-    assert (gradient.factor, gradient.share, gradient.partial_over) == (3.0, 3.0, "")
 
 
 def test_a_partial_tensor_is_a_share(reference):

@@ -42,14 +42,6 @@ def test_a_replay_disturbs_what_it_hands_back(reference):
     assert told == [KEY]
 
 
-def test_filling_is_in_place(reference):
-    made = substituter(reference)
-    data = torch.zeros(8, 1, 3)
-    match = made._planner.activation(KEY, (8, 1, 3))
-    made.fill(data, KEY, match.boxes)
-    assert torch.equal(data, VALUES.chunk(2, -1)[1])
-
-
 ENTERS, LEFT = Kind.GRAD_INPUT, Kind.GRAD_OUTPUT
 
 
