@@ -124,19 +124,6 @@ class _Place(NamedTuple):
     line: int
 
 
-class _Call(NamedTuple):
-    """A collective; the fields are those of ``trace/collectives.py: Call``."""
-
-    iteration: int
-    operation: Operation
-    reduction: str
-    group: Group
-    dtype: str
-    agreed: int
-    peer: int
-    place: _Place
-
-
 class _Run:
     """What a thread runs: modules from the outermost, and when which of them was innermost."""
 
@@ -170,7 +157,9 @@ class CollectiveTap:
         self._modules = {module: name for name, module in named}
         self._sort = {name: (pattern(name), type(module)) for name, module in named}
         self._groups: dict[Any, Group | None] = {}
-        self._calls: dict[tuple[object, ...], tuple[_Call, collections.Counter[int]]] = {}
+        self._numbers: dict[Group, int] = {}
+        self._codes: list[CodeType | None] = []
+        self._calls: dict[tuple[object, ...], tuple[Call, collections.Counter[int]]] = {}
         self._order: dict[str, Any] = {}
         self._functions: dict[_Sort, ModuleCode] = {}
         self._users: dict[str, str] = {}
@@ -204,21 +193,13 @@ class CollectiveTap:
 
     def ledger(self) -> RankLedger:
         """What was recorded, without the code of modules."""
-        groups: dict[Group, int] = {}
-        calls = []
-        for call, _ in self._calls.values():
-            known = call._asdict()
-            module, phase, code, line = known.pop("place")
-            known["group"] = groups.setdefault(call.group, len(groups))
-            where = "" if code is None else sources.shown(code, line)
-            calls.append(Call(**known, module=module, direction=phase, where=where))
         order = {name: digest.hexdigest() for name, digest in self._order.items()}
         return RankLedger(
-            tuple(calls),
+            tuple(call for call, _ in self._calls.values()),
             tuple(tuple(map(Size._make, sizes.items())) for _, sizes in self._calls.values()),
             tuple(
                 dataclasses.replace(group, order=order.get(group.communicator, ""))
-                for group in groups
+                for group in self._numbers
             ),
             error=self.error,
         )
@@ -392,8 +373,20 @@ class CollectiveTap:
         objects = id(operation), id(group), id(place.phase), id(place.code)
         key = self._iteration, reduction, dtype, agreed, peer, place.line, place.module, *objects
         if (known := self._calls.get(key)) is None:
-            alike = self._iteration, operation, reduction, group, dtype, agreed, peer, place
-            known = self._calls[key] = _Call(*alike), collections.Counter()
+            call = Call(
+                iteration=self._iteration,
+                operation=operation,
+                reduction=reduction,
+                group=self._numbers.setdefault(group, len(self._numbers)),
+                dtype=dtype,
+                agreed=agreed,
+                peer=peer,
+                module=place.module,
+                direction=place.phase,
+                where="" if place.code is None else sources.shown(place.code, place.line),
+            )
+            known = self._calls[key] = call, collections.Counter()
+            self._codes.append(place.code)
         known[1][_bytes(tensors)] += 1
         if operation not in (Operation.SEND, Operation.RECV):
             digest = self._order.setdefault(
