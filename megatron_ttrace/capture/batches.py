@@ -36,16 +36,15 @@ class Served:
             for source, items in zip(self._sources, self._fetched, strict=True):
                 for _ in range(count):
                     items.append(next(source))
-        except StopIteration:
-            self.serve()
+        except BaseException as error:
+            self.serve()  # what was fetched is not lost to training
+            if not isinstance(error, StopIteration):
+                raise
             fetched = min(map(len, self._fetched))
             raise TTraceError(
                 f"the data ends after {fetched} of the {count} microbatches of the traced "
                 "iterations: trace fewer, or give more data"
             ) from None
-        except BaseException:
-            self.serve()  # what was fetched is not lost to training
-            raise
 
     @property
     def batches(self) -> list[Batch]:

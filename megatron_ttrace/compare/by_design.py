@@ -134,7 +134,7 @@ class _Partial:
         self._ranks = mesh.size(REDUCED_OVER) * mesh.size("cp")
         self._ledger = ledger
         self._by_key = {v.key: v for v in run.verdicts}
-        self._sound: dict[tuple[int, str], bool] = {}
+        self._is_sound = functools.cache(self._has_no_fault)
         self._places: dict[_Place, list[Judged]] = defaultdict(list)
         flow = [v for v in run.verdicts if v.kind in FLOW]
         for v in flow:
@@ -167,14 +167,16 @@ class _Partial:
         """The relative error of the ranks' sum, if it is one that passes."""
         holders = self._run.holders[failure.key]
         tolerance = self._tolerances.of(failure.key)
-        if tolerance.blind or sum(held.copies for held in holders) != self._ranks:
+        parts = [
+            (held, sums)
+            for held in holders
+            if held.measured.sketch
+            and (sums := held.measured.sums)
+            and not (sums.nonfinite or sums.undefined)
+        ]
+        complete = len(parts) == len(holders) and sum(h.copies for h in holders) == self._ranks
+        if tolerance.blind or not complete:
             return None
-        parts = []
-        for held in holders:
-            sums = held.measured.sums
-            if not held.measured.sketch or sums is None or sums.nonfinite or sums.undefined:
-                return None
-            parts.append((held, sums))
         worst = max(tolerance.error_of(sums) for _, sums in summed(parts))
         return worst if worst.margin <= 1.0 else None
 
@@ -189,21 +191,18 @@ class _Partial:
             and self._is_reduced(failure, container)
         )
 
-    def _is_sound(self, iteration: int, container: str) -> bool:
+    def _has_no_fault(self, iteration: int, container: str) -> bool:
         """Whether nothing fails in it but summands, and its parameters' gradients pass."""
-        place = iteration, container
-        if place not in self._sound:
-            within = [
-                v
-                for v in self._run.verdicts
-                if v.iteration == iteration
-                and (v.direction in _COMPUTED or v.kind is Kind.MAIN_GRAD)
-                and is_within(v.name, container)
-            ]
-            self._sound[place] = all(
-                v.key in self._sums for v in within if v.verdict.is_failure
-            ) and any(v.kind is Kind.MAIN_GRAD and v.verdict is Outcome.PASS for v in within)
-        return self._sound[place]
+        within = [
+            v
+            for v in self._run.verdicts
+            if v.iteration == iteration
+            and (v.direction in _COMPUTED or v.kind is Kind.MAIN_GRAD)
+            and is_within(v.name, container)
+        ]
+        return all(v.key in self._sums for v in within if v.verdict.is_failure) and any(
+            v.kind is Kind.MAIN_GRAD and v.verdict is Outcome.PASS for v in within
+        )
 
     def _container(self, failure: Judged) -> list[Judged]:
         """The tensors of the nearest container in which ranks' values are no summands."""

@@ -19,7 +19,7 @@ from megatron_ttrace.placement.plan import Placements, copies, describe, describ
 from megatron_ttrace.placement.token_index import TokenIndex, ends_of, token_positions
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.modules import module_of
-from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
+from megatron_ttrace.trace.records import Kind, TraceKey
 from megatron_ttrace.trace.store import TraceReader
 
 REDUCED_OVER = "tp"
@@ -166,7 +166,7 @@ class Planner(Placer):
         )
         self._reference = reference
         self._iteration = iteration
-        self._ends: dict[int, tuple[int, ...]] = {}
+        self._ends_of = functools.cache(self._read_ends)
 
     def plan(
         self,
@@ -215,18 +215,13 @@ class Planner(Placer):
         whole = self._reference.entry(key).shape
         return self.place(key, local, whole, self._ends_of(key.microbatch))
 
-    def _ends_of(self, microbatch: int) -> tuple[int, ...]:
+    def _read_ends(self, microbatch: int) -> tuple[int, ...]:
         """Where a microbatch's packed sequences end, if they are divided one by one."""
-        if not self._layout.bounds or microbatch == STEP_LEVEL:
-            return ()
-        if microbatch not in self._ends:
-            names = self._layout.bounds
-            keys = [TraceKey(self._iteration, microbatch, Kind.TOKENS, name) for name in names]
-            key = next((key for key in keys if key in self._reference), None)
-            # A row may be all there is, without a dim for it.
-            rows = torch.atleast_2d(self._reference.data(key)).tolist() if key else ()
-            self._ends[microbatch] = ends_of(rows)
-        return self._ends[microbatch]
+        names = self._layout.bounds
+        keys = [TraceKey(self._iteration, microbatch, Kind.TOKENS, name) for name in names]
+        key = next((key for key in keys if key in self._reference), None)
+        # A row may be all there is, without a dim for it.
+        return ends_of(torch.atleast_2d(self._reference.data(key)).tolist() if key else ())
 
     def positions(self, microbatch: int, local: tuple[int, int]) -> torch.Tensor:
         """Positions of this rank's tokens in their microbatch."""

@@ -273,23 +273,21 @@ class CompareSink:
                 self._compare(key, data if instead is None else instead)
             return
         self._compare(keys[0], data)
-        for key in keys[1:]:
-            self._repeat(keys[0], key, data)
+        for place in places[1:]:
+            self.repeat(places[0], place, data)
 
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
         """Take another name of a tensor that was compared already."""
-        self._repeat(TraceKey(self._iteration, *first), TraceKey(self._iteration, *place), data)
-
-    def _repeat(self, first: TraceKey, key: TraceKey, data: torch.Tensor) -> None:
-        known = self._by_key.get(first)
+        earlier, key = TraceKey(self._iteration, *first), TraceKey(self._iteration, *place)
+        known = self._by_key.get(earlier)
         same = (
             not self._planner.experts.holds(key)
             and not self._isolate  # when isolating, it has the reference's values by now
             and known is not None
             and known.sums is not None
             and key in self._reference
-            and self._reference.primary(first) == self._reference.primary(key)
-            and self._planner.blocks(first) == self._planner.blocks(key)
+            and self._reference.primary(earlier) == self._reference.primary(key)
+            and self._planner.blocks(earlier) == self._planner.blocks(key)
         )
         if not same or known is None:
             self._compare(key, data)
@@ -297,9 +295,9 @@ class CompareSink:
         measured = dataclasses.replace(known, key=key)
         self._add(measured)
         if measured.unread is None or not self._keeper.waits_for_sums:
-            self._keeper.keep_again(first, measured, data)
+            self._keeper.keep_again(earlier, measured, data)
         else:
-            self._stage(_Staged(len(self._measured) - 1, data.detach(), first=first))
+            self._stage(_Staged(len(self._measured) - 1, data.detach(), first=earlier))
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         """When isolating: this rank's part of the reference, unless ``data`` equals it."""

@@ -42,16 +42,14 @@ def test_layers_are_divided_alike(tmp_path):
     assert found == ((Kind.OUTPUT, FC1.format("*"), 0, (1, 1, 2)),)
 
 
-def test_layers_that_are_divided_differently(tmp_path):
-    """Then nothing can be said of a third one."""
-    with pytest.raises(TTraceError, match="divide this tensor differently"):
-        divided(trial(tmp_path, ((4, 2, 8), (4, 2, 16)), ((4, 2, 8), (4, 2, 8))))
-
-
-def test_parts_of_different_sizes(tmp_path):
-    """Nothing tells how a larger tensor would be divided."""
-    with pytest.raises(TTraceError, match="parts of different sizes"):
-        divided(trial(tmp_path, ((4, 2, 8), (4, 2, 15))))
+@pytest.mark.parametrize(
+    ("columns", "why"),
+    [((16, 8), "divide this tensor differently"), ((15,), "parts of different sizes")],
+)
+def test_layers_that_are_divided_differently(tmp_path, columns, why):
+    """Then nothing can be said of another layer, or of a larger tensor."""
+    with pytest.raises(TTraceError, match=why):
+        divided(trial(tmp_path, *(((4, 2, 8), (4, 2, size)) for size in columns)))
 
 
 @pytest.fixture
