@@ -75,8 +75,6 @@ def agreement(where: str, dtypes: Sequence[torch.dtype] = DTYPES) -> dict[str, A
             marks = int(weighted(c)) & MASK
             expected = dataclasses.replace(measure(c, r, boxes, 3.0), checksum=marks)
             rows = device.launch(c.to(where), r, boxes, 3.0)
-            if where == "cpu":  # measure is what runs there otherwise
-                assert rows.device.type == "cpu"
             found = device.read(rows.cpu().tolist(), boxes)
             for field in dataclasses.fields(Sums):
                 ours, theirs = getattr(found, field.name), getattr(expected, field.name)

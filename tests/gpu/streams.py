@@ -10,10 +10,10 @@ import torch
 from megatron_ttrace.compare.measure import relative_error
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.capture.recorder import Model, batch, tapped
+from tests.compare.traces import writing
 
 _DELAY = 20_000_000
 """Cycles, about 10 ms: a tensor that is read too early is read before it is written."""
@@ -49,11 +49,9 @@ def run(sink: Any, where: str) -> None:
 def side_streams(where: str) -> dict[str, Any]:
     """Everything captured, and everything stored, has the CPU's values."""
     with tempfile.TemporaryDirectory() as home:
-        writer = TraceWriter(Path(home, "reference"), 0)
-        run(WriteSink(writer, 1), "cpu")
-        writer.close()
-        seal(writer.directory, {"role": "reference"})
-        reference = TraceReader(writer.directory)
+        with writing(Path(home, "reference")) as reference_sink:
+            run(reference_sink, "cpu")
+        reference = TraceReader(Path(home, "reference"))
         writer = TraceWriter(Path(home, "candidate"), 0)
         layout = RankLayout(SINGLE, 5, 1.0)
         sink = CompareSink(reference, 1, layout, writer=writer, keep_all=True)

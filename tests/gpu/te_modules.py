@@ -18,27 +18,17 @@ from megatron_ttrace.compare.tolerance import epsilon
 
 SEQUENCE, BATCH, HIDDEN, HEADS = 64, 2, 128, 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FEATURES: dict[str, Any] = {"in_features": HIDDEN, "out_features": 256}
+_ATTENTION = {"num_attention_heads": HEADS, "kv_channels": HIDDEN // HEADS}
 CASES = {
-    "Linear": ("Linear", {"in_features": HIDDEN, "out_features": 256}),
-    "LayerNormLinear": ("LayerNormLinear", {"in_features": HIDDEN, "out_features": 256}),
-    "LayerNormLinear, RMSNorm": (
-        "LayerNormLinear",
-        {"in_features": HIDDEN, "out_features": 256, "normalization": "RMSNorm"},
-    ),
-    "GroupedLinear": (
-        "GroupedLinear",
-        {"num_gemms": 2, "in_features": HIDDEN, "out_features": 256},
-    ),
+    "Linear": ("Linear", _FEATURES),
+    "LayerNormLinear": ("LayerNormLinear", _FEATURES),
+    "LayerNormLinear, RMSNorm": ("LayerNormLinear", {**_FEATURES, "normalization": "RMSNorm"}),
+    "GroupedLinear": ("GroupedLinear", {**_FEATURES, "num_gemms": 2}),
     "LayerNorm": ("LayerNorm", {"normalized_shape": HIDDEN}),
     "RMSNorm": ("RMSNorm", {"normalized_shape": HIDDEN}),
-    "DotProductAttention": (
-        "DotProductAttention",
-        {"num_attention_heads": HEADS, "kv_channels": HIDDEN // HEADS},
-    ),
-    "DotProductAttention, grouped": (
-        "DotProductAttention",
-        {"num_attention_heads": HEADS, "kv_channels": HIDDEN // HEADS, "num_gqa_groups": 2},
-    ),
+    "DotProductAttention": ("DotProductAttention", _ATTENTION),
+    "DotProductAttention, grouped": ("DotProductAttention", {**_ATTENTION, "num_gqa_groups": 2}),
 }
 PRODUCTS = ("Linear", "LayerNormLinear", "GroupedLinear")
 PRECISIONS = ("fp32", "bf16", "fp8-delayed", "fp8-tensorwise")

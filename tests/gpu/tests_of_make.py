@@ -332,11 +332,7 @@ TESTS = [
     ),
     *(Test(f"bug-{id}", "c", f"known bug {id}", 240, bug(id), BOTH) for id in BUGS),
     Test(
-        "cpu-against-gpu",
-        "d",
-        "references of one device, candidates of the other",
-        240,
-        cpu_against_gpu,
+        "cpu-against-gpu", "d", "references of one, candidates of the other", 240, cpu_against_gpu
     ),
     Test("kernel-speed", "g", "fused kernel, GB/s", 90, kernel_speed, measures=True),
     Test("side-streams", "e", "modules on streams of their own", 90, side_streams),
@@ -353,28 +349,10 @@ TESTS = [
         )
         for size, limit in (("0.3B", 300), ("1B", 400))
     ),
-    Test(
-        "fp8-delayed",
-        "a",
-        "FP8, delayed scaling",
-        200,
-        one_rank("--bf16", "--fp8-format", "hybrid"),
-        (True,),
+    *(
+        Test(f"fp8-{recipe}", "a", f"FP8, {recipe} scaling", 200, one_rank(*words), (True,))
+        for recipe in ("delayed", "tensorwise")
+        for words in [("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", recipe)]
     ),
-    Test(
-        "fp8-tensorwise",
-        "a",
-        "FP8, tensorwise scaling",
-        200,
-        one_rank("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
-        (True,),
-    ),
-    Test(
-        "emulation",
-        "te",
-        "each emulated module against TransformerEngine's",
-        200,
-        emulation,
-        (True,),
-    ),
+    Test("emulation", "te", "emulated modules against the real ones", 200, emulation, (True,)),
 ]
