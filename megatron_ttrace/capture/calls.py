@@ -56,10 +56,8 @@ class _Seen:
     """A function of Megatron's that started; hashing its code would take longer than all else.
 
     Attributes:
-        code: of the function.
         part: of the step that its file belongs to.
         is_inside: whether it may be a part of a module.
-        arguments: their names.
         starts: since it showed something new.
         results: that were looked at.
         phase: of its last start.

@@ -38,7 +38,6 @@ class ChunkState:
         forward, backward: this rank's number of the microbatch in either direction.
         aside: a pass without gradients is under way, which belongs to no microbatch.
         seen, seen_again: tensors of the forward pass, and of its recomputation.
-        emitted: everything that was handed over.
         again: what the microbatch's recomputation, if it makes a graph, has seen.
         runs: when a module ran without a graph in the forward pass (how many nodes were made until
             then), and under which name.

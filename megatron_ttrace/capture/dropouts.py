@@ -60,13 +60,10 @@ class DropoutTap:
         microbatch: Callable[[int], int | None],
         record: Callable[[Place, int], None],
     ) -> None:
-        """Prepare.
+        """Prepare for the chunks of the rank at a place of the mesh.
 
-        Args:
-            chunks: of this rank.
-            mesh: this rank's place.
-            microbatch: returns the reference's number of that which a chunk works on, if any.
-            record: is given what is found out about a call (:class:`DropoutIndex`).
+        ``microbatch`` returns the reference's number of that which a chunk works on, if any;
+        ``record`` is given what is found out about a call (:class:`DropoutIndex`).
         """
         self._chunks = chunks
         self._known = {

@@ -18,26 +18,20 @@ from megatron_ttrace.trace.records import Kind
 class RunConfig(Record):
     """What was checked, and how; what an older trace lacks has its default.
 
+    ``layers``, ``hidden`` size and ``seq_length`` are 0 if unknown, ``arithmetic`` is ``None``.
+
     Attributes:
-        sequence_parallel: ``--sequence-parallel``.
-        distributed_optimizer: ``--use-distributed-optimizer``.
-        dtype: of the computation.
-        layers: of the model, 0 if unknown.
-        hidden: hidden size, 0 if unknown.
-        seq_length: tokens of a sample, 0 if unknown.
         weight_shards: ranks that gather each weight, or each weight of an expert if these are more.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``, empty without experts.
         own_tokens: indices of the ``routing`` tensors of a router that depend on all tokens of a
             rank, where a rank has a part of a microbatch.
         own_shards: kinds of tensors of a matrix that depend on a rank's whole shard of it.
         iterations: those that were traced.
-        isolate: whether every module was given the reference's tensors.
+        isolate: every module was given the reference's tensors.
         logs: whether Megatron's ``training_log`` could be called.
         follows_dropout: whether calls of dropout could be followed, if there were any.
         init: where the start values came from (``--ttrace-init``).
         reference: directory of the reference.
-        arithmetic: what decides in which order things are added up, ``None`` if unknown.
-        requested: features that the arguments ask for.
     """
 
     sequence_parallel: bool = False

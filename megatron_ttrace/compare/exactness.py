@@ -26,8 +26,6 @@ class Arithmetic(Record):
 
     Attributes:
         splits_sums: axes larger than one that split sums or matrix products: tp, cp, ep, etp.
-        pp: pipeline stages.
-        dp: data-parallel ranks.
         shared_embedding: stages hold copies of one embedding and sum their gradients (tied
             embeddings, multi-token prediction).
         clips: gradients are scaled by a norm that is summed over all ranks.

@@ -29,10 +29,9 @@ class Match:
     """A part of a rank's tensor and the part of the reference's tensor that it must equal.
 
     Attributes:
-        key: of the reference's tensor.
+        key, logical_shape: of the reference's tensor.
         placement: for reports.
         boxes: the local elements and the logical ones, pair by pair.
-        logical_shape: of the reference's tensor.
         factor: expected candidate/reference ratio.
         partial_over: the axis whose ranks' tensors add up to the reference's; empty for a tensor
             that is compared as it is.

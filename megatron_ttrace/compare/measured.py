@@ -30,18 +30,15 @@ class Measured:
     """What one rank found out about one of its tensors.
 
     Attributes:
-        key: of the tensor.
         placement: for reports.
         boxes: which of its elements are which logical ones.
         logical_shape: of the whole tensor; of one that does not fit, the candidate's.
         sums: of the differences; ``None`` when nothing could be measured, and empty while
             ``unread`` has them.
-        problem: why nothing could be, if so.
-        note: more about it.
+        problem: why nothing could be, if so; ``note`` has more.
         sketch: of a tensor that is partial over the mesh axis ``partial_over``: the sketches of all
             ranks with the same boxes add up to the reference (compare/sketch.py).
         moments: of initial values, which are judged by these (compare/initial.py).
-        partial_over: the axis, if any.
         unread: sums that are still on a device (compare/device.py).
     """
 

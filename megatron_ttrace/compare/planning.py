@@ -31,8 +31,6 @@ class RankLayout:
     """What the comparison must know of the candidate's configuration.
 
     Attributes:
-        mesh: this rank's place.
-        seq_length: logical sequence length.
         gradient_factor: expected candidate/reference ratio of activation gradients: each
             microbatch's loss is divided by the number of microbatches of *its* rank, and by the
             tokens its context-parallel rank sees.
@@ -40,7 +38,6 @@ class RankLayout:
         head_rows: modules that see one row per token and head, and the whole number of heads.
         loss_scale: the candidate's loss scale relative to the reference's.
         dispatcher: Megatron's ``--moe-token-dispatcher-type``; empty without experts.
-        partials: activations and gradients that are partial over an axis.
         sequence_first: modules that return [sequence, batch, hidden] here and
             [batch, sequence, hidden] in the reference: the vocabulary-parallel embedding, where it
             reduce-scatters to sequence-parallel ranks (megatron/core/tensor_parallel/layers.py).

@@ -28,12 +28,8 @@ def sketch_of_share(
 ) -> tuple[float, ...]:
     """The sketch of a rank's difference from an equal share of the reference.
 
-    Args:
-        local: the partial tensor, on any device.
-        logical: the reference's whole tensor.
-        boxes: how they correspond.
-        factor: expected candidate/reference ratio.
-        ranks: how many of them add up to the whole.
+    Arguments as of :func:`~megatron_ttrace.compare.measure.measure`, on any device; ``ranks`` add
+    up to the whole.
     """
     return tuple(sums_of_share(local, logical, boxes, factor, ranks).tolist())
 

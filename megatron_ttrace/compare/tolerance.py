@@ -79,14 +79,12 @@ class Tolerance:
 
     Attributes:
         value: tolerated relative error.
-        rms: of the reference.
         bound: a tolerance above it is blind.
         unit: the machine epsilon of what a module computes, in whose multiples errors are printed;
             0 if that is the job's. Gradients and optimizer state are wider than what they were
             computed from: theirs is the job's.
         repeated: how far the step itself moves the tensor, without perturbation.
         is_noise: whether that, and not rounding, decides ``value``.
-        n: number of elements of the logical tensor.
         peak: the part of ``value`` that rounding may move one element by.
         row: the same of one row; 0 if only elements were measured.
         element: how far one element may be off, relative to the norm; 0 if that is not judged. A
@@ -136,10 +134,7 @@ class Tolerance:
 class PartError(NamedTuple):
     """The relative error of one rank's part of a tensor; the largest is the worst.
 
-    Attributes:
-        margin: error ÷ tolerance.
-        error: see :func:`relative_error`; or that of an element.
-        tolerance: of the part; or of an element.
+    ``error`` (:func:`relative_error`) and ``tolerance`` are those of the part, or of an element.
     """
 
     margin: float
