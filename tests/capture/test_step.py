@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step returns is captured, whatever form it has."""
+"""What a step returns is captured, whatever form it has; buffers have places in the whole model."""
 
+from argparse import Namespace
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
-from megatron_ttrace.capture.step import StepTap, TracedModel
+from megatron_ttrace.capture.initial import initial_values
+from megatron_ttrace.capture.step import StepTap, TracedModel, place_buffer
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.placement.mesh import SINGLE
+from megatron_ttrace.placement.plan import describe
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind
+from tests.placement.meshes import mesh_of
 
 
 class Sink:
@@ -38,3 +44,43 @@ def test_losses() -> None:
     assert torch.equal(sink.given["domains"], domains)
     assert sink.given["lm loss"].shape == ()
     assert sink.given["tokens"].dtype == torch.float32
+
+
+class Model(nn.Module):
+    """Rotary angles that were cached for a group, and a buffer of another kind."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.rotary = nn.Module()
+        self.rotary.cp_group = group
+        self.rotary.register_buffer("cos_cached", torch.zeros(8, 1, 1, 4))
+        self.rotary.register_buffer("inv_freq", torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("cp", "group", "leaf", "shape", "placement"),
+    [
+        (1, "group", "cos_cached", (8, 1, 1, 4), "Replicate"),
+        (2, "group", "cos_cached", (16, 1, 1, 4), "cp:ZigZag(0)"),
+        (2, None, "cos_cached", (8, 1, 1, 4), "Replicate"),
+        (2, "group", "inv_freq", (4,), "Replicate"),
+    ],
+)
+def test_cached_angles_are_divided_with_the_sequence(cp, group, leaf, shape, placement):
+    """By context parallelism only, and no other buffer."""
+    names = canonical_names(Model(group))
+    name = f"rotary.{leaf}"
+    found = place_buffer(name, names.buffers[name].shape, names, mesh_of(0, cp, cp=cp))
+    assert (found.logical_shape, describe(found.placement)) == (shape, placement)
+
+
+def test_start_of_buffers():
+    """Their initial values are taken like parameters', except for tables of positions."""
+    model = Model("group")
+    model.register_buffer("calls", torch.tensor(0))
+    mesh = mesh_of(0, 2, cp=2)
+    traced = TracedModel([model], [canonical_names(model)], None, mesh)
+    taken = initial_values(traced, Namespace())
+    assert [(one.name, one.logical_shape, one.moments.n) for one in taken] == [
+        ("rotary.inv_freq", (4,), 4)
+    ]

@@ -129,21 +129,16 @@ def test_two_collectives() -> None:
 
 
 def test_what_the_reference_does_not_count() -> None:
+    """It is not expected, unless the reference steps it: then it is wrong in both runs."""
     alone = Counting(Statistic.GRAD_NORM, (), (Term(1),))
+    update = Counting(Statistic.STEPPED, (), (Term(0), Term(1)))
     reference = Counted(1, (norm(), Part(WEIGHT, (4, 3), ())), (0, 1), (alone,))
+    stepped = dataclasses.replace(reference, countings=(alone, update))
     ranks = {0: [rank(0, range(2), parts=(1,))], 1: [rank(1, range(2), parts=(1,))]}
     assert not failures(judge((reference,), ranks))
-    assert failures(judge((), ranks)) == {NORM: (Reason.NEVER_COUNTED, (0, 1))}
-
-
-def test_a_norm_has_all_that_is_stepped() -> None:
-    """Also if the reference leaves it out, for whatever reason: it is wrong in both runs."""
-    update = Counting(Statistic.STEPPED, (), (Term(0), Term(1)))
-    alone = Counting(Statistic.GRAD_NORM, (), (Term(1),))
-    reference = Counted(1, (norm(), Part(WEIGHT, (4, 3), ())), (0, 1), (alone, update))
-    ranks = {0: [rank(0, range(2), parts=(1,))], 1: [rank(1, range(2), parts=(1,))]}
-    assert failures(judge((reference,), ranks)) == {NORM: (Reason.NEVER_COUNTED, (0, 1))}
-    assert not failures(judge((reference,), {at: [one] for at, one in enumerate(ONCE)}))
+    for known in ((), (stepped,)):
+        assert failures(judge(known, ranks)) == {NORM: (Reason.NEVER_COUNTED, (0, 1))}
+    assert not failures(judge((stepped,), {at: [one] for at, one in enumerate(ONCE)}))
 
 
 @pytest.mark.parametrize(

@@ -23,16 +23,6 @@ def reference(tmp_path):
     return reference_of(tmp_path, dict.fromkeys(places, torch.ones(8, 1, 6)))
 
 
-def test_a_partial_tensor_is_a_share(reference):
-    """Of as many ranks as its axis has."""
-    layout = dataclasses.replace(LAYOUT, partials={(Kind.GRAD_INPUT, "a", 0): "tp"})
-    [match] = Planner(reference, 1, layout).plan(GRAD, (8, 1, 6))
-    assert (match.partial_over, match.partial_ranks, match.share) == ("tp", 2, 1.5)
-    assert match.placement == "Replicate tp:Partial(sum)"
-    [other] = Planner(reference, 1, layout).plan(KEY, (8, 1, 6))
-    assert (other.partial_over, other.partial_ranks) == ("", 1)
-
-
 def test_what_cannot_be_followed_is_not_planned(reference):
     """Experts behind a dispatcher that carries no other data."""
     layout = RankLayout(mesh_of(0, 2, ep=2), 8, 1.0, dispatcher="flex")

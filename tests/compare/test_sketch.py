@@ -17,13 +17,14 @@ def sketch(data):
     return sketch_of_share(data, torch.zeros_like(data), plan(data.shape, (), SINGLE), 1.0, 1)
 
 
-@given(st.integers(1, 5000), st.integers(0, 99))
+@given(st.integers(0, 5000), st.integers(0, 99))
 @settings(max_examples=30)
 def test_sketches_are_linear(size, seed):
     """The sum of two ranks' sketches is the sketch of their sum."""
     a, b = torch.randn(2, size, generator=torch.Generator().manual_seed(seed)).double()
     together = squared_norm([sketch(a), sketch(b)])
     assert together == pytest.approx(squared_norm([sketch(a + b)]), rel=1e-9, abs=1e-12)
+    assert squared_norm([sketch(a), sketch(-a)]) == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(1,), (7, 3), (64, 64), (1000, 48)])
@@ -41,13 +42,6 @@ def test_one_wrong_row_counts_fully():
         data[where] = 1.0
         found = squared_norm([sketch(data)])
         assert found == pytest.approx(float(data.sum()), rel=0.5)
-
-
-def test_partial_sums_that_cancel():
-    """Leave nothing: no error."""
-    data = torch.randn(100)
-    assert squared_norm([sketch(data), sketch(-data)]) == pytest.approx(0.0, abs=1e-12)
-    assert squared_norm([sketch(torch.empty(0))]) == 0.0
 
 
 def test_memory_is_bounded(monkeypatch):
