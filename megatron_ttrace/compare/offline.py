@@ -15,9 +15,10 @@ from contextlib import contextmanager
 import torch
 
 from megatron_ttrace.compare.configuration import RunConfig
-from megatron_ttrace.compare.measure import Sums, measure
-from megatron_ttrace.compare.measured import Measured, fails
-from megatron_ttrace.compare.sketch import sketch_of_share
+from megatron_ttrace.compare.device import compare, with_share
+from megatron_ttrace.compare.experts import Match
+from megatron_ttrace.compare.measure import Sums
+from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.mesh import Mesh
@@ -144,22 +145,20 @@ def _measure(
     if there.shape != entry.logical_shape:
         return misfit(f"the whole tensor is {entry.logical_shape}, in the reference {there.shape}")
     _check(entry)
-    measured = Measured(key, entry.placement, entry.boxes, there.shape, None)
+    where = key, entry.placement, entry.boxes, there.shape
+    copies = ranks if key.kind in FLOW else 1
+    match = Match(*where, entry.factor, entry.partial_over, partial_ranks=ranks, copies=copies)
     if entry.sums:
         sums = Sums.of(entry.sums)
         # Sums over no element would pass, whatever the tensor was.
         if sums.n == 0 and _elements(entry.boxes):
             raise CodecError(f"sums: of {sums.n} elements in {_elements(entry.boxes)}")
-        return dataclasses.replace(measured, sums=sums)
+        return Measured(*where, sums)
     local, logical = _tensor(candidate, entry), _tensor(reference, there)
     if local.is_floating_point() != logical.is_floating_point():
         return misfit(f"{entry.dtype}, in the reference {there.dtype}")
-    sums = measure(local, logical, entry.boxes, entry.factor)
-    suspect = tolerances is not None and ranks > 1 and fails(sums, tolerances, key)
-    share: tuple[float, ...] = ()
-    if entry.partial_over or (suspect and key.kind in FLOW):
-        share = sketch_of_share(local, logical, entry.boxes, entry.factor, ranks)
-    return dataclasses.replace(measured, sums=sums, sketch=share, partial_over=entry.partial_over)
+    measured = compare(reference, match, local)
+    return with_share(measured, match, local, logical, tolerances) if tolerances else measured
 
 
 def _tensor(trace: TraceReader, entry: Entry) -> torch.Tensor:

@@ -40,7 +40,7 @@ class WriteSink:
         first, *others = places
         data = self._as_stored(first, data)
         self._see(first, data)
-        self._add(first, data, data)
+        self._lines[first] = self._write(self._entries(first, data), data)
         for place in others:
             self._point(first, place, data)
 
@@ -49,13 +49,7 @@ class WriteSink:
         self._point(first, place, self._as_stored(place, data))
 
     def _point(self, first: Place, place: Place, data: torch.Tensor) -> None:
-        self._add(place, data, None, same_as=self._lines[first])
-
-    def _add(
-        self, place: Place, like: torch.Tensor, data: torch.Tensor | None, same_as: int = -1
-    ) -> None:
-        """Write the lines of a tensor ``like`` this."""
-        self._lines[place] = self._write(self._entries(place, like), data, same_as)
+        self._lines[place] = self._write(self._entries(place, data), None, self._lines[first])
 
     def _write(self, entries: Iterable[Entry], data: torch.Tensor | None, same_as: int = -1) -> int:
         """Write lines of one tensor, the first with its data if given; returns the data's line."""

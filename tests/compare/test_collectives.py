@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ttrace.compare.collectives import merge, rows
+from megatron_ttrace.compare.collectives import _OF_A_CALL, merge, rows
 from megatron_ttrace.run import recording
 from megatron_ttrace.trace import folded
 from megatron_ttrace.trace.collectives import (
     Call,
     Calls,
+    Collective,
     Group,
     Ledger,
     LedgerFault,
@@ -29,24 +30,16 @@ from megatron_ttrace.trace.collectives import (
 from megatron_ttrace.trace.counted import runs_of
 
 
-@dataclasses.dataclass(frozen=True)
-class Called:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Called(Collective):
     """A collective with its group; the peer is a global rank."""
 
-    iteration: int
-    operation: Operation
-    reduction: str
-    group: str
+    size: int = 0
+    ranks: tuple[int, ...] = ()
     members: tuple[int, ...]
     communicator: str
-    dtype: str
-    bytes: int
     agreed: int
     peer: int
-    module: str
-    direction: Phase
-    where: str
-    count: int
 
 
 SUM = Called(
@@ -81,16 +74,10 @@ def rank(*called: Called, order: str = "a") -> RankLedger:
     for one in called:
         varies = one.operation is Operation.ALL_TO_ALL
         call = Call(
-            iteration=one.iteration,
-            operation=one.operation,
-            reduction=one.reduction,
+            **{field: getattr(one, field) for field in _OF_A_CALL},
             group=numbers[one.group, one.members, one.communicator],
-            dtype=one.dtype,
             agreed=-1 if varies else one.agreed,
             peer=one.members.index(one.peer) if one.peer >= 0 else -1,
-            module=one.module,
-            direction=one.direction,
-            where=one.where,
         )
         calls.setdefault(call, Counter())[one.bytes] += one.count
     return RankLedger(
