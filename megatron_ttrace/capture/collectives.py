@@ -32,6 +32,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from megatron_ttrace.capture.chunk_state import is_recomputing
 from megatron_ttrace.capture.modules import tensors_in
+from megatron_ttrace.capture.waiting import outwards
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.groups import group_name
 from megatron_ttrace.mcore.names import Names
@@ -275,11 +276,10 @@ class CollectiveTap:
 
     def _find_caller(self, sort: str) -> None:
         """What calls the model: the schedule, which also scales its loss."""
-        frame = sys._getframe(1)
-        while frame is not None and not sources.is_schedule(frame.f_code.co_filename):
-            frame = frame.f_back  # type: ignore[assignment]
-        if frame is not None:
-            self._users[sort] = sources.shown(frame.f_code, frame.f_lineno)
+        for frame in outwards(sys._getframe(1)):
+            if sources.is_schedule(frame.f_code.co_filename):
+                self._users[sort] = sources.shown(frame.f_code, frame.f_lineno)
+                return
 
     def _find_functions(self, name: str, output: Any) -> None:
         """Find the Python autograd functions among the graph nodes that a module made itself."""
@@ -425,12 +425,11 @@ def _site(operation: Operation) -> tuple[CodeType | None, int, Phase | None, boo
     engine; without one, of other code. Frames outside of the innermost module's call tell no part
     of the step: the data parallel wrapper is one of them.
     """
-    frame = sys._getframe(1)
     code: CodeType | None = None
     other: tuple[CodeType | None, int] = (None, 0)
     line, phase = 0, None
     outside = nested = False
-    while frame is not None and not (code is not None and (outside or phase)):
+    for frame in outwards(sys._getframe(1)):
         own, file = frame.f_code, frame.f_code.co_filename
         if sources.enters_autograd(own):
             nested = True
@@ -444,7 +443,8 @@ def _site(operation: Operation) -> tuple[CodeType | None, int, Phase | None, boo
                 phase = sources.phase_of(file, operation)
         elif other[0] is None and not sources.is_own(file):
             other = own, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
+        if code is not None and (outside or phase):
+            break
     return (code, line, phase, nested) if code is not None else (*other, phase, nested)
 
 

@@ -7,6 +7,7 @@ From then on only the changed ones are reported, each time, and nothing if nothi
 """
 
 import contextlib
+import itertools
 import os
 import sys
 import weakref
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.capture.starts import START, Starts
+from megatron_ttrace.capture.waiting import outwards
 from megatron_ttrace.mcore import sources
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Phase, pattern
@@ -166,14 +168,9 @@ class ExecutedTap:
 
 def _being_built() -> weakref.ref[torch.nn.Module] | None:
     """The innermost module whose method runs, or that a running function was called for."""
-    frame = sys._getframe(2)
-    for _ in range(_FRAMES):
-        code = frame.f_code
-        if code.co_argcount:
-            first = frame.f_locals.get(code.co_varnames[0])
+    for frame in itertools.islice(outwards(sys._getframe(2)), _FRAMES):
+        if frame.f_code.co_argcount:
+            first = frame.f_locals.get(frame.f_code.co_varnames[0])
             if isinstance(first, torch.nn.Module):
                 return weakref.ref(first)
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
     return None

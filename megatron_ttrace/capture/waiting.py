@@ -58,11 +58,11 @@ def state(
     """
     frames = sys._current_frames()
     frame = frames.get(threading.main_thread().ident or 0)
-    stack = list(_outwards(frame))
+    stack = list(outwards(frame))
     if stack and sources.enters_autograd(stack[0].f_code):
         # On a GPU, autograd runs the backward pass on threads of its own.
         for ident, other in frames.items():
-            inner = list(_outwards(other))
+            inner = list(outwards(other))
             if ident != threading.get_ident() and any(_is_megatrons(frame) for frame in inner):
                 stack = [*inner, *stack]
                 break
@@ -71,7 +71,8 @@ def state(
     return place, Wait(doing=Doing.MEETING) if kept else _wait(stack, modules, mesh)
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, and those that called it."""
     while frame is not None:
         yield frame
         frame = frame.f_back
