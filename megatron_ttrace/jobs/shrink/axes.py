@@ -4,7 +4,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from megatron_ttrace.jobs.shrink import patterns
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
@@ -225,25 +225,15 @@ def _apart(flags: CommandFlags, large: Axes, chosen: Sequence[Axes], most: int) 
     Pipelines are left out: nothing is divided by the number of their stages.
     """
     spread = [axis for axis in large.spread() if axis != "pp"]
-    subsets = itertools.chain(*(itertools.combinations(spread, n) for n in range(1, len(spread))))
-    candidates = [of_small(flags, large, kept, stages=2) for kept in subsets]
-    fitting = [job for job in candidates if job.edp and job.ranks <= most]
-    alike = [pair for pair in itertools.combinations(spread, 2) if _differ(large, *pair)]
-    for job in chosen:
-        alike = _left(alike, job)
-    added: list[Axes] = []
-    while alike and fitting:
-        best = min(fitting, key=lambda job: (len(_left(alike, job)), job.ranks))
-        left = _left(alike, best)
-        if left == alike:
-            break
-        added.append(best)
-        alike = left
-    return added
-
-
-def _left(pairs: Iterable[tuple[str, str]], job: Axes) -> list[tuple[str, str]]:
-    return [pair for pair in pairs if not _differ(job, *pair)]
+    alike = [
+        pair
+        for pair in itertools.combinations(spread, 2)
+        if _differ(large, *pair) and not any(_differ(job, *pair) for job in chosen)
+    ]
+    fitting = _fitting(flags, large, spread, most)
+    return _cover(
+        [(job, {pair for pair in alike if _differ(job, *pair)}) for job in fitting.values()]
+    )
 
 
 def _differ(axes: Axes, one: str, other: str) -> bool:
@@ -255,33 +245,38 @@ def _of_two_stages(flags: CommandFlags, large: Axes, most: int) -> list[Axes]:
     if complete.ranks <= most:
         return [complete]
     spread = large.spread()
-    fitting: dict[tuple[str, ...], Axes] = {}
-    for count in range(1, len(spread)):
-        for kept in itertools.combinations(spread, count):
-            axes = of_small(flags, large, kept, stages=2)
-            if axes.edp and axes.ranks <= most:
-                fitting[kept] = axes
-    wanted: set[tuple[str, ...]] = {*itertools.combinations(spread, 2)} or {spread}
-    for pair in sorted(wanted):
-        if not any(set(pair) <= set(kept) for kept in fitting):
+    fitting = _fitting(flags, large, spread, most)
+    pairs: list[tuple[str, ...]] = [*itertools.combinations(spread, 2)] or [spread]
+    for pair in sorted(pairs):
+        if not any({*pair} <= {*kept} for kept in fitting):
             needed = of_small(flags, large, pair, stages=2).ranks
             names = " with ".join(FLAGS[axis] for axis in pair)
             raise TTraceError(
                 f"{names} does not fit {most} ranks: the smallest job has {needed}; "
                 f"give --max-ranks {needed}"
             )
-    return _cover(fitting, wanted)
+    return _cover(
+        [
+            (fitting[kept], {pair for pair in pairs if {*pair} <= {*kept}})
+            for kept in sorted(fitting, reverse=True)
+        ]
+    )
 
 
-def _cover(fitting: dict[tuple[str, ...], Axes], wanted: set[tuple[str, ...]]) -> list[Axes]:
-    """Few jobs that together have all pairs; among equals the smaller world."""
+def _fitting(
+    flags: CommandFlags, large: Axes, names: Sequence[str], most: int
+) -> dict[tuple[str, ...], Axes]:
+    """Jobs that have some of these axes, and fit; pipelines have two stages."""
+    subsets = itertools.chain(*(itertools.combinations(names, n) for n in range(1, len(names))))
+    jobs = {kept: of_small(flags, large, kept, stages=2) for kept in subsets}
+    return {kept: job for kept, job in jobs.items() if job.edp and job.ranks <= most}
 
-    def rank(names: tuple[str, ...]) -> tuple[int, int, tuple[str, ...]]:
-        return sum(set(pair) <= set(names) for pair in wanted), -fitting[names].ranks, names
 
+def _cover(candidates: Sequence[tuple[Axes, set[tuple[str, ...]]]]) -> list[Axes]:
+    """Few jobs that together have all pairs that some have; among equals the smaller world."""
     chosen: list[Axes] = []
-    while wanted:
-        kept = max(fitting, key=rank)
-        chosen.append(fitting[kept])
-        wanted = {pair for pair in wanted if not set(pair) <= set(kept)}
+    while any(pairs for _, pairs in candidates):
+        job, covered = min(candidates, key=lambda one: (-len(one[1]), one[0].ranks))
+        chosen.append(job)
+        candidates = [(other, pairs - covered) for other, pairs in candidates]
     return chosen
