@@ -42,21 +42,6 @@ def test_what_is_no_list_of_iterations(text):
     assert repr(text) in str(error.value)
 
 
-@given(st.sets(st.integers(1, 500), min_size=1, max_size=20), st.randoms())
-def test_any_way_to_write_a_set_of_iterations(wanted, random):
-    """Numbers and ranges in any order mean the same set."""
-    parts, numbers = [], sorted(wanted)
-    while numbers:
-        run = 1
-        while run < len(numbers) and numbers[run] == numbers[0] + run and random.random() < 0.8:
-            run += 1
-        first, last = numbers[0], numbers[run - 1]
-        parts.append(str(first) if run == 1 else f"{first}-{last}")
-        numbers = numbers[run:]
-    random.shuffle(parts)
-    assert parse_iterations(",".join(parts)) == tuple(sorted(wanted))
-
-
 @given(st.text(max_size=12))
 def test_any_text_is_iterations_or_a_clear_error(text):
     """Never another exception; never an empty or descending answer."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One answer, or one reason from many logs."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -151,28 +152,22 @@ def test_a_rank_that_never_stops_printing(tmp_path):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10  # KiB
 
 
-def test_megatrons_own_words(tmp_path):
-    """The exception, the rank, and where to read more."""
-    reason = why(tmp_path, [1, None], TRACEBACK, "")
-    assert reason == (
-        "rank 0 failed: AssertionError: world size (2) is not divisible by 3 "
-        f"(log: {ranks.log_of(tmp_path, 0)})"
-    )
-
-
 @pytest.mark.parametrize(
-    "line",
+    ("log", "reason"),
     [
-        "torch.distributed.DistBackendError: no route",
-        "[rank7]: AssertionError: no heads",
-        "[rank0]: RuntimeError: no memory",
-        "SystemExit: 3",
+        (TRACEBACK, "AssertionError: world size (2) is not divisible by 3 (log: "),
+        (
+            "torch.distributed.DistBackendError: no route\nmore output of a thread\n",
+            "torch.distributed.DistBackendError: no route (log: ",
+        ),
+        # torch writes the rank before each line of a traceback.
+        ("output\n[rank7]: AssertionError: no heads\nmore\n", "AssertionError: no heads (log: "),
+        ("SystemExit: 3\n", "SystemExit: 3 (log: "),
     ],
 )
-def test_exceptions_of_any_rank_and_module(tmp_path, line):
-    """torch writes the rank before each line of a traceback."""
-    reason = why(tmp_path, [1], f"output\n{line}\nmore output of a thread\n")
-    assert reason.startswith(f"rank 0 failed: {line.partition(']: ')[2] or line} (log: ")
+def test_the_last_exception_of_a_log(tmp_path, log, reason):
+    """Of any rank and module; and where to read more."""
+    assert why(tmp_path, [1, None], log, "").startswith(f"rank 0 failed: {reason}{tmp_path}")
 
 
 def test_the_first_to_die_is_the_cause(tmp_path):
@@ -202,31 +197,21 @@ def test_a_crash_and_who_lost_it(tmp_path, crash_first):
     assert reason.startswith(crashed if crash_first else "rank 1: lost the connection")
 
 
-def test_a_log_without_room(tmp_path, monkeypatch):
-    """A rank that could not write to its log: that is the reason."""
+@pytest.mark.parametrize("name", ["open", "write"])
+def test_a_log_without_room(tmp_path, monkeypatch, name):
+    """The reason of a rank that could not write to its log, or make a record beside it."""
     os.close(owned.create(ranks.log_of(tmp_path, 0)))
+    function = getattr(os, name)
 
-    def full(handle, data):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def full(where, what, *more, **options):
+        if name == "write" or what & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return function(where, what, *more, **options)
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, name, full)
     reason = jobs._why(ended(1), tmp_path)
     assert reason.startswith("rank 0 failed with exit code 1: ")
     assert reason.endswith("cannot be written (No space left on device)")
-
-
-def test_no_room_for_a_record(tmp_path, monkeypatch):
-    """A rank that could not say how it ended, because there may be no more files."""
-    os.close(owned.create(ranks.log_of(tmp_path, 0)))
-    opened = os.open
-
-    def full(path, flags, *mode, **more):
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(path, flags, *mode, **more)
-
-    monkeypatch.setattr(os, "open", full)
-    assert jobs._why(ended(2), tmp_path).endswith("cannot be written (No space left on device)")
 
 
 def test_a_log_with_room(tmp_path):
@@ -339,25 +324,21 @@ def test_ranks_that_disagree_have_no_answer(tmp_path):
 
 def test_bad_input(tmp_path):
     """A missing script, an impossible directory."""
-    absent = Job(tmp_path / "none.py", (), 1, Settings(directory=tmp_path / "out"))
-    with pytest.raises(TTraceError, match="no such script"):
-        jobs.run(absent, fork=False)
-    (tmp_path / "file").write_text("in the way")
     blocked = job(tmp_path, "pass")
-    blocked = Job(blocked.script, (), 1, Settings(directory=tmp_path / "file" / "out"))
+    with pytest.raises(TTraceError, match="no such script"):
+        jobs.run(dataclasses.replace(blocked, script=tmp_path / "none.py"), fork=False)
+    (tmp_path / "out").write_text("in the way")
     with pytest.raises(TTraceError, match=r"is not writable .*: choose another"):
         jobs.run(blocked, fork=False)
 
 
 def test_out_of_time(tmp_path):
     """A job that hangs is ended at its limit, and leaves no process behind."""
-    script = tmp_path / "sleeps.py"
-    script.write_text("import time\ntime.sleep(600)\n")
-    job = Job(script, (), 2, Settings(directory=tmp_path / "out"), limit=2.0)
+    sleeps = dataclasses.replace(job(tmp_path, "import time\ntime.sleep(600)\n", 2), limit=2.0)
     with pytest.raises(OutOfTimeError, match="still running after 2 s"):
-        jobs.run(job, fork=False)
+        jobs.run(sleeps, fork=False)
     commands = (process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"]))
-    assert not [words for words in commands if str(script) in words]
+    assert not [words for words in commands if str(sleeps.script) in words]
 
 
 def test_the_isolating_command_is_one_that_check_reads():

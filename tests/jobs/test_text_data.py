@@ -132,7 +132,7 @@ def test_failure_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The command writes both files and ends with the arguments to train with, for a shell."""
+    """It writes both files and prints the arguments to train with, for a shell or as JSON."""
     prefix = tmp_path / "my out"
     assert run("--output", prefix, "--glob", "b.txt", "--append-eod", folder) == 0
     assert read_back(prefix) == [[*b"second", 256]]
@@ -140,6 +140,9 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     words = shlex.split(last.removeprefix("train with: "))
     assert words == [*text_data.training_flags(prefix), "--split", "100,0,0"]
     assert words[:2] == ["--data-path", str(prefix)]
+    assert run("--output", prefix, "--json", folder / "b.txt") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["documents"], answer["tokens"]) == (1, 6)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +151,6 @@ def test_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_parts_without_documents(documents: int, fits: bool) -> None:
     """Megatron does not return from a part of the default split that has none."""
     assert text_data.split_flags(documents) == ([] if fits else ["--split", "100,0,0"])
-
-
-def test_command_json(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``--json`` prints one object with the same facts."""
-    assert run("--output", tmp_path / "out", "--json", folder / "b.txt") == 0
-    answer = json.loads(capsys.readouterr().out)
-    assert (answer["documents"], answer["tokens"]) == (1, 6)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands to interrupt: started in a session of their own; their remaining processes."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -8,6 +9,8 @@ import sys
 import time
 import uuid
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[3]
 _MARK = "TTRACE_TEST_MARK"
@@ -55,13 +58,10 @@ class Command:
 
     def running(self) -> list[int]:
         """Process ids of everything that carries the mark, without zombies."""
-        wanted = f"{_MARK}={self.mark}".encode()
         pids = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                    pids += [int(folder.name)] if state not in "ZX" else []
-            except OSError:
-                continue
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_marked = process.environ().get(_MARK) == self.mark
+                if is_marked and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                    pids.append(process.pid)
         return pids

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from megatron_ttrace.jobs.processes import worktrees
-from megatron_ttrace.jobs.processes.worktrees import Checkout, Hunk
+from megatron_ttrace.jobs.processes.worktrees import Checkout
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -144,11 +144,6 @@ def test_no_checkout(tmp_path, home):
     # Its name is in the message: a command takes more than one.
     with pytest.raises(TTraceError, match="'absent' is not a commit of"):
         Checkout(home).commit("absent")
-
-
-def test_a_new_file_has_no_old_lines():
-    """A hunk of one line may leave its count out."""
-    assert Hunk("a.py", 3, 1, "").distance(3) == 0
 
 
 def test_no_configured_program_runs(home, tmp_path):

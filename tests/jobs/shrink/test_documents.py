@@ -22,18 +22,13 @@ def test_conversations(tmp_path):
     assert len(set(map(len, contents))) > 10
 
 
-def test_git_ignores_the_directory(tmp_path):
-    """A new one; of one that is there it is the user's affair."""
+def test_text_alone(tmp_path):
+    """Nothing else is written; git ignores a new directory, one that is there is the user's."""
     documents.write(tmp_path / "made" / "text")
-    documents.write(tmp_path / "text")
+    prefix = documents.write(tmp_path / "text")
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {"made", "text.bin", "text.idx"}
     assert (tmp_path / "made" / ".gitignore").read_text(encoding="utf-8") == "*\n"
     assert not (tmp_path / ".gitignore").exists()
-
-
-def test_other_jobs_have_none(tmp_path):
-    """Nothing else is written, and the arguments are those of text."""
-    prefix = documents.write(tmp_path / "text")
-    assert {path.name for path in tmp_path.glob("[!.]*")} == {"text.bin", "text.idx"}
     assert "SFTTokenizer" not in documents.arguments("pretrain_gpt.py", prefix, ("--bf16",))
 
 

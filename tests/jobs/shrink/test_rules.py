@@ -9,7 +9,6 @@ from megatron_ttrace.jobs.shrink import axes, rules
 from megatron_ttrace.jobs.shrink.axes import Axes
 from megatron_ttrace.jobs.shrink.case import Case
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
-from megatron_ttrace.trace.errors import TTraceError
 
 
 def case(text, ranks=None, kept=None):
@@ -44,6 +43,10 @@ PIPELINE = "--pipeline-model-parallel-size 8"
         (
             f"{PIPELINE} --num-layers 64 --num-layers-per-virtual-pipeline-stage 4",
             "num_layers=12, num_layers_per_virtual_pipeline_stage=2",
+        ),
+        (
+            f"{PIPELINE} --num-layers 32 --num-layers-per-virtual-pipeline-stage 4",
+            "num_layers=6, num_layers_per_virtual_pipeline_stage=2",
         ),
         (
             f"{PIPELINE} --num-layers 32 --num-layers-per-virtual-pipeline-stage 1",
@@ -155,12 +158,6 @@ def test_two_stages_have_layers_of_every_kind(text, expected):
     large = axes.of_large(flags, 4)
     small = axes.of_small(flags, large, stages=2)
     assert written(rules.layers(Case(flags, large, small))) == expected
-
-
-def test_layers_of_different_shapes():
-    """Cannot be shrunk."""
-    with pytest.raises(TTraceError, match="--heterogeneous-layers-config-path"):
-        changes(rules.layers, "--num-layers 4 --heterogeneous-layers-config-path x")
 
 
 @pytest.mark.parametrize(
@@ -394,27 +391,24 @@ def test_vocabulary_and_schedule():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("rule", "text", "why"),
     [
-        (PIPELINE, "first, middle and last stage"),
-        ("--tensor-model-parallel-size 8", "an axis above 1 becomes 2"),
+        (rules.axes, PIPELINE, "first, middle and last stage"),
+        (rules.axes, "--tensor-model-parallel-size 8", "an axis above 1 becomes 2"),
+        (rules.schedule, "--eval-interval 7", "nothing is evaluated"),
+        (rules.schedule, "", "Megatron needs one"),
     ],
 )
-def test_reasons_of_axes(text, expected):
-    """A reason fits the size that it explains."""
-    assert {change.why for change in rules.axes(case(text, 8))} == {expected}
+def test_reasons(rule, text, why):
+    """A reason fits the size that it explains, and what the command has is not needed."""
+    made = rule(case(text))
+    options = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "eval_interval")
+    assert [change.why for change in made if change.option in options] == [why]
 
 
 def test_the_file_of_overlapped_communication_is_not_data():
     text = "--tensor-model-parallel-size 8 --tp-comm-overlap --tp-comm-overlap-cfg ub.yaml"
     assert changes(rules.axes, text) == "tensor_model_parallel_size=2, tp_comm_overlap_cfg"
-
-
-def test_what_the_command_has_already():
-    """It is not said to be needed."""
-    [given] = [c for c in rules.schedule(case("--eval-interval 7")) if c.option == "eval_interval"]
-    [needed] = [c for c in rules.schedule(case("")) if c.option == "eval_interval"]
-    assert (given.why, needed.why) == ("nothing is evaluated", "Megatron needs one")
 
 
 def test_main_weights():
