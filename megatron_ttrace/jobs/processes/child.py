@@ -27,7 +27,7 @@ def run_subprocess(
     After ``timeout`` seconds it is killed, and ``OutOfTimeError`` raised.
     """
     process = start(command, environment, log)
-    waited = Waited("the reference run", process.pid, log, is_reference=True)
+    waited = Waited(0, process.pid, log, is_reference=True)
     patience, echo = Patience(timeout, say), Echo(log, say, OF_REFERENCE)
     try:
         while True:

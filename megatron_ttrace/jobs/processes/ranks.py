@@ -106,8 +106,6 @@ class _Job:
     def __init__(self, fork: bool, nproc: int) -> None:
         self._requests = forkserver.Requests() if fork else None
         self._observed = Observed(nproc)
-        self._ranks: dict[int, int] = {}
-        self._references: dict[int, int] = {}  # the number of each rank by its process id
         self._failed: tuple[int, int] | None = None  # the first code that is not 0, and whose
         self._ending = math.inf  # when the other ranks of a failed reference are ended
         self._groups: list[int] = []
@@ -130,8 +128,7 @@ class _Job:
             else:
                 process = child.start(command, environment, log, group=0)
                 self._processes[pid := process.pid] = process
-            self._ranks[pid] = rank
-            self._watch_over(Waited(f"rank {rank}", pid, log))
+            self._watch_over(Waited(rank, pid, log))
 
     def _watch_over(self, process: Waited) -> None:
         self._waited[process.pid] = process
@@ -140,17 +137,22 @@ class _Job:
         with contextlib.suppress(OSError, AttributeError):
             self._watched[process.pid] = os.pidfd_open(process.pid)
 
+    @property
+    def _references(self) -> list[Waited]:
+        """The ranks of a reference run that have not ended."""
+        return [process for process in self._waited.values() if process.is_reference]
+
     def watch(self, progress: Callable[[], None], patience: Patience) -> Observed:
         ends = self._observed.ends
         deadline: float | None = None
         while True:
             self._reap()
-            if not self._ranks:
+            if len(self._waited) == len(self._references):
                 break
             self._serve()
             if time.monotonic() > self._ending:
-                for pid in self._references:
-                    _kill(pid)
+                for reference in self._references:
+                    _kill(reference.pid)
             if deadline is None and any(end.code not in (0, 1) for end in ends):
                 deadline = time.monotonic() + _GRACE_SECONDS
             if deadline is None and ends:
@@ -178,20 +180,19 @@ class _Job:
         waiter.poll(_POLL_SECONDS * 1000)
 
     def _reap(self) -> None:
-        for pid, code in self._ended():
-            if pid in self._references:
-                number = self._references.pop(pid)
+        for process, code in self._ended():
+            if process.is_reference:
                 if code and self._failed is None:
-                    self._failed = code, number
+                    self._failed = code, process.rank
                     self._ending = time.monotonic() + _GRACE_SECONDS
                 if self._requests and not self._references:
                     self._requests.answer(*(self._failed or (0, 0)))
                     self._failed, self._ending = None, math.inf
             else:
-                self._observed.ends.append(End(self._ranks.pop(pid), code, time.time_ns()))
+                self._observed.ends.append(End(process.rank, code, time.time_ns()))
 
-    def _ended(self) -> Iterator[tuple[int, int]]:
-        """Process ids and exit codes of processes that have ended since the last call."""
+    def _ended(self) -> Iterator[tuple[Waited, int]]:
+        """Processes that have ended since the last call, and their exit codes."""
         for pid in list(self._waited):
             try:
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -200,13 +201,12 @@ class _Job:
             if not ended:
                 continue
             code = os.waitstatus_to_exitcode(status)
-            del self._waited[pid]
             descriptor = self._watched.pop(pid, None)
             if descriptor is not None:
                 os.close(descriptor)
             if pid in self._processes:
                 self._processes[pid].returncode = code
-            yield pid, code
+            yield self._waited.pop(pid), code
 
     def _serve(self) -> None:
         if self._requests is None or self._references:
@@ -215,11 +215,10 @@ class _Job:
         if request is None:
             return
         command, ranks = request
-        for number, (environment, log) in enumerate(ranks):
+        for rank, (environment, log) in enumerate(ranks):
             with signals.deferred():
                 pid = forkserver.fork(command, environment, log)
-                self._references[pid] = number
-                self._watch_over(Waited("the reference run", pid, log, is_reference=True))
+                self._watch_over(Waited(rank, pid, log, is_reference=True))
 
     def end(self) -> None:
         """Kill what is left: the processes that we started, then those that they started."""

@@ -19,7 +19,6 @@ from megatron_ttrace.jobs.streams import tell
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE_SECONDS = 3.0
-_WORDS = {signal.SIGINT: "interrupted"}
 
 
 class Stopped(KeyboardInterrupt):
@@ -123,7 +122,7 @@ def received() -> int:
 
 def words(number: int) -> str:
     """What a signal did to this process."""
-    return _WORDS.get(signal.Signals(number), f"ended by {signal.Signals(number).name}")
+    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
 
 
 def _arrived(number: int, frame: FrameType | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.sanitise import some_of
 
 _LOOK_SECONDS = 0.25
 _LONGEST_LOOK_SECONDS = 1.0
@@ -19,15 +20,16 @@ class OutOfTimeError(TTraceError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Waited:
-    """A process that is waited for; while one makes the reference, ranks are silent."""
+    """A rank of a job, or of its reference: while that is made, the job's ranks are silent."""
 
-    name: str
+    rank: int
     pid: int
     log: Path
     is_reference: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} (pid {self.pid})"
+        name = "the reference run" if self.is_reference else f"rank {self.rank}"
+        return f"{name} (pid {self.pid})"
 
     @property
     def is_stopped(self) -> bool:
@@ -121,8 +123,7 @@ class Patience:
 
 
 def _names(processes: Sequence[Waited]) -> str:
-    names = ", ".join(map(str, processes[:4]))
-    return f"{names} and {len(processes) - 4} more" if len(processes) > 4 else names
+    return some_of([*map(str, processes)], 4)
 
 
 def _size(log: Path) -> int:

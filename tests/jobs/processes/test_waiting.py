@@ -45,11 +45,11 @@ def no_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rank(tmp_path: Path, number: int = 0) -> Waited:
     """This process as a rank."""
-    return Waited(f"rank {number}", os.getpid(), tmp_path / f"{number}.log")
+    return Waited(number, os.getpid(), tmp_path / f"{number}.log")
 
 
 def reference(tmp_path: Path) -> Waited:
-    return Waited("the reference run", os.getpid(), tmp_path / "r.log", is_reference=True)
+    return Waited(0, os.getpid(), tmp_path / "r.log", is_reference=True)
 
 
 def test_silent_ranks(tmp_path: Path, clock: Clock) -> None:
