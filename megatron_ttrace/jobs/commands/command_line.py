@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_ttrace.jobs.commands import disclosure, shell_text
 from megatron_ttrace.jobs.commands.shell_text import UNKNOWN
@@ -377,13 +377,25 @@ def _read_variables(options: list[str], context: _Context) -> None:
                 context.environment[match[1]] = match[2]
 
 
+def _leading(words: list[str], marks: tuple[str, ...] = ("-",)) -> Iterator[str]:
+    """Take the options out of words that begin with them, as far as an end that ``--`` marks.
+
+    The value of an option is to be taken before the next one.
+    """
+    while words and words[0].startswith(marks):
+        if (word := words.pop(0)) == "--":
+            return
+        yield word
+
+
+def _taken(words: list[str]) -> str:
+    """The value of an option; empty if there is none."""
+    return words.pop(0) if words else ""
+
+
 def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | None:
     options: dict[str, str] = {}
-    at = 0
-    while at < len(words) and words[at].startswith("-"):
-        word, at = words[at], at + 1
-        if word == "--":
-            break
+    for word in _leading(words):
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("_", "-")
         if not word.startswith("--") and name[:1] in _TORCHRUN_SHORT:
@@ -391,14 +403,13 @@ def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | No
         elif any(full.startswith(name) and name != full for full in _COUNTS | _TORCHRUN_SWITCHES):
             raise TTraceError(f"torchrun's --{name} is abbreviated: write the full option")
         if not equals and not value and name not in _TORCHRUN_SWITCHES:
-            value = words[at] if at < len(words) else ""
-            at += 1
+            value = _taken(words)
         if name in _COUNTS and (not value or value.startswith("-")):
             raise TTraceError(f"torchrun's --{name} has no value: give the number")
         options[name] = value
     if {"m", "module"} & set(options):
-        raise TTraceError(f"{' '.join(words[at : at + 1])} is run as a module: give its file")
-    if at >= len(words):
+        raise TTraceError(f"{' '.join(words[:1])} is run as a module: give its file")
+    if not words:
         return None
     count = options.get("nproc-per-node", context.environment.get("PET_NPROC_PER_NODE", "1"))
     per_node = _number(count)
@@ -407,7 +418,7 @@ def _torchrun(words: list[str], context: _Context) -> Command | ShellScript | No
     uncounted = "" if per_node else f"--nproc-per-node {count}"
     context.tasks, context.uncounted = {}, ""
     read = _words if "no-python" in options else _command
-    command = read(words[at:], context)
+    command = read(words, context)
     if isinstance(command, Command):
         return dataclasses.replace(command, ranks=ranks, nodes=nodes, uncounted=uncounted)
     return command
@@ -432,38 +443,30 @@ def _number(text: str) -> int | None:
 
 
 def _python(words: list[str], context: _Context) -> Command | ShellScript | None:
-    at = 0
-    while at < len(words) and words[at].startswith("-"):
-        word, at = words[at], at + 1
-        if word == "--":
-            break
+    for word in _leading(words):
         letters = "" if word.startswith("--") else word[1:].lstrip(_PYTHON_SWITCHES)
         option, value = letters[:1], letters[1:]
         if (option and not value) or word == "--check-hash-based-pycs":
-            value = words[at] if at < len(words) else ""
-            at += 1
+            value = _taken(words)
         if option == "c":
             return None
         if option == "m" and value in _TORCHRUN_MODULES:
-            return _torchrun(words[at:], context)
+            return _torchrun(words, context)
         if option == "m":
             raise TTraceError(f"{value} is not a training script: give a file")
-    return _command(words[at:], context) if at < len(words) else None
+    return _command(words, context) if words else None
 
 
 def _shell(words: list[str], context: _Context) -> Command | ShellScript | None:
-    at = 0
     has_text = False
-    while at < len(words) and words[at][:1] in ("-", "+"):
-        word, at = words[at], at + 1
-        if word == "--":
-            break
+    for word in _leading(words, ("-", "+")):
         letters = "" if word.startswith("--") else word[1:]
         has_text |= "c" in letters
-        at += not {"o", "O"}.isdisjoint(letters) or word in ("--rcfile", "--init-file")
-    if at >= len(words):
+        if not {"o", "O"}.isdisjoint(letters) or word in ("--rcfile", "--init-file"):
+            _taken(words)
+    if not words:
         return None
-    return _inner_text(words[at], context) if has_text else context.script(words[at:])
+    return _inner_text(words[0], context) if has_text else context.script(words)
 
 
 def _command(words: list[str], context: _Context) -> Command:

@@ -29,7 +29,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import IO, Self
 
 _MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
@@ -71,7 +70,6 @@ _CHOSEN = {
 """Allowed with some values of an argument: its index, the values, and the error of all others."""
 _NAMESPACES = 0x7E02A000
 """Flags of ``clone``: namespaces, another parent, a tracer."""
-_OTHERS = ("seccomp",)
 _ALLOW, _ERROR, _NOTIFY, _KILL = 0x7FFF0000, 0x00050000, 0x7FC00000, 0x80000000
 _LOAD, _EQUAL, _ANY, _RETURN = 0x20, 0x15, 0x45, 0x06
 _RECEIVE, _ANSWER, _PASS = 0xC0502100, 0xC0182101, 0x40182103
@@ -95,7 +93,7 @@ def _filter(machine: str) -> bytes:
     code += [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     for name, numbers in _CALLS.items():
         number = numbers[column]
-        if number is None or name in _OTHERS:
+        if number is None or name == "seccomp":
             continue
         if name in _CHOSEN:
             index, values, error = _CHOSEN[name]
@@ -206,19 +204,14 @@ class Guarded:
             theirs.close()
             message, descriptors, *_ = socket.recv_fds(mine, 200, 1)
         if not descriptors:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise GuardError(message.decode(errors="replace") or "the guard did not start")
         self.listener = descriptors[0]
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # None of them can leave the group: setsid and setpgid do nothing.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

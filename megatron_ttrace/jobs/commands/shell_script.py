@@ -133,6 +133,14 @@ def _interpreter(path: Path) -> str:
     return (names[1] if names[:1] == ["env"] and names[1:] else names[0]) if names else ""
 
 
+def _link(process: int, name: str) -> str:
+    """Where a link of Linux's ``/proc`` leads; empty if the process has ended."""
+    try:
+        return os.readlink(f"/proc/{process}/{name}")
+    except OSError:
+        return ""
+
+
 def _tasks(variables: Mapping[str, str]) -> dict[str, int]:
     return dict(json.loads(variables.get(_TASKS, "{}")))
 
@@ -274,10 +282,8 @@ class _Reading:
         match = _PIPE.fullmatch(request.path)
         if match is not None and match[1]:
             pipe = f"/proc/{request.process}/fd/{match[1]}"
-            try:
+            with contextlib.suppress(OSError):
                 path = pipe if stat.S_ISFIFO(os.stat(pipe).st_mode) else path
-            except OSError:
-                path = os.devnull
         try:
             self._give(request, path, os.O_WRONLY if path != os.devnull else os.O_RDWR)
         except OSError:
@@ -291,7 +297,8 @@ class _Reading:
         again = name == "sh" and words[1:2] == [path]  # what execvp does after ENOEXEC
         in_place = name == "sed" and any(word.startswith(("-i", "--in")) for word in words)
         # Only bash takes another script after ENOEXEC.
-        shell = name == "bash" or (name in _SHELLS and not self._is_bash(request.process))
+        asking = os.path.basename(_link(request.process, "exe"))
+        shell = name == "bash" or (name in _SHELLS and not asking.startswith("bash"))
         if not self._started or again or shell or (name in _READERS and not in_place):
             self._started = True
             if again:
@@ -308,12 +315,6 @@ class _Reading:
         self._replies[request.process] = (request.path, text)
         request.refuse(errno.ENOEXEC)
         return False
-
-    def _is_bash(self, process: int) -> bool:
-        try:
-            return os.path.basename(os.readlink(f"/proc/{process}/exe")).startswith("bash")
-        except OSError:
-            return False
 
     def _inner(self, request: Request, words: list[str], name: str) -> str | None:
         """What bash is to run instead of a program that runs a script, or a script's text."""
@@ -361,10 +362,9 @@ class _Reading:
         """With the folder to which the script has changed, if it is not the one it began in."""
         if os.path.isabs(command.script):
             return command
-        try:
-            folder = str(Path(os.readlink(f"/proc/{process}/cwd"), command.folder))
-        except OSError:
+        if not (start := _link(process, "cwd")):
             return command
+        folder = str(Path(start, command.folder))
         same = os.path.realpath(folder) == os.path.realpath(self._directory)
         return dataclasses.replace(command, folder="" if same else folder)
 
@@ -395,9 +395,7 @@ class _Reading:
             return ":"
         mark = str(_MARK + len(self.not_run))
         self.not_run[mark], self._calls[mark] = name, words
-        folder = os.path.dirname(request.path)
-        with contextlib.suppress(OSError):
-            folder = os.readlink(f"/proc/{request.process}/cwd")
+        folder = _link(request.process, "cwd") or os.path.dirname(request.path)
         for word in words[1:]:
             for part in {word, word.partition("=")[2]} - {""}:
                 self._changed[os.path.realpath(os.path.join(folder, part))] = name
