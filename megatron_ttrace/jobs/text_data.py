@@ -167,17 +167,13 @@ def standard_library_corpus(prefix: Path, max_bytes: int) -> None:
     The same Python writes the same data set, byte for byte. If it exists, nothing is written, and
     Megatron (seconds) is not imported.
     """
-    documents = _standard_library(max_bytes)
+    documents = standard_library(max_bytes)
     if not _holds(prefix, documents):
         write_corpus(documents, prefix)
 
 
-def standard_library_text(max_bytes: int) -> bytes:
-    """The same text, in one piece."""
-    return b"".join(_standard_library(max_bytes))
-
-
-def _standard_library(max_bytes: int) -> list[bytes]:
+def standard_library(max_bytes: int) -> list[bytes]:
+    """The files of Python's standard library that make so many bytes; the last one is cut."""
     library = Path(sysconfig.get_paths()["stdlib"])
     # Third-party packages are below the library's folder, and differ between machines.
     foreign = {"site-packages", "dist-packages"}

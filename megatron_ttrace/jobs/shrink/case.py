@@ -104,31 +104,28 @@ class Case:
     @functools.cached_property
     def depth(self) -> Depth:
         """The small number of layers, and how stages share them."""
-        return _depth(self)
-
-
-def _depth(case: Case) -> Depth:
-    flags, large, small = case.flags, case.large, case.small
-    if flags.has("pipeline_model_parallel_layout") and small.pp > 1:
-        stages = patterns.shrink_stages(
-            patterns.stages(flags.text("pipeline_model_parallel_layout")), small.pp * small.chunks
-        )
-        if not any("t" in stage for stage in stages):
-            stages[0] += "t"  # the large job's layers are all in stages between these
-        while sum(stage.count("t") for stage in stages) < _least(case):
-            stages = [stage.replace("t", "tt", 1) for stage in stages]
-        return Depth(sum(stage.count("t") for stage in stages), stages=tuple(stages))
-    chunks = small.pp * small.chunks
-    before = max(1, flags.integer("num_layers", 2) // (large.pp * large.chunks))
-    per_chunk = 2 if chunks == 1 or small.chunks == 1 else min(2, before)
-    if (together := flags.integer("recompute_num_layers")) > 1:
-        # Layers that are recomputed together, and as many that are not of them.
-        per_chunk = max(per_chunk, 4 if together < before else 2)
-    depth = _stages_alike(case, per_chunk)
-    while depth.layers < _least(case):
-        per_chunk += 1
-        depth = _stages_alike(case, per_chunk)
-    return depth
+        flags, large, small = self.flags, self.large, self.small
+        if flags.has("pipeline_model_parallel_layout") and small.pp > 1:
+            stages = patterns.shrink_stages(
+                patterns.stages(flags.text("pipeline_model_parallel_layout")),
+                small.pp * small.chunks,
+            )
+            if not any("t" in stage for stage in stages):
+                stages[0] += "t"  # the large job's layers are all in stages between these
+            while sum(stage.count("t") for stage in stages) < _least(self):
+                stages = [stage.replace("t", "tt", 1) for stage in stages]
+            return Depth(sum(stage.count("t") for stage in stages), stages=tuple(stages))
+        chunks = small.pp * small.chunks
+        before = max(1, flags.integer("num_layers", 2) // (large.pp * large.chunks))
+        per_chunk = 2 if chunks == 1 or small.chunks == 1 else min(2, before)
+        if (together := flags.integer("recompute_num_layers")) > 1:
+            # Layers that are recomputed together, and as many that are not of them.
+            per_chunk = max(per_chunk, 4 if together < before else 2)
+        depth = _stages_alike(self, per_chunk)
+        while depth.layers < _least(self):
+            per_chunk += 1
+            depth = _stages_alike(self, per_chunk)
+        return depth
 
 
 def _stages_alike(case: Case, per_chunk: int) -> Depth:

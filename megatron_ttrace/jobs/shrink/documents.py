@@ -74,7 +74,7 @@ def write(prefix: Path, words: Sequence[str] = ()) -> Path:
         owned.make(prefix.parent, ignored=True)
         if not prefix.with_name(f"{prefix.name}.idx").exists():
             with quiet_imports():
-                text_data.write_corpus(_cut(text_data.standard_library_text(_BYTES)), prefix)
+                text_data.write_corpus(_cut(b"".join(text_data.standard_library(_BYTES))), prefix)
         if SFT in words:
             _write_chats(chats(prefix))
     except OSError as error:
@@ -142,7 +142,7 @@ def _write_chats(folder: Path) -> None:
 
 def _conversations() -> Iterator[list[dict[str, str]]]:
     random = np.random.default_rng(1)
-    text = text_data.standard_library_text(_BYTES).decode("ascii", "ignore")
+    text = b"".join(text_data.standard_library(_BYTES)).decode("ascii", "ignore")
     at = 0
     for _ in range(_CHATS):
         messages = []

@@ -77,14 +77,15 @@ _GOING = {
 """Options that Megatron refuses, or has no use for, without an axis."""
 
 
+_HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
+
+
 def layers(case: Case) -> Iterator[Change]:
     """Layers by stage and chunk, uneven ends, and patterns over layers."""
     flags, depth = case.flags, case.depth
     if flags.has("heterogeneous_layers_config_path"):
         raise TTraceError("--heterogeneous-layers-config-path: its layers cannot be shrunk")
-    hybrid = "hybrid_layer_pattern" if flags.has("hybrid_layer_pattern") else ""
-    hybrid = hybrid or ("hybrid_override_pattern" if flags.has("hybrid_override_pattern") else "")
-    if hybrid:
+    if hybrid := next(filter(flags.has, _HYBRID), ""):
         ends = bf16_ends(flags).values() if flags.has("first_last_layers_bf16") else ()
         segments = case.small.pp * case.small.chunks
         pattern = patterns.shrink_hybrid(flags.text(hybrid), segments, *ends)
@@ -166,7 +167,7 @@ def width(case: Case) -> Iterator[Change]:
 
 def _hybrid(case: Case) -> str:
     """A letter for each layer of a hybrid model; else empty."""
-    return case.flags.text("hybrid_layer_pattern") or case.flags.text("hybrid_override_pattern")
+    return next(filter(None, map(case.flags.text, _HYBRID)), "")
 
 
 def latent_attention(case: Case) -> Iterator[Change]:
