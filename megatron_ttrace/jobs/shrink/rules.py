@@ -25,6 +25,11 @@ def _if_set(case: Case, why: str, **sizes: int) -> Iterator[Change]:
     return (change for change in _sizes(why, **sizes) if case.flags.has(change.option))
 
 
+def _gone(case: Case, why: str, *options: str) -> Iterator[Change]:
+    """Flags that go, of those that the large job has."""
+    return (Change(option, None, why) for option in options if case.flags.has(option))
+
+
 _SHORTER = "an axis above 1 becomes 2"
 
 
@@ -45,20 +50,17 @@ def axes(case: Case) -> Iterator[Change]:
     if flags.integer("num_distributed_optimizer_instances", 1) > 1:
         count, why = ("2", _SHORTER) if small.dp > 2 else ("1", "too few data-parallel ranks")
         yield Change("num_distributed_optimizer_instances", (count,), why)
-    for option, shards in (
-        ("tensor_parallel_num_weight_shards", small.tp * small.gtp),
-        ("expert_tensor_parallel_num_weight_shards", small.etp * small.egtp),
-    ):
-        if flags.has(option):
-            yield Change(option, (str(shards),), _SHORTER)
+    yield from _if_set(
+        case,
+        _SHORTER,
+        tensor_parallel_num_weight_shards=small.tp * small.gtp,
+        expert_tensor_parallel_num_weight_shards=small.etp * small.egtp,
+    )
     for name, options in _GOING.items():
         if getattr(large, name) > 1 and getattr(small, name) == 1:
-            for option in options.split():
-                if flags.has(option):
-                    why = f"this job does not have {name}: another one has"
-                    yield Change(option, None, why)
-    if flags.has("tp_comm_overlap_cfg"):
-        yield Change("tp_comm_overlap_cfg", None, "its buffers are for the full sizes")
+            why = f"this job does not have {name}: another one has"
+            yield from _gone(case, why, *options.split())
+    yield from _gone(case, "its buffers are for the full sizes", "tp_comm_overlap_cfg")
 
 
 _GOING = {
@@ -90,8 +92,7 @@ def layers(case: Case) -> Iterator[Change]:
         segments = case.small.pp * case.small.chunks
         pattern = patterns.shrink_hybrid(flags.text(hybrid), segments, *ends)
         yield Change(hybrid, (pattern,), "one layer of each kind per stage")
-        if flags.has("num_layers"):
-            yield Change("num_layers", None, "the pattern says it")
+        yield from _gone(case, "the pattern says it", "num_layers")
         yield from _some_layers(flags)
         return
     why = "layers per stage and chunk, of every kind"
@@ -341,9 +342,8 @@ def vocabulary(case: Case) -> Iterator[Change]:
     """That of the data: 257 tokens, which need some padding."""
     if case.own_data:
         return
-    for option in ("vocab_size", "padded_vocab_size", "vocab_extra_ids"):
-        if case.flags.has(option):
-            yield Change(option, None, "that of the data instead")
+    own = "that of the data instead"
+    yield from _gone(case, own, "vocab_size", "padded_vocab_size", "vocab_extra_ids")
     if case.flags.integer("make_vocab_size_divisible_by") > 128:
         yield Change("make_vocab_size_divisible_by", ("128",), "a padded vocabulary")
 
@@ -378,8 +378,7 @@ def data(case: Case) -> Iterator[Change]:
         yield Change("sft", None, why, lost=True)
     if flags.has("mock_data"):
         yield Change("mock_data", None, "own data instead")
-        if flags.has("fim_data"):
-            yield Change("fim_data", None, "without effect on mock data")
+        yield from _gone(case, "without effect on mock data", "fim_data")
     elif flags.has("fim_data"):
         for name, number in documents.FIM_TOKENS.items():
             yield Change(f"fim_{name}_token", (str(number),), "own data's")

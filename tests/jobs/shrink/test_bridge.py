@@ -46,41 +46,20 @@ class Model:
     params_dtype: Any = None
 
 
-@dataclasses.dataclass
-class Train:
-    """Of ``cfg.train``."""
-
-    global_batch_size: int = 2048
-    micro_batch_size: int = 1
-
-
-@dataclasses.dataclass
-class Checkpoint:
-    """Of ``cfg.checkpoint``."""
-
-    pretrained_checkpoint: str | None = "/weights"
-    load: str | None = None
-
-
-@dataclasses.dataclass
-class Dataset:
-    """Of ``cfg.dataset``."""
-
-    seq_length: int = 4096
-
-
-@dataclasses.dataclass
-class Optimizer:
-    """Of ``cfg.optimizer``."""
-
-    main_params_dtype: Any = torch.float16
+def section(**defaults):
+    """A section of a configuration: a dataclass with these fields."""
+    fields = [(name, Any, default) for name, default in defaults.items()]
+    return dataclasses.make_dataclass("Section", fields)()
 
 
 def configuration(**fields):
     """Of a large mixture of experts."""
     precision = SimpleNamespace(fp8=None, num_layers_at_start_in_bf16=0)
     return SimpleNamespace(
-        model=Model(**fields), train=Train(), dataset=Dataset(), mixed_precision=precision
+        model=Model(**fields),
+        train=section(global_batch_size=2048, micro_batch_size=1),
+        dataset=section(seq_length=4096),
+        mixed_precision=precision,
     )
 
 
@@ -122,7 +101,7 @@ def test_small_jobs_are_set_in_the_configuration():
 def test_what_is_left_is_in_the_account():
     """Weights that are not loaded are named; nothing else of a checkpoint is a flag."""
     cfg = configuration()
-    cfg.checkpoint = Checkpoint()
+    cfg.checkpoint = section(pretrained_checkpoint="/weights", load=None)
     flags = CommandFlags.parse(sizes.words(cfg))
     assert flags.text("pretrained_checkpoint") == "/weights"
     small = plan.of_flags(Command("x.py", tuple(sizes.words(cfg)), ranks=1024), 8)
@@ -132,7 +111,7 @@ def test_what_is_left_is_in_the_account():
 def test_main_weights_become_wide():
     """A field that is a dtype is read and set; one of four bytes is no flag."""
     cfg = configuration()
-    cfg.optimizer = Optimizer()
+    cfg.optimizer = section(main_params_dtype=torch.float16)
     words = tuple(sizes.words(cfg))
     assert CommandFlags.parse(words).text("main_params_dtype") == "fp16"
     sizes.apply(cfg, plan.of_flags(Command("x.py", words, ranks=1024), 8).jobs[0].arguments)
