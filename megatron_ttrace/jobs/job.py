@@ -263,42 +263,39 @@ def _why(observed: ranks.Observed, logs: Path) -> str:
     """
     if observed.stopped:
         are = "is" if len(observed.stopped) == 1 else "are"
-        log = observed.stopped_log
-        return f"{', '.join(observed.stopped[:4])} {are} stopped; the others gave up (log: {log})"
+        names = ", ".join(map(str, observed.stopped[:4]))
+        return f"{names} {are} stopped; the others gave up (log: {observed.stopped[0].log})"
     gave_up = False
     for end in observed.ends:
-        log = ranks.log_of(logs, end.rank)
         gave_up |= end.code > 0
-        if -end.code in _UNBIDDEN or (end.code < 0 and not gave_up and not _aborted(end, log)):
-            return f"rank {end.rank} {how_it_ended(end.code)}; {last_lines(log)}"
+        if -end.code in _UNBIDDEN or (end.code < 0 and not gave_up and not _aborted(end)):
+            return f"rank {end.rank} {how_it_ended(end.code)}; {last_lines(end.log)}"
     failed = sorted((end for end in observed.ends if end.code), key=lambda end: end.rank)
     if failed:
-        kind = _kind(min(failed, key=lambda end: _order(end, logs)), logs)
+        kind = _kind(min(failed, key=_order))
         # Where all ranks fail alike, the lowest number says so best.
-        end = next(end for end in failed if _kind(end, logs) == kind)
-        return _failure(end, ranks.log_of(logs, end.rank))
+        return _failure(next(end for end in failed if _kind(end) == kind))
     return (
         "the job ended without a result: no training step was checked (a loop of your own hands "
         f"its step to the check: docs/trainers.md); {last_lines(ranks.log_of(logs, 0))}"
     )
 
 
-def _kind(end: ranks.End, logs: Path) -> object:
-    record = record_of(ranks.log_of(logs, end.rank))
+def _kind(end: ranks.End) -> object:
+    record = record_of(end.log)
     return end.code, dataclasses.replace(record, at=0) if record else end.rank
 
 
-def _order(end: ranks.End, logs: Path) -> tuple[bool, int]:
+def _order(end: ranks.End) -> tuple[bool, int]:
     """Sorts the rank that failed by itself, and first, before those that failed because of it."""
-    log = ranks.log_of(logs, end.rank)
-    if record := record_of(log):
+    if record := record_of(end.log):
         return record.follows, record.at
     # Without a record, exit code 1 is that of a rank whose check diverged, or of os._exit.
-    return end.code == ExitCode.DIVERGED, _fell_silent(end, log)
+    return end.code == ExitCode.DIVERGED, _fell_silent(end)
 
 
-def _failure(end: ranks.End, log: Path) -> str:
-    how = how_it_ended(end.code)
+def _failure(end: ranks.End) -> str:
+    how, log = how_it_ended(end.code), end.log
     record = record_of(log)
     if record is not None and record.reason:
         if not record.error:
@@ -311,13 +308,14 @@ def _failure(end: ranks.End, log: Path) -> str:
     return f"rank {end.rank} {how}; {last_lines(log)}"
 
 
-def _fell_silent(end: ranks.End, log: Path) -> int:
+def _fell_silent(end: ranks.End) -> int:
     """When a rank last wrote to its log; for a crash, which writes nothing, when it ended."""
     if end.code < 0 and -end.code != signal.SIGABRT:
         return end.seen
-    return log.stat().st_mtime_ns if log.is_file() else 0
+    return end.log.stat().st_mtime_ns if end.log.is_file() else 0
 
 
-def _aborted(end: ranks.End, log: Path) -> bool:
+def _aborted(end: ranks.End) -> bool:
     """Whether an exception ended this rank: perhaps a lost connection to another rank."""
-    return record_of(log) is not None or (-end.code == signal.SIGABRT and bool(died_of(log)))
+    has_raised = -end.code == signal.SIGABRT and bool(died_of(end.log))
+    return has_raised or record_of(end.log) is not None

@@ -34,9 +34,13 @@ AssertionError: world size (2) is not divisible by 3
 """
 
 
-def ended(*codes):
+def ended(tmp_path, *codes):
     """Ranks that ended in this order; without a code those that we ended."""
-    ends = [ranks.End(rank, code, 0) for rank, code in enumerate(codes) if code is not None]
+    ends = [
+        ranks.End(rank, code, rank + 1, ranks.log_of(tmp_path, rank))
+        for rank, code in enumerate(codes)
+        if code is not None
+    ]
     return ranks.Observed(len(codes), ends)
 
 
@@ -46,7 +50,7 @@ def why(tmp_path, codes, *logs, step=1):
         log = ranks.log_of(tmp_path, rank)
         log.write_text(text)
         os.utime(log, ns=2 * (9 + step * rank,))
-    return jobs._why(ended(*codes), tmp_path)
+    return jobs._why(ended(tmp_path, *codes), tmp_path)
 
 
 def leave(tmp_path, rank, at, message, **more):
@@ -191,8 +195,10 @@ def test_a_crash_and_who_lost_it(tmp_path, crash_first):
     """A rank that lost its connection to a crashed one is not the cause; an earlier failure is."""
     ranks.log_of(tmp_path, 0).write_text("step 1\n")
     leave(tmp_path, 1, 0, "rank 1: lost the connection", follows=crash_first)
-    ends = [ranks.End(0, -signal.SIGSEGV, 1), ranks.End(1, 2, 2)]
-    reason = jobs._why(ranks.Observed(2, ends if crash_first else ends[::-1]), tmp_path)
+    observed = ended(tmp_path, -signal.SIGSEGV, 2)
+    if not crash_first:
+        observed.ends.reverse()
+    reason = jobs._why(observed, tmp_path)
     crashed = "rank 0 was killed by signal 11 (SIGSEGV)"
     assert reason.startswith(crashed if crash_first else "rank 1: lost the connection")
 
@@ -209,7 +215,7 @@ def test_a_log_without_room(tmp_path, monkeypatch, name):
         return function(where, what, *more, **options)
 
     monkeypatch.setattr(os, name, full)
-    reason = jobs._why(ended(1), tmp_path)
+    reason = jobs._why(ended(tmp_path, 1), tmp_path)
     assert reason.startswith("rank 0 failed with exit code 1: ")
     assert reason.endswith("cannot be written (No space left on device)")
 
@@ -223,8 +229,8 @@ def test_a_log_with_room(tmp_path):
 
 def test_no_log_at_all(tmp_path):
     """There is a reason even without a log."""
-    assert jobs._why(ended(3), tmp_path).startswith("rank 0 failed with exit code 3")
-    assert jobs._why(ended(0, 0), tmp_path).startswith("the job ended without a result")
+    assert jobs._why(ended(tmp_path, 3), tmp_path).startswith("rank 0 failed with exit code 3")
+    assert jobs._why(ended(tmp_path, 0, 0), tmp_path).startswith("the job ended without a result")
 
 
 ANSWER = """

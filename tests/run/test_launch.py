@@ -80,7 +80,7 @@ def test_a_reference_on_two_ranks(
             )
             ends.file_of(log).write_text(json.dumps(codec.encode(record)))
             if code:
-                observed.ends.insert(0, ranks.End(rank, code, 0))
+                observed.ends.insert(0, ranks.End(rank, code, 0, log))
         seal(Path(orders[0].directory), {"fingerprint": NAME})
         assert count == 2
         return observed

@@ -25,11 +25,15 @@ _REAPING_SECONDS = 10.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class End:
-    """How a rank ended: its exit code (negative: a signal), and when, in ns since the epoch."""
+    """How a rank ended: its exit code (negative: a signal), and when, in ns since the epoch.
+
+    ``log`` has its output.
+    """
 
     rank: int
     code: int
     seen: int
+    log: Path
 
 
 @dataclasses.dataclass(slots=True)
@@ -37,13 +41,12 @@ class Observed:
     """What was observed of a job's processes.
 
     ``ends`` are of its ``nproc`` ranks, in the order in which they ended, without those that we
-    ended; ``stopped`` names processes that were stopped (SIGSTOP) when the job ended.
+    ended; ``stopped`` are processes that were stopped (SIGSTOP) when the job ended.
     """
 
     nproc: int
     ends: list[End] = dataclasses.field(default_factory=list)
-    stopped: list[str] = dataclasses.field(default_factory=list)
-    stopped_log: Path | None = None
+    stopped: list[Waited] = dataclasses.field(default_factory=list)
 
     @property
     def codes(self) -> list[int | None]:
@@ -164,10 +167,8 @@ class _Job:
             patience.look(list(self._waited.values()))
             progress()
             self._pause()
-        for process in self._waited.values():
-            if process.is_stopped:
-                self._observed.stopped.append(str(process))
-                self._observed.stopped_log = self._observed.stopped_log or process.log
+        waited = self._waited.values()
+        self._observed.stopped += [process for process in waited if process.is_stopped]
         return self._observed
 
     def _pause(self) -> None:
@@ -189,7 +190,7 @@ class _Job:
                     self._requests.answer(*(self._failed or (0, 0)))
                     self._failed, self._ending = None, math.inf
             else:
-                self._observed.ends.append(End(process.rank, code, time.time_ns()))
+                self._observed.ends.append(End(process.rank, code, time.time_ns(), process.log))
 
     def _ended(self) -> Iterator[tuple[Waited, int]]:
         """Processes that have ended since the last call, and their exit codes."""
