@@ -42,6 +42,14 @@ def run(
     return done
 
 
+def executable(path: Path, text: str) -> Path:
+    """A program in a file that can be started; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 def python(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
     """The same with ``python WORDS``."""
     return run(sys.executable, *words, **more)

@@ -33,6 +33,7 @@ EXPERTS = (
     f"{TE} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear "
     "--expert-model-parallel-size 2"
 )
+FSDP_EXPERTS = f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor"
 IN_PIECES = (
     f"{EXPERTS} --moe-token-dispatcher-type alltoall --overlap-moe-expert-parallel-comm --bf16"
 )
@@ -66,20 +67,14 @@ JOBS = [
     (f"{TE} {TORCH_FSDP} --log-params-norm", 2, "torch FSDP2: the logged norm"),
     (f"{TE} {TORCH_FSDP}", 2, ""),
     (
-        f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor --global-batch-size 8 "
-        "--log-params-norm",
+        f"{FSDP_EXPERTS} --global-batch-size 8 --log-params-norm",
         4,
         "Megatron-FSDP and EP: the logged norm",
     ),
     (f"{FSDP} --clip-grad 0", 2, "Megatron-FSDP and `--clip-grad 0`"),
-    (f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor", 2, "Megatron-FSDP and experts"),
-    (f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor --global-batch-size 8", 4, ""),
-    (
-        f"{EXPERTS} --use-megatron-fsdp --ckpt-format fsdp_dtensor "
-        "--data-parallel-sharding-strategy optim",
-        2,
-        "",
-    ),
+    (FSDP_EXPERTS, 2, "Megatron-FSDP and experts"),
+    (f"{FSDP_EXPERTS} --global-batch-size 8", 4, ""),
+    (f"{FSDP_EXPERTS} --data-parallel-sharding-strategy optim", 2, ""),
     (
         f"{EXPERTS} --moe-router-load-balancing-type aux_loss global_aux_loss "
         "--moe-aux-loss-coeff 0.1 0.1",

@@ -225,10 +225,6 @@ def test_the_second_uses_what_the_first_made(
 def test_without_locks_the_faster_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An entry that appeared in the meantime is verified and used."""
     home = tmp_path / NAME
-
-    def slowly(aside: Path) -> None:
-        Maker(2.0)(aside)
-
     move = owned.move
 
     def late(path: Path, target: Path) -> None:
@@ -237,7 +233,7 @@ def test_without_locks_the_faster_one_wins(tmp_path: Path, monkeypatch: pytest.M
         move(path, target)
 
     monkeypatch.setattr(owned, "move", late)
-    assert obtain(home, slowly)
+    assert obtain(home, Maker(2.0))
     assert value_of(home) == 1.0
     assert visible(tmp_path) == [NAME]
 

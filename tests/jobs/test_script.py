@@ -103,14 +103,9 @@ except SystemExit:
 
 def test_our_flags_without_enable(tmp_path: Path) -> None:
     """The parser of whatever Megatron the script puts on its path learns our flags on import."""
-    training = tmp_path / "tree" / "megatron" / "training"
-    package(tmp_path / "tree", "training")
-    (tmp_path / "tree" / "megatron" / "core").mkdir()
-    (tmp_path / "tree" / "megatron" / "core" / "__init__.py").touch()
-    (tmp_path / "tree" / "megatron" / "core" / "package_info.py").write_text(
-        "__version__ = '0.19.2'\n"
-    )
-    (training / "arguments.py").write_text(PARSER)
+    core, training = (package(tmp_path / "tree", name) for name in ("core", "training"))
+    Path(core).with_name("package_info.py").write_text("__version__ = '0.19.2'\n")
+    Path(training).with_name("arguments.py").write_text(PARSER)
     (tmp_path / "train.py").write_text(TRAIN)
     words = (*scripts.command("train.py"), "--ttrace", "--help")
     done = programs.run(*words, cwd=tmp_path, PYTHONPATH="")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import programs
+
 ROOT = Path(__file__).parents[2]
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 REAL = Path(sys._base_executable)  # type: ignore[attr-defined]
@@ -51,21 +53,12 @@ class Machine:
         self.log = folder / "pip.log"
 
     def add(self, name: str, text: str, under: Path | None = None) -> Path:
-        path = (under or self.bin) / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-        path.chmod(0o755)
-        return path
+        return programs.executable((under or self.bin) / name, text)
 
     def run(self, *action: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [self.checkout / "launch" / "bootstrap.sh", *action],
-            env={
-                "PATH": str(self.bin),
-                "HOME": str(self.home),
-                "PIP_LOG": str(self.log),
-                **environment,
-            },
+            env={"PATH": self.bin, "HOME": self.home, "PIP_LOG": self.log, **environment},
             capture_output=True,
             text=True,
             timeout=600,
@@ -213,13 +206,6 @@ def test_what_is_no_release_is_refused(machine: Machine, release: str) -> None:
     assert done.returncode == 2
     assert "not a release of megatron-core" in done.stderr
     assert machine.installs() == 0
-
-
-def test_usage(machine: Machine) -> None:
-    """A wrong argument shows the usage."""
-    done = machine.run("help")
-    assert done.returncode == 2
-    assert "usage:" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["bridge", "verl"])

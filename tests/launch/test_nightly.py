@@ -16,10 +16,7 @@ SLURM = SCRIPT.with_suffix(".slurm")
 
 
 def program(path: Path, body: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-    path.chmod(0o755)
-    return path
+    return programs.executable(path, f"#!/usr/bin/env bash\n{body}\n")
 
 
 def night(tmp_path: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:

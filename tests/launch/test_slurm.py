@@ -23,8 +23,7 @@ def test_check(tmp_path: Path, answer: int) -> None:
         "ttrace": f'echo "$*" >{tmp_path}/reported; exit {answer}',
     }
     for name, text in stands.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+        programs.executable(tmp_path / name, f"#!/bin/bash\n{text}\n")
     words = ("bash", SCRIPT, "--num-layers", "2", "--data-path", "a b")
     variables = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",

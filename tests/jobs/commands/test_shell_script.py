@@ -13,6 +13,7 @@ import pytest
 from megatron_ttrace.jobs.commands import guard, shell_script
 from megatron_ttrace.jobs.commands.command_line import Command, ShellScript, parse
 from megatron_ttrace.trace.errors import TTraceError
+from tests import programs
 
 EXAMPLE = """\
 #!/bin/bash
@@ -251,19 +252,16 @@ PROGRAMS = [
 def place(tmp_path, monkeypatch):
     """Programs that leave a mark, files that must stay as they are, scripts that are started."""
     monkeypatch.setattr(shell_script, "_SECONDS", 300)  # for a machine that is busy
-    (tmp_path / "bin").mkdir()
+    text = f"#!{sys.executable}\nopen({str(tmp_path / 'ran')!r}, 'w')\n"
     for name in PROGRAMS:
-        program = tmp_path / "bin" / name
-        program.write_text(f"#!{sys.executable}\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
-        program.chmod(0o755)
+        programs.executable(tmp_path / "bin" / name, text)
     (tmp_path / "bin" / "activate").write_text(f"export PATH={tmp_path}/bin:$PATH\n")
     work = tmp_path / "work"
     (work / "keep").mkdir(parents=True)
     (work / "keep" / "old").write_text("a checkpoint")
     (work / "other.sh").write_text('run() { "$1" --nproc-per-node 2 "${@:2}"; }\n')
     started = f'#!/bin/sh\nexec {tmp_path}/bin/torchrun --nproc-per-node 2 pretrain_gpt.py "$@"\n'
-    (work / "started.sh").write_text(started)
-    (work / "started.sh").chmod(0o755)
+    programs.executable(work / "started.sh", started)
     (tmp_path / "bin" / "lib.so").write_bytes(b"\x7fELF no library")
     (work / "x").write_text("text\n")
     os.mkfifo(work / "fifo")

@@ -10,6 +10,7 @@ from megatron_ttrace.jobs.processes import worktrees
 from megatron_ttrace.jobs.processes.worktrees import Checkout
 from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import TTraceError
+from tests import programs
 
 
 def git(folder, *words):
@@ -149,9 +150,7 @@ def test_no_checkout(tmp_path, home):
 def test_no_configured_program_runs(home, tmp_path):
     """Neither hooks nor monitors, filters and what shows differences: files are only read."""
     ran = tmp_path / "ran"
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\necho $0 $* >> {ran}\ncat\n")
-    program.chmod(0o755)
+    program = programs.executable(tmp_path / "program", f"#!/bin/sh\necho $0 $* >> {ran}\ncat\n")
     hooks = tmp_path / "hooks"
     hooks.mkdir()
     (hooks / "post-checkout").symlink_to(program)
