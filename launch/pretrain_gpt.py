@@ -222,17 +222,15 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
     return kind(**same_name, **{k: v for k, v in values.items() if k in fields})
 
 
-def builds_dataset(packed: bool, vp_stage: int | None = None) -> bool:
+def builds_dataset(vp_stage: int | None = None) -> bool:
     """Say whether this rank reads data: one rank of each tensor-parallel group that needs it."""
-    if mpu.get_tensor_model_parallel_rank() != 0:
-        return False
-    if (
-        packed
-        or masks_documents(get_args())
+    args = get_args()
+    return mpu.get_tensor_model_parallel_rank() == 0 and (
+        packs_sequences(args)
+        or masks_documents(args)
         or training_utils.is_first_or_last_pipeline_stage(vp_stage)
-    ):
-        return True
-    return has_mtp(core_transformer_config_from_args(get_args()), vp_stage)
+        or has_mtp(core_transformer_config_from_args(args), vp_stage)
+    )
 
 
 class FewDocuments(MockGPTLowLevelDataset):  # type: ignore[misc]
@@ -262,7 +260,7 @@ def provide_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
     elif args.fim_data and not args.mock_data:
         kind = GPTFIMDataset
     print_rank_0("> building train, validation and test data sets")
-    builds = partial(builds_dataset, packs_sequences(args), vp_stage=vp_stage)
+    builds = partial(builds_dataset, vp_stage=vp_stage)
     return BlendedMegatronDatasetBuilder(kind, samples, builds, dataset_config(args)).build()
 
 
@@ -380,34 +378,33 @@ def prediction_spec(args: Namespace, config: Any, decoder: Any, vp_stage: int | 
     )
 
 
-def provide_model(
-    pre_process: bool = True,
-    post_process: bool = True,
-    vp_stage: int | None = None,
-    config: Any = None,
-    pg_collection: Any = None,
-) -> GPTModel:
-    """Build one pipeline stage of the model, for releases before 0.19 (0.19 builds its own)."""
+def model_arguments(config: Any) -> dict[str, Any]:
+    """What a GPT model and a hybrid one are built with, for releases before 0.19."""
     args = get_args()
-    config = config or core_transformer_config_from_args(args)
-    decoder = layer_spec(args, config, vp_stage)
+    return {
+        "config": config or core_transformer_config_from_args(args),
+        "vocab_size": args.padded_vocab_size,
+        "max_sequence_length": args.max_position_embeddings,
+        "fp16_lm_cross_entropy": args.fp16_lm_cross_entropy,
+        "parallel_output": True,
+        "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        "position_embedding_type": args.position_embedding_type,
+        "rotary_percent": args.rotary_percent,
+        "rotary_base": args.rotary_base,
+    }
+
+
+def provide_model(config: Any = None, vp_stage: int | None = None, **stage: Any) -> GPTModel:
+    """Build one pipeline stage of the model, for releases before 0.19 (0.19 builds its own)."""
+    args, common = get_args(), model_arguments(config)
+    decoder = layer_spec(args, common["config"], vp_stage)
     return GPTModel(
-        config=config,
         transformer_layer_spec=decoder,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
-        parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
-        mtp_block_spec=prediction_spec(args, config, decoder, vp_stage),
+        mtp_block_spec=prediction_spec(args, common["config"], decoder, vp_stage),
         vp_stage=vp_stage,
-        pg_collection=pg_collection,
+        **stage,
+        **common,
     )
 
 
