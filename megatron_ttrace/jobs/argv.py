@@ -6,6 +6,7 @@ them.
 """
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -28,7 +29,7 @@ def separated(words: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         ours.append(word)
         if "=" not in word and word not in SWITCHES:
-            ours += [value for value in (next(remaining, None),) if value is not None]
+            ours += itertools.islice(remaining, 1)
     return ours, theirs
 
 

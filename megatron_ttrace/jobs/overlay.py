@@ -192,7 +192,7 @@ class Overlay:
             owned.make(self.root)
             owned.mirror(tree.packages, self.root / "megatron", lambda at: True)
         self._writes = 0
-        self._shown = dict(self._bad)
+        self._shown: dict[str, str | None] = {**self._bad}
 
     @property
     def has_script(self) -> bool:
@@ -207,10 +207,7 @@ class Overlay:
             if text != self._shown.get(file):
                 self._writes += 1
                 owned.put(self.root / file, text, _EPOCH + self._writes)
-                if text is None:
-                    self._shown.pop(file)
-                else:
-                    self._shown[file] = text
+                self._shown[file] = text
 
     def placed(self, environment: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
         """The script, and an environment in which it imports this tree's Megatron.

@@ -185,10 +185,9 @@ def _git(
 ) -> str:
     # In a git hook, git's variables name another repository.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    program = ["git", "--no-optional-locks"]
     try:
         done = subprocess.run(
-            [*program, *options, "-C", str(folder), *words],
+            ["git", "--no-optional-locks", *options, "-C", str(folder), *words],
             env={**inherited, "GIT_LFS_SKIP_SMUDGE": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,

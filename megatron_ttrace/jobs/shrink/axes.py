@@ -65,18 +65,16 @@ def of_large(flags: CommandFlags, ranks: int | None) -> Axes:
     ``None`` stands for enough for every axis, and data parallelism; too few ranks for as many as
     the axes need. Raises ``TTraceError`` when they cannot be divided into the axes.
     """
-    tp = max(1, flags.integer("tensor_model_parallel_size", 1))
-    cp = max(1, flags.integer("context_parallel_size", 1))
-    pp = max(1, flags.integer("pipeline_model_parallel_size", 1))
+    tp, cp, pp, ep = (_size(flags, OPTIONS[axis]) for axis in ("tp", "cp", "pp", "ep"))
     with_experts = flags.integer("num_experts") > 0
-    ep = max(1, flags.integer("expert_model_parallel_size", 1)) if with_experts else 1
+    ep = ep if with_experts else 1
     # Groups of experts are made even where there are none.
-    etp = max(1, flags.integer("expert_tensor_parallel_size", tp if with_experts else 1))
-    copies = weight_shards(flags)
+    etp = _size(flags, OPTIONS["etp"], tp if with_experts else 1)
+    gtp = weight_shards(flags)
+    least = math.lcm(tp * cp * gtp, ep * etp) * pp
     if ranks is None:
-        ranks = math.lcm(tp * cp * 2 * copies, ep * etp) * pp
-    least = math.lcm(tp * cp * copies, ep * etp) * pp
-    if ranks < least:
+        ranks = math.lcm(tp * cp * 2 * gtp, ep * etp) * pp
+    elif ranks < least:
         # Scripts say one machine where users are to say how many they have.
         ranks = math.lcm(ranks, least)
     if ranks % (tp * cp * pp):
@@ -91,21 +89,25 @@ def of_large(flags: CommandFlags, ranks: int | None) -> Axes:
         etp=etp,
         dp=ranks // (tp * cp * pp),
         chunks=_chunks(flags, pp),
-        gtp=weight_shards(flags),
-        egtp=max(1, flags.integer("expert_tensor_parallel_num_weight_shards", etp) // etp),
+        gtp=gtp,
+        egtp=max(1, _size(flags, "expert_tensor_parallel_num_weight_shards", etp) // etp),
     )
 
 
 def weight_shards(flags: CommandFlags) -> int:
     """How many ranks gather what tensor parallelism leaves of a weight."""
-    tp = max(1, flags.integer("tensor_model_parallel_size", 1))
-    return max(1, flags.integer("tensor_parallel_num_weight_shards", tp) // tp)
+    tp = _size(flags, OPTIONS["tp"])
+    return max(1, _size(flags, "tensor_parallel_num_weight_shards", tp) // tp)
+
+
+def _size(flags: CommandFlags, option: str, default: int = 1) -> int:
+    return max(1, flags.integer(option, default))
 
 
 def _chunks(flags: CommandFlags, pp: int) -> int:
     """Model chunks per stage, as ``validate_args`` derives them."""
     if flags.has("num_virtual_stages_per_pipeline_rank"):
-        return max(1, flags.integer("num_virtual_stages_per_pipeline_rank", 1))
+        return _size(flags, "num_virtual_stages_per_pipeline_rank")
     if flags.has("pipeline_model_parallel_layout"):
         return max(1, len(patterns.stages(flags.text("pipeline_model_parallel_layout"))) // pp)
     pattern = flags.text("hybrid_layer_pattern").split("/")[0]
@@ -113,8 +115,7 @@ def _chunks(flags: CommandFlags, pp: int) -> int:
         return max(1, len(pattern.split("|")) // pp)
     if flags.has("num_layers_per_virtual_pipeline_stage"):
         layers = flags.integer("num_layers") + borrowed(flags)
-        layers_per_chunk = max(1, flags.integer("num_layers_per_virtual_pipeline_stage", 1))
-        return max(1, layers // pp // layers_per_chunk)
+        return max(1, layers // pp // _size(flags, "num_layers_per_virtual_pipeline_stage"))
     return 1
 
 
