@@ -7,7 +7,9 @@ the ends of the file, and everything else keeps its bytes.
 """
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -172,6 +174,12 @@ def _texts(lines: list[bytes]) -> list[str]:
     return [line.rstrip(b"\r\n").decode("utf-8", "surrogateescape") for line in lines]
 
 
+def _alike(first: Sequence[str], second: Sequence[str]) -> int:
+    """How many lines at the beginning are the same."""
+    pairs = zip(first, second, strict=False)
+    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+
+
 def _apply(patch: ScriptPatch, checkout: Checkout) -> bytes:
     lines = checkout.content.splitlines(keepends=True)
     texts = _texts(lines)
@@ -180,18 +188,15 @@ def _apply(patch: ScriptPatch, checkout: Checkout) -> bytes:
     if not places:
         # The first line that differs where the lines begin, or would.
         at = next(iter(patch.places(texts, 1)), patch.start)
-        present = [*texts[at : at + len(before)], None]
-        pairs = enumerate(zip(present, before, strict=False), start=at + 1)
-        line, (actual, expected) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
-        problem = "the file ends" if actual is None else f"{actual!r} is in the way"
+        same = _alike(texts[at:], before)
+        line = at + same
+        problem = f"{texts[line]!r} is in the way" if line < len(texts) else "the file ends"
         raise TTraceError(
-            f"{checkout.script}:{line}: {problem}, expected {expected!r}; nothing was changed"
+            f"{checkout.script}:{line + 1}: {problem}, expected {before[same]!r}; "
+            "nothing was changed"
         )
     place = places[0]
     end = b"\r\n" if lines[place].endswith(b"\r\n") else b"\n"
-    same = next(
-        (n for n, (old, new) in enumerate(zip(before, after, strict=False)) if old != new),
-        min(len(before), len(after)),
-    )
+    same = _alike(before, after)
     inserted = [text.encode() + end for text in after[same:]]
     return b"".join([*lines[: place + same], *inserted, *lines[place + len(before) :]])

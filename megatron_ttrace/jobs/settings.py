@@ -3,6 +3,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import os
 import shlex
 from collections.abc import Callable, Sequence
@@ -126,13 +127,9 @@ def _is_closed(text: str) -> bool:
 
 
 def _blocks(iterations: Sequence[int]) -> list[list[int]]:
-    blocks: list[list[int]] = []
-    for iteration in iterations:
-        if blocks and blocks[-1][-1] == iteration - 1:
-            blocks[-1].append(iteration)
-        else:
-            blocks.append([iteration])
-    return blocks
+    # Within a block numbers grow as their places do.
+    blocks = itertools.groupby(enumerate(iterations), lambda pair: pair[1] - pair[0])
+    return [[iteration for _, iteration in block] for _, block in blocks]
 
 
 def _iterations_text(iterations: Sequence[int]) -> str:

@@ -95,7 +95,7 @@ def resolve(script: ShellScript, directory: Path | None = None) -> Command:
             # Times and random numbers differ in any two readings.
             again = read(":").command
             noise = _differing(command, again) if command and again else ()
-            if command is None or not _same(command, other.command, noise):
+            if command is None or _without(command, noise) != _without(other.command, noise):
                 name = name or other.source(other.command)
         if name:
             raise TTraceError(
@@ -112,13 +112,10 @@ def _differing(first: Command, second: Command) -> tuple[int, ...]:
     return tuple(place for place, (a, b) in enumerate(pairs) if a != b)
 
 
-def _same(first: Command, second: Command, noise: tuple[int, ...]) -> bool:
-    """Whether two commands do the same, but for the arguments at the places of ``noise``."""
-    return (
-        len(first.arguments) == len(second.arguments)
-        and set(_differing(first, second)) <= set(noise)
-        and dataclasses.replace(first, arguments=()) == dataclasses.replace(second, arguments=())
-    )
+def _without(command: Command, noise: tuple[int, ...]) -> Command:
+    """A command with nothing in place of the arguments at these places."""
+    words = ("" if at in noise else word for at, word in enumerate(command.arguments))
+    return dataclasses.replace(command, arguments=tuple(words))
 
 
 def _interpreter(path: Path) -> str:
