@@ -2,7 +2,7 @@
 """A shell's text as commands and their words, as far as no shell is needed for that."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -33,25 +33,14 @@ Variables are replaced in ``plain`` ones, where their values are several words, 
 """
 
 
-def statements(text: str, *, lines: bool = False) -> Iterator[list[Word]]:
+def statements(text: str, *, lines: bool = False) -> list[list[Word]]:
     """The commands of a text. Redirections and comments go.
 
     ``lines``: whether every line ends a statement, even if the next one begins with ``-``. Raises
     ``TTraceError`` when a quote is not closed, or has a meaning that only a shell knows.
     """
-    statement: list[Word] = []
-    for token in [*_tokens(text, lines=lines), None]:
-        if token is not None:
-            statement.append(token)
-        elif statement:
-            yield statement
-            statement = []
-
-
-def _tokens(text: str, *, lines: bool) -> list[Word | None]:
-    """The words of a text; ``None`` where a statement ends."""
-    tokens: list[Word | None] = []
-    word: Word | None = None
+    found: list[list[Word]] = [[]]
+    word: Word = []
     at = 0
     while at < len(text):
         match = _TOKEN.match(text, at)
@@ -62,11 +51,11 @@ def _tokens(text: str, *, lines: bool) -> list[Word | None]:
         at = match.end()
         kind = match.lastgroup or ""
         if kind in ("skip", "comment", "redirection", "more", "end"):
-            if word is not None:
-                tokens.append(word)
-            word = None
+            if word:
+                found[-1].append(word)
+            word = []
             if kind == "end" or (kind == "more" and lines):
-                tokens.append(None)
+                found.append([])
             continue
         if kind == "strange" and not lines:
             raise TTraceError(
@@ -85,8 +74,10 @@ def _tokens(text: str, *, lines: bool) -> list[Word | None]:
                 (part[1:].strip("\n"), "escaped") if number % 2 else (part, kind)
                 for number, part in enumerate(parts)
             ]
-        word = [*(word or []), *pieces]
-    return tokens if word is None else [*tokens, word]
+        word += pieces
+    if word:
+        found[-1].append(word)
+    return [statement for statement in found if statement]
 
 
 def words(statement: list[Word], known: Mapping[str, str], *, strict: bool = True) -> list[str]:
