@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ttrace.jobs.shrink import patterns
 from megatron_ttrace.jobs.shrink.axes import borrowed
+from megatron_ttrace.jobs.shrink.case import ENDS
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.mcore.fronts import bridge_small
 from megatron_ttrace.mcore.fronts.bridge_options import Options
@@ -67,9 +68,8 @@ def divisible(cfg: Any) -> list[str]:
     The model's own number is on the hub, and a recipe has a layout that suits it.
     """
     flags = CommandFlags.parse(words(cfg))
-    fixed = (_STAGES, "hybrid_layer_pattern", "decoder_first_pipeline_num_layers")
     stages = flags.integer("pipeline_model_parallel_size", 1) * flags.integer(_CHUNKS, 1)
-    if stages == 1 or any(map(flags.has, (*fixed, "decoder_last_pipeline_num_layers"))):
+    if stages == 1 or any(map(flags.has, (_STAGES, "hybrid_layer_pattern", *ENDS))):
         return []
     layers = max(2, -(-flags.integer("num_layers") // stages))
     return ["--num-layers", str(layers * stages - borrowed(flags))]

@@ -8,6 +8,9 @@ from megatron_ttrace.jobs.shrink import patterns
 from megatron_ttrace.jobs.shrink.axes import Axes, borrowed
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 
+ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+"""Options with the layers of the end stages of a pipeline."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
@@ -24,15 +27,14 @@ class Change:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Depth:
-    """Layers of a small job: of the whole model, and of its end stages where that is said.
+    """Layers of a small job: of the whole model, and of its end stages by the option that says it.
 
     ``per_chunk`` are those of a model chunk, if all are alike; ``stages`` are the layout string's,
     if there is one.
     """
 
     layers: int
-    first: int | None = None
-    last: int | None = None
+    ends: dict[str, int] = dataclasses.field(default_factory=dict)
     per_chunk: int = 2
     stages: tuple[str, ...] = ()
 
@@ -131,11 +133,8 @@ class Case:
 def _stages_alike(case: Case, per_chunk: int) -> Depth:
     """Stages of ``per_chunk`` layers a chunk, except for ends that have fewer or more."""
     flags, large, small = case.flags, case.large, case.small
-    ends = {
-        end: _end(flags, large, end, per_chunk, small.chunks)
-        for end in ("first", "last")
-        if small.pp > 1 and flags.has(f"decoder_{end}_pipeline_num_layers")
-    }
+    given = list(filter(flags.has, ENDS)) if small.pp > 1 else []
+    ends = {end: small.chunks * max(1, per_chunk + _uneven(case, end)) for end in given}
     layers = (small.pp - len(ends)) * small.chunks * per_chunk
     layers += sum(ends.values())
     if small.pp > 1:
@@ -143,7 +142,7 @@ def _stages_alike(case: Case, per_chunk: int) -> Depth:
         places = flags.integer("num_layers") + borrowed(flags)
         if not ends and places % (large.pp * large.chunks):
             layers += 1  # Megatron refuses it, and says so
-    return Depth(layers, ends.get("first"), ends.get("last"), per_chunk)
+    return Depth(layers, ends, per_chunk)
 
 
 def _least(case: Case) -> int:
@@ -164,14 +163,13 @@ def bf16_ends(flags: CommandFlags) -> dict[str, int]:
     }
 
 
-def _end(flags: CommandFlags, large: Axes, end: str, per_chunk: int, chunks: int) -> int:
-    """Layers of an end stage: fewer or more than of another stage, as before."""
-    ends = [
-        flags.integer(f"decoder_{name}_pipeline_num_layers")
-        for name in ("first", "last")
-        if flags.has(f"decoder_{name}_pipeline_num_layers")
-    ]
-    stages = large.pp - len(ends)
+def _uneven(case: Case, end: str) -> int:
+    """Whether an end stage of the large job has more layers than another stage (1), or fewer (-1).
+
+    ``end`` is the option that says how many it has.
+    """
+    flags = case.flags
+    ends = [flags.integer(option) for option in ENDS if flags.has(option)]
+    stages = case.large.pp - len(ends)
     middle = (flags.integer("num_layers") - sum(ends)) / stages if stages else sum(ends) / 2
-    layers = flags.integer(f"decoder_{end}_pipeline_num_layers")
-    return chunks * max(1, per_chunk + (layers > middle) - (layers < middle))
+    return (flags.integer(end) > middle) - (flags.integer(end) < middle)

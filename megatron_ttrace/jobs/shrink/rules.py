@@ -106,10 +106,7 @@ def layers(case: Case) -> Iterator[Change]:
             ("|".join(depth.stages),),
             "first, last and different stages",
         )
-    for end, count in (("first", depth.first), ("last", depth.last)):
-        if count is not None:
-            option = f"decoder_{end}_pipeline_num_layers"
-            yield Change(option, (str(count),), "as uneven as before")
+    yield from _sizes("as uneven as before", **depth.ends)
     if case.small.pp > 1:
         # Also where a stage has a single chunk.
         yield from _if_set(case, why, num_layers_per_virtual_pipeline_stage=depth.per_chunk)
