@@ -7,6 +7,7 @@ share (``TTRACE_CACHE``): the link is replaced, and nothing is ever written thro
 run builds an entry of the cache, others that want the same entry wait for it.
 """
 
+import contextlib
 import os
 import stat
 import time
@@ -97,7 +98,8 @@ def _obtain(
         lock = Lock(home.parent / f".{home.name}.lock")
         if not _wait(lock, name, patience):
             return None
-        try:
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(lock.release)
             lock.sign()
             checksum, flaw = _look(home, name)
             if checksum:
@@ -110,13 +112,9 @@ def _obtain(
                 owned.require(home)
             _sweep(home.parent, home.name)
             aside = home.parent / f".{home.name}{_BUILDING}{shared.run_id()}"
-            try:
-                make(aside)
-                return _move(aside, home, name)
-            finally:
-                owned.discard(aside)
-        finally:
-            lock.release()
+            afterwards.callback(owned.discard, aside)
+            make(aside)
+            return _move(aside, home, name)
     except OSError as error:
         raise TTraceError(
             f"{home} cannot be written ({error.strerror or error}): "
