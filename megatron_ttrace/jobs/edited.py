@@ -148,14 +148,13 @@ def _since_commit(tree: Mapping[str, Path], base: str) -> list[Edit] | None:
         names += sorted((prefix, folder, name) for name in {*listed.split("\0")} if name)
     if len(names) > _MOST_FILES:
         return None
-    return [edit for name in names for edit in _edits(*name, base)]
-
-
-def _edits(prefix: str, folder: Path, name: str, base: str) -> Iterator[Edit]:
-    # As text on both sides, because that is how git's output is read.
-    before = (provenance.git(folder, "show", f"{base}:./{name}") or "").encode()
-    after = (folder / name).read_bytes().decode(errors="replace").encode()
-    yield from (Edit.of(f"{prefix}{name}", change) for change in changes(before, after))
+    edits = []
+    for prefix, folder, name in names:
+        # As text on both sides, because that is how git's output is read.
+        before = (provenance.git(folder, "show", f"{base}:./{name}") or "").encode()
+        after = (folder / name).read_bytes().decode(errors="replace").encode()
+        edits += [Edit.of(f"{prefix}{name}", change) for change in changes(before, after)]
+    return edits
 
 
 def _since_wheel(

@@ -9,21 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests import programs
+from tests.jobs.commands.commands import PROGRAM
 
 TTRACE = f"{sys.executable} -m megatron_ttrace"
-# A command that prints a lot and answers "diverged"; or does worse.
-TALKS = """
-import sys
-from megatron_ttrace.cli import main as entry
-class Parser:
-    _actions = ()
-    def parse_args(self, argv):
-        return self
-    def run(self, args):
-        {body}
-        return 1
-sys.exit(entry.main(build=lambda words: Parser()))
-"""
 PRINTS = "print('x' * 99 + '\\n' * 9999); print('told', file=sys.stderr)"
 
 
@@ -33,8 +21,8 @@ def shell(line: str, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]
 
 
 def talks(tmp_path: Path, body: str) -> str:
-    """The command line of a command that runs this code."""
-    (tmp_path / "talks.py").write_text(TALKS.replace("{body}", body))
+    """The command line of a command that runs this code, and answers "diverged" or does worse."""
+    (tmp_path / "talks.py").write_text(PROGRAM.replace("{body}", f"{body}\n        return 1"))
     return f"{sys.executable} talks.py"
 
 

@@ -323,10 +323,8 @@ class Requests:
     def poll(self) -> tuple[list[str], list[tuple[dict[str, str], Path]]] | None:
         """The next request, if there is one: a command, and environment and log of each rank."""
         try:
-            message, files, _, _ = socket.recv_fds(self._ours, 16, 1)
+            _, files, _, _ = socket.recv_fds(self._ours, 16, 1)
         except BlockingIOError:
-            return None
-        if not message:
             return None
         try:
             with open(files[0], "rb") as file:

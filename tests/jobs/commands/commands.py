@@ -23,6 +23,20 @@ _FRESH = (
 )
 
 
+PROGRAM = """
+import sys
+from megatron_ttrace.cli import main as entry
+class Parser:
+    _actions = ()
+    def parse_args(self, argv):
+        return self
+    def run(self, args):
+        {body}
+sys.exit(entry.main(build=lambda words: Parser()))
+"""
+"""Of a command that runs this code, which returns an exit code."""
+
+
 class Command:
     """A running command; its descendants carry a mark in their environment."""
 

@@ -9,27 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.commands.commands import Command
+from tests.jobs.commands.commands import PROGRAM, Command
 
 pytestmark = pytest.mark.slow
 
 # A launcher as `ttrace check` is one, of tiny ranks, without Megatron.
-LAUNCHER = """
-import sys
-from pathlib import Path
-from megatron_ttrace.cli import main as entry
-from megatron_ttrace.jobs.processes import ranks
-here, fork = Path(sys.argv[1]), sys.argv[2] == "fork"
-class Parser:
-    _actions = ()
-    def parse_args(self, argv):
-        return self
-    def run(self, args):
+LAUNCHER = PROGRAM.replace(
+    "{body}",
+    """
+        from pathlib import Path
+        from megatron_ttrace.jobs.processes import ranks
+        here, fork = Path(sys.argv[1]), sys.argv[2] == "fork"
         print("started", flush=True)
         ranks.run_ranks(3, [sys.executable, str(here / "rank.py")], here / "logs", fork=fork)
         return 0
-sys.exit(entry.main(build=lambda words: Parser()))
-"""
+""",
+)
 RANK = """
 import os, sys, time
 if os.environ["RANK"] == "0":
