@@ -66,21 +66,13 @@ def test_order_of_sources_is_kept(folder: Path) -> None:
     assert names == ["other.md", "a.txt", "b.txt", "below/c.txt", "empty.txt"]
 
 
-def test_format_is_the_smallest_that_megatron_would_choose() -> None:
-    """Our constant agrees with Megatron's rule for a vocabulary of this size."""
+def test_megatron_agrees() -> None:
+    """On the type of tokens for our vocabulary, and on EOD and the size for the printed flags."""
     from megatron.core.datasets.indexed_dataset import DType
-
-    assert (
-        DType.optimal_dtype(text_data.VOCAB_SIZE)
-        == text_data.tokenise(b"").dtype.type
-        == numpy.uint16
-    )
-
-
-def test_flags_give_the_tokenizer_our_eod() -> None:
-    """The printed vocabulary size makes the installed Megatron agree on EOD and the size."""
     from megatron.core.tokenizers.text.libraries.null_tokenizer import NullTokenizer
 
+    kind = text_data.tokenise(b"").dtype.type
+    assert DType.optimal_dtype(text_data.VOCAB_SIZE) == kind == numpy.uint16
     flags = text_data.training_flags(Path("x"))
     tokenizer = NullTokenizer(vocab_size=int(flags[flags.index("--vocab-size") + 1]))
     assert (tokenizer.eod, tokenizer.vocab_size) == (text_data.EOD, text_data.VOCAB_SIZE)

@@ -30,10 +30,3 @@ def test_text_alone(tmp_path):
     assert (tmp_path / "made" / ".gitignore").read_text(encoding="utf-8") == "*\n"
     assert not (tmp_path / ".gitignore").exists()
     assert "SFTTokenizer" not in documents.arguments("pretrain_gpt.py", prefix, ("--bf16",))
-
-
-def test_a_folder_with_a_space(tmp_path):
-    """It is one word, as Megatron's parser gets it."""
-    prefix = tmp_path / "my data" / "text"
-    words = documents.arguments("pretrain_gpt.py", prefix)
-    assert words[:3] == ["--data-path", str(prefix), "--tokenizer-type"]
