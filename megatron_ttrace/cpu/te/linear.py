@@ -7,6 +7,7 @@ for the first half of the MLP.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megatron_ttrace.cpu.te.base import (
 )
 from megatron_ttrace.cpu.te.distributed_weight import gathered, gradient_dtype, scattered
 from megatron_ttrace.cpu.te.fp8 import makes_fp8_weights
-from megatron_ttrace.cpu.te.norms import NormKind, norm_backward, norm_forward
+from megatron_ttrace.cpu.te.norms import NormFunction, NormKind
 from megatron_ttrace.cpu.te.parallel import TensorParallel, gather_rows
 from megatron_ttrace.cpu.te.precision import (
     Operand,
@@ -46,10 +47,7 @@ class LinearSettings:
 
     layout: TensorParallel
     precision: Precision
-    #: The norm before the product, if there is one.
-    norm: NormKind | None = None
-    return_normalized: bool = False
-    #: Return it as it enters the product: gathered, with sequence parallelism.
+    #: Return the input as it enters the product: gathered, with sequence parallelism.
     return_gathered: bool = False
     #: Keep the input itself for the backward pass, and round it again there.
     save_original_input: bool = False
@@ -62,7 +60,7 @@ class LinearSettings:
 
     @property
     def returns_total(self) -> bool:
-        """Whether the norm's output is returned gathered; its gradient is then summed over ranks.
+        """Whether the input is returned gathered; its gradient is then summed over ranks.
 
         As TransformerEngine's ``_LayerNormLinear`` (transformer_engine/pytorch/module).
         """
@@ -80,145 +78,128 @@ class LinearSettings:
         return self.rounded[index]
 
 
-def require_fp8_sizes(x: torch.Tensor, weight: torch.Tensor, settings: LinearSettings) -> None:
-    """Refuse what TransformerEngine does not compute in FP8, so that what runs here runs there.
-
-    Raises:
-        ValueError: for sizes that the kernels do not take, and combinations that are not supported.
-    """
-    precision = settings.precision
-    if not precision.quantized:
-        return
-    for tensor in (x, weight):
+def _require_fp8_sizes(*tensors: torch.Tensor) -> None:
+    """Refuse what TransformerEngine does not compute in FP8, so that what runs here runs there."""
+    for tensor in tensors:
         if flat(tensor).shape[0] % 8 or tensor.shape[-1] % 16:
             raise ValueError(
                 "FP8 needs the last dim to be a multiple of 16 and the product of the others a "
                 f"multiple of 8, and gets {list(tensor.shape)}"
             )
-    refuse_delayed(precision, settings.save_original_input)
-
-
-def refuse_delayed(precision: Precision, save_original_input: bool) -> None:
-    """Refuse to round an input again later where the scales will have changed by then."""
-    if save_original_input and precision.scales_are_delayed:
-        raise ValueError("save_original_input is not supported with delayed scaling")
-
-
-def _gathered(tensor: torch.Tensor, gathers: bool, settings: LinearSettings) -> torch.Tensor:
-    """``[s / tp, ...]`` whole along the sequence, if it is cut."""
-    return gather_rows(tensor, settings.layout.group) if gathers else tensor
 
 
 class LinearFunction(torch.autograd.Function):
-    """``norm(x) @ weightᵀ + bias`` with its communication; ``x`` itself without a norm."""
+    """``x @ weightᵀ + bias`` with its communication, or for several weights, each on its rows."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        norm_weight: torch.Tensor | None,
-        norm_bias: torch.Tensor | None,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
         settings: LinearSettings,
+        splits: list[int] | None,
+        *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[s, ..., k]`` to ``[s', ..., n]`` and, if asked for, the norm's ``[s, ..., k]``.
+        """``[s, ..., k]`` to ``[s', ..., n]``, and the gathered input if asked for.
 
-        ``s`` and ``s'`` differ with sequence parallelism.
+        ``s`` and ``s'`` differ with sequence parallelism. ``splits`` are the rows of each weight;
+        ``None``: there is one weight. Weights, then biases, are in ``parameters``.
         """
-        (whole,) = gathered([weight])
-        require_fp8_sizes(x, whole, settings)
-        precision, layout = settings.precision, settings.layout
-        normalized, mean, inverse = x, None, None
-        if settings.norm is not None:
-            assert norm_weight is not None
-            normalized, mean, inverse = norm_forward(x, norm_weight, norm_bias, settings.norm)
+        count = 1 if splits is None else len(splits)
+        weights, biases = parameters[:count], parameters[count:]
+        precision, layout, whole = settings.precision, settings.layout, gathered(weights)
+        if precision.quantized and splits is None:
+            _require_fp8_sizes(x, *whole)
+        if settings.save_original_input and precision.scales_are_delayed:
+            raise ValueError("save_original_input is not supported with delayed scaling")
         # First gathered, then rounded: all ranks round the same tensor.
+        total = x
         if layout.gathers_input and settings.buffer is not None:
-            total = overlap.gather_into_buffer(normalized, layout.group, settings.buffer)
-        else:
-            total = _gathered(normalized, layout.gathers_input, settings)
-        operand = precision.input(total)
-        weight_operand = settings.weight(whole)
-        output = forward_product(operand, weight_operand, x.dtype)
-        if layout.row:
-            output = layout.sum(output)
-        if bias is not None:
-            output = output + bias
-
+            total = overlap.gather_into_buffer(x, layout.group, settings.buffer)
+        elif layout.gathers_input:
+            total = gather_rows(x, layout.group)
+        outputs, inputs, rounded_weights = [], [], []
+        for index, rows in enumerate(_parts(total, splits)):
+            operand = precision.input(rows, index)
+            weight = settings.weight(whole[index], index)
+            output = forward_product(operand, weight, x.dtype)
+            if layout.row:
+                output = layout.sum(output)
+            outputs.append(output + biases[index] if biases else output)
+            inputs.append(operand.columnwise)
+            if precision.quantized:
+                rounded_weights.append(weight.columnwise)
         # A gathered input is not kept: each rank keeps its part and gathers again. What was
         # rounded is kept as it was rounded, unless asked for otherwise.
         keep_rounded = not (settings.save_original_input or precision.wgrad_in_high_precision)
-        ctx.save_for_backward(
-            None if settings.norm is None else x,
-            norm_weight,
-            mean,
-            inverse,
-            operand.columnwise if keep_rounded else normalized,
-            weight,
-            weight_operand.columnwise if precision.quantized else None,
-        )
+        kept = inputs if keep_rounded else [x]
+        ctx.save_for_backward(*kept, *weights, *rounded_weights)
         ctx.settings, ctx.keep_rounded = settings, keep_rounded
-        ctx.has_norm_bias = norm_bias is not None
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        returned = total if settings.returns_total else normalized
-        return output, returned if settings.return_normalized else None
+        ctx.splits, ctx.count, ctx.kept = splits, count, len(kept)
+        return _joined(outputs), total if settings.returns_total else None
 
     @staticmethod
     def backward(
-        ctx: Any, grad_output: torch.Tensor, grad_normalized: torch.Tensor | None
+        ctx: Any, grad_output: torch.Tensor, grad_total: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of input, norm weight and bias, weight and bias."""
-        x, norm_weight, mean, inverse, saved, weight, weight_columnwise = ctx.saved_tensors
+        """Gradients of the input, the weights and the biases."""
         settings: LinearSettings = ctx.settings
-        layout, precision = settings.layout, settings.precision
-        total_grad = _gathered(grad_output, layout.gathers_grad_output, settings)
-        operand = precision.grad_output(total_grad)
-
-        grad_input = grad_norm_weight = grad_norm_bias = grad_weight = grad_bias = None
-        if any(ctx.needs_input_grad[:3]):
-            (whole,) = gathered([weight], backward=True)
-            columnwise = whole if weight_columnwise is None else weight_columnwise
-            grad_input = input_gradient(operand, Operand(whole, columnwise), grad_output.dtype)
-            if grad_normalized is not None and settings.returns_total:
-                grad_input = grad_input + grad_normalized
+        layout, precision, end = settings.layout, settings.precision, ctx.kept + ctx.count
+        saved = ctx.saved_tensors
+        kept, weights, rounded_weights = saved[: ctx.kept], saved[ctx.kept : end], saved[end:]
+        total = grad_output
+        if layout.gathers_grad_output:
+            total = gather_rows(total, layout.group)
+        grads = _parts(total, ctx.splits)
+        operands = [precision.grad_output(grad, index) for index, grad in enumerate(grads)]
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            whole = gathered(weights, backward=True)
+            columns = rounded_weights or whole
+            grad_input = _joined(
+                [
+                    input_gradient(operand, Operand(weight, column), grad_output.dtype)
+                    for operand, weight, column in zip(operands, whole, columns, strict=True)
+                ]
+            )
+            if grad_total is not None:
+                grad_input = grad_input + grad_total
             if layout.column:
                 grad_input = layout.sum(grad_input)
-        if ctx.needs_input_grad[3]:
-            dtype = gradient_dtype([weight])
+        dtype = gradient_dtype(weights)
 
-            def compute() -> torch.Tensor:
-                grad = operand
-                if ctx.keep_rounded:
-                    return weight_gradient(grad, Operand(saved, saved), dtype)
-                x_total = _gathered(saved, layout.gathers_input, settings)
-                if precision.wgrad_in_high_precision:
-                    total = Operand(x_total, x_total)
-                    grad = Operand(total_grad, total_grad)
-                else:
-                    total = precision.input(x_total, again=True)
-                return weight_gradient(grad, total, dtype)
+        def compute(index: int) -> torch.Tensor:
+            if ctx.keep_rounded:
+                return weight_gradient(operands[index], Operand(kept[index], kept[index]), dtype)
+            x = gather_rows(kept[0], layout.group) if layout.gathers_input else kept[0]
+            rows = _parts(x, ctx.splits)[index]
+            if precision.wgrad_in_high_precision:
+                grad = grads[index]
+                return weight_gradient(Operand(grad, grad), Operand(rows, rows), dtype)
+            return weight_gradient(operands[index], precision.input(rows, index, again=True), dtype)
 
-            (grad_weight,) = scattered([weight], [now_or_later(settings.delayed, compute)])
-        # From this rank's rows, as the gradients of the norm: with sequence parallelism Megatron
-        # sums those of a row-parallel bias and of the norm's parameters, which are marked for it.
-        if ctx.needs_input_grad[4]:
-            grad_bias = bias_gradient(grad_output, ctx.bias_dtype)
-        if settings.norm is not None and grad_input is not None:
-            if grad_normalized is not None and not settings.returns_total:
-                grad_input = grad_input + grad_normalized
-            grad_input, grad_norm_weight, grad_norm_bias = norm_backward(
-                grad_input, x, norm_weight, mean, inverse, settings.norm
-            )
+        needed = ctx.needs_input_grad[3:]
+        computed = [
+            now_or_later(settings.delayed, partial(compute, index)) if needed[index] else None
+            for index in range(ctx.count)
+        ]
+        # From this rank's rows, as the gradients of a norm: with sequence parallelism Megatron
+        # sums those of a row-parallel bias and of a norm's parameters, which are marked for it.
+        rows = _parts(grad_output, ctx.splits)
+        grad_biases = [
+            bias_gradient(rows[index], weights[0].dtype) if is_needed else None
+            for index, is_needed in enumerate(needed[ctx.count :])
+        ]
         precision.after_backward()
-        return (
-            grad_input,
-            grad_norm_weight,
-            grad_norm_bias if ctx.has_norm_bias else None,
-            grad_weight,
-            grad_bias,
-            None,
-        )
+        return grad_input, None, None, *scattered(weights, computed), *grad_biases
+
+
+def _parts(rows: torch.Tensor, splits: list[int] | None) -> tuple[torch.Tensor, ...]:
+    """The rows of each weight."""
+    return (rows,) if splits is None else rows.split(splits)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class ParallelLinear(TransformerEngineBaseModule):
@@ -287,34 +268,47 @@ class ParallelLinear(TransformerEngineBaseModule):
         else:
             self.bias = torch.Tensor()
 
-    def settings(
-        self, inp: torch.Tensor, is_first: bool | None, num_gemms: int = 1, **of_norm: Any
-    ) -> LinearSettings:
-        """Fix layout and precision for one call.
+    def product_biases(self) -> list[Any]:
+        """The biases of the products, in their order."""
+        return [self.bias]
+
+    def product(
+        self,
+        x: torch.Tensor,
+        is_first: bool | None,
+        *,
+        splits: list[int] | None = None,
+        return_gathered: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Apply :class:`LinearFunction` to the layer's parameters.
 
         ``is_first``: whether its microbatch is the first with these weights, if the caller knows.
 
         Raises ``TypeError`` as TransformerEngine if a parameter has another dtype than the input.
         """
         for name, parameter in () if torch.is_autocast_enabled() else self.named_parameters():
-            if parameter.dtype != inp.dtype:
+            if parameter.dtype != x.dtype:
                 raise TypeError(
                     "Data types for parameters must match when outside of autocasted region. "
-                    f"Found input dtype: {inp.dtype} and {name!r} dtype: {parameter.dtype}"
+                    f"Found input dtype: {x.dtype} and {name!r} dtype: {parameter.dtype}"
                 )
-        precision = self.precision(num_gemms)
+        weights = self.product_weights()
+        precision = self.precision(len(weights))
         if is_first:
             self._rounded = {}
         keeps = is_first is not None and precision.quantized and self._rounds_weights
-        return LinearSettings(
+        settings = LinearSettings(
             layout=self.layout(),
             precision=precision,
-            rounded=self._rounded if keeps else None,
+            return_gathered=return_gathered,
             save_original_input=self.save_original_input,
             buffer=self.ub_name if self.ub_overlap_ag else None,
             delayed=self.wgrad_queue,
-            **of_norm,
+            rounded=self._rounded if keeps else None,
         )
+        parameters = [*weights, *(self.product_biases() if self.apply_bias else ())]
+        output, total = LinearFunction.apply(x, settings, splits, *parameters)
+        return output, total
 
 
 class Linear(ParallelLinear):
@@ -324,9 +318,7 @@ class Linear(ParallelLinear):
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
     ) -> Any:
         """``[s, ..., k]`` to ``[s', ..., n]``, and the bias if ``return_bias``."""
-        bias = self.bias if self.apply_bias else None
-        settings = self.settings(inp, is_first_microbatch)
-        output, _ = LinearFunction.apply(inp, None, None, self.weight, bias, settings)
+        output, _ = self.product(inp, is_first_microbatch)
         return (output, self.bias) if self.return_bias else output
 
 
@@ -374,19 +366,16 @@ class LayerNormLinear(ParallelLinear):
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
     ) -> Any:
         """``[s, ..., k]`` to ``[s', ..., n]``; then bias and norm output as asked for."""
-        settings = self.settings(
-            inp,
-            is_first_microbatch,
-            norm=NormKind(self.normalization, self.eps, self.zero_centered_gamma),
-            return_normalized=self.return_layernorm_output,
-            return_gathered=self.return_layernorm_output_gathered,
+        norm = NormKind(self.normalization, self.eps, self.zero_centered_gamma)
+        normalized: torch.Tensor = NormFunction.apply(
+            inp, self.layer_norm_weight, self.layer_norm_bias, norm
         )
-        norm = self.layer_norm_weight, self.layer_norm_bias
-        bias = self.bias if self.apply_bias else None
-        output, normalized = LinearFunction.apply(inp, *norm, self.weight, bias, settings)
+        returned = self.return_layernorm_output
+        gathers = returned and self.return_layernorm_output_gathered
+        output, total = self.product(normalized, is_first_microbatch, return_gathered=gathers)
         results = [output]
         if self.return_bias:
             results.append(self.bias)
-        if self.return_layernorm_output:
-            results.append(normalized)
+        if returned:
+            results.append(normalized if total is None else total)
         return tuple(results) if len(results) > 1 else output
