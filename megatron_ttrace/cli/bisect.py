@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,6 @@ cannot be checked is skipped. Which part of a layout a job needs: ttrace hunt.
 
 exit code: 0 a single commit was found, 2 otherwise
 """
-_PLACE = re.compile(r"(?P<file>[^\s:]+\.py):(?P<line>\d+)")
 _SHOWN = 3
 """Hunks of the commit that are printed."""
 
@@ -131,12 +129,7 @@ class _Checks:
                 settings=self.settings.unlogged(self.reports[commit].directory),
                 environment=environment,
             )
-            try:
-                report = blame.run_apart(trial, script, good, quiet=self.quiet)
-            except TTraceError as error:
-                say(f"no change can be blamed: {in_one_line(error)}")
-                return None
-        return report.summary.blame
+            return blame.run_apart(trial, script, good, say, quiet=self.quiet)
 
     @contextlib.contextmanager
     def _placed(self, commit: str) -> Iterator[tuple[Path, dict[str, str]]]:
@@ -239,20 +232,15 @@ def _lines(blamed: Blame | None) -> list[str]:
 def nearest(hunks: Sequence[Hunk], culprits: Sequence[Culprit]) -> list[Hunk]:
     """A commit's changes, those next to the code of a culprit first; only these if there are any.
 
-    The file and line to look at (``Culprit.where``) may be given from Megatron's folder on.
+    The file to look at (``Place.file``) may be given from Megatron's folder on.
     """
-    places = [match for culprit in culprits if (match := _PLACE.search(culprit.where))]
+    places = [place for culprit in culprits for place in culprit.places[:1]]
 
     def distance(hunk: Hunk) -> float:
-        file = Path(hunk.file)
-        return min(
-            (
-                hunk.distance(int(place["line"]))
-                for place in places
-                if file.parts[-len(tail := Path(place["file"]).parts) :] == tail[-len(file.parts) :]
-            ),
-            default=float("inf"),
-        )
+        file = Path(hunk.file).parts
+        tails = [(place, Path(place.file).parts) for place in places]
+        lines = [p.line for p, tail in tails if file[-len(tail) :] == tail[-len(file) :]]
+        return min(map(hunk.distance, lines), default=float("inf"))
 
     ordered = sorted(hunks, key=distance)
     near = [hunk for hunk in ordered if distance(hunk) < float("inf")] or ordered

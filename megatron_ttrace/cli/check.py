@@ -9,7 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_ttrace.cli import blame, command, diff, training
+from megatron_ttrace.cli import blame as blaming
+from megatron_ttrace.cli import command, diff, training
 from megatron_ttrace.jobs import flags
 from megatron_ttrace.jobs.commands.command_line import Command
 from megatron_ttrace.jobs.processes import signals
@@ -65,7 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="if it diverges, find which change to Megatron is to blame (see ttrace blame)",
     )
-    blame.add_good(parser)
+    blaming.add_good(parser)
     parser.add_argument(
         "--once",
         action="store_true",
@@ -247,11 +248,5 @@ def _blamed(
     )
     say("it diverges: looking for the change to blame")
     script = Path(command_.script)
-    try:
-        blamed = searching.run_apart(trial, script, args.good, quiet=args.quiet or args.json)
-    except TTraceError as error:
-        say(f"no change can be blamed: {error}")
-        return report
-    return dataclasses.replace(
-        report, summary=dataclasses.replace(report.summary, blame=blamed.summary.blame)
-    )
+    blame = searching.run_apart(trial, script, args.good, say, quiet=args.quiet or args.json)
+    return dataclasses.replace(report, summary=dataclasses.replace(report.summary, blame=blame))

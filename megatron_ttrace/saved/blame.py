@@ -89,18 +89,25 @@ def blame(tree: Tree, difference: Difference, trial: Trial, say: Say) -> api.Rep
         _remove_copies(trial)
 
 
-def run_apart(trial: Trial, script: Path, good: str | None, *, quiet: bool) -> api.Report:
+def run_apart(
+    trial: Trial, script: Path, good: str | None, say: Say, *, quiet: bool
+) -> Blame | None:
     """Run ``ttrace blame`` in a process of its own, for a job that was checked and diverges.
 
-    Its directories are in :attr:`Trial.beside`: the report of the first check only gains the
-    answer, whatever the search makes of the job. ``good`` is the value of ``--good``.
+    Its directories are in :attr:`Trial.beside`: the report of the first check on disk only gains
+    the answer, whatever the search makes of the job. ``good`` is the value of ``--good``.
 
     Returns:
-        The report of the first check, on disk too, with ``summary.blame``.
-
-    Raises:
-        TTraceError: when there is no answer.
+        The answer; ``None`` when there is none, and ``say`` was told why.
     """
+    try:
+        return _run_apart(trial, script, good, quiet=quiet)
+    except TTraceError as error:
+        say(f"no change can be blamed: {in_one_line(error)}")
+        return None
+
+
+def _run_apart(trial: Trial, script: Path, good: str | None, *, quiet: bool) -> Blame | None:
     report = api.load_report(trial.settings.directory)
     owned.make(trial.beside, ignored=True)
     options = [*(["--good", good] if good else []), *([] if trial.fork else ["--no-fork"])]
@@ -116,7 +123,8 @@ def run_apart(trial: Trial, script: Path, good: str | None, *, quiet: bool) -> a
     if code != ExitCode.DIVERGED:
         raise TTraceError(errors)
     verdict = api.load_report(ours.directory).summary.blame
-    return api.rewritten(report, dataclasses.replace(report.summary, blame=verdict))
+    api.rewritten(report, dataclasses.replace(report.summary, blame=verdict))
+    return verdict
 
 
 def _remove_copies(trial: Trial) -> None:

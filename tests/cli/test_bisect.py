@@ -14,6 +14,7 @@ from megatron_ttrace.jobs.settings import split
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace.blamed import Blame, BlamedChange, BlamedHunk, Blaming
 from megatron_ttrace.trace.executed import Execution
+from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Culprit, Outcome
 from tests.jobs.processes.test_worktrees import git
 from tests.report.synthetic_report import culprit_of, make_verdict
@@ -142,7 +143,9 @@ def test_bad_input(capsys, tmp_path, monkeypatch, words, message):
 
 def culprit(where: str, name: str = "a") -> Culprit:
     """One that says where to look."""
-    return culprit_of(make_verdict(name, verdict=Outcome.DIVERGED), "", "", where=where)
+    places = [place] if (place := Place.of(where, Clue.RAN)) else []
+    verdict = make_verdict(name, verdict=Outcome.DIVERGED)
+    return culprit_of(verdict, "", "", where=where, places=tuple(places))
 
 
 def test_culprits_with_one_cause(capsys):

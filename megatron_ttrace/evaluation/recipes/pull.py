@@ -31,7 +31,6 @@ from megatron_ttrace.trace.sanitise import clean, in_one_line
 
 type Say = Callable[[str], None]
 
-_PLACE = re.compile(r"(?P<file>[^\s:]+\.py):(?P<line>\d+)")
 _MOST = 10
 """Annotations of one kind that GitHub shows of a step."""
 _RECORDS = "reached.json"
@@ -75,6 +74,15 @@ class Plan:
     has_lost: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Side:
+    """A commit, in a worktree; ``content`` is git's id of all its files."""
+
+    commit: str
+    root: Path
+    content: str
+
+
 class Pull:
     """A pull request: two commits, each checked in a worktree of its own."""
 
@@ -88,74 +96,54 @@ class Pull:
         quiet: bool,
         stack: ExitStack,
     ) -> None:
-        """Make the worktree of ``head``; ``inside`` is where Megatron is in the repository."""
-        self.inside = inside
-        self.base = base
-        self.content = {"head": checkout.tree(head), "base": checkout.tree(base)}
-        self.directory = directory
+        """Make the worktrees; ``inside`` is where Megatron is in the repository."""
+        self.inside, self.directory, self._quiet = inside, directory, quiet
         self.records: Records = Records.load(directory / _RECORDS)
         self.hunks: list[Hunk] = checkout.hunks(head, base, context=0)
-        self._checkout, self._commit, self._quiet, self._stack = checkout, head, quiet, stack
+        #: Files of the repository that the pull request changes or adds.
+        self.changed_files = checkout.changed_files(head, base)
         self.used: set[str] = set()
         self._home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ttrace-")))
-        # Always the same places: they may be in arguments, and so in the names of jobs.
-        self.head = self._tree("head", head)
+        owned.make(directory, ignored=True)
 
-    def at(self, name: str, job: SmallJob) -> Checked:
-        """Check a job in a commit: ``head``, the pull request, or ``base``, what it began with."""
-        is_head = name == "head"
-        root, commit = (self.head, self._commit) if is_head else (self.base_tree(), self.base)
-        checked = self._check(job, root, commit)
+        def side(name: str, commit: str) -> Side:
+            # Always the same places: they may be in arguments, and so in the names of jobs.
+            tree = (directory / "trees" / name).resolve()
+            root = stack.enter_context(checkout.at(commit, tree))
+            return Side(commit, root, checkout.tree(commit))
+
+        self.head, self.base = side("head", head), side("base", base)
+
+    def check(self, job: SmallJob, side: Side) -> Checked:
+        """Check a job in one of the commits."""
+        checked = self._check(job, side)
         # What diverges with the pull request must be checked again. Else the same code has the
         # same answer.
-        again = checked.answer is Result.DIVERGED and is_head
+        again = checked.answer is Result.DIVERGED and side is self.head
         if checked.answer is not Result.COULD_NOT_CHECK and not again:
-            self.keep(job, name, checked.ran)
+            self.keep(job, side, checked.ran)
         return checked
 
     def ran(self, job: SmallJob) -> Files | None:
         """What a job ran when this commit or the base was checked; ``None`` if not known."""
-        roots = {"head": self.head, "base": self.base_tree()}
-        known = (self.records.of_job(job.key, self.content[at], roots[at]) for at in roots)
+        of_job = self.records.of_job
+        known = (of_job(job.key, side.content, side.root) for side in (self.head, self.base))
         return next((ran for ran in known if ran is not None), None)
-
-    def changed_files(self) -> list[str]:
-        """Files of the repository that the pull request changes or adds."""
-        return self._checkout.changed_files(self._commit, self.base)
-
-    def base_tree(self) -> Path:
-        """The files that the pull request began with."""
-        tree = (self.directory / "trees" / "base").resolve()
-        return tree if tree.is_dir() else self._tree("base", self.base)
-
-    def _tree(self, name: str, commit: str) -> Path:
-        tree = (self.directory / "trees" / name).resolve()
-        owned.make(self.directory, ignored=True)
-        return self._stack.enter_context(self._checkout.at(commit, tree))
 
     def blamed(self, job: SmallJob, tell: Say) -> Blame | None:
         """The changes of the pull request that make a job diverge; ``None`` if not known."""
-        try:
-            report = blame.run_apart(
-                self._trial(job, self.head, self._commit),
-                self._script(job, self.head),
-                self.base,
-                quiet=self._quiet,
-            )
-        except TTraceError as error:
-            tell(f"no change can be blamed: {in_one_line(error)}")
-            return None
-        return report.summary.blame
+        trial, script = self._trial(job, self.head), self._script(job, self.head)
+        return blame.run_apart(trial, script, self.base.commit, tell, quiet=self._quiet)
 
-    def _script(self, job: SmallJob, root: Path) -> Path:
-        return root / Path(job.script).relative_to(self.head)
+    def _script(self, job: SmallJob, side: Side) -> Path:
+        return side.root / Path(job.script).relative_to(self.head.root)
 
-    def _trial(self, job: SmallJob, root: Path, commit: str) -> blame.Trial:
+    def _trial(self, job: SmallJob, side: Side) -> blame.Trial:
         """How a job is checked in the files of a commit."""
-        folder = self.directory / "checks" / commit[:12] / job.key
+        folder = self.directory / "checks" / side.commit[:12] / job.key
         prefix = documents.write(self.directory / "data" / "text", (documents.SFT,))
-        script = str(self._script(job, root))
-        path = [str(root / self.inside), os.environ.get("PYTHONPATH", "")]
+        script = str(self._script(job, side))
+        path = [str(side.root / self.inside), os.environ.get("PYTHONPATH", "")]
         return blame.Trial(
             interpreter=sys.executable,
             arguments=(*job.arguments, *documents.arguments(script, prefix, job.arguments)),
@@ -173,18 +161,18 @@ class Pull:
     def _references(self) -> Path:
         return (self.directory / "references").resolve()
 
-    def _check(self, job: SmallJob, root: Path, commit: str) -> Checked:
-        script = self._script(job, root)
+    def _check(self, job: SmallJob, side: Side) -> Checked:
+        script = self._script(job, side)
         if not script.is_file():
             return Checked(Result.COULD_NOT_CHECK, why=f"{script.name}: no such script")
         log, references = self.directory / _RAN, self._references
         cached = set(os.listdir(references)) if references.is_dir() else set()
-        trial = self._trial(job, root, commit)
+        trial = self._trial(job, side)
         folder = trial.settings.directory
         words = checking(script, trial.arguments, trial.ranks, trial.settings)
         code, errors = apart.ttrace(
             trial.interpreter,
-            [str(log), str(root), *words],
+            [str(log), str(side.root), *words],
             trial.environment,
             quiet=self._quiet,
             module=reached.MODULE,
@@ -192,9 +180,11 @@ class Pull:
         if code == ExitCode.COULD_NOT_CHECK:
             return Checked(Result.COULD_NOT_CHECK, why=in_one_line(errors), folder=folder)
         if code not in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
-            raise TTraceError(f"the check of {commit[:12]} ended with exit code {code}: {errors}")
+            raise TTraceError(
+                f"the check of {side.commit[:12]} ended with exit code {code}: {errors}"
+            )
         report = api.load_report(folder)
-        ran = reached.read_log(log, root, job.ranks)
+        ran = reached.read_log(log, side.root, job.ranks)
         reference = (folder / "reference").resolve()
         self.used.add(reference.name)
         if ran is not None and reference.parent == references and reference.name in cached:
@@ -205,14 +195,15 @@ class Pull:
             self.records.references[reference.name] = ran
         return Checked(report.verdict, report.culprits, folder=folder, ran=ran)
 
-    def keep(self, job: SmallJob, name: str, ran: Files | None) -> None:
-        """Record what a job ran in the commit ``name``."""
-        self.records.keep_job(job.key, self.content[name], ran, [*self.content.values()])
+    def keep(self, job: SmallJob, side: Side, ran: Files | None) -> None:
+        """Record what a job ran in a commit."""
+        contents = [self.head.content, self.base.content]
+        self.records.keep_job(job.key, side.content, ran, contents)
         self.records.save(self.directory / _RECORDS)
 
     def tidy(self) -> None:
         """Remove the references of other commits, which no check can use any more."""
-        references = self.directory / "references"
+        references = self._references
         for name in os.listdir(references) if references.is_dir() else ():
             if name not in self.used and (references / name / "meta.json").is_file():
                 owned.discard(references / name)
@@ -229,15 +220,13 @@ def plan(pull: Pull, folder: Path, paths: Sequence[Path], max_ranks: int, tell: 
     recipes at all.
     """
     places = [Path(os.path.relpath(folder / place, folder)) for place in paths]
-    head = _recipes(pull.head / pull.inside, places, max_ranks)
-    root = pull.base_tree()
-    base = _recipes(root / pull.inside, places, max_ranks)
+    trees = [side.root / pull.inside for side in (pull.head, pull.base)]
+    head, base = (_recipes(tree, places, max_ranks) for tree in trees)
     for path, place in zip(paths, places, strict=True):
-        trees = (pull.head / pull.inside, root / pull.inside)
         if not any(_is_inside(tree / place, tree) for tree in trees):
             raise TTraceError(f"{path} is not in HEAD: give a committed path below {folder}")
     if not head and not base and not paths:
-        collect.collect(pull.head / pull.inside, (), max_ranks)  # raises: there are none
+        collect.collect(trees[0], (), max_ranks)  # raises: there are none
     tasks: dict[str, Task] = {}
     for recipe in head:
         for job in recipe.jobs:
@@ -258,7 +247,7 @@ def plan(pull: Pull, folder: Path, paths: Sequence[Path], max_ranks: int, tell: 
             tell(f"not checked: {recipe.name}: {recipe.why}")
     has_lost = False
     for name, recipe in before.items():
-        jobs = [job.moved(root, pull.head) for job in recipe.jobs]
+        jobs = [job.moved(pull.base.root, pull.head.root) for job in recipe.jobs]
         names = {tasks[job.key].name: None for job in jobs if job.key in tasks}
         dropped = [job for job in jobs if job.key not in tasks]
         for job in dropped:
@@ -311,21 +300,21 @@ def check(pull: Pull, todo: Plan, tell: Say) -> tuple[ExitCode, list[Annotation]
         job = task.job
         name = f"{clean(task.name)} ({key}, {job.ranks} ranks)"
         record = pull.ran(job)
-        if record is not None and not any(reached.changed(record, pull.head)):
+        if record is not None and not any(reached.changed(record, pull.head.root)):
             tell(f"skipped: {name}: none of the code that it runs has changed since it was checked")
-            pull.keep(job, "head", record)
+            pull.keep(job, pull.head, record)
             everything.append(record)
             continue
         why = "what it runs is not known" if record is None else "it runs changed code"
         tell(f"checking: {name}: {why}")
-        head = pull.at("head", job)
+        head = pull.check(job, pull.head)
         tell(f"{head.answer}: {name}{f': {head.why}' if head.why else ''}")
         if head.answer is not Result.COULD_NOT_CHECK:
             everything.append(head.ran)
         if head.answer is Result.EQUIVALENT:
             answers.append(head.answer)
             continue
-        base = pull.at("base", job)
+        base = pull.check(job, pull.base)
         tell(f"{base.answer} before the pull request: {name}{f': {base.why}' if base.why else ''}")
         if head.answer is Result.COULD_NOT_CHECK:
             # A recipe may have been changed because its job no longer runs.
@@ -367,14 +356,14 @@ def _not_executed(
     """A warning per changed function that no recipe runs, or per file if these are many."""
     known = [files for files in ran if files is not None]
     scripts = {
-        Path(task.job.script).relative_to(pull.head).as_posix() for task in todo.tasks.values()
+        Path(task.job.script).relative_to(pull.head.root).as_posix() for task in todo.tasks.values()
     }
     packages = (pull.inside / "megatron").as_posix() + "/"
     idle_by_file: list[tuple[str, list[changes.Change]]] = []
-    for file in pull.changed_files():
+    for file in pull.changed_files:
         if not (file in scripts or (file.startswith(packages) and file.endswith(".py"))):
             continue
-        changed = changes.changes(_content(pull.base_tree() / file), _content(pull.head / file))
+        changed = changes.changes(*(_content(side.root / file) for side in (pull.base, pull.head)))
         idle = [
             change for change in changed if not any(_runs(files, file, change) for files in known)
         ]
@@ -439,7 +428,7 @@ def _annotations(
     If that is not known, on the line to look at; and, if its file has not changed, on changed code
     that ran.
     """
-    different = sorted(reached.changed(head.ran or {}, pull.base_tree()))
+    different = sorted(reached.changed(head.ran or {}, pull.base.root))
     ran = [f"{file}{f' ({function})' if function else ''}" for file, function in different]
     suspects = {file for file, _ in different}
     # Functions that ran tell more than files that were only imported.
@@ -453,7 +442,7 @@ def _annotations(
     for group in table.by_cause(culprits)[:_MOST]:
         culprit = group[0]
         causes = [f"{label}: {text}" for label, text in wording.cause_pairs(culprit)]
-        file, line = place(culprit, pull.hunks, pull.head, pull.inside)
+        file, line = place(culprit, pull.hunks, pull.head.root, pull.inside)
         if not file:
             file, line = places[0]
         if blamed is not None and blamed.changes:
@@ -479,10 +468,9 @@ def place(culprit: Culprit, hunks: Sequence[Hunk], root: Path, inside: Path) -> 
 
     If its file is a changed one, the changed line next to it: only these are shown in a review.
     """
-    match = _PLACE.search(culprit.where)
-    if match is None:
+    if not culprit.places:
         return "", 0
-    path, line = inside / match["file"], int(match["line"])
+    path, line = inside / culprit.places[0].file, culprit.places[0].line
     if ".." in path.parts or path.is_absolute() or not (root / path).is_file():
         return "", 0
     changed = [hunk for hunk in hunks if hunk.file == path.as_posix()]
