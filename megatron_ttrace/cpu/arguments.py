@@ -15,7 +15,7 @@ import os
 import sys
 from typing import Any
 
-from megatron_ttrace.cpu import apex, fsdp, helpers_cpp, offload, te
+from megatron_ttrace.cpu import apex, helpers_cpp, offload, te
 from megatron_ttrace.cpu.collectives import gloo
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -239,6 +239,17 @@ def _skip_warmup() -> None:
             initialize._warmup_jit_function = lambda *args, **kwargs: None
 
 
+def _allocate_on_a_stream() -> None:
+    """Let buffers of Megatron-FSDP 2 say that it was the current one; on a CPU, they have none."""
+    import torch
+
+    home = "megatron.core.distributed.fsdp.src.megatron_fsdp.experimental.dbuffer"
+    buffer: Any = importlib.import_module(home).DBuffer
+    buffer.allocation_stream = property(
+        lambda _: torch.cuda.current_stream(), lambda _, stream: None
+    )
+
+
 def adapt_arguments(args: Any) -> list[str]:
     """Switch off in ``args`` what a CPU cannot do; return short names of what the user loses.
 
@@ -251,7 +262,7 @@ def adapt_arguments(args: Any) -> list[str]:
     if adapter.get("optimizer_cpu_offload"):
         offload.keep_apart()
     if adapter.get("use_megatron_fsdp") and adapter.get("megatron_fsdp_version") == 2:
-        fsdp.allocate_on_a_stream()
+        _allocate_on_a_stream()
     helpers_cpp.skip_compilation()
     _skip_warmup()
     _asked[:] = [label for label in adapter.changes if label not in _USUAL]

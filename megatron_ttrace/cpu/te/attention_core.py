@@ -96,25 +96,6 @@ def _share(lse: torch.Tensor, joint: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isinf(joint), torch.zeros_like(share), share)[..., None]
 
 
-def add_sink(
-    out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Let ``exp(sink)`` ``[h]`` take part in the normaliser without contributing a value."""
-    joint = torch.logaddexp(lse, sink.to(lse.dtype)[None, :, None])
-    return out * _share(lse, joint), joint
-
-
-def sink_gradient(delta: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
-    """Gradient of ``sink`` ``[h]``: its probability times minus what the others gain."""
-    probability = torch.exp(sink.to(lse.dtype)[None, :, None] - lse)
-    return -(probability * delta).sum((0, 2))
-
-
-def output_dot(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``Σ_d grad_out · out``, ``[b, h, s]``: what a change of the normaliser would cost."""
-    return (grad_out * out).sum(-1)
-
-
 def attend_backward(
     grad_out: torch.Tensor,
     delta: torch.Tensor,
@@ -126,8 +107,8 @@ def attend_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients that this part's keys give: of q, k, v and of the scores.
 
-    ``delta`` and ``lse`` are those of the joint output over all parts. Shapes are those of q, k and
-    v, and ``[b, h, sq, sk]``.
+    ``delta`` ``[b, h, sq]`` is what a change of the normaliser would cost; it and ``lse`` are those
+    of the joint output over all parts. Shapes are those of q, k and v, and ``[b, h, sq, sk]``.
     """
     heads, groups = q.shape[1], k.shape[1]
     k_heads, v_heads = repeat_groups(k, heads), repeat_groups(v, heads)
@@ -219,7 +200,8 @@ class FusedAttention(torch.autograd.Function):
             if arrived is not None:
                 block = arrived()
         if sink is not None:
-            out, lse = add_sink(out, lse, sink)
+            # It takes part in the normaliser without contributing a value.
+            out, lse = join(out, lse, torch.zeros(()), sink.to(lse.dtype)[None, :, None])
         ctx.save_for_backward(q, k, v, sink, out, lse)
         ctx.parts, ctx.ring = parts, ring
         ctx.mark_non_differentiable(max_score)
@@ -233,7 +215,7 @@ class FusedAttention(torch.autograd.Function):
         q, k, v, sink, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         grad_out = grad_out.to(out.dtype)
-        delta = output_dot(grad_out, out)
+        delta = (grad_out * out).sum(-1)
         block = k, v
         grads: tuple[torch.Tensor, ...] = ()
         for step, part in enumerate(ctx.parts):
@@ -248,7 +230,9 @@ class FusedAttention(torch.autograd.Function):
         if bias is not None and ctx.needs_input_grad[3]:
             grad_bias = grad_score.sum_to_size(bias.shape).to(bias.dtype)
         if sink is not None:
-            grad_sink = sink_gradient(delta, lse, sink).to(sink.dtype)
+            # Its probability times minus what the others gain.
+            probability = torch.exp(sink.to(lse.dtype)[None, :, None] - lse)
+            grad_sink = -(probability * delta).sum((0, 2)).to(sink.dtype)
         grad_q, grad_k, grad_v = (
             grad.to(tensor.dtype) for grad, tensor in zip(grads, (q, k, v), strict=True)
         )

@@ -22,7 +22,6 @@ from megatron_ttrace.cpu.te.precision import (
     BlockScaling,
     CurrentScaling,
     DelayedScalingPrecision,
-    DelayedStates,
     Precision,
     ScalingState,
     backward_dtype,
@@ -319,8 +318,9 @@ class ScaledModule(torch.nn.Module):
                 self._stashed.append((scale, last))
         # The first layer forward is the last one backward.
         finish = FP8GlobalStateManager.update_backward if last else None
-        states = DelayedStates(forward, backward, scale, num_gemms)
-        return DelayedScalingPrecision(recipe, states, not again, finish)
+        return DelayedScalingPrecision(
+            recipe, scaling, scale=scale, num_gemms=num_gemms, recording=not again, finish=finish
+        )
 
     def get_extra_state(self) -> torch.Tensor:
         """Scales and histories; empty without FP8."""

@@ -132,22 +132,12 @@ class ScalingState:
         self.amax_history[0] = 0.0
 
 
-@dataclass(frozen=True)
-class DelayedStates:
-    """What delayed scaling keeps of one layer; ``scale`` is the forward one at the pass's start."""
-
-    forward: ScalingState
-    backward: ScalingState
-    scale: torch.Tensor
-    num_gemms: int
-
-
 class DelayedScalingPrecision(CurrentScaling):
     """One scale a tensor, fixed before the pass; largest values are recorded for later ones.
 
-    The scales of the forward pass are those at its start, also when an input is rounded once more
-    in the backward pass. A recomputed forward pass gets the scales of the first and records
-    nothing. ``finish`` runs after the backward pass, if this layer's is the last.
+    The scales of the forward pass are those at its start (``scale``), also when an input is rounded
+    once more in the backward pass. A recomputed forward pass gets the scales of the first and
+    records nothing. ``finish`` runs after the backward pass, if this layer's is the last.
     """
 
     scales_are_delayed = True
@@ -155,17 +145,22 @@ class DelayedScalingPrecision(CurrentScaling):
     def __init__(
         self,
         recipe: Recipe,
-        states: DelayedStates,
+        states: tuple[ScalingState, ScalingState],
+        *,
+        scale: torch.Tensor,
+        num_gemms: int,
         recording: bool,
         finish: Callable[[], None] | None,
     ) -> None:
         super().__init__(recipe)
-        self._states, self._recording, self._finish = states, recording, finish
+        self._state, self._backward = states
+        self._scale, self._num_gemms = scale, num_gemms
+        self._recording, self._finish = recording, finish
 
     def _forward(self, tensor: torch.Tensor, slot: int, record: bool) -> Operand:
         if record:
-            self._states.forward.record(slot, tensor)
-        result = quantize.rounded(tensor, self._states.scale[slot], FORWARD)
+            self._state.record(slot, tensor)
+        result = quantize.rounded(tensor, self._scale[slot], FORWARD)
         return Operand(result, result)
 
     def input(self, tensor: torch.Tensor, index: int = 0, again: bool = False) -> Operand:
@@ -174,12 +169,12 @@ class DelayedScalingPrecision(CurrentScaling):
 
     def weight(self, tensor: torch.Tensor, index: int = 0) -> Operand:
         """Round ``[n, k]``."""
-        return self._forward(tensor, self._states.num_gemms + index, self._recording)
+        return self._forward(tensor, self._num_gemms + index, self._recording)
 
     def grad_output(self, tensor: torch.Tensor, index: int = 0) -> Operand:
         """Round ``[..., n]``."""
-        scale = self._states.backward.scale[index]
-        self._states.backward.record(index, tensor)
+        scale = self._backward.scale[index]
+        self._backward.record(index, tensor)
         result = quantize.rounded(tensor, scale, self.backward_dtype)
         return Operand(result, result)
 
