@@ -5,7 +5,6 @@ import pytest
 
 from megatron_ttrace.cli.main import build_parser
 from megatron_ttrace.trace import cleaning, owned, shared
-from megatron_ttrace.trace.errors import TTraceError
 
 
 @pytest.fixture
@@ -75,13 +74,3 @@ def test_json(home, capsys):
     assert clean("--json") == 0
     [row] = json.loads(capsys.readouterr().out)
     assert (row["path"], row["sort"], row["state"]) == ("ttrace-out", "run", "found")
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [(["nowhere"], "nowhere: no such directory"), (["--cache"], "TTRACE_CACHE is not set")],
-)
-def test_bad_input_is_one_line(home, monkeypatch, words, text):
-    monkeypatch.delenv("TTRACE_CACHE", raising=False)
-    with pytest.raises(TTraceError, match=text):
-        clean(*words)

@@ -51,14 +51,29 @@ def test_commands_that_moved_have_their_old_names(name: str) -> None:
         ("check --ttrace-device cpuu -- a.py", "(choose from 'auto', 'cpu'); did you mean cpu?"),
         ("doctor more", "unrecognized arguments: 1 more than this command has (see ttrace doctor"),
         ("hunt --minutes soon", "--minutes: 'soon': give a number"),
-        ("clean --older-than=--", "--older-than: give a value"),
         ("shrink --max-ranks=-- -- a.py", "--max-ranks: give a value"),
         ("check --against=-- -- a.py", "--against: give a value"),
-        ("check --blame --good=-- -- a.py", "--good: give a value"),
-        ("check --nproc-per-node=-- -- a.py", "--nproc-per-node: give a value"),
         ("resume --into=-- -- a.py", "--into: give a value"),
-        ("eval nightly --hunt=--", "--hunt: give a value"),
-        ("diff A B --known=--", "--known: give a value"),
+        ("clean nowhere", "nowhere: no such directory"),
+        ("clean --cache", "TTRACE_CACHE is not set"),
+        ("eval bugs run", "name the bugs"),
+        ("eval bugs run --all 01", "name the bugs"),
+        ("eval bugs run 99", "99: unknown; known: 01"),
+        ("eval bugs run 01 05 --model llama", "bug 05 has no layout for --model llama"),
+        ("eval matrix", "give name patterns"),
+        ("eval matrix --all tp2/gpt/fp32", "give name patterns"),
+        ("eval matrix tp2/gpt/fp32 typo*", "no configuration matches typo*"),
+        ('eval matrix --all --ttrace-flags "--ttrace-isolate', "--ttrace-flags: "),
+        ("eval matrix --all --seeds 1,", "'1,': give numbers from 0"),
+        ("eval matrix --all --seeds 1,-1", "'1,-1': give numbers from 0"),
+        ("eval nightly --quick --no-bugs --no-matrix", "nothing is left to run"),
+        ("eval nightly --no-bugs --bug 11", "--bug: not allowed with argument --no-bugs"),
+        ("eval nightly --recipes no/such", "--recipes no/such: no such directory"),
+        ("eval nightly --minutes 0", "--minutes 0"),
+        ("eval nightly --bugs-flags '--bf16", "--bugs-flags: "),
+        ("eval nightly --directory file/x", "not writable"),
+        ("recipes --dry-run", "give either a checkout"),
+        ("recipes absent", "absent: no such directory"),
         ("clean --older-than -1", "--older-than: '-1': give a number from 0"),
         ("hunt -- absent.py --num-layers 2", "absent.py: no such script"),
         ("hunt -- python", "no training script"),
@@ -69,8 +84,17 @@ def test_commands_that_moved_have_their_old_names(name: str) -> None:
         ),
     ],
 )
-def test_bad_input(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """One line with what is wrong, or may have been meant, and exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TTRACE_CACHE", raising=False)
+    (tmp_path / "file").touch()
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line

@@ -30,14 +30,6 @@ def test_this_machine(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) <= 24
 
 
-def test_for_machines(tmp_path: Path) -> None:
-    """The same as JSON."""
-    done = ttrace("doctor", "--json", cwd=tmp_path)
-    rows = json.loads(done.stdout)
-    assert {row["subject"] for row in rows} == SUBJECTS
-    assert {row["state"] for row in rows} <= {"ok", "optional", "missing"}
-
-
 def test_what_is_missing_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

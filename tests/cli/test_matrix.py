@@ -62,24 +62,6 @@ def test_one_seed_keeps_the_plain_names(ran, tmp_path, capsys):
     assert ran[0].directory == tmp_path / "tp2-gpt-fp32"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["tp2/gpt/fp32", "typo*"], "no configuration matches typo*"),
-        (["--all", "tp2/gpt/fp32"], "give name patterns"),
-        ([], "give name patterns"),
-        (["--all", "--ttrace-flags", '"--ttrace-isolate'], "--ttrace-flags: "),
-        (["--all", "--seeds", "1,"], "'1,': give numbers from 0"),
-        (["--all", "--seeds", "1,-1"], "'1,-1': give numbers from 0"),
-    ],
-)
-def test_bad_choices(words, message, ran, tmp_path, capsys):
-    """Nothing is run if it is not known what."""
-    assert main(["matrix", *words, "--directory", str(tmp_path)]) == 2
-    assert message in capsys.readouterr().err
-    assert ran == []
-
-
 def test_flags_with_a_space(ran, tmp_path):
     """As in a shell."""
     flags = "--ttrace-reference-args '--attention-backend unfused'"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ttrace.cli.main import main
 from megatron_ttrace.jobs.resources import patches_dir
 from tests.integration.jobs import ROOT, python
 
@@ -78,32 +79,14 @@ def run(
     return rows(output)
 
 
-def test_list() -> None:
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     """As JSON, and as text of 80 columns."""
-    code, output, _ = ttrace(None, "bugs", "list", "--json")
-    assert code == 0
-    assert [bug["id"] for bug in rows(output)][:2] == ["01", "02"]
-    code, output, _ = ttrace(None, "bugs", "list")
-    assert code == 0
+    assert main(["bugs", "list", "--json"]) == 0
+    assert [bug["id"] for bug in rows(capsys.readouterr().out)][:2] == ["01", "02"]
+    assert main(["bugs", "list"]) == 0
+    output = capsys.readouterr().out
     assert "tp-embedding" in output
     assert max(map(len, output.splitlines())) <= 80
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "name the bugs"),
-        (["--all", "01"], "name the bugs"),
-        (["99"], "99: unknown; known: 01"),
-        (["01", "05", "--model", "llama"], "bug 05 has no layout for --model llama"),
-    ],
-)
-def test_wrong_use(words: list[str], message: str) -> None:
-    """One line, exit code 2."""
-    code, _, errors = ttrace(None, "bugs", "run", *words)
-    assert code == 2
-    assert message in errors
-    assert "Traceback" not in errors
 
 
 CHANGED = {

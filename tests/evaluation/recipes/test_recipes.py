@@ -215,7 +215,6 @@ def test_the_table_without_running(checkout, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["absent"], "absent: no such directory"),
         (["CHECKOUT", "--only", "nothing*"], r"no configuration matches nothing\*"),
         (["CHECKOUT", "--only", "gpt/*", "--only", "no*"], r"no configuration matches no\*"),
     ],

@@ -75,12 +75,6 @@ def test_a_plan_is_read_as_it_was_written(monkeypatch):
     assert (job.script, job.arguments[:2]) == (str(discover.SCRIPT), ("--recipe", "m:first"))
 
 
-def test_one_of_both_is_given(capsys):
-    """A checkout or Bridge."""
-    assert main(["recipes", "--dry-run"]) == ExitCode.COULD_NOT_CHECK
-    assert "give either a checkout" in capsys.readouterr().err
-
-
 @pytest.mark.skipif(not bridge.installed(), reason="make bridge installs it")
 def test_a_recipe_of_bridge(tmp_path, capsys):
     """A published recipe for 8 GPUs, in two ranks."""
