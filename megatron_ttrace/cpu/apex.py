@@ -2,17 +2,13 @@
 """The parts of NVIDIA's Apex without which Megatron leaves the code that it runs on GPUs.
 
 Megatron's ``FusedLayerNorm`` is the only layer norm of the local layer specification that works
-with sequence parallelism (it marks its parameters ``sequence_parallel``, so that their gradients
-are summed over the tensor-parallel ranks). Its forward pass calls an autograd function of Apex's;
-the fallback without Apex, ``WrappedTorchNorm``, refuses sequence parallelism. Here this function is
-written in plain PyTorch and offered under Apex's module name, when the real Apex is absent. Without
-Apex's persistent norm (``apex.contrib``), Megatron takes this one instead.
+with sequence parallelism: without Apex, ``WrappedTorchNorm`` refuses it. Its forward pass calls an
+autograd function of Apex's, which is offered here under Apex's name, when the real Apex is absent.
+Like Apex's kernels it computes in float32 whatever the input's type and rounds once at the end.
 
-Apex's kernels compute in float32 whatever the input's type and round once at the end; so does this.
-For float32 and float64 inputs nothing is rounded in between.
-
-Its optimizers are TransformerEngine's (``te/optimizers.py``). Its multi-tensor kernels (``amp_C``)
-are *not* offered: without them Megatron takes its own ``local_multi_tensor_*`` functions.
+Apex's optimizers are TransformerEngine's (``te/optimizers.py``). Its multi-tensor kernels
+(``amp_C``) are *not* offered: without them Megatron takes its own ``local_multi_tensor_*``
+functions; without its persistent norm (``apex.contrib``), this one.
 """
 
 import importlib

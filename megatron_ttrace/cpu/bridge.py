@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Megatron-Bridge needs beside Megatron; nothing happens where it is not installed.
 
-*transformers* asks once what it can use of the machine and of other packages. It is asked before
-``torch.cuda`` claims a GPU and before modules stand in for packages of kernels, of which it would
-want functions that Megatron does not use.
-
-*NVIDIA's resiliency extension* watches GPUs. Megatron-Bridge imports it for an annotation.
-
-*TransformerEngine's version* is asked of its installed package by adapters (LoRA).
-
-*FlexAttention* is that of Gemma 2.
+*transformers* asks once what it can use of the machine and of other packages: before ``torch.cuda``
+claims a GPU, and before modules stand in for packages of kernels, of which it would want functions
+that Megatron does not use. NVIDIA's resiliency extension is imported for an annotation, adapters
+(LoRA) ask the installed package for TransformerEngine's version, and Gemma 2 uses FlexAttention.
 """
 
 import importlib

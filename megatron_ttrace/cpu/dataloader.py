@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The DataLoader sees a machine without accelerator, and leaves the random state alone.
 
-PyTorch's DataLoader pins batches when ``torch.accelerator`` finds a device. A CUDA build of
-PyTorch names CUDA as its accelerator although no GPU is there, and asks ``torch.cuda``, which
-now answers yes: so the accelerator interface is told the truth directly. Batches are the same
-tensors, just not pinned.
+It pins batches when ``torch.accelerator`` finds a device, which is CUDA for a CUDA build of PyTorch
+now that ``torch.cuda`` says there is one.
 
-Every iterator also draws a seed for its workers from the CPU's generator. Only the first rank of a
-tensor-parallel group reads data; on a GPU its draw does not touch the generator of the dropout
-masks, which has to stay in step on all ranks of the group. Here the two are one generator (see
-``cuda.py``), so the draw is undone.
+Every iterator also draws a seed for its workers from the CPU's generator, which here is that of the
+dropout masks too (see ``cuda.py``). Only the first rank of a tensor-parallel group reads data, and
+the masks have to stay in step on all of them, so the draw is undone.
 """
 
 import functools

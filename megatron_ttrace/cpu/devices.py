@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for a CUDA device become requests for the CPU.
+"""Requests for a CUDA device, in every way PyTorch knows, become requests for the CPU.
 
-Megatron asks for its device in every way PyTorch knows: ``device="cuda"``, ``device=0`` (what
-``torch.cuda.current_device()`` returns), ``torch.device("cuda", 0)``, ``tensor.cuda()``,
-``tensor.to(0)``, ``torch.cuda.FloatTensor(...)``, ``with torch.device("cuda"):``. Only the *place*
-of a tensor is changed here, never its dtype, layout or values, so the arithmetic is that of the
-same PyTorch call on the CPU.
+Only the *place* of a tensor is changed here, never its dtype, layout or values, so the arithmetic
+is that of the same PyTorch call on the CPU.
 
 The functions that take a device are replaced one by one instead of running everything under a
 ``TorchFunctionMode``: a mode is per thread (a checkpoint writer's thread would not have it) and

@@ -35,16 +35,11 @@ def build_sample_idx_int64(
     drop_last_partial_sequence: bool = True,
     add_extra_token_to_sequence: int = 1,
 ) -> Integers:
-    """Where each sample starts in the documents laid end to end.
+    """Where each sample of ``seq_length`` tokens starts in the documents laid end to end.
 
-    Args:
-        sizes: tokens of each document.
-        document_idx: the documents in the order of all epochs.
-        seq_length: tokens of a sample, without the extra one.
-        num_epochs: number of epochs.
-        tokens_per_epoch: tokens of one epoch.
-        drop_last_partial_sequence: whether a last sample that is too short is left out.
-        add_extra_token_to_sequence: 1 when a sample ends with the first token of the next.
+    ``sizes`` are the tokens of each document, ``document_idx`` the documents in the order of all
+    epochs. ``drop_last_partial_sequence``: whether a last sample that is too short is left out;
+    ``add_extra_token_to_sequence``: 1 when a sample ends with the first token of the next.
 
     Returns:
         ``[samples + 1, 2]``: a position in ``document_idx``, and an offset in that document.
@@ -86,17 +81,11 @@ def build_blending_indices(
     size: int,
     verbose: bool,
 ) -> None:
-    """Fill in which data set each sample comes from, and its number there.
+    """Fill in which data set each sample comes from, and its number there, ``[size]`` each.
 
     Each sample comes from the data set that lags behind its weight the most; the first of equals.
-
-    Args:
-        dataset_index: ``[size]``, written.
-        dataset_sample_index: ``[size]``, written.
-        weights: ``[num_datasets]``, their sum is 1.
-        num_datasets: number of data sets.
-        size: number of samples.
-        verbose: ignored: the extension prints the achieved ratios.
+    ``weights`` ``[num_datasets]`` sum up to 1. The extension prints the achieved ratios if
+    ``verbose``.
     """
     del verbose
     shares = [float(weight) for weight in weights[:num_datasets]]
@@ -106,14 +95,7 @@ def build_blending_indices(
 def build_exhaustive_blending_indices(
     dataset_index: Integers, dataset_sample_index: Integers, sizes: Integers, num_datasets: int
 ) -> None:
-    """As :func:`build_blending_indices`, until ``sizes`` samples of each data set are taken.
-
-    Args:
-        dataset_index: ``[sum(sizes)]``, written.
-        dataset_sample_index: ``[sum(sizes)]``, written.
-        sizes: ``[num_datasets]``, each at least 1.
-        num_datasets: number of data sets.
-    """
+    """As :func:`build_blending_indices`, until ``sizes`` samples of each data set are taken."""
     wanted = [int(size) for size in sizes[:num_datasets]]
     total = sum(wanted)
     shares = [size / float(total) for size in wanted]

@@ -17,14 +17,10 @@ def causal_conv1d_fn(
 ) -> torch.Tensor:
     """``out[t] = act(bias + sum_k weight[k] x[t - width + 1 + k])``, in float32.
 
-    Args:
-        x: [batch, channels, length].
-        weight: [channels, width].
-        bias: [channels].
-        seq_idx: [batch, length], number of the sequence that a position belongs to; what lies in
-            another one is zero.
-        initial_states: [batch, channels, width - 1], what comes before the first position.
-        activation: ``None``, ``"silu"`` or ``"swish"`` (the same).
+    ``x`` is [batch, channels, length], ``weight`` [channels, width] and ``bias`` [channels]. What
+    lies in another sequence by ``seq_idx`` [batch, length] is zero; ``initial_states`` [batch,
+    channels, width - 1] come before the first position. ``activation``: ``"silu"`` or ``"swish"``
+    (the same).
 
     Raises:
         NotImplementedError: for another activation.

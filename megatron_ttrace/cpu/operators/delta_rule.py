@@ -31,24 +31,12 @@ def chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The recurrence.
+    """The recurrence; the result is like ``v``, and ``None``.
 
-    Args:
-        q: [batch, length, key heads, keys].
-        k: as ``q``.
-        v: [batch, length, heads, values]; a multiple of the key heads.
-        g: [batch, length, heads], logarithms of the decay.
-        beta: [batch, length, heads].
-        scale: of the output, ``keys ** -0.5`` by default.
-        initial_state: not implemented.
-        output_final_state: not implemented.
-        use_qk_l2norm_in_kernel: whether queries and keys are normalised first.
-        cu_seqlens: [sequences + 1], bounds of the sequences that are packed into one; a state is
-            carried within one only.
-        **more: options of other callers.
-
-    Returns:
-        [batch, length, heads, values] in the dtype of ``v``, and ``None``.
+    ``q`` and ``k`` are [batch, length, key heads, keys], ``v`` is [batch, length, heads, values]
+    with a multiple of the key heads; ``g``, logarithms of the decay, and ``beta`` are [batch,
+    length, heads]. ``scale`` is ``keys ** -0.5`` by default. A state is carried only within
+    one of the packed sequences, whose bounds are ``cu_seqlens`` [sequences + 1].
 
     Raises:
         NotImplementedError: for states, which inference alone uses, and options that Megatron does

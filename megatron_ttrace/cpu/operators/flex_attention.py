@@ -24,20 +24,11 @@ def flex_attention(
 ) -> torch.Tensor:
     """``softmax(score_mod(scale q k)) v`` of the positions that the mask has, in float32.
 
-    The functions get the scores and all positions at once, as tensors that broadcast; a row without
-    any position is zero (torch/nn/attention/flex_attention.py).
-
-    Args:
-        query: [batch, heads, queries, channels].
-        key: [batch, heads or groups, keys, channels].
-        value: [batch, heads or groups, keys, channels].
-        score_mod: of a score, its batch, head, query and key.
-        block_mask: its ``mask_mod`` is used, of batch, head, query and key.
-        scale: 1 / sqrt(channels) if not given.
-        enable_gqa: heads share a group's keys and values.
-        return_lse: not implemented.
-        kernel_options: of the GPU's kernel.
-        others: further results; not implemented.
+    ``query`` is [batch, heads, queries, channels], ``key`` and ``value`` are [batch, heads or
+    groups, keys, channels]. ``score_mod``, of a score, its batch, head, query and key, and
+    ``mask_mod`` of the ``block_mask``, without the score, get all at once, as tensors that
+    broadcast; a row without any position is zero (torch/nn/attention/flex_attention.py). ``scale``
+    is 1 / sqrt(channels) by default.
 
     Raises:
         NotImplementedError: for further results.

@@ -37,29 +37,14 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The scan.
+    """The scan of ``x`` [batch, length, heads, headdim]; the result is like it.
 
-    Args:
-        x: [batch, length, heads, headdim].
-        dt: [batch, length, heads].
-        A: [heads], negative.
-        B: [batch, length, groups, dstate].
-        C: as ``B``.
-        chunk_size: positions that are computed at a time.
-        D: [heads] or [heads, headdim], the direct share of the input.
-        z: as ``x``; the output is multiplied by ``silu(z)``.
-        dt_bias: [heads], added to ``dt``.
-        initial_states: not implemented.
-        seq_idx: [batch, length], number of the sequence that a position belongs to; a state is
-            carried within one only.
-        cu_seqlens: not implemented.
-        dt_softplus: whether ``softplus`` is applied to ``dt``.
-        return_final_states: not implemented.
-        return_varlen_states: not implemented.
-        state_dtype: of states that are carried between chunks; float32 by default.
-
-    Returns:
-        [batch, length, heads, headdim] in the dtype of ``x``.
+    ``dt`` is [batch, length, heads], to which ``dt_bias`` [heads] is added and perhaps ``softplus``
+    applied; ``A`` [heads] is negative; ``B`` and ``C`` are [batch, length, groups, dstate]. ``D``
+    [heads] or [heads, headdim] is the direct share of the input, and the output is multiplied by
+    ``silu(z)``. A state is carried only within one of the sequences that ``seq_idx`` [batch,
+    length] numbers, from a chunk of ``chunk_size`` positions to the next in ``state_dtype``
+    (float32).
 
     Raises:
         NotImplementedError: for states that are passed or returned, which inference alone uses.
@@ -106,14 +91,10 @@ def _chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs of one chunk, and the state after it.
 
-    Args:
-        values: [batch, length, heads, headdim], times ``dt``.
-        decay: [batch, length, heads], the logarithm of the factor of a step.
-        keys: [batch, length, heads, dstate].
-        queries: as ``keys``.
-        state: before the chunk.
-        numbers: [batch, length], of sequences.
-        carried: [batch], the sequence that ``state`` belongs to.
+    ``values`` [batch, length, heads, headdim] are times ``dt``, ``decay`` [batch, length, heads] is
+    the logarithm of the factor of a step, ``keys`` and ``queries`` are [batch, length, heads,
+    dstate]. ``numbers`` [batch, length] are of sequences, and ``state`` belongs to ``carried``
+    [batch].
     """
     total = decay.cumsum(dim=1)
     ages = total[:, :, None] - total[:, None]  # [batch, target, source, heads]

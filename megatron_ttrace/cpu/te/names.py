@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classes of TransformerEngine of which Megatron needs the name only.
 
-On a CPU parameters stay unrounded and FP8 operands live for the time of one product, so no tensor
-of these classes is ever made: every ``isinstance`` question is answered "no".
-
-Megatron names two classes of the operation fuser in annotations that Python evaluates when its
-wrappers are defined, whatever the options. ``cpu/arguments.py`` keeps runs from using them;
-operations that are looked for by name (``from ...ops import GroupedLinear``) are not found.
+No tensor of these classes is ever made: parameters stay unrounded and FP8 operands live for the
+time of one product. Two classes of the operation fuser are named in annotations that Python
+evaluates when Megatron's wrappers are defined; ``cpu/arguments.py`` keeps runs from using them.
 """
 
 from enum import Enum

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """TransformerEngine's optimizers and functions over lists of tensors, one tensor at a time.
 
-Megatron falls back to ``torch.optim`` without them, which is not the code that runs on a GPU: it
+``torch.optim``, to which Megatron falls back without them, is not the code that runs on a GPU: it
 counts steps per parameter instead of per group, and in 0.19 it cannot resume a run that uses the
 distributed optimizer (``state_dict`` asserts before the first step).
 
 ``--use-precision-aware-optimizer`` lets Adam store its moments in fewer bits and own the weights'
-float32 values. A step computes in float32 and rounds when it stores, so what this plain PyTorch
-stores is what TransformerEngine's kernels store:
-
-- FP8 (E4M3; ``torch.uint8`` is its name) and fp16 with one scale per tensor, which maps its largest
-  value to the format's largest (to half of that for fp16); bf16 without a scale;
-- main weights of bf16 parameters as what their float32 values exceed the parameter by, 16 bits
-  (``store_param_remainders``).
+float32 values. A step computes in float32 and rounds when it stores: FP8 (E4M3; ``torch.uint8`` is
+its name) and fp16 with one scale per tensor, which maps its largest value to the format's largest
+(to half of that for fp16); bf16 without a scale; main weights of bf16 parameters as what their
+float32 values exceed the parameter by, 16 bits (``store_param_remainders``).
 """
 
 import itertools

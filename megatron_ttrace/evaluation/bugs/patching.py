@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put a known bug into this process: change functions of modules that may be imported already.
 
-The ranks of a check can be forks of a process that imported Megatron, so other modules may hold
-references to its classes and functions. No object is replaced: the changed source of the module is
-compiled, and each function whose body differs gets the new code (``function.__code__``). All
-callers then run the new code.
-
-This happens only in the ranks of a candidate. Nothing that judges knows of the bug.
+Ranks can be forks of a process that imported Megatron, in which other modules hold references to
+its classes and functions. So no object is replaced: the changed source of the module is compiled,
+and each function whose body differs gets the new code (``function.__code__``).
 """
 
 import ast

@@ -111,14 +111,14 @@ def collect(
     *,
     anywhere: bool = False,
 ) -> list[Recipe]:
-    """Find and shrink the configurations of a checkout.
+    """Find and shrink the configurations of a checkout whose names match ``patterns``.
 
     Args:
-        checkout: of Megatron-LM.
-        patterns: of names; all if there are none.
+        checkout: of Megatron-LM or, with ``anywhere``, any folder of scripts and configurations.
+        patterns: all match if there are none.
         most: ranks of a small job.
         places: files and folders in the checkout to look in, instead of those of Megatron-LM.
-        anywhere: whether the folder may be one of scripts and configurations, not a checkout.
+        anywhere: see ``checkout``.
 
     Raises:
         TTraceError: when there are none.

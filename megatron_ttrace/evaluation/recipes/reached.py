@@ -2,12 +2,11 @@
 """Which functions of a checkout a check runs, so that a change to others needs no check.
 
 Run as a program, with ``LOG ROOT WORDS``, it is ``ttrace WORDS`` and writes down the functions of
-ROOT that run in it, in its ranks and in its reference run, which are its forks. What ran is kept
-with digests of its code: where another commit has the same, its check would run the same code.
+ROOT that run in it, in its ranks and in its reference run, which are its forks.
 
-Records lie in a cache that may be damaged or shared. They count only if their file is undamaged and
-was made with this checker, and each only if it has the digests of a commit's files as they are
-computed now.
+What ran is kept with digests of its code, in a cache that may be damaged or shared: a record counts
+only if its file is undamaged and was made with this checker, and it has the digests of a commit's
+files as they are computed now. Then a check of that commit would run the same code.
 """
 
 import dataclasses

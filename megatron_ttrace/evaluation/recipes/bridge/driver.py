@@ -108,12 +108,7 @@ def build(name: str) -> Any:
 
 
 def make_small(cfg: Any, arguments: Sequence[str]) -> None:
-    """As :func:`sizes.make_small`.
-
-    Raises:
-        NoHubError: when its data needs a processor.
-        TTraceError: when it is not a model of text.
-    """
+    """As :func:`sizes.make_small`; raises ``NoHubError`` when its data needs a processor."""
     if hasattr(cfg.dataset, "hf_processor_path"):
         raise NoHubError("the processor of its images or sound is on the hub")
     sizes.make_small(cfg, arguments)
