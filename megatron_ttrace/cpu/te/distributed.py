@@ -6,11 +6,13 @@ first did: the random states are put back, and FP8 modules are told which of the
 that they round with the scales of the first run.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from megatron_ttrace.cpu.te import fp8
 from megatron_ttrace.cpu.te.fp8 import FP8GlobalStateManager, fp8_autocast
@@ -85,81 +87,6 @@ class CudaRNGStatesTracker:
                 self.states_[name] = torch.get_rng_state()
 
 
-class _RandomStates:
-    """The generator's state and the named ones."""
-
-    def __init__(self, get_tracker: Callable[[], Any] | None) -> None:
-        self._tracker = get_tracker() if get_tracker is not None else None
-        self._state = torch.get_rng_state()
-        self._named = self._tracker.get_states() if self._tracker is not None else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self._state)
-        if self._tracker is not None:
-            self._tracker.set_states(self._named)
-
-
-def _detached(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
-
-
-class CheckpointFunction(torch.autograd.Function):
-    """Autograd around the two runs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        function: Callable[..., Any],
-        get_tracker: Callable[[], Any] | None,
-        kwargs: dict[str, Any],
-        *args: Any,
-    ) -> Any:
-        """Run without recording, and keep the arguments."""
-        ctx.function, ctx.get_tracker, ctx.kwargs = function, get_tracker, kwargs
-        ctx.random_states = _RandomStates(get_tracker)
-        ctx.fp8 = FP8GlobalStateManager.is_fp8_enabled()
-        ctx.fp8_recipe = FP8GlobalStateManager.get_fp8_recipe() if ctx.fp8 else None
-        ctx.fp8_group = FP8GlobalStateManager.get_fp8_group()
-        with torch.no_grad(), activation_recompute_forward(True, False):
-            outputs = function(*args, **kwargs)
-        ctx.is_tensor = [isinstance(value, torch.Tensor) for value in args]
-        ctx.others = [value for value in args if not isinstance(value, torch.Tensor)]
-        ctx.save_for_backward(*[value for value in args if isinstance(value, torch.Tensor)])
-        return outputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        """Run again with recording, and go back through it."""
-        tensors, values = iter(ctx.saved_tensors), iter(ctx.others)
-        args = [
-            _detached(next(tensors)) if is_tensor else next(values) for is_tensor in ctx.is_tensor
-        ]
-        now = _RandomStates(ctx.get_tracker)
-        ctx.random_states.restore()
-        with (
-            torch.enable_grad(),
-            fp8_autocast(ctx.fp8, fp8_recipe=ctx.fp8_recipe, fp8_group=ctx.fp8_group),
-            activation_recompute_forward(True, True),
-        ):
-            outputs = ctx.function(*args, **ctx.kwargs)
-        now.restore()
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grads, strict=True)
-            if isinstance(output, torch.Tensor) and output.requires_grad and grad is not None
-        ]
-        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-        return (
-            None,
-            None,
-            None,
-            *(value.grad if isinstance(value, torch.Tensor) else None for value in args),
-        )
-
-
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -169,9 +96,33 @@ def checkpoint(
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Run ``function`` now and again in the backward pass.
+    """Run ``function`` now and again in the backward pass, as PyTorch does.
 
+    The second run has the named random states and the FP8 context of the first.
     ``distribute_saved_activations`` would cut what is kept over the tensor-parallel ranks, to spare
     memory; the numbers are the same without.
     """
-    return CheckpointFunction.apply(function, get_rng_state_tracker, kwargs, *args)
+    tracker = get_rng_state_tracker() if get_rng_state_tracker is not None else None
+    states = tracker.get_states() if tracker is not None else None
+    enabled, group = FP8GlobalStateManager.is_fp8_enabled(), FP8GlobalStateManager.get_fp8_group()
+    recipe = FP8GlobalStateManager.get_fp8_recipe() if enabled else None
+    runs = itertools.count()
+
+    def run(*args: Any) -> Any:
+        if not next(runs):
+            with activation_recompute_forward(True, False):
+                return function(*args, **kwargs)
+        now = tracker.get_states() if tracker is not None else None
+        if tracker is not None:
+            tracker.set_states(states)
+        with (
+            fp8_autocast(enabled, fp8_recipe=recipe, fp8_group=group),
+            activation_recompute_forward(True, True),
+        ):
+            outputs = function(*args, **kwargs)
+        if tracker is not None:
+            tracker.set_states(now)
+        return outputs
+
+    # Not ``checkpoint``, whose decorator imports PyTorch's compiler.
+    return CheckpointFunction.apply(run, True, *args)
