@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_ttrace.cpu.stand_in import offer
-from megatron_ttrace.cpu.te.norms import NormFunction, NormKind
+from megatron_ttrace.cpu.te.norms import NormKind, normalise
 
 
 class FusedLayerNormAffineFunction:
@@ -34,8 +34,7 @@ class FusedLayerNormAffineFunction:
         eps: float,
     ) -> torch.Tensor:
         """Normalise; Megatron asks this function's arguments which version of Apex there is."""
-        output: torch.Tensor = NormFunction.apply(input, weight, bias, NormKind("LayerNorm", eps))
-        return output
+        return normalise(input, weight, bias, NormKind("LayerNorm", eps))
 
     apply = forward
 

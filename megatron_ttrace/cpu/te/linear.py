@@ -22,7 +22,7 @@ from megatron_ttrace.cpu.te.base import (
 )
 from megatron_ttrace.cpu.te.distributed_weight import gathered, gradient_dtype, scattered
 from megatron_ttrace.cpu.te.fp8 import makes_fp8_weights
-from megatron_ttrace.cpu.te.norms import NormFunction, NormKind
+from megatron_ttrace.cpu.te.norms import NormKind, normalise
 from megatron_ttrace.cpu.te.parallel import TensorParallel, gather_rows
 from megatron_ttrace.cpu.te.precision import (
     Operand,
@@ -325,6 +325,7 @@ class Linear(ParallelLinear):
 class LayerNormLinear(ParallelLinear):
     """A norm and a linear layer."""
 
+    layer_norm_weight: torch.Tensor
     layer_norm_bias: torch.Tensor | None
 
     def __init__(
@@ -367,9 +368,7 @@ class LayerNormLinear(ParallelLinear):
     ) -> Any:
         """``[s, ..., k]`` to ``[s', ..., n]``; then bias and norm output as asked for."""
         norm = NormKind(self.normalization, self.eps, self.zero_centered_gamma)
-        normalized: torch.Tensor = NormFunction.apply(
-            inp, self.layer_norm_weight, self.layer_norm_bias, norm
-        )
+        normalized = normalise(inp, self.layer_norm_weight, self.layer_norm_bias, norm)
         returned = self.return_layernorm_output
         gathers = returned and self.return_layernorm_output_gathered
         output, total = self.product(normalized, is_first_microbatch, return_gathered=gathers)

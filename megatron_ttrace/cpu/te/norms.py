@@ -33,80 +33,20 @@ class NormKind:
             raise ValueError(f"Unsupported normalization ({self.name})")
 
 
-def _gamma(weight: torch.Tensor, kind: NormKind, dtype: torch.dtype) -> torch.Tensor:
-    gamma = weight.to(dtype)
-    return gamma + 1 if kind.zero_centered_gamma else gamma
-
-
-def norm_forward(
+def normalise(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: NormKind
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Normalise ``x`` ``[..., h]`` over its last dim.
-
-    Returns the output ``[..., h]`` and what the backward pass needs: mean and inverse deviation,
-    ``[..., 1]`` each; RMSNorm has no mean.
-    """
+) -> torch.Tensor:
+    """Normalise ``x`` ``[..., h]`` over its last dim."""
     dtype = compute_dtype(x.dtype)
     centered = x.to(dtype)
-    mean = None
     if kind.name == "LayerNorm":
-        mean = centered.mean(-1, keepdim=True)
-        centered = centered - mean
+        centered = centered - centered.mean(-1, keepdim=True)
     inverse = torch.rsqrt(centered.square().mean(-1, keepdim=True) + kind.eps)
-    output = centered * inverse * _gamma(weight, kind, dtype)
+    gamma = weight.to(dtype)
+    output = centered * inverse * (gamma + 1 if kind.zero_centered_gamma else gamma)
     if bias is not None:
         output = output + bias.to(dtype)
-    return output.to(x.dtype), mean, inverse
-
-
-def norm_backward(
-    grad_output: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor | None,
-    inverse: torch.Tensor,
-    kind: NormKind,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of the input ``[..., h]``, the weight ``[h]`` and the bias ``[h]``."""
-    dtype = inverse.dtype
-    centered = x.to(dtype) if mean is None else x.to(dtype) - mean
-    normalized = centered * inverse
-    grad = grad_output.to(dtype)
-    scaled = grad * _gamma(weight, kind, dtype)
-    inner = scaled - normalized * (scaled * normalized).mean(-1, keepdim=True)
-    if kind.name == "LayerNorm":
-        inner = inner - scaled.mean(-1, keepdim=True)
-    tokens = tuple(range(x.dim() - 1))
-    grad_weight = (grad * normalized).sum(tokens)
-    grad_bias = grad.sum(tokens)
-    return (inverse * inner).to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
-
-
-class NormFunction(torch.autograd.Function):
-    """Autograd around :func:`norm_forward` and :func:`norm_backward`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        kind: NormKind,
-    ) -> torch.Tensor:
-        """Normalise ``[..., h]``."""
-        output, mean, inverse = norm_forward(x, weight, bias, kind)
-        ctx.save_for_backward(x, weight, mean, inverse)
-        ctx.kind, ctx.has_bias = kind, bias is not None
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of input, weight and bias."""
-        x, weight, mean, inverse = ctx.saved_tensors
-        grad_input, grad_weight, grad_bias = norm_backward(
-            grad_output, x, weight, mean, inverse, ctx.kind
-        )
-        return grad_input, grad_weight, grad_bias if ctx.has_bias else None, None
+    return output.to(x.dtype)
 
 
 class _Norm(torch.nn.Module):
@@ -160,8 +100,7 @@ class _Norm(torch.nn.Module):
         shape = x.shape
         x = x.to(self.weight.dtype).reshape(*shape[: x.dim() - self.weight.dim()], -1)
         bias = self.bias.reshape(-1) if self.has_bias else None
-        output: torch.Tensor = NormFunction.apply(x, self.weight.reshape(-1), bias, kind)
-        return output.reshape(shape)
+        return normalise(x, self.weight.reshape(-1), bias, kind).reshape(shape)
 
 
 class LayerNorm(_Norm):
