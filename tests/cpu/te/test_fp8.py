@@ -145,21 +145,20 @@ def test_product_of_rounded_operands(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
-@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_a_weight_is_rounded_by_the_first_microbatch(recipe, grouped, in_fp8):
+def test_a_weight_is_rounded_by_the_first_microbatch(recipe, in_fp8):
     """Later ones use what it left, unless they say nothing, or the weight itself is in FP8."""
     with fp8_model_init(in_fp8):
-        layer = GroupedLinear(1, 160, 8, bias=False) if grouped else Linear(160, 8, bias=False)
-    x, more = torch.randn(8, 160), ([8],) if grouped else ()
+        layer = Linear(160, 8, bias=False)
+    x = torch.randn(8, 160)
 
     def product(first):
         with fp8_autocast(fp8_recipe=recipe):
-            return layer(x, *more, is_first_microbatch=first)
+            return layer(x, is_first_microbatch=first)
 
     before = product(True)
     with torch.no_grad():
-        layer.product_weights()[0].neg_()
+        layer.weight.neg_()
     signs = [
         float(torch.sum(product(first) * before).sign()) for first in (False, None, True, False)
     ]
@@ -258,12 +257,10 @@ def test_saving_the_original_input_changes_nothing():
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("kind", [Linear, GroupedLinear])
-def test_rounding_an_input_again_needs_its_own_scale(kind):
-    sizes, more = ((2, 16, 16), [[8, 8]]) if kind is GroupedLinear else ((16, 16), [])
-    layer = kind(*sizes, save_original_input=True)
+def test_rounding_an_input_again_needs_its_own_scale():
+    layer = Linear(16, 16, save_original_input=True)
     with fp8_autocast(fp8_recipe=DelayedScaling()), pytest.raises(ValueError, match="delayed"):
-        layer(torch.randn(16, 16), *more)
+        layer(torch.randn(16, 16))
 
 
 @pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
