@@ -186,56 +186,88 @@ def test_what_ran_in_the_culprit_is_tried_first(fork, checked, capsys):
     assert answer["checks"] <= 6
 
 
-def test_changes_that_matter_together(fork, checked, capsys):
-    """Both are named: neither of them diverges alone."""
-    edit(fork, *harmless(3, 7), ("y = x + 3", "f0.k = 1\n    y = x + 3"))
-    edit(fork, ("    y = x + 7", "    y = x + 7 + vars(f0).get('k', 0)"))
-    [change] = run(capsys)["blame"]["changes"]
-    assert [hunk["function"] for hunk in change["hunks"]] == ["f3", "f7"]
-
-
-@pytest.mark.parametrize(
-    "edits",
-    [
-        (*harmless(3, 7), ("x + 3", "x + 30"), ("x + 7", "x + 70")),
-        (
+NEED_EACH_OTHER = [(f"x + {number}\n", f"x + {number} * y\n") for number in range(COUNT)]
+FOUND = {
+    # before, edits, result, functions of each change, reason, most checks
+    "together, neither alone": (
+        [],
+        [
+            *harmless(3, 7),
+            ("y = x + 3", "f0.k = 1\n    y = x + 3"),
+            ("    y = x + 7", "    y = x + 7 + vars(f0).get('k', 0)"),
+        ],
+        (Blaming.PROVEN, [["f3", "f7"]], "", 30),
+    ),
+    "each alone": (
+        [],
+        [*harmless(3, 7), ("x + 3", "x + 30"), ("x + 7", "x + 70")],
+        (Blaming.PROVEN, [["f3"], ["f7"]], "", 30),
+    ),
+    "each alone, but tried together at first, as they share a name": (
+        [],
+        [
             ("def f7", "def g(x):\n    return x\n\n\ndef f7"),
             ("y = x + 3\n", "y = x + 30  # g\n"),
             ("y = x + 7\n", "y = x + 70  # g\n"),
-        ),
-    ],
-    ids=["apart", "group"],
-)
-def test_changes_that_are_each_to_blame(fork, checked, capsys, edits):
-    """Both are named, each by itself, and without both of them it does not diverge.
+        ],
+        (Blaming.PROVEN, [["f3"], ["f7"]], "", 30),
+    ),
+    "without it the job diverges elsewhere": (
+        [],
+        [*harmless(3, 7), ("x + 3", "x + 3 + 1j"), ("x + 7", "x + 9")],
+        (Blaming.OTHERS, [["f7"]], "embedding", 30),
+    ),
+    "elsewhere the good tree diverges too": (
+        [("x + 3", "x + 3 + 1j")],
+        [*harmless(3, 7), ("x + 7", "x + 9")],
+        (Blaming.PROVEN, [["f7"]], "embedding", 30),
+    ),
+    "two do not work without each other, and nothing in the text says so": (
+        [],
+        [
+            *harmless(2, 3, 7),
+            ("x + 7", "x + 9"),
+            ("a = 1\n    y = x + 2", "exec('f0.k = 1')\n    y = x + 2"),
+            ("    y = x + 3\n", "    y = x + 3 * eval('f0.k')\n"),
+        ],
+        (Blaming.PROVEN, [["f7"]], "", 30),
+    ),
+    "the good tree diverges": (
+        [("x + 7", "x + 9")],
+        [*harmless(7)],
+        (Blaming.GOOD_DIVERGES, [], "", 2),
+    ),
+    "the good tree cannot be checked": (
+        [("x + 7", "x / 0")],
+        [("x / 0", "x + 9"), *harmless(7)],
+        (Blaming.ALONE, [["f7"]], "ZeroDivisionError", 30),
+    ),
+    "the job needs another change": (
+        [("x + 2", "x + 2 * y")],
+        [("x + 2 * y", "x + 2"), *harmless(2, 7), ("x + 7", "x + 9")],
+        (Blaming.REMOVED, [["f7"]], "UnboundLocalError", 28),
+    ),
+    "too many need each other": (
+        NEED_EACH_OTHER,
+        [(new, old) for old, new in NEED_EACH_OTHER if "+ 7" not in old] + [("x + 7 * y", "x + 9")],
+        (Blaming.GOOD_UNCHECKED, [], "UnboundLocalError", 31),
+    ),
+}
 
-    Changes of a group share a name, so they are tried together at first; yet they are two.
-    """
+
+@pytest.mark.parametrize(("before", "edits", "found"), FOUND.values(), ids=FOUND)
+def test_what_is_found(fork, checked, capsys, before, edits, found):
+    """Of changes since the good tree, which has those ``before`` them."""
+    edit(fork, *before)
+    git(fork, "commit", "-q", "-a", "--allow-empty", "-m", "before")
     edit(fork, *edits)
-    answer = run(capsys)["blame"]
-    assert answer["result"] == Blaming.PROVEN
-    functions = [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]]
-    assert sorted(functions) == [["f3"], ["f7"]]
-
-
-def test_others_to_blame(fork, checked, capsys):
-    """Without the change that is to blame, the job diverges elsewhere: that is not proven."""
-    edit(fork, *harmless(3, 7), ("x + 3", "x + 3 + 1j"), ("x + 7", "x + 9"))
-    answer = run(capsys)["blame"]
-    assert answer["result"] == Blaming.OTHERS
-    assert [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]] == [
-        ["f7"]
-    ]
-    assert answer["reason"] == "embedding"
-
-
-def test_what_the_good_tree_does_too(fork, checked, capsys):
-    """It diverges elsewhere, as the good tree does: the change is proven, and the rest is named."""
-    edit(fork, ("x + 3", "x + 3 + 1j"))
-    git(fork, "commit", "-q", "-a", "-m", "wrong elsewhere")
-    edit(fork, *harmless(3, 7), ("x + 7", "x + 9"))
-    answer = run(capsys, "--good", "HEAD")["blame"]
-    assert (answer["result"], answer["reason"]) == (Blaming.PROVEN, "embedding")
+    answer = run(capsys, *(["--good", "HEAD"] if before else []))["blame"]
+    result, functions, reason, most = found
+    names = [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]]
+    assert (answer["result"], sorted(names)) == (result, functions)
+    assert reason in answer["reason"]
+    assert len(checked.asked) <= most
+    assert all(change["culprits"] == ["decoder.layers.*.mlp"] for change in answer["changes"])
 
 
 def test_dependent_hunks(fork, checked, capsys):
@@ -247,68 +279,6 @@ def test_dependent_hunks(fork, checked, capsys):
     assert {line.strip() for hunk in change["hunks"] for line in hunk["added"]} >= {"y = g(x)"}
     assert answer["result"] == Blaming.PROVEN
     assert answer["checks"] <= 2 * (COUNT - 1).bit_length() + 6
-
-
-def test_combinations_that_crash(fork, checked, capsys):
-    """They are inconclusive: the change is found nevertheless."""
-    edit(fork, *harmless(2, 3, 7), ("x + 7", "x + 9"))
-    # Neither works without the other, and nothing in the text says so.
-    edit(fork, ("a = 1\n    y = x + 2", "exec('f0.k = 1')\n    y = x + 2"))
-    edit(fork, ("    y = x + 3\n", "    y = x + 3 * eval('f0.k')\n"))
-    answer = run(capsys)["blame"]
-    assert [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]] == [
-        ["f7"]
-    ]
-
-
-def test_a_good_tree_that_diverges(fork, checked, capsys):
-    """No change is to blame."""
-    edit(fork, ("x + 7", "x + 9"))
-    git(fork, "commit", "-q", "-a", "-m", "wrong")
-    edit(fork, *harmless(7))
-    answer = run(capsys, "--good", "HEAD")["blame"]
-    assert (answer["result"], answer["changes"]) == (Blaming.GOOD_DIVERGES, [])
-    assert len(checked.asked) == 2
-
-
-def test_a_good_tree_that_cannot_be_checked(fork, checked, capsys):
-    """A change with which the job runs and diverges is named, and why it does not run without."""
-    edit(fork, ("x + 7", "x / 0"))
-    git(fork, "commit", "-q", "-a", "-m", "broken")
-    edit(fork, ("x / 0", "x + 9"), *harmless(7))
-    answer = run(capsys, "--good", "HEAD")["blame"]
-    assert answer["result"] == Blaming.ALONE
-    assert [[hunk["function"] for hunk in change["hunks"]] for change in answer["changes"]] == [
-        ["f7"]
-    ]
-    assert "ZeroDivisionError" in answer["reason"]
-
-
-def test_a_job_that_needs_some_changes(fork, checked, capsys):
-    """They are not blamed if the job is equivalent without another one."""
-    edit(fork, ("x + 2", "x + 2 * y"))
-    git(fork, "commit", "-q", "-a", "-m", "a job that does not run")
-    # What the job needs, an error, and something between them.
-    edit(fork, ("x + 2 * y", "x + 2"), *harmless(2, 7), ("x + 7", "x + 9"))
-    answer = run(capsys, "--good", "HEAD")["blame"]
-    assert answer["result"] == Blaming.REMOVED
-    [change] = answer["changes"]
-    assert [hunk["function"] for hunk in change["hunks"]] == ["f7"]
-    assert change["culprits"] == ["decoder.layers.*.mlp"]
-    assert "UnboundLocalError" in answer["reason"]
-    assert answer["checks"] <= 2 * (2 * (COUNT - 1).bit_length() + 6)
-
-
-def test_too_many_changes_that_need_each_other(fork, checked, capsys):
-    """The search ends, and says that it knows nothing."""
-    edits = [(f"x + {number}\n", f"x + {number} * y\n") for number in range(COUNT)]
-    edit(fork, *edits)
-    git(fork, "commit", "-q", "-a", "-m", "a job that does not run")
-    edit(fork, *((new, old) for old, new in edits if "+ 7" not in old), ("x + 7 * y", "x + 9"))
-    answer = run(capsys, "--good", "HEAD")["blame"]
-    assert (answer["result"], answer["changes"]) == (Blaming.GOOD_UNCHECKED, [])
-    assert "UnboundLocalError" in answer["reason"]
-    assert answer["checks"] <= 2 + 4 * COUNT.bit_length() + 12 + 1
 
 
 def test_an_equivalent_job(fork, checked, capsys):
