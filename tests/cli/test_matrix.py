@@ -56,15 +56,10 @@ def test_json_has_no_infinity(ran, tmp_path, monkeypatch, capsys):
 
 
 def test_one_seed_keeps_the_plain_names(ran, tmp_path, capsys):
-    """With one seed, names are those of the list."""
-    assert main(["matrix", "tp2/gpt/fp32", "--seed", "3", "--directory", str(tmp_path)]) == 0
+    """With one seed, names are those of the list; flags may have spaces, as in a shell."""
+    flags = "--ttrace-reference-args '--attention-backend unfused'"
+    words = ["--seed", "3", "--directory", str(tmp_path), "--ttrace-flags", flags]
+    assert main(["matrix", "tp2/gpt/fp32", *words]) == 0
     assert "] tp2/gpt/fp32 " in capsys.readouterr().out
     assert ran[0].directory == tmp_path / "tp2-gpt-fp32"
-
-
-def test_flags_with_a_space(ran, tmp_path):
-    """As in a shell."""
-    flags = "--ttrace-reference-args '--attention-backend unfused'"
-    words = ["matrix", "tp2/gpt/fp32", "--directory", str(tmp_path), "--ttrace-flags", flags]
-    assert main(words) == 0
     assert ran[0].settings.reference_args == "--attention-backend unfused"

@@ -232,14 +232,6 @@ def test_lines_may_move(module: ModuleType) -> None:
     assert (module.plain(3), module.decorated(3), module.Thing.Nested().call()) == (2, 5, 80)
 
 
-def test_imports_what_is_not_imported(write: Callable[[str], str]) -> None:
-    """The module of a patch is imported if need be."""
-    name = write(SOURCE)
-    assert name not in sys.modules
-    patching.apply([patch(name, "x + y  # plain", "x - y")])
-    assert sys.modules[name].plain(3) == 2
-
-
 def test_all_or_nothing(module: ModuleType, write: Callable[[str], str]) -> None:
     """When one patch does not fit, the others are not applied either."""
     other = write("def f():\n    return 1\n")
@@ -311,6 +303,7 @@ expected = {{module = "*", kind = "output", direction = "forward", verdicts = ["
     )
     monkeypatch.setattr(catalogue, "folder", lambda: tmp_path)
     monkeypatch.setattr(patching, "_introduced", set())
+    assert name not in sys.modules
     patching.introduce("77")
     patching.introduce("77")
     assert importlib.import_module(name).f(1) == 2

@@ -13,7 +13,7 @@ from megatron_ttrace.cli.main import main
 from megatron_ttrace.evaluation.recipes import collect
 from megatron_ttrace.evaluation.recipes import run as running
 from megatron_ttrace.evaluation.recipes.collect import Answer, SmallJob
-from megatron_ttrace.evaluation.recipes.run import JobRow, RecipeRow
+from megatron_ttrace.evaluation.recipes.run import JobRow
 from megatron_ttrace.trace import codec, ends
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
@@ -160,14 +160,19 @@ def test_results_are_those_of_their_code(checkout, tmp_path, monkeypatch):
     [
         (Answer.DIVERGED, Answer.DIVERGED, ExitCode.DIVERGED),
         (Answer.COULD_NOT_CHECK, Answer.COULD_NOT_CHECK, ExitCode.COULD_NOT_CHECK),
+        (Answer.FAILS, Answer.FAILS, ExitCode.COULD_NOT_CHECK),
         (Answer.EQUIVALENT, None, ExitCode.EQUIVALENT),
     ],
 )
 def test_a_bad_answer_does_not_wait_for_other_jobs(answer, shown, code):
-    """With ``--limit``, a configuration of several jobs may have a part of its answers."""
+    """With ``--limit``, a configuration of several jobs may have a part of its answers.
+
+    A known finding excuses no divergence: it is the arguments', so another fault may hide behind
+    it. Jobs that fail without us were not checked.
+    """
     jobs = tuple(SmallJob("x.py", (name,), 2, ()) for name in "ab")
     recipe = collect.Recipe("a", jobs)
-    row = JobRow(key=jobs[0].key, answer=answer, ranks=2, why="because")
+    row = JobRow(key=jobs[0].key, answer=answer, ranks=2, why="because", finding="MTP and CP")
     (shown_row,) = rows = running.coverage([recipe], {row.key: row})
     assert shown_row.answer is shown
     assert cli_recipes._exit_code(rows) is code
@@ -217,29 +222,15 @@ def test_the_table_without_running(checkout, tmp_path, capsys):
     [
         (["CHECKOUT", "--only", "nothing*"], r"no configuration matches nothing\*"),
         (["CHECKOUT", "--only", "gpt/*", "--only", "no*"], r"no configuration matches no\*"),
+        (["CHECKOUT", "--only", "gpt/inference"], "nothing was checked"),
     ],
 )
-def test_bad_input(checkout, capsys, words, message):
+def test_bad_input(checkout, tmp_path, monkeypatch, capsys, words, message):
     """One line."""
+    monkeypatch.chdir(tmp_path)
     words = [str(checkout) if word == "CHECKOUT" else word for word in words]
     assert main(["recipes", *words]) == 2
     assert re.search(message, capsys.readouterr().err)
-
-
-def test_a_known_finding_excuses_no_divergence():
-    """The label is made from the arguments alone, so another fault may hide behind it."""
-    row = RecipeRow("a", Answer.DIVERGED, "why", "MTP and CP")
-    assert cli_recipes._exit_code([row]) is ExitCode.DIVERGED
-    assert cli_recipes._exit_code([]) is ExitCode.EQUIVALENT
-
-
-def test_what_does_not_run_is_no_pass(checkout, tmp_path, monkeypatch, capsys):
-    """Jobs that fail without us were not checked; nor is anything if there is no job."""
-    row = RecipeRow("a", Answer.FAILS, "why")
-    assert cli_recipes._exit_code([row]) is ExitCode.COULD_NOT_CHECK
-    monkeypatch.chdir(tmp_path)
-    assert main(["recipes", str(checkout), "--only", "gpt/inference"]) == 2
-    assert "nothing was checked" in capsys.readouterr().err
 
 
 @pytest.fixture
