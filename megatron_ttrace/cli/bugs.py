@@ -20,8 +20,6 @@ from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.sanitise import in_one_line
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from megatron_ttrace.evaluation.bugs.suite import BugRow
 
 SUMMARY = "list known bugs, or test that the checker finds them"
@@ -146,6 +144,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(rows: Sequence[BugRow], seconds: float) -> None:
+    from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
@@ -168,7 +167,10 @@ def _show(rows: Sequence[BugRow], seconds: float) -> None:
             "" if not answer or answer.margin is None else f"{answer.margin:.3g}",
             f"{row.seconds:.1f}",
         )
-    console = _console()
+    console = Console()
+    if not console.is_terminal:
+        # A pipe or a log has no width limit.
+        console = Console(width=max(console.width, 140))
     console.print(table)
     for row in rows:
         if row.problem:
@@ -189,14 +191,6 @@ def _looked(rows: Sequence[BugRow]) -> str:
         for where in ("first", "in_three")
     )
     return f"look at, {len(places)} cases: first place {first}; one of three places {three}"
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console()
-    # A pipe or a log has no width limit.
-    return console if console.is_terminal else Console(width=max(console.width, 140))
 
 
 def _word(value: bool | None) -> str:

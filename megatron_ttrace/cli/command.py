@@ -150,6 +150,17 @@ def add_max_ranks(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_seconds(parser: argparse.ArgumentParser) -> None:
+    """Add ``--seconds``."""
+    parser.add_argument(
+        "--seconds",
+        type=flags.number,
+        default=600.0,
+        metavar="SECONDS",
+        help="end a job after this time (default 600)",
+    )
+
+
 def add_report(parser: argparse.ArgumentParser) -> None:
     """Add what commands that compare traces know of their answer and its report."""
     share, name = FLAGS["allow_unchecked"], "allow_unchecked"

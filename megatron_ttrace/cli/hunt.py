@@ -56,13 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the choice of combinations (default 0)",
     )
-    parser.add_argument(
-        "--seconds",
-        type=flags.number,
-        default=600.0,
-        metavar="SECONDS",
-        help="end a job after this time (default 600)",
-    )
+    command.add_seconds(parser)
     command.add_max_ranks(parser)
     command.add_directory(parser, "ttrace-out-hunt")
     parser.add_argument("--quiet", action="store_true", help="do not print progress")

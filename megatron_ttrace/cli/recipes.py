@@ -63,13 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--limit", type=flags.integer(1), metavar="N", help="check at most N jobs now"
     )
     command.add_max_ranks(parser)
-    parser.add_argument(
-        "--seconds",
-        type=flags.number,
-        default=600.0,
-        metavar="SECONDS",
-        help="end a job after this time (default 600)",
-    )
+    command.add_seconds(parser)
     parser.add_argument("--dry-run", action="store_true", help="shrink only, run nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_directory(parser, "ttrace-out-recipes")

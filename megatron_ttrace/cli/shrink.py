@@ -87,12 +87,11 @@ def run(args: argparse.Namespace) -> int:
 def _broken(flag: str) -> str:
     """A row's flags, where a name that leaves no width for other columns is broken at a hyphen."""
     words = flag.split(" ")
-    return " ".join(word if len(word) <= _LONGEST else _halves(word) for word in words)
-
-
-def _halves(name: str) -> str:
-    at = name.rindex("-", 0, _LONGEST) + 1
-    return f"{name[:at]}\n{name[at:]}"
+    for number, word in enumerate(words):
+        if len(word) > _LONGEST:
+            at = word.rindex("-", 0, _LONGEST) + 1
+            words[number] = f"{word[:at]}\n{word[at:]}"
+    return " ".join(words)
 
 
 def show(plan: Plan, console: Console) -> None:

@@ -78,7 +78,6 @@ def activate() -> None:
         bridge,
         collectives,
         cuda,
-        dataloader,
         devices,
         operators,
     )
@@ -86,7 +85,6 @@ def activate() -> None:
     # First, while torch.cuda still tells the truth to a real TransformerEngine.
     bridge.settle()
     te.install()
-    dataloader.install()
     devices.install()
     cuda.install()
     collectives.install()

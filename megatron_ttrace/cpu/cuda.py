@@ -14,9 +14,10 @@ parallel) and swaps them in and out of the *CUDA* generator, because that is the
 weight initialisation draw from. On the CPU both draw from ``torch.default_generator``; so that
 generator stands in for the CUDA one, and which ranks draw equal numbers stays exactly as on a GPU.
 The price of one generator: what on a GPU draws from the CPU's must not move it. Two such places are
-known, both undone: the data loader's seed (``dataloader.py``) and the warm-up (``arguments.py``).
+known, both undone: the data loader's seed, and the warm-up (``arguments.py``).
 """
 
+import functools
 import logging
 import os
 import time
@@ -27,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 # Hopper: it has bf16 and FP8, so Megatron refuses nothing for lack of a dtype, and it is not
 # Blackwell, for which Megatron would choose kernels and memory layouts of its own.
@@ -200,7 +202,36 @@ def _install_random_states(cuda: Any) -> None:
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_keep)
 
 
+def _install_data_loader(cuda: Any) -> None:
+    """The data loader sees a machine without accelerator, and leaves the random state alone.
+
+    It pins batches when ``torch.accelerator`` finds a device, which is CUDA for a CUDA build of
+    PyTorch. Every iterator also draws a seed for its workers from the CPU's generator. Only the
+    first rank of a tensor-parallel group reads data, and the dropout masks have to stay in step on
+    all of them, so the draw is undone.
+    """
+    accelerator: Any = torch.accelerator
+    accelerator.is_available = _always(False)
+    accelerator.current_accelerator = accelerator.synchronize = accelerator.empty_cache = _always()
+    accelerator.device_count = _always(0)
+    loader: Any = DataLoader
+    make_iterator = loader.__iter__
+
+    @functools.wraps(make_iterator)
+    def iterate(self: Any) -> Any:
+        with torch.random.fork_rng(devices=()):
+            return make_iterator(self)
+
+    loader.__iter__ = iterate
+
+
 def install() -> None:
     """Replace what ``torch.cuda`` answers, and how its work is ordered."""
-    for step in (_install_queries, _install_streams, _install_memory, _install_random_states):
+    for step in (
+        _install_queries,
+        _install_streams,
+        _install_memory,
+        _install_random_states,
+        _install_data_loader,
+    ):
         step(torch.cuda)

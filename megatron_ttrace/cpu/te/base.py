@@ -109,14 +109,6 @@ class TransformerEngineBaseModule(ScaledModule):
         attributes.partition_dim = dim
         attributes.partition_stride = 1
 
-    def mark_bias(self, bias: torch.nn.Parameter) -> None:
-        """Tell Megatron how a bias is cut, or that its gradient is one part of the sequence's."""
-        attributes: Any = bias
-        if self.parallel_mode == "row":
-            attributes.sequence_parallel = self.sequence_parallel
-        elif self.parallel_mode == "column":
-            self.mark_partitioned(bias, 0)
-
     # Delayed weight gradients
 
     def delay_gradients(self) -> None:

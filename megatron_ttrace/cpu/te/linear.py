@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.cpu.te import overlap
 from megatron_ttrace.cpu.te.base import (
     InitMethod,
     Queue,
@@ -23,7 +22,7 @@ from megatron_ttrace.cpu.te.base import (
 from megatron_ttrace.cpu.te.distributed_weight import gathered, gradient_dtype, scattered
 from megatron_ttrace.cpu.te.fp8 import makes_fp8_weights
 from megatron_ttrace.cpu.te.norms import NormKind, normalise
-from megatron_ttrace.cpu.te.parallel import TensorParallel, gather_rows
+from megatron_ttrace.cpu.te.parallel import TensorParallel, gather_into_buffer, gather_rows
 from megatron_ttrace.cpu.te.precision import (
     Operand,
     Precision,
@@ -114,7 +113,7 @@ class LinearFunction(torch.autograd.Function):
         # First gathered, then rounded: all ranks round the same tensor.
         total = x
         if layout.gathers_input and settings.buffer is not None:
-            total = overlap.gather_into_buffer(x, layout.group, settings.buffer)
+            total = gather_into_buffer(x, layout.group, settings.buffer)
         elif layout.gathers_input:
             total = gather_rows(x, layout.group)
         outputs, inputs, rounded_weights = [], [], []
@@ -264,7 +263,12 @@ class ParallelLinear(TransformerEngineBaseModule):
         self.mark_partitioned(weight, 1 if self.parallel_mode == "row" else 0)
         if self.use_bias:
             zeros = torch.nn.init.zeros_
-            self.mark_bias(self.add_parameter("bias", shape[:1], dtype, device, zeros))
+            bias: Any = self.add_parameter("bias", shape[:1], dtype, device, zeros)
+            if self.parallel_mode == "row":
+                # Its gradient is one part of the sequence's.
+                bias.sequence_parallel = self.sequence_parallel
+            elif self.parallel_mode == "column":
+                self.mark_partitioned(bias, 0)
         else:
             self.bias = torch.Tensor()
 

@@ -27,7 +27,7 @@ _OFFERED: dict[str, dict[str, str]] = {
         "distributed": "CudaRNGStatesTracker checkpoint",
         "permutation": "Fp8Padding Fp8Unpadding",
         "names": "UserBufferQuantizationMode",
-        "overlap": "initialize_ub",
+        "parallel": "initialize_ub",
     },
     "transformer_engine.pytorch.attention": {"attention": "DotProductAttention"},
     "transformer_engine.pytorch.constants": {
@@ -53,7 +53,7 @@ _OFFERED: dict[str, dict[str, str]] = {
         "base": "TransformerEngineBaseModule",
         "distributed_weight": "get_dummy_wgrad",
         "names": "UserBufferQuantizationMode",
-        "overlap": "initialize_ub",
+        "parallel": "initialize_ub",
     },
     "transformer_engine.pytorch.ops": {"names": "FusibleOperation Sequential"},
     "transformer_engine.pytorch.optimizers": {

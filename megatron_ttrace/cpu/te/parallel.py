@@ -78,6 +78,29 @@ def reduce_scatter_along_first_dim(
     return output, work
 
 
+_buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+
+def initialize_ub(*args: Any, **kwargs: Any) -> None:
+    """Start with no "user buffers": each is made, in the size it needs, on first use."""
+    _buffers.clear()
+
+
+def gather_into_buffer(tensor: torch.Tensor, group: Group, name: str) -> torch.Tensor:
+    """Gather ``[s, ...]`` along the first dim into the start of the shared buffer ``name``.
+
+    On a GPU the gathered input of a column-parallel layer is written piece by piece into a buffer
+    that all layers of one kind ("qkv", "fc1", …) share, while the matrix product already reads the
+    pieces that have come. Nothing overlaps here, but the buffer is the same: overwritten by the
+    next layer, so whatever a layer keeps for its backward pass must not lie in it.
+    """
+    shape = torch.Size((tensor.shape[0] * group_size(group), *tensor.shape[1:]))
+    key, needed = (name, tensor.dtype), shape.numel()
+    if key not in _buffers or _buffers[key].numel() < needed:
+        _buffers[key] = torch.empty(needed, dtype=tensor.dtype)
+    return gather_rows(tensor, group, out=_buffers[key][:needed].view(shape))
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """How one linear layer is cut, and so which communication it needs.

@@ -239,16 +239,14 @@ def _in_order(pairs: Sequence[_Pair]) -> list[Case]:
 
 
 def _row(pair: _Pair, healthy: Ended, faulty: Ended) -> BugRow:
-    row = BugRow(
+    good, bad = healthy.checked, faulty.checked
+    return BugRow(
         bug=pair.bug,
         layout=pair.layout,
         seconds=healthy.seconds + faulty.seconds,
+        healthy=good.summary if good else None,
+        healthy_margin=max(map(suites.margin_of, good.verdicts()), default=0.0) if good else None,
+        faulty=bad.summary if bad else None,
+        assessment=assess(bad.summary, pair.bug.expected) if bad else None,
         error=healthy.reason or faulty.reason,
     )
-    if checked := healthy.checked:
-        margin = max(map(suites.margin_of, checked.verdicts()), default=0.0)
-        row = dataclasses.replace(row, healthy=checked.summary, healthy_margin=margin)
-    if checked := faulty.checked:
-        assessment = assess(checked.summary, pair.bug.expected)
-        row = dataclasses.replace(row, faulty=checked.summary, assessment=assessment)
-    return row

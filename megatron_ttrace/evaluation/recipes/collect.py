@@ -212,11 +212,10 @@ def _example(path: Path, checkout: Path) -> Command:
                 for name, value in command.environment.items()
             },
         )
-    if not Path(command.script).is_absolute():
-        command = dataclasses.replace(command, script=str(checkout / command.script))
-    if not Path(command.script).is_file() and (checkout / Path(command.script).name).is_file():
+    script = checkout / command.script
+    if not script.is_file() and (checkout / script.name).is_file():
         # Some scripts want the checkout's place written into them.
-        command = dataclasses.replace(command, script=str(checkout / Path(command.script).name))
-    if not Path(command.script).is_file():
-        raise TTraceError(f"it trains {command.script}, which the checkout lacks")
-    return command
+        script = checkout / script.name
+    if not script.is_file():
+        raise TTraceError(f"it trains {script}, which the checkout lacks")
+    return dataclasses.replace(command, script=str(script))
