@@ -289,13 +289,20 @@ def test_an_equivalent_job(fork, checked, capsys):
     assert len(checked.asked) == 1
 
 
-def test_references_of_combinations_are_not_shared(fork, checked, monkeypatch, capsys):
-    """Only the user's tree may use a cache of references; of others they are removed."""
+def test_how_combinations_are_checked(fork, checked, monkeypatch, capsys):
+    """Without the user's W&B and cache of references, and compiled once, among our files."""
     monkeypatch.setenv("TTRACE_CACHE", "/somewhere")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     edit(fork, ("x + 7", "x + 9"), *harmless(7))
-    run(capsys)
+    run(capsys, "--ttrace-wandb")
+    for words in checked.asked:
+        settings, _ = split(words[: words.index("--")])
+        assert (settings.wandb, settings.wandb_online) == (False, False)
     assert checked.environment["TTRACE_CACHE"] == ""
     assert not list((fork / "ttrace-out-blame").glob("checks/*/reference"))
+    assert "PYTHONDONTWRITEBYTECODE" not in checked.environment
+    folder = Path(checked.environment["PYTHONPYCACHEPREFIX"])
+    assert folder.parent == fork / "ttrace-out-blame" / "trees"
 
 
 def test_secrets_are_not_kept(fork, checked, monkeypatch, capsys):
@@ -312,25 +319,6 @@ def test_secrets_are_not_kept(fork, checked, monkeypatch, capsys):
     files = [path for path in fork.glob("ttrace-out*/**/*") if path.is_file()]
     assert {"edits.json", "summary.json", "report.html"} <= {path.name for path in files}
     assert not [path for path in files if b"hunter2" in path.read_bytes()]
-
-
-def test_checks_are_not_logged(fork, checked, capsys):
-    """Their flags do not contradict the user's, which ask for W&B."""
-    edit(fork, ("x + 7", "x + 9"))
-    run(capsys, "--ttrace-wandb")
-    for words in checked.asked:
-        settings, _ = split(words[: words.index("--")])
-        assert (settings.wandb, settings.wandb_online) == (False, False)
-
-
-def test_combinations_are_compiled_once(fork, checked, monkeypatch, capsys):
-    """Among our files, also where the user's environment asks Python not to write beside theirs."""
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    edit(fork, ("x + 7", "x + 9"), *harmless(7))
-    run(capsys)
-    assert "PYTHONDONTWRITEBYTECODE" not in checked.environment
-    folder = Path(checked.environment["PYTHONPYCACHEPREFIX"])
-    assert folder.parent == fork / "ttrace-out-blame" / "trees"
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from megatron_ttrace.cli import check
 from megatron_ttrace.cli.main import main
-from megatron_ttrace.report import terminal
 
 UNDECIDED = """
 import pathlib, sys
@@ -127,8 +125,3 @@ def test_jobs_with_one_reason() -> None:
     assert check._refusals([(1, "why")], 1, folder) == ["why"]
     assert check._refusals([(1, "a"), (2, "a"), (3, "a")], 4, folder) == ["jobs 1, 2 and 3 of 4: a"]
     assert check._refusals([(1, "a"), (2, "a")], 2, folder) == ["all 2 jobs: a"]
-
-
-def test_jobs_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.jobs(Console(), {"EQUIVALENT": 2, "COULD_NOT_CHECK": 1, "DIVERGED": 0})
-    assert capsys.readouterr().out == "jobs       3: 2 equivalent, 1 could not check\n"

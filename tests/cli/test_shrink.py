@@ -111,6 +111,8 @@ def test_one_of_several_jobs_that_cannot_be_checked(monkeypatch, capsys, verdict
     shown = capsys.readouterr()
     assert checked == ["1", "2", "3", "4"]
     assert shown.out.count(f"ttrace  {verdict}") == 3
+    counts = shown.out.rpartition("jobs       4: ")[2].strip().split(", ")
+    assert {*counts} == {f"3 {verdict}", "1 could not check"}
     assert "ttrace: job 2 of 4: a rank died" in shown.err
 
 

@@ -58,16 +58,17 @@ def test_packed_sequences():
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("option", ["initial_state", "output_final_state"])
-def test_states_are_for_inference(option):
-    with pytest.raises(NotImplementedError, match="inference"):
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("initial_state", "inference"),
+        ("output_final_state", "inference"),
+        ("head_first", "head_first"),
+    ],
+)
+def test_what_would_change_the_result_is_refused(option, reason):
+    with pytest.raises(NotImplementedError, match=reason):
         chunk_gated_delta_rule(**inputs(), **{option: torch.ones(1)})
-
-
-def test_options_that_are_not_there():
-    """An option that would change the result is refused."""
-    with pytest.raises(NotImplementedError, match="head_first"):
-        chunk_gated_delta_rule(**inputs(), head_first=True)
 
 
 def test_l2norm():

@@ -70,9 +70,11 @@ def test_values_of_another_width():
     same_gradients(attention(*tensors), written_out(*tensors, distance() > 0), tensors)
 
 
-def test_learnable_sink():
-    """It starts at zero."""
+def test_sinks():
+    """They are zero, or start at it and are learnt."""
     tensors = inputs()
+    expected = written_out(*tensors, distance() > 0, torch.zeros(HEADS))
+    same_gradients(module(softmax_type="off-by-one")(*tensors), expected, tensors)
     attention = module(softmax_type="learnable")
     assert not attention.softmax_offset.any()
     with torch.no_grad():
@@ -80,12 +82,6 @@ def test_learnable_sink():
     sink = attention.softmax_offset
     expected = written_out(*tensors, distance() > 0, sink)
     same_gradients(attention(*tensors), expected, (*tensors, sink))
-
-
-def test_off_by_one_is_a_sink_of_zero():
-    tensors = inputs()
-    expected = written_out(*tensors, distance() > 0, torch.zeros(HEADS))
-    same_gradients(module(softmax_type="off-by-one")(*tensors), expected, tensors)
 
 
 def test_hidden_keys():

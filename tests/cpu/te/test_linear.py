@@ -189,8 +189,11 @@ def test_fused_accumulation_leaves_the_gradient_to_autograd():
     assert not hasattr(module.weight, "grad_added_to_main_grad")
 
 
-def cut(tensor, rank, dim):
-    return tensor.chunk(2, dim)[rank].contiguous()
+def cut(tensor, rank, *dims):
+    """A rank's part of it, along these dims."""
+    for dim in dims:
+        tensor = tensor.chunk(2, dim)[rank].contiguous()
+    return tensor
 
 
 def copy_shards(whole, part, rank, mode):
@@ -228,31 +231,17 @@ def check_two_ranks(rank, kind, mode, sequence_parallel=False, buffer=False, del
     output = whole(x_whole)
     output.backward(grad)
 
-    column = mode == "column"
-    x_part, grad_part = x, grad
-    if sequence_parallel and column:
-        x_part = cut(x_part, rank, 0)
-    if sequence_parallel and not column:
-        grad_part = cut(grad_part, rank, 0)
-    x_part = x_part if column else cut(x_part, rank, -1)
-    grad_part = cut(grad_part, rank, -1) if column else grad_part
-    x_part = x_part.clone().requires_grad_()
+    sequence = [0] if sequence_parallel else []
+    ins, outs = (sequence, [-1]) if mode == "column" else ([-1], sequence)
+    x_part = cut(x, rank, *ins).clone().requires_grad_()
     ours = part(x_part)
     if buffer:
         # Another layer overwrites the buffer before the backward pass.
         part(torch.full_like(x_part, 9.0))
-    ours.backward(grad_part)
+    ours.backward(cut(grad, rank, *outs))
     part.backward_dw()
-
-    expected, expected_grad = output, x_whole.grad
-    if column:
-        expected = cut(expected, rank, -1)
-        expected_grad = cut(expected_grad, rank, 0) if sequence_parallel else expected_grad
-    else:
-        expected = cut(expected, rank, 0) if sequence_parallel else expected
-        expected_grad = cut(expected_grad, rank, -1)
-    close(ours, expected)
-    close(x_part.grad, expected_grad)
+    close(ours, cut(output, rank, *outs))
+    close(x_part.grad, cut(x_whole.grad, rank, *ins))
     for name, parameter in part.named_parameters():
         value = parameter.grad
         if getattr(parameter, "sequence_parallel", False):
