@@ -127,13 +127,7 @@ def is_complete(ran: Files) -> bool:
 
 @functools.cache
 def _environment() -> str:
-    names = ("torch", "numpy")
-    versions = []
-    for name in names:
-        try:
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            versions.append(f"{name} of unknown version")
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy")]
     checksum = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         checksum.update(path.read_bytes())

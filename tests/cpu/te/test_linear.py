@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_ttrace.cpu.te.distributed_weight import get_dummy_wgrad
 from megatron_ttrace.cpu.te.grouped_linear import GroupedLinear
 from megatron_ttrace.cpu.te.linear import LayerNormLinear, Linear
 from megatron_ttrace.trace.errors import TTraceError
@@ -92,6 +93,17 @@ def test_a_weight_in_parts(grouped):
     for part, gradient in zip(parts, wanted[1:], strict=True):
         close(part.main_grad, gradient[: len(part)].double())
     assert parts[0].asked == ["forward", "backward"]
+
+
+def test_a_dummy_is_shared_and_not_written() -> None:
+    """Whoever adds it up without asking for zeros gets NaN; zeros remain, as in one buffer."""
+    first, second = (get_dummy_wgrad([3, 5], torch.bfloat16) for _ in range(2))
+    assert (first.shape, first.dtype) == ((3, 5), torch.bfloat16)
+    assert first.data_ptr() == second.data_ptr()
+    assert first.isnan().all()
+    assert get_dummy_wgrad([5, 3], torch.bfloat16).isnan().all()
+    assert not get_dummy_wgrad([3, 5], torch.bfloat16, zero=True).any()
+    assert not first.any()
 
 
 def test_bias_is_returned_instead_of_added():
