@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What counts as found."""
 
-import ast
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,7 @@ def test_who_reads_the_flag() -> None:
     readers = {
         path.relative_to(PACKAGE).as_posix()
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr in ("bug", "ttrace_bug")
+        if re.search(r"\.(ttrace_)?bug\b", path.read_text())
     }
     # A suite's row has a bug, too.
     readers -= {"cli/bugs.py", "evaluation/bugs/suite.py"}
