@@ -88,7 +88,6 @@ def test_experts_in_bf16(tmp_path, ranks, words):
 @pytest.mark.nightly
 def test_resuming_changes_no_digit(tmp_path):
     """Through Megatron's own checkpoint and with FusedAdam's step in it."""
-    pytest.importorskip("psutil", reason="Megatron's checkpoint writer needs it")
     words = "--use-distributed-optimizer --bf16 --save saved --save-interval 2 --train-iters 4"
     whole = train(2, words, tmp_path)
     (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("2")

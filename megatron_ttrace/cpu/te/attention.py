@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from megatron_ttrace.cpu.te import context_parallel
-from megatron_ttrace.cpu.te.attention_core import AttentionSettings, FusedAttention
+from megatron_ttrace.cpu.te.attention_core import AttentionSettings, FusedAttention, Ring
 from megatron_ttrace.cpu.te.base import TransformerEngineBaseModule
-from megatron_ttrace.cpu.te.cp_ring import Ring
 from megatron_ttrace.cpu.te.masks import CAUSAL, MaskRule, Tokens
 from megatron_ttrace.cpu.te.parallel import all_reduce, group_size
 

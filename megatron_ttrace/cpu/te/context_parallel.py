@@ -5,7 +5,7 @@ The sequence is cut into two chunks per rank and rank ``r`` of ``n`` holds chunk
 ``2n - 1 - r`` ("zig-zag"), so that a causal mask gives all ranks the same work. Packed sequences
 are cut this way one by one.
 
-Ranks communicate by a ring (``p2p``, :mod:`cp_ring`), by gathering all keys and values
+Ranks communicate by a ring (``p2p``), by gathering all keys and values
 (``all_gather``), or by trading their part of the sequence for all heads against the whole sequence
 for some heads, and the output back (``a2a``, known as Ulysses); ``a2a+p2p`` does this inside one
 group, and a ring over another.
@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ttrace.cpu.te.attention_core import AttentionSettings, FusedAttention
-from megatron_ttrace.cpu.te.cp_ring import Ring
+from megatron_ttrace.cpu.te.attention_core import AttentionSettings, FusedAttention, Ring
 from megatron_ttrace.cpu.te.masks import Tokens
 from megatron_ttrace.cpu.te.norms import compute_dtype
 from megatron_ttrace.cpu.te.parallel import (
