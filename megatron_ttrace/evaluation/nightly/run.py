@@ -23,9 +23,8 @@ from megatron_ttrace.evaluation.nightly import records
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
 from megatron_ttrace.evaluation.recipes.run import RESULTS
 from megatron_ttrace.jobs import provenance
-from megatron_ttrace.jobs.processes import logs
-from megatron_ttrace.jobs.processes.tether import tethered
-from megatron_ttrace.trace import ends, owned
+from megatron_ttrace.jobs.processes import child, logs
+from megatron_ttrace.trace import owned
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.sanitise import in_one_line
 
@@ -129,28 +128,19 @@ def _execute(step: _Step, seconds: float | None) -> tuple[str, bool]:
     One that an error ended has left a record of it. It and its ranks end with this process, so that
     none survives a night that is stopped.
     """
-    end = ends.file_of(step.log)
     command = [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", *step.arguments]
-    with open(owned.create(step.log), "wb") as file:
-        process = subprocess.Popen(
-            tethered(command),
-            env={**os.environ, **ends.announced(end)},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return f"stopped after {seconds:.0f} s, at the time limit of the night", False
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    process = child.start(command, dict(os.environ), step.log, group=0)
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return f"stopped after {seconds:.0f} s, at the time limit of the night", False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
         return "", True
-    record = ends.read(end)
+    record = logs.record_of(step.log)
     reason = in_one_line(record.reason) if record else logs.how_it_ended(code)
     return f"{reason} (see {step.log})", code == ExitCode.COULD_NOT_CHECK and record is None
 
