@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """All nights in one file of JSON lines, and what changed since the last good one."""
 
+import contextlib
 import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megatron_ttrace.evaluation.nightly.records import Night, NightCase, State
 from megatron_ttrace.trace import codec, owned
@@ -46,30 +45,20 @@ def last_good(path: Path) -> Night | None:
     """
     nights: dict[str, Night] = {}
     cases: dict[str, list[NightCase]] = {}
-    for line in _lines(path):
-        began = str(line.get("began"))
-        try:
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(codec.CodecError):
+            line = codec.parse(text)
+            if not isinstance(line, dict):
+                continue
+            began = str(line.get("began"))
             if line.get("part") is not None:
                 cases.setdefault(began, []).append(codec.decode(NightCase, line))
             elif line.get("exit_code") == ExitCode.EQUIVALENT:
                 nights[began] = codec.decode(Night, line)
-        except codec.CodecError:
-            continue
     if not nights:
         return None
     began, night = nights.popitem()
     return dataclasses.replace(night, cases=tuple(cases.get(began, ())))
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict):
-                yield line
 
 
 def headline(night: Night) -> str:
