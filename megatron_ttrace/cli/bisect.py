@@ -99,18 +99,12 @@ class _Checks:
     def __call__(self, commit: str) -> Answer:
         """Check one commit."""
         folder = self.directory / "checks" / commit[:12]
-        with self._placed(commit) as (script, environment):
-            words = checking(
-                script,
-                self.command.arguments,
-                self.command.ranks or 1,
-                self.settings.unlogged(folder),
-                *(["--against", self.against] if self.against else []),
-            )
-            cache = {"TTRACE_CACHE": str((self.directory / "references").resolve())}
-            code, reason = apart.ttrace(
-                self.interpreter, words, {**cache, **environment}, quiet=self.quiet
-            )
+        options = ["--against", self.against] if self.against else []
+        cache = {"TTRACE_CACHE": str((self.directory / "references").resolve())}
+        with self._placed(commit, folder) as (script, trial):
+            words = checking(script, trial.arguments, trial.ranks, trial.settings, *options)
+            environment = {**cache, **trial.environment}
+            code, reason = apart.ttrace(trial.interpreter, words, environment, quiet=self.quiet)
         if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
             self.reports[commit] = api.load_report(folder)
             return Answer.BAD if code else Answer.GOOD
@@ -121,19 +115,12 @@ class _Checks:
 
     def blamed(self, commit: str, good: str, say: Callable[[str], None]) -> Blame | None:
         """Which changes of a commit are to blame, compared with a good one; ``None``: not known."""
-        with self._placed(commit) as (script, environment):
-            trial = blame.Trial(
-                interpreter=self.interpreter,
-                arguments=self.command.arguments,
-                ranks=self.command.ranks or 1,
-                settings=self.settings.unlogged(self.reports[commit].directory),
-                environment=environment,
-            )
+        with self._placed(commit, self.reports[commit].directory) as (script, trial):
             return blame.run_apart(trial, script, good, say, quiet=self.quiet)
 
     @contextlib.contextmanager
-    def _placed(self, commit: str) -> Iterator[tuple[Path, dict[str, str]]]:
-        """The script, and an environment in which it imports Megatron, in a commit's worktree."""
+    def _placed(self, commit: str, report: Path) -> Iterator[tuple[Path, blame.Trial]]:
+        """The script in a commit's worktree, and how it is checked there; it imports this commit."""
         environment = {**os.environ, **self.command.environment}
         checkout = self.checkout.root
         tree = self.directory / "trees" / commit[:12]
@@ -147,7 +134,16 @@ class _Checks:
             path = [] if script.is_relative_to(checkout) else [root]
             path += [moved(Path(entry).resolve()) for entry in entries]
             environment["PYTHONPATH"] = os.pathsep.join(map(str, path))
-            yield moved(script), environment
+            yield (
+                moved(script),
+                blame.Trial(
+                    interpreter=self.interpreter,
+                    arguments=self.command.arguments,
+                    ranks=self.command.ranks or 1,
+                    settings=self.settings.unlogged(report),
+                    environment=environment,
+                ),
+            )
 
 
 def _commits(args: argparse.Namespace, command_: Command, good: str, bad: str) -> int:
