@@ -15,9 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_ttrace.evaluation.nightly import records
 from megatron_ttrace.evaluation.nightly.records import Gap, Night, NightCase, NightPart, State
@@ -78,10 +77,11 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
             gaps.append(Gap(part, "no time was left for it"))
             continue
         say(f"{part}")
-        step = _step(part, options, directory)
-        owned.expect(step.results)
-        reason, is_whole = _execute(step, left)
-        finished = _read(part, step.results)
+        log = directory / f"{part}.log"
+        words, results = _command(part, options, directory, log)
+        owned.expect(results)
+        reason, is_whole = _execute(words, log, left)
+        finished = _read(part, results)
         if is_whole and any(case.state is not State.GOOD for case in finished):
             reason = ""  # the cases say why
         cases += finished
@@ -98,38 +98,33 @@ def run(options: Options, directory: Path, say: Callable[[str], None]) -> Night:
     )
 
 
-class _Step(NamedTuple):
-    """The command of a part, its log, and the file of its results."""
-
-    arguments: tuple[str, ...]
-    log: Path
-    results: Path
-
-
-def _step(part: NightPart, options: Options, directory: Path) -> _Step:
-    log, work = directory / f"{part}.log", ("--directory", str(directory / part))
+def _command(
+    part: NightPart, options: Options, directory: Path, log: Path
+) -> tuple[tuple[str, ...], Path]:
+    """The command of a part, and the file of its results."""
+    work = ("--directory", str(directory / part))
     if part is NightPart.BUGS:
         results = directory / "bugs.jsonl"
         chosen = (*(options.bugs or ("--all",)), *options.bugs_flags, "--rows", str(results))
-        return _Step(("bugs", "run", *chosen, *work), log, results)
+        return ("bugs", "run", *chosen, *work), results
     if part is NightPart.MATRIX:
         # Its results are its output.
-        return _Step(("matrix", *(options.matrix or ("--all",)), "--json", *work), log, log)
+        return ("matrix", *(options.matrix or ("--all",)), "--json", *work), log
     words: tuple[str, ...] = ("recipes", str(options.recipes))
     if part is NightPart.HUNT:
         seed = datetime.datetime.now().astimezone().date().toordinal()
         words = ("hunt", "--minutes", f"{options.hunt:g}", "--seed", str(seed))
-    return _Step((*words, *work), log, directory / part / RESULTS)
+    return (*words, *work), directory / part / RESULTS
 
 
-def _execute(step: _Step, seconds: float | None) -> tuple[str, bool]:
+def _execute(words: Sequence[str], log: Path, seconds: float | None) -> tuple[str, bool]:
     """Run one of our commands; returns why it did not succeed, or ``""``, and whether it finished.
 
     One that an error ended has left a record of it. It and its ranks end with this process, so that
     none survives a night that is stopped.
     """
-    command = [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", *step.arguments]
-    process = child.start(command, dict(os.environ), step.log, group=0)
+    command = [sys.executable, "-W", "ignore", "-m", "megatron_ttrace", *words]
+    process = child.start(command, dict(os.environ), log, group=0)
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -140,9 +135,9 @@ def _execute(step: _Step, seconds: float | None) -> tuple[str, bool]:
         process.wait()
     if code in (ExitCode.EQUIVALENT, ExitCode.DIVERGED):
         return "", True
-    record = logs.record_of(step.log)
+    record = logs.record_of(log)
     reason = in_one_line(record.reason) if record else logs.how_it_ended(code)
-    return f"{reason} (see {step.log})", code == ExitCode.COULD_NOT_CHECK and record is None
+    return f"{reason} (see {log})", code == ExitCode.COULD_NOT_CHECK and record is None
 
 
 def _read(part: NightPart, output: Path) -> list[NightCase]:
