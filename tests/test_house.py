@@ -6,8 +6,10 @@ The rooms and what belongs in them: docs/architecture.md.
 
 import ast
 import functools
+import graphlib
 import importlib.util
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -67,18 +69,21 @@ def room_of(module: str) -> str:
     return module.split(".")[0]
 
 
-def imports_of(source: str, known: Modules) -> Iterator[str]:
-    """Our modules that a source imports, in functions too."""
+def imported(source: str) -> Iterator[str]:
+    """Dotted names of everything that a source imports, in functions too."""
     for node in nodes(source):
-        names: list[str] = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            top, _, rest = name.partition(".")
-            if top == PACKAGE:
-                yield rest if rest in known else rest.rpartition(".")[0]
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports_of(source: str, known: Modules) -> Iterator[str]:
+    """Our modules among these."""
+    for name in imported(source):
+        top, _, rest = name.partition(".")
+        if top == PACKAGE:
+            yield rest if rest in known else rest.rpartition(".")[0]
 
 
 def arrows(known: Modules) -> set[tuple[str, str]]:
@@ -99,20 +104,16 @@ def upwards(known: Modules) -> list[str]:
     ]
 
 
-def evaluation_is_a_leaf(known: Modules) -> list[str]:
-    """Only commands and ``enable`` import ``evaluation``."""
-    return [
-        f"{name} -> {target}"
-        for name, target in sorted(arrows(known))
-        if room_of(target) == "evaluation" and room_of(name) not in ("", "cli", "evaluation")
-    ]
-
-
-FEW = {"report": {"trace"}, "compare": {"placement", "trace", "mcore.roles"}}
+FEW = {
+    "report": {"trace"},
+    "compare": {"placement", "trace", "mcore.roles"},
+    "bridge": {"run"},
+    "__main__": {"cli"},
+}
 
 
 def few_imports(known: Modules) -> list[str]:
-    """Renderers get records; of Megatron, ``compare`` asks only what names mean."""
+    """Renderers get records, ``compare`` asks what names mean, and doors lead to one room."""
     return [
         f"{name} -> {target}"
         for name, target in sorted(arrows(known))
@@ -122,28 +123,17 @@ def few_imports(known: Modules) -> list[str]:
 
 
 def circles(known: Modules) -> list[str]:
-    """There are no import cycles."""
-    found: list[str] = []
-    targets: dict[str, set[str]] = {name: set() for name in known}
+    """There are no import cycles; the first is named."""
+    graph: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
     for name, target in arrows(known):
         # A package's own __init__ is imported with whatever is in it.
-        if target in targets and target != name and name:
-            targets[name].add(target)
-    done: set[str] = set()
-
-    def visit(name: str, path: list[str]) -> None:
-        if name in path:
-            found.append(" -> ".join([*path[path.index(name) :], name]))
-            return
-        if name in done:
-            return
-        for target in sorted(targets[name]):
-            visit(target, [*path, name])
-        done.add(name)
-
-    for name in sorted(targets):
-        visit(name, [])
-    return found
+        if target in known and target != name and name:
+            graph.add(name, target)
+    try:
+        graph.prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 def commands_in_one_room(known: Modules) -> list[str]:
@@ -164,18 +154,13 @@ FOREIGN = {"megatron", "transformer_engine", "transformer_engine_torch", "apex"}
 
 def neutral_imports(known: Modules) -> list[str]:
     """A neutral room imports neither Megatron nor TransformerEngine or Apex."""
-    found = []
-    for name, text in known.items():
-        if room_of(name) not in NEUTRAL:
-            continue
-        for node in nodes(text):
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module]
-            found += [f"{name} imports {one}" for one in names if one.split(".")[0] in FOREIGN]
-    return found
+    return [
+        f"{name} imports {other}"
+        for name, text in known.items()
+        if room_of(name) in NEUTRAL
+        for other in imported(text)
+        if other.split(".")[0] in FOREIGN
+    ]
 
 
 MODULE_NAMES = re.compile(
@@ -342,7 +327,6 @@ RULES = [
     front_door_is_for_users,
     unknown_rooms,
     upwards,
-    evaluation_is_a_leaf,
     few_imports,
     circles,
     commands_in_one_room,
@@ -372,7 +356,7 @@ BROKEN = [
     (upwards, {"trace.a": "from megatron_ttrace.compare import b\n", "compare.b": ""}),
     (upwards, {"trace.a": "def f():\n    import megatron_ttrace.cli.b\n", "cli.b": ""}),
     (upwards, {"trace.a": "from megatron_ttrace.run.b import c\n", "run.b": ""}),
-    (evaluation_is_a_leaf, {"run.a": "import megatron_ttrace.evaluation.b\n", "evaluation.b": ""}),
+    (upwards, {"run.a": "import megatron_ttrace.evaluation.b\n", "evaluation.b": ""}),
     (few_imports, {"compare.a": "from megatron_ttrace.mcore.b import c\n", "mcore.b": ""}),
     (few_imports, {"report.a": "from megatron_ttrace.placement import b\n", "placement.b": ""}),
     (
@@ -395,43 +379,29 @@ def test_rule_finds(rule, sample) -> None:
     assert rule(sample)
 
 
-def front_door(source: str) -> tuple[dict[str, set[str]], dict[str, set[str]], set[str]]:
-    """What the package itself imports: by function, for types only, and at once.
-
-    Each is a set of modules of ours.
-    """
+def front_door(source: str) -> dict[str, set[str]]:
+    """Our modules that the package imports: by function, by condition, and (``""``) at once."""
     known = {**modules(), "": source}
-    typed: set[str] = set()
-    by_function: dict[str, set[str]] = {}
-    at_once: set[str] = set()
+    found: dict[str, set[str]] = defaultdict(set)
     for node in parse(source).body:
-        found = {target for target in imports_of(ast.unparse(node), known) if target}
-        if isinstance(node, ast.FunctionDef):
-            by_function[node.name] = found
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            typed |= found
-        else:
-            at_once |= found
-    return {name: found for name, found in by_function.items() if found}, {"": typed}, at_once
+        where = node.name if isinstance(node, ast.FunctionDef) else ""
+        where = ast.unparse(node.test) if isinstance(node, ast.If) else where
+        found[where].update(filter(None, imports_of(ast.unparse(node), known)))
+    return {where: targets for where, targets in found.items() if targets}
 
 
 def test_the_front_door() -> None:
     """The package imports what ``enable()`` needs, and its public names when they are used."""
-    by_function, typed, at_once = front_door(modules()[""])
-    assert {name: set(map(room_of, found)) for name, found in by_function.items()} == {
-        "enable": {"run"},
-    }
-    assert not at_once
+    found = front_door(modules()[""])
+    assert set(map(room_of, found.pop("enable"))) == {"run"}
     homes = {home.partition(".")[2] for home in megatron_ttrace._HOMES}
-    assert typed == {"": homes}
+    assert found == {"TYPE_CHECKING": homes}
     assert {room_of(home) for home in homes} == {"trace", "saved", "run"}
 
 
 def test_the_front_door_finds() -> None:
     source = "from megatron_ttrace.saved import api\ndef f():\n    import megatron_ttrace.cli.b\n"
-    by_function, _, at_once = front_door(source)
-    assert at_once == {"saved.api"}
-    assert by_function == {"f": {"cli"}}
+    assert front_door(source) == {"": {"saved.api"}, "f": {"cli"}}
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
