@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.assay.faults.experiment import Experiment
-from tests.assay.faults.fault import Fault, action, changed, state_of
+from tests.assay.faults.fault import Fault, action, changed
 from tests.assay.faults.processes import Command, Started, Stream, Target
 from tests.assay.planted.train import SCRIPT
+from tests.trace.test_owned import state_of
 
 _ROOM_KIB = 16 << 10
 

@@ -68,11 +68,6 @@ def _begin() -> None:
     adopt_orphans()
 
 
-@functools.cache
-def _mounts() -> bool:
-    return own_mounts()
-
-
 def _attempt(base: baseline.Baseline, fault: Fault) -> Row:
     home = base.folder.with_name(fault.id)
-    return Experiment(fault, base, home, mounts=_mounts()).run()
+    return Experiment(fault, base, home, mounts=own_mounts()).run()

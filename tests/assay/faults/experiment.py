@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inject one fault into a real run, in a fresh directory, and say whether the promises held."""
 
+import functools
 import os
 import shutil
 import signal
@@ -96,10 +97,6 @@ class Experiment:
         """Seconds after which a run counts as hanging, on a machine as busy as this one."""
         return _LIMIT * self.base.slowness
 
-    def problem(self, kind: Problem, details: str) -> None:
-        """A promise was broken."""
-        self.problems.append((kind, details))
-
     def check(self, *flags: str, fresh: bool = False, **more: object) -> Command:
         """The check under test; without ``fresh`` it finds its reference in a cache of its own."""
         more.setdefault("faulty", self.fault.faulty)
@@ -185,7 +182,7 @@ class Experiment:
         self.took(started)
         if hung:
             seconds = time.monotonic() - started.began
-            self.problem(Problem.HANG, f"still running after {seconds:.0f} s")
+            self.problems.append((Problem.HANG, f"still running after {seconds:.0f} s"))
         self.orphans()
         codes, logs = ended(self.home)
         self.codes += codes or [started.code]
@@ -198,13 +195,9 @@ class Experiment:
     def orphans(self) -> None:
         """Nothing may be left of what was started."""
         hung = any(kind is Problem.HANG for kind, _ in self.problems)
-        left = self.bury(hung=hung)
+        left = bury(0 if hung else _ORPHAN_SECONDS * self.base.slowness)
         if left and not hung:
-            self.problem(Problem.ORPHAN, "; ".join(left))
-
-    def bury(self, *, hung: bool) -> list[str]:
-        """End what is left of a command, and say what it was; if it hung, at once."""
-        return bury(0 if hung else _ORPHAN_SECONDS * self.base.slowness)
+            self.problems.append((Problem.ORPHAN, "; ".join(left)))
 
     def took(self, started: Started) -> None:
         """Remember how long a command took that has to be disturbed at a moment."""
@@ -236,12 +229,13 @@ class Experiment:
         has_cache = (self.home / "cache").is_dir()
         started = Started(self.check(faulty=False, name="rerun", fresh=not has_cache))
         started.wait(self.limit)
-        self.bury(hung=False)
+        bury(_ORPHAN_SECONDS * self.base.slowness)
         if started.code != 0:
             stderr = text(started.command.output("stderr"))
-            self.problem(Problem.RERUN, f"exit code {started.code}: {stderr[-300:]}")
+            self.problems.append((Problem.RERUN, f"exit code {started.code}: {stderr[-300:]}"))
 
 
+@functools.cache
 def own_mounts() -> bool:
     """Whether this process may mount; from then on its mounts are seen by it and its children."""
     try:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import inspect
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.assay.faults.processes import Command, Started, Stream
 from tests.integration.jobs import bits_of
+from tests.trace.test_owned import state_of
 
 if TYPE_CHECKING:
     from tests.assay.faults.experiment import Experiment
@@ -229,11 +228,8 @@ def of_training(
 def _unnamed(logs: Sequence[str], outcome: Outcome, rank: int, is_whole: bool) -> str:
     """Why the ranks' lines do not say that this rank failed, and what follows from that."""
     if outcome is Outcome.EXITS:
-        return (
-            ""
-            if re.search(rf"^ttrace(?: ends)?: rank {rank} on .*", logs[0], re.MULTILINE)
-            else logs[0]
-        )
+        pattern = re.compile(rf"^ttrace(?: ends)?: rank {rank} on .*", re.MULTILINE)
+        return "" if pattern.search(logs[0]) else logs[0]
     ending = "training goes on, UNCHECKED" if is_whole else "the job ends"
     pattern = re.compile(rf"^ttrace(?: ends)?: (.*); {ending}$", re.MULTILINE)
     lines = [set(pattern.findall(log)) for log in logs]
@@ -270,20 +266,6 @@ def report_problem(command: Command, code: int) -> str:
     if int(summary.verdict.exit_code) != code or failed != bool(code) or not verdicts:
         return f"the summary says {summary.verdict}, {len(verdicts)} verdicts, exit code {code}"
     return ""
-
-
-def state_of(folder: Path) -> dict[str, str]:
-    """Mode and content of everything below a folder, links not followed."""
-    state = {}
-    for path in sorted(folder.rglob("*")):
-        data = b""
-        if path.is_symlink():
-            data = os.fsencode(os.readlink(path))
-        elif path.is_file():
-            data = path.read_bytes()
-        digest = hashlib.sha256(data).hexdigest()
-        state[str(path.relative_to(folder))] = f"{digest} {path.lstat().st_mode:o}"
-    return state
 
 
 def changed(before: dict[str, str], folder: Path, *, new: bool = False) -> Problems:

@@ -5,9 +5,10 @@ import os
 from pathlib import Path
 
 from tests.assay.faults.experiment import Experiment
-from tests.assay.faults.fault import Family, Fault, Promise, action, changed, state_of
+from tests.assay.faults.fault import Family, Fault, Promise, action, changed
 from tests.assay.faults.processes import Command, Started
 from tests.integration.jobs import SCRIPT, TINY
+from tests.trace.test_owned import state_of
 
 _ALIASES = "a: &a [x, x]\n" + "".join(f"b{n}: &b{n} [*a, *a]\n" for n in range(9)).replace(
     "*a, *a", "*a, *a, *a, *a, *a, *a, *a, *a"

@@ -10,19 +10,19 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
-import importlib
 import os
 import resource
 import runpy
 import signal
 import sys
 import time
-import tomllib
 import traceback
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron_ttrace.jobs.processes import forkserver
 
@@ -151,20 +151,12 @@ def die_with_parent() -> None:
 
 def descendants(root: int) -> list[int]:
     """Living processes below one; zombies do not count."""
-    children: dict[int, list[tuple[int, str]]] = {}
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
-            children.setdefault(int(parent), []).append((int(entry), state))
     living: list[int] = []
-    queue = [root]
-    while queue:
-        for pid, state in children.get(queue.pop(), []):
-            queue.append(pid)
-            if state not in "ZX":
-                living.append(pid)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(root).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+                    living.append(process.pid)
     return living
 
 
@@ -196,8 +188,7 @@ def _reap() -> None:
 
 def _describe(pid: int) -> str:
     with contextlib.suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return f"{os.readlink(f'/proc/{pid}/fd/1')} ({state})"
+        return os.readlink(f"/proc/{pid}/fd/1")
     return f"process {pid}"
 
 
@@ -224,28 +215,26 @@ def _become(command: Command) -> None:
             program = [sys.executable, "-m", "megatron_ttrace", *command.words]
             os.execv(sys.executable, program)
         _make_streams()
-        code = _outcome(lambda: _main(command))
+        code = _outcome(command)
     finally:
         os._exit(code)
 
 
-def _main(command: Command) -> Any:
-    if command.script is not None:
-        sys.argv = [str(command.script), *command.words]
+def _main(command: Command) -> None:
+    sys.argv = [str(command.script or "ttrace"), *command.words]
+    if command.script is None:
+        runpy.run_module("megatron_ttrace", run_name="__main__", alter_sys=True)
+    else:
         sys.path.insert(0, str(command.script.parent))
         runpy.run_path(str(command.script), run_name="__main__")
-        return 0
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    module, _, function = project["project"]["scripts"]["ttrace"].partition(":")
-    sys.argv = [str(Path(sys.executable).with_name("ttrace")), *command.words]
-    return getattr(importlib.import_module(module), function)()
 
 
-def _outcome(main: Callable[[], Any]) -> int:
-    """What Python's own start and end make of ``sys.exit(main())``."""
+def _outcome(command: Command) -> int:
+    """What Python's own start and end make of a program."""
+    code: Any = 0
     try:
         try:
-            code = main()
+            _main(command)
         except SystemExit as leaving:
             code = leaving.code
         atexit._run_exitfuncs()
@@ -256,7 +245,6 @@ def _outcome(main: Callable[[], Any]) -> int:
         traceback.print_exc()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-        code = -1
     except BaseException:  # noqa: BLE001 - as at the top of a program
         traceback.print_exc()
         code = 1
