@@ -7,7 +7,6 @@ The rooms and what belongs in them: docs/architecture.md.
 import ast
 import functools
 import graphlib
-import importlib.util
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import megatron_ttrace
+from megatron_ttrace.mcore.sources import megatron_folder
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "megatron_ttrace"
@@ -173,10 +173,7 @@ MODULE_NAMES = re.compile(
 
 def megatron_classes() -> frozenset[str]:
     """Names of Megatron's classes that are unambiguous."""
-    spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    root = Path(next(iter(spec.submodule_search_locations)))
+    root = Path(megatron_folder(), "core")
     pattern = re.compile(r"^class (\w+)", re.MULTILINE)
     return frozenset(
         name

@@ -5,7 +5,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ from megatron_ttrace.jobs import edited, flags, hunks, overlay
 from megatron_ttrace.jobs.processes import apart
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.settings import Settings, checking, split
+from megatron_ttrace.mcore.sources import megatron_folder
 from megatron_ttrace.saved import api, blame
 from megatron_ttrace.trace.blamed import Blaming
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
@@ -70,12 +70,9 @@ def _run(args: argparse.Namespace) -> int:
 def _attempt(directory: Path, count: int, seed: int, bug: Bug) -> Row:
     home = directory / bug.id
     shutil.rmtree(home, ignore_errors=True)
-    spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None
-    assert spec.origin is not None
     good, changed, bad = home / "good", home / "changed", home / "bad"
     skipped = shutil.ignore_patterns("*.so", "__pycache__")
-    shutil.copytree(Path(spec.origin).parents[1], good / "megatron", ignore=skipped)
+    shutil.copytree(megatron_folder(), good / "megatron", ignore=skipped)
     shutil.copytree(good, bad)
     _patch(bad, bug)
     trial = _trial(bug, directory, bad)

@@ -12,7 +12,6 @@ import dataclasses
 import fnmatch
 import functools
 import hashlib
-import importlib.util
 import json
 import multiprocessing
 import time
@@ -24,6 +23,7 @@ import megatron_ttrace
 from megatron_ttrace.cli import command
 from megatron_ttrace.evaluation import suites
 from megatron_ttrace.jobs import flags
+from megatron_ttrace.mcore.sources import megatron_folder
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 
 FALSE_ALARM = "false alarm"
@@ -281,9 +281,7 @@ def _kept(file: Path) -> list[Row]:
 def code() -> str:
     """A digest of everything that answers depend on: this package, its assay, and Megatron."""
     folders = [Path(megatron_ttrace.__file__).parent, Path(__file__).parent]
-    spec = importlib.util.find_spec("megatron.core")
-    if spec is not None and spec.origin is not None:
-        folders.append(Path(spec.origin).parent)
+    folders.append(Path(megatron_folder(), "core"))
     digest = hashlib.sha256()
     for path in (path for folder in folders for path in sorted(folder.rglob("*.py"))):
         digest.update(path.read_bytes())

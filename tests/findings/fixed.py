@@ -5,8 +5,8 @@
 ``FIX`` names them. A divergence that goes away with its fix has that cause and no other.
 """
 
+import functools
 import importlib
-import inspect
 import os
 import sys
 from collections import defaultdict
@@ -15,6 +15,8 @@ from pathlib import Path
 import megatron_ttrace
 
 megatron_ttrace.enable()
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -28,32 +30,23 @@ from megatron.core.tensor_parallel.mappings import (  # noqa: E402
 )
 from megatron.training import get_args  # noqa: E402
 
+from tests.assay.planted.mistakes import wrap  # noqa: E402
+
 FIXES = defaultdict(list)
 FSDP = "distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
 MUON = "optimizer.emerging_optimizers"
 BUCKETS = "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
 
-def fix(place, attribute, name=None):
-    """Let a function take the place of an attribute of a module (``a.b``) or class (``a.b:C``).
+def fix(target, name=None):
+    """Let a function take the place of another one (:func:`tests.assay.planted.mistakes.wrap`).
 
     The function is given what it replaces, and then the arguments. It is a part of the fix
     ``name``, by default that of its own name.
     """
 
     def register(function):
-        def put_in():
-            module, _, inner = place.partition(":")
-            holder = importlib.import_module(f"megatron.core.{module}")
-            holder = getattr(holder, inner) if inner else holder
-            original = getattr(holder, attribute)
-
-            def fixed(*args, **keywords):
-                return function(original, *args, **keywords)
-
-            static = isinstance(inspect.getattr_static(holder, attribute), staticmethod)
-            setattr(holder, attribute, staticmethod(fixed) if static else fixed)
-
+        put_in = functools.partial(wrap, target, function)
         FIXES[name or function.__name__.replace("_", "-")].append(put_in)
         return function
 
@@ -68,7 +61,7 @@ def over_context_parallel(count):
     return count / group.size()
 
 
-@fix("transformer.multi_latent_attention", "apply_rotary_pos_emb")
+@fix("transformer.multi_latent_attention:apply_rotary_pos_emb")
 def mla_rotary_key(rotate, t, *args, **keywords):
     """Sum the gradient of the key's rotary part over the ranks, each of which has some heads."""
     shared_by_heads = t.shape[-2] == 1
@@ -76,7 +69,7 @@ def mla_rotary_key(rotate, t, *args, **keywords):
     return rotate(t, *args, **keywords)
 
 
-@fix("pipeline_parallel.schedules", "forward_step_calc_loss")
+@fix("pipeline_parallel.schedules:forward_step_calc_loss")
 def masked_tokens(calculate, model, output, loss_func, *args, **keywords):
     """Divide by the tokens of the whole sequence."""
 
@@ -88,24 +81,21 @@ def masked_tokens(calculate, model, output, loss_func, *args, **keywords):
     return calculate(model, output, counted, *args, **keywords)
 
 
-@fix("transformer.multi_token_prediction", "roll_tensor")
+@fix("transformer.multi_token_prediction:roll_tensor")
 def predicted_tokens(roll, *args, **keywords):
     """Divide by the predictable tokens of the whole sequence."""
     rolled, total = roll(*args, **keywords)
     return rolled, over_context_parallel(total)
 
 
-@fix(
-    "transformer.experimental_attention_variant.dsa:DSAIndexerLossAutoScaler",
-    "set_loss_scale",
-)
+@fix("transformer.experimental_attention_variant.dsa:DSAIndexerLossAutoScaler.set_loss_scale")
 def indexer(set_scale, scale):
     """Average the indexer's loss over context parallelism, and do not multiply by its size."""
     set_scale(scale / parallel_state.get_context_parallel_world_size())
 
 
-@fix("extensions.transformer_engine:TEDotProductAttention", "__init__", "sinks")
-@fix("transformer.dot_product_attention:DotProductAttention", "__init__", "sinks")
+@fix("extensions.transformer_engine:TEDotProductAttention.__init__", "sinks")
+@fix("transformer.dot_product_attention:DotProductAttention.__init__", "sinks")
 def sinks(build, self, *args, **keywords):
     """Mark the attention sinks as divided by head."""
     build(self, *args, **keywords)
@@ -115,7 +105,7 @@ def sinks(build, self, *args, **keywords):
         self.softmax_offset.partition_stride = 1
 
 
-@fix("ssm.gated_delta_net:GatedDeltaNet", "reset_parameters")
+@fix("ssm.gated_delta_net:GatedDeltaNet.reset_parameters")
 def delta_net_start(reset, self):
     """Draw a delta net's filters from the random state of this tensor-parallel rank."""
     with get_cuda_rng_tracker().fork():
@@ -123,7 +113,7 @@ def delta_net_start(reset, self):
     reset(self)
 
 
-@fix("ssm.gated_delta_net:GatedDeltaNet", "__init__")
+@fix("ssm.gated_delta_net:GatedDeltaNet.__init__")
 def delta_net_norm(build, self, *args, **keywords):
     """Sum the gradient of a delta net's norm over the ranks, each of which has some heads."""
     build(self, *args, **keywords)
@@ -143,7 +133,7 @@ def delta_net_norm(build, self, *args, **keywords):
     norm.forward = summed
 
 
-@fix(f"{FSDP}:ParamAndGradBuffer", "scale_gradients")
+@fix(f"{FSDP}:ParamAndGradBuffer.scale_gradients")
 def fsdp_scaled_gradients(_, self, factor):
     """Keep what was summed over tensor parallelism: scale the copies beside the buffers."""
     for group in self.parameter_groups:
@@ -157,7 +147,7 @@ def fsdp_scaled_gradients(_, self, factor):
             gradient._local_tensor.mul_(factor)
 
 
-@fix(f"{FSDP}:DataParallelBuffer", "__init__")
+@fix(f"{FSDP}:DataParallelBuffer.__init__")
 def fsdp_single_copies(build, self, config, *args, **keywords):
     """Reduce each microbatch's gradient alone, also where one rank holds all of it."""
     strategy = config.data_parallel_sharding_strategy
@@ -166,7 +156,7 @@ def fsdp_single_copies(build, self, config, *args, **keywords):
     build(self, config, *args, **keywords)
 
 
-@fix("models.common.utils:TransformerLayerNode", "forward_impl")
+@fix("models.common.utils:TransformerLayerNode.forward_impl")
 def norm_after_dense(run, self, *inputs):
     """Apply the final norm after a last layer without experts, too."""
     output = run(self, *inputs)
@@ -177,7 +167,7 @@ def norm_after_dense(run, self, *inputs):
     return output
 
 
-@fix("distributed:TorchFullyShardedDataParallel", "scale_gradients")
+@fix("distributed:TorchFullyShardedDataParallel.scale_gradients")
 def fsdp2_scaled_gradients(_, self, factor):
     """Divide by all tokens of a step; torch's FSDP2 has averaged over data parallelism."""
     for parameter in self.parameters():
@@ -185,7 +175,7 @@ def fsdp2_scaled_gradients(_, self, factor):
             parameter.grad.mul_(float(factor) * self.process_group.size())
 
 
-@fix("transformer.moe.router:TopKRouter", "reset_parameters")
+@fix("transformer.moe.router:TopKRouter.reset_parameters")
 def meta_buffers(reset, self):
     """Set a router's bias and counters to zero, as its constructor did, once they have memory."""
     reset(self)
@@ -193,7 +183,7 @@ def meta_buffers(reset, self):
         buffer.zero_()
 
 
-@fix("extensions.transformer_engine:TEGroupedLinear", "__init__")
+@fix("extensions.transformer_engine:TEGroupedLinear.__init__")
 def expert_marks(build, self, *args, **keywords):
     """Mark grouped experts' weights as divided, as TransformerEngine did until 2.12."""
     build(self, *args, **keywords)
@@ -201,7 +191,7 @@ def expert_marks(build, self, *args, **keywords):
         weight.tensor_model_parallel = True
 
 
-@fix("transformer.experimental_attention_variant.dsa:DSAIndexer", "__init__")
+@fix("transformer.experimental_attention_variant.dsa:DSAIndexer.__init__")
 def indexer_marks(build, self, *args, **keywords):
     """Do not sum the indexer's gradients over TP: with SP each rank has gathered its inputs."""
     build(self, *args, **keywords)
@@ -209,7 +199,7 @@ def indexer_marks(build, self, *args, **keywords):
         parameter.sequence_parallel = False
 
 
-@fix("models.gpt:GPTModel", "__init__")
+@fix("models.gpt:GPTModel.__init__")
 def train_only_sinks(build, self, *args, **keywords):
     """Train nothing but the attention sinks (no fix: shows what their norm leaves out)."""
     build(self, *args, **keywords)
@@ -217,14 +207,14 @@ def train_only_sinks(build, self, *args, **keywords):
         parameter.requires_grad_("softmax_offset" in name)
 
 
-@fix("optimizer.optimizer", "count_zeros_fp32")
+@fix("optimizer.optimizer:count_zeros_fp32")
 def sharded_zeros(count, parameters, *args, **keywords):
     """Leave out copies on other tensor-parallel ranks, as the gradient norm does."""
     parameters = [each for each in parameters if param_is_not_tensor_parallel_duplicate(each)]
     return count(parameters, *args, **keywords)
 
 
-@fix("pipeline_parallel.schedules", "forward_backward_no_pipelining")
+@fix("pipeline_parallel.schedules:forward_backward_no_pipelining")
 def fsdp_last_microbatch(run, *, model, **keywords):
     """Mark the last microbatch of Megatron-FSDP without overlapped reductions, too."""
     from megatron.core.utils import get_model_config
@@ -234,7 +224,7 @@ def fsdp_last_microbatch(run, *, model, **keywords):
     return run(model=model, **keywords)
 
 
-@fix(FSDP, "_create_hfsdp_helper_buffer")
+@fix(f"{FSDP}:_create_hfsdp_helper_buffer")
 def fsdp_helper_factor(create, dp_buffer, *args, **keywords):
     """Scale gradients in the inner buffer by the factor of the buffer that it mirrors."""
     helper = create(dp_buffer, *args, **keywords)
@@ -242,20 +232,20 @@ def fsdp_helper_factor(create, dp_buffer, *args, **keywords):
     return helper
 
 
-@fix("optimizer", "_get_megatron_optimizer_based_on_param_groups")
+@fix("optimizer:_get_megatron_optimizer_based_on_param_groups")
 def fsdp_outer_norm(build, *args, **keywords):
     """Sum the gradient norm over all ranks: the outer shards are of one gradient, too."""
     return build(*args, **keywords | {"intra_dist_opt_group": dist.group.WORLD})
 
 
-@fix(f"{MUON}:TensorParallelAdaptiveMuon", "orthogonalize", "adaptive-muon-scale")
+@fix(f"{MUON}:TensorParallelAdaptiveMuon.orthogonalize", "adaptive-muon-scale")
 def remember_dim(orthogonalize, self, parameter, *args, **keywords):
     """For the scale of its update."""
     self.divided = getattr(parameter, "partition_dim", -1)
     return orthogonalize(self, parameter, *args, **keywords)
 
 
-@fix(f"{MUON}:TensorParallelAdaptiveMuon", "_apply_muon_scale", "adaptive-muon-scale")
+@fix(f"{MUON}:TensorParallelAdaptiveMuon._apply_muon_scale", "adaptive-muon-scale")
 def adaptive_muon_scale(scale, self, update, *shape):
     """Scale an update by the shape of the whole matrix, not of this rank's shard."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
@@ -266,14 +256,14 @@ def adaptive_muon_scale(scale, self, update, *shape):
 QKV = set()
 
 
-@fix("models.gpt:GPTModel", "__init__", "muon-whole-qkv")
+@fix("models.gpt:GPTModel.__init__", "muon-whole-qkv")
 def remember_qkv(build, self, *args, **keywords):
     """The shapes of the matrices of queries, keys and values."""
     build(self, *args, **keywords)
     QKV.update(tuple(p.shape) for name, p in self.named_parameters() if "linear_qkv.weight" in name)
 
 
-@fix(f"{MUON}:TensorParallelMuon", "orthogonalize")
+@fix(f"{MUON}:TensorParallelMuon.orthogonalize")
 def muon_whole_qkv(orthogonalize, self, parameter, gradient, **keywords):
     """Split the whole matrix of queries, keys and values, where a rank has a part of a group."""
     if parameter.shape not in QKV or self.is_qkv_fn(parameter):
@@ -301,10 +291,7 @@ def adaptive_muon_runs():
     Adaptive.scale_mode, Adaptive.extra_scale_factor = "spectral", 1.0
 
 
-@fix(
-    "distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel",
-    "finish_grad_sync",
-)
+@fix("distributed.torch_fully_sharded_data_parallel:TorchFullyShardedDataParallel.finish_grad_sync")
 def fsdp2_experts(original, self, *args, **keywords):
     """With ``--expert-tensor-parallel-size 1``: sum experts' gradients over TP ranks' tokens."""
     original(self, *args, **keywords)
@@ -314,7 +301,7 @@ def fsdp2_experts(original, self, *args, **keywords):
             dist.all_reduce(parameter.grad.to_local(), group=group)
 
 
-@fix("optimizer.optimizer:MixedPrecisionOptimizer", "step")
+@fix("optimizer.optimizer:MixedPrecisionOptimizer.step")
 def unclipped_norm(step, self):
     """Compute the norm that is logged also where nothing is clipped."""
     success, norm, zeros = step(self)
@@ -369,7 +356,7 @@ def layer_wise_norm():
     common_utils._get_param_data = main_weight
 
 
-@fix("transformer.moe.router:TopKRouter", "get_aux_loss_coeff")
+@fix("transformer.moe.router:TopKRouter.get_aux_loss_coeff")
 def global_loss(coefficient, self, kind):
     """Data parallelism averages gradients: each rank's share of a sum has to be that much more."""
     value = coefficient(self, kind)
@@ -378,7 +365,7 @@ def global_loss(coefficient, self, kind):
     return value
 
 
-@fix("transformer.moe.router", "switch_load_balancing_loss_func")
+@fix("transformer.moe.router:switch_load_balancing_loss_func")
 def constant_load(loss, probs, tokens_per_expert, total_num_tokens, topk, num_experts, **keywords):
     """Balance experts against a constant load (no fix: the running mean depends on the layout)."""
     shares = torch.arange(1, num_experts + 1) / sum(range(1, num_experts + 1))
@@ -386,23 +373,20 @@ def constant_load(loss, probs, tokens_per_expert, total_num_tokens, topk, num_ex
     return loss(probs, tokens, total_num_tokens, topk, num_experts, **keywords)
 
 
-@fix("models.gpt.gpt_model:GPTModel", "__init__")
+@fix("models.gpt.gpt_model:GPTModel.__init__")
 def rope_scaling_factor(init, self, *args, **keywords):
     """Give the model the factor of the command line."""
     init(self, *args, **{**keywords, "rope_scaling_factor": get_args().rope_scaling_factor})
 
 
-@fix("transformer.mla_qk_norm_config:QKNormConfigResolver", "_resolve_mla_qk_layernorm")
+@fix("transformer.mla_qk_norm_config:QKNormConfigResolver._resolve_mla_qk_layernorm")
 def whole_queries(resolve, self):
     """Queries that are not compressed have no norm of their own."""
     classes = resolve(self)
     return classes if self.has_q_lora else {**classes, "linear_q_proj": self.linear_impl}
 
 
-@fix(
-    "transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout",
-    "validate_layer_layout",
-)
+@fix("transformer.pipeline_parallel_layer_layout:PipelineParallelLayerLayout.validate_layer_layout")
 def mtp_off_first_rank(validate, self, *args, **keywords):
     """Refuse what Megatron means to refuse, also in the last virtual stage."""
     standalone = validate(self, *args, **keywords)
@@ -412,8 +396,7 @@ def mtp_off_first_rank(validate, self, *args, **keywords):
 
 
 @fix(
-    "distributed.fsdp.src.megatron_fsdp.megatron_fsdp:MegatronFSDP",
-    "_init_fsdp_param_and_grad_buffer",
+    "distributed.fsdp.src.megatron_fsdp.megatron_fsdp:MegatronFSDP._init_fsdp_param_and_grad_buffer"
 )
 def fsdp_outer_sum(init, self):
     """Sum over the instances, as within them: a token's share is divided later."""
@@ -422,7 +405,7 @@ def fsdp_outer_sum(init, self):
     return init(self)
 
 
-@fix(f"{MUON}:TensorParallelMuon", "orthogonalize")
+@fix(f"{MUON}:TensorParallelMuon.orthogonalize")
 def muon_replicas(orthogonalize, self, parameter, gradient, **keywords):
     """A replicated weight is not gathered."""
     if not getattr(parameter, "tensor_model_parallel", False):
@@ -430,7 +413,7 @@ def muon_replicas(orthogonalize, self, parameter, gradient, **keywords):
     return orthogonalize(self, parameter, gradient, **keywords)
 
 
-@fix("transformer.moe.moe_logging:MoEMetricsTracker", "_sync_metrics")
+@fix("transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics")
 def stages_without_experts(sync, self, *args, **keywords):
     """A stage without experts reduces over the same groups as those with experts."""
     for name, entry in self._metrics.items():
@@ -439,7 +422,7 @@ def stages_without_experts(sync, self, *args, **keywords):
     return sync(self, *args, **keywords)
 
 
-@fix("distributed.distributed_data_parallel:DistributedDataParallel", "__init__")
+@fix("distributed.distributed_data_parallel:DistributedDataParallel.__init__")
 def experts_and_shards(make, self, config, *args, **keywords):
     """Experts' gradients are divided by all ranks with different tokens."""
     make(self, config, *args, **keywords)
@@ -449,14 +432,14 @@ def experts_and_shards(make, self, config, *args, **keywords):
             bucket.gradient_scaling_factor *= shards
 
 
-@fix("distributed.distributed_data_parallel:DistributedDataParallel", "__init__")
+@fix("distributed.distributed_data_parallel:DistributedDataParallel.__init__")
 def experts_delayed(make, self, config, ddp_config, *args, **keywords):
     """Add gradients that are computed late when they are there."""
     ddp_config.delay_wgrad_compute |= config.overlap_dispatch_backward_with_experts_wgrad
     make(self, config, ddp_config, *args, **keywords)
 
 
-@fix("tensor_parallel.gtp_api", "configure_gtp_remat_from_recipe")
+@fix("tensor_parallel.gtp_api:configure_gtp_remat_from_recipe")
 def shards_when_needed(configure, **keywords):
     """Weights are gathered when they are used, gradients scattered when they are made."""
     from megatron.core.tensor_parallel import generalized_tensor_parallelism as gtp
@@ -465,7 +448,7 @@ def shards_when_needed(configure, **keywords):
     gtp.update_gtp_config(weight_prefetch=False, async_reduction=False)
 
 
-@fix("distributed.distributed_data_parallel:DistributedDataParallel", "broadcast_params")
+@fix("distributed.distributed_data_parallel:DistributedDataParallel.broadcast_params")
 def shards_and_random_init(broadcast, self):
     """Also ranks that gather weights from each other begin with equal copies of the others."""
     broadcast(self)
@@ -477,20 +460,20 @@ def shards_and_random_init(broadcast, self):
             dist.broadcast(parameter.data, dist.get_global_rank(group, 0), group)
 
 
-@fix("optimizer.fully_sharded_optimizer:FullyShardedOptimizer", "get_grad_stats_parallel_group")
+@fix("optimizer.fully_sharded_optimizer:FullyShardedOptimizer.get_grad_stats_parallel_group")
 def fsdp_v2_norm(_, self):
     """Data-parallel ranks are added up where gradients are known to be sharded."""
     return parallel_state.get_model_parallel_group()
 
 
-@fix(BUCKETS, "reset", "reduced-once")
+@fix(f"{BUCKETS}.reset", "reduced-once")
 def reduced_once(reset, self):
     """A bucket group reduces its gradients once a step, also if that leaves no handle."""
     self.has_started = False
     reset(self)
 
 
-@fix(BUCKETS, "start_grad_sync", "reduced-once")
+@fix(f"{BUCKETS}.start_grad_sync", "reduced-once")
 def start_once(start, self, *args, **keywords):
     if not self.has_started:
         self.has_started = True
@@ -510,14 +493,14 @@ def standalone_mtp():
     gpt.mtp_block_spec = of_all_layers
 
 
-@fix("transformer.moe.moe_logging:MoEMetricsTracker", "ensure_initialized", "hybrid-losses")
+@fix("transformer.moe.moe_logging:MoEMetricsTracker.ensure_initialized", "hybrid-losses")
 def all_layers(original, self, name, num_layers, device=None):
     """A stage without experts has a loss for every layer, as a stage with experts has."""
     args = get_args()
     original(self, name, args.num_layers + (args.mtp_num_layers or 0), device)
 
 
-@fix("models.hybrid.hybrid_block:HybridStack", "forward", "hybrid-masks")
+@fix("models.hybrid.hybrid_block:HybridStack.forward", "hybrid-masks")
 def own_masks(forward, self, *args, **keywords):
     """With sequence parallelism each rank draws from a state of its own, as for GPT."""
     if not self.config.sequence_parallel:
@@ -531,6 +514,5 @@ for name in os.environ.get("FIX", "").split():
     for put_in in FIXES[name]:
         put_in()
 # Not run as a script: that would change ``sys.argv[0]``, which the reference is started from.
-sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 is_hybrid = "--hybrid-layer-pattern" in sys.argv
 importlib.import_module("pretrain_hybrid" if is_hybrid else "pretrain_gpt").main()

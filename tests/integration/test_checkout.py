@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A script in a checkout is checked with the Megatron of that checkout."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_ttrace.mcore.sources import megatron_folder
 from tests.integration.jobs import SCRIPT, TINY, our_lines, ttrace
 from tests.jobs.processes.test_worktrees import commit, git
 
@@ -42,11 +42,7 @@ HARMLESS = (
 
 def make_checkout(root: Path) -> Path:
     """The installed Megatron without its compiled helper, and a script that knows nothing of us."""
-    spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None
-    assert spec.origin is not None
-    installed = Path(spec.origin).parents[1]
-    shutil.copytree(installed, root / "megatron", ignore=shutil.ignore_patterns("*.so"))
+    shutil.copytree(megatron_folder(), root / "megatron", ignore=shutil.ignore_patterns("*.so"))
     text = SCRIPT.read_text()
     assert ENABLE in text
     (root / "pretrain_gpt.py").write_text(text.replace(ENABLE, "import beside\n"))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and worse, at moments of a real check: one line, the right exit code, nothing left."""
 
-import importlib.util
 import os
 import sys
 import time
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.jobs.restarts import FIRST
+from megatron_ttrace.mcore.sources import megatron_folder
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 from tests.integration.test_bad_input import refused
 from tests.integration.test_checkout import make_checkout, plant
@@ -76,12 +76,9 @@ def test_ctrl_c_while_blaming(tmp_path: Path, words: tuple[str, ...], when: str)
     """The check ends, the copy of the tree is removed, and the tree itself is as before."""
     script = make_checkout(tmp_path / "tree")
     plant(tmp_path / "tree")
-    spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None
-    assert spec.origin is not None
     before = state_of(tmp_path / "tree")
     words = (sys.executable, "-m", "megatron_ttrace", *words, "--ttrace-no-wandb")
-    words += ("--nproc-per-node", "2", "--good", str(Path(spec.origin).parents[2]))
+    words += ("--nproc-per-node", "2", "--good", str(Path(megatron_folder()).parent))
     command = Command(*words, "--", script, *TINY, *LAYOUT, cwd=tmp_path)
     until_there(command, tmp_path / when)
     interrupted(command)

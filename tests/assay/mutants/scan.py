@@ -7,7 +7,6 @@ Source is read; nothing is imported or run.
 import ast
 import fnmatch
 import hashlib
-import importlib.util
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 
 from megatron_ttrace.evaluation.bugs.patching import rewrite
+from megatron_ttrace.mcore.sources import megatron_folder
 from megatron_ttrace.trace.changes import outermost
 from megatron_ttrace.trace.errors import TTraceError
 from tests.assay.mutants.operators import OPERATORS
@@ -85,10 +85,9 @@ def autograd_files() -> list[Path]:
 
 
 def _root() -> Path:
-    spec = importlib.util.find_spec("megatron.core")
-    if spec is None or spec.origin is None:
+    if not megatron_folder():
         raise TTraceError("megatron-core is not installed: see ttrace doctor")
-    return Path(spec.origin).parent
+    return Path(megatron_folder(), "core")
 
 
 def _name(path: Path) -> str:

@@ -7,7 +7,6 @@ Functions are taken from Megatron's source, as they are and with the mutant; it 
 import __future__
 
 import ast
-import importlib.util
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
+from megatron_ttrace.mcore.sources import megatron_folder
 from megatron_ttrace.mcore.versions import megatron_core_version, series
 from megatron_ttrace.trace.changes import outermost
 from tests.assay.mutants.campaign import survivors
@@ -115,9 +115,7 @@ def test_wider_copies(bits: torch.dtype, size: int) -> None:
 
 def test_one_rank_has_the_position_embeddings() -> None:
     """So its gradient is reduced over a group of one."""
-    spec = importlib.util.find_spec("megatron.core")
-    assert spec is not None
-    path = Path(str(spec.origin)).parent / "parallel_state.py"
+    path = Path(megatron_folder(), "core", "parallel_state.py")
     chosen = compiled(path.read_text(encoding="utf-8"), "default_position_embedding_ranks")
     assert all(len(chosen(list(range(7, 7 + stages)))) == 1 for stages in range(1, 33))
 
