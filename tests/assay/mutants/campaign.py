@@ -235,34 +235,33 @@ class Campaign:
 
     def _judged(self, mutant: Mutant, job: Configuration) -> Row:
         """A check of a job with a mutant, and whether its answer is right."""
-        details: dict[str, Any] = {"mutant": codec.encode(mutant), "job": job.name}
-        marks: dict[str, bool]
-        summary = None
+        order = {"mutant": codec.encode(mutant)}
+        details: dict[str, Any] = {**order, "job": job.name}
+        row = Row(mutant.id, mutant.operator, {}, details=details)
         try:
-            summary = self._check(job, {"mutant": codec.encode(mutant)}, self._limit(job))
+            summary = self._check(job, order, self._limit(job))
         except OutOfTimeError as error:
-            marks, note = {"hung": True}, str(error)
+            return dataclasses.replace(row, marks={"hung": True}, note=f"{job.name}: {error}")
         except TTraceError as error:
-            marks, note = {"crashed": True}, _last_line(error)
-        if summary is not None:
-            marks, note = {"found": summary.verdict is Result.DIVERGED}, suites.culprits_of(summary)
-        if summary is not None and marks["found"]:
-            ran = self._reached[job.name].coverage.ran(
-                self._files[mutant.module], mutant.span.first_line, mutant.classes
-            )
-            culprits = summary.culprits[:_CULPRITS]
-            cause = truth.right_cause(mutant, culprits)
-            marks["right module"] = truth.right_module(mutant, ran, culprits)
-            marks["cause told"] = cause is not None
-            if cause is not None:
-                marks["cause true"] = cause
-            places = looked(culprits, [(mutant.module, mutant.qualname)])
-            marks |= {
-                name.replace("_", " "): right for name, right in dataclasses.asdict(places).items()
-            }
-            details |= {"culprits": codec.encode(culprits), "ran": codec.encode(ran)}
-            note += f"; {culprits[0].explanation}"
-        return Row(mutant.id, mutant.operator, marks, f"{job.name}: {note}", details=details)
+            note = f"{job.name}: {_last_line(error)}"
+            return dataclasses.replace(row, marks={"crashed": True}, note=note)
+        found = summary.verdict is Result.DIVERGED
+        marks, note = {"found": found}, f"{job.name}: {suites.culprits_of(summary)}"
+        if not found:
+            return dataclasses.replace(row, marks=marks, note=note)
+        ran = self._reached[job.name].coverage.ran(
+            self._files[mutant.module], mutant.span.first_line, mutant.classes
+        )
+        culprits = summary.culprits[:_CULPRITS]
+        marks["right module"] = truth.right_module(mutant, ran, culprits)
+        cause = truth.right_cause(mutant, culprits)
+        marks["cause told"] = cause is not None
+        if cause is not None:
+            marks["cause true"] = cause
+        places = dataclasses.asdict(looked(culprits, [(mutant.module, mutant.qualname)]))
+        marks |= {name.replace("_", " "): right for name, right in places.items()}
+        details |= {"culprits": codec.encode(culprits), "ran": codec.encode(ran)}
+        return dataclasses.replace(row, marks=marks, note=f"{note}; {culprits[0].explanation}")
 
     def _is_idle(self, mutant: Mutant, job: Configuration) -> tuple[bool, bool]:
         """Whether a job trains, to the bit, as without the mutant; whether both runs ended."""

@@ -39,9 +39,6 @@ def scan(patterns: Sequence[str] = ()) -> list[Mutant]:
     """The mutants of the installed Megatron whose ids match a pattern, in the order of its source.
 
     Without patterns these are all of them.
-
-    Raises:
-        TTraceError: when there is no Megatron.
     """
     # Reading a module takes a while: where each pattern names one, the others are left out.
     wanted = {f"megatron.core.{pattern.partition(':')[0]}" for pattern in patterns}
@@ -56,12 +53,8 @@ def scan(patterns: Sequence[str] = ()) -> list[Mutant]:
 
 
 def modules() -> list[tuple[str, Path]]:
-    """Names and files of all modules below :data:`PACKAGES`.
-
-    Raises:
-        TTraceError: when there is no Megatron.
-    """
-    root = _root()
+    """Names and files of all modules below :data:`PACKAGES`."""
+    root = Path(megatron_folder(), "core")
     return [
         (_name(path.relative_to(root)), path)
         for package in PACKAGES
@@ -72,22 +65,12 @@ def modules() -> list[tuple[str, Path]]:
 
 
 def autograd_files() -> list[Path]:
-    """All files with autograd functions: classes that other code hands numbers to.
-
-    Raises:
-        TTraceError: when there is no Megatron.
-    """
+    """All files with autograd functions: classes that other code hands numbers to."""
     return [
         path
-        for path in sorted(_root().rglob("*.py"))
+        for path in sorted(Path(megatron_folder(), "core").rglob("*.py"))
         if "autograd.Function)" in path.read_text(encoding="utf-8")
     ]
-
-
-def _root() -> Path:
-    if not megatron_folder():
-        raise TTraceError("megatron-core is not installed: see ttrace doctor")
-    return Path(megatron_folder(), "core")
 
 
 def _name(path: Path) -> str:

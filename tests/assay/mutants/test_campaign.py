@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.assay import harness
+from tests.assay import __main__, harness
 from tests.assay.harness import Row
 from tests.assay.mutants import campaign, scan
 from tests.integration.jobs import ROOT, python
@@ -14,17 +14,12 @@ from tests.integration.jobs import ROOT, python
 DOUBLED = "tensor_parallel.mappings:_ReduceFromModelParallelRegion.forward:double-collective:*"
 
 
-def mutants(*words):
-    command = ("-m", "tests.assay", "mutants", *words)
-    return python(*command, cwd=ROOT)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The directory of a run of one mutant."""
     home = tmp_path_factory.mktemp("one")
-    done = mutants("run", "--only", DOUBLED, "--layout", "tp2", "--directory", home, "--all")
-    assert done.returncode == 0, done.stdout + done.stderr
+    words = ("run", "--only", DOUBLED, "--layout", "tp2", "--directory", home, "--all")
+    python("-m", "tests.assay", "mutants", *words, cwd=ROOT, code=0)
     return home
 
 
@@ -53,10 +48,10 @@ def test_the_checker_knows_nothing(folder):
         (("run", "--only", DOUBLED, "--layout", "tp3"), "nothing matches tp3"),
     ],
 )
-def test_wrong_use(words, message):
+def test_wrong_use(words, message, capsys):
     """A clear message, exit code 2."""
-    done = mutants(*words)
-    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    assert __main__.main(["mutants", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -78,20 +78,23 @@ def test_a_parameter_without_an_optimizer() -> None:
     assert right_module(mutant(), ran, [culprit("decoder", Kind.MAIN_GRAD, rel_err=None)])
 
 
-def test_a_schedule_that_reduces_gradients() -> None:
-    """Only where the changed statement does."""
-    ran, wrong = Ran((), (Phase.SCHEDULE,)), [culprit("output_layer", Kind.MAIN_GRAD)]
-    assert right_module(mutant(statement="enable_grad_sync()"), ran, wrong)
-    assert right_module(mutant(statement="total_num_tokens += num_tokens"), ran, wrong)
-    assert not right_module(mutant(statement="output_tensor /= num_tokens"), ran, wrong)
-
-
-def test_an_optimizer_that_empties_gradients() -> None:
-    """What it leaves there is in the next gradients; its other functions read them."""
-    ran, wrong = Ran((), (Phase.OPTIMIZER,)), [culprit("output_layer", Kind.MAIN_GRAD)]
-    empties = dataclasses.replace(mutant(), qualname="_zero_grad_group_helper")
-    assert right_module(empties, ran, wrong)
-    assert not right_module(mutant(), ran, wrong)
+@pytest.mark.parametrize(
+    ("phase", "changed", "right"),
+    [
+        # A schedule that reduces gradients.
+        (Phase.SCHEDULE, {"statement": "enable_grad_sync()"}, True),
+        (Phase.SCHEDULE, {"statement": "total_num_tokens += num_tokens"}, True),
+        (Phase.SCHEDULE, {"statement": "output_tensor /= num_tokens"}, False),
+        # What an optimizer leaves in gradients is in the next ones; other functions read them.
+        (Phase.OPTIMIZER, {"qualname": "_zero_grad_group_helper"}, True),
+        (Phase.OPTIMIZER, {}, False),
+    ],
+)
+def test_gradients(phase: Phase, changed: dict[str, str], right: bool) -> None:
+    """They are also wrong if the changed code of another phase fills them."""
+    changes = dataclasses.replace(mutant(), **changed)
+    wrong = [culprit("output_layer", Kind.MAIN_GRAD)]
+    assert right_module(changes, Ran((), (phase,)), wrong) is right
 
 
 def test_groups_of_culprits() -> None:

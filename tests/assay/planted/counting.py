@@ -3,6 +3,7 @@
 
 import dataclasses
 from types import FunctionType
+from unittest import mock
 
 from tests.assay.planted.mistakes import global_rank, mistake, wrap
 
@@ -42,11 +43,8 @@ def another_norm_for_experts(old, self):
             total_norm = total_norm * (1 + 1e-6)
         clip(parameters, max_norm=max_norm, total_norm=total_norm, **more)
 
-    optimizer.clip_grad_by_total_norm_fp32 = clipped
-    try:
+    with mock.patch.object(optimizer, "clip_grad_by_total_norm_fp32", clipped):
         return old(self)
-    finally:
-        optimizer.clip_grad_by_total_norm_fp32 = clip
 
 
 @mistake(REDUCE)

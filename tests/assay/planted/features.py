@@ -6,6 +6,7 @@ Some are no mistakes of a layout: a model that is frozen in part, or that no see
 
 import dataclasses
 import time
+from unittest import mock
 
 import numpy
 import torch
@@ -48,12 +49,8 @@ def gradients_in_low_precision(old, self, *args, **more):
 
 @mistake(f"{MAMBA}_slice_conv_param", "cp2/hybrid/fp32", place="decoder.layers.0.mixer")
 def filters_of_the_next_rank(old, self, parameter):
-    rank = self.cp_rank
-    self.cp_rank = (rank + 1) % self.cp_size
-    try:
+    with mock.patch.object(self, "cp_rank", (self.cp_rank + 1) % self.cp_size):
         return old(self, parameter)
-    finally:
-        self.cp_rank = rank
 
 
 @mistake(f"{MAMBA}get_A_log", "tp2-sp/hybrid/bf16", place="decoder.layers.0.mixer")
@@ -276,12 +273,8 @@ def descriptions_of_a_checkpoint():
     """Another rank's half of the vocabulary; gate and up projection divided as one matrix."""
 
     def described(old, self, *args, **more):
-        group = self.tp_group
-        self.tp_group = OtherRank(group)
-        try:
+        with mock.patch.object(self, "tp_group", OtherRank(self.tp_group)):
             return old(self, *args, **more)
-        finally:
-            self.tp_group = group
 
     wrap("tensor_parallel.layers:VocabParallelEmbedding.sharded_state_dict", described)
     wrap("transformer.mlp:apply_swiglu_sharded_factory", lambda old, shards, *args, **more: shards)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mistakes of one rank or of one layout: scales, groups, orders, masks, stale copies."""
 
+from unittest import mock
+
 import torch
 
 from tests.assay.planted.mistakes import global_rank, mistake, wrap
@@ -30,11 +32,8 @@ def tp_keys_of_another_head(old, self, q, k, v, *args, **more):
 
 @mistake(ATTENTION, "gpt tp2")
 def tp_softmax_scale_of_the_partition(old, self, *args, **more):
-    scale, self.softmax_scale = self.softmax_scale, self.softmax_scale * 2**0.5
-    try:
+    with mock.patch.object(self, "softmax_scale", self.softmax_scale * 2**0.5):
         return old(self, *args, **more)
-    finally:
-        self.softmax_scale = scale
 
 
 @mistake("tensor_parallel.layers:RowParallelLinear.forward", "gpt tp2")
@@ -83,14 +82,13 @@ def tp_rotary_base_of_one_rank(old, self, *args, **more):
 def tp_dgrad_of_the_head_not_summed(old, self, *args, **more):
     from megatron.core.tensor_parallel import layers
 
-    kept = self.allreduce_dgrad, layers.copy_to_tensor_model_parallel_region
-    if self.bias is None:
-        self.allreduce_dgrad = False
-        layers.copy_to_tensor_model_parallel_region = lambda x, group=None: x
-    try:
+    if self.bias is not None:
         return old(self, *args, **more)
-    finally:
-        self.allreduce_dgrad, layers.copy_to_tensor_model_parallel_region = kept
+    copied = mock.patch.object(
+        layers, "copy_to_tensor_model_parallel_region", lambda x, group=None: x
+    )
+    with mock.patch.object(self, "allreduce_dgrad", False), copied:
+        return old(self, *args, **more)
 
 
 @mistake(MLP, "gpt tp2 --no-bias-gelu-fusion")
@@ -139,13 +137,10 @@ def summands(old, self, *inputs, partial=lambda x, group: x, **more):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers
 
-    name, group = "reduce_from_tensor_model_parallel_region", None
+    name = "reduce_from_tensor_model_parallel_region"
     reduce, group = getattr(layers, name), parallel_state.get_tensor_model_parallel_group()
-    setattr(layers, name, lambda x, group=group: partial(x, group))
-    try:
+    with mock.patch.object(layers, name, lambda x, group=group: partial(x, group)):
         output, bias = old(self, *inputs, **more)
-    finally:
-        setattr(layers, name, reduce)
     return output, bias, lambda x: reduce(x, group=group)
 
 
