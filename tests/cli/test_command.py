@@ -77,6 +77,9 @@ def test_commands_that_moved_have_their_old_names(name: str) -> None:
         ("clean --older-than -1", "--older-than: '-1': give a number from 0"),
         ("hunt -- absent.py --num-layers 2", "absent.py: no such script"),
         ("hunt -- python", "no training script"),
+        ("check", "no script given"),
+        ("check -- absent.py", "absent.py: no such script"),
+        ("compare a b --allow-unchecked=nan", "'nan': give a number from 0"),
         (
             f"hunt -- torchrun --nproc-per-node 3 {ROOT}/launch/pretrain_gpt.py "
             "--tensor-model-parallel-size 2",

@@ -118,16 +118,11 @@ def test_an_interrupted_rank() -> None:
     assert "SystemExit: 3" in str(last)
 
 
-def test_the_one_that_works_fails() -> None:
+@pytest.mark.parametrize("work", [boom, object], ids=["error", "not JSON"])
+def test_the_one_that_works_fails(work: Callable[[], object]) -> None:
     """The others do not wait for its result."""
-    found = on_all(lambda ranks: ranks.from_one(1, "work", boom))
+    found = on_all(lambda ranks: ranks.from_one(1, "work", work))
     assert {error.cause.rank for error in found} == {1}
-
-
-def test_a_result_that_cannot_be_told() -> None:
-    """An object that is not JSON is a failure like any other."""
-    found = on_all(lambda ranks: ranks.from_one(0, "work", object))
-    assert all(isinstance(error, GivenUpError) for error in found)
 
 
 def test_a_lost_rank() -> None:

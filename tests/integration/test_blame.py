@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.jobs import TINY, ttrace
-from tests.integration.test_checkout import FAULT, HARMLESS, make_checkout, plant
+from tests.integration.test_checkout import FAULT, change, make_checkout, plant
 from tests.jobs.processes.test_worktrees import commit, git
 
 
@@ -21,9 +21,7 @@ def test_a_fork(tmp_path: Path) -> None:
     root = tmp_path / "tree"
     make_checkout(root)
     commit(root, "a release", "core_v0.19.2")
-    for file, old, new in HARMLESS:
-        path = root / "megatron" / "core" / file
-        path.write_text(path.read_text().replace(old, new, 1))
+    change(root)
     commit(root, "changes")
     plant(root)
     before = git(root, "diff"), git(root, "status", "--porcelain")

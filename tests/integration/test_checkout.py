@@ -5,11 +5,12 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron_ttrace.mcore.sources import megatron_folder
-from tests.integration.jobs import SCRIPT, TINY, our_lines, ttrace
+from tests.integration.jobs import SCRIPT, TINY, TP, our_lines, ttrace
 from tests.jobs.processes.test_worktrees import commit, git
 
 ENABLE = "import megatron_ttrace\n\nmegatron_ttrace.enable()"
@@ -59,13 +60,22 @@ def plant(root: Path) -> None:
     file.write_text(f"{before}class ColumnParallelLinear{after}")
 
 
+def change(root: Path) -> None:
+    """Change what has no effect."""
+    for file, old, new in HARMLESS:
+        path = root / "megatron" / "core" / file
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new, 1))
+
+
 def check(
-    script: object, directory: Path, *flags: object, cwd: Path
-) -> subprocess.CompletedProcess[str]:
-    """Check a tiny job with two tensor-parallel ranks."""
-    words = ["check", "--nproc-per-node", 2, "--ttrace-dir", directory, *flags, "--", script]
+    script: object, cwd: Path, *flags: object, code: int
+) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Check a tiny job with two tensor-parallel ranks; with the summary, if there is one."""
+    words = ["check", "--nproc-per-node", 2, "--ttrace-dir", "out", *flags, "--", script]
     # A fresh command imports the checkout's Megatron once, and forks its ranks.
-    return ttrace(*words, *TINY, "--tensor-model-parallel-size", 2, cwd=cwd, cold=True)
+    done = ttrace(*words, *TINY, *TP, cwd=cwd, cold=True, code=code)
+    return done, {} if code == 2 else json.loads((cwd / "out" / "summary.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +83,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout that was found equivalent; its check lies in ``out``."""
     root = tmp_path_factory.mktemp("healthy")
     make_checkout(root / "tree")
-    done = check("tree/pretrain_gpt.py", root / "out", cwd=root)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check("tree/pretrain_gpt.py", root, code=0)
     return root
 
 
@@ -85,10 +94,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_checkout(root)
     commit(root, "a release", "core_v0.19.2")
     plant(root)
-    for file, old, new in HARMLESS:
-        path = root / "megatron" / "core" / file
-        assert old in path.read_text()
-        path.write_text(path.read_text().replace(old, new, 1))
+    change(root)
     commit(root, "changes")
     return root
 
@@ -108,9 +114,7 @@ def test_faulty(faulty: Path, tmp_path: Path) -> None:
     What is needed to repeat the run is told.
     """
     (tmp_path / "link.py").symlink_to(faulty / "pretrain_gpt.py")
-    done = check("link.py", tmp_path / "out", cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    done, summary = check("link.py", tmp_path, code=1)
     run = summary["run"]
     assert run["megatron"]["path"] == str(faulty / "megatron")
     assert run["megatron"]["commit"] == git(faulty, "rev-parse", "HEAD").strip()
@@ -143,8 +147,7 @@ def test_faulty(faulty: Path, tmp_path: Path) -> None:
 def test_reference_of_another_megatron(healthy: Path, faulty: Path, tmp_path: Path) -> None:
     """Refused in one line that names both."""
     flags = ["--ttrace-reference", healthy / "out" / "reference"]
-    done = check(faulty / "pretrain_gpt.py", tmp_path / "out", *flags, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
+    done, _ = check(faulty / "pretrain_gpt.py", tmp_path, *flags, code=2)
     [line] = our_lines(done.stderr)
     assert "made by a different Megatron, 0.1" in line
     assert str(healthy / "tree") in line
@@ -158,9 +161,7 @@ def test_reference_of_another_megatron_on_request(
 ) -> None:
     """Two versions of Megatron compared: the fault of one of them shows, and the report says so."""
     flags = ["--ttrace-allow-other-megatron", "--ttrace-reference", healthy / "out" / "reference"]
-    done = check(faulty / "pretrain_gpt.py", tmp_path / "out", *flags, cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    _, summary = check(faulty / "pretrain_gpt.py", tmp_path, *flags, code=1)
     assert "linear_qkv" in summary["culprits"][0]["name"]
     assert any("another Megatron" in notice for notice in summary["notices"])
 
@@ -168,9 +169,7 @@ def test_reference_of_another_megatron_on_request(
 @pytest.mark.nightly
 def test_fresh_processes(faulty: Path, tmp_path: Path) -> None:
     """Without the fork server the same Megatron is checked."""
-    done = check(faulty / "pretrain_gpt.py", tmp_path / "out", "--no-fork", cwd=tmp_path)
-    assert done.returncode == 1, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    _, summary = check(faulty / "pretrain_gpt.py", tmp_path, "--no-fork", code=1)
     assert summary["run"]["megatron"]["path"] == str(faulty / "megatron")
 
 
@@ -184,7 +183,6 @@ def test_a_script_that_moves_to_another_megatron(
     lines = f'import sys\n\nsys.path.insert(0, "{faulty}")\n'
     script.write_text(text.replace("import dataclasses\n", f"{lines}import dataclasses\n", 1))
     (tmp_path / "beside.py").touch()
-    done = check(script, tmp_path / "out", cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
+    done, _ = check(script, tmp_path, code=2)
     [line] = our_lines(done.stderr)
     assert f"PYTHONPATH={faulty}" in line
