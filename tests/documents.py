@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from tests import programs, warm
-from tests.integration.jobs import ROOT, environment
+from tests.programs import ROOT
 
 _BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```bash\n(.*?)```", re.DOTALL)
 _TESTED = re.compile(r"tested(?:: exit (\d))?")
@@ -63,11 +63,14 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
         cold = f'[[ $1 == -c ]] && exec {sys.executable} "$@"\n' if not words else ""
         (tools / name).write_text(f'#!/bin/bash\n{cold}exec {through} {words} "$@"\n')
         (tools / name).chmod(0o755)
-    # Not to W&B, which needs its service: integration/test_wandb.py.
-    env = environment(WANDB_MODE="disabled", TTRACE_CACHE=os.environ["TTRACE_TEST_REFERENCES"])
+    variables = {
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "TTRACE_CACHE": os.environ["TTRACE_TEST_REFERENCES"],
+        # Its service is needed: integration/test_wandb.py.
+        "WANDB_MODE": "disabled",
+    }
     words = ("bash", "-euo", "pipefail", "-c", block.text)
-    env["PATH"] = f"{tools}:{env['PATH']}"
-    return programs.run(*words, cwd=folder, timeout=840, **env)
+    return programs.run(*words, cwd=folder, timeout=840, **variables)
 
 
 def check(block: Block, folder: Path) -> str:

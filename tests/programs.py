@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process' environment, with the checkout first on the path, and ``variables``."""
+    """This process' environment, with the checkout first on the path, and one thread."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, **variables}
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **variables}
 
 
 def ended(done: subprocess.CompletedProcess[str], code: int | None) -> None:

@@ -18,8 +18,8 @@ from megatron_ttrace.report.terminal import render
 from megatron_ttrace.saved import api
 from megatron_ttrace.trace import files
 from tests import api_document, warm
-from tests.integration.jobs import ROOT, environment
 from tests.jobs.test_job import ANSWER
+from tests.programs import ROOT, environment
 from tests.report.synthetic_report import embedding_bug, make_verdict
 
 DOCUMENT = ROOT / "docs" / "api.md"

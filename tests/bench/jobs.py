@@ -140,7 +140,7 @@ def in_turns(
 
 def run(command: Sequence[str], home: Path, **variables: str) -> None:
     """Run a command to its end. Raises :class:`BenchError` when it failed."""
-    env = environment(OMP_NUM_THREADS="1", **variables)
+    env = environment(**variables)
     log = home / "log"
     with log.open("w") as out:
         code = subprocess.run(
@@ -157,7 +157,7 @@ def started(command: Sequence[str], home: Path) -> Iterator[subprocess.Popen[str
     with subprocess.Popen(
         command,
         cwd=home,
-        env=environment(OMP_NUM_THREADS="1"),
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

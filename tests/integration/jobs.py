@@ -32,11 +32,6 @@ TINY = (
 ).split()
 
 
-def environment(**more: str) -> dict[str, str]:
-    """This process' environment, with the checkout first on the path, and one thread."""
-    return programs.environment(**{"OMP_NUM_THREADS": "1", **more})
-
-
 def ttrace(*words: object, **more: Any) -> subprocess.CompletedProcess[str]:
     """Run the command as a user does; ``cold`` in a fresh interpreter (see tests/warm.py)."""
     return python("-m", "megatron_ttrace", *words, **more)
@@ -64,8 +59,8 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python WORDS``, which must end with ``code``."""
     if cold:
-        return programs.python(*words, cwd=cwd, timeout=timeout, code=code, **environment(**more))
-    done = warm.run(words, cwd=cwd, env=environment(**more), timeout=timeout)
+        return programs.python(*words, cwd=cwd, timeout=timeout, code=code, **more)
+    done = warm.run(words, cwd=cwd, env=programs.environment(**more), timeout=timeout)
     programs.ended(done, code)
     return done
 

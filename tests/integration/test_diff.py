@@ -4,14 +4,13 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import programs
-from tests.integration.jobs import ROOT, SCRIPT, TINY, ttrace
+from tests.integration.jobs import CP, PP, ROOT, SCRIPT, TINY, TP, ZERO, ttrace
 
-TP = ("--tensor-model-parallel-size", 2)
-PP = ("--pipeline-model-parallel-size", 2)
 SMALL = [*TINY, "--ttrace-seeds", "2", "--ttrace-no-wandb"]
 
 
@@ -27,24 +26,19 @@ def kept(tmp_path_factory) -> Path:
     return home
 
 
-def against(kept: Path, cwd: Path, *job: object):
-    """``ttrace check --against`` of a job with two ranks."""
-    return ttrace(
-        *("check", "--json", "--nproc-per-node", 2, "--against", kept / "tp", "--", SCRIPT),
-        *SMALL,
-        *job,
-        cwd=cwd,
-        TTRACE_CACHE=str(kept / "references"),
-    )
+def against(kept: Path, cwd: Path, *job: object, code: int) -> dict[str, Any]:
+    """The answer of ``ttrace check --against`` of a job with two ranks."""
+    words = ("check", "--json", "--nproc-per-node", 2, "--against", kept / "tp", "--", SCRIPT)
+    cache = str(kept / "references")
+    done = ttrace(*words, *SMALL, *job, cwd=cwd, code=code, TTRACE_CACHE=cache)
+    return json.loads(done.stdout)
 
 
 def test_another_layout(kept: Path, tmp_path: Path) -> None:
     """Two pipeline stages compute what two tensor-parallel ranks do; all of it is compared."""
-    done = against(kept, tmp_path, *PP)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = against(kept, tmp_path, *PP, code=0)
     log = tmp_path / "ttrace-out" / "logs" / "rank-00000.log"
     assert "using the reference made earlier" in log.read_text()  # with the other layout
-    summary = json.loads(done.stdout)
     assert set(summary["counts"]) == {"pass"}
     assert summary["counts"]["pass"] > 400
     written = json.loads((tmp_path / "ttrace-out" / "summary.json").read_text())
@@ -59,20 +53,17 @@ def test_another_layout(kept: Path, tmp_path: Path) -> None:
 
 def test_a_fault_in_one_run(kept: Path, tmp_path: Path) -> None:
     """Found where it is, though the run that it is compared with has two ranks as well."""
-    done = against(kept, tmp_path, *TP, "--ttrace-bug", "01")
-    assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
-    assert json.loads(done.stdout)["culprits"][0]["name"] == "embedding.word_embeddings"
+    summary = against(kept, tmp_path, *TP, "--ttrace-bug", "01", code=1)
+    assert summary["culprits"][0]["name"] == "embedding.word_embeddings"
 
 
 CONFIGURATIONS = {
     "tp2": TP,
     "pp2": PP,
     "tp2-sp-bf16": (*TP, "--sequence-parallel", "--bf16"),
-    "cp2": ("--context-parallel-size", 2, "--transformer-impl", "transformer_engine"),
-    "zero": ("--use-distributed-optimizer",),
-    "zero-overlap": (
-        *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
-    ),
+    "cp2": (*CP, "--transformer-impl", "transformer_engine"),
+    "zero": ZERO[:1],
+    "zero-overlap": ZERO,
     "llama": (
         *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", *TP),
         *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.jobs import SCRIPT, our_lines, ttrace
+from tests.integration.jobs import SCRIPT, ttrace
 
 ARRAYS = """\
 #!/bin/bash
@@ -133,12 +133,3 @@ def test_an_example_is_checked(checkout: Path) -> None:
     summary = json.loads((checkout / "ttrace-out" / "summary.json").read_text())
     assert summary["verdict"] == "equivalent"
     assert any("stands for one with 16 ranks" in notice for notice in summary["notices"])
-
-
-def test_what_megatron_refuses(checkout: Path) -> None:
-    """Its own line, as for a script that gives a flag of another program."""
-    script = checkout / "torchrun.sh"
-    script.write_text(script.read_text().replace("--bf16", "--bf16 --enable-gpt-oss"))
-    done = ttrace("check", "--shrink", "--", "bash", "torchrun.sh", *PATHS, cwd=checkout, code=2)
-    [line] = our_lines(done.stderr)
-    assert "error: unrecognized arguments: --enable-gpt-oss" in line

@@ -9,12 +9,12 @@ import pytest
 
 from megatron_ttrace.jobs.restarts import CHECKPOINT
 from megatron_ttrace.trace import owned
-from tests.integration.jobs import SCRIPT, ttrace
+from tests.integration import jobs
+from tests.integration.jobs import ROOT, SCRIPT, ttrace
 from tests.integration.secretive import FLAGS
 from tests.jobs.commands.test_disclosure import CANARY, SECRET_VARIABLES
 from tests.trace.test_owned import foreign, state_of
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
     --num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16
     --max-position-embeddings 16 --micro-batch-size 1 --global-batch-size 2 --train-iters 1
@@ -45,19 +45,10 @@ def home(tmp_path: Path) -> Path:
 def test_commands_in_a_home_directory(home: Path) -> None:
     """A check, its report, what follows it, and commands that are refused; twice."""
     before = state_of(home)
-    check = (
-        "check",
-        "--quiet",
-        "--nproc-per-node",
-        2,
-        "--ttrace-no-wandb",
-        "--ttrace-dir",
-        home,
-        "--",
-    )
+    more = {"HOME": str(home), "TTRACE_CACHE": str(home)}
     for _ in range(2):
-        more = {"HOME": str(home), "TTRACE_CACHE": str(home)}
-        ttrace(*check, "--", SCRIPT, *MODEL, cwd=home, code=0, **more)
+        checked = jobs.check(home, flags=("--ttrace-dir", home), model=MODEL, **more)
+        assert checked.out == home
     assert (home / "reference").is_symlink()
     for words in (
         ("report", home, "--junit", home / "junit.xml"),

@@ -25,13 +25,7 @@ LLAMA = (
 )
 
 EXPERTS = (
-    "--disable-bias-linear",
-    "--num-experts",
-    4,
-    "--moe-router-topk",
-    2,
-    "--moe-aux-loss-coeff",
-    1e-2,
+    "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2".split()
 )
 
 
@@ -59,12 +53,8 @@ def test_a_healthy_run(healthy):
     assert (trial["verdict"], trial["config"]["tp"]) == ("equivalent", 2)
     assert "single device" not in (home / "out" / "report.html").read_text()
     reference = home / "out" / "reference"
-    assert json.loads((reference / "meta.json").read_text())["layout"] == {
-        "tp": 2,
-        "pp": 1,
-        "cp": 1,
-        "ep": 1,
-    }
+    meta = json.loads((reference / "meta.json").read_text())
+    assert meta["layout"] == {"tp": 2, "pp": 1, "cp": 1, "ep": 1}
     assert not [path for path in reference.iterdir() if path.is_dir()]
 
 

@@ -13,7 +13,8 @@ import pytest
 from megatron_ttrace.jobs.processes.child import free_port
 from megatron_ttrace.trace import manifests, owned, shared
 from megatron_ttrace.trace.errors import TTraceError
-from tests.integration.jobs import SCRIPT, TINY, environment
+from tests.integration.jobs import SCRIPT, TINY
+from tests.programs import environment
 
 
 def test_one_directory(tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_nothing_is_removed_through_a_link(tmp_path: Path) -> None:
 
 def in_a_process(directory: Path, code: str, **more: str) -> subprocess.Popen[str]:
     """Python that has ``directory`` and ``shared``; returned when it has printed a line."""
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [
             *(sys.executable, "-c"),
             "import os, signal, sys, time\nfrom pathlib import Path\n"
@@ -138,7 +139,6 @@ def in_a_process(directory: Path, code: str, **more: str) -> subprocess.Popen[st
         stdout=subprocess.PIPE,
         text=True,
     )
-    return process
 
 
 def line_of(process: subprocess.Popen[str]) -> str:

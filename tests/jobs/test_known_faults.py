@@ -12,7 +12,8 @@ from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE
 from megatron_ttrace.mcore.options.roles import ROLES
 from megatron_ttrace.mcore.sharded_weights import SHARDS_OF_WEIGHTS
 from tests import warm
-from tests.integration.jobs import SCRIPT, TINY, environment, ttrace
+from tests.integration.jobs import SCRIPT, TINY, ttrace
+from tests.programs import environment
 
 ROOT = Path(__file__).parents[2]
 TE = "--transformer-impl transformer_engine"
