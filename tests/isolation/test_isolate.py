@@ -11,29 +11,13 @@ from megatron_ttrace.capture.isolate import clipped_by, substitute
 from megatron_ttrace.trace.records import Kind
 from tests.capture.recorder import Recorder, tapped
 from tests.integration.jobs import TP, check
+from tests.integration.test_layouts import rows_of
 
-LLAMA = (
-    "--transformer-impl transformer_engine --normalization RMSNorm --swiglu --group-query-attention"
-    " --num-query-groups 2 --position-embedding-type rope --untie-embeddings-and-output-weights"
-    " --disable-bias-linear"
-).split()
-LAYOUTS = {
-    "tp2": (2, "--tensor-model-parallel-size 2"),
-    "tp2-sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp2": (2, "--pipeline-model-parallel-size 2"),
-    "vpp": (
-        2,
-        "--pipeline-model-parallel-size 2 --num-layers 4 --num-virtual-stages-per-pipeline-rank 2",
-    ),
-    "zero": (2, "--use-distributed-optimizer"),
-    "recompute": (
-        1,
-        "--num-layers 4 --recompute-granularity full --recompute-method uniform"
-        " --recompute-num-layers 2",
-    ),
-    "recompute-selective": (2, "--tensor-model-parallel-size 2 --recompute-granularity selective"),
-    "cp2": (2, "--context-parallel-size 2 --transformer-impl transformer_engine"),
-}
+LAYOUTS = (*("tp2", "pp2", "pp2-vpp2", "dp2-zero", "recompute-uniform", "recompute-selective"),)
+JOBS = (
+    *(f"{layout}/{model}" for layout in LAYOUTS for model in ("gpt", "llama")),
+    *("tp2-sp/gpt", "te-tp2-sp/llama-te", "cp2/gpt-te", "cp2/llama-te"),
+)
 
 
 def test_substitute_keeps_the_graph() -> None:
@@ -118,15 +102,8 @@ def test_two_faults(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", [[], LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("precision", [[], ["--bf16"]], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_all_healthy_layouts(
-    tmp_path: Path, name: str, model: list[str], precision: list[str]
-) -> None:
+@pytest.mark.parametrize("job", JOBS)
+def test_all_healthy_layouts(work: Path, job: str) -> None:
     """Every layout, of both models, in both precisions, is equivalent."""
-    nproc, words = LAYOUTS[name]
-    job = (*model, *precision, *words.split())
-    checked = check(tmp_path, *job, flags=("--ttrace-isolate",), nproc=nproc)
-    assert checked.summary.culprits == ()
-    assert checked.document["config"]["isolate"]
+    rows = rows_of(f"{job}/fp32", f"{job}/bf16", "--ttrace-flags=--ttrace-isolate", cwd=work)
+    assert [row["verdict"] for row in rows] == ["equivalent"] * 2
