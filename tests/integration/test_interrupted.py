@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and worse, at moments of a real check: one line, the right exit code, nothing left."""
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -84,15 +83,6 @@ def test_ctrl_c_while_blaming(tmp_path: Path, words: tuple[str, ...], when: str)
     interrupted(command)
     assert state_of(tmp_path / "tree") == before
     assert not list(tmp_path.glob("ttrace-out-blame/**/trees"))
-
-
-def test_data_from_a_pipe(tmp_path: Path) -> None:
-    """Opening it would wait without end."""
-    os.mkfifo(tmp_path / "text.bin")
-    (tmp_path / "text.idx").write_text("")
-    job = [word for word in TINY if word != "--mock-data"]
-    done = ttrace(*OURS[:-2], "--", SCRIPT, *job, "--data-path", "text", cwd=tmp_path)
-    refused(done, "text.bin is a pipe, a socket or a device, not a regular file")
 
 
 @pytest.mark.nightly

@@ -4,6 +4,7 @@
 import argparse
 
 import pytest
+import torch
 
 from megatron_ttrace.mcore import quiet
 
@@ -35,7 +36,6 @@ def test_results_are_not_refused(machine):
 
 def test_logged_metrics_are_not_added_to():
     """Auxiliary losses and those of multi-token prediction are summed up over a step."""
-    import torch
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     tracker = MTPLossLoggingHelper.tracker
@@ -52,8 +52,6 @@ def test_logged_metrics_are_not_added_to():
 
 def test_logged_metrics_of_experts_are_not_added_to():
     """The same for routers."""
-    import torch
-
     logging = pytest.importorskip("megatron.core.transformer.moe.moe_logging")
     tracker = logging.get_moe_metrics_tracker()
     tracker.record("aux", torch.tensor(2.0), 1, 2)
@@ -66,7 +64,6 @@ def test_logged_metrics_of_experts_are_not_added_to():
 @pytest.mark.parametrize("graphable", [False, True])
 def test_named_random_states_are_put_back(monkeypatch, graphable):
     """They are numbers, or the generators that CUDA graphs draw from."""
-    import torch
     from megatron.core import tensor_parallel
 
     # As cpu.activate() does.
@@ -88,8 +85,6 @@ def test_named_random_states_are_put_back(monkeypatch, graphable):
 
 def test_random_routing_and_chunks_are_off_and_put_back():
     """All options with which a router draws random numbers; MLPs run in one piece."""
-    import torch
-
     config = argparse.Namespace(
         moe_router_force_load_balancing=True, moe_router_force_biased=0.5, moe_input_jitter_eps=None
     )
@@ -107,7 +102,6 @@ def test_random_routing_and_chunks_are_off_and_put_back():
 
 def test_dropout_is_put_back_when_switching_it_off_fails():
     """Some modules are changed already."""
-    import torch
 
     class Stubborn(torch.nn.Dropout):
         """Its probability cannot be set to zero."""
@@ -126,8 +120,6 @@ def test_dropout_is_put_back_when_switching_it_off_fails():
 @pytest.mark.parametrize("kind", ["Dropout", "Dropout1d", "Dropout2d", "AlphaDropout"])
 def test_each_kind_of_dropout_is_off(kind):
     """Also that of a fork's convolutions."""
-    import torch
-
     module = getattr(torch.nn, kind)(0.5)
     values = torch.randn(2, 3, 4)
     with quiet.without_dropout([module], quiet.Off()):
@@ -142,7 +134,5 @@ def test_each_kind_of_dropout_is_off(kind):
 )
 def test_dropout_that_no_argument_asks_for(asked, own, expected):
     """A fork's own, or that of adapters: a notice says that it is off."""
-    import torch
-
     args = argparse.Namespace(hidden_dropout=asked, attention_dropout=0.0)
     assert quiet.has_own_dropout(args, [torch.nn.Sequential(torch.nn.Dropout(own))]) is expected

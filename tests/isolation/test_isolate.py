@@ -13,7 +13,7 @@ from tests.capture.recorder import Recorder, tapped
 from tests.integration.jobs import TP, check
 from tests.integration.test_layouts import rows_of
 
-LAYOUTS = (*("tp2", "pp2", "pp2-vpp2", "dp2-zero", "recompute-uniform", "recompute-selective"),)
+LAYOUTS = ("tp2", "pp2", "pp2-vpp2", "dp2-zero", "recompute-uniform", "recompute-selective")
 JOBS = (
     *(f"{layout}/{model}" for layout in LAYOUTS for model in ("gpt", "llama")),
     *("tp2-sp/gpt", "te-tp2-sp/llama-te", "cp2/gpt-te", "cp2/llama-te"),

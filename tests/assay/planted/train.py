@@ -18,6 +18,7 @@ reference sees it, is a JSON object:
 import builtins
 import errno
 import gc
+import importlib
 import itertools
 import json
 import os
@@ -201,14 +202,7 @@ def main() -> None:
     if PLANTED in os.environ:
         plant(os.environ[PLANTED])
         # sys.argv stays as it is: a reference runs this file, too.
-        import pretrain_gpt
-
-        if hybrid:
-            import pretrain_hybrid
-
-            pretrain_gpt.main(pretrain_hybrid.provide_model, "hybrid_config_from_args")
-        else:
-            pretrain_gpt.main()
+        importlib.import_module(script.stem).main()
     else:
         sys.argv[0] = str(script)
         runpy.run_path(str(script), run_name="__main__")

@@ -134,20 +134,20 @@ def report(home: Path, name: str, *, resealed: bool) -> Attempt:
 
     def attempt(dice: random.Random) -> int:
         work = _copy(home)
-        path = work / "report" / name
-        if not resealed:
-            path.write_bytes(mutations.damage(path.read_bytes(), dice))
-        elif name == files.VERDICTS:
-            path.write_bytes(mutations.damage(path.read_bytes(), dice))
-            _reseal_report(work / "report", _document(work / "report"))
+        folder = work / "report"
+        document: object = _document(folder)
+        if resealed and name == files.SUMMARY:
+            document = mutations.change(document, dice)
         else:
-            changed = mutations.change(_document(work / "report"), dice)
-            if not isinstance(changed, dict) or not changed:
-                return 2
-            _reseal_report(work / "report", changed)
+            path = folder / name
+            path.write_bytes(mutations.damage(path.read_bytes(), dice))
+        if not isinstance(document, dict) or not document:
+            return 2
+        if resealed:
+            _reseal_report(folder, document)
         how = dice.choice(([], [], ["--json"], ["--html", str(work / "x.html")]))
         how = [*how, *dice.choice(([], [], ["--junit", str(work / "x.xml")]))]
-        return _never_equivalent(command(["report", str(work / "report"), *how]))
+        return _never_equivalent(command(["report", str(folder), *how]))
 
     return attempt
 
@@ -155,9 +155,8 @@ def report(home: Path, name: str, *, resealed: bool) -> Attempt:
 def messages(home: Path) -> Attempt:
     """Damage what a rank tells the others."""
     reference, candidate = TraceReader(home / "reference"), TraceReader(home / "candidate")
-    sent = (
-        json.dumps(wire.encode(of_rank(0, measure_saved(reference, candidate)[0]))).encode() + b"\n"
-    )
+    measured = of_rank(0, measure_saved(reference, candidate)[0])
+    sent = json.dumps(wire.encode(measured)).encode() + b"\n"
 
     def attempt(dice: random.Random) -> int:
         try:
@@ -220,20 +219,8 @@ NUMBERS = (
     *("0x10", "1_000", "\x00", "--", "1e-400", str(1 << 63), str(-(1 << 64))),
 )
 PATHS = (
-    *(
-        "",
-        ".",
-        "/proc/self",
-        "/proc/kmsg",
-        "/dev/null/x",
-        "/proc/self/mem",
-        "\x00",
-        "a\x00b",
-        "x" * 5000,
-        "\x1b[2J",
-        "~",
-    ),
-    *("/dev/stdin/x", "\udc80", "a\nb", "../" * 2000, "/nonexistent"),
+    *("", ".", "/proc/self", "/proc/kmsg", "/dev/null/x", "/proc/self/mem", "\x00", "a\x00b"),
+    *("x" * 5000, "\x1b[2J", "~", "/dev/stdin/x", "\udc80", "a\nb", "../" * 2000, "/nonexistent"),
 )
 _FLAGS = {
     "--ttrace-seeds": NUMBERS,
