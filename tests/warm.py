@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -172,32 +173,42 @@ def _become(order: dict, streams: Sequence[int], base: list[str]) -> None:
         os.environ.clear()
         os.environ.update(order["env"])
         tempfile.tempdir = None
-        sys.orig_argv = [sys.executable, *order["words"]]
-        first, *rest = order["words"]
+        words = order["words"]
+        sys.orig_argv = [sys.executable, *words]
         own = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
-        if first == "-m":
-            module, *rest = rest
-            sys.path[:] = [os.getcwd(), *own, *base]
-            sys.argv = [module, *rest]
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        else:
-            sys.path[:] = [str(Path(first).resolve().parent), *own, *base]
-            sys.argv = [first, *rest]
-            runpy.run_path(first, run_name="__main__")
-        code = 0
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        if isinstance(leaving.code, str):
-            print(leaving.code, file=sys.stderr)
-    except BaseException:  # noqa: BLE001 - an interpreter would print it and end, too
-        import traceback
+        first = os.getcwd() if words[0] == "-m" else str(Path(words[0]).resolve().parent)
+        sys.path[:] = [first, *own, *base]
+        code = execute(words)
+    finally:
+        os._exit(code)
 
+
+def execute(words: Sequence[str]) -> int:
+    """Run ``python WORDS`` in this process; the exit code that an interpreter would have."""
+    code: object = 0
+    try:
+        if words[0] == "-m":
+            sys.argv = [*words[1:]]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [*words]
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as leaving:
+        code = leaving.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    except KeyboardInterrupt:
         traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # noqa: BLE001 - an interpreter would print it and end, too
+        traceback.print_exc()
+        code = 1
     finally:
         for output in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 output.flush()
-        os._exit(code & 0xFF)
+    return code & 0xFF if isinstance(code, int) else int(code is not None)
 
 
 if __name__ == "__main__":

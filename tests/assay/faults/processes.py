@@ -12,19 +12,17 @@ import dataclasses
 import gc
 import os
 import resource
-import runpy
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from megatron_ttrace.jobs.processes import forkserver
+from tests.warm import execute
 
 ROOT = Path(__file__).resolve().parents[3]
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -211,46 +209,20 @@ def _become(command: Command) -> None:
             else:
                 os.environ[name] = value
         _connect(command)
+        program = ["-m", "megatron_ttrace"] if command.script is None else [str(command.script)]
+        words = [*program, *command.words]
         if command.cold:
-            program = [sys.executable, "-m", "megatron_ttrace", *command.words]
-            os.execv(sys.executable, program)
-        _make_streams()
-        code = _outcome(command)
+            os.execv(sys.executable, [sys.executable, *words])
+        # Python's objects for the three.
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", 1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+        # As an interpreter does: a script's folder, or the working directory.
+        sys.path.insert(0, str(Path(program[-1]).resolve().parent))
+        code = execute(words)
+        atexit._run_exitfuncs()
     finally:
         os._exit(code)
-
-
-def _main(command: Command) -> None:
-    sys.argv = [str(command.script or "ttrace"), *command.words]
-    if command.script is None:
-        runpy.run_module("megatron_ttrace", run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(command.script.parent))
-        runpy.run_path(str(command.script), run_name="__main__")
-
-
-def _outcome(command: Command) -> int:
-    """What Python's own start and end make of a program."""
-    code: Any = 0
-    try:
-        try:
-            _main(command)
-        except SystemExit as leaving:
-            code = leaving.code
-        atexit._run_exitfuncs()
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-            code = 1
-    except KeyboardInterrupt:
-        traceback.print_exc()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:  # noqa: BLE001 - as at the top of a program
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return int(code or 0) & 0xFF
 
 
 def _connect(command: Command) -> None:
@@ -268,13 +240,6 @@ def _connect(command: Command) -> None:
     for source in sources:
         if source is not None and source > 2:
             os.close(source)
-
-
-def _make_streams() -> None:
-    """Python's objects for them."""
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", 1, closefd=False, errors="backslashreplace")  # noqa: SIM115
 
 
 def _open(command: Command, number: int, stream: Stream) -> int | None:
