@@ -352,9 +352,9 @@ def _run(args: argparse.Namespace) -> int:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
     def attempted(case: Conversion) -> Row | None:
-        counts[bool(case.fault)] += 1
-        row = attempt(case, args.directory) if counts[bool(case.fault)] <= args.count else None
-        counts[bool(case.fault)] -= row is None
+        is_wanted = counts[bool(case.fault)] < args.count
+        row = attempt(case, args.directory) if is_wanted else None
+        counts[bool(case.fault)] += row is not None
         return row
 
     def enough(rows: list[Row]) -> bool:

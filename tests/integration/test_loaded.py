@@ -25,10 +25,7 @@ MOE = (
 ).split()
 RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 EP = ("--expert-model-parallel-size", 2)
-BUCKETS = (
-    "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --overlap-grad-reduce "
-    "--ddp-bucket-size 2000"
-).split()
+BUCKETS = (*RESHARDABLE, "--overlap-grad-reduce", "--ddp-bucket-size", "2000")
 
 
 def save(cwd: Path, ranks: int, *job: object) -> None:

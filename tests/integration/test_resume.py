@@ -15,11 +15,10 @@ from tests.assay.planted.checkpoint_faults import Side
 from tests.assay.planted.checkpoints import Fault
 from tests.assay.planted.mistakes import PLANTED
 from tests.integration.jobs import PP, SCRIPT, TINY, TP, TRAIN, check, torchrun, ttrace
+from tests.integration.test_loaded import BUCKETS, RESHARDABLE
 from tests.trace.test_owned import state_of
 
 MODEL = ("--bf16", "--ckpt-format", "torch_dist")
-ZERO = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
-BUCKETS = (*ZERO, "--overlap-grad-reduce", "--ddp-bucket-size", "2000")
 OPTIMIZER = {What.MAIN, What.EXP_AVG, What.EXP_AVG_SQ}
 FSDP = (
     "--use-megatron-fsdp --use-distributed-optimizer --no-gradient-accumulation-fusion "
@@ -109,12 +108,12 @@ def test_a_healthy_job_in_other_layouts(tmp_path: Path) -> None:
     "job",
     [
         ("--use-distributed-optimizer",),
-        (*ZERO, "--async-save"),
-        (*ZERO, "--ckpt-fully-parallel-save"),
+        (*RESHARDABLE, "--async-save"),
+        (*RESHARDABLE, "--ckpt-fully-parallel-save"),
         ("--use-distributed-optimizer", "--ckpt-format", "torch"),
-        (*ZERO, "--hidden-dropout", "0.1"),
+        (*RESHARDABLE, "--hidden-dropout", "0.1"),
         (*FSDP, "--ckpt-format", "fsdp_dtensor"),
-        (*ZERO, "--overlap-grad-reduce", "--overlap-param-gather"),
+        (*RESHARDABLE, "--overlap-grad-reduce", "--overlap-param-gather"),
     ],
     ids=" ".join,
 )
@@ -174,7 +173,7 @@ def test_experts(tmp_path: Path) -> None:
         "--transformer-impl transformer_engine --expert-model-parallel-size 2 "
         "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
     ).split()
-    (found,) = resume(tmp_path, *experts, *ZERO)
+    (found,) = resume(tmp_path, *experts, *RESHARDABLE)
     assert found.verdict is Result.EQUIVALENT
     assert any("expert-parallel-rng" in notice for notice in found.notices)
 

@@ -83,9 +83,9 @@ def resume(directory: Path, job: Job, into: Sequence[Layout], fault: str = "") -
             words += ["--into", " ".join(flags)]
     script = TRAIN if fault else launch_dir() / matrix.SCRIPTS.get(job.model, "pretrain_gpt.py")
     words += ["--", script, *job.base, *job.layout.flags]
-    done, document = _run(directory, words, "out/resume.json", fault)
+    document, answer = _run(directory, words, "out/resume.json", fault)
     if document is None:
-        return Answer(f"exit code {done.returncode}: {done.stderr.strip()[-200:]}", (), _end(done))
+        return answer
     named = [
         Named(_state(difference["what"]), difference["name"], _SIDES.get(difference["blame"], ""))
         for restart in document["restarts"]
@@ -95,7 +95,7 @@ def resume(directory: Path, job: Job, into: Sequence[Layout], fault: str = "") -
     verdict = document["verdict"]
     if verdict != "diverged" and any(reasons):
         verdict = next(filter(None, reasons))
-    return Answer(verdict, tuple(named), _end(done))
+    return dataclasses.replace(answer, verdict=verdict, named=tuple(named))
 
 
 def check(directory: Path, job: Job, layout: Layout, checkpoint: Path, fault: str = "") -> Answer:
@@ -103,9 +103,9 @@ def check(directory: Path, job: Job, layout: Layout, checkpoint: Path, fault: st
     words: list[object] = ["check", "--quiet", "--ttrace-no-wandb", "--ttrace-dir", "out"]
     words += ["--nproc-per-node", layout.nproc, "--", TRAIN, *job.base, *job.layout.flags]
     words += [*layout.changed(job.layout), "--load", checkpoint]
-    done, document = _run(directory, words, "out/summary.json", fault)
+    document, answer = _run(directory, words, "out/summary.json", fault)
     if document is None:
-        return Answer(f"exit code {done.returncode}: {done.stderr.strip()[-200:]}", (), _end(done))
+        return answer
     _, verdicts = load_report(directory / "out")
     loaded = [verdict for verdict in verdicts if verdict.kind is Kind.LOADED]
     failed = [verdict for verdict in loaded if verdict.verdict.is_failure]
@@ -121,23 +121,21 @@ def check(directory: Path, job: Job, layout: Layout, checkpoint: Path, fault: st
             for verdict in failed
             if f"{verdict.name}.".startswith(below)
         ]
-    return Answer(document["verdict"], tuple(named), _end(done))
+    return dataclasses.replace(answer, verdict=document["verdict"], named=tuple(named))
 
 
 def _run(
-    directory: Path, words: Sequence[object], answer: str, fault: str
-) -> tuple[Any, dict[str, Any] | None]:
+    directory: Path, words: Sequence[object], file: str, fault: str
+) -> tuple[dict[str, Any] | None, Answer]:
+    """The document that a command wrote, and the answer if it did not."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     more = {PLANTED: fault} if fault else {}
     done = jobs.ttrace(*words, cwd=directory, **more)
-    file = directory / answer
-    document = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    return done, document
-
-
-def _end(done: Any) -> str:
-    return str(done.stdout[-1500:] + done.stderr[-3000:])
+    path = directory / file
+    document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    reason = f"exit code {done.returncode}: {done.stderr.strip()[-200:]}"
+    return document, Answer(reason, (), done.stdout[-1500:] + done.stderr[-3000:])
 
 
 def _state(what: str) -> str:

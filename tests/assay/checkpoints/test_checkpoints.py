@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sample of faults, their proofs, and which reported differences count as right."""
 
-import dataclasses
 import random
 from itertools import islice
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import torch
 
 from tests.assay.checkpoints.answers import Named, is_right
 from tests.assay.checkpoints.jobs import Layout, Planted, jobs, sample
-from tests.assay.checkpoints.plain import Proof, Workshop
+from tests.assay.checkpoints.plain import Workshop
 from tests.assay.planted import checkpoint_faults as faults
 from tests.assay.planted.checkpoint_faults import MECHANISMS, Side
 from tests.assay.planted.checkpoints import Fault
@@ -136,14 +135,6 @@ def test_ranks_in_the_other_order(monkeypatch, experts, rank, count, offsets):
     faults._turn(live, random.Random(1), experts=experts)
     assert [shard.global_offset for shard in shards] == offsets
     assert {state for state, _ in live.truth} == {"described"}
-
-
-def test_what_is_real():
-    """Something differs, and Megatron does not refuse."""
-    real = Proof("", (("exp_avg", "a"),), ("0 optimizer0.0.0.exp_avg",), True)
-    assert real.is_real
-    assert not dataclasses.replace(real, loud="ValueError").is_real
-    assert not dataclasses.replace(real, differs=(), trains=False).is_real
 
 
 @pytest.mark.nightly

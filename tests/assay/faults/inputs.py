@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input and foreign files: one line and exit code 2, and nothing of somebody's changes."""
 
+import functools
 import os
 from pathlib import Path
 
@@ -33,11 +34,14 @@ def run(x: Experiment, words: str, content: bytes = b"") -> None:
     x.problems += changed(before, home)
 
 
-def _bad(name: str, words: str, content: bytes = b"", codes=(2,), kind="input") -> Fault:
-    family = Family.INPUTS if kind == "input" else Family.FOREIGN
-    return Fault(f"{kind}-{name}", family, run(words, content), Promise(codes, verdict=False))
+def _bad(
+    name: str, words: str, content: bytes = b"", codes=(2,), family: Family = Family.INPUTS
+) -> Fault:
+    prefix = "input" if family is Family.INPUTS else "foreign"
+    return Fault(f"{prefix}-{name}", family, run(words, content), Promise(codes, verdict=False))
 
 
+_foreign = functools.partial(_bad, family=Family.FOREIGN)
 _JOB = f"-- {SCRIPT} {' '.join(TINY)}"
 _CHECK = "check --quiet --ttrace-no-wandb"
 _KNOWN = "diff --known FILE HOME/a HOME/b"
@@ -73,29 +77,28 @@ FAULTS = (
     _bad("report-of-a-device", "report /dev/zero"),
     _bad("report-html-into-a-fifo", "report HOME --html HOME/fifo"),
     # Foreign files: HOME is somebody's.
-    _bad("dir-is-a-fifo", f"{_CHECK} --ttrace-dir HOME/fifo {_JOB}", kind="foreign"),
-    _bad("dir-is-a-file", f"{_CHECK} --ttrace-dir HOME/notes.txt {_JOB}", kind="foreign"),
-    _bad("dir-below-a-file", f"{_CHECK} --ttrace-dir HOME/notes.txt/x {_JOB}", kind="foreign"),
-    _bad("dir-has-a-summary", f"{_CHECK} --ttrace-dir HOME/has {_JOB}", kind="foreign"),
-    _bad("dir-has-linked-logs", f"{_CHECK} --ttrace-dir HOME/linked {_JOB}", kind="foreign"),
-    _bad("dir-is-etc", f"{_CHECK} --ttrace-dir /proc/self/fd {_JOB}", kind="foreign"),
-    _bad("record-into-home", f"record --quiet --ttrace-dir HOME/has {_JOB}", kind="foreign"),
-    _bad("clean-home", "clean HOME --yes --older-than 0", codes=(0, 2), kind="foreign"),
-    _bad("ci-into-a-file", "ci --base HEAD --directory HOME/notes.txt HOME", kind="foreign"),
-    _bad("ci-into-home", "ci --base HEAD --directory HOME HOME", kind="foreign"),
-    _bad("bisect-into-home", f"bisect --directory HOME a b {_JOB}", kind="foreign"),
-    _bad("diff-into-home", "diff --directory HOME HOME/a HOME/b", kind="foreign"),
-    _bad("compare-into-home", "compare HOME/a HOME/b --output HOME/has", kind="foreign"),
-    _bad("recipes-into-home", "recipes HOME --directory HOME/linked --dry-run", kind="foreign"),
-    _bad("html-over-a-link", "report HOME/has --html HOME/link", kind="foreign"),
-    _bad("junit-over-a-file", "report HOME/has --junit HOME/notes.txt", kind="foreign"),
-    _bad(
+    _foreign("dir-is-a-fifo", f"{_CHECK} --ttrace-dir HOME/fifo {_JOB}"),
+    _foreign("dir-is-a-file", f"{_CHECK} --ttrace-dir HOME/notes.txt {_JOB}"),
+    _foreign("dir-below-a-file", f"{_CHECK} --ttrace-dir HOME/notes.txt/x {_JOB}"),
+    _foreign("dir-has-a-summary", f"{_CHECK} --ttrace-dir HOME/has {_JOB}"),
+    _foreign("dir-has-linked-logs", f"{_CHECK} --ttrace-dir HOME/linked {_JOB}"),
+    _foreign("dir-is-etc", f"{_CHECK} --ttrace-dir /proc/self/fd {_JOB}"),
+    _foreign("record-into-home", f"record --quiet --ttrace-dir HOME/has {_JOB}"),
+    _foreign("clean-home", "clean HOME --yes --older-than 0", codes=(0, 2)),
+    _foreign("ci-into-a-file", "ci --base HEAD --directory HOME/notes.txt HOME"),
+    _foreign("ci-into-home", "ci --base HEAD --directory HOME HOME"),
+    _foreign("bisect-into-home", f"bisect --directory HOME a b {_JOB}"),
+    _foreign("diff-into-home", "diff --directory HOME HOME/a HOME/b"),
+    _foreign("compare-into-home", "compare HOME/a HOME/b --output HOME/has"),
+    _foreign("recipes-into-home", "recipes HOME --directory HOME/linked --dry-run"),
+    _foreign("html-over-a-link", "report HOME/has --html HOME/link"),
+    _foreign("junit-over-a-file", "report HOME/has --junit HOME/notes.txt"),
+    _foreign(
         "data-over-a-file",
         "shrink --data HOME/notes.txt -- x.py",
         codes=(0, 2),
-        kind="foreign",
     ),
-    _bad("cache-is-home", f"{_CHECK} --ttrace-dir HOME/new {_JOB} --num-layers 0", kind="foreign"),
+    _foreign("cache-is-home", f"{_CHECK} --ttrace-dir HOME/new {_JOB} --num-layers 0"),
 )
 
 

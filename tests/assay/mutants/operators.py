@@ -7,6 +7,7 @@ An operator yields the nodes to replace, which are the given one or inside it, w
 import ast
 import re
 from collections.abc import Callable, Iterator
+from typing import TypeGuard
 
 from tests.assay.mutants.source import Source, last_name
 
@@ -22,7 +23,7 @@ _SUM = re.compile(r"all_?reduce|^_reduce$|^reduce_from")
 _IN_PLACE = re.compile(r"(^|\.)(torch\.distributed|dist)\.\w+$|^dist_\w+_func$")
 
 
-def _is_collective(node: ast.AST) -> bool:
+def _is_collective(node: ast.AST) -> TypeGuard[ast.Call]:
     """Whether a node calls a collective, or what Megatron has around one."""
     return isinstance(node, ast.Call) and bool(_COLLECTIVE.search(last_name(node.func)))
 
@@ -51,7 +52,6 @@ def drop_collective(node: ast.AST, source: Source) -> Changes:
     """``all_reduce(x)`` becomes nothing, ``y = reduce_from_region(x)`` becomes ``y = x``."""
     if not _is_collective(node):
         return
-    assert isinstance(node, ast.Call)
     if source.is_statement(node):
         yield node, "None"
     elif _returns_new(node):
@@ -65,10 +65,7 @@ def double_collective(node: ast.AST, source: Source) -> Changes:
 
     Only collectives that sum: gathering twice is gathering once.
     """
-    if not _is_collective(node):
-        return
-    assert isinstance(node, ast.Call)
-    if not _SUM.search(last_name(node.func)):
+    if not _is_collective(node) or not _SUM.search(last_name(node.func)):
         return
     text = source.of(node)
     if any(word.arg == "async_op" and _is_true(word.value) for word in node.keywords):
@@ -96,12 +93,10 @@ _TENSOR = re.compile(r"tp|tensor|model_parallel|pp|pipeline|embd|embedding")
 
 def wrong_group(node: ast.AST, source: Source) -> Changes:
     """The data-parallel group for the tensor-parallel one, the tensor-parallel one for others."""
-    if not _is_collective(node):
-        return
-    assert isinstance(node, ast.Call)
-    for argument in [*node.args, *(word.value for word in node.keywords)]:
-        if _is_group(argument):
-            yield argument, _other_group(source.of(argument), source.module)
+    if _is_collective(node):
+        for argument in [*node.args, *(word.value for word in node.keywords)]:
+            if _is_group(argument):
+                yield argument, _other_group(source.of(argument), source.module)
 
 
 def _other_group(group: str, module: str) -> str:
@@ -157,7 +152,7 @@ def wrong_op(node: ast.AST, source: Source) -> Changes:
     if isinstance(node, ast.Attribute) and last_name(node.value) == "ReduceOp":
         if node.attr in _OTHER_OP:
             yield node, f"{source.of(node.value)}.{_OTHER_OP[node.attr]}"
-    elif _is_collective(node) and isinstance(node, ast.Call) and _sums_by_default(node):
+    elif _is_collective(node) and _sums_by_default(node):
         text = source.of(node)
         head = text[: text.rindex(")")].rstrip().rstrip(",")
         yield node, f"{head}, op={_AVERAGE})"

@@ -55,13 +55,15 @@ def scan(patterns: Sequence[str] = ()) -> list[Mutant]:
 def modules() -> list[tuple[str, Path]]:
     """Names and files of all modules below :data:`PACKAGES`."""
     root = Path(megatron_folder(), "core")
-    return [
-        (_name(path.relative_to(root)), path)
-        for package in PACKAGES
-        for place in [root.joinpath(*package.split(".")[2:])]
-        for path in (place.with_suffix(".py"), *sorted(place.rglob("*.py")))
-        if path.is_file() and (path.name != "__init__.py" or path.stat().st_size > 0)
-    ]
+    found = []
+    for package in PACKAGES:
+        place = root.joinpath(*package.split(".")[2:])
+        for path in (place.with_suffix(".py"), *sorted(place.rglob("*.py"))):
+            if path.is_file() and (path.name != "__init__.py" or path.stat().st_size > 0):
+                name = ".".join(path.relative_to(root.parents[1]).with_suffix("").parts)
+                # A package's file has the package's name; with another it would be a copy.
+                found.append((name.removesuffix(".__init__"), path))
+    return found
 
 
 def autograd_files() -> list[Path]:
@@ -71,12 +73,6 @@ def autograd_files() -> list[Path]:
         for path in sorted(Path(megatron_folder(), "core").rglob("*.py"))
         if "autograd.Function)" in path.read_text(encoding="utf-8")
     ]
-
-
-def _name(path: Path) -> str:
-    """A package's ``__init__.py`` has the package's name; with another it would be a copy."""
-    parts = ("megatron.core", *path.with_suffix("").parts)
-    return ".".join(parts).removesuffix(".__init__")
 
 
 def scan_source(module: str, text: str) -> Iterator[Mutant]:

@@ -26,6 +26,10 @@ class Side(StrEnum):
     LOAD = "load"
 
 
+type Damage = Callable[[Live, random.Random], None]
+"""Damages live state."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mechanism:
     """A kind of fault.
@@ -37,7 +41,7 @@ class Mechanism:
         describes: whether it changes the description of shards instead of their values.
     """
 
-    damage: Callable[[Live, random.Random], None]
+    damage: Damage
     sides: tuple[Side, ...]
     needs: frozenset[str]
     describes: bool = False
@@ -48,16 +52,12 @@ MECHANISMS: dict[str, Mechanism] = {}
 
 def mechanism(
     *needs: str, sides: Iterable[Side] = Side, describes: bool = False
-) -> Callable[[Callable[[Live, random.Random], None]], Callable[[Live, random.Random], None]]:
+) -> Callable[[Damage], Damage]:
     """Register a function as the mechanism of its name."""
 
-    def register(
-        function: Callable[[Live, random.Random], None],
-    ) -> Callable[[Live, random.Random], None]:
-        MECHANISMS[function.__name__] = Mechanism(
-            function, tuple(sides), frozenset(needs), describes
-        )
-        return function
+    def register(damage: Damage) -> Damage:
+        MECHANISMS[damage.__name__] = Mechanism(damage, tuple(sides), frozenset(needs), describes)
+        return damage
 
     return register
 

@@ -90,18 +90,10 @@ def _describing(live: Live, fault: Fault) -> Callable[..., Any]:
 def _plant_saving(live: Live, fault: Fault) -> None:
     saving = [False]
 
-    def save_checkpoint(
-        old: Any,
-        iteration: Any,
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        *args: Any,
-        **more: Any,
-    ) -> Any:
-        live.chunks, live.optimizer, live.scheduler = model, optimizer, scheduler
+    def save_checkpoint(old: Any, iteration: Any, *args: Any, **more: Any) -> Any:
+        live.chunks, live.optimizer, live.scheduler = args[:3]
         saving[0] = True
-        return old(iteration, model, optimizer, scheduler, *args, **more)
+        return old(iteration, *args, **more)
 
     def train_step(old: Any, *args: Any, **more: Any) -> Any:
         if live.optimizer is not None:
@@ -132,12 +124,10 @@ def _plant_saving(live: Live, fault: Fault) -> None:
 
 
 def _plant_loading(live: Live, fault: Fault) -> None:
-    def load_checkpoint(
-        old: Any, model: Any, optimizer: Any, scheduler: Any, *args: Any, **more: Any
-    ) -> Any:
-        live.chunks, live.optimizer, live.scheduler = model, optimizer, scheduler
+    def load_checkpoint(old: Any, *args: Any, **more: Any) -> Any:
+        live.chunks, live.optimizer, live.scheduler = args[:3]
         live.remember()
-        return old(model, optimizer, scheduler, *args, **more)
+        return old(*args, **more)
 
     def on_checkpoint_loaded(old: Any, *args: Any, **more: Any) -> Any:
         # The last line of load_checkpoint that is run on every rank.
