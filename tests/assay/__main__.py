@@ -7,12 +7,10 @@ Exit codes are those of ``ttrace``; ``python -m tests.assay COMMAND --help`` has
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron_ttrace.cli import command
 from megatron_ttrace.cli import main as ttrace
-from megatron_ttrace.trace.errors import ExitCode
-from tests.assay import blame, bridge, conversions, harness, huggingface, models, plant, same
+from tests.assay import blame, bridge, conversions, huggingface, models, plant, same
 from tests.assay.checkpoints import campaign as checkpoints
 from tests.assay.faults import campaign as faults
 from tests.assay.faults.fuzz import harness as fuzz
@@ -35,23 +33,7 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         *(bridge, huggingface, blame, models, same),
     ):
         module.add_parser(subparsers)
-    tabled = command.add(
-        subparsers,
-        "table",
-        _table,
-        summary="print the table of rows that a campaign left",
-        epilog="example:\n  python -m tests.assay table ttrace-out/mutants/rows.jsonl",
-    )
-    tabled.add_argument("rows", type=Path, metavar="ROWS.JSONL")
     return parser
-
-
-def _table(args: argparse.Namespace) -> int:
-    _, rows = harness.load(args.rows)
-    print(harness.table(rows))
-    for column, share in harness.shares(rows).items():
-        print(f"{column}: {share:.1%}")
-    return ExitCode.EQUIVALENT
 
 
 def main(argv: Sequence[str] | None = None) -> int:

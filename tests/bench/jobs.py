@@ -77,7 +77,6 @@ class Turns:
         plain, dear: seconds of each pair's iterations.
         steps: seconds of Megatron's own step in each dear turn, with capture; not a rehearsal's
             preparation.
-        plain_steps: the same of each plain turn.
         peaks: of the ranks, bytes of memory above the peak of the first, plain turn.
         peaks_mapped: the same with mapped files.
         plain_peak: the first turn's bytes.
@@ -86,7 +85,6 @@ class Turns:
     plain: tuple[float, ...]
     dear: tuple[float, ...]
     steps: tuple[float, ...]
-    plain_steps: tuple[float, ...]
     peak: int
     peak_mapped: int
     plain_peak: int
@@ -124,14 +122,13 @@ def in_turns(
         BenchError: when it failed, or when ttrace did not find the job equivalent.
     """
     words = [*job.arguments, "--train-iters", str(2 * pairs + 10), *more]
-    is_checked = tool in ("ttrace", "calls")
-    if is_checked:
+    if tool == "ttrace":
         words += ["--ttrace", "--ttrace-no-wandb", "--ttrace-dir", str(home / "run")]
         words += ["--ttrace-seeds", "2"]
     plan = json.dumps({"out": str(home), "pairs": pairs, "tool": tool})
     command = [str(python), "-m", "tests.ranks", str(job.ranks), str(TRAIN), *words]
     run(command, home, BENCH=plan, **variables)
-    if is_checked:
+    if tool == "ttrace":
         summary = json.loads((home / "run" / "summary.json").read_text())
         if summary["verdict"] != "equivalent":
             raise BenchError(f"{job.name}: {summary['verdict']}, so its times mean nothing")
@@ -180,14 +177,10 @@ def _read(home: Path, ranks: int) -> Turns:
         ranks = zip(sampled_dear, by_turn[0], strict=True)
         return max(dear[name] - plain[name] for dear, plain in ranks)
 
-    def first_steps(turns: Sequence[Sequence[dict]]) -> tuple[float, ...]:
-        return tuple(max((rank["steps"] or [0.0])[0] for rank in turn) for turn in turns)
-
     return Turns(
         plain=most(timed_plain, "seconds"),
         dear=most(timed_dear, "seconds"),
-        steps=first_steps(timed_dear),
-        plain_steps=first_steps(timed_plain),
+        steps=tuple(max((rank["steps"] or [0.0])[0] for rank in turn) for turn in timed_dear),
         peak=above("peak"),
         peak_mapped=above("resident"),
         plain_peak=max(rank["peak"] for rank in by_turn[0]),

@@ -70,19 +70,6 @@ def traced_step(options: Options) -> Iterator[Row]:
             yield Row("memory", f"{job.name}: above plain", memory, "MB a rank", note)
 
 
-def recorder(options: Options) -> Iterator[Row]:
-    """A traced step in which functions and collectives are recorded, against one without that."""
-    for job in (BASE, TP2):
-        if options.only not in job.name:
-            continue
-        with scratch() as home:
-            turns = jobs.in_turns(job, "calls", options.pairs, home)
-        ratio = jobs.median_ratio(turns.steps, turns.plain_steps)
-        ours, without = (statistics.median(steps) for steps in (turns.steps, turns.plain_steps))
-        note = f"processor time of {len(turns.steps)} pairs: {ours:.3f} s and {without:.3f} s"
-        yield Row("recorder", f"{job.name}: what runs is recorded", ratio, "× not recorded", note)
-
-
 def other_tools(options: Options) -> Iterator[Row]:
     """What captures less, on the same job: Megatron's savers, msprobe's dumps."""
     own = functools.partial(Row, "other-tools")
@@ -194,7 +181,6 @@ def _first(error: BenchError) -> str:
 
 SECTIONS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "traced-step": traced_step,
-    "recorder": recorder,
     "comparison": comparison,
     "whole-check": whole_check,
     "other-tools": other_tools,

@@ -12,7 +12,7 @@ FAILED = Row("other-tools", "msprobe", None, "× plain", "could not run: no such
 @pytest.mark.parametrize(("value", "lines"), [(2.0, 0), (2.39, 0), (2.41, 1)])
 def test_regression_is_noticed(value, lines):
     """Ratios that are more than 20 % above the known ones; sizes and new rows are none."""
-    rows = [RATIO, SIZE, FAILED, Row("recorder", "new", 100.0, "× plain")]
+    rows = [RATIO, SIZE, FAILED, Row("whole-check", "new", 100.0, "× plain")]
     rows[0] = Row(RATIO.section, RATIO.name, value, RATIO.unit)
     found = baseline.regressions(rows, {"traced-step/TP 2: traced iteration": 2.0})
     assert len(found) == lines
@@ -23,8 +23,8 @@ def test_baseline_keeps_what_was_not_measured(tmp_path, monkeypatch):
     """Only ratios are stored; those of other runs stay."""
     monkeypatch.setattr(baseline, "PATH", tmp_path / "baseline.json")
     baseline.update([RATIO, SIZE, FAILED], "a machine")
-    baseline.update([Row("recorder", "TP 2", 3.0, "× plain")], "a machine")
-    assert baseline.read() == {"recorder/TP 2": 3.0, "traced-step/TP 2: traced iteration": 2.0}
+    baseline.update([Row("whole-check", "TP 2", 3.0, "× plain")], "a machine")
+    assert baseline.read() == {"whole-check/TP 2": 3.0, "traced-step/TP 2: traced iteration": 2.0}
 
 
 def test_page_between_its_markers(tmp_path):

@@ -23,7 +23,6 @@ from typing import Any
 import torch.distributed as dist
 from megatron.training import training
 
-from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.jobs import argv
 from megatron_ttrace.run import candidate, loop
 from megatron_ttrace.run.candidate import CandidateSession
@@ -43,8 +42,7 @@ class Plan:
         out: directory for the results.
         pairs: of a plain and a dear iteration.
         tool: what makes an iteration dear: ``ttrace``, ``savers``, ``statistics`` or ``tensor``
-            (levels of msprobe), ``none``. With ``calls`` all iterations are traced, and in the dear
-            ones what runs is recorded, collectives too.
+            (levels of msprobe), ``none``.
     """
 
     out: str
@@ -56,20 +54,18 @@ def main(plan: Plan) -> None:
     """Train."""
     if "--ttrace-role" not in argv.words():
         turns = _Turns(plan)
-        if plan.tool in ("ttrace", "calls"):
+        if plan.tool == "ttrace":
             _trace_in_turns(turns)
-        training.train = _around(training.train, turns.watch)
+        train = training.train
+
+        @functools.wraps(train)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            turns.watch()
+            return train(*args, **kwargs)
+
+        training.train = watched
     sys.argv[0] = str(SCRIPT)
     runpy.run_path(str(SCRIPT), run_name="__main__")
-
-
-def _around(original: Any, before: Any) -> Any:
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        before()
-        return original(*args, **kwargs)
-
-    return wrapped
 
 
 class _Turns:
@@ -108,18 +104,13 @@ class _Turns:
         training.train_step = functools.wraps(step)(functools.partial(self._turn, step))
 
     def timed(self, step: Any) -> Any:
-        """Megatron's own step, timed.
-
-        The recorder of functions waits for nothing: of it processor time is the time, without other
-        work.
-        """
-        clock = time.process_time if self.plan.tool == "calls" else time.perf_counter
+        """Megatron's own step, timed."""
 
         @functools.wraps(step)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            began = clock()
+            began = time.perf_counter()
             result = step(*args, **kwargs)
-            self.steps.append(clock() - began)
+            self.steps.append(time.perf_counter() - began)
             return result
 
         return wrapped
@@ -185,13 +176,10 @@ def _trace_in_turns(turns: _Turns) -> None:
     around, conclude = loop.Watch.step, CandidateSession._conclude
 
     def around_step(watch: Any, run: Any, iterator: Any) -> Any:
-        traced = turns.is_dear or turns.plan.tool == "calls"
-        watch._step = 0 if traced else _NEVER
-        if turns.plan.tool == "calls":
-            _record_anew(watch, on=turns.is_dear)
+        watch._step = 0 if turns.is_dear else _NEVER
         session = watch._session
         result = around(watch, turns.timed(run), iterator)
-        if traced:
+        if turns.is_dear:
             assert session is not None, "the run was not checked"
             session.finished, watch._session = False, session
         return result
@@ -212,28 +200,6 @@ def _trace_in_turns(turns: _Turns) -> None:
     candidate.as_training_begins = lambda model, args, initial: initial  # type: ignore[assignment]
     # As before a later traced step, there were steps.
     CandidateSession._warm_up = lambda *_: None  # type: ignore[method-assign]
-
-
-def _record_anew(watch: Any, *, on: bool) -> None:
-    """Record as in the first traced step, when every function is new; or nothing at all."""
-    tap: CallTap = watch._calls
-    tap.stop()
-    for known in (tap._calls, tap._values, tap._tensors, tap._lookups):
-        known.clear()
-    for seen in filter(None, tap._seen.values()):
-        seen.near.clear()
-    tap._phases.clear()
-    recording = watch._session._recording
-    tapped = recording._tap
-    for known in (tapped._sorts, tapped._functions, tapped._users):
-        known.clear()
-    vars(recording).pop("step", None)
-    if on:
-        assert tap._context is not None
-        tap.start()
-        tap.in_steps(tap._context)
-    else:
-        recording.step = lambda _, run: run()
 
 
 if __name__ == "__main__":
