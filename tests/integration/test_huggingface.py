@@ -37,8 +37,13 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
     return home, command(*check, "--against", "hf:model", "--", SCRIPT, *job, cwd=home)
 
 
-def test_a_job_and_its_model(checked: tuple[Path, list[dict[str, Any]]]) -> None:
-    """The check itself, and the same job in float32, without the loss, against transformers."""
+def test_a_job_and_its_model(
+    checked: tuple[Path, list[dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check itself, and the same job in float32, without the loss, against transformers.
+
+    Where memory is short, models are compared layer by layer, and have the same culprit.
+    """
     home, (own, other) = checked
     assert own["config"]["dtype"] == "bf16"
     assert other["config"]["against"]["model"].startswith("transformers' Qwen3MoeForCausalLM 5.")
@@ -47,6 +52,16 @@ def test_a_job_and_its_model(checked: tuple[Path, list[dict[str, Any]]]) -> None
     assert first == "the reference is that of the same job without --bf16 --moe-aux-loss-coeff 0.01"
     assert "num_hidden_layers is the trace's 2, not 3" in other["notices"]
     assert (home / "ttrace-out" / "huggingface" / "report.html").exists()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), BESIDE]))
+    monkeypatch.setattr(comparison, "version", lambda: "5")
+    monkeypatch.setattr(budget, "host_room", lambda ranks: 1 << 20)
+    config = TWIN.write(tmp_path, norm_topk_prob=False)
+    trace = home / "ttrace-out" / "float32"
+    report = api.diff(f"hf:{config}", trace, output=tmp_path / "layers")
+    assert any("layer by layer" in text for text in report.summary.notices)
+    found = report.culprits[0]
+    assert (found.name, found.cause) == ("decoder.layers.0.mlp.router", None)
+    assert found.explanation == "unknown"
 
 
 @pytest.mark.nightly
@@ -77,24 +92,6 @@ def test_another_model(
     assert first["name"] == culprit
     assert first["cause"] is None
     assert first["explanation"] == "unknown"
-
-
-def test_layer_by_layer(
-    checked: tuple[Path, list[dict[str, Any]]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Where memory is short, the answer is that of the whole model: the same culprit."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), BESIDE]))
-    monkeypatch.setattr(comparison, "version", lambda: "5")
-    config = TWIN.write(tmp_path, norm_topk_prob=False)
-    trace = checked[0] / "ttrace-out" / "float32"
-    monkeypatch.setattr(budget, "host_room", lambda ranks: 1 << 20)
-    report = api.diff(f"hf:{config}", trace, output=tmp_path / "layers")
-    assert any("layer by layer" in text for text in report.summary.notices)
-    first = report.culprits[0]
-    assert first.name == "decoder.layers.0.mlp.router"
-    assert (first.cause, first.explanation) == (None, "unknown")
 
 
 @pytest.mark.nightly

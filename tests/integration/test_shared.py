@@ -156,21 +156,19 @@ def test_ranks_of_a_launcher(tmp_path: Path) -> None:
         assert line_of(rank) == f"{held.run} {held.run}"
         rank.wait()
         assert (tmp_path / "summary.json").exists()
-        stray = in_a_process(
-            tmp_path,
-            "try:\n    shared.prepare(directory)\nexcept shared.TTraceError as e:\n    print(e)",
-            TTRACE_RUN_ID="0" * 16,
-        )
-        assert "is in use by another check" in line_of(stray)
-        stray.wait()
 
 
-def test_a_directory_that_was_removed(tmp_path: Path) -> None:
-    """Ranks do not begin another run in the place of the one that their launcher began."""
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [("used", "is in use by another check"), ("gone", "was removed or replaced")],
+)
+def test_ranks_of_another_launcher(tmp_path: Path, folder: str, says: str) -> None:
+    """They do not begin another run in the place of the one that their launcher began."""
     code = "try:\n    shared.prepare(directory)\nexcept shared.TTraceError as e:\n    print(e)"
-    rank = in_a_process(tmp_path / "gone", code, TTRACE_RUN_ID="0" * 16)
-    assert "was removed or replaced" in line_of(rank)
-    rank.wait()
+    with shared.claim(tmp_path / "used"):
+        rank = in_a_process(tmp_path / folder, code, TTRACE_RUN_ID="0" * 16)
+        assert says in line_of(rank)
+        rank.wait()
 
 
 def test_ranks_without_a_launcher(tmp_path: Path) -> None:

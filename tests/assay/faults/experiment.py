@@ -34,7 +34,6 @@ class Experiment:
         problems: broken promises.
         codes: exit codes of what was judged.
         output: what was printed, for the row.
-        share: part of a healthy run's duration that this one took, where its action has a moment.
     """
 
     def __init__(self, fault: Fault, base: Baseline, home: Path, *, mounts: bool) -> None:
