@@ -25,24 +25,25 @@ def on_page_markdown(markdown: str, **context: Any) -> str:
 
 def render() -> str:
     """The reference of all public names."""
-    records = ["## Records", "", *(_listed(f"`{name}`: {_summary(name)}") for name in RECORDS), ""]
-    return "\n".join([*map(_entry, DESCRIBED), *records])
+    records = {name: _summary(getattr(megatron_ttrace, name)) for name in RECORDS}
+    listed = [_listed(f"`{name}`: {summary}") for name, summary in records.items()]
+    return "\n".join([*map(_entry, DESCRIBED), "## Records", "", *listed, ""])
 
 
 def _entry(name: str) -> str:
     value = getattr(megatron_ttrace, name)
     parts = [f"## `{name}`\n"]
     if inspect.isfunction(value):
-        parts.append(_code(_signature(name, value)))
+        parts.append(f"```python\n{_signature(name, value)}\n```\n")
     parts.append("\n".join(_markdown(inspect.getdoc(value) or "")).strip("\n") + "\n")
     if isinstance(value, type):
         parts.append("\n".join(_members(value)) + "\n")
     return "\n".join(parts)
 
 
-def _summary(name: str) -> str:
+def _summary(value: Any) -> str:
     """The first paragraph of its docstring."""
-    text = inspect.getdoc(getattr(megatron_ttrace, name)) or ""
+    text = inspect.getdoc(value) or ""
     return _literal(" ".join(text.partition("\n\n")[0].split()))
 
 
@@ -66,10 +67,6 @@ def _signature(name: str, function: Any) -> str:
     return f"def {name}({inside}) -> {signature.return_annotation}"
 
 
-def _code(text: str) -> str:
-    return f"```python\n{text}\n```\n"
-
-
 def _members(value: type) -> Iterator[str]:
     """Properties and methods with what they are."""
     names = dict.fromkeys(name for kind in value.__mro__ for name in vars(kind))
@@ -77,9 +74,8 @@ def _members(value: type) -> Iterator[str]:
     for name, member in members.items():
         if name.startswith("_") or not (isinstance(member, property) or inspect.isfunction(member)):
             continue
-        what = " ".join((inspect.getdoc(member) or "").partition("\n\n")[0].split())
         call = "" if isinstance(member, property) else "()"
-        yield _listed(f"`.{name}{call}`: {_literal(what)}")
+        yield _listed(f"`.{name}{call}`: {_summary(member)}")
 
 
 def _markdown(doc: str) -> Iterator[str]:

@@ -103,7 +103,7 @@ def _healthy(args: argparse.Namespace) -> int:
     workshop = Workshop(args.directory / "plain")
 
     def attempt(job: Job) -> Row:
-        folder = args.directory / job.name
+        folder = args.directory / job.id
         if args.check:
             place = workshop.saved_in(job)
             answered = [
@@ -118,7 +118,7 @@ def _healthy(args: argparse.Namespace) -> int:
         if worst.is_found:
             marks[FALSE_ALARM] = True
         note = f"{len(job.into)} layouts: {worst}"
-        return Row(job.name, "healthy", marks, note, details={"named": worst.named})
+        return Row(job.id, "healthy", marks, note, details={"named": worst.named})
 
     rows = harness.execute(cases, attempt, args)
     pairs = sum(len(table[row.id].into) for row in rows)

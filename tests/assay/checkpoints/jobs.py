@@ -58,7 +58,7 @@ class Job:
     """What saves.
 
     Attributes:
-        name: of the row.
+        id: of the row.
         model, dtype: of the matrix.
         layout: in which it saves.
         more: words that hold when saving and when loading: format, optimizer, numbers of layers.
@@ -66,7 +66,7 @@ class Job:
         faults: whether faults are planted in it.
     """
 
-    name: str
+    id: str
     model: str
     layout: Layout
     into: tuple[Layout, ...]
@@ -80,11 +80,6 @@ class Job:
         words = f"{self.more} {matrix.DTYPES[self.dtype]}"
         model = matrix.arguments_of(self.model, "")
         return (*model, "--mock-data", *_table()["common"].split(), *arguments(words))
-
-    @property
-    def id(self) -> str:
-        """Its name."""
-        return self.name
 
     @property
     def words(self) -> frozenset[str]:
@@ -127,7 +122,7 @@ def jobs() -> dict[str, Job]:
 
 def _job(name: str, row: dict[str, Any]) -> Job:
     layout, into = Layout.of(row.pop("layout")), tuple(map(Layout.of, row.pop("into")))
-    return Job(name=name, layout=layout, into=into, **row)
+    return Job(id=name, layout=layout, into=into, **row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +143,7 @@ class Planted:
     def id(self) -> str:
         """Unique in a sample."""
         into = f"-{self.into}".replace(" ", "-")
-        return f"{self.fault.side}-{self.fault.mechanism}-{self.job.name}{into}-{self.fault.seed}"
+        return f"{self.fault.side}-{self.fault.mechanism}-{self.job.id}{into}-{self.fault.seed}"
 
 
 def sample(seed: int) -> Iterator[Planted]:

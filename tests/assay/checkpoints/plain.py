@@ -121,7 +121,7 @@ class Workshop:
 
     def folder(self, job: Job) -> Path:
         """Where a job's healthy checkpoint ``ck`` is."""
-        return self._directory / job.name
+        return self._directory / job.id
 
     def saved_in(self, job: Job) -> Path:
         """The healthy checkpoint, which is made if it is not there."""
@@ -130,13 +130,13 @@ class Workshop:
 
     def saved(self, job: Job) -> Run:
         """The uninterrupted run."""
-        if job.name not in self._saved or self._saved[job.name].code:
-            self._saved[job.name] = save(self.folder(job), job)
-        return self._saved[job.name]
+        if job.id not in self._saved or self._saved[job.id].code:
+            self._saved[job.id] = save(self.folder(job), job)
+        return self._saved[job.id]
 
     def resumed(self, job: Job, layout: Layout) -> Run:
         """The healthy run that goes on from the checkpoint."""
-        key = (job.name, str(layout))
+        key = (job.id, str(layout))
         if key not in self._resumed or self._resumed[key].code:
             healthy = self.saved(job)
             again = healthy if healthy.code else resume(self.folder(job), job, layout)
@@ -152,7 +152,7 @@ class Workshop:
         fault, job = planted.fault, planted.job
         healthy = self.resumed(job, planted.into)
         if healthy.code:
-            raise TTraceError(f"{job.name} into {planted.into}: {healthy.error}")
+            raise TTraceError(f"{job.id} into {planted.into}: {healthy.error}")
         folder, truth = self.folder(job), None
         if fault.side is Side.SAVE:
             folder = folder / "fault"
