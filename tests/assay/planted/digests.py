@@ -63,28 +63,19 @@ def _tensors(model: Any, optimizer: Any) -> Iterator[tuple[str, str]]:
     for number, chunk in enumerate(model):
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers()):
             yield f"model{number}.{name}", of(tensor)
-    for number, leaf in enumerate(_leaves(optimizer)):
-        for order, group in enumerate(leaf.optimizer.param_groups):
-            for index, main in enumerate(group["params"]):
-                yield f"optimizer{number}.{order}.{index}", of(main)
-                for state, value in sorted(leaf.optimizer.state.get(main, {}).items()):
-                    if torch.is_tensor(value):
-                        yield f"optimizer{number}.{order}.{index}.{state}", of(value)
+    for name, value in _held(optimizer):
+        if torch.is_tensor(value):
+            yield name, of(value)
 
 
 def _numbers(optimizer: Any, scheduler: Any) -> Iterator[tuple[str, str]]:
     from megatron.core import tensor_parallel
     from megatron.training import get_args
 
+    for name, value in _held(optimizer):
+        if not torch.is_tensor(value):
+            yield name, of(value)
     for number, leaf in enumerate(_leaves(optimizer)):
-        for order, group in enumerate(leaf.optimizer.param_groups):
-            for field, value in group.items():
-                if field != "params":
-                    yield f"optimizer{number}.{order}.{field}", of(value)
-            for index, main in enumerate(group["params"]):
-                for state, value in sorted(leaf.optimizer.state.get(main, {}).items()):
-                    if not torch.is_tensor(value):
-                        yield f"optimizer{number}.{order}.{index}.{state}", of(value)
         if getattr(leaf, "grad_scaler", None) is not None:
             yield f"optimizer{number}.scale", repr(leaf.grad_scaler.state_dict())
     yield "scheduler", repr(scheduler.state_dict())
@@ -94,6 +85,18 @@ def _numbers(optimizer: Any, scheduler: Any) -> Iterator[tuple[str, str]]:
     states = tensor_parallel.get_cuda_rng_tracker().get_states()
     yield "rng", of(repr((torch.get_rng_state().tolist(), random.getstate())))
     yield "rng.tracker", of(repr({name: of(state) for name, state in states.items()}))
+
+
+def _held(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """What the parameter groups of PyTorch's optimizers hold, and the state of each parameter."""
+    for number, leaf in enumerate(_leaves(optimizer)):
+        for order, group in enumerate(leaf.optimizer.param_groups):
+            place = f"optimizer{number}.{order}"
+            yield from ((f"{place}.{name}", group[name]) for name in group if name != "params")
+            for index, main in enumerate(group["params"]):
+                yield f"{place}.{index}", main
+                for state, value in sorted(leaf.optimizer.state.get(main, {}).items()):
+                    yield f"{place}.{index}.{state}", value
 
 
 def _leaves(optimizer: Any) -> Iterator[Any]:
