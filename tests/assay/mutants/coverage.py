@@ -67,58 +67,57 @@ def record(files: Mapping[str, Phase | None], log: Path) -> None:
         TTraceError: when other tools use all places of ``sys.monitoring``.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    output = log.open("w", encoding="utf-8", buffering=1)
     monitoring = sys.monitoring
     tool = next((tool for tool in range(6) if monitoring.get_tool(tool) is None), None)
     if tool is None:
         raise TTraceError("no room for another tool in sys.monitoring: run without a profiler")
-    inside = _Inside(files)
-    seen: set[tuple[CodeType, str, str]] = set()
-
-    def line(code: CodeType, number: int) -> Any:
-        if code.co_filename in files:
-            output.write(json.dumps([code.co_filename, number]) + "\n")
-        return monitoring.DISABLE
-
-    def start(code: CodeType, _: int) -> Any:
-        if code.co_filename not in files:
-            return monitoring.DISABLE
-        for how, place in inside.places(sys._getframe(1)):
-            if how == "built":
-                inside.pending.append((code, place))
-            else:
-                write(code, how, place)
-        return None
-
-    def write(code: CodeType, how: str, place: str) -> None:
-        if (code, how, place) not in seen:
-            seen.add((code, how, place))
-            last = max((at for _, _, at in code.co_lines() if at), default=code.co_firstlineno)
-            span = [code.co_firstlineno, last]
-            output.write(json.dumps([code.co_filename, code.co_qualname, *span, how, place]) + "\n")
-
-    inside.write = write
+    recorder = _Recorder(files, log)
     monitoring.use_tool_id(tool, "mutants")
-    monitoring.register_callback(tool, monitoring.events.LINE, line)
-    monitoring.register_callback(tool, monitoring.events.PY_START, start)
+    monitoring.register_callback(tool, monitoring.events.LINE, recorder.line)
+    monitoring.register_callback(tool, monitoring.events.PY_START, recorder.start)
     monitoring.set_events(tool, monitoring.events.LINE | monitoring.events.PY_START)
 
 
-class _Inside:
-    """Knows the module whose forward runs, or whose constructor."""
+class _Recorder:
+    """Writes what runs; knows the module whose forward runs, or whose constructor."""
 
-    def __init__(self, files: Mapping[str, Phase | None]) -> None:
+    def __init__(self, files: Mapping[str, Phase | None], log: Path) -> None:
         from torch import nn
         from torch.nn.modules import module as hooks
 
         self._files = files
+        self._output = log.open("w", encoding="utf-8", buffering=1)
         self._module = nn.Module
         self._names: dict[int, str] = {}
         self._stack: list[tuple[nn.Module, str]] = []
-        self.pending: list[tuple[CodeType, Any]] = []
-        self.write: Any = None
+        self._pending: list[tuple[CodeType, Any]] = []
+        self._seen: set[tuple[CodeType, str, str]] = set()
         hooks.register_module_forward_pre_hook(self._enter)
         hooks.register_module_forward_hook(self._leave, always_call=True)
+
+    def line(self, code: CodeType, number: int) -> Any:
+        """A line runs."""
+        if code.co_filename in self._files:
+            self._output.write(json.dumps([code.co_filename, number]) + "\n")
+        return sys.monitoring.DISABLE
+
+    def start(self, code: CodeType, _: int) -> Any:
+        """A function starts."""
+        if code.co_filename not in self._files:
+            return sys.monitoring.DISABLE
+        for how, place in self._places(sys._getframe(1)):
+            if how == "built":
+                self._pending.append((code, place))
+            else:
+                self._write(code, how, place)
+        return None
+
+    def _write(self, code: CodeType, how: str, place: str) -> None:
+        if (code, how, place) not in self._seen:
+            self._seen.add((code, how, place))
+            last = max((at for _, _, at in code.co_lines() if at), default=code.co_firstlineno)
+            words = [code.co_filename, code.co_qualname, code.co_firstlineno, last, how, place]
+            self._output.write(json.dumps(words) + "\n")
 
     def _enter(self, module: Any, inputs: Any) -> None:
         if not self._stack and id(module) not in self._names:
@@ -142,12 +141,14 @@ class _Inside:
             outer = outer.module
         for name, module in model.named_modules():
             self._names[id(module)] = folded(f".{name}")[1:] or ROOT
-        for code, built in self.pending:
+        pending, self._pending = self._pending, []
+        for code, built in pending:
             if id(built) in self._names:
-                self.write(code, "module", self._names[id(built)])
-        self.pending = [pair for pair in self.pending if id(pair[1]) not in self._names]
+                self._write(code, "module", self._names[id(built)])
+            else:
+                self._pending.append((code, built))
 
-    def places(self, frame: FrameType) -> Iterator[tuple[str, Any]]:
+    def _places(self, frame: FrameType) -> Iterator[tuple[str, Any]]:
         """Where a function that starts in this frame runs: what sort of place, and which."""
         phase = self._files[frame.f_code.co_filename]
         if phase in (Phase.GRADIENTS, Phase.OPTIMIZER):
