@@ -161,23 +161,17 @@ class Code:
             called for part in parts for called in self._callees.get((function, ("", part)), ())
         ]
 
-    def chain(self, function: int, context: Context) -> list[int]:
-        """A function and all that leads to it in the same context, the nearest first."""
-        chain = [function]
-        for number in chain:
-            callers = dict.fromkeys(self.callers(number, context))
-            chain += [caller for caller in callers if caller not in chain]
-        return chain
+    def chain(self, function: int, context: Context, factor: str = "") -> list[int]:
+        """A function and all that leads to it in the same context, the nearest first.
 
-    def naming(self, function: int, factor: str) -> list[int]:
-        """A function and its callers before the step, as far as they name a factor."""
+        With a ``factor`` only as far as callers name it.
+        """
         chain = [function]
         for number in chain:
-            chain += [
-                caller
-                for caller in self.callers(number, BUILDING)
-                if factor in self.functions[caller].factors and caller not in chain
-            ]
+            for caller in self.callers(number, context):
+                is_naming = not factor or factor in self.functions[caller].factors
+                if is_naming and caller not in chain:
+                    chain.append(caller)
         return chain
 
     def compute(self, functions: Iterable[int], index: int) -> bool:

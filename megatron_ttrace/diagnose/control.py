@@ -70,8 +70,7 @@ def _users(
     verdict: Judged, verdicts: Sequence[Judged], later: Sequence[Judged]
 ) -> Iterator[Judged]:
     """What is computed from a tensor that is far off, as far as this follows from the order."""
-    is_off = verdict.kind is Kind.DROPOUT
-    if is_off or verdict.margin is None or verdict.margin < _FAR:
+    if verdict.kind is Kind.DROPOUT or verdict.margin is None or verdict.margin < _FAR:
         return
     if verdict.kind is Kind.MAIN_GRAD:
         for other in verdicts:

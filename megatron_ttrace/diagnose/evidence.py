@@ -117,7 +117,7 @@ class FailedPart:
         total = sum(box.numel for box in boxes)
         cropped = boxes if total <= limit else tuple(_crop(box, limit, total) for box in boxes)
         pieces = tuple(
-            _first(local_view(local, box), crop).float() / factor
+            local_view(local, box)[tuple(map(slice, crop.extent))].float() / factor
             for box, crop in zip(boxes, cropped, strict=True)
         )
         keep = cropped == boxes and not any(box.is_flat for box in boxes)
@@ -434,17 +434,8 @@ def _crop(box: Box, limit: int, total: int) -> Box:
     return Box(box.logical, tuple(extent), box.local)
 
 
-def _first(view: torch.Tensor, box: Box) -> torch.Tensor:
-    for dim, size in enumerate(box.extent):
-        view = view.narrow(dim, 0, size)
-    return view
-
-
 def _squares(values: torch.Tensor) -> float:
-    if not values.numel():
-        return 0.0
-    norm = float(torch.linalg.vector_norm(values.reshape(-1), dtype=torch.float64))
-    return norm * norm
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
 
 
 def dot(parts: Iterable[tuple[Pieces, Pieces]]) -> tuple[float, float]:

@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_ttrace.compare import initial
 from megatron_ttrace.compare.measured import Problem
@@ -76,20 +76,12 @@ class Explainer:
         if verdict.key in self._explanations and verdict.key not in self._shares:
             return self._explanations[verdict.key]
         why = Explanation()
-        try:
+        with self._optional(f"explanation of {verdict.key}"):
             why = self._explain(verdict)
-        except ExhaustedError:
-            pass
-        except Exception as error:  # noqa: BLE001 - explanations are optional
-            self._failed(f"explanation of {verdict.key}", error)
-        try:
-            why = dataclasses.replace(
-                why,
-                collectives=ran.cite(verdict, why.finding, self._ledger),
-                argument=self._argument(verdict),
-            )
-        except Exception as error:  # noqa: BLE001 - so is what ran
-            self._failed(f"what ran in {verdict.key}", error)
+        with self._optional(f"what ran in {verdict.key}"):
+            collectives = ran.cite(verdict, why.finding, self._ledger)
+            argument = self._argument(verdict)
+            why = dataclasses.replace(why, collectives=collectives, argument=argument)
         self._explanations[verdict.key] = why
         return why
 
@@ -99,10 +91,8 @@ class Explainer:
 
     def separate(self, shares: Separate) -> None:
         """Find the losses' shares of the unexplained gradients, so that these can be explained."""
-        try:
+        with self._optional("the losses' shares of gradients"):
             self._shares = shares(self.unexplained)
-        except Exception as error:  # noqa: BLE001 - explanations are optional
-            self._failed("the losses' shares of gradients", error)
 
     def _explain(self, verdict: Judged) -> Explanation:
         key = verdict.key
@@ -183,6 +173,16 @@ class Explainer:
             return None, None
         self._repairs.setdefault(sort, repairs[0])
         return repairs[0].finding, alternative(repairs)
+
+    @contextlib.contextmanager
+    def _optional(self, test: str) -> Iterator[None]:
+        """A report can do without what is found out in it."""
+        try:
+            yield
+        except ExhaustedError:
+            pass
+        except Exception as error:  # noqa: BLE001
+            self._failed(test, error)
 
     def _failed(self, test: str, error: Exception) -> None:
         if os.environ.get(STRICT):

@@ -416,7 +416,7 @@ class _Judge:
         for number in code.at[BUILDING]:
             for name in code.functions[number].factors:
                 weight = used.get((code.functions[number].file, name), 0.0)
-                for setter in code.naming(number, name) if weight else ():
+                for setter in code.chain(number, BUILDING, name) if weight else ():
                     function = code.functions[setter]
                     if name in function.sets and not self._axes.isdisjoint(function.axes):
                         weights[setter] = max(weights.get(setter, 0.0), weight)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator
 
 from megatron_ttrace.diagnose import (
@@ -34,6 +33,7 @@ from megatron_ttrace.trace.findings import Finding
 
 Closing = Callable[[Evidence], Finding | None]
 Step = Callable[[Evidence], Iterable[tuple[Finding, Evidence]]]
+Steps = tuple[tuple[Step, Finding], ...]
 Failed = Callable[[str, Exception], None]
 
 STEPS = 2
@@ -113,7 +113,7 @@ def free(finding: Finding) -> int:
 class Composition:
     """Repairs that make every failing part right, one after another."""
 
-    steps: tuple[tuple[Step, Finding], ...]
+    steps: Steps
     closing: Closing | None = None
     last: Finding | None = None
 
@@ -137,19 +137,13 @@ class Composition:
         return self.size, free(self.finding), CLOSING.index(self.closing) if self.closing else -1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _State:
-    evidence: Evidence
-    steps: tuple[tuple[Step, Finding], ...] = ()
-
-
 def search(evidence: Evidence, failed: Failed | None = None) -> list[Composition]:
     """Compositions that make every failing part right, the simplest first.
 
     ``failed`` is called with a repair whose test raised; without it the exception is raised.
     """
     compositions: list[Composition] = []
-    states = [_State(evidence)] if evidence.parts else []
+    states: list[tuple[Evidence, Steps]] = [(evidence, ())] if evidence.parts else []
 
     def is_settled(depth: int) -> bool:
         return any(composition.size <= depth + 1 for composition in compositions)
@@ -157,18 +151,17 @@ def search(evidence: Evidence, failed: Failed | None = None) -> list[Composition
     with contextlib.suppress(ExhaustedError):
         for depth in range(STEPS + 1):
             if not depth or not is_settled(depth):
-                for state in states:
-                    compositions += _closed(state, failed)
+                for before, steps in states:
+                    compositions += _closed(before, steps, failed)
             if depth == STEPS or is_settled(depth):
                 break
-            after: list[_State] = []
-            for state in states:
-                for new in _stepped(state, failed):
-                    if new.evidence.is_right:
-                        compositions.append(Composition(new.steps))
-                    else:
-                        after.append(new)
-            states = after
+            stepped = (new for before, steps in states for new in _stepped(before, steps, failed))
+            states = []
+            for after, steps in stepped:
+                if after.is_right:
+                    compositions.append(Composition(steps))
+                else:
+                    states.append((after, steps))
     if any(type(composition.finding) is f.RankFactors for composition in compositions):
         # A sum of multiples of the reference is a multiple, too: its factor proves no sum.
         compositions = [c for c in compositions if not _is_scaled_sum(c.finding)]
@@ -206,35 +199,35 @@ def repeated(evidence: Evidence, known: Composition) -> Finding | None:
     return dataclasses.replace(known, last=last).finding
 
 
-def _closed(state: _State, failed: Failed | None) -> Iterator[Composition]:
-    scaled = any(step is scaling.rescaled for step, _ in state.steps)
-    useless = (*(_OF_UNCHANGED if state.steps else ()), *(_ALREADY_SCALED if scaled else ()))
+def _closed(before: Evidence, steps: Steps, failed: Failed | None) -> Iterator[Composition]:
+    scaled = any(step is scaling.rescaled for step, _ in steps)
+    useless = (*(_OF_UNCHANGED if steps else ()), *(_ALREADY_SCALED if scaled else ()))
     for closing in (closing for closing in CLOSING if closing not in useless):
-        finding = _limited(closing.__name__, closing, state.evidence, failed)
+        finding = None
+        with _limited(closing.__name__, before, failed) as evidence:
+            finding = closing(evidence)
         if finding is not None:
-            yield Composition(state.steps, closing, finding)
+            yield Composition(steps, closing, finding)
 
 
-def _stepped(state: _State, failed: Failed | None) -> Iterator[_State]:
-    before = state.evidence
+def _stepped(
+    before: Evidence, steps: Steps, failed: Failed | None
+) -> Iterator[tuple[Evidence, Steps]]:
     # Each step is taken at most once, in one order: the others give the same values.
-    for step in STEP[STEP.index(state.steps[-1][0]) + 1 :] if state.steps else STEP:
-        taken = _limited(step.__name__, functools.partial(_taken, step), before, failed)
-        for finding, after in taken or ():
-            evidence = dataclasses.replace(after, work=before.work, chosen=before.chosen + _CHOICE)
-            yield _State(evidence, (*state.steps, (step, finding)))
+    for step in STEP[STEP.index(steps[-1][0]) + 1 :] if steps else STEP:
+        taken: list[tuple[Finding, Evidence]] = []
+        with _limited(step.__name__, before, failed) as evidence:
+            taken = list(step(evidence))
+        for finding, after in taken:
+            after = dataclasses.replace(after, work=before.work, chosen=before.chosen + _CHOICE)
+            yield after, (*steps, (step, finding))
 
 
-def _taken(step: Step, evidence: Evidence) -> list[tuple[Finding, Evidence]]:
-    return list(step(evidence))
-
-
-def _limited[T](
-    name: str, repair: Callable[[Evidence], T], evidence: Evidence, failed: Failed | None
-) -> T | None:
-    """What a repair finds with its share of the work; ``None`` if that is not enough."""
+@contextlib.contextmanager
+def _limited(name: str, evidence: Evidence, failed: Failed | None) -> Iterator[Evidence]:
+    """The evidence with a repair's share of the work, which may be too little for the repair."""
     try:
-        return repair(dataclasses.replace(evidence, work=Work(WORK, evidence.work)))
+        yield dataclasses.replace(evidence, work=Work(WORK, evidence.work))
     except ExhaustedError:
         if evidence.work.left < 0:
             raise
@@ -242,4 +235,3 @@ def _limited[T](
         if failed is None:
             raise
         failed(name, error)
-    return None
