@@ -8,7 +8,9 @@ from typing import Any
 
 from megatron_ttrace.diagnose import culprits
 from megatron_ttrace.report.explanations import culprit_of
-from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.findings import Explanation
+from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Kind, Outcome
 
 ACTIVATIONS = (Kind.TOKENS, Kind.INPUT, Kind.OUTPUT, Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
@@ -31,6 +33,12 @@ def judged(kind: Kind, name: str, outcome: Outcome = Outcome.PASS, **more: Any) 
         "shape": (2,),
     }
     return Judged(kind=kind, name=name, verdict=outcome, **(known | more))
+
+
+def diagnosed(failure: Judged, why: Explanation, **more: Any) -> Diagnosis:
+    """A failure with what is known of its cause; why it is a culprit does not matter."""
+    known = {"name": failure.name, "direction": failure.direction, "grounds": Grounds.FIRST_FAILURE}
+    return Diagnosis(verdict=failure, why=why, **(known | more))
 
 
 def localise(verdicts: Sequence[Judged], *explain: Any, isolated: bool = False) -> list[Culprit]:

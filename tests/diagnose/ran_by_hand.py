@@ -18,10 +18,14 @@ from megatron_ttrace.trace.collectives import (
     Sources,
     pattern,
 )
-from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding
+from megatron_ttrace.trace.counted import Statistic
+from megatron_ttrace.trace.findings import Cause, ConstantFactor, Finding, Lack, Miscounted
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import Kind, Outcome
+from tests.diagnose.judged_by_hand import judged
 
 LINEAR, NORM, MODEL = "decoder.layers.0.linear", "decoder.layers.0.norm", "model"
-LAYER = "decoder.layers.0"
+LAYER, WEIGHT = "decoder.layers.0", f"{LINEAR}.weight"
 
 F, B, G = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENTS
 U, S, C = Phase.OPTIMIZER, Phase.SCHEDULE, Phase.CONSTRUCTION
@@ -210,3 +214,17 @@ def record(
 def large(*axes: str) -> Finding:
     """A factor by the size of axes."""
     return ConstantFactor(Cause.TOO_LARGE, axes, ratio=2.0)
+
+
+def never(lack: Lack | None) -> Miscounted:
+    """A norm lacks elements."""
+    return Miscounted(
+        Cause.NEVER_COUNTED, statistic=Statistic.GRAD_NORM, least=0, most=0, names=(), lack=lack
+    )
+
+
+def wrong(
+    kind: Kind, name: str = WEIGHT, index: int = 0, outcome: Outcome = Outcome.DIVERGED
+) -> Judged:
+    """A failure."""
+    return judged(kind, name, outcome, index=index)

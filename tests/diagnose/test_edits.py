@@ -13,13 +13,11 @@ from megatron_ttrace.diagnose.places import Places
 from megatron_ttrace.trace.collectives import Phase
 from megatron_ttrace.trace.executed import ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Explanation
-from megatron_ttrace.trace.judged import Diagnosis
-from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.places import Clue, Place
-from megatron_ttrace.trace.records import Kind, Outcome
-from tests.diagnose.judged_by_hand import judged
-from tests.diagnose.ran_by_hand import LINEAR, NORM, B, C, F, S, collective, record
-from tests.diagnose.test_places import GRADIENTS, NORMS, PARTIAL, WEIGHT
+from megatron_ttrace.trace.records import Kind
+from tests.diagnose.judged_by_hand import diagnosed
+from tests.diagnose.ran_by_hand import LINEAR, NORM, WEIGHT, B, C, F, S, collective, record, wrong
+from tests.diagnose.test_places import GRADIENTS, NORMS, PARTIAL
 
 OTHER = Phase.OTHER
 
@@ -44,7 +42,7 @@ def changed(name: str, phase: Phase, *modules: str) -> ChangedFunction:
 )
 def test_what_is_near(kind: Kind, functions: list[ChangedFunction], near: bool) -> None:
     """By the module and the part of the step that it ran in."""
-    failure = judged(kind, LINEAR, Outcome.DIVERGED)
+    failure = wrong(kind, LINEAR)
     found, is_near = edits.nearest(functions, Code(record()), (), failure)
     assert (list(found.values()), is_near) == (functions * near, near)
     built = changed("Model.__init__", C)
@@ -55,7 +53,7 @@ def test_what_is_near(kind: Kind, functions: list[ChangedFunction], near: bool) 
 def test_the_innermost_module_around_it() -> None:
     """What ran in modules farther outside is farther away."""
     near, far = changed("Layer.forward", F, "decoder.layers.*"), changed("attach", F, "decoder")
-    failure = judged(Kind.INPUT, NORM, Outcome.DIVERGED)
+    failure = wrong(Kind.INPUT, NORM)
     assert [*edits.nearest([far, near], Code(record()), (), failure)[0].values()] == [near]
     assert [*edits.nearest([far], Code(record()), (), failure)[0].values()] == [far]
 
@@ -80,7 +78,7 @@ def test_the_users_own_code(kind: Kind, own: str, first: bool) -> None:
     sources = dataclasses.replace(
         ledger.sources, calls=dataclasses.replace(calls, functions=functions)
     )
-    failure = judged(kind, LINEAR if kind is Kind.OUTPUT else WEIGHT, Outcome.DIVERGED)
+    failure = wrong(kind, LINEAR if kind is Kind.OUTPUT else WEIGHT)
     assert Places(ledger, [failure]).ranked(failure, PARTIAL)[0][1].function != own
     ledger = dataclasses.replace(ledger, sources=sources)
     place = Places(ledger, [failure]).ranked(failure, PARTIAL)[0][1]
@@ -100,23 +98,17 @@ def test_a_change_that_ran_elsewhere() -> None:
 
 def test_what_has_no_name_of_its_own() -> None:
     """It is shown once, as what it is written in."""
-    failure = judged(Kind.OUTPUT, LINEAR, Outcome.DIVERGED)
-    diagnosis = Diagnosis(
-        name=LINEAR,
-        direction=failure.direction,
-        grounds=Grounds.FIRST_FAILURE,
-        verdict=failure,
-        why=Explanation(None),
-    )
+    failure = wrong(Kind.OUTPUT, LINEAR)
     edit = changed("Linear.forward", F, LINEAR)
-    found = Places(record(), [failure], changed=[edit]).of(diagnosis).why.places
+    made = Places(record(), [failure], changed=[edit]).of(diagnosed(failure, Explanation()))
+    found = made.why.places
     names = [place.function for place in found]
     assert (names[0], len({*names})) == ("Linear.forward", 3)
 
 
 def test_the_changed_line_of_what_other_evidence_names() -> None:
     """The clue may be another one: the line is that of the change."""
-    failure = judged(Kind.MAIN_GRAD, WEIGHT, Outcome.DIVERGED)
+    failure = wrong(Kind.MAIN_GRAD)
     edit = ChangedFunction(
         "m.py", "Linear.__init__", 8, Execution.ELSEWHERE, ("",), (Phase.CONSTRUCTION,)
     )

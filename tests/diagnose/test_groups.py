@@ -18,11 +18,11 @@ from megatron_ttrace.trace.findings import (
     ShareWeights,
     UnequalShares,
 )
-from megatron_ttrace.trace.judged import Diagnosis
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.records import Direction
 from tests.diagnose.evidence_by_hand import WEIGHT, failed
+from tests.diagnose.judged_by_hand import diagnosed
 
 
 def groups(*findings: Finding) -> list[int]:
@@ -48,14 +48,7 @@ def test_one_reduction_is_for_all_parameters() -> None:
         (Direction.FORWARD, [1, 2, 3, 4, 5, 6, 7, 8]),
     ):
         diagnoses = (
-            Diagnosis(
-                name="m",
-                direction=direction,
-                grounds=Grounds.UPDATE,
-                verdict=failed(WEIGHT),
-                why=why,
-                group=number,
-            )
+            diagnosed(failed(WEIGHT), why, direction=direction, group=number)
             for number, why in enumerate(explanations * 2, 1)
         )
         assert [one.group for one in looked_for_together(diagnoses)] == expected

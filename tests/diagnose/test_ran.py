@@ -28,10 +28,9 @@ from megatron_ttrace.trace.findings import (
     Loss,
     LossShare,
 )
-from megatron_ttrace.trace.judged import Diagnosis, Judged
-from megatron_ttrace.trace.outcomes import Grounds
-from megatron_ttrace.trace.records import STEP_LEVEL, Culprit, Direction, Kind, Outcome
-from tests.diagnose.judged_by_hand import judged
+from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.records import Culprit, Direction, Kind, Outcome
+from tests.diagnose.judged_by_hand import diagnosed, verdict
 from tests.diagnose.ran_by_hand import collective
 
 FC1 = "decoder.layers.{}.mlp.linear_fc1"
@@ -62,11 +61,9 @@ def ran(module: str, direction: Phase, group: str = "tp") -> Collective:
     return collective("reduce", group, module=module, direction=direction)
 
 
-def failed(kind: Kind, name: str, outcome: Outcome = Outcome.DIVERGED) -> Judged:
-    """A failure of which only kind, name and outcome matter."""
-    levels = (Kind.INPUT, Kind.OUTPUT, Kind.GRAD_INPUT, Kind.GRAD_OUTPUT)
-    microbatch = 0 if kind in levels else STEP_LEVEL
-    return judged(kind, name, outcome, microbatch=microbatch)
+def failed(kind: Kind, name: str) -> Judged:
+    """A failure of which only kind and name matter."""
+    return verdict(name, kind, Outcome.DIVERGED)
 
 
 BACKWARD = [ran(FC1.format(layer), Phase.BACKWARD) for layer in range(3)]
@@ -78,11 +75,8 @@ SHARE = LossShare(
 
 def blamed(name: str, direction: Direction) -> Culprit:
     """A culprit."""
-    verdict = failed(Kind.OUTPUT, name)
-    diagnosis = Diagnosis(
-        name=name, direction=direction, grounds=Grounds.OUTPUT, verdict=verdict, why=Explanation()
-    )
-    return culprit_of(diagnosis)
+    failure = failed(Kind.OUTPUT, name)
+    return culprit_of(diagnosed(failure, Explanation(), direction=direction))
 
 
 def of(*calls: Collective, sources: Sources = SOURCES, unseen: tuple[str, ...] = ()) -> Ledger:
