@@ -51,34 +51,46 @@ def test_any_element(wrong):
     assert wrong_tensor.rel_err == pytest.approx(float(1 / data.norm()), rel=1e-4)
 
 
-def test_other_dtypes():
-    """Rounded to the narrower dtype, they must be bitwise equal."""
-    data = torch.randn(4, 4)
-    a, b = {"w": held(data)}, {"w": held(data.bfloat16())}
+WIDE, WORDS = torch.randn(4, 4), torch.randn(8, 3)
+NAN = torch.tensor([1.0, float("nan")])
+INTEGERS = torch.tensor([1, 2, 3])
+EMBEDDING = "embedding.word_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b", "same", "note"),
+    [
+        # Rounded to the narrower dtype, they must be bitwise equal.
+        ("w", WIDE, WIDE.bfloat16(), Same.ROUNDED, "bfloat16 and float32"),
+        ("w", WIDE, (WIDE * 1.1).bfloat16(), Same.DIFFERENT, "bfloat16 and float32"),
+        # Integers of different dtypes are compared by value, and never wrapped.
+        *(
+            ("w", wide, INTEGERS.to(narrow), same, "int64")
+            for narrow in (torch.int8, torch.uint16, torch.int32)
+            for wide, same in ((INTEGERS, Same.ROUNDED), (INTEGERS + 2**32, Same.DIFFERENT))
+        ),
+        ("w", INTEGERS, INTEGERS.bfloat16(), Same.ROUNDED, "bfloat16 and int64"),
+        # Without elements, layers, or dims to cut.
+        ("w", torch.empty(0, 3), torch.empty(0, 3), Same.SAME, ""),
+        ("decoder.layers.w", torch.empty(0), torch.empty(0), Same.SAME, ""),
+        ("w", torch.tensor(1.5), torch.tensor(1.5), Same.SAME, ""),
+        # NaN in both is the same, in one of them it is not.
+        ("w", NAN, NAN, Same.SAME, ""),
+        ("w", NAN, torch.ones(2), Same.DIFFERENT, ""),
+        # Rows that only one has are padding, and named.
+        (EMBEDDING, WORDS, WORDS[:6], Same.SAME, "padded rows"),
+        ("output_layer.bias", WORDS[:, 0], WORDS[:6, 0], Same.SAME, "padded rows"),
+        ("w", torch.ones(2, 2), torch.ones(2, 3), Same.SHAPE, "[2, 2]"),
+    ],
+)
+def test_two_tensors(name, a, b, same, note):
+    """Whichever is the first."""
     for first, second in ((a, b), (b, a)):
-        (tensor,) = compare(first, second)
-        assert (tensor.same, tensor.note) == (Same.ROUNDED, "bfloat16 and float32")
-    (tensor,) = compare(a, {"w": held((data * 1.1).bfloat16())})
-    assert tensor.same is Same.DIFFERENT
-
-
-@pytest.mark.parametrize("narrow", [torch.int8, torch.uint16, torch.int32])
-def test_integers(narrow):
-    """Integers of different dtypes are compared by value, and never wrapped."""
-    data = torch.tensor([1, 2, 3])
-    a = {"w": held(data)}
-    b = {"w": held(data.to(narrow))}
-    for wide, same in ((data, Same.ROUNDED), (data + 2**32, Same.DIFFERENT)):
-        for pair in (({"w": held(wide)}, b), (b, {"w": held(wide)})):
-            assert [tensor.same for tensor in compare(*pair)] == [same]
-    (rounded,) = compare(a, {"w": held(data.bfloat16())})
-    assert (rounded.same, rounded.note) == (Same.ROUNDED, "bfloat16 and int64")
-
-
-def test_no_elements():
-    """A tensor without elements is the same as another one."""
-    a = {"w": held(torch.empty(0, 3)), "decoder.layers.w": held(torch.empty(0))}
-    assert [tensor.same for tensor in compare(a, a)] == [Same.SAME] * 2
+        (tensor,) = compare({name: held(first)}, {name: held(second)})
+        assert tensor.same is same
+        assert note in tensor.note
+        assert (tensor.rel_err == 0) is same.is_same
+        assert tensor.rel_err == tensor.rel_err, "it is not NaN"
 
 
 def test_layers_in_a_stack():
@@ -95,41 +107,11 @@ def test_layers_in_a_stack():
     assert tensors == [Same.SAME, Same.DIFFERENT, Same.SAME]
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("embedding.word_embeddings.weight", (8, 3)), ("output_layer.bias", (8,))]
-)
-def test_a_padded_vocabulary(name, shape):
-    """Rows that only one has are padding, and named."""
-    data = torch.randn(shape)
-    a, b = {name: held(data)}, {name: held(data[:6])}
-    for first, second in ((a, b), (b, a)):
-        (tensor,) = compare(first, second)
-        assert tensor.same is Same.SAME
-        assert "padded rows" in tensor.note
-
-
 def test_what_is_not_there():
-    """Other names and other shapes are differences."""
+    """Other names are differences."""
     square = held(torch.ones(2, 2))
-    other = held(torch.ones(2, 3))
-    tensors = compare({"a": square, "c": square}, {"b": square, "c": other})
-    same = {tensor.name: tensor.same for tensor in tensors}
-    assert same == {"a": Same.ONLY_A, "c": Same.SHAPE, "b": Same.ONLY_B}
-
-
-def test_nan():
-    """NaN in both is the same, in one of them it is not."""
-    data = torch.tensor([1.0, float("nan")])
-    a = {"w": held(data)}
-    assert [w.same for w in compare(a, {"w": held(data)})] == [Same.SAME]
-    (tensor,) = compare(a, {"w": held(torch.ones(2))})
-    assert (tensor.same, tensor.rel_err) == (Same.DIFFERENT, float("inf"))
-
-
-def test_a_scalar():
-    """It has no dims to cut."""
-    a = {"w": held(torch.tensor(1.5))}
-    assert [w.same for w in compare(a, a)] == [Same.SAME]
+    same = {tensor.name: tensor.same for tensor in compare({"a": square}, {"b": square})}
+    assert same == {"a": Same.ONLY_A, "b": Same.ONLY_B}
 
 
 def trained(scale=1.0, *, numbers=None, without=(), format=Format.TORCH_DIST):

@@ -56,34 +56,96 @@ def test_what_is_not_a_number_in_both_is_not_counted() -> None:
     assert not same(before, after)
 
 
+ZEROS = {LoadedIndex.EXP_AVG: torch.zeros(4)}
+NO_WEIGHT = {LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16)}
+HALF = torch.full((4,), 0.5)
+SAMPLES = "consumed_train_samples"
+LOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # What is stored decides whether saving or loading lost a moment; zeros are of no tensor.
+    **{
+        f"a moment, {blame}": (
+            {"loaded": state() | ZEROS, "stored": stored},
+            {
+                "what": What.EXP_AVG, "how": How.DIFFERENT, "blame": blame, "name": NAME,
+                "rel_err": 1.0, "wrong": 4, "total": 4, "ranks": (0, 1),
+                "where": place,
+            },
+        )
+        for blame, stored, place in (
+            (Blame.EITHER, {}, recordings.PLACES["main weight"].saves),
+            (Blame.LOADING, {What.EXP_AVG: HALF}, recordings.PLACES["main weight"].loads),
+            (Blame.SAVING, {What.EXP_AVG: HALF / 2}, recordings.PLACES["main weight"].saves),
+        )
+    },
+    # The part that one rank has wrong is named.
+    "one rank": (
+        {"loaded": state() | {LoadedIndex.MAIN: torch.tensor([0.0, 1.0, 2.0, 4.0])}},
+        {"ranks": (1,), "part": "[2:4]", "wrong": 1},
+    ),
+    # State that was not restored at all.
+    "missing": (
+        {"loaded": {index: data for index, data in state().items() if index not in ZEROS}},
+        {"what": What.EXP_AVG, "how": How.MISSING},
+    ),
+    # Weights that are stored with more bits are what was saved if they round to it.
+    "more bits": (
+        {
+            "loaded": state() | NO_WEIGHT,
+            "stored": {What.WEIGHT: torch.arange(4.0) * (1 + 1e-4)},
+        },
+        {"what": What.WEIGHT, "blame": Blame.LOADING},
+    ),
+    # A number that is stored right was lost in loading.
+    "a number": (
+        {"numbers": NUMBERS | {SAMPLES: 0.0}, "numbers_stored": {SAMPLES: 8}},
+        {
+            "what": What.NUMBER, "name": SAMPLES, "before": 8.0, "after": 0.0,
+            "blame": Blame.LOADING,
+        },
+    ),
+    # In the same layout a loss is the same to the bit.
+    "a loss": (
+        {"steps": [step(3, losses={"lm loss": math.nextafter(4 / 3, 2)}), step(4)]},
+        {"what": What.LOSS, "blame": Blame.TRAINING, "tolerance": 0.0},
+    ),
+    # Everything else was equal.
+    "the state after the steps": (
+        {"end": state() | {LoadedIndex.MAIN: torch.ones(4)}},
+        {"what": What.MAIN, "blame": Blame.TRAINING},
+    ),
+}
+
+
+@pytest.mark.parametrize(("restart", "expected"), LOST.values(), ids=LOST)
+def test_one_difference(tmp_path: Path, restart: Any, expected: dict[str, object]) -> None:
+    """It is the only one."""
+    answered = answer(tmp_path, **restart)
+    (difference,) = answered.differences
+    assert {name: getattr(difference, name) for name in expected} == expected
+    assert answered.verdict is Result.DIVERGED
+
+
 @pytest.mark.parametrize(
-    ("kept", "blame"),
+    ("stored", "blames", "place"),
     [
-        ({}, Blame.EITHER),
-        ({What.EXP_AVG: torch.full((4,), 0.5)}, Blame.LOADING),
-        ({What.EXP_AVG: torch.full((4,), 0.25)}, Blame.SAVING),
+        # Where both are wrong, it is what describes the weight.
+        ({}, [Blame.EITHER] * 2, "megatron/norm.py"),
+        # A weight that is right in the checkpoint is overwritten from the wrong state.
+        (
+            {What.WEIGHT: state()[LoadedIndex.WEIGHT], What.EXP_AVG: torch.zeros(4)},
+            *([Blame.LOADING, Blame.SAVING], "megatron/optimizer.py"),
+        ),
     ],
 )
-def test_a_lost_moment(tmp_path: Path, kept: dict[What, torch.Tensor], blame: Blame) -> None:
-    """What is stored decides whether saving or loading lost it; zeros are of no tensor."""
-    loaded = state() | {LoadedIndex.EXP_AVG: torch.zeros(4)}
-    restart = answer(tmp_path, loaded=loaded, stored=kept)
-    (difference,) = restart.differences
-    assert (difference.what, difference.how, difference.blame, difference.name) == (
-        What.EXP_AVG,
-        How.DIFFERENT,
-        blame,
-        NAME,
-    )
-    assert (difference.rel_err, difference.wrong, difference.total, difference.ranks) == (
-        1.0,
-        4,
-        4,
-        (0, 1),
-    )
-    line = 2 if blame is Blame.LOADING else 1
-    assert difference.where.startswith(f"megatron/optimizer.py:{line}")
-    assert restart.verdict is Result.DIVERGED
+def test_a_moment_and_its_weight(
+    tmp_path: Path, stored: dict[What, torch.Tensor], blames: list[Blame], place: str
+) -> None:
+    """They have one place."""
+    weight, moment = answer(tmp_path, loaded=state() | NO_WEIGHT | ZEROS, stored=stored).differences
+    assert (weight.what, moment.what) == (What.WEIGHT, What.EXP_AVG)
+    assert [weight.blame, moment.blame] == blames
+    assert weight.where == moment.where
+    assert weight.where.startswith(place)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +158,9 @@ def test_changed_code_that_ran(tmp_path: Path, kept: float, place: str) -> None:
     before = recordings.uninterrupted(
         tmp_path / "a", changed=(*saving, "megatron/optimizer.py:7 (save)")
     )
-    loaded = state() | {LoadedIndex.EXP_AVG: torch.zeros(4)}
-    after = recordings.restarted(tmp_path / "b", loaded, changed=("megatron/load.py:3 (load)",))
+    after = recordings.restarted(
+        tmp_path / "b", state() | ZEROS, changed=("megatron/load.py:3 (load)",)
+    )
     stored = torch.full((4,), kept)
     restart = compare(before, after, "", stored=lambda kind, _: stored)
     (difference,) = restart.differences
@@ -105,74 +168,11 @@ def test_changed_code_that_ran(tmp_path: Path, kept: float, place: str) -> None:
     assert difference.changed[1:] == (() if kept == 0.5 else (*reversed(saving),))
 
 
-def test_a_moment_and_its_weight(tmp_path: Path) -> None:
-    """Where both are wrong, it is what describes the weight."""
-    loaded = state() | {
-        LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16),
-        LoadedIndex.EXP_AVG: torch.zeros(4),
-    }
-    weight, moment = answer(tmp_path, loaded=loaded).differences
-    assert (weight.what, moment.what) == (What.WEIGHT, What.EXP_AVG)
-    assert weight.where
-    assert weight.where == moment.where
-
-
-def test_a_weight_that_is_overwritten(tmp_path: Path) -> None:
-    """It is right in the checkpoint, where the optimizer's state is wrong."""
-    loaded = state() | {
-        LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16),
-        LoadedIndex.EXP_AVG: torch.zeros(4),
-    }
-    kept = {What.WEIGHT: state()[LoadedIndex.WEIGHT], What.EXP_AVG: torch.zeros(4)}
-    weight, moment = answer(tmp_path, loaded=loaded, stored=kept).differences
-    assert (weight.blame, moment.blame) == (Blame.LOADING, Blame.SAVING)
-    assert weight.where == moment.where
-    assert weight.where.startswith("megatron/optimizer.py")
-
-
-def test_one_rank(tmp_path: Path) -> None:
-    """The part that one rank has wrong is named."""
-    loaded = state() | {LoadedIndex.MAIN: torch.tensor([0.0, 1.0, 2.0, 4.0])}
-    (difference,) = answer(tmp_path, loaded=loaded).differences
-    assert (difference.ranks, difference.part, difference.wrong) == ((1,), "[2:4]", 1)
-
-
-def test_missing(tmp_path: Path) -> None:
-    """State that was not restored at all; a moment that was zero is not missed."""
-    loaded = state()
-    del loaded[LoadedIndex.EXP_AVG]
-    (difference,) = answer(tmp_path, loaded=loaded).differences
-    assert (difference.what, difference.how) == (What.EXP_AVG, How.MISSING)
-
-
 def test_otherwise_stored(tmp_path: Path) -> None:
     """Wrong in the checkpoint, and loaded as it was: a notice, for this restart goes on."""
     restart = answer(tmp_path, stored={What.WEIGHT: torch.zeros(4)})
     assert (restart.verdict, restart.otherwise) == (Result.EQUIVALENT, 1)
     assert any("other values" in notice for notice in restart.notices)
-
-
-def test_weights_stored_with_more_bits(tmp_path: Path) -> None:
-    """They are what was saved if they round to it."""
-    loaded = state() | {LoadedIndex.WEIGHT: torch.zeros(4, dtype=torch.bfloat16)}
-    kept = {What.WEIGHT: torch.arange(4.0) * (1 + 1e-4)}
-    (difference,) = answer(tmp_path, loaded=loaded, stored=kept).differences
-    assert (difference.what, difference.blame) == (What.WEIGHT, Blame.LOADING)
-
-
-def test_a_number(tmp_path: Path) -> None:
-    """A number that is stored right was lost in loading."""
-    name = "consumed_train_samples"
-    numbers = NUMBERS | {name: 0.0}
-    restart = answer(tmp_path, numbers=numbers, numbers_stored={name: 8})
-    (difference,) = restart.differences
-    assert (difference.what, difference.name, difference.before, difference.after) == (
-        What.NUMBER,
-        name,
-        8.0,
-        0.0,
-    )
-    assert difference.blame is Blame.LOADING
 
 
 def test_numbers_that_are_none() -> None:
@@ -184,12 +184,7 @@ def test_numbers_that_are_none() -> None:
 def test_a_schedule(tmp_path: Path) -> None:
     """What the scheduler sets when it is loaded is not another cause."""
     schedule, rate = "opt_param_scheduler.num_steps", "param_groups[wd_mult=1].lr"
-    before = recordings.run(
-        tmp_path / "a",
-        {Point.SAVED: state(), Point.END: state()},
-        [step(number) for number in range(1, 5)],
-        numbers=NUMBERS | {schedule: 8.0},
-    )
+    before = recordings.uninterrupted(tmp_path / "a", numbers=NUMBERS | {schedule: 8.0})
     after = recordings.restarted(tmp_path / "b", numbers=NUMBERS | {schedule: 0.0, rate: 0.5})
     assert [difference.name for difference in compare(before, after, "").differences] == [schedule]
 
@@ -197,12 +192,7 @@ def test_a_schedule(tmp_path: Path) -> None:
 def test_what_sets_weight_decay(tmp_path: Path) -> None:
     """The scheduler, not the optimizer, in which it is stored as well."""
     decay = "param_groups[wd_mult=1].weight_decay"
-    before = recordings.run(
-        tmp_path / "a",
-        {Point.SAVED: state(), Point.END: state()},
-        [step(number) for number in range(1, 5)],
-        numbers=NUMBERS | {decay: 0.1},
-    )
+    before = recordings.uninterrupted(tmp_path / "a", numbers=NUMBERS | {decay: 0.1})
     after = recordings.restarted(tmp_path / "b", numbers=NUMBERS | {decay: 0.2})
     (difference,) = compare(before, after, "", numbers={decay: 0.1}).differences
     assert difference.where == recordings.PLACES["opt_param_scheduler"].loads
@@ -224,7 +214,7 @@ RATES = [step(4, numbers=step(4).numbers | RATE, grad_norm=2.0)]
         (" later", {"steps": RATES}, [What.NUMBER, What.GRAD_NORM]),
         (" later", {"steps": [step(3), step(4, samples=(("1",),))]}, [What.SAMPLES]),
         (" later", {"steps": ELSEWHERE}, [What.SAMPLES]),
-        (" later", {"loaded": state() | {LoadedIndex.EXP_AVG: torch.zeros(4)}}, [What.EXP_AVG]),
+        (" later", {"loaded": state() | ZEROS}, [What.EXP_AVG]),
     ],
 )
 def test_random_states(tmp_path: Path, drawn: str, restarted: Any, named: list[What]) -> None:
@@ -258,17 +248,6 @@ def test_random_states_that_were_read(tmp_path: Path, read: str, blame: Blame) -
     )
     restart = compare(before, dataclasses.replace(after, ranks=ranks), "")
     assert restart.differences[0].blame is blame
-
-
-def test_a_loss(tmp_path: Path) -> None:
-    """In the same layout to the bit; not a number is equal to itself."""
-    steps = [step(3, losses={"lm loss": math.nextafter(4 / 3, 2)}), step(4)]
-    (difference,) = answer(tmp_path, steps=steps).differences
-    assert (difference.what, difference.blame, difference.tolerance) == (
-        What.LOSS,
-        Blame.TRAINING,
-        0.0,
-    )
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -325,13 +304,6 @@ def test_nothing_of_the_optimizer(tmp_path: Path) -> None:
     restart = answer(tmp_path, loaded=loaded, omitted=("no_load_optim",), steps=steps)
     assert (restart.verdict, restart.compared) == (Result.EQUIVALENT, 1)
     assert any("--no-load-optim" in notice for notice in restart.notices)
-
-
-def test_the_state_after_the_steps(tmp_path: Path) -> None:
-    """Everything else was equal."""
-    end = state() | {LoadedIndex.MAIN: torch.ones(4)}
-    (difference,) = answer(tmp_path, end=end).differences
-    assert (difference.what, difference.blame) == (What.MAIN, Blame.TRAINING)
 
 
 def test_values_of_ranks_after_the_steps(tmp_path: Path) -> None:
