@@ -108,6 +108,11 @@ def _failures(verdicts: Iterable[Judged], *kinds: Kind) -> list[Judged]:
     return [v for v in verdicts if v.verdict.is_failure and (not kinds or v.kind in kinds)]
 
 
+def _with_wrong_gradients(verdicts: Iterable[Judged]) -> set[str]:
+    """Modules whose parameters have wrong gradients."""
+    return {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
+
+
 def _of_modules(verdicts: Iterable[Judged], grounds: Grounds) -> list[Origin]:
     return [Origin(v, v.name, grounds) for v in verdicts]
 
@@ -154,7 +159,7 @@ def _of_one_tensor(origins: list[Origin], verdicts: Sequence[Judged]) -> list[li
     The first has modules inside, around which it has code of its own. Where the gradients of a
     module's weights are wrong, it is an origin of its own.
     """
-    wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
+    wrong = _with_wrong_gradients(verdicts)
     outer = {v.name.rpartition(".")[0] for v in verdicts if v.kind is Kind.GRAD_INPUT}
     sharing: dict[object, list[Origin]] = defaultdict(list)
     for origin in sorted(origins, key=lambda origin: origin.module not in outer):
@@ -307,7 +312,7 @@ def _with_wrong_weights(origins: list[Origin], verdicts: Sequence[Judged]) -> li
     Modules with the same input have the same gradient there, the sum of what they all add. It is
     wrong through one whose weights' gradients are wrong, if the others' are right.
     """
-    wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
+    wrong = _with_wrong_gradients(verdicts)
     guilty: dict[tuple[int, float], set[str]] = defaultdict(set)
     for v in _failures(verdicts, Kind.GRAD_INPUT):
         if module_of(v.name) in wrong and (error := _own_error(v)) is not None:
@@ -329,7 +334,7 @@ def _layers_of_routers(origins: list[Origin], verdicts: Sequence[Judged]) -> lis
     Router and experts have the same input, whose gradient is the sum of what all of them add. If
     the gradients of the router's weights pass, any part of the layer can be wrong.
     """
-    wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
+    wrong = _with_wrong_gradients(verdicts)
     routers = {
         v.name for v in verdicts if v.kind is Kind.ROUTING and v.index == RoutingIndex.CHOICE
     }

@@ -179,9 +179,9 @@ class _Judge:
         # One factor is for all parameters, or for all that are experts.
         few = outcomes.share(verdict.kind, verdict.name) < FEW
         self._of_few = few and verdict.kind is Kind.MAIN_GRAD
-        counted = verdict.kind is Kind.COUNTED
         self._lack = finding.lack if isinstance(finding, Miscounted) else None
-        self._is_reduced = counted and verdict.index == Statistic.REDUCED.number
+        of_reduction = Kind.COUNTED, Statistic.REDUCED.number
+        self._is_reduced = (verdict.kind, verdict.index) == of_reduction
         self._words = sending(verdict.kind) if sent else self._words_of(findings)
         losses = {loss for f in findings if isinstance(f, LossShare) for loss in f.losses}
         self._factors = dict.fromkeys(losses, 1.0) | dict.fromkeys(NAMED.keys() & self._axes, 2.0)

@@ -44,12 +44,13 @@ def cite(verdict: Judged, finding: Finding | None, ledger: Ledger) -> Citation |
     phase = None if verdict.kind in _OUTSIDE else _PHASES.get(verdict.direction)
     if phase is None or not ledger.recorded or not ledger.collectives:
         return None
-    axes, step = _axes(finding), (ledger, verdict, phase)
+    axes, step = _axes(finding), (verdict.iteration, phase)
+    calls = [call for call in ledger.collectives if (call.iteration, call.direction) == step]
     if phase not in (Phase.FORWARD, Phase.BACKWARD):
-        ran = tuple(call for call in _of(*step) if call.axes.intersection(axes))
+        ran = tuple(call for call in calls if call.axes.intersection(axes))
         return Citation(phase, ran, _without(axes, ran, ledger.unseen)) if axes else None
     module = module_of(verdict.name)
-    ran = tuple(_inside(_of(*step), module))
+    ran = tuple(_inside(calls, module))
     code = _runs(ledger.sources.of(module))
     siblings = [
         name
@@ -59,7 +60,7 @@ def cite(verdict: Judged, finding: Finding | None, ledger: Ledger) -> Citation |
         and _runs(ledger.sources.of(name)) == code
     ]
     theirs = [
-        dict.fromkeys((call.operation, call.group) for call in _inside(_of(*step), name))
+        dict.fromkeys((call.operation, call.group) for call in _inside(calls, name))
         for name in siblings
     ]
     ours = {(call.operation, call.group) for call in ran}
@@ -109,11 +110,6 @@ def _is_in(module: str, name: str, direction: Direction) -> bool:
 def _runs(code: ModuleCode | None) -> tuple[str, ...]:
     """What decides whether modules communicate alike; what uses their outputs may differ."""
     return () if code is None else (code.forward, code.backward, code.weight)
-
-
-def _of(ledger: Ledger, verdict: Judged, phase: Phase) -> Iterable[Collective]:
-    step = verdict.iteration, phase
-    return (call for call in ledger.collectives if (call.iteration, call.direction) == step)
 
 
 def _inside(calls: Iterable[Collective], module: str) -> Iterable[Collective]:

@@ -14,7 +14,7 @@ restart with perturbed steps moves (``compare/tolerance.py``).
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 
@@ -46,6 +46,7 @@ _ZERO_AT_FIRST = (What.EXP_AVG, What.EXP_AVG_SQ, What.OTHER)
 """State that an optimizer creates as zeros when it first needs it."""
 _NUMBERS_OF_OPTIMIZER = ("param_groups", "opt_param_scheduler", "grad_scaler", "loss_scale")
 _COUNT = ".step"
+_WAYS = ("load", "save")
 _NAMED = 3
 """Tensors that a notice lists."""
 _BOOKKEEPING = "num_floating_point_operations_so_far"
@@ -97,8 +98,10 @@ class _Comparison:
         self._same_samples = True
         self._otherwise: list[str] = []
         omitted = {name for rank in (*before.ranks, *after.ranks) for name in rank.omitted}
-        self._without_optimizer = sorted(omitted & {"no_save_optim", "no_load_optim"})
-        self._without_random = sorted(omitted & {"no_save_rng", "no_load_rng"})
+        self._without_optimizer, self._without_random = (
+            ", ".join(f"--no-{word}-{what}" for word in _WAYS if f"no_{word}_{what}" in omitted)
+            for what in ("optim", "rng")
+        )
         self._described = {n: d for rank in before.ranks for n, d in rank.described.items()}
         self._names_stored = {name for rank in before.ranks for name in rank.stored}
 
@@ -128,21 +131,25 @@ class _Comparison:
     def loaded(self) -> None:
         """What was loaded against what was saved."""
         if self._without_optimizer:
-            flags = ", ".join(_flag(name) for name in self._without_optimizer)
             self._notices.append(
-                f"{flags}: optimizer state and schedules are not restored, and not compared; "
-                "neither are the following steps"
+                f"{self._without_optimizer}: optimizer state and schedules are not restored, and "
+                "not compared; neither are the following steps"
             )
         self._tensors()
         self._described_together()
         self._overwritten()
         self._numbers()
         self._random()
-        if self._otherwise and not self.differences:
-            self._notices.append(
-                "the checkpoint has other values than were saved, and they were loaded as saved: "
-                f"{some_of(self._otherwise, _NAMED)}"
+        if not self.differences:
+            self._notice(
+                "the checkpoint has other values than were saved, and they were loaded as saved",
+                self._otherwise,
             )
+
+    def _notice(self, text: str, names: Collection[str]) -> None:
+        """Of some tensors, if there are any."""
+        if names:
+            self._notices.append(f"{text}: {some_of(names, _NAMED)}")
 
     def _tensors(self) -> None:
         saved, loaded = self._before.state(Point.SAVED), self._after.state(Point.LOADED)
@@ -155,14 +162,11 @@ class _Comparison:
                 self._compared += 1
                 self._tensor(item, before, loaded)
             elif self._layout:
-                by_rank.append(f"{item[0]} of {item[1]}")
+                by_rank.append(" of ".join(item))
             else:
                 self._compared += 1
                 self._by_rank(item, saved, loaded, Blame.EITHER)
-        if by_rank:
-            self._notices.append(
-                f"not compared, because ranks had values of their own: {some_of(by_rank, _NAMED)}"
-            )
+        self._notice("not compared, because ranks had values of their own", by_rank)
         for item in loaded:
             if item in saved or (self._without_optimizer and item[0] in _OF_OPTIMIZER):
                 continue
@@ -230,7 +234,7 @@ class _Comparison:
             part = loaded.part(item, wrong_ranks[0])
             self._differ(*item, How.CONFLICT, blame, ranks=tuple(wrong_ranks), part=part)
         elif blame is Blame.SAVING:
-            self._otherwise.append(f"{item[0]} of {item[1]}")
+            self._otherwise.append(" of ".join(item))
 
     def _of_checkpoint(self, item: tuple[What, str], before: torch.Tensor) -> torch.Tensor | None:
         stored = self._stored_tensor(*item)
@@ -342,8 +346,9 @@ class _Comparison:
         if self._layout:
             return
         if self._without_random:
-            flags = ", ".join(_flag(name) for name in self._without_random)
-            self._notices.append(f"{flags}: random states are not restored, and not compared")
+            self._notices.append(
+                f"{self._without_random}: random states are not restored, and not compared"
+            )
             return
         for old, new in zip(self._before.ranks, self._after.ranks, strict=True):
             saved, loaded = old.random[Point.SAVED], new.random[Point.LOADED]
@@ -377,10 +382,10 @@ class _Comparison:
         causes = (What.NUMBER, What.SAMPLES)  # of a step, if they differ before its loss
         if first and first.blame is Blame.TRAINING and first.what not in causes:
             self.differences[:0] = self._suspects
-        elif self._suspects:
+        else:
             effect = "perhaps without effect" if first else "without effect on the compared steps"
             names = dict.fromkeys(f"{suspect.what} {suspect.name}" for suspect in self._suspects)
-            self._notices.append(f"not restored, {effect}: {some_of(names, _NAMED)}")
+            self._notice(f"not restored, {effect}", names)
 
     def _other_numbers(self) -> str:
         """Why the following steps of a correct restart have other losses, by far."""
@@ -449,7 +454,7 @@ class _Comparison:
                 if moves is None and not self._layout:
                     self._by_rank(item, old, new, Blame.TRAINING)
                 else:
-                    by_rank.append(f"{item[0]} of {item[1]}")
+                    by_rank.append(" of ".join(item))
                 continue
             after = new.tensor(item) if item in new else None
             if after is None:
@@ -464,23 +469,12 @@ class _Comparison:
                 continue
             tolerance = moves.tensor(item, before) if moves else 0.0
             if tolerance > BLIND:
-                blind.append(f"{item[0]} of {item[1]}")
+                blind.append(" of ".join(item))
             elif not distance(after, before) <= tolerance:
                 self._measured(item, before, after, Blame.TRAINING, tolerance=tolerance)
-        if by_rank:
-            self._notices.append(
-                "not compared after the last step, because ranks had values of their own: "
-                f"{some_of(by_rank, _NAMED)}"
-            )
-        if blind:
-            self._notices.append(
-                f"not compared after the last step, because rounding alone moves it by more than "
-                f"{BLIND:.0%}: {some_of(blind, _NAMED)}"
-            )
-
-
-def _flag(option: str) -> str:
-    return f"--{option.replace('_', '-')}"
+        after_last = "not compared after the last step, because"
+        self._notice(f"{after_last} ranks had values of their own", by_rank)
+        self._notice(f"{after_last} rounding alone moves it by more than {BLIND:.0%}", blind)
 
 
 def _common_rows(name: str, a: torch.Tensor, b: torch.Tensor) -> int | None:

@@ -66,8 +66,14 @@ LOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         f"a moment, {blame}": (
             {"loaded": state() | ZEROS, "stored": stored},
             {
-                "what": What.EXP_AVG, "how": How.DIFFERENT, "blame": blame, "name": NAME,
-                "rel_err": 1.0, "wrong": 4, "total": 4, "ranks": (0, 1),
+                "what": What.EXP_AVG,
+                "how": How.DIFFERENT,
+                "blame": blame,
+                "name": NAME,
+                "rel_err": 1.0,
+                "wrong": 4,
+                "total": 4,
+                "ranks": (0, 1),
                 "where": place,
             },
         )
@@ -99,7 +105,10 @@ LOST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a number": (
         {"numbers": NUMBERS | {SAMPLES: 0.0}, "numbers_stored": {SAMPLES: 8}},
         {
-            "what": What.NUMBER, "name": SAMPLES, "before": 8.0, "after": 0.0,
+            "what": What.NUMBER,
+            "name": SAMPLES,
+            "before": 8.0,
+            "after": 0.0,
             "blame": Blame.LOADING,
         },
     ),
