@@ -3,7 +3,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -82,296 +82,202 @@ WHOLE_QUERIES = {**CONFIGS["deepseek_v3"], "q_lora_rank": None}
 """Multi-latent attention whose queries are not compressed."""
 
 
-def files(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Random weights by the names and in the shapes of transformers' files."""
+type Rows = Iterator[tuple[str, str, tuple[int, ...]]]
+"""Names of transformers' tensors, of Megatron's that they are or are parts of, and shapes."""
+
+
+def _mlp(
+    theirs: str,
+    ours: str,
+    width: int,
+    hidden: int,
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+    leaves: tuple[str, ...] = ("weight",),
+) -> Rows:
+    *first, down = names
+    linear = [(name, "linear_fc1", (width, hidden)) for name in first]
+    for name, megatrons, shape in (*linear, (down, "linear_fc2", (hidden, width))):
+        for leaf in leaves:
+            sizes = shape if leaf == "weight" else shape[:1]
+            yield f"{theirs}.{name}.{leaf}", f"{ours}.{megatrons}.{leaf}", sizes
+
+
+def _attention(config: Mapping[str, Any], theirs: str = "self_attn") -> Rows:
     family, hidden = config["model_type"], config["hidden_size"]
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    head = config["head_dim"]
-    if family == "nemotron_h":
-        return {name: torch.randn(shape).to(dtype) for name, shape in _mixed(config).items()}
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden)
-    }
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{at}{name}.weight"] = (hidden,)
-        out = hidden, heads * head
-        if family == "gemma3_text":
-            for name in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
-                shapes[f"{at}{name}.weight"] = (hidden,)
-        if family == "gpt_oss":
-            shapes[f"{at}self_attn.sinks"] = (heads,)
-        if family == "deepseek_v3":
-            shapes |= _latent(config, f"{at}self_attn.")
-        for name, rows in (
-            {} if family == "deepseek_v3" else {"q": heads, "k": groups, "v": groups}.items()
-        ):
-            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows * head, hidden)
-            if family.startswith("qwen2") or config.get("attention_bias"):
-                shapes[f"{at}self_attn.{name}_proj.bias"] = (rows * head,)
-        shapes[f"{at}self_attn.o_proj.weight"] = out
-        if config.get("attention_bias"):
-            shapes[f"{at}self_attn.o_proj.bias"] = (hidden,)
-        if family.startswith(("qwen3", "gemma3")):
-            shapes |= {f"{at}self_attn.{x}_norm.weight": (head,) for x in "qk"}
-        number = "num_local_experts", "num_experts", "n_routed_experts"
-        experts = next((config[name] for name in number if name in config), 0)
-        width = config.get("moe_intermediate_size", config["intermediate_size"])
-        if family == "mixtral":
-            shapes[f"{at}block_sparse_moe.gate.weight"] = (experts, hidden)
-            mlps = {f"block_sparse_moe.experts.{n}": ("w1", "w3", "w2") for n in range(experts)}
-        elif family == "gpt_oss":
-            mlps = {}
-            shapes[f"{at}mlp.router.weight"] = (experts, hidden)
-            shapes[f"{at}mlp.router.bias"] = (experts,)
-            for name, shape in {
-                "gate_up_proj": (experts, hidden, 2 * width),
-                "down_proj": (experts, width, hidden),
-            }.items():
-                shapes[f"{at}mlp.experts.{name}"] = shape
-                shapes[f"{at}mlp.experts.{name}_bias"] = (experts, shape[2])
-        elif experts and layer not in config["mlp_only_layers"]:
-            shapes[f"{at}mlp.gate.weight"] = (experts, hidden)
-            names = "gate_proj", "up_proj", "down_proj"
-            mlps = {f"mlp.experts.{n}": names for n in range(experts)}
-            if family == "qwen2_moe":
-                shapes[f"{at}mlp.shared_expert_gate.weight"] = (1, hidden)
-                mlps["mlp.shared_expert"] = names
-            if family == "deepseek_v3":
-                shapes[f"{at}mlp.gate.e_score_correction_bias"] = (experts,)
-                mlps["mlp.shared_experts"] = names
-        else:
-            width = config["intermediate_size"]
-            mlps = {"mlp": ("gate_proj", "up_proj", "down_proj")}
-        for module, (gate, up, down) in mlps.items():
-            rows = config.get("shared_expert_intermediate_size", width)
-            rows = rows if "shared_expert" in module else width
-            sizes = ((gate, (rows, hidden)), (up, (rows, hidden)), (down, (hidden, rows)))
-            for name, shape in sizes:
-                shapes[f"{at}{module}.{name}.weight"] = shape
-                if config.get("mlp_bias"):
-                    shapes[f"{at}{module}.{name}.bias"] = shape[:1]
-    return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
-
-
-def _latent(config: Mapping[str, Any], at: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of multi-latent attention."""
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    query, key = config["q_lora_rank"], config["kv_lora_rank"]
-    plain, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
-    value = config["v_head_dim"]
-    queries: dict[str, tuple[int, ...]] = {f"{at}q_proj.weight": (heads * (plain + turned), hidden)}
-    if query:
-        queries = {
-            f"{at}q_a_proj.weight": (query, hidden),
-            f"{at}q_a_layernorm.weight": (query,),
-            f"{at}q_b_proj.weight": (heads * (plain + turned), query),
-        }
-    return queries | {
-        f"{at}kv_a_proj_with_mqa.weight": (key + turned, hidden),
-        f"{at}kv_a_layernorm.weight": (key,),
-        f"{at}kv_b_proj.weight": (heads * (plain + value), key),
-        f"{at}o_proj.weight": (hidden, heads * value),
-    }
-
-
-def _mixed(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shapes of a model with one of four mixers in each layer."""
-    hidden, latent = config["hidden_size"], config["moe_latent_size"]
     heads, groups, head = (
         config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
+    ours, is_biased = "self_attention", config.get("attention_bias")
+    for x, count in (("q", heads), ("k", groups), ("v", groups)):
+        yield f"{theirs}.{x}_proj.weight", f"{ours}.linear_qkv.weight", (count * head, hidden)
+        if is_biased or family.startswith("qwen2"):
+            yield f"{theirs}.{x}_proj.bias", f"{ours}.linear_qkv.bias", (count * head,)
+    yield f"{theirs}.o_proj.weight", f"{ours}.linear_proj.weight", (hidden, heads * head)
+    if is_biased:
+        yield f"{theirs}.o_proj.bias", f"{ours}.linear_proj.bias", (hidden,)
+    for x in "qk" if family.startswith(("qwen3", "gemma3")) else "":
+        yield f"{theirs}.{x}_norm.weight", f"{ours}.{x}_layernorm.weight", (head,)
+    if family == "gpt_oss":
+        yield f"{theirs}.sinks", f"{ours}.core_attention.softmax_offset", (heads,)
+
+
+def _latent(config: Mapping[str, Any]) -> Rows:
+    """Multi-latent attention."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    turned, value = config["qk_rope_head_dim"], config["v_head_dim"]
+    queries = heads * (config["qk_nope_head_dim"] + turned)
+    keys = heads * (config["qk_nope_head_dim"] + value)
+    theirs, ours = "self_attn", "self_attention.linear"
+    compressed = [("kv", "kv_a_proj_with_mqa", config["kv_lora_rank"], turned, keys)]
+    if config["q_lora_rank"]:
+        compressed.append(("q", "q_a_proj", config["q_lora_rank"], 0, queries))
+    else:
+        yield f"{theirs}.q_proj.weight", f"{ours}_q_proj.weight", (queries, hidden)
+    for x, down, rank, more, rows in compressed:
+        yield f"{theirs}.{down}.weight", f"{ours}_{x}_down_proj.weight", (rank + more, hidden)
+        norm = f"{ours}_{x}_up_proj.layer_norm_weight"
+        yield f"{theirs}.{x}_a_layernorm.weight", norm, (rank,)
+        yield f"{theirs}.{x}_b_proj.weight", f"{ours}_{x}_up_proj.weight", (rows, rank)
+    yield f"{theirs}.o_proj.weight", "self_attention.linear_proj.weight", (hidden, heads * value)
+
+
+def _experts(config: Mapping[str, Any], count: int) -> Rows:
+    family, hidden = config["model_type"], config["hidden_size"]
+    width = config.get("moe_intermediate_size", config["intermediate_size"])
+    each, all_ = "mlp.experts.experts", "mlp.experts.experts.*"
+    if family == "gpt_oss":
+        for leaf, shape in (("weight", (count, hidden)), ("bias", (count,))):
+            yield f"mlp.router.{leaf}", f"mlp.router.{leaf}", shape
+        for name, linear, rows, columns in (
+            ("gate_up_proj", "linear_fc1", hidden, 2 * width),
+            ("down_proj", "linear_fc2", width, hidden),
+        ):
+            yield f"mlp.experts.{name}", f"{all_}.{linear}.weight", (count, rows, columns)
+            yield f"mlp.experts.{name}_bias", f"{all_}.{linear}.bias", (count, columns)
+        return
+    at, names = "mlp", ("gate_proj", "up_proj", "down_proj")
+    if family == "mixtral":
+        at, names = "block_sparse_moe", ("w1", "w3", "w2")
+    yield f"{at}.gate.weight", "mlp.router.weight", (count, hidden)
+    for n in range(count):
+        yield from _mlp(f"{at}.experts.{n}", f"{each}.{n}", width, hidden, names)
+    if family == "qwen2_moe":
+        yield "mlp.shared_expert_gate.weight", "mlp.shared_experts.gate_weight", (1, hidden)
+        width = config["shared_expert_intermediate_size"]
+        yield from _mlp("mlp.shared_expert", "mlp.shared_experts", width, hidden)
+    if family == "deepseek_v3":
+        yield "mlp.gate.e_score_correction_bias", "mlp.router.expert_bias", (count,)
+        yield from _mlp("mlp.shared_experts", "mlp.shared_experts", width, hidden)
+
+
+def _layer(config: Mapping[str, Any], layer: int) -> Rows:
+    family, hidden = config["model_type"], config["hidden_size"]
+    number = "num_local_experts", "num_experts", "n_routed_experts"
+    experts = next((config[name] for name in number if name in config), 0)
+    is_sparse = experts and layer not in config.get("mlp_only_layers", ())
+    norms = {
+        "input_layernorm": "self_attention.linear_qkv.layer_norm_weight",
+        "post_attention_layernorm": "mlp.linear_fc1.layer_norm_weight",
+    }
+    if is_sparse:
+        norms["post_attention_layernorm"] = "pre_mlp_layernorm.weight"
+    if family == "gemma3_text":
+        norms["pre_feedforward_layernorm"] = norms["post_attention_layernorm"]
+        norms["post_attention_layernorm"] = "self_attention.linear_proj.post_layernorm.weight"
+        norms["post_feedforward_layernorm"] = "mlp.linear_fc2.post_layernorm.weight"
+    for theirs, ours in norms.items():
+        yield f"{theirs}.weight", ours, (hidden,)
+    yield from _latent(config) if family == "deepseek_v3" else _attention(config)
+    leaves = ("weight", "bias") if config.get("mlp_bias") else ("weight",)
+    dense = _mlp("mlp", "mlp", config["intermediate_size"], hidden, leaves=leaves)
+    yield from _experts(config, experts) if is_sparse else dense
+
+
+def _mixed_layer(config: Mapping[str, Any], layer: int) -> Rows:
+    """One of four mixers."""
+    hidden, latent = config["hidden_size"], config["moe_latent_size"]
     scans, inner = config["mamba_num_heads"], config["mamba_num_heads"] * config["mamba_head_dim"]
     mixed = inner + 2 * config["n_groups"] * config["ssm_state_size"]
-    experts, width = config["n_routed_experts"], config["moe_intermediate_size"]
-    shared = config["moe_shared_expert_intermediate_size"]
-    mixers: dict[str, dict[str, tuple[int, ...]]] = {
-        "M": {
-            "A_log": (scans,),
-            "D": (scans,),
-            "dt_bias": (scans,),
-            "conv1d.weight": (mixed, 1, config["conv_kernel"]),
-            "conv1d.bias": (mixed,),
-            "in_proj.weight": (inner + mixed + scans, hidden),
-            "norm.weight": (inner,),
-            "out_proj.weight": (hidden, inner),
-        },
-        "*": {
-            "q_proj.weight": (heads * head, hidden),
-            "k_proj.weight": (groups * head, hidden),
-            "v_proj.weight": (groups * head, hidden),
-            "o_proj.weight": (hidden, heads * head),
-        },
-        "-": {
-            "up_proj.weight": (config["intermediate_size"], hidden),
-            "down_proj.weight": (hidden, config["intermediate_size"]),
-        },
-        "E": {
-            "gate.weight": (experts, hidden),
-            "gate.e_score_correction_bias": (experts,),
-            **{f"experts.{n}.up_proj.weight": (width, latent) for n in range(experts)},
-            **{f"experts.{n}.down_proj.weight": (latent, width) for n in range(experts)},
-            "shared_experts.up_proj.weight": (shared, hidden),
-            "shared_experts.down_proj.weight": (hidden, shared),
-            "fc1_latent_proj.weight": (latent, hidden),
-            "fc2_latent_proj.weight": (hidden, latent),
-        },
-    }
-    ends = {"embeddings": (config["vocab_size"], hidden), "norm_f": (hidden,)}
-    shapes = {f"backbone.{name}.weight": shape for name, shape in ends.items()}
-    for layer, kind in enumerate(config["hybrid_override_pattern"]):
-        at = f"backbone.layers.{layer}."
-        shapes[f"{at}norm.weight"] = (hidden,)
-        shapes |= {f"{at}mixer.{name}": shape for name, shape in mixers[kind].items()}
-    return shapes | {"lm_head.weight": ends["embeddings"]}
-
-
-OTHERS = {
-    "self_attn.q_a_proj.weight": "self_attention.linear_q_down_proj.weight",
-    "self_attn.q_a_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
-    "self_attn.q_b_proj.weight": "self_attention.linear_q_up_proj.weight",
-    "self_attn.kv_a_proj_with_mqa.weight": "self_attention.linear_kv_down_proj.weight",
-    "self_attn.kv_a_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
-    "self_attn.kv_b_proj.weight": "self_attention.linear_kv_up_proj.weight",
-    "self_attn.sinks": "self_attention.core_attention.softmax_offset",
-    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
-    "mlp.shared_expert_gate.weight": "mlp.shared_experts.gate_weight",
-    "mlp.router.weight": "mlp.router.weight",
-    "mlp.router.bias": "mlp.router.bias",
-    "post_feedforward_layernorm.weight": "mlp.linear_fc2.post_layernorm.weight",
-}
-"""Tensors of rarer layers that are the same in both."""
-
-
-def converted(
-    config: Mapping[str, Any], state: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The same weights as a checkpoint of Megatron's has them, layers and experts apart."""
-    if config["model_type"] == "nemotron_h":
-        return _converted(config, state)
-    ours = {
-        "embedding.word_embeddings.weight": state["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": state["model.norm.weight"],
-    }
-    if "lm_head.weight" in state:
-        ours["output_layer.weight"] = state["lm_head.weight"]
-    groups, head = config["num_key_value_heads"], config["head_dim"]
-    shared = config["num_attention_heads"] // groups * head
-    for layer in range(config["num_hidden_layers"]):
-        at, to = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        ours[f"{to}self_attention.linear_qkv.layer_norm_weight"] = state[
-            f"{at}input_layernorm.weight"
-        ]
-        for leaf in ("weight", "bias"):
-            if f"{at}self_attn.k_proj.{leaf}" in state:
-                q, k, v = (state[f"{at}self_attn.{x}_proj.{leaf}"] for x in "qkv")
-                rows = []
-                for group in range(groups):
-                    rows.append(q[group * shared : (group + 1) * shared])
-                    rows += [x[group * head : (group + 1) * head] for x in (k, v)]
-                ours[f"{to}self_attention.linear_qkv.{leaf}"] = torch.cat(rows)
-            if f"{at}self_attn.o_proj.{leaf}" in state:
-                ours[f"{to}self_attention.linear_proj.{leaf}"] = state[
-                    f"{at}self_attn.o_proj.{leaf}"
-                ]
-        for x in "qk":
-            if f"{at}self_attn.{x}_norm.weight" in state:
-                norm = state[f"{at}self_attn.{x}_norm.weight"]
-                ours[f"{to}self_attention.{x}_layernorm.weight"] = norm
-        gate, up, down = "gate_proj", "up_proj", "down_proj"
-        moe = f"{at}mlp."
-        if config["model_type"] == "mixtral":
-            gate, up, down = "w1", "w3", "w2"
-            moe = f"{at}block_sparse_moe."
-        ours |= {to + OTHERS[x]: state[at + x] for x in OTHERS if at + x in state}
-        if config is WHOLE_QUERIES:
-            name = f"{to}self_attention.linear_q_proj.weight"
-            ours[name] = state[f"{at}self_attn.q_proj.weight"]
-        norm = state[f"{at}post_attention_layernorm.weight"]
-        if f"{at}pre_feedforward_layernorm.weight" in state:
-            ours[f"{to}self_attention.linear_proj.post_layernorm.weight"] = norm
-            norm = state[f"{at}pre_feedforward_layernorm.weight"]
-        for leaf in ("", "_bias"):
-            if f"{at}mlp.experts.gate_up_proj{leaf}" in state:
-                both = (state[f"{at}mlp.experts.{x}_proj{leaf}"] for x in ("gate_up", "down"))
-                for n, (first, second) in enumerate(zip(*both, strict=True)):
-                    name = f"{to}mlp.experts.experts.{n}.{{}}.{'bias' if leaf else 'weight'}".format
-                    halves = [
-                        first[..., start::2].mT if first.ndim > 1 else first[start::2]
-                        for start in (0, 1)
-                    ]
-                    ours[name("linear_fc1")], ours[name("linear_fc2")] = (
-                        torch.cat(halves),
-                        second.mT if second.ndim > 1 else second,
-                    )
-                ours[f"{to}pre_mlp_layernorm.weight"] = norm
-        mlps = {moe: f"{to}mlp."}
-        if (router := state.get(f"{moe}gate.weight")) is not None:
-            ours[f"{to}pre_mlp_layernorm.weight"] = norm
-            ours[f"{to}mlp.router.weight"] = router
-            mlps = {
-                f"{moe}experts.{n}.": f"{to}mlp.experts.experts.{n}." for n in range(len(router))
-            }
-            mlps |= {f"{moe}shared_expert{s}.": f"{to}mlp.shared_experts." for s in ("", "s")}
-        elif f"{at}mlp.router.weight" not in state:
-            ours[f"{to}mlp.linear_fc1.layer_norm_weight"] = norm
-        for theirs, name in mlps.items():
-            for leaf in ("weight", "bias"):
-                if f"{theirs}{gate}.{leaf}" in state:
-                    halves = [state[f"{theirs}{half}.{leaf}"] for half in (gate, up)]
-                    ours[f"{name}linear_fc1.{leaf}"] = torch.cat(halves)
-                    ours[f"{name}linear_fc2.{leaf}"] = state[f"{theirs}{down}.{leaf}"]
-    return ours
-
-
-def _converted(
-    config: Mapping[str, Any], state: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    ours = {
-        "embedding.word_embeddings.weight": state["backbone.embeddings.weight"],
-        "decoder.final_norm.weight": state["backbone.norm_f.weight"],
-        "output_layer.weight": state["lm_head.weight"],
-    }
+    experts, plain = config["n_routed_experts"], ("up_proj", "down_proj")
+    kind = config["hybrid_override_pattern"][layer]
     norms = {
         "M": "mixer.in_proj.layer_norm_weight",
         "*": "self_attention.linear_qkv.layer_norm_weight",
         "-": "mlp.linear_fc1.layer_norm_weight",
         "E": "pre_mlp_layernorm.weight",
     }
-    words = {
-        "gate.e_score_correction_bias": "router.expert_bias",
-        "gate.weight": "router.weight",
-        "up_proj": "linear_fc1",
-        "down_proj": "linear_fc2",
-    }
-    groups, head = config["num_key_value_heads"], config["head_dim"]
-    for layer, kind in enumerate(config["hybrid_override_pattern"]):
-        at, to = f"backbone.layers.{layer}.", f"decoder.layers.{layer}."
-        ours[to + norms[kind]] = state[f"{at}norm.weight"]
-        mixer = {
-            name.removeprefix(f"{at}mixer."): data
-            for name, data in state.items()
-            if name.startswith(f"{at}mixer.")
-        }
-        if kind == "M":
-            ours |= {f"{to}mixer.{name}": data for name, data in mixer.items()}
-        elif kind == "*":
-            q, k, v = (mixer[f"{x}_proj.weight"].split(head) for x in "qkv")
-            shared = len(q) // groups
-            rows = [(*q[g * shared : (g + 1) * shared], k[g], v[g]) for g in range(groups)]
-            ours[f"{to}self_attention.linear_qkv.weight"] = torch.cat([*itertools.chain(*rows)])
-            ours[f"{to}self_attention.linear_proj.weight"] = mixer["o_proj.weight"]
+    yield "norm.weight", norms[kind], (hidden,)
+    if kind == "M":
+        for name, shape in {
+            **dict.fromkeys(("A_log", "D", "dt_bias"), (scans,)),
+            "conv1d.weight": (mixed, 1, config["conv_kernel"]),
+            "conv1d.bias": (mixed,),
+            "in_proj.weight": (inner + mixed + scans, hidden),
+            "norm.weight": (inner,),
+            "out_proj.weight": (hidden, inner),
+        }.items():
+            yield f"mixer.{name}", f"mixer.{name}", shape
+    elif kind == "*":
+        yield from _attention(config, "mixer")
+    elif kind == "-":
+        yield from _mlp("mixer", "mlp", config["intermediate_size"], hidden, plain)
+    else:
+        yield "mixer.gate.weight", "mlp.router.weight", (experts, hidden)
+        yield "mixer.gate.e_score_correction_bias", "mlp.router.expert_bias", (experts,)
+        for n in range(experts):
+            width, names = config["moe_intermediate_size"], f"experts.experts.{n}"
+            yield from _mlp(f"mixer.experts.{n}", f"mlp.{names}", width, latent, plain)
+        width = config["moe_shared_expert_intermediate_size"]
+        yield from _mlp("mixer.shared_experts", "mlp.shared_experts", width, hidden, plain)
+        for name, sizes in (("fc1", (latent, hidden)), ("fc2", (hidden, latent))):
+            yield f"mixer.{name}_latent_proj.weight", f"mlp.{name}_latent_proj.weight", sizes
+
+
+def _rows(config: Mapping[str, Any]) -> Rows:
+    """All tensors of a model."""
+    is_mixed = config["model_type"] == "nemotron_h"
+    names = ("backbone", "embeddings", "norm_f", "final_norm")
+    if not is_mixed:
+        names = ("model", "embed_tokens", "norm", "final_layernorm")
+    at, embedding, norm, megatrons_norm = names
+    rows = config["vocab_size"], config["hidden_size"]
+    yield f"{at}.{embedding}.weight", "embedding.word_embeddings.weight", rows
+    yield f"{at}.{norm}.weight", f"decoder.{megatrons_norm}.weight", rows[1:]
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", "output_layer.weight", rows
+    layers = len(config.get("hybrid_override_pattern", ())) or config["num_hidden_layers"]
+    for layer in range(layers):
+        of_layer = _mixed_layer(config, layer) if is_mixed else _layer(config, layer)
+        for theirs, ours, shape in of_layer:
+            yield f"{at}.layers.{layer}.{theirs}", f"decoder.layers.{layer}.{ours}", shape
+
+
+def files(config: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Random weights by the names and in the shapes of transformers' files."""
+    return {theirs: torch.randn(shape).to(dtype) for theirs, _, shape in _rows(config)}
+
+
+def converted(
+    config: Mapping[str, Any], state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The same weights as a checkpoint of Megatron's has them, layers and experts apart."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for theirs, ours, _ in _rows(config):
+        parts.setdefault(ours, []).append(state[theirs])
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensors in parts.items():
+        if ".*." in name:
+            # All experts in one tensor, whose rows of gate and up projection alternate.
+            for n, data in enumerate(tensors[0]):
+                if "linear_fc1" in name:
+                    data = torch.cat([data[..., start::2] for start in (0, 1)], -1)
+                weights[name.replace("*", str(n))] = data.mT if data.ndim > 1 else data
+        elif name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
+            chunks = (part.chunk(config["num_key_value_heads"]) for part in tensors)
+            weights[name] = torch.cat([*itertools.chain(*zip(*chunks, strict=True))])
         else:
-            for name, data in mixer.items():
-                for theirs, megatrons in words.items():
-                    name = name.replace(theirs, megatrons)
-                name = re.sub(r"^experts\.", "experts.experts.", name)
-                ours[f"{to}mlp.{name}"] = data
-    return ours
+            weights[name] = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    return weights
 
 
 def files_of(
