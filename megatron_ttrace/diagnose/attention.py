@@ -171,8 +171,6 @@ def _attention(evidence: Evidence) -> _Attention | None:
 def _positions(evidence: Evidence, length: int) -> tuple[torch.Tensor, ...] | None:
     """Sequence positions that each context-parallel rank holds."""
     size = evidence.size("cp")
-    if size == 1:
-        return (torch.arange(length),)
     positions: dict[int, torch.Tensor] = {}
     for mesh in evidence.meshes:
         if boxes := evidence.held.get(mesh.rank):

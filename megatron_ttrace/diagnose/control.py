@@ -108,11 +108,8 @@ def _of_finding(
         more = again * sum(squares.get(name, 0.0) for name in finding.names)
         change = abs(math.sqrt(max(0.0, 1 + more / total)) - 1) if total else 0.0
         norms = [v for v in now if v.kind is Kind.GRAD_NORM]
-        # Parameters with a norm of their own are not in the one that is compared.
-        if all(_is_norm_of(tolerances.of(v.key).rms, total) for v in norms):
+        # Parameters with a norm of their own are not in the one that is compared, and the
+        # reference's may lack the same ones.
+        sizes = [tolerances.of(v.key).rms for v in norms]
+        if all(math.isclose(size, math.sqrt(total), rel_tol=1e-3) for size in sizes):
             yield norms, change
-
-
-def _is_norm_of(norm: float, squares: float) -> bool:
-    """Whether the reference's norm is that of all gradients; it may lack the same ones."""
-    return math.isclose(norm, math.sqrt(squares), rel_tol=1e-3)

@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_ttrace.compare import initial
 from megatron_ttrace.compare.measured import Problem
-from megatron_ttrace.diagnose import losses, ran, region, replicas, settings, start
+from megatron_ttrace.diagnose import losses, ran, region, replicas, start
 from megatron_ttrace.diagnose.evidence import Evidence, ExhaustedError, Work, axes_of
 from megatron_ttrace.diagnose.gather import Traces, sort_of
 from megatron_ttrace.diagnose.search import Composition, alternative, repeated, search
 from megatron_ttrace.trace.captured import Separate, Share
 from megatron_ttrace.trace.codec import CodecError
-from megatron_ttrace.trace.collectives import Ledger
+from megatron_ttrace.trace.collectives import Ledger, Numbers, pattern
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import (
@@ -36,6 +36,7 @@ from megatron_ttrace.trace.findings import (
     Finding,
     LossShare,
     Miscounted,
+    OtherSetting,
     Remark,
     Rounded,
 )
@@ -144,7 +145,7 @@ class Explainer:
             if verdict.kind in losses.KINDS:
                 self.unexplained.append(key)
             numbers = self._ledger.numbers, self._traces.reference.reference.numbers
-            setting = settings.differing(module_of(verdict.name), *numbers)
+            setting = differing_setting(module_of(verdict.name), *numbers)
             pattern = is_known and (region.extent(evidence) or replicas.some_copies(evidence))
             return Explanation(observed=setting or pattern or None)
         ranks, alike = evidence.failing_ranks(), self._alike_in(key, finding)
@@ -213,3 +214,32 @@ class Explainer:
         near, ratio = max(1e-2, 2 * self._traces.tolerances.of(key).value), ratios[key][0]
         alike = sum(all(abs(r / ratio - 1) < near for r in ranks) for ranks in ratios.values())
         return (alike, len(ratios)) if alike > 1 else None
+
+
+def differing_setting(module: str, ours: Numbers, expected: Numbers) -> OtherSetting | None:
+    """A number of a module, or of one in it, that only some layers have as the reference does.
+
+    A layout may build modules differently. Then it does so in every layer.
+    """
+    for name in (name for name in expected if f"{name}.".startswith(f"{module}.")):
+        others = [other for other in expected if other != name and pattern(other) == pattern(name)]
+        for attribute, right in expected[name].items():
+            values = _of_ranks(name, attribute, ours)
+            if values and values.isdisjoint(right):
+                alike = (_of_ranks(other, attribute, ours) for other in others)
+                equal = (expected[other].get(attribute, ()) for other in others)
+                if any(not a.isdisjoint(b) for a, b in zip(alike, equal, strict=True)):
+                    return OtherSetting(
+                        cause=Cause.SETTING,
+                        module=name,
+                        attribute=attribute,
+                        value=min(values),
+                        expected=min(right),
+                    )
+    return None
+
+
+def _of_ranks(name: str, attribute: str, numbers: Numbers) -> set[float]:
+    """What ranks have; a number that all layers of a rank have is noted once."""
+    places = (numbers.get(at, {}) for at in (name, pattern(name)))
+    return {value for named in places for value in named.get(attribute, ())}

@@ -23,7 +23,6 @@ from megatron_ttrace.diagnose.code import (
     Outcomes,
     tokens,
 )
-from megatron_ttrace.diagnose.settings import configuring
 from megatron_ttrace.mcore.roles import names_tokens
 from megatron_ttrace.trace.collectives import Ledger, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
@@ -49,6 +48,8 @@ FEW = 0.5
 """Share of the tensors of a kind."""
 _INSIDE = 0.3
 """Weight of what ran in a module inside the one concerned, or on the wrong side of the model."""
+_SETS = (2.5, 3.0)
+"""Points for what a module computes itself; for what it is given by the module around it."""
 _DEEPER, _FARTHER = 0.9, 0.85
 """Weights by the number of calls from a constructor, and of modules around it."""
 _F, _B, _G = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENTS
@@ -134,7 +135,10 @@ class Suspects:
         of_result = by_kind.get(kind, by_direction[direction])
         (self._input if arrives(self._verdict) else of_result)()
         if isinstance(self._finding, OtherSetting):
-            for number, points in configuring(self._finding.module, self._constructor):
+            # The module's own constructor, and the next one around it.
+            module = self._finding.module
+            built = map(self._constructor, (module, *around(module)))
+            for number, points in zip((n for n in built if n is not None), _SETS, strict=False):
                 self._take([number], 1.0)
                 self.add(number, Clue.BUILT, points)
 

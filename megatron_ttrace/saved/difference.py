@@ -8,6 +8,7 @@ is what the replays of either run's reference allow, the larger one: both runs r
 
 import contextlib
 import dataclasses
+import itertools
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -291,15 +292,10 @@ def _combined(
     all_moves: Sequence[Mapping[TraceKey, Moved]], known: set[TraceKey]
 ) -> dict[TraceKey, Moved]:
     """Of every tensor the larger of what replays of either run did."""
-    largest: dict[TraceKey, Moved] = {}
-    for moves in all_moves:
-        for key, moved in moves.items():
-            if key not in known:
-                continue
-            before = largest.get(key)
-            if before is None or max(moved.moved) > max(before.moved):
-                largest[key] = moved
-    return largest
+    moved: dict[TraceKey, list[Moved]] = {}
+    for key, of_run in itertools.chain.from_iterable(moves.items() for moves in all_moves):
+        moved.setdefault(key, []).append(of_run)
+    return {key: max(moved[key], key=lambda of: max(of.moved)) for key in moved if key in known}
 
 
 class Review:

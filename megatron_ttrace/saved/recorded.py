@@ -70,6 +70,11 @@ class Recorded:
         norms = (record.grad_norm for record in reversed(step) if record.grad_norm is not None)
         return losses, next(norms, None)
 
+    def scalar(self, kind: What, name: str, number: int) -> float | None:
+        """A loss of a step, or its gradient norm."""
+        losses, norm = self.logged(number)
+        return losses.get(name) if kind is What.LOSS else norm
+
     def any(self, attribute: str) -> bool:
         """Whether something is true of any rank."""
         return any(getattr(rank, attribute) for rank in self.ranks)
@@ -119,16 +124,10 @@ class Moves:
         """The tolerance of a number that is logged."""
         moved = []
         for number in range(len(self.restarted.steps)):
-            (losses, norm), (perturbed_losses, perturbed_norm) = (
-                run.logged(number) for run in (self.restarted, self.perturbed)
-            )
-            pair = (
-                (losses.get(name), perturbed_losses.get(name))
-                if kind is What.LOSS
-                else (norm, perturbed_norm)
-            )
-            if pair[0] and pair[1] is not None:
-                moved.append(change(pair[0], pair[1]))
+            before = self.restarted.scalar(kind, name, number)
+            after = self.perturbed.scalar(kind, name, number)
+            if before and after is not None:
+                moved.append(change(before, after))
         # Sums over all elements, whose terms are added in another order.
         floor = epsilon(torch.float32) * 16
         return SAFETY * max(max(moved, default=math.inf) * few_samples(len(moved)), floor)

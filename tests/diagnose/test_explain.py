@@ -16,7 +16,7 @@ from megatron_ttrace.compare.moved import Moved
 from megatron_ttrace.compare.tolerance import Tolerances
 from megatron_ttrace.diagnose import search, start
 from megatron_ttrace.diagnose.evidence import Evidence, FailedPart
-from megatron_ttrace.diagnose.explain import Explainer
+from megatron_ttrace.diagnose.explain import Explainer, differing_setting
 from megatron_ttrace.diagnose.gather import Traces
 from megatron_ttrace.diagnose.groups import group_of
 from megatron_ttrace.placement.plan import plan
@@ -32,6 +32,7 @@ from megatron_ttrace.trace.findings import (
     Loss,
     Miscounted,
     Note,
+    OtherSetting,
     Remark,
     Rounded,
     WrongCopies,
@@ -349,3 +350,40 @@ def test_large_parts_are_cropped(made: tuple[Explainer, Path]) -> None:
     part = FailedPart.of(whole, meshes(1)[0], plan((16, 4), (), meshes(1)[0]), 1.0, limit=12)
     assert part.laid_out() is None
     assert torch.equal(part.pieces[0], whole[:3])
+
+
+LAYERS = [f"decoder.layers.{number}.attention" for number in range(4)]
+EVERY = "decoder.layers.*.attention"
+EXPECTED = {name: {"layer_number": (number,)} for number, name in enumerate(LAYERS, 1)} | {
+    EVERY: {"heads": (8.0,)},
+}
+WRONG = OtherSetting(
+    cause=Cause.SETTING, module=LAYERS[3], attribute="layer_number", value=2, expected=4
+)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "setting"),
+    [
+        ([1, 2, 3, 4], None),
+        ([1, 2, 3, 2], WRONG),
+        # In no layer it is as on one device: the layout may be the reason.
+        ([0, 0, 0, 2], None),
+    ],
+)
+@pytest.mark.parametrize("culprit", [LAYERS[3], "decoder.layers.3"])
+def test_a_number_of_one_layer(
+    numbers: list[float], setting: OtherSetting | None, culprit: str
+) -> None:
+    """It is right in another layer; heads are divided among ranks everywhere."""
+    ours = {name: {"layer_number": (number,)} for name, number in zip(LAYERS, numbers, strict=True)}
+    ours[EVERY] = {"heads": (4.0,)}
+    assert differing_setting(culprit, ours, EXPECTED) == setting
+    assert differing_setting(LAYERS[0], ours, EXPECTED) is None
+
+
+def test_a_stage_of_one_layer() -> None:
+    """It has one value for all of its layers, beside the one of the other stage."""
+    ours = {LAYERS[0]: {"layer_number": (1,)}, EVERY: {"layer_number": (2,)}}
+    assert differing_setting(LAYERS[3], ours, EXPECTED) == WRONG
+    assert differing_setting(LAYERS[3], {}, EXPECTED) is None

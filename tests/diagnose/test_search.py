@@ -116,32 +116,6 @@ def test_a_composed_fault_is_found(case: tuple[Evidence, set, int]) -> None:
     assert kinds == types or (len(steps) < size and kinds < types), compositions[0]
 
 
-@settings(max_examples=40)
-@given(
-    noise=st.sampled_from((1e-3, 0.05, 1.0, 100.0)),
-    tolerance=st.sampled_from((1e-5, 1e-2, 0.4)),
-    alike=st.booleans(),
-    beside=st.booleans(),
-    sizes=SIZES,
-    seed=st.integers(0, 1000),
-)
-def test_noise_has_no_cause(
-    noise: float,
-    tolerance: float,
-    alike: bool,
-    beside: bool,
-    sizes: tuple[int, int, int],
-    seed: int,
-) -> None:
-    """Of any size, beside the right values or instead of them, the same everywhere or not."""
-
-    def held(rank: int, own: torch.Tensor) -> torch.Tensor:
-        off = noise * values(*own.shape, seed=1 + seed + (0 if alike else rank))
-        return own + off if beside else off
-
-    assert explain(evidence_of(REFERENCE, layout(*sizes), held, tolerance=tolerance)) is None
-
-
 def test_two_repairs_in_words() -> None:
     """Partial sums that were also scaled."""
     ranks = layout(2, 3, 1)

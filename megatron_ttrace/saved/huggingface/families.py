@@ -157,10 +157,8 @@ _NORMS = (
 
 def _qkv(leaf: str, needs: str = "") -> Rule:
     parts = tuple(f"self_attn.{part}_proj.{leaf}" for part in "qkv")
-    how: dict[str, Any] = {"order": Order.GROUPS, "needs": needs}
-    if leaf == "bias":
-        how["option"] = "--add-qkv-bias"
-    return _rule(Where.ATTENTION, f"{_QKV}.{leaf}", parts, **how)
+    how = {"needs": needs, "option": "--add-qkv-bias" if leaf == "bias" else ""}
+    return _rule(Where.ATTENTION, f"{_QKV}.{leaf}", parts, order=Order.GROUPS, **how)
 
 
 def _out(leaf: str, needs: str = "") -> Rule:
@@ -241,10 +239,7 @@ _EXPERT_BIAS = _rule(
 _MIXER = (
     *(
         _rule(Where.MAMBA, f"mixer.{x}", f"mixer.{x}")
-        for x in (
-            *("in_proj.weight", "out_proj.weight", "norm.weight"),
-            *("A_log", "D", "dt_bias"),
-        )
+        for x in ("in_proj.weight", "out_proj.weight", "norm.weight", "A_log", "D", "dt_bias")
     ),
     *(
         _rule(Where.MAMBA, (f"mixer.conv1d_{x}", f"mixer.conv1d.{x}"), f"mixer.conv1d.{x}")
@@ -278,15 +273,12 @@ _OSS_EXPERTS = tuple(
 _SANDWICH = (
     _rule(Where.LAYER, _INPUT_NORM, "input_layernorm.weight"),
     _rule(Where.LAYER, _MLP_NORM, "pre_feedforward_layernorm.weight"),
-    *_same(
-        Where.LAYER,
-        {
-            f"{linear}.post_layernorm.weight": f"post_{theirs}_layernorm.weight"
-            for linear, theirs in {
-                "self_attention.linear_proj": "attention",
-                "mlp.linear_fc2": "feedforward",
-            }.items()
-        },
+    *(
+        _rule(Where.LAYER, f"{ours}.post_layernorm.weight", f"post_{theirs}_layernorm.weight")
+        for ours, theirs in (
+            ("self_attention.linear_proj", "attention"),
+            ("mlp.linear_fc2", "feedforward"),
+        )
     ),
 )
 """Norms before and after attention and MLP, by the names of Megatron-Bridge's layers."""

@@ -77,10 +77,8 @@ class Sizes:
             raise TTraceError(f"config.json: {layers} layers with {experts} experts are too many")
         if not isinstance(dense := config.get("mlp_only_layers", ()), list | tuple):
             raise TTraceError(f"config.json: mlp_only_layers is {dense!r}, not a list")
-        first, step = (
-            number("first_k_dense_replace", default=0),
-            number("decoder_sparse_step", default=1),
-        )
+        first = number("first_k_dense_replace", default=0)
+        step = number("decoder_sparse_step", default=1)
         sparse = (
             bool(experts) and n not in dense and n >= first and (n + 1) % max(step, 1) == 0
             for n in range(layers)
@@ -189,10 +187,8 @@ class Table:
         Raises:
             TTraceError: when the number of rows is not the config's.
         """
-        turned = [
-            data.T if part.transposed else data
-            for part, data in zip(pair.parts, parts, strict=True)
-        ]
+        pairs = zip(pair.parts, parts, strict=True)
+        turned = [data.T if part.transposed else data for part, data in pairs]
         joined = torch.cat(turned) if len(turned) > 1 else turned[0]
         order = self.order(pair, len(joined))
         return joined if order is None else joined[order]

@@ -163,31 +163,26 @@ def exchanged(first: str, second: str) -> Callable[[State_], None]:
     return fault
 
 
+EXPERT = "decoder.layers.1.mlp.experts.experts.0.linear_fc1.weight"
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "cause"),
+    ("model", "first", "second", "cause", "note"),
     [
-        (QKV, QKV.replace("1", "0"), Cause.LAYER),
-        (NORM, NORM.replace("1", "0"), Cause.LAYER),
-        (NORM, "decoder.final_layernorm.weight", Cause.TENSOR),
-        (HEAD, "embedding.word_embeddings.weight", Cause.TENSOR),
+        ("llama", QKV, QKV.replace("1", "0"), Cause.LAYER, "layers.0.self_attn.q_proj"),
+        ("llama", NORM, NORM.replace("1", "0"), Cause.LAYER, "layers.0.input_layernorm"),
+        ("llama", NORM, "decoder.final_layernorm.weight", Cause.TENSOR, "model.norm"),
+        ("llama", HEAD, "embedding.word_embeddings.weight", Cause.TENSOR, "embed_tokens"),
+        ("qwen3_moe", EXPERT, EXPERT.replace("0", "3"), Cause.EXPERT, "experts.3.gate_proj"),
     ],
 )
-def test_exchanged(first: str, second: str, cause: Cause, tmp_path: Path) -> None:
+def test_exchanged(
+    model: str, first: str, second: str, cause: Cause, note: str, tmp_path: Path
+) -> None:
     """Values of other tensors are found wherever they are."""
-    _, wrong = one_wrong(tmp_path, exchanged(first, second))
+    _, wrong = one_wrong(tmp_path, exchanged(first, second), made.CONFIGS[model])
     assert {tensor.name: tensor.cause for tensor in wrong} == {first: cause, second: cause}
-
-
-def test_experts_exchanged(tmp_path: Path) -> None:
-    """Experts in another order."""
-    name = "decoder.layers.1.mlp.experts.experts.{}.linear_fc1.weight".format
-    fault = exchanged(name(0), name(3))
-    _, wrong = one_wrong(tmp_path, fault, made.CONFIGS["qwen3_moe"])
-    assert {tensor.name: tensor.cause for tensor in wrong} == {
-        name(0): Cause.EXPERT,
-        name(3): Cause.EXPERT,
-    }
-    assert "mlp.experts.3.gate_proj" in wrong[0].note
+    assert note in next(tensor.note for tensor in wrong if tensor.name == first)
 
 
 def test_no_cause(tmp_path: Path) -> None:

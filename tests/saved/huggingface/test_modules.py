@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tensor of transformers is which of Megatron's."""
 
-from collections.abc import Collection
+import dataclasses
+from collections.abc import Collection, Sequence
 
 import pytest
 import torch
@@ -74,21 +75,58 @@ def test_the_gradient_of_what_experts_read_too() -> None:
     assert not correspondence.is_apart(key(f"{LAYER}.mlp", Kind.GRAD_INPUT))
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(
-    ("module", "norm", "weight"),
-    [
-        ("self_attention", "input_layernorm", "input_layernorm"),
-        ("self_attention.linear_qkv", "input_layernorm", "input_layernorm"),
-        ("mlp", "post_attention_layernorm", "pre_mlp_layernorm"),
-        ("mlp.linear_fc1", "post_attention_layernorm", "pre_mlp_layernorm"),
-    ],
-)
-def test_norms_inside_modules(module: str, norm: str, weight: str, fused: bool) -> None:
-    """A module that contains the norm before it has the norm's input, else the norm's output."""
-    parameters = [] if fused else [f"{LAYER}.{weight}.weight"]
-    row = row_of(f"{LAYER}.{module}", Kind.GRAD_INPUT, parameters=parameters)
-    assert row.sources == (Source(f"model.layers.1.{norm}", fused),)
+BIAS = "mlp.linear_fc2.bias"
+SOURCES: list[tuple[str, Kind, Sequence[str], Rows | None, Source]] = [
+    # A module that contains the norm before it has the norm's input, else the norm's output.
+    *(
+        (module, Kind.GRAD_INPUT, [f"{weight}.weight"] * (not fused), rows, Source(norm, fused))
+        for module, norm, weight, rows in (
+            ("self_attention", "input_layernorm", "input_layernorm", None),
+            ("self_attention.linear_qkv", "input_layernorm", "input_layernorm", None),
+            ("mlp", "post_attention_layernorm", "pre_mlp_layernorm", None),
+            ("mlp.linear_fc1", "post_attention_layernorm", "pre_mlp_layernorm", None),
+            # A norm between two linear layers.
+            (
+                *("self_attention.linear_kv_up_proj", "self_attn.kv_a_layernorm"),
+                *("self_attention.kv_layernorm", modules.LATENT),
+            ),
+        )
+        for fused in (True, False)
+    ),
+    # What is in a layer of a hybrid model has one name there, whatever it is.
+    ("mixer.in_proj", Kind.INPUT, ["norm.weight"], modules.HYBRID, Source("norm")),
+    *(
+        (module, Kind.OUTPUT, (), modules.HYBRID, source)
+        for module, source in (
+            ("mixer.in_proj", Source("mixer.in_proj")),
+            ("self_attention.linear_proj", Source("mixer.o_proj", bare=True)),
+            ("self_attention.core_attention", Source(f"mixer.{modules.ATTENTION}")),
+            ("mlp.linear_fc1", Source("mixer.up_proj", bare=True)),
+            ("mlp.router", Source("mixer.experts", True, 2)),
+        )
+    ),
+    # Megatron adds the biases of linear layers later; of experts, a layer's output has them.
+    *(
+        (module, Kind.OUTPUT, parameters, None, Source(theirs, bare=theirs != "mlp"))
+        for module, parameters, theirs in (
+            ("self_attention.linear_proj", (), "self_attn.o_proj"),
+            ("self_attention", (), "self_attn.o_proj"),
+            ("mlp.linear_fc2", [BIAS], "mlp.down_proj"),
+            ("mlp", [BIAS], "mlp.down_proj"),
+            ("mlp", (), "mlp"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "kind", "parameters", "rows", "source"), SOURCES)
+def test_sources(
+    module: str, kind: Kind, parameters: Sequence[str], rows: Rows | None, source: Source
+) -> None:
+    """What a module's tensor is made of first."""
+    names = [f"{LAYER}.{parameter}" for parameter in parameters]
+    row = row_of(f"{LAYER}.{module}", kind, parameters=names, rows=rows)
+    assert row.sources[0] == dataclasses.replace(source, module=f"model.layers.1.{source.module}")
 
 
 def test_rows_of_a_family() -> None:
@@ -109,15 +147,6 @@ def test_rows_of_a_family() -> None:
         assert row_of(name, kind, rows=rows).sources[0].module == theirs
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_latent_attention(fused: bool) -> None:
-    """A norm between two linear layers is in the second, or between them."""
-    names = [] if fused else [f"{LAYER}.self_attention.kv_layernorm.weight"]
-    name = f"{LAYER}.self_attention.linear_kv_up_proj"
-    row = row_of(name, Kind.GRAD_INPUT, parameters=names, rows=modules.LATENT)
-    assert row.sources == (Source("model.layers.1.self_attn.kv_a_layernorm", fused),)
-
-
 def test_routers_with_a_bias() -> None:
     """Experts are chosen by the sigmoid of a logit plus the bias of the expert."""
     name = f"{LAYER}.mlp.router"
@@ -125,26 +154,6 @@ def test_routers_with_a_bias() -> None:
     logits, bias = torch.randn(2, 3, 4), torch.randn(4)  # b 2, s 3
     scores = row.layout([logits.flatten(0, 1), bias], SIZES)
     assert scores[3].equal(logits[1, 1].sigmoid() + bias)
-
-
-@pytest.mark.parametrize(
-    ("module", "kind", "theirs", "weights"),
-    [
-        ("mixer.in_proj", Kind.INPUT, "norm", ["norm.weight"]),
-        ("mixer.in_proj", Kind.OUTPUT, "mixer.in_proj", []),
-        ("self_attention.linear_proj", Kind.OUTPUT, "mixer.o_proj", []),
-        ("self_attention.core_attention", Kind.OUTPUT, f"mixer.{modules.ATTENTION}", []),
-        ("mlp.linear_fc1", Kind.OUTPUT, "mixer.up_proj", []),
-        ("mlp.router", Kind.OUTPUT, "mixer.experts", []),
-    ],
-)
-def test_hybrid_models(module: str, kind: Kind, theirs: str, weights: list[str]) -> None:
-    """What is in a layer has one name there, whatever it is."""
-    names = [f"{LAYER}.{weight}" for weight in weights]
-    row = row_of(f"{LAYER}.{module}", kind, parameters=names, rows=modules.HYBRID)
-    assert row.sources[0].module == f"model.layers.1.{theirs}"
-    is_from_experts = theirs == "mixer.experts"
-    assert row.sources[0].is_input is is_from_experts
 
 
 def test_gates_of_mixers() -> None:
@@ -185,17 +194,3 @@ def test_scores_or_probabilities() -> None:
     assert not modules.is_of_probabilities(scores, logits)
     assert modules.is_of_probabilities(scores, logits.softmax(-1))
     assert not modules.is_of_probabilities(key("x"), logits.softmax(-1))
-
-
-def test_linear_layers_return_no_bias() -> None:
-    """Megatron adds the biases of these later; of experts, a layer's output has them."""
-    bias = f"{LAYER}.mlp.linear_fc2.bias"
-    for name, module in {
-        "self_attention.linear_proj": "self_attn.o_proj",
-        "self_attention": "self_attn.o_proj",
-        "mlp.linear_fc2": "mlp.down_proj",
-        "mlp": "mlp.down_proj",
-    }.items():
-        row = row_of(f"{LAYER}.{name}", parameters=[bias])
-        assert row.sources == (Source(f"model.layers.1.{module}", bare=True),)
-    assert row_of(f"{LAYER}.mlp").sources == (Source("model.layers.1.mlp"),)
