@@ -9,6 +9,7 @@ import pytest
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.records import Direction, Kind, Outcome
 from tests.diagnose.judged_by_hand import localise, verdict
+from tests.diagnose.test_culprits import failing, found
 
 
 @pytest.mark.parametrize(
@@ -22,17 +23,10 @@ from tests.diagnose.judged_by_hand import localise, verdict
 )
 def test_the_largest_jump_within_a_container(entering, leaving, named):
     """A module inside fails by many times more than what enters it, and than the container."""
-    verdicts = [
-        verdict("mlp", Kind.INPUT),
-        verdict(
-            "mlp.experts",
-            Kind.INPUT,
-            Outcome.DIVERGED if entering > 1 else Outcome.PASS,
-            margin=entering,
-        ),
-        verdict("mlp.experts", Kind.OUTPUT, Outcome.DIVERGED, margin=leaving),
-        verdict("mlp", Kind.OUTPUT, Outcome.DIVERGED, margin=30.0),
-    ]
+    verdicts = failing(
+        *(("mlp", Kind.INPUT, 0.1), ("mlp.experts", Kind.INPUT, entering)),
+        *(("mlp.experts", Kind.OUTPUT, leaving), ("mlp", Kind.OUTPUT, 30.0)),
+    )
     (culprit,) = localise(verdicts)
     assert culprit.name == named
     assert ("largest jump" in culprit.reason) == (named != "mlp" and entering > 1)
@@ -42,27 +36,15 @@ def test_the_largest_jump_within_a_container(entering, leaving, named):
 @pytest.mark.parametrize(("error", "named"), [(3.0, ["pooler"]), (4.0, ["head.dense", "pooler"])])
 def test_modules_that_share_a_gradient(isolated: bool, error: float, named: list[str]) -> None:
     """They are one culprit: the one with modules inside, around which it has code of its own."""
-    verdicts = [
-        *(verdict(name, Kind.GRAD_OUTPUT) for name in ("head.dense", "pooler", "pooler.dense")),
-        verdict("pooler.dense", Kind.GRAD_INPUT),
-        verdict("head.dense", Kind.GRAD_INPUT, Outcome.DIVERGED, margin=3.0),
-        verdict("pooler", Kind.GRAD_INPUT, Outcome.DIVERGED, margin=error),
-    ]
+    verdicts = failing(
+        *((name, Kind.GRAD_OUTPUT, 0.1) for name in ("head.dense", "pooler", "pooler.dense")),
+        *(("pooler.dense", Kind.GRAD_INPUT, 0.1), ("head.dense", Kind.GRAD_INPUT, 3.0)),
+        ("pooler", Kind.GRAD_INPUT, error),
+    )
     culprits = localise(verdicts, isolated=isolated)
     assert [culprit.name for culprit in culprits] == named
     is_shared = "; shared with head.dense, which may be wrong instead" in culprits[0].reason
     assert is_shared is (len(named) == 1)
-
-
-def test_no_jump_from_one_run_to_another():
-    """A module is not inside its other runs, whatever they have in error."""
-    verdicts = [
-        verdict("mlp", Kind.INPUT),
-        verdict("mlp", Kind.OUTPUT, Outcome.DIVERGED, margin=30.0),
-        verdict("mlp#1", Kind.INPUT, Outcome.DIVERGED, margin=1.2),
-        verdict("mlp#1", Kind.OUTPUT, Outcome.DIVERGED, margin=300.0),
-    ]
-    assert [culprit.name for culprit in localise(verdicts)] == ["mlp"]
 
 
 def parameters(absent, outcome):
@@ -99,10 +81,7 @@ def test_a_module_that_is_absent_as_a_whole(outcome, absent, named):
     assert [culprit.name for culprit in culprits] == named
 
 
-def test_parts_that_no_rank_has_are_no_absent_module():
-    """Each module lacks elements of its own."""
-    culprits = localise(parameters("layers.1.mlp", Outcome.UNCOVERED))
-    assert [culprit.name for culprit in culprits] == [f"decoder.layers.1.mlp.fc{n}" for n in (1, 2)]
+INDEXER = "attention.indexer"
 
 
 def indexed(*, around=0.1, again=300.0):
@@ -110,52 +89,56 @@ def indexed(*, around=0.1, again=300.0):
     margins = {
         "model": 0.1,
         "decoder.layers.1.attention": around,
-        "decoder.layers.1.attention.indexer.norm": 300.0,
-        "decoder.layers.1.attention.indexer.query": 300.0,
+        f"decoder.layers.1.{INDEXER}.norm": 300.0,
+        f"decoder.layers.1.{INDEXER}.query": 300.0,
         "decoder.layers.0.attention": 0.9,
-        "decoder.layers.0.attention.indexer.norm": again,
+        f"decoder.layers.0.{INDEXER}.norm": again,
     }
-    return [
-        verdict(
-            name, Kind.GRAD_OUTPUT, Outcome.DIVERGED if margin > 1 else Outcome.PASS, margin=margin
-        )
-        for name, margin in margins.items()
-    ]
-
-
-def test_a_gradient_is_made_by_what_uses_the_output():
-    """By the module around it whose own output gradients pass, in each layer."""
-    culprits = localise(indexed())
-    assert [culprit.name for culprit in culprits] == [
-        f"decoder.layers.{n}.attention" for n in (1, 0)
-    ]
-    assert "indexer.norm" in culprits[0].reason
+    return failing(*((name, Kind.GRAD_OUTPUT, margin) for name, margin in margins.items()))
 
 
 @pytest.mark.parametrize(
     ("verdicts", "named"),
     [
-        (indexed(again=3.0), "decoder.layers.1.attention"),
-        (indexed(around=40.0)[1:], "decoder.layers.1.attention"),
-        ([verdict("output_layer", Kind.GRAD_OUTPUT, Outcome.DIVERGED), *indexed()], "output_layer"),
+        # Each module lacks elements of its own, where no rank has them.
+        (
+            parameters("layers.1.mlp", Outcome.UNCOVERED),
+            [f"decoder.layers.1.mlp.fc{n}" for n in (1, 2)],
+        ),
+        # A module is not inside its other runs, whatever they have in error.
+        (
+            failing(
+                *(("mlp", Kind.INPUT, 0.1), ("mlp", Kind.OUTPUT, 30.0)),
+                *(("mlp#1", Kind.INPUT, 1.2), ("mlp#1", Kind.OUTPUT, 300.0)),
+            ),
+            ["mlp"],
+        ),
+        # A gradient is made by what uses the output: by the module around it whose own output
+        # gradients pass, in each layer.
+        (indexed(), [f"decoder.layers.{n}.attention" for n in (1, 0)]),
+        # An earlier one surfaces again, the module's own fails, or the model's loss was wrong.
+        (indexed(again=3.0), ["decoder.layers.1.attention"]),
+        (indexed(around=40.0)[1:], ["decoder.layers.1.attention"]),
+        ([*failing(("output_layer", Kind.GRAD_OUTPUT, 9.0)), *indexed()], ["output_layer"]),
+        # The run of the module around it whose gradient is wrong, and not the first.
+        (
+            failing(
+                ("decoder", Kind.GRAD_OUTPUT, 0.1),
+                *((f"decoder.mtp{at}#1", Kind.GRAD_OUTPUT, 50.0) for at in ("", ".linear")),
+                *((f"decoder.mtp{at}", Kind.GRAD_OUTPUT, 0.1) for at in ("", ".linear")),
+            ),
+            ["decoder"],
+        ),
     ],
 )
-def test_a_gradient_that_is_a_consequence(verdicts, named):
-    """An earlier one surfaces again, the module's own fails, or the model's loss was wrong."""
-    (culprit,) = localise(verdicts)
-    assert culprit.name == named
+def test_where_it_begins(verdicts, named):
+    """The modules that are named."""
+    assert found(verdicts) == named
 
 
-def test_what_is_around_a_second_run():
-    """The run of the module around it whose gradient is wrong, and not the first."""
-    verdicts = [
-        verdict("decoder", Kind.GRAD_OUTPUT),
-        verdict("decoder.mtp#1", Kind.GRAD_OUTPUT, Outcome.DIVERGED, margin=50.0),
-        verdict("decoder.mtp.linear#1", Kind.GRAD_OUTPUT, Outcome.DIVERGED, margin=50.0),
-        verdict("decoder.mtp", Kind.GRAD_OUTPUT),
-        verdict("decoder.mtp.linear", Kind.GRAD_OUTPUT),
-    ]
-    assert [culprit.name for culprit in localise(verdicts)] == ["decoder"]
+def test_the_first_gradient_inside_a_module_is_named():
+    """In the reason."""
+    assert f"{INDEXER}.norm" in localise(indexed())[0].reason
 
 
 def miscounted(name, index):
@@ -199,15 +182,13 @@ def test_modules_that_share_their_input(errors, weights, named, again):
     So it is in a module's second run.
     """
     names = f"{FC1}{again}", f"{ROUTER}{again}"
-    verdicts = [
-        *(verdict(name, kind) for name in names for kind in (Kind.INPUT, Kind.OUTPUT)),
-        *(verdict(name, Kind.GRAD_OUTPUT) for name in names),
-        *(
-            verdict(name, Kind.GRAD_INPUT, Outcome.DIVERGED, margin=error)
-            for name, error in zip(names, errors, strict=True)
-        ),
-        *(verdict(f"{name}.weight", Kind.MAIN_GRAD, Outcome.DIVERGED) for name in weights),
-    ]
+    right = Kind.INPUT, Kind.OUTPUT, Kind.GRAD_OUTPUT
+    verdicts = failing(
+        *((name, kind, 0.1) for name in names for kind in right),
+        *((f"{name}.weight", Kind.MAIN_GRAD, 9.0) for name in weights),
+    )
+    for name, error in zip(names, errors, strict=True):
+        verdicts.append(verdict(name, Kind.GRAD_INPUT, Outcome.DIVERGED, margin=error))
     names = []
     for culprit in localise(verdicts):
         shared = re.search(r"shared with (.*), which may be", culprit.reason)

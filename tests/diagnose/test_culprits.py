@@ -176,14 +176,6 @@ def test_forward_names_the_leaf_and_no_consequence(leaf: str) -> None:
     assert (culprit.ranks, culprit.microbatch) == ((0,), 0)
 
 
-def test_a_wrong_mask_is_not_called_a_wrong_output() -> None:
-    """Masks are drawn, not applied: inputs and outputs of the module pass."""
-    flow = failing(("a", Kind.INPUT, 0.1), ("a", Kind.OUTPUT, 0.1), ("a", Kind.DROPOUT, 1e15))
-    [culprit] = localise(flow)
-    assert (culprit.name, culprit.kind) == ("a", Kind.DROPOUT)
-    assert culprit.reason.startswith("the dropout mask that it draws is wrong")
-
-
 @pytest.mark.parametrize("isolated", [False, True])
 def test_a_module_in_another_precision(isolated: bool) -> None:
     """It is the culprit; what its rounding changes is a consequence, even with isolation."""
@@ -310,6 +302,30 @@ STAGES = {
         ],
         *("norm.bias", Kind.COUNTED, ""),
     ),
+    # Masks are drawn, not applied: inputs and outputs of the module pass.
+    "a mask": (
+        failing(("a", Kind.INPUT, 0.1), ("a", Kind.OUTPUT, 0.1), ("a", Kind.DROPOUT, 1e15)),
+        *("a", Kind.DROPOUT, "the dropout mask that it draws is wrong"),
+    ),
+    # A router's bias is updated beside the optimizer.
+    "a buffer": (
+        failing(("router.bias", Kind.BUFFER, 3.0)),
+        *("router", Kind.BUFFER, "but not the buffer router.bias after the step"),
+    ),
+    # A router shares its input with the experts: wrong weights' gradients speak for the router, the
+    # common input's gradient alone does not.
+    **{
+        f"the input of {name}": (
+            [
+                verdict("mlp.router", Kind.ROUTING, microbatch=0, index=RoutingIndex.CHOICE),
+                *failing(*((module, Kind.GRAD_OUTPUT, 0.1) for module in ("mlp", "mlp.router"))),
+                *failing(*((module, Kind.GRAD_INPUT, 5.0) for module in ("mlp", "mlp.router"))),
+                *failing(("mlp.router.weight", Kind.MAIN_GRAD, margin)),
+            ],
+            *(name, Kind.GRAD_INPUT, ""),
+        )
+        for margin, name in ((0.1, "mlp"), (9.0, "mlp.router"))
+    },
     # Two stages hold other layers under one number: the number is wrong, not the values.
     "a claimed layer": (
         [
@@ -461,27 +477,3 @@ def test_no_optimizer_has_a_gradient() -> None:
     )
     assert (culprit.name, culprit.verdict) == ("a", MISSING)
     assert "no optimizer has a gradient of a.weight, or it requires none" in culprit.reason
-
-
-@pytest.mark.parametrize(("weight", "name"), [(0.1, "mlp"), (9.0, "mlp.router")])
-def test_a_router_shares_its_input_with_the_experts(weight: float, name: str) -> None:
-    """Wrong weights' gradients speak for the router, the common input's gradient alone does not."""
-    failed = Outcome.DIVERGED if weight > 1 else Outcome.PASS
-    [culprit] = localise(
-        [
-            verdict("mlp.router", Kind.ROUTING, microbatch=0, index=RoutingIndex.CHOICE),
-            verdict("mlp", Kind.GRAD_OUTPUT),
-            verdict("mlp.router", Kind.GRAD_OUTPUT),
-            verdict("mlp", Kind.GRAD_INPUT, Outcome.DIVERGED, margin=5.0),
-            verdict("mlp.router", Kind.GRAD_INPUT, Outcome.DIVERGED, margin=5.0),
-            verdict("mlp.router.weight", Kind.MAIN_GRAD, failed, margin=weight),
-        ]
-    )
-    assert (culprit.name, culprit.kind) == (name, Kind.GRAD_INPUT)
-
-
-def test_a_buffer_is_not_the_optimizers() -> None:
-    """A router's bias is updated beside the optimizer."""
-    [culprit] = localise([verdict("router.bias", Kind.BUFFER, Outcome.DIVERGED, margin=3.0)])
-    assert culprit.name == "router"
-    assert culprit.reason.endswith("but not the buffer router.bias after the step")
