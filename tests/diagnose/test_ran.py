@@ -152,19 +152,17 @@ def small(axis: str) -> Finding:
         (UNRECORDED, WRONG, PARTIAL, None),
         (Ledger(), WRONG, PARTIAL, None),
         (of(*BACKWARD), failed(Kind.TOKENS, "tokens"), None, None),
+        # What was made outside of modules: what ran in the model had no part in it.
+        *(
+            (of(ran("model", Phase.FORWARD)), failed(*made), None, None)
+            for made in ((Kind.INPUT, "model"), (Kind.LOSS, "lm loss"))
+        ),
     ],
 )
 def test_cited(
     ledger: Ledger, verdict: Judged, finding: Finding | None, expected: Citation | None
 ) -> None:
     assert cite(verdict, finding, ledger) == expected
-
-
-@pytest.mark.parametrize(("kind", "name"), [(Kind.INPUT, "model"), (Kind.LOSS, "lm loss")])
-def test_what_was_made_outside_of_modules(kind: Kind, name: str) -> None:
-    """What ran in the model's forward pass had no part in it."""
-    ledger = of(ran("model", Phase.FORWARD))
-    assert cite(failed(kind, name), None, ledger) is None
 
 
 @pytest.mark.parametrize(
