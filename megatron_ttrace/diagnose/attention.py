@@ -101,10 +101,9 @@ def _masked(evidence: Evidence, attention: _Attention) -> Iterator[tuple[WrongMa
     steps = list(range(len(attention.at)))
     orders: list[tuple[MaskOrder, int, list[int] | None]] = [(MaskOrder.NONE, 0, None)]
     if len(steps) > 1:
-        shifted = [(MaskOrder.SHIFTED, n, steps[n:] + steps[:n]) for n in steps[1:]]
         orders += [
             (MaskOrder.REVERSED, 0, steps[::-1]),
-            *(order for order in shifted if order[2] != steps[::-1]),
+            *((MaskOrder.SHIFTED, n, steps[n:] + steps[:n]) for n in steps[1:]),
             (MaskOrder.OWN, 0, [0] * len(steps)),
         ]
     axes = ("cp",) if len(steps) > 1 else ()
@@ -176,6 +175,5 @@ def _positions(evidence: Evidence, length: int) -> tuple[torch.Tensor, ...] | No
         if boxes := evidence.held.get(mesh.rank):
             positions.setdefault(mesh.at("cp"), indices_of(boxes, 0))
     at = tuple(positions[rank] for rank in range(size) if rank in positions)
-    if len(at) != size or sorted(torch.cat(at).tolist()) != list(range(length)):
-        return None
-    return at if len(set(map(len, at))) == 1 else None
+    is_complete = len(at) == size and sorted(torch.cat(at).tolist()) == list(range(length))
+    return at if is_complete else None
