@@ -6,13 +6,7 @@ import types
 import pytest
 import torch
 
-from megatron_ttrace.mcore.fp8 import (
-    HEADROOM,
-    ScalesKept,
-    backward_scale,
-    equal_scales,
-    in_use,
-)
+from megatron_ttrace.mcore.fp8 import HEADROOM, backward_scale, equal_scales, in_use, scales_kept
 
 
 def state(scale):
@@ -42,10 +36,9 @@ def values(module):
 def test_a_rehearsal_leaves_nothing_behind(module):
     """In place: fused updates hold references."""
     before, scale = values(module), module[1].fp8_meta["scaling_bwd"].scale
-    kept = ScalesKept([module])
-    equal_scales([module], 64.0)
-    assert values(module) == [(1.0, 0.0), (64.0, 0.0)]
-    kept.restore()
+    with scales_kept([module]):
+        equal_scales([module], 64.0)
+        assert values(module) == [(1.0, 0.0), (64.0, 0.0)]
     assert values(module) == before
     assert module[1].fp8_meta["scaling_bwd"].scale is scale
 
@@ -53,9 +46,8 @@ def test_a_rehearsal_leaves_nothing_behind(module):
 def test_state_that_was_made_since_starts_afresh(module):
     """As it would have, had there been no rehearsal."""
     made = module[1].fp8_meta.pop("scaling_bwd")
-    kept = ScalesKept([module])
-    module[1].fp8_meta["scaling_bwd"] = made
-    kept.restore()
+    with scales_kept([module]):
+        module[1].fp8_meta["scaling_bwd"] = made
     assert values(module) == [(3.0, 6.0), (1.0, 0.0)]
 
 

@@ -104,15 +104,6 @@ def test_float32_copies():
     assert owned[model.bias].main is model.bias
 
 
-def test_flat_ranges():
-    """Only parameters with a range here are owned here."""
-    model = nn.Linear(4, 3)
-    owned = owned_by(chained(sharded([model.weight], [(2, 9)])))
-    assert list(owned) == [model.weight]
-    assert owned[model.weight].range == (2, 9)
-    assert torch.equal(owned[model.weight].main.detach(), model.weight.detach().reshape(-1)[2:9])
-
-
 def test_ranges_of_both_precisions_in_one_group():
     """Each parameter has its own range, though another order numbers them."""
     model = nn.Linear(4, 3)
@@ -139,9 +130,10 @@ def test_an_update_that_the_model_has_not_received():
 
 
 def test_a_range_that_the_model_has_not_received():
-    """Of a divided parameter, the elements that are stepped here."""
+    """Of a divided parameter, the elements that are stepped here; others are not owned here."""
     model = nn.Linear(4, 3)
-    part = owned_by(chained(sharded([model.weight], [(2, 9)])))[model.weight]
+    [(parameter, part)] = owned_by(chained(sharded([model.weight], [(2, 9)]))).items()
+    assert (parameter is model.weight, part.range) == (True, (2, 9))
     assert torch.equal(part.received(model.weight), part.main.detach())
     model.weight.data.view(-1)[2:4] = 9.0
     assert (part.received(model.weight) == 9.0).tolist() == [True, True, *5 * [False]]

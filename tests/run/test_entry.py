@@ -2,6 +2,7 @@
 """How our errors end a rank before its run starts."""
 
 import importlib
+import re
 import sys
 import types
 from pathlib import Path
@@ -15,34 +16,38 @@ from megatron_ttrace.run.entry import exits_on_user_error
 from megatron_ttrace.trace.errors import DEBUG, TTraceError
 
 
-def test_an_unexpected_error_of_a_checked_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "unexpected", "code", "line"),
+    [
+        (TTraceError("no"), False, 2, "ttrace: no\n"),
+        (TTraceError("no"), True, 2, "ttrace: no\n"),
+        (KeyError("a\nb"), True, 2, "ttrace: could not start: KeyError: .*\n"),
+        (SystemExit(7), True, 7, ""),
+    ],
+)
+def test_how_an_error_ends_a_run(
+    error: BaseException,
+    unexpected: bool,
+    code: int,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line and exit code 2: Python's own 1 would mean that the run diverged."""
+    """One line and exit code 2: Python's own 1 would mean that the run diverged.
+
+    The exit of Megatron's parser is not changed.
+    """
     monkeypatch.delenv(DEBUG, raising=False)
-    with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=True):
-        raise KeyError("a\nb")
-    assert ended.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("ttrace: could not start: KeyError: ")
-    assert message.count("\n") == 1
+    with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=unexpected):
+        raise error
+    assert ended.value.code == code
+    assert re.fullmatch(line, capsys.readouterr().err)
 
 
 def test_an_unexpected_error_of_another_run() -> None:
     """A run that is not checked ends as without this package."""
     with pytest.raises(KeyError), exits_on_user_error():
         raise KeyError
-
-
-@pytest.mark.parametrize("unexpected", [False, True])
-def test_an_error_that_the_user_can_fix(
-    unexpected: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The error's own message."""
-    with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=unexpected):
-        raise TTraceError("no")
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "ttrace: no\n"
 
 
 @pytest.mark.parametrize("settings", [Settings(role="plan"), Settings(small=Path("flags.txt"))])
@@ -63,13 +68,6 @@ def test_a_loop_without_megatrons_arguments_compiles_nothing(
     monkeypatch.setattr(cpu, "activate", lambda: None)
     entry.activate()
     utils.compile_helpers()
-
-
-def test_what_megatron_s_parser_does() -> None:
-    """The parser's own exit is not changed."""
-    with pytest.raises(SystemExit) as ended, exits_on_user_error(unexpected=True):
-        raise SystemExit(7)
-    assert ended.value.code == 7
 
 
 def parser(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:

@@ -14,16 +14,13 @@ from megatron_ttrace.run.perturb import Spread, perturb, perturbed, split_head, 
 from tests.capture.recorder import Model, batch
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_perturb_moves_every_element_by_about_an_epsilon(dtype):
     """Up or down at random, in the tensor's own dtype."""
     ones = torch.ones(1000, dtype=dtype)
     moved = perturb(ones, torch.Generator().manual_seed(1))
     assert moved.dtype == dtype
     change = (moved.double() - 1) / epsilon(dtype)
-    if dtype is torch.float64:
-        assert change.abs().max() == 0  # computed in float32: nothing that Megatron trains in
-        return
     assert set(change.tolist()) <= {-1.0, 1.0}
     assert 0.4 < float((change > 0).double().mean()) < 0.6
 
@@ -125,12 +122,18 @@ def test_the_heads_gradient_is_added_up_in_two_parts(dtype, tied):
     assert len(steps) == 1 if dtype is torch.float32 else steps == {0.0, 1.0}
 
 
-def test_others_that_read_the_hidden_states_keep_their_share():
-    """The head's part of the gradient changes by rounding; the rest stays."""
+@pytest.fixture
+def split():
+    """A head, its input and its output's gradient, and the generator that they are drawn from."""
     generator = torch.Generator().manual_seed(1)
     head = Head(torch.randn(64, 8, generator=generator).bfloat16())
     hidden = torch.randn(4, 8, generator=generator).bfloat16().requires_grad_()
-    above = torch.randn(4, 64, generator=generator).bfloat16()
+    return head, hidden, torch.randn(4, 64, generator=generator).bfloat16(), generator
+
+
+def test_others_that_read_the_hidden_states_keep_their_share(split):
+    """The head's part of the gradient changes by rounding; the rest stays."""
+    head, hidden, above, generator = split
     handle = split_head(head, generator)
     logits, _ = head(hidden)
     ((logits * above).sum() + (8 * hidden).sum()).backward()
@@ -181,12 +184,9 @@ def test_only_the_last_stage_perturbs_the_loss(ends):
     assert (loss is seen[0]) is not ends
 
 
-def test_ranks_add_up_what_changed_of_the_heads_gradient():
+def test_ranks_add_up_what_changed_of_the_heads_gradient(split):
     """Each rank splits its part of the vocabulary; hidden states are replicas."""
-    generator = torch.Generator().manual_seed(1)
-    head = Head(torch.randn(64, 8, generator=generator).bfloat16())
-    hidden = torch.randn(4, 8, generator=generator).bfloat16().requires_grad_()
-    above = torch.randn(4, 64, generator=generator).bfloat16()
+    head, hidden, above, generator = split
     seen = []
 
     def add_up(change):

@@ -17,27 +17,16 @@ from megatron_ttrace.trace.errors import TTraceError
 
 
 @pytest.fixture(autouse=True)
-def _ramps(monkeypatch):
-    """This Megatron has the ramp-up of 0.18."""
+def _job(monkeypatch):
+    """A job without options, with a Megatron that has the ramp-up of 0.18."""
     monkeypatch.setattr(requirements.samples, "has_ramp", lambda: True)
-
-
-@pytest.fixture(autouse=True)
-def _words(monkeypatch):
-    """The words of the test's command line are not options of a job."""
     monkeypatch.setattr(sys, "argv", ["x.py"])
 
 
 def arguments(**values):
     """Megatron's arguments of a plain run."""
-    plain = {"train_iters": 9, "rampup_batch_size": None, "load": None, "num_experts": None}
-    plain["global_batch_size"] = 8
-    return argparse.Namespace(**{**plain, **values})
-
-
-def settings(**values):
-    """Our settings."""
-    return Settings(directory=Path("unused"), **values)
+    plain = dict.fromkeys(("rampup_batch_size", "load", "num_experts"))
+    return argparse.Namespace(**{"train_iters": 9, "global_batch_size": 8, **plain, **values})
 
 
 REFUSED = [
@@ -106,7 +95,7 @@ def test_refused(values, ours, words, monkeypatch):
     """The reason is one line."""
     monkeypatch.setattr(requirements.loading, "directory_of", lambda args: args.load)
     with pytest.raises(TTraceError, match=words) as refused:
-        requirements.require(arguments(**values), settings(**ours))
+        requirements.require(arguments(**values), Settings(**ours))
     assert "\n" not in str(refused.value)
 
 
@@ -121,7 +110,7 @@ def test_samples_that_a_script_of_images_pads(text, is_refused):
     }
     refused = pytest.raises(TTraceError, match="--dataloader-seq-length 65 in a model of images")
     with refused if is_refused else contextlib.nullcontext():
-        requirements.require_built(arguments(**values), settings())
+        requirements.require_built(arguments(**values), Settings())
 
 
 @pytest.mark.parametrize(
@@ -132,7 +121,7 @@ def test_a_spec_that_cannot_be_imported(spec, is_refused):
     """Megatron has only logged an error."""
     refused = pytest.raises(TTraceError, match=r"--spec no_such\.layers spec: No module named")
     with refused if is_refused else contextlib.nullcontext():
-        requirements.require_built(arguments(spec=spec), settings())
+        requirements.require_built(arguments(spec=spec), Settings())
 
 
 ACCEPTED = [
@@ -153,7 +142,7 @@ ACCEPTED = [
 def test_accepted(values, ours, monkeypatch):
     """Similar runs are not refused."""
     monkeypatch.setattr(requirements.loading, "directory_of", lambda args: args.load)
-    requirements.require(arguments(**values), settings(**ours))
+    requirements.require(arguments(**values), Settings(**ours))
 
 
 ABSENT = [
@@ -180,16 +169,16 @@ def test_an_absent_checkpoint_is_refused(values, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoints(tmp_path)
     with pytest.raises(TTraceError, match=words) as refused:
-        requirements.require(arguments(**values), settings(exit_after=True))
+        requirements.require(arguments(**values), Settings(exit_after=True))
     assert "\n" not in str(refused.value)
-    requirements.require(arguments(**values), settings())
-    assert len(notices_of_loading(values, settings())) == 1
+    requirements.require(arguments(**values), Settings())
+    assert len(notices_of_loading(values, Settings())) == 1
 
 
 def test_an_absent_checkpoint_ends_a_job_that_asks_for_it():
     values = {"load": "/no/such", "exit_on_missing_checkpoint": True}
     with pytest.raises(TTraceError, match="Megatron would end the job: give the directory"):
-        requirements.require(arguments(**values), settings(exit_after=True))
+        requirements.require(arguments(**values), Settings(exit_after=True))
 
 
 def notices_of_loading(values, chosen):
@@ -213,8 +202,8 @@ def test_a_first_start_is_checked(values, notices, tmp_path, monkeypatch):
     """A job that loads what it saves has nothing the first time: there is a notice."""
     monkeypatch.chdir(tmp_path)
     checkpoints(tmp_path)
-    requirements.require(arguments(**values), settings(exit_after=True))
-    assert len(notices_of_loading(values, settings(exit_after=True))) == notices
+    requirements.require(arguments(**values), Settings(exit_after=True))
+    assert len(notices_of_loading(values, Settings(exit_after=True))) == notices
     starts = requirements.starts_from_checkpoint(arguments(**values))
     assert starts == ("full" in values.values())
 
@@ -223,7 +212,7 @@ def test_a_first_start_is_checked(values, notices, tmp_path, monkeypatch):
 def test_low_precision_isolates_and_says_so(asks, monkeypatch):
     """There is a notice unless the user requested isolation."""
     monkeypatch.setattr(low_precision.te, "emulated", lambda: True)
-    chosen = settings(isolate=asks)
+    chosen = Settings(isolate=asks)
     assert requirements.isolates(arguments(fp8="hybrid"), chosen)
     assert requirements.notices(arguments(fp8="hybrid"), chosen) == (
         [] if asks else [low_precision.NOTICE]
@@ -236,15 +225,15 @@ def test_a_ramp_that_megatron_ignores(monkeypatch):
     """All its batches are alike, so all can be traced, with a notice."""
     monkeypatch.setattr(requirements.samples, "has_ramp", lambda: False)
     ramp = arguments(rampup_batch_size=["2", "2", "8"])
-    requirements.require(ramp, settings(iterations=(1, 2), role="candidate"))
+    requirements.require(ramp, Settings(iterations=(1, 2), role="candidate"))
     assert requirements.growing_batch(ramp) == ("", 0)
-    [notice] = requirements.notices(ramp, settings())
+    [notice] = requirements.notices(ramp, Settings())
     assert "every batch has 8 samples" in notice
 
 
 def test_another_megatrons_reference_is_told():
     """There is a notice where another Megatron was allowed."""
-    chosen = settings(reference=Path("there"), allow_other_megatron=True)
+    chosen = Settings(reference=Path("there"), allow_other_megatron=True)
     assert len(requirements.notices(arguments(), chosen)) == 1
 
 
@@ -252,19 +241,18 @@ def test_options_that_nobody_knows_are_told(monkeypatch):
     """A fork's own: the reference has them, too."""
     monkeypatch.setattr(sys, "argv", ["x.py", "--ttrace", "--my-layout=2", "--bf16", "--lr", "-1"])
     monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.19.2")
-    (notice,) = requirements.notices(arguments(), settings())
+    (notice,) = requirements.notices(arguments(), Settings())
     assert notice.startswith("--my-layout: not an option of a known Megatron")
 
 
 def test_a_version_before_its_release_is_told(monkeypatch):
     """With the commit that was tried."""
-    monkeypatch.setattr(sys, "argv", ["x.py"])
     monkeypatch.setattr(versions, "megatron_core_version", lambda: "0.20.1")
-    (notice,) = requirements.notices(arguments(), settings())
+    (notice,) = requirements.notices(arguments(), Settings())
     assert versions.MAIN_COMMIT in notice
     tried = argparse.Namespace(commit=f"{versions.MAIN_COMMIT}0123")
     monkeypatch.setattr(provenance, "megatron", lambda: tried)
-    assert not requirements.notices(arguments(), settings())
+    assert not requirements.notices(arguments(), Settings())
 
 
 @pytest.mark.parametrize(
@@ -280,5 +268,5 @@ def test_a_version_before_its_release_is_told(monkeypatch):
 def test_an_option_that_megatron_crashes_without(values, ours, interval):
     """A check gives it, with a notice; training is left as it is."""
     args = arguments(**values)
-    notices = requirements.complete(args, settings(**ours))
+    notices = requirements.complete(args, Settings(**ours))
     assert (args.eval_interval, bool(notices)) == (interval, interval == 1000)
