@@ -65,14 +65,24 @@ def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
     ``expert_offset`` is the global number of this expert-parallel rank's first expert.
     """
     modules: dict[str, torch.nn.Module] = {}
-    canonical: dict[int, str] = {}
-    spans = {""}
-    _walk(chunk, "", expert_offset, modules, canonical, spans)
     parameters: dict[str, torch.nn.Parameter] = {}
     unused: list[str] = []
     buffers: dict[str, torch.Tensor] = {}
-    for module in chunk.modules():
-        prefix = canonical[id(module)]
+    spans = {""}
+    canonical = {"": ""}
+    for path, module in chunk.named_modules():
+        prefix = canonical[path]
+        modules[prefix or ROOT] = module
+        layers = _numbered_layers(module)
+        # A chunk without layers has the embedding or the loss only
+        # (--account-for-embedding-in-pipeline-split).
+        if layers or (prefix.endswith(".layers") and not any(module.named_children())):
+            spans.add(prefix.rpartition(".")[0])
+        for local, _ in module.named_children():
+            leaf = layers.get(local) or _expert_number(prefix, local, expert_offset)
+            inner = _join(prefix, leaf)
+            # A model in another one may have the name of the whole.
+            canonical[_join(path, local)] = f"{ROOT}_" if inner == ROOT else inner
         for leaf, parameter in module.named_parameters(recurse=False):
             name = _join(prefix, _expert_leaf(prefix, leaf, expert_offset))
             if name == HEAD_WEIGHT and _head_is_unused(chunk):
@@ -111,35 +121,6 @@ def _head_is_unused(chunk: torch.nn.Module) -> bool:
     )
 
 
-def _walk(
-    module: torch.nn.Module,
-    name: str,
-    expert_offset: int,
-    modules: dict[str, torch.nn.Module],
-    canonical: dict[int, str],
-    spans: set[str],
-) -> None:
-    canonical[id(module)] = name
-    modules[name or ROOT] = module
-    if name.endswith(".layers") and not any(module.named_children()):
-        # A chunk with the embedding or the loss only (--account-for-embedding-in-pipeline-split).
-        spans.add(name.rpartition(".")[0])
-    layers = _numbered_layers(module)
-    if layers:
-        spans.add(name.rpartition(".")[0])
-    for leaf, child in module.named_children():
-        if id(child) in canonical:
-            continue
-        if leaf in layers:
-            leaf = layers[leaf]
-        elif leaf.isdigit() and name.endswith("local_experts"):
-            leaf = str(int(leaf) + expert_offset)
-        inner = _join(name, leaf)
-        # A model in another one may have the name of the whole.
-        inner = f"{ROOT}_" if inner == ROOT else inner
-        _walk(child, inner, expert_offset, modules, canonical, spans)
-
-
 def _numbered_layers(module: torch.nn.Module) -> dict[str, str]:
     """Global numbers of the layers in a list, by local ones; none for a list of other modules.
 
@@ -156,6 +137,12 @@ def _numbered_layers(module: torch.nn.Module) -> dict[str, str]:
 
 def _join(prefix: str, leaf: str) -> str:
     return f"{prefix}.{leaf}" if prefix else leaf
+
+
+def _expert_number(prefix: str, leaf: str, expert_offset: int) -> str:
+    """``0`` in a list of experts is the rank's first expert."""
+    is_expert = leaf.isdigit() and prefix.endswith("local_experts")
+    return str(int(leaf) + expert_offset) if is_expert else leaf
 
 
 def _expert_leaf(prefix: str, leaf: str, expert_offset: int) -> str:
