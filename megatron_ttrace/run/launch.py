@@ -202,15 +202,11 @@ def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
         *shlex.split(settings.reference_args),
         *("--ttrace-role", "reference", "--ttrace-overrides", str(home / ORDER)),
     ]
-    variables = {"RANK": "0", "LOCAL_RANK": "0", shared.VARIABLE: shared.run_id()}
+    logs = [log]
+    if order.layout is not None:
+        logs = [ranks.log_of(log.parent, rank) for rank in range(order.layout.ranks)]
     for _ in range(2):
-        if order.layout is not None:
-            code, log = _run_ranks(order.layout.ranks, command, settings, timeout)
-        elif forkserver.available():
-            process = environment_of(1, variables), log
-            code, _ = forkserver.request_ranks(command, [process], timeout)
-        else:
-            code = run_subprocess(command, environment_of(1, variables), log, timeout)
+        code, log = _run_ranks(command, logs, timeout)
         if code == 0 or not port_was_taken(log):
             break
     if code != 0:
@@ -221,27 +217,25 @@ def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
         raise TTraceError(f"the reference run ended without a complete trace; see {log}")
 
 
-def _run_ranks(
-    count: int, command: list[str], settings: Settings, timeout: float
-) -> tuple[int, Path]:
-    """Run a reference on several ranks of this machine.
+def _run_ranks(command: list[str], logs: list[Path], timeout: float) -> tuple[int, Path]:
+    """Run a reference on one device or on several ranks of this machine, one for each log.
 
     Returns:
         Zero, or the exit code of the rank that failed first; and the log that says why.
     """
-    folder = settings.directory / shared.REFERENCE_LOGS
-    logs = [ranks.log_of(folder, rank) for rank in range(count)]
-    variables = {shared.VARIABLE: shared.run_id()}
+    common = environment_of(len(logs), {shared.VARIABLE: shared.run_id()})
+    processes = [
+        ({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
+        for rank, log in enumerate(logs)
+    ]
+    rank = 0
     if forkserver.available():
-        owned.make(folder, owned.PRIVATE_FOLDER)
-        common = environment_of(count, variables)
-        environments = [
-            {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
-        ]
-        processes = list(zip(environments, logs, strict=True))
+        owned.make(logs[0].parent, owned.PRIVATE_FOLDER)
         code, rank = forkserver.request_ranks(command, processes, timeout)
+    elif len(logs) == 1:
+        code = run_subprocess(command, *processes[0], timeout)
     else:
-        code, rank = _start_ranks(count, command, folder, variables, timeout)
+        code, rank = _start_ranks(command, logs, timeout)
     if code > 0 and all(log.is_file() for log in logs):
         return code, min(logs, key=_failed_at)
     return code, logs[rank]
@@ -253,11 +247,10 @@ def _failed_at(log: Path) -> tuple[bool, int]:
     return (record.follows, record.at) if record else (True, log.stat().st_mtime_ns)
 
 
-def _start_ranks(
-    count: int, command: list[str], folder: Path, variables: dict[str, str], timeout: float
-) -> tuple[int, int]:
+def _start_ranks(command: list[str], logs: list[Path], timeout: float) -> tuple[int, int]:
     """Run a reference's ranks as new processes; returns as ``forkserver.request_ranks``."""
-    echo = Echo(ranks.log_of(folder, 0), say, OF_REFERENCE)
+    folder, variables = logs[0].parent, {shared.VARIABLE: shared.run_id()}
+    echo = Echo(logs[0], say, OF_REFERENCE)
     deadline = time.monotonic() + timeout
 
     def watch() -> None:
@@ -266,7 +259,7 @@ def _start_ranks(
             raise OutOfTimeError(f"no reference after {timeout:.0f} s (logs: {folder})")
 
     observed = ranks.run_ranks(
-        count, command, folder, fork=False, environment=variables, progress=watch
+        len(logs), command, folder, fork=False, environment=variables, progress=watch
     )
     echo.flush()
     return next(((end.code, end.rank) for end in observed.ends if end.code), (0, 0))
