@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes that have another value for a while."""
+"""Attributes that have another value, for a while or from now on."""
 
 import contextlib
 import functools
@@ -33,3 +33,14 @@ def wrapped(
         for owner, name, wrap in wraps
         if (original := getattr(owner, name, None)) is not None
     )
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """From now on a function (owner, name) is called by another one, which gets it first."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, call)

@@ -18,15 +18,15 @@ Packed conversations (``--sft``): context parallelism divides each sequence of a
 each to a multiple of twice the context-parallel ranks. A reference pads as its candidate does.
 """
 
-import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.replaced import wrap
 from megatron_ttrace.trace.errors import TTraceError
 
 PACKING = ("sft", "dataloader_inter_document_masking")
@@ -106,17 +106,13 @@ def rearrange_by_sample() -> None:
     """
     from megatron.training.datasets.fim_dataset import GPTFIMDataset
 
-    original = getattr(GPTFIMDataset, _READ)
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def read(self: Any, idx: int) -> Any:
+    def read(original: Callable[..., Any], self: Any, idx: int) -> Any:
         self.np_rng = numpy.random.RandomState([self.config.random_seed, int(idx)])
         return original(self, idx)
 
-    setattr(GPTFIMDataset, _READ, read)
-    _spell()
+    if not hasattr(getattr(GPTFIMDataset, _READ), "__wrapped__"):
+        wrap(GPTFIMDataset, _READ, read)
+        _spell()
 
 
 def _spell() -> None:
@@ -152,11 +148,8 @@ def pad_for(ranks: int) -> None:
     """
     from megatron.training.datasets.sft_dataset import SFTDataset
 
-    original = SFTDataset.__getitem__
-
-    @functools.wraps(original)
-    def padded(self: Any, idx: int) -> Any:
+    def padded(original: Callable[..., Any], self: Any, idx: int) -> Any:
         self.config.context_parallel_size = ranks
         return original(self, idx)
 
-    SFTDataset.__getitem__ = padded
+    wrap(SFTDataset, "__getitem__", padded)

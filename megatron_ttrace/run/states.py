@@ -38,6 +38,7 @@ from megatron_ttrace.mcore.checkpoints.names import stored_name, stored_names
 from megatron_ttrace.mcore.checkpoints.read import Reading
 from megatron_ttrace.mcore.groups import device_of
 from megatron_ttrace.mcore.optimizer import leaves_of
+from megatron_ttrace.mcore.replaced import wrap
 from megatron_ttrace.mcore.sources import class_place, function_place
 from megatron_ttrace.run import requirements
 from megatron_ttrace.run.agreement import Ranks
@@ -130,23 +131,17 @@ class StateSession:
         """Note which functions run while Megatron loads."""
         import megatron.training.training as training
 
-        load = training.load_checkpoint
-
-        @functools.wraps(load)
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def noted(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with noting(self._ran):
                 return load(*args, **kwargs)
 
-        training.load_checkpoint = noted
+        wrap(training, "load_checkpoint", noted)
 
     def _intercept_saving(self) -> None:
         """Record the state that Megatron begins to save, and let it save only once."""
         import megatron.training.training as training
 
-        save = training.save_checkpoint
-
-        @functools.wraps(save)
-        def recorded(*args: Any, **kwargs: Any) -> None:
+        def recorded(save: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             iteration, _, _, _, operations, *_ = args
             if not self._order.save_after or iteration != self._first + self._order.save_after:
                 return
@@ -156,7 +151,7 @@ class StateSession:
             with noting(self._ran):
                 save(*args, **kwargs)
 
-        training.save_checkpoint = recorded
+        wrap(training, "save_checkpoint", recorded)
 
     def _say(self, line: str) -> None:
         if self._ranks.rank == 0:

@@ -8,14 +8,14 @@ with other formats the random states. (``load_checkpoint`` in megatron/training/
 
 import copy
 import dataclasses
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from megatron_ttrace.mcore.names import unwrap
 from megatron_ttrace.mcore.optimizer import MOMENTS, leaves_of, owned_by
+from megatron_ttrace.mcore.replaced import wrap
 from megatron_ttrace.trace.records import Kind
 
 _LITERAL = "LEGACY"
@@ -54,25 +54,20 @@ class Reading:
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
         from megatron.training import checkpointing
 
-        read = checkpointing._load_base_checkpoint
-        distribute = DistributedOptimizer.load_parameter_state_from_dp_zero
-
-        @functools.wraps(read)
-        def reading(*args: Any, **more: Any) -> Any:
+        def reading(read: Callable[..., Any], *args: Any, **more: Any) -> Any:
             result = read(*args, **more)
             state, kind = result[0], result[3]
             if not more.get("rank0") and state is not None:
                 self.keep(state, is_literal=getattr(kind, "name", "") == _LITERAL)
             return result
 
-        @functools.wraps(distribute)
-        def distributing(optimizer: Any, state: Any, **more: Any) -> Any:
+        def distributing(distribute: Any, optimizer: Any, state: Any, **more: Any) -> Any:
             if state is not None and not more.get("update_legacy_format"):
                 self.keep_buckets(optimizer, state)
             return distribute(optimizer, state, **more)
 
-        checkpointing._load_base_checkpoint = reading
-        DistributedOptimizer.load_parameter_state_from_dp_zero = distributing
+        wrap(checkpointing, "_load_base_checkpoint", reading)
+        wrap(DistributedOptimizer, "load_parameter_state_from_dp_zero", distributing)
 
     def keep(self, state: Mapping[str, Any], *, is_literal: bool) -> None:
         """Copy a state dict."""

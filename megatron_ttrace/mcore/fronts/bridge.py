@@ -24,8 +24,8 @@ from megatron_ttrace.mcore.fronts.bridge_batches import (
     padding,
 )
 from megatron_ttrace.mcore.fronts.bridge_options import Options
-from megatron_ttrace.mcore.fronts.front import UNWATCHED, Front, StepNumbers, Watch, wrapped
-from megatron_ttrace.mcore.replaced import replaced
+from megatron_ttrace.mcore.fronts.front import UNWATCHED, Front, StepNumbers, Watch
+from megatron_ttrace.mcore.replaced import replaced, wrap
 from megatron_ttrace.trace.errors import TTraceError
 
 _PACKAGE = "megatron.bridge.training"
@@ -96,9 +96,9 @@ class Bridge(Front):
                 iterator = self._microbatches(iterator)
             return watch.step(functools.partial(original, *args, **kwargs), iterator)
 
-        pretrain.setup = wrapped(pretrain.setup, around_setup)
-        setup._build_distributed_model = wrapped(setup._build_distributed_model, around_model)
-        train.train_step = wrapped(train.train_step, around_step)
+        wrap(pretrain, "setup", around_setup)
+        wrap(setup, "_build_distributed_model", around_model)
+        wrap(train, "train_step", around_step)
         train.train_step.is_watched = True
 
     def _microbatches(self, iterator: Any) -> Microbatches:

@@ -8,7 +8,6 @@ function of a loop itself.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.trace.errors import TTraceError
 
 UNWATCHED = MappingProxyType(
     {
@@ -97,12 +97,11 @@ class Front(ABC):
     def arguments(self) -> MegatronArguments:
         """The validated options, by the names of Megatron-LM's arguments."""
 
-    @abstractmethod
     def is_wrapped(self) -> bool:
         """Whether the loop calls a watch."""
+        return False
 
-    @abstractmethod
-    def wrap(self, watch: Watch) -> None:
+    def wrap(self, watch: Watch) -> None:  # noqa: B027 - a step may be handed over instead
         """Let the loop call ``watch``."""
 
     def microbatches(self) -> int:
@@ -132,12 +131,15 @@ class Front(ABC):
     def synchronise(self, chunks: list[torch.nn.Module], optimizer: Optimizer) -> None:
         """Gather updated parameters of ``--overlap-param-gather`` now."""
 
-    @abstractmethod
     def parameters_norm(self) -> Callable[..., Any]:
-        """The function that computes the norm of all parameters, for the log."""
+        """The function that computes the norm of all parameters, for the log.
 
-    @abstractmethod
-    def log(
+        Raises:
+            TTraceError: for a loop that logs none.
+        """
+        raise TTraceError("this loop logs no norm of parameters")
+
+    def log(  # noqa: B027 - not all loops have one
         self, writer: Any, chunks: list[torch.nn.Module], optimizer: Any, step: StepNumbers
     ) -> None:
         """Report a step with the loop's own function. A collective.
@@ -154,16 +156,6 @@ class Front(ABC):
         """How this run is checked, as far as that is the loop's; for the report."""
         return []
 
-    @abstractmethod
     def writers(self) -> tuple[Any, Any]:
         """The job's own TensorBoard and W&B writers, or ``None``, on this rank."""
-
-
-def wrapped(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``around`` with the original and its arguments."""
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    return call
+        return None, None

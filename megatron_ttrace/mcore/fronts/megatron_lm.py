@@ -16,8 +16,8 @@ import torch
 
 from megatron_ttrace.mcore import samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
-from megatron_ttrace.mcore.fronts.front import UNWATCHED, Front, StepNumbers, Watch, wrapped
-from megatron_ttrace.mcore.replaced import replaced
+from megatron_ttrace.mcore.fronts.front import UNWATCHED, Front, StepNumbers, Watch
+from megatron_ttrace.mcore.replaced import replaced, wrap
 from megatron_ttrace.mcore.versions import call_known
 
 _EVAL_INTERVAL = 1000
@@ -53,10 +53,8 @@ class MegatronLM(Front):
             iterator = kwargs["data_iterator"] if "data_iterator" in kwargs else args[1]
             return watch.step(functools.partial(original, *args, **kwargs), iterator)
 
-        training.setup_model_and_optimizer = wrapped(
-            training.setup_model_and_optimizer, around_setup
-        )
-        training.train_step = wrapped(training.train_step, around_step)
+        wrap(training, "setup_model_and_optimizer", around_setup)
+        wrap(training, "train_step", around_step)
         training.train_step.is_watched = True
 
     def bounds(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer
 from megatron_ttrace.mcore.fronts.bridge_options import Options
-from megatron_ttrace.mcore.fronts.front import Front, Watch
+from megatron_ttrace.mcore.fronts.front import Front
 from megatron_ttrace.mcore.groups import device_of
 from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.checksum import checksum
@@ -107,13 +107,6 @@ class OwnLoop(Front):
         """What the configurations say."""
         return self._arguments
 
-    def is_wrapped(self) -> bool:
-        """Nothing is wrapped: the step is handed over."""
-        return False
-
-    def wrap(self, watch: Watch) -> None:
-        """Nothing to do."""
-
     def microbatches(self) -> int:
         """As many as were handed over."""
         return len(self._batches)
@@ -160,20 +153,9 @@ class OwnLoop(Front):
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)  # type: ignore[operator]
 
-    def parameters_norm(self) -> Callable[..., Any]:
-        """None is logged."""
-        raise TTraceError("this loop logs no norm of parameters")
-
-    def log(self, *_: Any) -> None:
-        """Nothing: what such a loop logs is not known."""
-
     def notices(self) -> list[str]:
         """What is not compared."""
         return ["the reference has the candidate's microbatches: how they were read is not checked"]
-
-    def writers(self) -> tuple[Any, Any]:
-        """Not known."""
-        return None, None
 
 
 def flat(batch: Mapping[str, Any]) -> dict[str, Any]:
