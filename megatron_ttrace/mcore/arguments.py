@@ -29,7 +29,6 @@ class MegatronArguments(Protocol):
     make_vocab_size_divisible_by: int
     # Layout.
     tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
     context_parallel_size: int
     data_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None

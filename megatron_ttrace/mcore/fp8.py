@@ -7,7 +7,8 @@ Both runs of a check must start with the same ones, and a rehearsal must restore
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,20 +22,18 @@ HEADROOM = 16.0
 below, enough for the gradients of one token's loss over width and depth."""
 
 
-class ScalesKept:
-    """The FP8 state of some modules, to be restored."""
-
-    def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
-        self._chunks = list(chunks)
-        self._known = {
-            id(state): (state.scale.detach().clone(), state.amax_history.detach().clone())
-            for state, _ in _states(self._chunks)
-        }
-
-    def restore(self) -> None:
-        """Restore it; state that was created since then is reset, as if it were new."""
-        for state, _ in _states(self._chunks):
-            _set(state, *self._known.get(id(state), ()))
+@contextmanager
+def scales_kept(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Restore the FP8 state of modules afterwards; what is created within is reset, as if new."""
+    known = {
+        id(state): (state.scale.detach().clone(), state.amax_history.detach().clone())
+        for state, _ in _states(chunks)
+    }
+    try:
+        yield
+    finally:
+        for state, _ in _states(chunks):
+            _set(state, *known.get(id(state), ()))
 
 
 def equal_scales(chunks: Iterable[torch.nn.Module], backward_scale: float) -> None:

@@ -98,16 +98,14 @@ class Ranks:
     def __init__(self, timeout: float, *, store: Any = None, rank: int = 0, size: int = 1) -> None:
         """Find the other ranks.
 
-        Args:
-            timeout: seconds without a sign of life after which a rank counts as lost.
-            store: key-value store of all ranks. By default it is the job's own, or one in memory
-                for a single rank, and rank and size are those of the process group.
-            rank: this rank.
-            size: number of ranks.
+        ``timeout`` are the seconds without a sign of life after which a rank counts as lost. By
+        default the key-value store is the job's own, or one in memory for a single rank, and rank
+        and size are those of the process group.
         """
         if store is None and dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
-            store = channel.store() if size > 1 else None
+            # The only handle on the store of init_process_group; torch's elastic code uses it, too.
+            store = dist.distributed_c10d._get_default_store() if size > 1 else None
         self.rank, self.size = rank, size
         self._timeout = timeout
         self._store = dist.HashStore() if store is None else store  # type: ignore[attr-defined]

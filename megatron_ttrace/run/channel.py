@@ -100,9 +100,3 @@ def decode(text: bytes, rank: int) -> Any:
         return json.loads(text.decode())
     except ValueError as error:
         raise TTraceError(f"the data from rank {rank} arrived damaged ({error})") from error
-
-
-def store() -> Any:
-    """The job's key-value store."""
-    # The only handle on the store that init_process_group made; torch's own elastic code uses it.
-    return dist.distributed_c10d._get_default_store()

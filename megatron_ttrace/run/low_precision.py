@@ -49,7 +49,7 @@ def equal_scales(
     """Within this context every layout starts from the same delayed scales."""
     with ExitStack() as stack:
         if uses_fp8(args):
-            stack.callback(fp8.ScalesKept(chunks).restore)
+            stack.enter_context(fp8.scales_kept(chunks))
             scale = restart_scales(args, chunks, mesh)
             if te.emulated():
                 from megatron_ttrace.cpu.te.fp8 import backward_scales_from

@@ -18,7 +18,7 @@ from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.trace.errors import one_line
 
 _LONGEST = 120
-_NAME = "iter_{:07d}"
+NAME = "iter_{:07d}"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -58,7 +58,7 @@ class Source:
     def folder(self) -> Path:
         """Of the iteration that was loaded."""
         if self.iteration is not None:
-            return Path(self.directory, _NAME.format(self.iteration))
+            return Path(self.directory, NAME.format(self.iteration))
         release = Path(self.directory, "release")
         return release if release.is_dir() else Path(self.directory)
 
@@ -115,7 +115,7 @@ def _flaw(path: str, args: MegatronArguments) -> str:
     try:
         names = os.listdir(home)
         if step:
-            iteration = _NAME.format(step)
+            iteration = NAME.format(step)
             return "" if iteration in names else f"has no iteration {step} ({iteration})"
         if TRACKER not in names:
             if not {*fronts.current().marks}.isdisjoint(names):

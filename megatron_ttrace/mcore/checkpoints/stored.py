@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.checkpoints import numbers
+from megatron_ttrace.mcore.checkpoints.loading import NAME, TRACKER
 from megatron_ttrace.mcore.optimizer import MOMENTS
 from megatron_ttrace.trace import small_files
 from megatron_ttrace.trace.errors import TTraceError
@@ -48,7 +49,6 @@ from megatron_ttrace.trace.states import Item, State
 _DESCRIPTION = ".metadata"
 _MARK = "metadata.json"
 """Megatron's own, beside PyTorch's description, in ``torch_dist`` only."""
-_LATEST = "latest_checkpointed_iteration.txt"
 _PREFIX = re.compile(r"^(?:model\d*\.)?(?:module\.)*")
 _CHAINED = re.compile(r"^chained_\d+\.")
 _STATE = re.compile(r"optimizer\.state\.(?P<slot>[^.]+)\.(?P<name>.+)")
@@ -217,7 +217,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         checkpoint = Checkpoint(Format.SAFETENSORS, weights)
     elif iterations := sorted(path.name for path in home.glob("iter_*") if path.is_dir()):
         names = f"{', '.join(iterations[-3:])}{' and older ones' * (len(iterations) > 3)}"
-        raise TTraceError(f"{folder} has {names}, but no {_LATEST}: give the folder of one of them")
+        raise TTraceError(f"{folder} has {names}, but no {TRACKER}: give the folder of one of them")
     elif next(home.rglob("*.pt"), None) is not None:
         raise TTraceError(
             f"{home} is in Megatron's format torch, which is pickles: convert it with "
@@ -235,7 +235,7 @@ def _of_iteration(folder: Path) -> Path:
         raise TTraceError(
             f"{folder}: {'not a' if folder.exists() else 'no such'} directory: give a checkpoint's"
         )
-    latest = folder / _LATEST
+    latest = folder / TRACKER
     if not latest.is_file():
         return folder
     try:
@@ -243,7 +243,7 @@ def _of_iteration(folder: Path) -> Path:
     except (OSError, ValueError) as error:
         raise TTraceError(f"{latest} cannot be read: {error}") from error
     number = int(text) if re.fullmatch("[0-9]{1,18}", text) else None
-    home = folder / ("release" if number is None else f"iter_{number:07d}")
+    home = folder / ("release" if number is None else NAME.format(number))
     if not home.is_dir():
         raise TTraceError(f"{latest} names {home.name}, which does not exist")
     return home
@@ -455,10 +455,7 @@ def safetensors(files: Iterable[Path]) -> Iterator[tuple[str, Stored]]:
 def _cut(file: Path, name: str, index: Index) -> torch.Tensor:
     try:
         with safe_open(file, framework="pt") as opened:
-            if not index:
-                data: torch.Tensor = opened.get_tensor(name)
-            else:
-                data = opened.get_slice(name)[index]
+            part: torch.Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
+            return part
     except (OSError, SafetensorError) as error:
         raise TTraceError(f"{file} is damaged or missing ({error})") from error
-    return data

@@ -254,12 +254,11 @@ def _comparable(numbers: Mapping[str, Number], source: Source) -> Iterator[tuple
             continue
         if name.startswith(_POSITION):
             part = Part.POSITION
-        elif name.startswith(_GROUPS):
-            part = Part.SCHEDULE if field in SCHEDULED else Part.OPTIMIZER
         elif name == f"{SCHEDULER}num_steps":
             part = Part.SCHEDULER
         else:
-            part = Part.SCHEDULE if name.startswith(SCHEDULER) else Part.OPTIMIZER
+            is_set = name.startswith(_GROUPS) and field in SCHEDULED
+            part = Part.SCHEDULE if is_set or name.startswith(SCHEDULER) else Part.OPTIMIZER
         if source.loads(part):
             yield name, _number(value)
 
