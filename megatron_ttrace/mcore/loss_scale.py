@@ -38,11 +38,7 @@ def overflowed(optimizer: Any) -> bool:
 def of_candidate(reference: float, gradient_factor: float) -> float:
     """The candidate's scale: its gradients are then no larger than the reference's.
 
-    Args:
-        reference: the reference's scale.
-        gradient_factor: the candidate's activation gradients relative to the reference's.
-
-    Returns:
-        The reference's divided by a power of two, which rounds nothing.
+    It is the reference's divided by a power of two, which rounds nothing. ``gradient_factor``: the
+    candidate's activation gradients relative to the reference's.
     """
     return float(reference / 2.0 ** math.ceil(math.log2(gradient_factor)))

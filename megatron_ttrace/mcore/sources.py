@@ -386,12 +386,8 @@ def sources_of(
 ) -> Sources:
     """The code that runs on this rank.
 
-    Args:
-        chunks: names of its model chunks.
-        functions: the code that was seen in the module of a name, but its class's.
-        optimizer: Megatron's, chained or not.
-        finalize: what reduces the gradients after the last microbatch.
-        step: the training script's forward step.
+    ``functions`` is the code that was seen in the module of a name, but its class's. ``finalize``
+    reduces the gradients after the last microbatch, ``step`` is the script's forward step.
     """
     codes: dict[ModuleCode, int] = {}
     modules: dict[str, int] = {}

@@ -73,9 +73,8 @@ def activate() -> None:
 def exits_on_user_error(*, unexpected: bool = False) -> Iterator[None]:
     """Turn a :class:`TTraceError` into one line on standard error and exit code 2.
 
-    Args:
-        unexpected: whether other errors are turned too. Python's own exit code for them is 1, which
-            would mean that the run diverged.
+    If ``unexpected``, also any other error. Python's own exit code for these is 1, which would mean
+    that the run diverged.
     """
     code = int(ExitCode.COULD_NOT_CHECK)
     try:

@@ -47,13 +47,7 @@ class Recording:
     """Records the collectives of one rank's traced steps."""
 
     def __init__(self, model: TracedModel, executed: ExecutedTap, calls: CallTap) -> None:
-        """Both record since before the model was built.
-
-        Args:
-            model: this rank's part.
-            executed: what of the changed code runs.
-            calls: which functions of Megatron run.
-        """
+        """Both taps record since before the model was built."""
         self._model = model
         self._executed, self._calls = executed, calls
         executed.in_steps(_outside)
@@ -125,10 +119,7 @@ def _outside() -> tuple[str, Phase]:
 def changed(edits: Edits, messages: Sequence[Any], once: folded.Once) -> ChangedCode | None:
     """Where changed code ran on any rank; ``None`` if nothing was changed.
 
-    Args:
-        edits: what was changed.
-        messages: :meth:`Recording.message` of each rank.
-        once: reads what several ranks sent.
+    ``messages``: :meth:`Recording.message` of each rank.
     """
     if not edits.functions:
         return None
@@ -167,11 +158,7 @@ def merged(
 ) -> tuple[Ledger, list[str]]:
     """The ledger of all ranks, and notices of what is missing in it. Never raises.
 
-    Args:
-        meshes: of all ranks.
-        messages: :meth:`Recording.message` of each rank.
-        args: of the candidate.
-        once: reads what several ranks sent.
+    ``messages``: :meth:`Recording.message` of each rank.
     """
     try:
         ranks = [decoded(message, once) for message in messages]

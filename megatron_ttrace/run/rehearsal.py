@@ -53,13 +53,9 @@ _RANKS_OF_A_HOST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Consecutive traced iterations: one rehearsal.
+    """Consecutive traced iterations, each of so many microbatches: one rehearsal.
 
-    Attributes:
-        iterations: their numbers.
-        microbatches: of each of them.
-        served: the batches of all of them.
-        run: Megatron's training step.
+    ``served`` are the batches of all of them, ``run`` is Megatron's training step.
     """
 
     iterations: Sequence[int]
@@ -311,14 +307,10 @@ class Rehearsal:
         iteration: int,
         batches: Sequence[Batch] = (),
     ) -> Counted:
-        """Run one traced training step, on all ranks.
+        """Run one traced training step, on all ranks; it is captured into the sink.
 
-        Args:
-            run: the step.
-            sink: receives what is captured.
-            microbatches: the reference's numbers of this rank's microbatches.
-            iteration: of the step.
-            batches: the microbatches, of which tokens are captured; none on a rank without data.
+        ``microbatches`` are the reference's numbers of this rank's ``batches``, of which tokens are
+        captured; a rank without data has none.
 
         Returns:
             Which elements went into the step's norms, counts and updates on this rank.

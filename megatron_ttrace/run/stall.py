@@ -30,13 +30,9 @@ class Watchdog:
     """Watches this rank, and on rank 0 what all ranks have written."""
 
     def __init__(self, folder: Path, rank: int, size: int, *, ends_check: bool) -> None:
-        """Start watching.
+        """Start watching. All ranks write where they wait into the folder.
 
-        Args:
-            folder: shared by all ranks, which write into it where they wait.
-            rank: this rank.
-            size: number of ranks.
-            ends_check: whether a check that never ends is ended.
+        ``ends_check``: whether a check that never ends is ended.
         """
         self._modules: Mapping[Any, str] = {}
         self._mesh: Mesh | None = None

@@ -57,16 +57,10 @@ def shards_of(optimizer: Any, chunks: Iterable[Names]) -> tuple[dict[str, str], 
 
 
 def by_parameter(checkpoint: Checkpoint, pieces: Iterable[Bucketed]) -> Checkpoint:
-    """A checkpoint with the tensors in its buckets.
+    """A checkpoint with all tensors that its buckets have completely.
 
-    Args:
-        checkpoint: with buckets.
-        pieces: of all ranks of a job with these buckets, by stored names, which have the numbers of
-            layers and experts.
-
-    Returns:
-        The checkpoint with all tensors that buckets have completely. Elements that replicas in
-        several buckets disagree about are NaN.
+    ``pieces`` are those of all ranks of a job with these buckets, by stored names, which have the
+    numbers of layers and experts. Elements that replicas in several buckets disagree about are NaN.
     """
     by_name: defaultdict[str, dict[Bucketed, None]] = defaultdict(dict)
     for piece in pieces:

@@ -41,8 +41,7 @@ class Stepped:
 class Reading:
     """Copies of what is read, for loading may go on with the same tensors.
 
-    Attributes:
-        state: Megatron's state dict, or of it what is literal.
+    ``state`` is Megatron's state dict, or of it what is literal.
     """
 
     def __init__(self) -> None:

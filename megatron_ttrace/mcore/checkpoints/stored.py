@@ -147,9 +147,8 @@ class Checkpoint:
     def find(self, item: Item) -> tuple[Item, Stored] | None:
         """A tensor, or the part of a stack of layers, of experts or of both that it is.
 
-        Args:
-            item: with the numbers of layer and expert in its name, counted over the whole model:
-                ``decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight``.
+        Layers and experts are counted over the whole model in the item's name:
+        ``decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight``.
 
         Returns:
             The item that is stored, and the tensor or its part of this; ``None`` without one.
@@ -199,10 +198,9 @@ def _stacked(blocks: Sequence[Stored]) -> Stored:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """What a checkpoint holds. Tensors are read when they are asked for.
+    """What the checkpoint of one iteration holds, or of the latest in a folder of several.
 
-    Args:
-        folder: of one iteration, or with several of them, of which the latest counts.
+    Tensors are read when they are asked for.
 
     Raises:
         TTraceError: when there is no checkpoint in a format that is read.

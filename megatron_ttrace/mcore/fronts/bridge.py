@@ -43,11 +43,7 @@ def _module(name: str) -> Any:
 
 
 class Bridge(Front):
-    """Megatron-Bridge's front.
-
-    Args:
-        cfg: the ``ConfigContainer`` that was given to ``pretrain``.
-    """
+    """The front of a ``pretrain`` with this ``ConfigContainer``."""
 
     # megatron/bridge/training/utils/checkpoint_utils.py: its file of the latest iteration, the
     # folder of an iteration, a model of Hugging Face.

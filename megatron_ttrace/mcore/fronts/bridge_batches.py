@@ -24,11 +24,8 @@ PACKED = ("enable_offline_packing", "enable_in_batch_packing")
 def padding(data: Any, options: Any) -> dict[str, Any]:
     """Fields of a data set that follow from the layout; a reference has its candidate's.
 
-    As ``ConfigContainer.validate`` sets them (megatron/bridge/training/config.py).
-
-    Args:
-        data: the configuration of the data set, not yet validated.
-        options: of the candidate, by the names of Megatron-LM's arguments.
+    As ``ConfigContainer.validate`` sets them (megatron/bridge/training/config.py). ``data`` is the
+    configuration before that, ``options`` are the candidate's.
     """
     if not hasattr(data, "pad_to_max_length"):
         return {}
@@ -52,11 +49,6 @@ def order(samples: int, microbatches: int, ranks: int) -> list[int]:
     """The samples of a global batch, as the microbatches of data-parallel ranks have them.
 
     Microbatch ``j`` of rank ``r`` becomes number ``j * ranks + r``.
-
-    Args:
-        samples: in the global batch.
-        microbatches: of all ranks.
-        ranks: that the samples are dealt to.
     """
     size = samples // microbatches
     return [

@@ -140,12 +140,9 @@ def decision_of(section: str, field: str) -> Decision | None:
 
 
 class Options:
-    """A configuration with the attributes of Megatron-LM's arguments; setting one sets its fields.
+    """A ``ConfigContainer`` with the attributes of Megatron-LM's arguments, which set its fields.
 
     A name that is neither a field nor an option is an error, not a default.
-
-    Args:
-        cfg: a ``ConfigContainer``.
     """
 
     _cfg: Any

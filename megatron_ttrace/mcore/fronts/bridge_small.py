@@ -43,12 +43,10 @@ def require_text(cfg: Any) -> bool:
 
 
 def detach(cfg: Any, data: Path, iterations: int) -> None:
-    """Train on other data; nothing is loaded, saved or logged.
+    """Train some iterations on other data; nothing is loaded, saved or logged.
 
-    Args:
-        cfg: a ``ConfigContainer``, its model small.
-        data: a folder with conversations, prompts and their tokenizer (jobs/shrink/documents.py).
-        iterations: how many to train.
+    The model is small already. ``data`` is a folder with conversations, prompts and their tokenizer
+    (jobs/shrink/documents.py).
 
     Raises:
         TTraceError: as :func:`require_text`.

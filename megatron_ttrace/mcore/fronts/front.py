@@ -60,14 +60,7 @@ class Watch(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """What is logged with a step, as far as it is computed.
-
-    Attributes:
-        skipped: whether the step was skipped.
-        params_norm: of all parameters.
-        zeros: the number of zeros in gradients.
-        max_logit: of attention.
-    """
+    """What is logged with a step, as far as it is computed; ``zeros`` are those in gradients."""
 
     skipped: Any = 0
     params_norm: Any = None

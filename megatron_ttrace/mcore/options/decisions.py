@@ -194,10 +194,8 @@ def decision(option: str) -> Decision | None:
 def silence(args: object, *, reports: bool) -> None:
     """Switch off what would write for the user, log or stop a run of ours, before validation.
 
-    Args:
-        args: as parsed.
-        reports: whether the run is a check: its verdicts are logged with the user's options, and it
-            loads what the user's run would load.
+    A run that ``reports`` is a check: its verdicts are logged with the user's options, and it loads
+    what the user's run would load.
     """
     for name, value in SILENT.items():
         is_used = reports and (name in _REPORTING or ROLES[name] is Role.CHECKPOINT)
@@ -215,11 +213,7 @@ def refusals(args: object) -> list[str]:
 
 
 def derive(args: object) -> dict[str, Any]:
-    """The values that a reference of these arguments has instead of them.
-
-    Args:
-        args: as parsed, before Megatron validates them.
-    """
+    """The values that a reference of these arguments, not yet validated, has instead of them."""
     values: dict[str, Any] = {**SINGLE_DEVICE, **QUIET}
     if getattr(args, "ckpt_format", None) == "torch":
         values["ckpt_format"] = "torch"  # pretrain_vlm.py has no other; nothing is written

@@ -68,15 +68,9 @@ def normal(
     extent: Sequence[int],
     device: torch.device = _HOST,
 ) -> torch.Tensor:
-    """Standard normal values of the logical tensor ``name`` within a box.
+    """Standard normal values of the logical tensor ``name`` within a box, the same on any device.
 
-    Args:
-        seed: of the run.
-        name: canonical name of the tensor.
-        logical_shape: shape of the whole tensor.
-        origin: first index of the box, one per dim.
-        extent: size of the box, one per dim.
-        device: that computes them; the bits are the same on all.
+    ``origin`` is the first index of the box, ``extent`` its size, both one number per dim.
 
     Returns:
         float64 tensor of shape ``extent``.
