@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FP8 runs are checked module by module.
+"""FP8 runs are checked module by module: why is in docs/tolerance.md.
 
-After a perturbation of one bf16 epsilon a few percent of the elements round to another FP8 number,
-an error as large as that of FP8 itself: after two layers every tensor of a healthy run differs by
-several percent. So every module is given the reference's inputs and output gradients, as with
-``--ttrace-isolate``, and its results are compared. Equal inputs round to equal numbers; what
-remains are sums in another order, and scales computed from a rank's own part. Replays estimate
-both.
-
-This needs the emulated TransformerEngine. The scales of the real one cannot be perturbed: FP8 runs
-are then compared without isolation, and tensors that are blind are reported.
+Equal inputs round to equal numbers; what remains are sums in another order, and scales computed
+from a rank's own part. Replays estimate both. This needs the emulated TransformerEngine. The scales
+of the real one cannot be perturbed: FP8 runs are then compared without isolation, and tensors that
+are blind are reported.
 """
 
 from collections.abc import Callable, Iterator, Sequence

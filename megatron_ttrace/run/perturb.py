@@ -10,19 +10,15 @@ Three places are perturbed, so that forward, backward and gradients get new erro
   2506.09280, section 4); that of a language model inside another one, too, and the first
   convolution of an encoder of images;
 - the per-token loss likewise, where the backward pass starts. It is float32 in every run, and an
-  epsilon of float32 moves no 16-bit number. So if training is in 16 bits, the head's input gradient
-  is summed from two parts of the vocabulary, as tensor parallelism does (``split_head``).
+  epsilon of float32 moves no 16-bit number: in 16 bits the head's input gradient is perturbed
+  (``split_head``).
 
 An epsilon of the compute dtype is much smaller than the steps of FP8: nearly all elements would be
 rounded to the same FP8 number. In another layout they change because scales differ, so scales are
 perturbed too (if TransformerEngine is emulated; the real one's scales cannot be changed).
 
-The native fused cross entropy rounds the gradient of logits to bfloat16 also in float32
-(``megatron/core/fusions/fused_cross_entropy.py``). Two runs rarely differ there, but if they do, by
-a whole step of bfloat16: a replay takes such a step at one token (``step_of_loss``).
-
-Muon orthogonalises in bfloat16 also where all else is float32 (``--muon-fp32-matmul-prec medium``):
-there, what it orthogonalises is multiplied by 1 ± epsilon of bfloat16.
+Where all else is float32, two things may be in bfloat16: the gradient of logits (``step_of_loss``)
+and what Muon orthogonalises (``rounded_momentum``).
 """
 
 import dataclasses
@@ -145,8 +141,9 @@ def step_of_loss(
 ) -> torch.utils.hooks.RemovableHandle:
     """Where the gradient of float32 logits is in bfloat16, move one token's largest element.
 
-    By the fraction of a step that makes the tolerance a whole step: two such steps at once are next
-    to impossible.
+    The native fused cross entropy rounds it (megatron/core/fusions/fused_cross_entropy.py). Two
+    runs rarely differ there, but if they do, by a whole step of bfloat16. So it is moved by the
+    fraction that makes the tolerance a whole step: two at once are next to impossible.
     """
 
     def after(module: Any, args: Any, output: Any) -> None:
@@ -169,7 +166,10 @@ def step_of_loss(
 
 @contextmanager
 def rounded_momentum(optimizer: Any, generator: torch.Generator) -> Iterator[None]:
-    """Within this context optimizers that orthogonalise in bfloat16 get another rounding of it."""
+    """Within this context optimizers that orthogonalise in bfloat16 get another rounding of it.
+
+    As Muon does with ``--muon-fp32-matmul-prec medium``: by 1 ± epsilon of bfloat16.
+    """
     coarse: list[Any] = [
         leaf.optimizer
         for leaf in leaves_of(optimizer)

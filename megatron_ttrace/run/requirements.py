@@ -43,7 +43,7 @@ def isolates(args: MegatronArguments, settings: Settings) -> bool:
 
 
 def require(args: MegatronArguments, settings: Settings) -> None:
-    """Raise ``TTraceError`` for a run that cannot be traced."""
+    """Raise ``TTraceError`` for a candidate that cannot be traced."""
 
     def has(option: str) -> bool:
         return bool(getattr(args, option, False))
@@ -60,18 +60,17 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "option"
         )
     ramp, _ = growing_batch(args)
-    if settings.role == "candidate" and ramp and settings.iterations != (1,):
+    if ramp and settings.iterations != (1,):
         raise TTraceError(
             f"{ramp}: only --ttrace-iterations 1 can be traced, because the batch grows"
         )
-    if settings.role == "candidate":
-        require_iterations(args, settings)
+    require_iterations(args, settings)
     if has("use_torch_fsdp2") and has("init_model_with_meta_device"):
         raise TTraceError(
             "--use-torch-fsdp2 with --init-model-with-meta-device: Megatron leaves the weights "
             "without memory: omit the latter"
         )
-    if settings.role == "candidate" and getattr(args, "cuda_graph_impl", "none") != "none":
+    if getattr(args, "cuda_graph_impl", "none") != "none":
         raise TTraceError(
             "--cuda-graph-impl: modules in a CUDA graph run without hooks; check the same job with "
             "--cuda-graph-impl none"

@@ -34,10 +34,9 @@ class Wrapped(torch.nn.Module):
     def start_param_sync(self) -> None:
         pass
 
-
-def dispatched(chunk: Any) -> list[bool]:
-    groups = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
-    return [group.param_gather_dispatched for group in groups]
+    @property
+    def groups(self) -> list[Any]:
+        return [*self.bucket_groups, *self.expert_parallel_bucket_groups]
 
 
 def test_a_gather_remains_due() -> None:
@@ -45,7 +44,7 @@ def test_a_gather_remains_due() -> None:
     chunk = Wrapped()
     with gathering.still_due([chunk, torch.nn.Linear(1, 1)]):
         chunk.bucket_groups[0].param_gather_dispatched = True
-    assert dispatched(chunk) == [False, True]
+    assert [group.param_gather_dispatched for group in chunk.groups] == [False, True]
 
 
 @pytest.mark.parametrize("elsewhere_due", [False, True])
@@ -85,17 +84,17 @@ def test_nothing_else_is_gathered(monkeypatch: pytest.MonkeyPatch, elsewhere_due
 def test_what_a_forward_pass_has_to_gather(layer_wise: bool) -> None:
     """It is overwritten, but neither this rank's own part nor what is gathered already."""
     chunk: Any = Wrapped()
-    (due, done), size = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups), 8
-    for group in (due, done):
+    size = 8
+    for group in chunk.groups:
         data = torch.rand(size) + 0.5
         lists = [[torch.nn.Parameter(half)] for half in data.chunk(2)]
         group.ddp_config = SimpleNamespace(use_distributed_optimizer=not layer_wise)
         group.intra_distributed_optimizer_instance_rank = 1
         group.intra_distributed_optimizer_instance_size = 2
         group.buckets = [SimpleNamespace(param_data=data, layerwise_params_list=lists)]
-    before = [group.buckets[0].param_data.clone() for group in (due, done)]
+    before = [group.buckets[0].param_data.clone() for group in chunk.groups]
     gathering.spoil([chunk])
-    after = [group.buckets[0].param_data for group in (due, done)]
+    after = [group.buckets[0].param_data for group in chunk.groups]
     assert (after[0] != before[0]).tolist() == [True] * (size // 2) + [False] * (size // 2)
     assert torch.equal(after[1], before[1])
 
@@ -104,9 +103,7 @@ def test_what_is_saved_is_what_the_job_has() -> None:
     """Values that a check has gathered early are the job's own again; others stay gathered."""
     chunk: Any = Wrapped()
     stale, fresh = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    for group, parameter in zip(
-        (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups), (stale, fresh), strict=True
-    ):
+    for group, parameter in zip(chunk.groups, (stale, fresh), strict=True):
         group.buckets = [SimpleNamespace(params={parameter})]
     with gathering.without_effect([chunk]), gathering.still_due([chunk]):
         for parameter in (stale, fresh):

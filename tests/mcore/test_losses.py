@@ -10,6 +10,7 @@ from megatron_ttrace.mcore.losses import hidden, present, revealed, weighted
 from megatron_ttrace.trace.findings import Loss
 
 MOE = {"num_experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+INDEXER = {"num_experts": None, "dsa_indexer_loss_coeff": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -28,22 +29,8 @@ MOE = {"num_experts": 4, "moe_router_load_balancing_type": "aux_loss", "moe_aux_
             [Loss.SEQUENCE, Loss.GLOBAL],
         ),
         ({"num_experts": None, "mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}, [Loss.MTP]),
-        (
-            {
-                "num_experts": None,
-                "experimental_attention_variant": "dsa",
-                "dsa_indexer_loss_coeff": 0.1,
-            },
-            [Loss.INDEXER],
-        ),
-        (
-            {
-                "num_experts": None,
-                "hybrid_layer_pattern": "MD-",
-                "dsa_indexer_loss_coeff": 0.1,
-            },
-            [Loss.INDEXER],
-        ),
+        ({**INDEXER, "experimental_attention_variant": "dsa"}, [Loss.INDEXER]),
+        ({**INDEXER, "hybrid_layer_pattern": "MD-"}, [Loss.INDEXER]),
     ],
 )
 def test_present(arguments, losses):

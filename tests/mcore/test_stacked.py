@@ -11,6 +11,9 @@ from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs, stacked_pa
 from megatron_ttrace.placement.plan import describe
 from tests.placement.meshes import mesh_of
 
+ADAPTED = ("", ".to_wrap", ".adapter", ".adapter.linear_out")
+"""Ends of names of modules whose output is a layer's, or is added to it."""
+
 
 class Mamba(torch.nn.Module):
     """As ``MambaMixer`` on one of two ranks."""
@@ -62,15 +65,20 @@ def test_outputs():
     }
 
 
+def adapted(layer):
+    """A layer with an adapter around it."""
+    around = torch.nn.Module()
+    around.to_wrap, around.adapter = layer, torch.nn.Module()
+    around.adapter.linear_in = torch.nn.Linear(4, 2, bias=False)
+    around.adapter.linear_out = torch.nn.Linear(2, 20, bias=False)
+    return around
+
+
 def test_an_adapter():
     """What it adds is stacked as the output that it is added to."""
     model = torch.nn.Module()
     model.mixer = Mamba()
-    layer, model.mixer.in_proj = model.mixer.in_proj, torch.nn.Module()
-    model.mixer.in_proj.to_wrap = layer
-    model.mixer.in_proj.adapter = torch.nn.Module()
-    model.mixer.in_proj.adapter.linear_in = torch.nn.Linear(4, 2, bias=False)
-    model.mixer.in_proj.adapter.linear_out = torch.nn.Linear(2, 20, bias=False)
+    model.mixer.in_proj = adapted(model.mixer.in_proj)
     model.mixer.in_proj.adapter.weight_magnitude = torch.nn.Parameter(torch.ones(20))
     shares = (6, 6, 3, 3, 2)
     wrapped = canonical_names(model)
@@ -80,15 +88,7 @@ def test_an_adapter():
         "mixer.in_proj.adapter.weight_magnitude": shares,
         "mixer.conv1d_weight": (2, 1, 1),
     }
-    assert stacked_outputs([wrapped]) == dict.fromkeys(
-        (
-            "mixer.in_proj",
-            "mixer.in_proj.to_wrap",
-            "mixer.in_proj.adapter",
-            "mixer.in_proj.adapter.linear_out",
-        ),
-        shares,
-    )
+    assert stacked_outputs([wrapped]) == {f"mixer.in_proj{end}": shares for end in ADAPTED}
 
 
 def test_rows_of_heads():
@@ -125,15 +125,9 @@ def test_gate_and_up_projection():
     plain = canonical_names(model)
     assert stacked_parameters(plain) == {"mlp.linear_fc1.weight": 2, "mlp.linear_fc1.bias": 2}
     assert stacked_outputs([plain]) == {"mlp.linear_fc1": 2}
-    layer, model.mlp.linear_fc1 = model.mlp.linear_fc1, torch.nn.Module()
-    model.mlp.linear_fc1.to_wrap = layer
-    model.mlp.linear_fc1.adapter = torch.nn.Module()
-    model.mlp.linear_fc1.adapter.linear_in = torch.nn.Linear(4, 2, bias=False)
-    model.mlp.linear_fc1.adapter.linear_out = torch.nn.Linear(2, 12, bias=False)
+    model.mlp.linear_fc1 = adapted(model.mlp.linear_fc1)
     outputs = stacked_outputs([canonical_names(model)])
-    assert outputs == {
-        f"mlp.linear_fc1{end}": 2 for end in ("", ".to_wrap", ".adapter", ".adapter.linear_out")
-    }
+    assert outputs == {f"mlp.linear_fc1{end}": 2 for end in ADAPTED}
 
 
 def test_alternating_gate_and_up_projection():
@@ -149,12 +143,10 @@ def test_alternating_gate_and_up_projection():
 def test_numbered_weights_of_experts():
     """All experts of a layer make one output; an adapter's weight has no number."""
     model = gated()
-    experts = model.mlp.linear_fc1 = torch.nn.Module()
-    experts.to_wrap, experts.adapter = torch.nn.Module(), torch.nn.Module()
+    experts = model.mlp.linear_fc1 = adapted(torch.nn.Module())
     for number in range(2):
         weight = torch.nn.Parameter(torch.zeros(12, 4))
         experts.to_wrap.register_parameter(f"weight{number}", weight)
-    experts.adapter.linear_out = torch.nn.Linear(2, 12, bias=False)
     assert stacked_parameters(canonical_names(model)) == {
         "mlp.linear_fc1.to_wrap.weight0": 2,
         "mlp.linear_fc1.to_wrap.weight1": 2,

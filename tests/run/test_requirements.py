@@ -127,7 +127,6 @@ def test_a_spec_that_cannot_be_imported(spec, is_refused):
 ACCEPTED = [
     ({"fim_data": True, "data_parallel_size": 2}, {"exit_after": True}),
     ({"rampup_batch_size": ["2", "2", "8"]}, {}),
-    ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,), "role": "reference"}),
     ({"step_batch_size_schedule": "0:4"}, {"iterations": (1, 2)}),
     ({"use_megatron_fsdp": True}, {}),
     ({"overlap_moe_expert_parallel_comm": True}, {}),
