@@ -9,11 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ttrace.mcore.optimizer import Owned
 from megatron_ttrace.mcore.parameters import place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.placement.plan import describe
-from megatron_ttrace.run.start import moments
 from megatron_ttrace.run.start.parameters import BIAS, EMBEDDING_GAIN, GAIN, fill, scale_of
 from tests.placement.by_hand import chunk, gated_chunk
 from tests.placement.meshes import mesh_of
@@ -218,69 +216,3 @@ def test_values_have_the_scale():
     """Of 40,000 numbers."""
     weight = filled("a.weight", parameter(200, 200), init="megatron")
     assert float(weight.std()) == pytest.approx(0.02, rel=0.02)
-
-
-def primed(mesh, main, place, *, cls=torch.optim.AdamW, flat=None):
-    """The state of one parameter after priming."""
-    inner = cls([main], lr=0.1)
-    part = Owned(main, inner, inner.param_groups[0], flat)
-    moments.prime([(place, part)], mesh, seed=7)
-    return inner.state.get(main)
-
-
-@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
-def test_moments_of_a_shard_and_of_a_flat_range(cls):
-    """Whole on one device, a gated half under TP, a range of it under ZeRO: the same numbers."""
-    whole = parameter(8, 6)
-    reference = primed(SINGLE, whole, place_parameter(FC1, whole, SINGLE, stacked=2), cls=cls)
-    for rank in range(2):
-        mesh = mesh_of(rank, 2, tp=2)
-        half = sharded(4, 6)
-        place = place_parameter(FC1, half, mesh, stacked=2)
-        values = primed(mesh, half, place, cls=cls)
-        flat = parameter(13)
-        ranged = primed(mesh, flat, place, cls=cls, flat=(5, 18))
-        for name in ("exp_avg", "exp_avg_sq"):
-            expected = gated_chunk(reference[name].numpy(), 0, rank, 2)
-            np.testing.assert_array_equal(values[name].numpy(), expected)
-            np.testing.assert_array_equal(ranged[name].numpy(), expected.reshape(-1)[5:18])
-        assert float(values["step"]) == float(ranged["step"]) == moments.STEP
-
-
-def test_primed_moments_look_like_the_middle_of_a_run():
-    """First moments around zero, second ones positive and near their square."""
-    main = parameter(100, 100)
-    state = primed(SINGLE, main, place_parameter("a.weight", main, SINGLE))
-    assert float(state["exp_avg"].std()) == pytest.approx(moments.SCALE, rel=0.05)
-    assert abs(float(state["exp_avg"].mean())) < 0.05 * moments.SCALE
-    assert float(state["exp_avg_sq"].min()) > 0
-    assert float(state["exp_avg_sq"].mean()) == pytest.approx(moments.SCALE**2, rel=0.05)
-
-
-def test_bf16_mains_have_float32_moments():
-    """As Megatron keeps them."""
-    main = parameter(4, 4, dtype=torch.bfloat16)
-    state = primed(SINGLE, main, place_parameter("a.weight", main, SINGLE))
-    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
-
-
-class FusedAdam(torch.optim.AdamW):
-    """Apex's and TransformerEngine's keep the step in the group."""
-
-
-def test_fused_optimizers_count_by_group():
-    """No step beside the moments."""
-    main = parameter(4, 4)
-    inner = FusedAdam([main])
-    part = Owned(main, inner, inner.param_groups[0])
-    moments.prime([(place_parameter("a.weight", main, SINGLE), part)], SINGLE, seed=7)
-    assert inner.param_groups[0]["step"] == moments.STEP
-    assert set(inner.state[main]) == {"exp_avg", "exp_avg_sq"}
-
-
-def test_other_optimizers_are_left_alone():
-    """Plain SGD has no moments to prime, and those of a foreign optimizer are unknown."""
-    main = parameter(4, 4)
-    place = place_parameter("a.weight", main, SINGLE)
-    assert primed(SINGLE, main, place, cls=torch.optim.SGD) is None
-    assert primed(SINGLE, main, place, cls=torch.optim.Adagrad).keys() == {"step", "sum"}

@@ -4,7 +4,6 @@
 import pytest
 import torch
 
-from megatron_ttrace.mcore.optimizer import Owned
 from megatron_ttrace.mcore.parameters import place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run.start import moments
@@ -16,15 +15,13 @@ from megatron_ttrace.trace.start import StartValues, write_moments
 from megatron_ttrace.trace.store import TraceReader, seal
 from tests.mcore.test_parameters import FC1, Config, parameter, sharded
 from tests.placement.meshes import mesh_of
+from tests.run.start.test_moments import primed
 from tests.trace import traces
 
 
-def state_of(main, place, mesh, *, flat=None, **how):
+def state_of(main, place, mesh, **how):
     """A primed optimizer's state of one parameter."""
-    inner = torch.optim.AdamW([main])
-    part = Owned(main, inner, inner.param_groups[0], flat)
-    moments.prime([(place, part)], mesh, seed=7, **how)
-    return inner.state[main]
+    return primed(main, place=place, mesh=mesh, **how).state[main]
 
 
 def kept(directory, dtype=torch.float32):
