@@ -142,15 +142,18 @@ def decision_of(section: str, field: str) -> Decision | None:
 class Options:
     """A ``ConfigContainer`` with the attributes of Megatron-LM's arguments, which set its fields.
 
-    A name that is neither a field nor an option is an error, not a default.
+    A name that is neither a field nor an option is an error, not a default. ``known`` has options
+    that follow from nothing else, and may get more.
     """
 
     _cfg: Any
     _state: Any
+    _known: Mapping[str, Any]
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: Any, known: Mapping[str, Any] = MappingProxyType({})) -> None:
         object.__setattr__(self, "_cfg", cfg)
         object.__setattr__(self, "_state", None)
+        object.__setattr__(self, "_known", known)
 
     def follow(self, state: Any) -> None:
         """Read the position in the data from a ``GlobalState`` from now on."""
@@ -165,6 +168,8 @@ class Options:
         """
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in self._known:
+            return self._known[name]
         if name in _DERIVED:
             return _DERIVED[name](self._cfg, self._state)
         values = [not value if negated else value for _, _, value, negated in self._places(name)]
@@ -204,7 +209,8 @@ class Options:
                 values[f"{section}.{name}"] = part
         if getattr(self._cfg, "peft", None) is not None:  # which references keep (fronts/bridge.py)
             values["peft.recompute_method"] = getattr(self, "recompute_method", None)
-        return values | {"params_dtype": self.params_dtype, "padded_vocab_size": None}
+        values |= {"params_dtype": self.params_dtype, "padded_vocab_size": None}
+        return {**values, **self._known}
 
     def reset_others(self) -> None:
         """Give fields that are no option the values of a reference."""

@@ -45,28 +45,6 @@ _BOUNDS = "cu_seqlens"
 """Name of the tensor [sequences + 1] of where packed sequences start and end, with padding."""
 
 
-class _Arguments(Options):
-    """Fields of configurations by the names of options; ``known`` has further options."""
-
-    _known: Mapping[str, Any]
-
-    def __init__(self, configurations: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-        super().__init__(types.SimpleNamespace(**configurations))
-        object.__setattr__(self, "_known", {**_NEITHER, **known})
-
-    def know(self, name: str, value: Any) -> None:
-        """Add an option."""
-        object.__setattr__(self, "_known", {**self._known, name: value})
-
-    def __getattr__(self, name: str) -> Any:
-        known = object.__getattribute__(self, "_known")
-        return known[name] if name in known else super().__getattr__(name)
-
-    @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
-        return {**super().__dict__, **self._known}
-
-
 class OwnLoop(Front):
     """The front of such a loop; ``known`` has options that follow from nothing else."""
 
@@ -97,9 +75,10 @@ class OwnLoop(Front):
                 for module in chunk.modules()
             ),
         }
-        parts = {"model": config, "optimizer": optimizer.config}
-        parts["ddp"] = getattr(chunks[0], "ddp_config", None)
-        self._arguments = _Arguments(parts, {**facts, **known})
+        ddp = getattr(chunks[0], "ddp_config", None)
+        parts = types.SimpleNamespace(model=config, optimizer=optimizer.config, ddp=ddp)
+        self._known = {**_NEITHER, **facts, **known}
+        self._arguments = Options(parts, self._known)
         self._batches = batches
         self._device = device_of(chunks)
 
@@ -138,7 +117,7 @@ class OwnLoop(Front):
         content = torch.cat(digests).cpu().numpy().tobytes()
         if dist.get_rank() == 0:
             seal(home, {"role": shared.BATCHES})
-        self._arguments.know("batches", hashlib.sha256(content).hexdigest()[:16])
+        self._known["batches"] = hashlib.sha256(content).hexdigest()[:16]
 
     def bounds(self) -> tuple[str, ...]:
         """``cu_seqlens``, or else the offsets of samples of different lengths."""
