@@ -81,6 +81,7 @@ class CandidateSession:
         self.settings = settings
         self.ranks = ranks
         self.budget = Budget(settings.memory_mb << 20)
+        self.traced = {block[0]: block for block in settings.blocks()}  # by their first step
         self.finished = False
         self.judged = False  # a verdict was reported, whatever fails later
         self._initial: list[Initial] = []
@@ -168,17 +169,13 @@ class CandidateSession:
         """Whether this run starts from a checkpoint."""
         return requirements.starts_from_checkpoint(self.args)
 
-    def traces(self, step: int) -> bool:
-        """Whether a block of traced iterations starts with this step."""
-        return any(block[0] == step for block in self.settings.blocks())
-
     def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
         """Rehearse the block of traced iterations that starts with this step."""
         if step == self.settings.iterations[0]:
             if step == 1:
                 self._initial = as_training_begins(self.model, self.args, self._initial)
             self.comparison.initial(step, self._initial)
-        iterations = next(block for block in self.settings.blocks() if block[0] == step)
+        iterations = self.traced[step]
         count = fronts.current().microbatches()
         block = Block(iterations, count, Served(iterator, count * len(iterations)), run)
         with quiet.python_state_kept():
@@ -334,7 +331,7 @@ class CandidateSession:
 
         doubt = self.ranks.from_one(last, "judging", judge)
         # A launcher that waits for the end of this job makes another one.
-        if doubt and not self.settings.exit_after and len(self.settings.blocks()) == 1:
+        if doubt and not self.settings.exit_after and len(self.traced) == 1:
             try:
                 self._isolate(rehearse, ledger, answers)
             except EndError:

@@ -125,7 +125,7 @@ class Watch:
         if self._recorder is not None:
             return self._record(self._recorder, run, iterator)
         session = self._session
-        if session is not None and self._alone("checking", lambda: session.traces(self._step)):
+        if session is not None and self._step in session.traced:
             code = self._attempt("checking", lambda: session.before_step(self._step, run, iterator))
             if code is not None and self._ends_job:
                 self._leave(code)
@@ -205,18 +205,6 @@ class Watch:
             _show(error)
             self._give_up(error)
         return None
-
-    def _alone[T](self, task: str, work: Callable[[], T]) -> T | None:
-        """Run a part of the check that needs no other rank; all ranks learn if it fails."""
-        try:
-            return work()
-        except Exception as failed:  # noqa: BLE001 - raised again below, to all ranks
-            error = failed
-
-        def fail() -> T:
-            raise error
-
-        return self._attempt(task, fail)
 
     def _give_up(self, error: GivenUpError) -> None:
         cause = error.cause

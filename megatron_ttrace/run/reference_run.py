@@ -70,6 +70,8 @@ class ReferenceSession:
 
     rehearsal: Rehearsal
     model: TracedModel
+    traced = (1,)
+    """Everything is done before the first step."""
 
     def __init__(
         self, args: MegatronArguments, settings: Settings, ranks: Ranks, order: Order
@@ -121,10 +123,6 @@ class ReferenceSession:
         if started and self._order.separation is None:
             buckets = handoff.buckets(Path(started.directory))
             self._loaded = InCheckpoint(started.source, self.model, self.args, buckets)
-
-    def traces(self, step: int) -> bool:
-        """Everything is done before the first step."""
-        return step == 1
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
         """Do everything at the first step; the batches of untraced steps are skipped."""

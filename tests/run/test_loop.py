@@ -23,7 +23,7 @@ def test_python_state_while_a_check_begins() -> None:
 def test_python_state_after_a_traced_step(monkeypatch: Any) -> None:
     """Numbers that were drawn to read the step's data are not drawn again for the next one."""
     session: Any = CandidateSession.__new__(CandidateSession)
-    session.settings = SimpleNamespace(iterations=[3], blocks=lambda: [[2]])
+    session.settings, session.traced = SimpleNamespace(iterations=[3]), {2: [2]}
     iterator = SimpleNamespace(iterable=iter(random.random, None))
     front = SimpleNamespace(microbatches=lambda: 2)
     monkeypatch.setattr("megatron_ttrace.mcore.fronts.current", lambda: front)

@@ -68,7 +68,7 @@ SINK, STORE, STEP = (
 MODEL = "megatron/core/models/gpt/gpt_model.py:GPTModel.forward"
 PLACES = {
     Outcome.TRAINS: (
-        *(f"{CANDIDATE}{name}" for name in ("__init__", "begin", "traces")),
+        *(f"{CANDIDATE}{name}" for name in ("__init__", "begin")),
         *(f"{REHEARSAL}{name}" for name in ("_keep", "equal_start", "_fill", "serve", "trace")),
         *(f"{COMPARISON}{name}" for name in ("initial", "findings")),
         *(f"{SINK}{name}" for name in ("__init__", "placed", "tensor", "repeat")),
