@@ -176,9 +176,8 @@ def leaves_of(optimizer: Any) -> Iterator[Any]:
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         yield optimizer
-    else:
-        for part in chained:
-            yield from leaves_of(part)
+    for part in chained or ():
+        yield from leaves_of(part)
 
 
 def with_remainders(weights: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
@@ -234,10 +233,9 @@ def owned_by(optimizer: Any) -> dict[torch.nn.Parameter, Owned]:
             continue
         pairs = [(p, p) for group in inner.param_groups for p in group["params"]]
         if hasattr(leaf, "fp32_from_float16_groups"):
-            pairs = [
-                *_pairs(leaf.float16_groups, leaf.fp32_from_float16_groups),
-                *_pairs(leaf.fp32_from_fp32_groups, leaf.fp32_from_fp32_groups),
-            ]
+            halves = chain(*leaf.float16_groups), chain(*leaf.fp32_from_float16_groups)
+            pairs = [*zip(*halves, strict=True)]
+            pairs += [(p, p) for group in leaf.fp32_from_fp32_groups for p in group]
         for parameter, main in pairs:
             rows = rows_of(parameter)
             sharded, computed = (None, None) if rows is None else (main, local(parameter))
@@ -305,11 +303,6 @@ def layer_wise(optimizer: Any) -> set[torch.nn.Parameter]:
     return parameters
 
 
-def _pairs(models: Any, mains: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    for model_group, main_group in zip(models, mains, strict=True):
-        yield from zip(model_group, main_group, strict=True)
-
-
 class Snapshot:
     """A copy of all state that a training step changes, so that the step can be replayed.
 
@@ -328,7 +321,11 @@ class Snapshot:
         copies = copies or Copies()
         self._chunks = chunks
         self._inner = _torch_optimizers(optimizer)
-        tensors = _mutable(chunks, optimizer)
+        mains = [p for i in self._inner for group in i.param_groups for p in group["params"]]
+        # Sharded weights exist only as the parts that the optimizer steps.
+        models = [] if are_published(chunks) else [unwrap(chunk) for chunk in chunks]
+        weights = [parameter for model in models for parameter in model.parameters()]
+        tensors = list(dict.fromkeys((*weights, *mains)))
         state = [v for i in self._inner for s in i.state.values() for v in s.values()]
         buffers = [buffer for chunk in chunks for buffer in unwrap(chunk).buffers()]
         changed = (*tensors, *buffers, *state)
@@ -419,20 +416,3 @@ def _copies(values: dict[str, Any]) -> dict[str, Any]:
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if torch.is_tensor(value) else value
-
-
-def _mutable(chunks: list[torch.nn.Module], optimizer: Any) -> list[torch.Tensor]:
-    mains = [
-        parameter
-        for inner in _torch_optimizers(optimizer)
-        for group in inner.param_groups
-        for parameter in group["params"]
-    ]
-    # Sharded weights exist only as the parts that the optimizer steps.
-    sharded = are_published(chunks)
-    models = [unwrap(chunk) for chunk in chunks]
-    tensors = (
-        *(parameter for model in models for parameter in model.parameters() if not sharded),
-        *mains,
-    )
-    return list(dict.fromkeys(tensors))

@@ -32,6 +32,7 @@ from megatron_ttrace.jobs.processes.progress import NOTICE, say
 from megatron_ttrace.jobs.settings import Keep, Settings
 from megatron_ttrace.mcore import fronts, gathering, loss_scale, losses, quiet, samples, statistics
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.mcore.checkpoints import loading
 from megatron_ttrace.mcore.groups import kept_in
 from megatron_ttrace.mcore.sources import replacements
 from megatron_ttrace.run import answer, launch, requirements
@@ -167,7 +168,7 @@ class CandidateSession:
     @property
     def is_loaded(self) -> bool:
         """Whether this run starts from a checkpoint."""
-        return requirements.starts_from_checkpoint(self.args)
+        return loading.directory_of(self.args) is not None
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
         """Rehearse the block of traced iterations that starts with this step."""

@@ -32,11 +32,6 @@ def growing_batch(args: MegatronArguments) -> tuple[str, int]:
     return "--step-batch-size-schedule", max((int(s) for s in sizes if s.isdigit()), default=0)
 
 
-def starts_from_checkpoint(args: MegatronArguments) -> bool:
-    """Whether this run starts from a checkpoint."""
-    return loading.directory_of(args) is not None
-
-
 def isolates(args: MegatronArguments, settings: Settings) -> bool:
     """Whether modules are checked one by one, with the reference's inputs."""
     return settings.isolate or low_precision.is_isolated(args)
@@ -75,7 +70,7 @@ def require(args: MegatronArguments, settings: Settings) -> None:
             "--cuda-graph-impl: modules in a CUDA graph run without hooks; check the same job with "
             "--cuda-graph-impl none"
         )
-    if has("use_megatron_fsdp") and starts_from_checkpoint(args):
+    if has("use_megatron_fsdp") and loading.directory_of(args) is not None:
         raise TTraceError(
             "--use-megatron-fsdp with --load: a reference cannot get the loaded state"
         )

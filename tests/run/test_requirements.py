@@ -203,8 +203,8 @@ def test_a_first_start_is_checked(values, notices, tmp_path, monkeypatch):
     checkpoints(tmp_path)
     requirements.require(arguments(**values), Settings(exit_after=True))
     assert len(notices_of_loading(values, Settings(exit_after=True))) == notices
-    starts = requirements.starts_from_checkpoint(arguments(**values))
-    assert starts == ("full" in values.values())
+    directory = requirements.loading.directory_of(arguments(**values))
+    assert (directory is not None) == ("full" in values.values())
 
 
 @pytest.mark.parametrize("asks", [False, True])

@@ -144,7 +144,9 @@ def source_of(args: MegatronArguments) -> Source | None:
     elif any(getattr(args, name, False) for name in ("fp8_param_gather", "fp4_param_gather")):
         why_not = "weights that are kept in few bits have a scale on each rank"
     # Megatron's own ``read_metadata`` is a collective, and this is asked on one rank.
-    latest = _tracked(directory)
+    latest = ""
+    with contextlib.suppress(FileNotFoundError):
+        latest = Path(directory, TRACKER).read_text(encoding="utf-8").strip()
     number = str(getattr(args, "ckpt_step", None) or latest)
     iteration = int(number) if number.isdecimal() else None
     source = Source(
@@ -177,14 +179,6 @@ def _left(args: MegatronArguments, *, is_release: bool) -> Iterator[tuple[Part, 
         yield Part.POSITION, "--override-ckpt-iteration"
     if nothing or getattr(args, "no_load_rng", None):
         yield Part.RANDOM, nothing or "--no-load-rng"
-
-
-def _tracked(directory: str) -> str:
-    """The latest iteration, or that it is a release; empty where nothing says it."""
-    try:
-        return Path(directory, TRACKER).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return ""
 
 
 def load_weights(

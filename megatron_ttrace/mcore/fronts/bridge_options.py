@@ -298,19 +298,14 @@ def _has(owner: Any, name: str) -> bool:
 
 def _data_words(cfg: Any, _: Any) -> list[str]:
     """Prefixes and files of the data, as ``--data-path`` has them."""
+    from torch.utils._pytree import tree_leaves
+
     data = cfg.dataset
-    words = _texts([getattr(data, name, None) for name in ("blend", "blend_per_split")])
+    blends = [getattr(data, name, None) for name in ("blend", "blend_per_split")]
+    words = [word for word in tree_leaves(blends) if isinstance(word, str)]
     root = getattr(data, "dataset_root", None)
     # Beside them Bridge writes indices.
     return [*words, *map(str, sorted(Path(root).glob("*.jsonl")) if root else ())]
-
-
-def _texts(value: Any) -> list[str]:
-    """All texts of nested lists."""
-    if isinstance(value, str):
-        return [value]
-    items = value if isinstance(value, list | tuple) else ()
-    return [text for item in items for text in _texts(item)]
 
 
 def _padded_vocabulary(cfg: Any, _: Any) -> int | None:
