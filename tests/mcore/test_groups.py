@@ -2,6 +2,7 @@
 """Groups are named by the axes that they span."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -68,13 +69,14 @@ def test_coordinates(members: tuple[int, ...], name: str) -> None:
 )
 def test_unseen(overlap: bool, experts: int | None, dispatcher: str, axes: object) -> None:
     """Communication of other libraries."""
-    args = SimpleNamespace(
+    args: Any = SimpleNamespace(
         tp_comm_overlap=overlap, num_experts=experts, moe_token_dispatcher_type=dispatcher
     )
-    assert unseen_axes(args) == axes  # type: ignore[arg-type]
+    assert unseen_axes(args) == axes
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
+FSDP = {"use_megatron_fsdp": True, "megatron_fsdp_main_grads_dtype": FP32}
 
 
 @pytest.mark.parametrize(
@@ -83,31 +85,22 @@ FP32, BF16 = torch.float32, torch.bfloat16
         ({"accumulate_allreduce_grads_in_fp32": True}, "float32"),
         ({"accumulate_allreduce_grads_in_fp32": False}, "bfloat16"),
         ({"use_torch_fsdp2": True, "accumulate_allreduce_grads_in_fp32": True}, ""),
-        ({"use_megatron_fsdp": True, "megatron_fsdp_main_grads_dtype": FP32}, "float32"),
-        (
-            {
-                "use_megatron_fsdp": True,
-                "megatron_fsdp_main_grads_dtype": FP32,
-                "megatron_fsdp_grad_comm_dtype": BF16,
-            },
-            "bfloat16",
-        ),
+        (FSDP, "float32"),
+        ({**FSDP, "megatron_fsdp_grad_comm_dtype": BF16}, "bfloat16"),
         ({"use_megatron_fsdp": True, "accumulate_allreduce_grads_in_fp32": True}, ""),
     ],
 )
 def test_gradients(options: dict[str, object], gradients: str) -> None:
     """Of each kind of data parallelism; the compute dtype is the model's."""
-    args = SimpleNamespace(bf16=True, params_dtype=BF16, **options)
-    assert reduced_in(args) == ("bfloat16", gradients)  # type: ignore[arg-type]
-    kept = "" if "use_megatron_fsdp" in options else gradients
-    assert kept_in(args) == kept  # type: ignore[arg-type]
+    args: Any = SimpleNamespace(bf16=True, params_dtype=BF16, **options)
+    assert reduced_in(args) == ("bfloat16", gradients)
+    assert kept_in(args) == ("" if "use_megatron_fsdp" in options else gradients)
 
 
 def test_single_precision() -> None:
     """Without a half precision, everything is in float32."""
-    assert reduced_in(SimpleNamespace(bf16=False, params_dtype=FP32)) == (  # type: ignore[arg-type]
-        *("float32", "float32"),
-    )
+    args: Any = SimpleNamespace(bf16=False, params_dtype=FP32)
+    assert reduced_in(args) == ("float32", "float32")
 
 
 def test_device_of_empty_stages(monkeypatch):

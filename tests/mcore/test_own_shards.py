@@ -9,6 +9,8 @@ from megatron_ttrace.mcore.own_shards import depends_on_layout, is_matrix
 from megatron_ttrace.trace.records import Kind
 
 MUON = {"optimizer": "muon", "muon_tp_mode": "blockwise"}
+BLOCKWISE = "--optimizer muon --muon-tp-mode blockwise"
+WHOLE = {"tensor_model_parallel_size": 1}
 
 
 def arguments(**values):
@@ -19,20 +21,14 @@ def arguments(**values):
 @pytest.mark.parametrize(
     ("values", "option"),
     [
-        (MUON, "--optimizer muon --muon-tp-mode blockwise"),
-        ({**MUON, "optimizer": "dist_muon"}, "--optimizer muon --muon-tp-mode blockwise"),
+        (MUON, BLOCKWISE),
+        ({**MUON, "optimizer": "dist_muon"}, BLOCKWISE),
         ({**MUON, "muon_tp_mode": "duplicated"}, ""),
-        ({**MUON, "tensor_model_parallel_size": 1}, ""),
-        (
-            {**MUON, "tensor_model_parallel_size": 1, "expert_tensor_parallel_size": 2},
-            "--optimizer muon --muon-tp-mode blockwise",
-        ),
+        ({**MUON, **WHOLE}, ""),
+        ({**MUON, **WHOLE, "expert_tensor_parallel_size": 2}, BLOCKWISE),
         ({"optimizer": "soap"}, "--optimizer soap"),
-        (
-            {"optimizer": "soap", "tensor_model_parallel_size": 1, "gtp_weight_remat_size": 2},
-            "--optimizer soap",
-        ),
-        ({**MUON, "tensor_model_parallel_size": 1, "gtp_weight_remat_size": 2}, ""),
+        ({"optimizer": "soap", **WHOLE, "gtp_weight_remat_size": 2}, "--optimizer soap"),
+        ({**MUON, **WHOLE, "gtp_weight_remat_size": 2}, ""),
         ({"optimizer": "adam", "muon_tp_mode": "blockwise"}, ""),
     ],
 )

@@ -42,26 +42,14 @@ from megatron_ttrace.compare.wire import decode
 from megatron_ttrace.run import answer, channel, recording
 from megatron_ttrace.run.agreement import Ranks
 from megatron_ttrace.trace import counted, folded
-from megatron_ttrace.trace.records import Outcome, TraceKey
+from megatron_ttrace.trace.records import Outcome
 from tests.placement.scale import JOBS, planners
 from tests.placement.trillion import Job
 from tests.run import rank_records
 
 FAILING = "layers.1.mlp"
-
-
-class Limits:
-    """The same tolerance for every tensor."""
-
-    def of(self, key: TraceKey) -> Tolerance:
-        """Of a tensor."""
-        del key
-        return Tolerance(1e-3, 1.0)
-
-    def is_repeated(self, key: TraceKey) -> bool:
-        """As on a CPU."""
-        del key
-        return True
+LIMITS = SimpleNamespace(of=lambda key: Tolerance(1e-3, 1.0), is_repeated=lambda key: True)
+"""The same tolerance for every tensor, which a repeated step does not move, as on a CPU."""
 
 
 def measured(job: Job, rank: int, *, failing: bool) -> list[Measured]:
@@ -90,7 +78,7 @@ def measured(job: Job, rank: int, *, failing: bool) -> list[Measured]:
 def compared(job: Job, rank: int, *, failing: bool = False) -> Any:
     """What stands for a rank's comparison."""
     measurements, counts = measured(job, rank, failing=failing), [rank_records.counted(job, rank)]
-    return SimpleNamespace(findings=lambda: measurements, tolerances=Limits(), counted=counts)
+    return SimpleNamespace(findings=lambda: measurements, tolerances=LIMITS, counted=counts)
 
 
 def of_stage(job: Job) -> dict[str, Any]:

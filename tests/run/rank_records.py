@@ -103,6 +103,8 @@ def counted(job: Job, rank: int) -> Counted:
     """As of one step with the distributed optimizer."""
     mesh, ranks_of = job.mesh(rank), groups(job, rank)
     parts_of: dict[bool, list[Part]] = {True: [], False: []}
+    replicas = {True: job.edp, False: job.dp * job.cp}
+    at = {True: mesh.at("edp"), False: mesh.at("dp") * job.cp + mesh.at("cp")}
     copies: set[str] = set()  # on each tensor-parallel rank
     shards: dict[bool, list[Part]] = {True: [], False: []}
 
@@ -117,10 +119,8 @@ def counted(job: Job, rank: int) -> Counted:
             parts_of[is_expert] += map(part, tensors)
             if not is_expert:
                 copies |= {tensor.name for tensor in tensors if not tensor.tensor_model_parallel}
-            replicas = job.edp if is_expert else job.dp * job.cp
-            at = mesh.at("edp") if is_expert else mesh.at("dp") * job.cp + mesh.at("cp")
             if tensors:
-                ranges = Zero.of(tensors, job, replicas).ranges(at)
+                ranges = Zero.of(tensors, job, replicas[is_expert]).ranges(at[is_expert])
                 shards[is_expert] += [part(tensor, (start, end)) for tensor, start, end in ranges]
 
     parts: list[Part] = []
@@ -133,14 +133,15 @@ def counted(job: Job, rank: int) -> Counted:
     own_parts = tuple(term.number for which in (False, True) for term in numbered(parts_of[which]))
     reduced, unreduced = [], list[Term]()
     for is_expert, axis in ((False, "dp-cp"), (True, "edp")):
-        replicas = job.edp if is_expert else job.dp * job.cp
-        at = mesh.at("edp") if is_expert else mesh.at("dp") * job.cp + mesh.at("cp")
         terms = numbered(
             [
                 Part(
                     held.name,
-                    (replicas, *held.shape),
-                    tuple(Box((at, *b.logical), (1, *b.extent), (0, *b.local)) for b in held.boxes),
+                    (replicas[is_expert], *held.shape),
+                    tuple(
+                        Box((at[is_expert], *b.logical), (1, *b.extent), (0, *b.local))
+                        for b in held.boxes
+                    ),
                 )
                 for held in parts_of[is_expert]
             ]

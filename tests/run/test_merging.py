@@ -23,21 +23,25 @@ from tests.run import kept
 ROWS, COLUMNS = 4, 6
 
 
-def rows_of(rank, key=kept.OUTPUT):
+def half(rank, data, key=kept.OUTPUT, **more):
     """A rank's half of a tensor's rows."""
     box = Box((rank * 2, 0), (2, COLUMNS), (0, 0))
-    return {"logical_shape": (ROWS, COLUMNS), "boxes": (box,), "key": key}
+    return Entry.of(key, data, logical_shape=(ROWS, COLUMNS), boxes=(box,), **more), data
+
+
+def whole(data):
+    """A tensor that a rank has completely."""
+    origin, shape = (0,) * data.dim(), tuple(data.shape)
+    box = Box(origin, shape, origin)
+    return Entry.of(kept.OUTPUT, data, logical_shape=shape, boxes=(box,)), data
 
 
 def write(home, ranks):
-    """The shards of ranks, each a list of entries (as arguments) with their data."""
+    """The shards of ranks, each a list of entries with their data."""
     for rank, tensors in enumerate(ranks):
         writer = TraceWriter(home, rank)
-        for more, data in tensors:
-            same = more.pop("same_as", -1)
-            key = more.pop("key")
-            entry = Entry.of(key, data, same_as=same, **more)
-            writer.add(entry, None if same >= 0 else data)
+        for entry, data in tensors:
+            writer.add(entry, None if entry.same_as >= 0 else data)
         writer.close()
 
 
@@ -54,14 +58,11 @@ def test_parts_and_names(tmp_path):
     """Whole tensors; a second name of all parts is a second name of the whole."""
     original = kept.tensors()[kept.OUTPUT]
     second_name = TraceKey(1, 0, Kind.INPUT, "decoder.layers.1")
-    halves = [original[:2].clone(), original[2:].clone()]
-    merged = merge(
-        tmp_path,
-        [
-            [(rows_of(rank), half), ({**rows_of(rank, second_name), "same_as": 0}, half)]
-            for rank, half in enumerate(halves)
-        ],
-    )
+    ranks = [
+        [half(rank, data), half(rank, data, second_name, same_as=0)]
+        for rank, data in enumerate((original[:2].clone(), original[2:].clone()))
+    ]
+    merged = merge(tmp_path, ranks)
     assert torch.equal(merged.tensor(merged.entry(kept.OUTPUT)), original)
     assert merged.primary(second_name) == kept.OUTPUT
     assert merged.entry(second_name).shape == merged.entry(kept.OUTPUT).shape == (ROWS, COLUMNS)
@@ -72,19 +73,14 @@ def test_replicas_that_differ_in_a_bit(tmp_path):
     data = torch.ones(2, COLUMNS)
     changed = data.clone()
     changed[1, 2] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
-    place = {"logical_shape": (2, COLUMNS), "boxes": (Box((0, 0), (2, COLUMNS), (0, 0)),)}
-    ranks = [[({**place, "key": kept.OUTPUT}, replica)] for replica in (data, changed)]
     with pytest.raises(TTraceError, match=r"ranks 1 differ from other ranks in decoder\.layers"):
-        merge(tmp_path, ranks)
+        merge(tmp_path, [[whole(replica)] for replica in (data, changed)])
 
 
 def test_replicas_that_are_equal(tmp_path):
     """NaN equals itself, and -0.0 does not equal 0.0."""
     data = torch.tensor([math.nan, -0.0])
-    place = {"logical_shape": (2,), "boxes": (Box((0,), (2,), (0,)),)}
-    write(
-        tmp_path, [[({**place, "key": kept.OUTPUT}, replica)] for replica in (data, data.clone())]
-    )
+    write(tmp_path, [[whole(replica)] for replica in (data, data.clone())])
     shards = Shards(TraceReader(tmp_path, sealed=False))
     assert shards.conflicting(kept.OUTPUT, data) == []
     assert shards.conflicting(kept.OUTPUT, torch.tensor([math.nan, 0.0])) == [0, 1]
@@ -93,7 +89,7 @@ def test_replicas_that_are_equal(tmp_path):
 def test_a_part_that_no_rank_has(tmp_path):
     """It is refused."""
     with pytest.raises(TTraceError, match="lack a part of decoder"):
-        merge(tmp_path, [[(rows_of(0), torch.ones(2, COLUMNS))]])
+        merge(tmp_path, [[half(0, torch.ones(2, COLUMNS))]])
 
 
 def test_order_of_a_pipeline(tmp_path):
@@ -104,17 +100,14 @@ def test_order_of_a_pipeline(tmp_path):
             TraceKey(1, STEP_LEVEL, Kind.PARAM, f"weight{stage}"),
             *(
                 TraceKey(1, microbatch, kind, f"module{stage}")
-                for microbatch, kind in (
-                    (0, Kind.OUTPUT),
-                    (1, Kind.OUTPUT),
-                    (0, Kind.GRAD_INPUT),
-                    (1, Kind.GRAD_INPUT),
-                )
+                for kind in (Kind.OUTPUT, Kind.GRAD_INPUT)
+                for microbatch in (0, 1)
             ),
             TraceKey(1, STEP_LEVEL, Kind.MAIN_GRAD, f"weight{stage}"),
             TraceKey(1, STEP_LEVEL, Kind.PARAM, f"weight{stage}", 1),
         ]
-        return [({"key": key}, torch.zeros(())) for key in keys]
+        data = torch.zeros(())
+        return [(Entry.of(key, data), data) for key in keys]
 
     write(tmp_path, [step(0), step(1)])
     keys = merging.in_order(Shards(TraceReader(tmp_path, sealed=False)), [0, 1])

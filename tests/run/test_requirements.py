@@ -29,6 +29,12 @@ def arguments(**values):
     return argparse.Namespace(**{"train_iters": 9, "global_batch_size": 8, **plain, **values})
 
 
+EXPERTS = {
+    "num_experts": 4,
+    "sequence_parallel": True,
+    "tensor_model_parallel_size": 2,
+    "context_parallel_size": 1,
+}
 REFUSED = [
     ({"rampup_batch_size": ["2", "2", "8"]}, {"iterations": (2,)}, "--rampup-batch-size"),
     (
@@ -58,17 +64,7 @@ REFUSED = [
     ({"exit_interval": 2}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
     ({"iteration": 7}, {"iterations": (3,)}, "--ttrace-iterations 3: .* after iteration 2"),
     ({"main_params_dtype": torch.float16}, {}, "--main-params-dtype fp16"),
-    (
-        {
-            "sft": True,
-            "num_experts": 4,
-            "micro_batch_size": 2,
-            "context_parallel_size": 1,
-            "sequence_parallel": True,
-        },
-        {},
-        "packed sequences with experts",
-    ),
+    ({**EXPERTS, "sft": True, "micro_batch_size": 2}, {}, "packed sequences with experts"),
     (
         {"use_precision_aware_optimizer": True, "load": "there"},
         {},
@@ -76,14 +72,7 @@ REFUSED = [
     ),
     ({"use_layer_wise_distributed_optimizer": True, "bf16": False}, {}, "only with --bf16"),
     (
-        {
-            "num_experts": 4,
-            "sequence_parallel": True,
-            "tensor_model_parallel_size": 2,
-            "context_parallel_size": 1,
-            "moe_expert_capacity_factor": 1.0,
-            "moe_pad_expert_input_to_capacity": True,
-        },
+        {**EXPERTS, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
         {},
         "--moe-pad-expert-input-to-capacity",
     ),

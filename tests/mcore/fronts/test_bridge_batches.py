@@ -80,6 +80,8 @@ SMALL = {
     "eval_context_parallel_size": None,
     "sequence_parallel": False,
 }
+CP = {"context_parallel_size": 2}
+SP = {"tensor_model_parallel_size": 3, "sequence_parallel": True}
 
 
 @pytest.mark.parametrize(
@@ -88,19 +90,11 @@ SMALL = {
         ({}, False, 1),
         ({"pipeline_model_parallel_size": 2}, True, 1),
         ({"expert_model_parallel_size": 2}, True, 1),
-        ({"context_parallel_size": 2}, False, 4),
-        ({"tensor_model_parallel_size": 3}, False, 1),
-        ({"tensor_model_parallel_size": 3, "sequence_parallel": True}, False, 3),
-        ({"context_parallel_size": 2, "eval_context_parallel_size": 3}, False, 12),
-        (
-            {
-                "context_parallel_size": 2,
-                "tensor_model_parallel_size": 3,
-                "sequence_parallel": True,
-            },
-            False,
-            12,
-        ),
+        (CP, False, 4),
+        ({**SP, "sequence_parallel": False}, False, 1),
+        (SP, False, 3),
+        ({**CP, "eval_context_parallel_size": 3}, False, 12),
+        ({**CP, **SP}, False, 12),
     ],
 )
 def test_padding_follows_from_the_layout(layout, fixed, multiple):
@@ -117,6 +111,6 @@ def test_padding_follows_from_the_layout(layout, fixed, multiple):
 def test_what_is_padded_already_stays_so():
     """A data set's own multiple is kept."""
     data = types.SimpleNamespace(pad_to_max_length=True, pad_to_multiple_of=6)
-    options = types.SimpleNamespace(**{**SMALL, "context_parallel_size": 2})
+    options = types.SimpleNamespace(**{**SMALL, **CP})
     assert padding(data, options) == {"pad_to_max_length": True, "pad_to_multiple_of": 12}
     assert padding(types.SimpleNamespace(seq_length=8), options) == {}
