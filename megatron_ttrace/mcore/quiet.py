@@ -3,7 +3,7 @@
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd
 
 from megatron_ttrace.mcore.arguments import MegatronArguments
-from megatron_ttrace.mcore.replaced import replaced
+from megatron_ttrace.mcore.replaced import kept, replaced
 
 _DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout_p")
 
@@ -129,29 +129,20 @@ def one_attempt() -> Iterator[None]:
     from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
     machine = get_rerun_state_machine()
-    before = dict(vars(machine))
-    try:
+    with kept(vars(machine)):
         machine.mode = RerunMode.DISABLED
         machine.validate_result = lambda *_, **__: None  # the check judges results
         yield
-    finally:
-        vars(machine).clear()
-        vars(machine).update(before)
 
 
 @contextmanager
 def metrics_kept() -> Iterator[None]:
     """Discard what a rehearsal adds to the metrics that are logged with a step (MoE, MTP)."""
-    trackers = list(_trackers())
-    kept = [dict(tracker) for tracker in trackers]
-    try:
-        for tracker in trackers:
+    with ExitStack() as stack:
+        for tracker in _trackers():
+            stack.enter_context(kept(tracker))
             tracker.clear()
         yield
-    finally:
-        for tracker, values in zip(trackers, kept, strict=True):
-            tracker.clear()
-            tracker.update(values)
 
 
 def empty_metrics() -> None:
@@ -210,14 +201,14 @@ def random_states_kept() -> Iterator[None]:
         for state in (states or {}).values()
         if isinstance(state, torch.Generator)
     ]
-    kept = torch.get_rng_state(), torch.cuda.get_rng_state(), np.random.get_state()
+    before = torch.get_rng_state(), torch.cuda.get_rng_state(), np.random.get_state()
     try:
         with python_state_kept():
             yield
     finally:
-        torch.set_rng_state(kept[0])
-        torch.cuda.set_rng_state(kept[1])
-        np.random.set_state(kept[2])
+        torch.set_rng_state(before[0])
+        torch.cuda.set_rng_state(before[1])
+        np.random.set_state(before[2])
         if states is not None:
             tracker.set_states(states)
         for generator, state in generators:

@@ -35,6 +35,17 @@ def wrapped(
     )
 
 
+@contextlib.contextmanager
+def kept(values: dict[str, Any]) -> Iterator[None]:
+    """Within this context a dictionary may change; afterwards it has what it had before."""
+    before = dict(values)
+    try:
+        yield
+    finally:
+        values.clear()
+        values.update(before)
+
+
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     """From now on a function (owner, name) is called by another one, which gets it first."""
     original = getattr(owner, name)

@@ -15,6 +15,7 @@ import torch
 
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.arguments import MegatronArguments
+from megatron_ttrace.mcore.replaced import kept
 from megatron_ttrace.trace.errors import one_line
 
 _LONGEST = 120
@@ -201,7 +202,6 @@ def load_weights(
     with torch.no_grad():
         for weight in weights:
             weight.fill_(math.nan)
-    original = dict(vars(args))
     options = {
         "load": source.directory,
         "ckpt_step": source.iteration,
@@ -214,13 +214,11 @@ def load_weights(
     }
     load: Any = checkpointing.load_checkpoint
     try:
-        vars(args).update(options)
-        load(list(chunks), None, None)
+        with kept(vars(args)):
+            vars(args).update(options)
+            load(list(chunks), None, None)
     except SystemExit:
         return "Megatron ended the process: the reason is in the reference's log"
     except Exception as error:  # noqa: BLE001 - whatever a format that does not reshard raises
         return f"Megatron: {one_line(error)[:_LONGEST]}"
-    finally:
-        vars(args).clear()
-        vars(args).update(original)
     return ""
