@@ -208,13 +208,13 @@ def _releases() -> Finding:
 
 def _options() -> Finding:
     """Options that this Megatron registers and a reference cannot know what to make of."""
-    from megatron_ttrace.mcore.options import decisions
+    from megatron_ttrace.mcore.options.roles import ROLES
 
     with versions.quiet_imports():
         arguments = importlib.import_module("megatron.training.arguments")
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     flags = {action.option_strings[-1]: action.dest for action in parser._actions}
-    new = [flag for flag, option in flags.items() if not decisions.decision(option)]
+    new = [flag for flag, option in flags.items() if option not in ROLES]
     new.remove("--help")
     if not new:
         return Finding("options", "ok", f"all {len(flags) - 1} of Megatron's are known")

@@ -11,8 +11,7 @@ from megatron_ttrace.jobs.known_faults import Finding
 from megatron_ttrace.jobs.shrink import axes, plan
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags, Flag
 from megatron_ttrace.jobs.shrink.plan import Job
-from megatron_ttrace.mcore.options.decisions import decision
-from megatron_ttrace.mcore.options.roles import Role
+from megatron_ttrace.mcore.options.roles import ROLES, Role
 from megatron_ttrace.saved.bisection import smallest
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -93,8 +92,7 @@ def reduce(command: Command, job: Job, row: JobRow, check: Check, most: int) -> 
 
 
 def _is_feature(flag: Flag) -> bool:
-    known = decision(flag.option) if flag.option else None
-    return known is not None and known.role in _FEATURES
+    return ROLES.get(flag.option or "") in _FEATURES
 
 
 class _Search:

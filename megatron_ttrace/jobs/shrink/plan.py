@@ -12,8 +12,8 @@ from megatron_ttrace.jobs.shrink.axes import Axes
 from megatron_ttrace.jobs.shrink.case import Case, Change
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags, Flag
 from megatron_ttrace.jobs.shrink.rules import RULES
-from megatron_ttrace.mcore.options.decisions import Action, decision
-from megatron_ttrace.mcore.options.roles import Role
+from megatron_ttrace.mcore.options.decisions import REFUSED
+from megatron_ttrace.mcore.options.roles import ROLES, Role
 from megatron_ttrace.trace.errors import TTraceError
 
 DROPPED = {
@@ -142,9 +142,8 @@ def as_it_is(command: Command) -> Plan:
 def require_checkable(flags: CommandFlags) -> None:
     """Raise ``TTraceError``, naming the flag, for what no check can do."""
     for flag in flags.flags:
-        known = decision(flag.option) if flag.option else None
-        if known is not None and known.action is Action.REFUSE:
-            raise TTraceError(f"{flag.name}: {known.why}")
+        if why := REFUSED.get(flag.option or ""):
+            raise TTraceError(f"{flag.name}: {why}")
     if flags.has("use_checkpoint_args"):
         raise TTraceError(
             "--use-checkpoint-args: the model's arguments are in the checkpoint; give them as flags"
@@ -170,7 +169,7 @@ def _plan(command: Command, flags: CommandFlags, large: Axes, small: Axes) -> Pl
     for flag in flags.flags:
         option = flag.option or ""
         becomes = changes.pop(option, None)
-        known = decision(option)
+        known = ROLES.get(option)
         if becomes is not None and becomes.values != flag.values:
             rows.append(_row(flag.name, flag.values, becomes))
             if becomes.lost:
@@ -180,10 +179,10 @@ def _plan(command: Command, flags: CommandFlags, large: Axes, small: Axes) -> Pl
         elif (
             becomes is None
             and known is not None
-            and known.role in DROPPED
-            and not (own_data and known.role is Role.INPUT)
+            and known in DROPPED
+            and not (own_data and known is Role.INPUT)
         ):
-            gone.setdefault(known.role, []).append(flag)
+            gone.setdefault(known, []).append(flag)
             if option in _LOST:
                 lost.append(f"{flag.name}: {_LOST[option]}")
         else:

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE, Action, Decision, decision
-from megatron_ttrace.mcore.options.roles import ROLES, Role
+from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE
+from megatron_ttrace.mcore.options.roles import ROLES
 from megatron_ttrace.trace.errors import TTraceError
 
 SECTIONS = (
@@ -125,18 +125,10 @@ def option_of(section: str, field: str) -> str:
     return next((option for option, renamed in RENAMED.items() if renamed == place), field)
 
 
-def decision_of(section: str, field: str) -> Decision | None:
-    """What a reference makes of a field; ``None`` for one without a rule, which it keeps."""
-    if field in _REFUSED:
-        return Decision(Role.REFUSED, Action.REFUSE, why=_REFUSED[field])
-    if field in _RESET:
-        return Decision(Role.OPERATION, Action.RESET, _RESET[field])
-    option = option_of(section, field)
-    if option in ROLES:
-        return decision(option)
-    if field in SINGLE_DEVICE:
-        return Decision(Role.LAYOUT, Action.RESET, SINGLE_DEVICE[field])
-    return Decision(Role.CODE, Action.KEEP) if field in _RUNTIME else None
+def has_rule(section: str, field: str) -> bool:
+    """Whether it is known what a reference makes of a field; it keeps others."""
+    is_own = any(field in fields for fields in (_REFUSED, _RESET, _RUNTIME, SINGLE_DEVICE))
+    return is_own or option_of(section, field) in ROLES
 
 
 class Options:
@@ -248,7 +240,7 @@ class Options:
             f"{section}.{name}"
             for section, owner in self._owners()
             for name in _fields(owner)
-            if decision_of(section, name) is None and not _is_of_bridge(owner, name)
+            if not has_rule(section, name) and not _is_of_bridge(owner, name)
         ]
 
     def _places(self, option: str) -> Iterator[tuple[Any, str, Any, bool]]:

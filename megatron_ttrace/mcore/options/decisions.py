@@ -7,38 +7,10 @@ megatron/core/transformer/transformer_config.py, ``__post_init__``). What define
 """
 
 import copy
-import dataclasses
-import enum
 from types import MappingProxyType
 from typing import Any
 
 from megatron_ttrace.mcore.options.roles import RESETS, ROLES, Role
-
-
-class Action(enum.Enum):
-    """What a reference does with an option."""
-
-    KEEP = "keep"
-    RESET = "reset"
-    REFUSE = "refuse"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Decision:
-    """What becomes of an option.
-
-    Attributes:
-        role: what it is about.
-        action: what a reference does with it.
-        value: what it is reset to.
-        why: why a run with it is refused; otherwise empty.
-    """
-
-    role: Role
-    action: Action
-    value: Any = None
-    why: str = ""
-
 
 DERIVED = MappingProxyType({"virtual_pipeline_model_parallel_size": None, "cpu_offloading": False})
 """Attributes that no option sets and that a reference sets all the same."""
@@ -72,7 +44,7 @@ SINGLE_DEVICE = MappingProxyType(
 _REPORTING = ("tensorboard_dir", "wandb_exp_name", "wandb_project")
 """Options that say where the verdicts go."""
 
-_REFUSED = {
+REFUSED = {
     "batch_size": "Megatron has removed it: give --micro-batch-size",
     "checkpoint_activations": "Megatron has removed it: give --recompute-granularity",
     "fake_process_group": "ranks exchange nothing, so nothing can be equal: omit it",
@@ -86,6 +58,7 @@ _REFUSED = {
     "warmup": "Megatron has removed it: give --lr-warmup-fraction",
     "yaml_cfg": "Megatron ignores all other arguments with it: give the file's values as arguments",
 }
+"""Options with which a run cannot be checked, and why."""
 
 _NEEDING_THE_DISTRIBUTED_OPTIMIZER = ("fp8_param_gather", "use_precision_aware_optimizer")
 """Options of arithmetic that Megatron has only in its distributed optimizer (``validate_args``,
@@ -179,18 +152,6 @@ def option_of(flag: str) -> str | None:
     return None
 
 
-def decision(option: str) -> Decision | None:
-    """What becomes of an option; ``None`` for one that no known release registers."""
-    role = ROLES.get(option)
-    if role is None:
-        return None
-    if option in _REFUSED:
-        return Decision(role, Action.REFUSE, why=_REFUSED[option])
-    if option in RESETS:
-        return Decision(role, Action.RESET, RESETS[option])
-    return Decision(role, Action.KEEP)
-
-
 def silence(args: object, *, reports: bool) -> None:
     """Switch off what would write for the user, log or stop a run of ours, before validation.
 
@@ -207,7 +168,7 @@ def refusals(args: object) -> list[str]:
     """Why a run with these arguments cannot be checked, one line per option that is there."""
     return [
         f"{option} = {getattr(args, option)}: {why}"
-        for option, why in _REFUSED.items()
+        for option, why in REFUSED.items()
         if getattr(args, option, None)
     ]
 

@@ -15,8 +15,8 @@ import pytest
 import megatron_ttrace
 from megatron_ttrace import cpu
 from megatron_ttrace.mcore.fronts import bridge_options
-from megatron_ttrace.mcore.fronts.bridge_options import RENAMED, Options, decision_of
-from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE, Action
+from megatron_ttrace.mcore.fronts.bridge_options import RENAMED, Options, has_rule
+from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 from megatron_ttrace.mcore.options.roles import ROLES
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -209,13 +209,13 @@ def _classes(section: str) -> Iterator[type]:
 
 @pytest.mark.bridge
 @pytest.mark.parametrize("section", bridge_options.SECTIONS)
-def test_every_field_has_a_decision(section: str) -> None:
+def test_every_field_has_a_rule(section: str) -> None:
     """Of all of Bridge's own sub-configurations: it has a rule, or was looked at and is kept."""
     lacking = {
         field.name
         for kind in _classes(section)
         for field in dataclasses.fields(kind)
-        if decision_of(section, field.name) is None
+        if not has_rule(section, field.name)
         and field.name not in FIELDS["kept"].get(section, "").split()
     }
     assert not lacking
@@ -278,19 +278,15 @@ def test_renamed_fields_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "action"),
+    ("place", "known"),
     [
-        ("model", "tensor_model_parallel_size", Action.RESET),
-        ("model", "num_layers_in_first_pipeline_stage", Action.RESET),
-        ("model", "num_moe_experts", Action.KEEP),
-        ("ddp", "average_in_collective", Action.RESET),
-        ("ddp", "grad_reduce_in_fp32", Action.KEEP),
-        ("checkpoint", "save", Action.RESET),
-        ("dist", "use_decentralized_pg", Action.REFUSE),
-        ("logger", "mlflow_experiment", Action.RESET),
+        ("model.tensor_model_parallel_size", True),
+        ("model.num_layers_in_first_pipeline_stage", True),
+        ("ddp.average_in_collective", True),
+        ("dist.use_decentralized_pg", True),
+        ("logger.mlflow_experiment", True),
+        ("model.ours", False),
     ],
 )
-def test_decisions(section: str, field: str, action: Action) -> None:
-    decision = decision_of(section, field)
-    assert decision is not None
-    assert decision.action is action
+def test_fields_with_a_rule(place: str, known: bool) -> None:
+    assert has_rule(*place.split(".")) is known

@@ -10,8 +10,8 @@ import pytest
 from megatron_ttrace.jobs import reference_arguments
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.mcore.options import decisions
-from megatron_ttrace.mcore.options.decisions import Action, decision, option_of
-from megatron_ttrace.mcore.options.roles import MANY, ROLES, VALUES, Role
+from megatron_ttrace.mcore.options.decisions import option_of
+from megatron_ttrace.mcore.options.roles import MANY, RESETS, ROLES, VALUES, Role
 
 RELEASES = versions.KNOWN
 
@@ -40,7 +40,7 @@ def test_every_release_is_covered(release):
     flags = registered(release)
     assert len(flags) > 700
     for flag, option in flags.items():
-        assert decision(option) is not None, f"{flag} of {release} has no decision"
+        assert option in ROLES, f"{flag} of {release} has no role"
         assert option_of(flag) == option, flag
 
 
@@ -49,8 +49,8 @@ def test_the_installed_release_is_covered(installed):
     for action in installed._actions:
         for flag in action.option_strings:
             if flag.startswith("--") and flag != "--help":
-                assert decision(action.dest) is not None, f"{flag} has no decision"
-                assert decision(option_of(flag)) is not None, flag
+                assert action.dest in ROLES, f"{flag} has no role"
+                assert option_of(flag) in ROLES, flag
                 values = {None: 1, "+": MANY, "*": MANY}.get(action.nargs, action.nargs)
                 assert VALUES[action.dest] == values, f"{flag} has {action.nargs} values"
 
@@ -66,27 +66,28 @@ def test_nothing_is_decided_that_no_release_has():
 
 def test_layout_is_reset_and_the_model_is_kept():
     """As a whole: a single device has no layout."""
-    for option in ROLES:
-        chosen = decision(option)
-        if chosen.role in (Role.AXIS, Role.LAYOUT):
-            assert chosen.action is Action.RESET, option
-        if chosen.role in (Role.CODE, Role.DATA, Role.SIZE):
-            assert chosen.action is Action.KEEP, option
-        assert (chosen.action is Action.REFUSE) == bool(chosen.why), option
+    resets, refused = set(RESETS), set(decisions.REFUSED)
+    layout, model = (
+        {option for option, role in ROLES.items() if role in roles}
+        for roles in ((Role.AXIS, Role.LAYOUT), (Role.CODE, Role.DATA, Role.SIZE))
+    )
+    assert layout <= resets - refused
+    assert model.isdisjoint(resets | refused)
+    assert refused <= set(ROLES)
 
 
 def test_reset_values_are_what_megatron_would_parse(installed):
     """A boolean stays one, and a list a list."""
     for action in installed._actions:
-        chosen = decision(action.dest) if action.option_strings[0] != "-h" else None
-        if chosen is None or chosen.action is not Action.RESET or chosen.value is None:
+        value = RESETS.get(action.dest)
+        if value is None:
             continue
         if action.nargs in ("+", "*"):
-            assert isinstance(chosen.value, list), action.dest
+            assert isinstance(value, list), action.dest
         elif isinstance(action.default, bool):
-            assert isinstance(chosen.value, bool), action.dest
+            assert isinstance(value, bool), action.dest
         if action.choices:
-            values = chosen.value if isinstance(chosen.value, list) else [chosen.value]
+            values = value if isinstance(value, list) else [value]
             assert set(values) <= set(action.choices), action.dest
 
 
