@@ -93,7 +93,10 @@ class _LateError(TTraceError):
 
 
 class Ranks:
-    """This rank's end of all agreements of one job."""
+    """This rank's end of all agreements of one job.
+
+    ``device`` has the tensors by which ranks exchange data: the model's, once there is one.
+    """
 
     def __init__(self, timeout: float, *, store: Any = None, rank: int = 0, size: int = 1) -> None:
         """Find the other ranks.
@@ -107,6 +110,7 @@ class Ranks:
             # The only handle on the store of init_process_group; torch's elastic code uses it, too.
             store = dist.distributed_c10d._get_default_store() if size > 1 else None
         self.rank, self.size = rank, size
+        self.device = torch.device("cpu")
         self._timeout = timeout
         self._store = dist.HashStore() if store is None else store  # type: ignore[attr-defined]
         self._counts = {"check": 0, "back": 0}
@@ -154,7 +158,7 @@ class Ranks:
         self.together(task, publish)
         return json.loads(self._ask(lambda: self._store.get(_key(key))).decode())
 
-    def exchange(self, task: str, value: Callable[[], Any], device: torch.device) -> list[Any]:
+    def exchange(self, task: str, value: Callable[[], Any]) -> list[Any]:
         """The JSON values of all ranks, by rank, on every rank.
 
         Raises:
@@ -165,9 +169,9 @@ class Ranks:
         if self.size == 1:
             return [channel.decode(text, 0)]
         with self.watching():
-            length = torch.tensor([len(text)], dtype=torch.int64, device=device)
+            length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
             lengths = [int(size.item()) for size in self._moved(task, channel.gather, length)]
-            message = self.together(task, lambda: channel.buffer(text, max(lengths), device))
+            message = self.together(task, lambda: channel.buffer(text, max(lengths), self.device))
             messages = self._moved(task, channel.gather, message)
             return [
                 channel.decode(bytes(received[:size].cpu().numpy()), rank)
@@ -175,11 +179,7 @@ class Ranks:
             ]
 
     def collect[T](
-        self,
-        task: str,
-        value: Callable[[], T],
-        merge: Callable[[list[T]], T],
-        device: torch.device,
+        self, task: str, value: Callable[[], T], merge: Callable[[list[T]], T]
     ) -> T | None:
         """The merged JSON values of all ranks on the last rank; ``None`` on all others.
 
@@ -195,35 +195,29 @@ class Ranks:
         failed = False
         with self.watching():
             for group in groups:
-                parts = [(rank, self._moved(task, channel.receive, rank, device)) for rank in group]
+                parts = [self._moved(task, channel.receive, rank, self.device) for rank in group]
                 try:
                     if not failed:
-                        values = [channel.unpacked(message, rank) for rank, message in parts]
+                        values = map(channel.unpacked, parts, group)
                         merged = merge([merged, *values])
                 except Exception as error:  # noqa: BLE001 - the rank above still waits for a message
                     self.give_up(error, task)
                     failed = True
             if up is not None:
                 message = b"" if failed else channel.packed(merged)
-                self._moved(task, channel.send, message, up, device)
+                self._moved(task, channel.send, message, up, self.device)
 
         self.meet(task)
         return merged if up is None else None
 
-    def reduce[T](
-        self,
-        task: str,
-        value: Callable[[], T],
-        merge: Callable[[list[T]], T],
-        device: torch.device,
-    ) -> T:
+    def reduce[T](self, task: str, value: Callable[[], T], merge: Callable[[list[T]], T]) -> T:
         """The merged JSON values of all ranks on every rank. Raises as :meth:`collect`."""
-        merged = self.collect(task, value, merge, device)
+        merged = self.collect(task, value, merge)
         if self.size == 1:
             return merged  # type: ignore[return-value]
         text = self.together(task, lambda: b"" if merged is None else channel.packed(merged))
         with self.watching():
-            message = self._moved(task, channel.broadcast, text, self.size - 1, device)
+            message = self._moved(task, channel.broadcast, text, self.size - 1, self.device)
         return self.together(task, lambda: channel.unpacked(message, self.size - 1))  # type: ignore[no-any-return]
 
     def _moved[*P, T](self, task: str, move: Callable[[*P], T], *args: *P) -> T:

@@ -5,8 +5,6 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
-
 from megatron_ttrace import cpu
 from megatron_ttrace.capture.dropouts import runs_whole
 from megatron_ttrace.capture.step import TracedModel
@@ -39,13 +37,12 @@ from megatron_ttrace.trace.store import seal
 _KNOWN = "a known fault in Megatron affects jobs with these options (there may be others)"
 
 
-def failing(comparison: Comparison, ranks: Ranks, device: torch.device) -> list[int]:
+def failing(comparison: Comparison, ranks: Ranks) -> list[int]:
     """The tensors that fail on any rank: a collective. Raises as :meth:`Ranks.reduce`."""
     return ranks.reduce(
         "collecting what fails",
         lambda: gathered.failing(comparison.findings(), comparison.tolerances),
         lambda parts: sorted({number for numbers in parts for number in numbers}),
-        device,
     )
 
 

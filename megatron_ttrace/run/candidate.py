@@ -147,9 +147,7 @@ class CandidateSession:
         first = self.settings.iterations[0]
         if self._comparison is None:
             directory = self.settings.directory / "start"
-            started = hand_over(
-                self.model, directory, self.args, scheduler, self.ranks, self.rehearsal.device
-            )
+            started = hand_over(self.model, directory, self.args, scheduler, self.ranks)
             self.rehearsal.start = directory, started.step
             numbers = held_numbers(self.args, scheduler, optimizer)
             self._find_reference(started)
@@ -233,10 +231,9 @@ class CandidateSession:
         megatron/training/training.py) nor reductions of gradients, whose order it learns
         (``is_first_batch`` in megatron/core/distributed/param_and_grad_buffer.py).
         """
-        chunks, device = self.model.chunks, self.rehearsal.device
-        with self.rehearsal.steps(restore=True), gathering.in_forward_passes(chunks):
+        with self.rehearsal.steps(restore=True), gathering.in_forward_passes(self.model.chunks):
             # Values of the run's own, not those of the traced step: a copy of them would be right.
-            if not all(self.ranks.exchange("warming up", self._is_initialised, device)):
+            if not all(self.ranks.exchange("warming up", self._is_initialised)):
                 self.rehearsal.equal_start(StartValues(self.comparison.reference, block.first))
             self.rehearsal.serve(block.served)
             self.ranks.meet("warming up")
@@ -401,10 +398,9 @@ class CandidateSession:
 
     def _findings(self, comparison: Comparison, ledger: Any) -> dict[str, Any] | None:
         """The findings of all ranks, on the last one."""
-        failed = frozenset(answer.failing(comparison, self.ranks, self.rehearsal.device))
+        failed = frozenset(answer.failing(comparison, self.ranks))
         return self.ranks.collect(
             "collecting the measurements",
             lambda: answer.findings_of(dist.get_rank(), self.model.mesh, comparison, ledger),
             lambda parts: answer.merged(parts, failed, comparison, self.args),
-            self.rehearsal.device,
         )

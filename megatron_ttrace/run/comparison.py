@@ -167,7 +167,7 @@ def microbatch_numbers(
         numbers = match(batches, reference, iteration, dp, dp_rank) if batches else None
         return [dp_rank, numbers]
 
-    matches = ranks.exchange("matching microbatches", matched, rehearsal.device)
+    matches = ranks.exchange("matching microbatches", matched)
     for rank, numbers in matches:
         if rank == dp_rank and numbers is not None:
             return numbers  # type: ignore[no-any-return]

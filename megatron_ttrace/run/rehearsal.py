@@ -164,7 +164,7 @@ class Rehearsal:
         budget: Budget,
     ) -> None:
         self.model = traced_model(chunks, optimizer, args)
-        self.device = device_of(chunks)
+        self.device = ranks.device = device_of(chunks)
         self.start: tuple[Path, float | None] | None = None
         """Where the state of a start that was loaded is, and the optimizer's step in it."""
         self.left_out = False
@@ -256,7 +256,7 @@ class Rehearsal:
             return all(map(is_of_adapter, trained)) and not are_published(self.model.chunks)
 
         # A pipeline stage may have nothing that is trained.
-        if all(self._ranks.exchange(task, trains_adapters_only, self.device)):
+        if all(self._ranks.exchange(task, trains_adapters_only)):
             self._ranks.together(task, lambda: self._fill({}, None, new))
             self.model.optimizer.reload_model_params()
 

@@ -43,7 +43,7 @@ class ShardedReferenceSession(ReferenceSession):
         self._layout = layout_of(self.model, self.args)
         self._by = sharding.known(self._order.divided)
         self._stages = self.ranks.exchange(
-            "finding pipeline stages", lambda: self.model.mesh.at("pp"), self.rehearsal.device
+            "finding pipeline stages", lambda: self.model.mesh.at("pp")
         )
         self._group = self._of_this_stage() if self.args.num_experts else None
         self._measure_again()
@@ -54,13 +54,11 @@ class ShardedReferenceSession(ReferenceSession):
         counts = self.ranks.exchange(
             "collecting what was counted",
             lambda: counted.encode(self._counted),
-            self.rehearsal.device,
         )
         if (of_checkpoint := self._loaded) is not None:
             unverified = self.ranks.exchange(
                 "collecting what was loaded",
                 lambda: codec.encode(of_checkpoint.unverified),
-                self.rehearsal.device,
             )
             of_checkpoint.unverified = loaded.of_ranks(
                 [codec.decode(Unverified, message) for message in unverified]
@@ -145,6 +143,5 @@ class ShardedReferenceSession(ReferenceSession):
             "collecting the replay",
             lambda: merging.movement(measured),
             merging.joined,
-            self.rehearsal.device,
         )
         return merging.moved(movement, before)

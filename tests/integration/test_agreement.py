@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -276,8 +275,7 @@ def mailboxes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("mailboxes")
 def test_collected() -> None:
     """The last rank has what all have, merged; the others have nothing."""
-    cpu = torch.device("cpu")
-    found = on_all(lambda ranks: ranks.collect("work", lambda: [ranks.rank], everyones, cpu))
+    found = on_all(lambda ranks: ranks.collect("work", lambda: [ranks.rank], everyones))
     assert found == [None, None, [0, 1, 2]]
 
 
@@ -285,16 +283,13 @@ def test_collected() -> None:
 @pytest.mark.parametrize("sick", range(SIZE))
 def test_collecting_fails(sick: int) -> None:
     """All give up for one reason, wherever a part cannot be made; and where merging fails."""
-    cpu = torch.device("cpu")
 
     def work(ranks: Ranks) -> Any:
         make = boom if ranks.rank == sick else lambda: [ranks.rank]
-        return ranks.collect("work", make, everyones, cpu)
+        return ranks.collect("work", make, everyones)
 
     found = on_all(work)
     assert {error.cause.rank for error in found} == {sick}
-    found = on_all(
-        lambda ranks: ranks.collect("work", lambda: [ranks.rank], lambda parts: boom(), cpu)
-    )
+    found = on_all(lambda ranks: ranks.collect("work", lambda: [ranks.rank], lambda parts: boom()))
     assert {error.cause.rank for error in found} == {SIZE - 1}
     assert all("ValueError" in str(error) for error in found)

@@ -125,7 +125,6 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
     comparison = compared(job, rank, failing=failing)
     recorded = rank_records.ledger(job, rank).to_json()
     args: Any = SimpleNamespace(optimizer="adam")
-    cpu = torch.device("cpu")
     ranks.meet("planning")
     began = time.monotonic()
     sent: list[int] = []
@@ -136,13 +135,12 @@ def run(job: Job, rank: int, directory: Path, *, failing: bool) -> None:
         return unpacked(message, source)
 
     channel.unpacked = noted
-    failed = frozenset(answer.failing(comparison, ranks, cpu))
+    failed = frozenset(answer.failing(comparison, ranks))
     sent.clear()
     merged = ranks.collect(
         "collecting the measurements",
         lambda: answer.findings_of(rank, job.mesh(rank), comparison, recorded),
         lambda parts: answer.merged(parts, failed, comparison, args),
-        cpu,
     )
     spent = time.monotonic() - began
     if merged is not None:

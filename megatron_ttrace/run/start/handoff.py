@@ -197,12 +197,11 @@ def hand_over(
     args: MegatronArguments,
     scheduler: Scheduler,
     ranks: Ranks,
-    device: torch.device,
 ) -> Started:
     """Write the state that was loaded; called on all ranks."""
     task = "handing over the loaded state"
     ranks.from_one(0, task, lambda: owned.remove(directory))
-    written = ranks.exchange(task, lambda: [write(model, directory), steps_of(model)], device)
+    written = ranks.exchange(task, lambda: [write(model, directory), steps_of(model)])
     started = Started(
         directory=str(directory.resolve()),
         # A rank may step nothing: of a stage that is frozen, or with a layer-wise optimizer.

@@ -43,7 +43,7 @@ def test_ranks_that_step_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     args = SimpleNamespace(iteration=3, consumed_train_samples=12)
     written: list[object] = []
 
-    def exchange(task: str, value: Callable[[], object], device: object) -> list[object]:
+    def exchange(task: str, value: Callable[[], object]) -> list[object]:
         written.append(value())
         return written
 
@@ -55,9 +55,7 @@ def test_ranks_that_step_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if rank:
             model.optimizer.owned.clear()
         scheduler = SimpleNamespace(num_steps=3)
-        started.append(
-            handoff.hand_over(model, tmp_path, args, scheduler, ranks, torch.device("cpu"))
-        )
+        started.append(handoff.hand_over(model, tmp_path, args, scheduler, ranks))
     assert [start.step for start in started] == [1.0, 1.0]
 
 
