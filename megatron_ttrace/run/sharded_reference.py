@@ -52,13 +52,11 @@ class ShardedReferenceSession(ReferenceSession):
         for block in self._blocks(iterator, count, run):
             moved |= self._block(block, writer)
         counts = self.ranks.exchange(
-            "collecting what was counted",
-            lambda: counted.encode(self._counted),
+            "collecting what was counted", lambda: counted.encode(self._counted)
         )
         if (of_checkpoint := self._loaded) is not None:
             unverified = self.ranks.exchange(
-                "collecting what was loaded",
-                lambda: codec.encode(of_checkpoint.unverified),
+                "collecting what was loaded", lambda: codec.encode(of_checkpoint.unverified)
             )
             of_checkpoint.unverified = loaded.of_ranks(
                 [codec.decode(Unverified, message) for message in unverified]
@@ -140,8 +138,6 @@ class ShardedReferenceSession(ReferenceSession):
                 self.rehearsal.trace(block.run, sink, self._numbers(block.microbatches), iteration)
                 measured += sink.measured
         movement = self.ranks.reduce(
-            "collecting the replay",
-            lambda: merging.movement(measured),
-            merging.joined,
+            "collecting the replay", lambda: merging.movement(measured), merging.joined
         )
         return merging.moved(movement, before)
