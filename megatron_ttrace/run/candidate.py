@@ -27,6 +27,7 @@ from megatron_ttrace.capture.initial import (
 )
 from megatron_ttrace.capture.state import held_numbers
 from megatron_ttrace.capture.step import TracedModel
+from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.jobs import edited, reference_layout
 from megatron_ttrace.jobs.processes.progress import NOTICE, say
 from megatron_ttrace.jobs.settings import Keep, Settings
@@ -37,12 +38,7 @@ from megatron_ttrace.mcore.groups import kept_in
 from megatron_ttrace.mcore.sources import replacements
 from megatron_ttrace.run import answer, launch, requirements
 from megatron_ttrace.run.agreement import EndError, Ranks
-from megatron_ttrace.run.comparison import (
-    Comparison,
-    gradient_factor,
-    layout_of,
-    microbatch_numbers,
-)
+from megatron_ttrace.run.comparison import Comparison, gradient_factor, layout_of
 from megatron_ttrace.run.recording import Recording
 from megatron_ttrace.run.rehearsal import Block, DataIterator, Rehearsal
 from megatron_ttrace.run.separation import Separation
@@ -51,7 +47,7 @@ from megatron_ttrace.run.start.handoff import Started, hand_over
 from megatron_ttrace.saved.conclusion import Answer, prepare, publish
 from megatron_ttrace.trace import cleaning, mapped, owned, shared
 from megatron_ttrace.trace.budget import Budget
-from megatron_ttrace.trace.captured import Share
+from megatron_ttrace.trace.captured import Batch, Share
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.executed import Edits
 from megatron_ttrace.trace.records import TraceKey
@@ -211,16 +207,29 @@ class CandidateSession:
             self.rehearsal.serve(block.served)
             for iteration in block.iterations:
                 step = functools.partial(record, iteration, block.run)
-                numbers = microbatch_numbers(
-                    comparison.reference, iteration, block, self.rehearsal, self.ranks
-                )
-                layout = layout_of(self.model, self.args, scale)
                 batches = block.batches(iteration)
+                numbers = self._microbatch_numbers(comparison.reference, iteration, batches)
+                layout = layout_of(self.model, self.args, scale)
                 with comparison.step(iteration, layout) as sink:
                     counted = self.rehearsal.trace(step, sink, numbers, iteration, batches)
                     comparison.counted.append(counted)
             if self.rehearsal.left_out:
                 self._notice("passes of the model without gradients are not compared")
+
+    def _microbatch_numbers(
+        self, reference: TraceReader, iteration: int, batches: Sequence[Batch]
+    ) -> list[int]:
+        """The reference's numbers of batches; ranks without data get them from ranks with data."""
+        dp, dp_rank = self.model.mesh.size("dp"), self.model.mesh.at("dp")
+
+        def matched() -> list[Any]:
+            numbers = match(batches, reference, iteration, dp, dp_rank) if batches else None
+            return [dp_rank, numbers]
+
+        for rank, numbers in self.ranks.exchange("matching microbatches", matched):
+            if rank == dp_rank and numbers is not None:
+                return numbers  # type: ignore[no-any-return]
+        return [local * dp + dp_rank for local in range(fronts.current().microbatches())]
 
     def _warm_up(self, block: Block) -> None:
         """Make one step that is not traced, so that the traced one has others before it.

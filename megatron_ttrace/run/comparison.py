@@ -4,7 +4,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Self
 
 from megatron_ttrace.capture.initial import Initial
 from megatron_ttrace.capture.step import StepSink, TracedModel
@@ -12,14 +12,11 @@ from megatron_ttrace.compare import tolerance
 from megatron_ttrace.compare.measured import Measured
 from megatron_ttrace.compare.planning import RankLayout
 from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.compare.tokens import match
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.partials import partials
 from megatron_ttrace.mcore.stacked import head_rows, stacked_outputs
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.run.agreement import Ranks
-from megatron_ttrace.run.rehearsal import Block, Rehearsal
 from megatron_ttrace.trace import mapped
 from megatron_ttrace.trace.budget import Budget, require_space
 from megatron_ttrace.trace.counted import Counted
@@ -150,25 +147,3 @@ def gradient_factor(args: MegatronArguments, mesh: Mesh) -> float:
 def dispatcher(args: MegatronArguments) -> str:
     """How tokens reach their experts; empty without experts."""
     return str(args.moe_token_dispatcher_type) if args.num_experts else ""
-
-
-def microbatch_numbers(
-    reference: TraceReader,
-    iteration: int,
-    block: Block,
-    rehearsal: Rehearsal,
-    ranks: Ranks,
-) -> list[int]:
-    """The reference's microbatch numbers; ranks without data get them from ranks with data."""
-    batches, mesh = block.batches(iteration), rehearsal.model.mesh
-    dp, dp_rank = mesh.size("dp"), mesh.at("dp")
-
-    def matched() -> list[Any]:
-        numbers = match(batches, reference, iteration, dp, dp_rank) if batches else None
-        return [dp_rank, numbers]
-
-    matches = ranks.exchange("matching microbatches", matched)
-    for rank, numbers in matches:
-        if rank == dp_rank and numbers is not None:
-            return numbers  # type: ignore[no-any-return]
-    return [local * dp + dp_rank for local in range(block.microbatches)]

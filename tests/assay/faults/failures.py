@@ -77,7 +77,7 @@ PLACES = {
         *(f"capture/modules.py:ModuleTap.{name}" for name in ("_attach", "__exit__")),
         *("trace/shared.py:require", "compare/tolerance.py:of_reference"),
         *("capture/batches.py:Served.__init__", f"{OPTIMIZER}__init__"),
-        *("trace/copies.py:Copies.copy", "run/comparison.py:microbatch_numbers"),
+        *("trace/copies.py:Copies.copy", f"{CANDIDATE}_microbatch_numbers"),
         *(
             "compare/tokens.py:match",
             "compare/wire.py:encode",
