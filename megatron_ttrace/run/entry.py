@@ -28,6 +28,7 @@ from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.fronts import bridge_small
 from megatron_ttrace.mcore.fronts.bridge import Bridge
 from megatron_ttrace.mcore.options import decisions
+from megatron_ttrace.mcore.replaced import wrap
 from megatron_ttrace.trace import ends, owned
 from megatron_ttrace.trace.errors import DEBUG, ExitCode, TTraceError, one_line
 
@@ -135,11 +136,8 @@ def _wrap_parse_args() -> None:
 
 def _wrap_configuration() -> None:
     """Megatron-Bridge's ``runtime_config_update``, the first that its ``pretrain`` calls."""
-    module: Any = importlib.import_module(script.BRIDGE)
-    original = module.runtime_config_update
 
-    @functools.wraps(original)
-    def update(cfg: Any) -> None:
+    def update(original: Callable[[Any], None], cfg: Any) -> None:
         with exits_on_user_error(unexpected=_is_checked()):
             settings = split(argv.ours())[0] if _is_checked() else None
             if settings is not None:
@@ -154,7 +152,7 @@ def _wrap_configuration() -> None:
             fronts.use(front)
             _watch(settings)
 
-    module.runtime_config_update = update
+    wrap(importlib.import_module(script.BRIDGE), "runtime_config_update", update)
 
 
 def require_unshrunk(settings: Settings) -> None:

@@ -6,7 +6,6 @@ at once, and scales each channel. Nothing on its scales says that they are divid
 threads. What the tables of mcore/ are told of it here is what a change would write into them.
 """
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from megatron_ttrace.mcore.sources import sources_of
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.saved.conclusion import conclude
 from megatron_ttrace.trace.collectives import Ledger, ModuleCode
+from megatron_ttrace.trace.meta import CandidateMeta
 from megatron_ttrace.trace.records import STEP_LEVEL, Direction, Kind, Result, Summary, Verdict
 from megatron_ttrace.trace.store import TraceReader, TraceWriter, seal
 from tests.placement.meshes import mesh_of
@@ -206,8 +206,7 @@ def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
     with ThreadPoolExecutor(TP) as pool:
         sinks = list(pool.map(run, range(TP)))
     meshes = [mesh_of(rank, TP, tp=TP) for rank in range(TP)]
-    described = [dataclasses.asdict(mesh) for mesh in meshes]
-    seal(folder / "candidate", {"role": "candidate", "meshes": described, "config": {}})
+    seal(folder / "candidate", CandidateMeta(meshes=tuple(meshes)).to_json())
     no_code = dict.fromkeys(("optimizer", "finalize", "step"))
     code = sources_of([canonical_names(models[0])], lambda name: ModuleCode(), **no_code)
     return conclude(

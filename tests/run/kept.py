@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs as ``ttrace record`` keeps them, made by hand."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 from megatron_ttrace.compare.configuration import RunConfig
 from megatron_ttrace.compare.moved import Moved, write_moves
 from megatron_ttrace.placement.boxes import Box
+from megatron_ttrace.trace.meta import CandidateMeta, ReferenceMeta
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
 from megatron_ttrace.trace.store import Entry, TraceWriter, seal
 from tests.placement.meshes import mesh_of
@@ -50,30 +50,21 @@ def run(
             shape = tuple(data.shape)
             writer.add(Entry.of(key, local, logical_shape=shape, boxes=(box,)), local)
         writer.close()
-    meta = {
-        "role": "candidate",
-        "complete": True,
-        "meshes": [dataclasses.asdict(mesh_of(rank, ranks, tp=ranks)) for rank in range(ranks)],
-        "config": RunConfig(iterations=(1,), **config).to_json(),  # type: ignore[arg-type]
-    }
-    seal(home / "candidate", meta)
+    meshes = tuple(mesh_of(rank, ranks, tp=ranks) for rank in range(ranks))
+    described = RunConfig(iterations=(1,), **config).to_json()  # type: ignore[arg-type]
+    meta = CandidateMeta(complete=True, meshes=meshes, config=described)
+    seal(home / "candidate", meta.to_json())
     trusted = own if reference is None else reference
     written(home / "reference", trusted)
     sizes = {key: (data.numel(), float(data.norm())) for key, data in trusted.items()}
     moves = {key: Moved(*size, (moved,)) for key, size in sizes.items()}
     write_moves(home / "reference", moves)
-    identity = {
-        "versions": {"megatron-core": version},
-        "arguments": {"make_vocab_size_divisible_by": 256},
-    }
-    seal(
-        home / "reference",
-        {
-            "role": "reference",
-            "epsilon": 2.0**-23,
-            "microbatches": microbatches,
-            "identity": identity,
-            "fingerprint": home.name,
-        },
+    arguments = {"make_vocab_size_divisible_by": 256}
+    of_reference = ReferenceMeta(
+        fingerprint=home.name,
+        identity={"versions": {"megatron-core": version}, "arguments": arguments},
+        microbatches=microbatches,
+        epsilon=2.0**-23,
     )
+    seal(home / "reference", of_reference.to_json())
     return home
