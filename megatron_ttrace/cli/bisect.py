@@ -120,7 +120,7 @@ class _Checks:
 
     @contextlib.contextmanager
     def _placed(self, commit: str, report: Path) -> Iterator[tuple[Path, blame.Trial]]:
-        """The script in a commit's worktree, and how it is checked there; it imports this commit."""
+        """The script in the worktree of a commit, and how it is checked there; it imports that."""
         environment = {**os.environ, **self.command.environment}
         checkout = self.checkout.root
         tree = self.directory / "trees" / commit[:12]
