@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.jobs import argv
@@ -113,7 +113,7 @@ def collect(args: MegatronArguments) -> Run:
         host=socket.gethostname(),
         user=_user(),
         date=_began,
-        environment=disclosure.environment(_chosen(_NAMES, _PREFIXES)),
+        environment=disclosure.environment(_chosen(_environment, _NAMES, _PREFIXES)),
         seed=int(args.seed),
     )
 
@@ -121,7 +121,7 @@ def collect(args: MegatronArguments) -> Run:
 def numeric_environment() -> dict[str, str]:
     """Variables that can change numbers on a single device: values, or digests of them."""
     begin()
-    chosen = _chosen(_NUMERIC_NAMES, _NUMERIC_PREFIXES)
+    chosen = _chosen(_environment, _NUMERIC_NAMES, _NUMERIC_PREFIXES)
     shown = disclosure.environment(chosen)
     return {
         name: str(disclosure.identity(value, allowed=shown[name] != disclosure.HIDDEN))
@@ -156,10 +156,12 @@ def _code(version: str, folder: Path, file: Path) -> Code:
     return Code(version=version, path=str(folder), commit=commit, dirty=dirty)
 
 
-def _chosen(names: tuple[str, ...], prefixes: tuple[str, ...]) -> dict[str, str]:
+def _chosen(
+    environment: Mapping[str, str], names: tuple[str, ...], prefixes: tuple[str, ...]
+) -> dict[str, str]:
     return {
         name: value
-        for name, value in sorted(_environment.items())
+        for name, value in sorted(environment.items())
         if (name in names or name.startswith(prefixes)) and name not in _INTERNAL
     }
 
