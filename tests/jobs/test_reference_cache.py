@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """References are built aside, renamed into place, shared, and never changed."""
 
-import contextlib
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -165,37 +163,17 @@ def test_leftovers_of_killed_builds(tmp_path: Path) -> None:
     alive.release()
 
 
-@contextlib.contextmanager
-def building(lock: Path) -> Iterator[int]:
-    """Another process that holds an entry's lock."""
-    ready, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        other = Lock(lock)
-        other.acquire()
-        other.sign()
-        os.write(writing, b"1")
-        signal.pause()
-        os._exit(0)
-    os.read(ready, 1)
-    try:
-        yield child
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(child, 0)
-
-
 def test_waiting_for_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The message names the other process, and the wait is limited."""
-    make = Maker()
-    with building(tmp_path / f".{NAME}.lock") as other:
-        assert not obtain(tmp_path / NAME, make, patience=0.3)
-        out = capsys.readouterr().out
-        assert f"waiting for the reference {NAME}, which process {other} on " in out
-        assert "making a separate copy" in out
-        assert make.made == 0
+    make, other = Maker(), Lock(tmp_path / f".{NAME}.lock")
+    assert other.acquire()
+    other.sign()
+    assert not obtain(tmp_path / NAME, make, patience=0.3)
+    out = capsys.readouterr().out
+    assert f"waiting for the reference {NAME}, which process {os.getpid()} on " in out
+    assert "making a separate copy" in out
+    assert make.made == 0
+    other.release()
     assert obtain(tmp_path / NAME, make)
 
 

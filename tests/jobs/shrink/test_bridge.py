@@ -3,7 +3,6 @@
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -12,51 +11,46 @@ from megatron_ttrace.jobs.shrink import bridge as sizes
 from megatron_ttrace.jobs.shrink import plan
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 
-
-@dataclasses.dataclass
-class Model:
-    """Fields of Bridge's providers."""
-
-    num_layers: int = 61
-    hidden_size: int = 7168
-    num_attention_heads: int = 128
-    num_query_groups: int | None = 8
-    num_moe_experts: int | None = 256
-    moe_router_topk: int = 8
-    moe_layer_freq: Any = dataclasses.field(default_factory=lambda: [0] * 3 + [1] * 58)
-    window_size: Any = (4096, 0)
-    sequence_parallel: bool = True
-    seq_length: int = 4096
-    vocab_size: int = 129280
-    tensor_model_parallel_size: int = 4
-    pipeline_model_parallel_size: int = 4
-    virtual_pipeline_model_parallel_size: int | None = 2
-    expert_model_parallel_size: int = 8
-    expert_tensor_parallel_size: int | None = 1
-    overlap_p2p_comm: bool = True
-    pipeline_model_parallel_layout: Any = dataclasses.field(
-        default_factory=lambda: [
-            ["embedding", *["decoder"] * 8],
-            *[["decoder"] * 8] * 6,
-            [*["decoder"] * 5, "mtp", "loss"],
-        ]
-    )
-    mtp_num_layers: int | None = 1
-    fp8: str | None = None
-    params_dtype: Any = None
+MODEL = {
+    "num_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 128,
+    "num_query_groups": 8,
+    "num_moe_experts": 256,
+    "moe_router_topk": 8,
+    "moe_layer_freq": [0] * 3 + [1] * 58,
+    "window_size": (4096, 0),
+    "sequence_parallel": True,
+    "seq_length": 4096,
+    "vocab_size": 129280,
+    "tensor_model_parallel_size": 4,
+    "pipeline_model_parallel_size": 4,
+    "virtual_pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 8,
+    "expert_tensor_parallel_size": 1,
+    "overlap_p2p_comm": True,
+    "pipeline_model_parallel_layout": [
+        ["embedding", *["decoder"] * 8],
+        *[["decoder"] * 8] * 6,
+        [*["decoder"] * 5, "mtp", "loss"],
+    ],
+    "mtp_num_layers": 1,
+    "fp8": None,
+    "params_dtype": None,
+}
+"""Fields of Bridge's providers."""
 
 
-def section(**defaults):
+def section(**fields):
     """A section of a configuration: a dataclass with these fields."""
-    fields = [(name, Any, default) for name, default in defaults.items()]
-    return dataclasses.make_dataclass("Section", fields)()
+    return dataclasses.make_dataclass("Section", fields)(**fields)
 
 
 def configuration(**fields):
     """Of a large mixture of experts."""
     precision = SimpleNamespace(fp8=None, num_layers_at_start_in_bf16=0)
     return SimpleNamespace(
-        model=Model(**fields),
+        model=section(**{**MODEL, **fields}),
         train=section(global_batch_size=2048, micro_batch_size=1),
         dataset=section(seq_length=4096),
         mixed_precision=precision,
