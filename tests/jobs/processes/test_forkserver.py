@@ -2,21 +2,20 @@
 """Forked ranks behave like started ones; a forked rank can request a reference run."""
 
 import argparse
+import contextlib
 import gc
 import inspect
 import json
-import os
-import subprocess
+import select
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megatron_ttrace.jobs.processes import forkserver
 from tests import programs
-
-ROOT = Path(__file__).parents[3]
 
 
 def in_fresh_process(tmp_path, code, *arguments):
@@ -79,40 +78,21 @@ def test_a_fork_looks_like_a_started_script(tmp_path):
     assert "PYTHONPATH" not in environment
 
 
-def test_a_rank_asks_and_is_answered(tmp_path):
+def test_a_rank_asks_and_is_answered(tmp_path, monkeypatch):
     """The request is sent in a file: command lines can be larger than a packet."""
-    requests = forkserver.Requests()
-    try:
+    command = ["python", "s.py", "x" * 300000]
+    ranks = [({"A": "b"}, tmp_path / "reference.log"), ({"A": "c"}, Path("other"))]
+    with contextlib.closing(forkserver.Requests()) as requests, ThreadPoolExecutor() as pool:
         assert requests.poll() is None
-        child = os.dup(int(requests.environment["TTRACE_FORKSERVER"]))
-        asked = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "import sys; from pathlib import Path\n"
-                "from megatron_ttrace.jobs.processes import forkserver\n"
-                "assert forkserver.available()\n"
-                "print(forkserver.request_ranks(['python', 's.py', 'x' * 300000],"
-                " [({'A': 'b'}, Path(sys.argv[1])), ({'A': 'c'}, Path('other'))]))",
-                str(tmp_path / "reference.log"),
-            ],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TTRACE_FORKSERVER": str(child)},
-            pass_fds=[child],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        order = None
-        while order is None and asked.poll() is None:
-            order = requests.poll()
-        command, ranks = order
-        assert command == ["python", "s.py", "x" * 300000]
-        assert ranks == [({"A": "b"}, tmp_path / "reference.log"), ({"A": "c"}, Path("other"))]
-        assert not list(tmp_path.glob("*.request.json"))
+        assert not forkserver.available()
+        for name, value in requests.environment.items():
+            monkeypatch.setenv(name, value)
+        assert forkserver.available()
+        answer = pool.submit(forkserver.request_ranks, command, ranks, 300.0)
+        select.select([requests], [], [], 300)
+        assert requests.poll() == (command, ranks)
         requests.answer(2, 1)
-        assert asked.communicate(timeout=300)[0] == "(2, 1)\n"
-        os.close(child)
-    finally:
-        requests.close()
+        assert answer.result() == (2, 1)
 
 
 def test_a_log_that_cannot_be_made(tmp_path):
