@@ -63,27 +63,6 @@ def _members(group: Any) -> tuple[int, list[int]]:
     return dist.get_rank(group), dist.get_process_group_ranks(group)
 
 
-def _uneven_all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any) -> None:
-    place, ranks = _members(group)
-    tensor_list[place].copy_(tensor)
-    for part, source in zip(tensor_list, ranks, strict=True):
-        if part.numel():
-            dist.broadcast(part, src=source, group=group)
-
-
-def _uneven_reduce_scatter(
-    output: torch.Tensor, input_list: list[torch.Tensor], op: Any, group: Any
-) -> None:
-    place, ranks = _members(group)
-    for index, (part, owner) in enumerate(zip(input_list, ranks, strict=True)):
-        if part.numel():
-            # Gloo leaves partial sums in the buffers of the other ranks: reduce a copy.
-            total = part.clone()
-            dist.reduce(total, dst=owner, op=op, group=group)
-            if index == place:
-                output.copy_(total)
-
-
 def _install_uneven() -> None:
     """Parts of unequal size, which NCCL moves one by one and gloo refuses.
 
@@ -101,7 +80,11 @@ def _install_uneven() -> None:
     ) -> Any:
         if _even(tensor_list):
             return all_gather(tensor_list, tensor, group, async_op)
-        _uneven_all_gather(tensor_list, tensor, group)
+        place, ranks = _members(group)
+        tensor_list[place].copy_(tensor)
+        for part, source in zip(tensor_list, ranks, strict=True):
+            if part.numel():
+                dist.broadcast(part, src=source, group=group)
         return _Done() if async_op else None
 
     @functools.wraps(reduce_scatter)
@@ -114,7 +97,14 @@ def _install_uneven() -> None:
     ) -> Any:
         if _even(input_list):
             return reduce_scatter(output, input_list, op, group, async_op)
-        _uneven_reduce_scatter(output, input_list, op, group)
+        place, ranks = _members(group)
+        for index, (part, owner) in enumerate(zip(input_list, ranks, strict=True)):
+            if part.numel():
+                # Gloo leaves partial sums in the buffers of the other ranks: reduce a copy.
+                total = part.clone()
+                dist.reduce(total, dst=owner, op=op, group=group)
+                if index == place:
+                    output.copy_(total)
         return _Done() if async_op else None
 
     _patch("all_gather", gather)

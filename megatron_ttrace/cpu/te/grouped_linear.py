@@ -14,15 +14,7 @@ from megatron_ttrace.cpu.te.precision import flat
 from megatron_ttrace.trace.errors import TTraceError
 
 _SINGLE = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
-
-
-def _refuse_single(asked: bool) -> None:
-    """Refuse one parameter for all experts, where TransformerEngine would make it."""
-    if asked and os.environ.get(_SINGLE, "0") != "0":
-        raise TTraceError(
-            "one weight for all experts (--moe-single-grouped-weight) is not emulated on a CPU: "
-            "drop the option for this check"
-        )
+"""Only with this variable does TransformerEngine make one parameter for all experts."""
 
 
 _OF_STATE = {"_encode_extra_state": encode_state, "_decode_extra_state": decode_state}
@@ -53,7 +45,12 @@ class GroupedLinear(ParallelLinear):
             raise ValueError("GroupedLinear does not overlap communication")
         if options.get("tp_size", 1) > 1 and options.get("bias", True):
             raise ValueError("GroupedLinear with tensor parallelism takes no bias")
-        _refuse_single(single_grouped_weight or single_grouped_bias)
+        is_single = single_grouped_weight or single_grouped_bias
+        if is_single and os.environ.get(_SINGLE, "0") != "0":
+            raise TTraceError(
+                "one weight for all experts (--moe-single-grouped-weight) is not emulated on a "
+                "CPU: drop the option for this check"
+            )
         self.num_gemms = num_gemms
         super().__init__(in_features, out_features, **options)
 
