@@ -6,6 +6,7 @@ The figures need no script, so they are complete in print and in viewers that ru
 
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import combinations, groupby, pairwise
 from typing import Any
@@ -195,16 +196,12 @@ def _map(
     pitch: int,
 ) -> Map:
     """The panels, with rows in ``renamed`` as one: each of its cells is that of the worst."""
-    layers = [renamed.get(layer, layer) for layer in heat_map.layers]
-    rows = list(dict.fromkeys(layers))
-    tops = (header + rows.index(layer) * pitch for layer in layers)
-    top = dict(zip(heat_map.layers, tops, strict=True))
-    worst: dict[tuple[int, table.Column], table.Place] = {}
-    for place, group in heat_map.cells.items():
-        corner = top[place[0]], place[1]
-        known = worst.setdefault(corner, place)
-        if table.severity(group.worst) > table.severity(heat_map.cells[known].worst):
-            worst[corner] = place
+    names = {layer: renamed.get(layer, layer) for layer in heat_map.layers}
+    rows = {name: header + row * pitch for row, name in enumerate(dict.fromkeys(names.values()))}
+    top = {layer: rows[name] for layer, name in names.items()}
+    alike: dict[tuple[int, table.Column], list[table.Place]] = defaultdict(list)
+    for layer, column in heat_map.cells:
+        alike[top[layer], column].append((layer, column))
     panels = []
     for direction, columns in groupby(heat_map.columns, lambda column: column.direction):
         left = {column: position * pitch for position, column in enumerate(columns)}
@@ -212,8 +209,9 @@ def _map(
         for column, x in left.items():
             full = clean(f"{column.tail} {column.kind.value}")
             panel.labels.append((x + pitch // 2 + 4, _column_label(column), full))
-        for (y, column), place in worst.items():
+        for (y, column), places in alike.items():
             if column in left:
+                place = max(places, key=lambda place: table.severity(heat_map.cells[place].worst))
                 group = heat_map.cells[place]
                 size = pitch - (1 if group.failures else 4)
                 inset = (pitch - size) / 2
@@ -229,9 +227,7 @@ def _map(
         panel.origins.extend(sorted(frames))
         panels.append(panel)
     folds = set(renamed.values())
-    labels = [
-        (header + row * pitch, clean(name, 40), name in folds) for row, name in enumerate(rows)
-    ]
+    labels = [(y, clean(name, 40), name in folds) for name, y in rows.items()]
     return Map(labels, header + len(rows) * pitch + 4, panels)
 
 
@@ -272,27 +268,26 @@ class Curve:
 def curves(verdicts: Sequence[Verdict], heat_map: table.HeatMap) -> list[Curve]:
     """One curve for each direction that measured anything."""
     depth = {layer: number for number, layer in enumerate(heat_map.layers)}
+
+    def layer_of(position: int) -> str:
+        return heat_map.places[position][0]
+
+    def worst(positions: Iterable[int]) -> int:
+        return max(positions, key=lambda position: table.severity(verdicts[position]))
+
     drawn = []
     for kind in CURVE_KINDS:
-        worst: dict[str, int] = {}
+        by_name: dict[str, list[int]] = defaultdict(list)
         for position, verdict in enumerate(verdicts):
             if verdict.kind is kind and verdict.rel_err is not None:
-                known = worst.setdefault(verdict.name, position)
-                if table.severity(verdict) > table.severity(verdicts[known]):
-                    worst[verdict.name] = position
-        points = list(worst.values())
+                by_name[verdict.name].append(position)
+        points = list(map(worst, by_name.values()))
         if kind is Kind.GRAD_INPUT:
             points.reverse()
-        points.sort(key=lambda position: depth[heat_map.places[position][0]])
-        by_layer = [
-            (layer, list(group))
-            for layer, group in groupby(points, lambda position: heat_map.places[position][0])
-        ]
+        points.sort(key=lambda position: depth[layer_of(position)])
+        by_layer = [(layer, list(group)) for layer, group in groupby(points, layer_of)]
         if len(points) > _MAX_POINTS:
-            by_layer = [
-                (layer, [max(group, key=lambda position: table.severity(verdicts[position]))])
-                for layer, group in by_layer
-            ]
+            by_layer = [(layer, [worst(group)]) for layer, group in by_layer]
         curve = _curve(kind, verdicts, by_layer)
         if curve is not None:
             drawn.append(curve)
