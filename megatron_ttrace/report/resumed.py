@@ -11,15 +11,7 @@ from rich.text import Text
 from megatron_ttrace.report.terminal import STYLES
 from megatron_ttrace.report.wording import on_ranks
 from megatron_ttrace.trace.records import Result
-from megatron_ttrace.trace.resumed import (
-    Blame,
-    Difference,
-    How,
-    Restart,
-    Resumed,
-    What,
-    code_of,
-)
+from megatron_ttrace.trace.resumed import Blame, Difference, How, Restart, Resumed, What, code_of
 from megatron_ttrace.trace.sanitise import clean, some_of
 
 _PLURAL = {

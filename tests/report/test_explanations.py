@@ -27,14 +27,7 @@ from megatron_ttrace.trace.findings import (
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds, Unexercised
 from megatron_ttrace.trace.places import Clue, Place
-from megatron_ttrace.trace.records import (
-    BufferIndex,
-    Direction,
-    Kind,
-    LoadedIndex,
-    Outcome,
-    Result,
-)
+from megatron_ttrace.trace.records import BufferIndex, Direction, Kind, LoadedIndex, Outcome, Result
 from tests.report.synthetic_report import make_judged
 from tests.report.test_ledger import RAN
 

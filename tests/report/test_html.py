@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ttrace.report import figures, html, table
-from megatron_ttrace.trace.records import (
-    Element,
-    Kind,
-    Residual,
-    Result,
-    Summary,
-)
+from megatron_ttrace.trace.records import Element, Kind, Residual, Result, Summary
 from tests.report import chromium
 from tests.report.expected import Check
 from tests.report.synthetic_report import (

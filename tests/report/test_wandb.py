@@ -18,17 +18,11 @@ from megatron_ttrace.report import html, publish
 from megatron_ttrace.report import wandb as sink
 from tests import programs
 from tests.report.expected import Check
-from tests.report.wandb_file import OfflineRun, forget_account
+from tests.report.wandb_file import OfflineRun, no_account  # noqa: F401
 from tests.trace.test_sanitise import HOSTILE, check_with
 
 wandb = pytest.importorskip("wandb")
-
-
-@pytest.fixture(autouse=True)
-def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    forget_account(monkeypatch, tmp_path)
-    yield
-    assert wandb.run is None, "a run was left open"
+pytestmark = pytest.mark.usefixtures("no_account")
 
 
 def test_own_run(diverged: Check, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

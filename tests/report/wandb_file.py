@@ -60,14 +60,19 @@ def _parsed(data: bytes) -> Iterator[Any]:
         yield record
 
 
-def forget_account(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """No key, no mode, no settings of the machine's owner."""
+@pytest.fixture
+def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No key, no mode, no settings of the machine's owner; and no run is left open."""
+    import wandb
+
     for name in ("API_KEY", "MODE", "PROJECT", "IDENTITY_TOKEN_FILE", "BASE_URL", "RUN_ID"):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
-    monkeypatch.setenv("NETRC", str(folder / "none"))
-    monkeypatch.setenv("HOME", str(folder))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(folder / "config"))
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(folder / "cache"))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    yield
+    assert wandb.run is None
 
 
 class OfflineRun:

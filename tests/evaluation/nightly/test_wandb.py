@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """W&B, offline: what was logged is read back from the run's files."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,16 +8,10 @@ import pytest
 from megatron_ttrace.evaluation.nightly import history
 from megatron_ttrace.evaluation.nightly import wandb as sink
 from tests.evaluation.nightly.synthetic import nights
-from tests.report.wandb_file import OfflineRun, forget_account
+from tests.report.wandb_file import OfflineRun, no_account  # noqa: F401
 
-wandb = pytest.importorskip("wandb")
-
-
-@pytest.fixture(autouse=True)
-def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    forget_account(monkeypatch, tmp_path)
-    yield
-    assert wandb.run is None, "a run was left open"
+pytest.importorskip("wandb")
+pytestmark = pytest.mark.usefixtures("no_account")
 
 
 @pytest.mark.slow
