@@ -196,28 +196,20 @@ def _rendered(finding: f.Finding) -> Text:
 
 
 def _layers(finding: f.MisplacedLayers) -> Text:
-    if finding.cause is Cause.LAYER_NUMBERS:
-        return _misnumbered(finding)
-    text = (
-        f"layer{'s' * (len(finding.missing) > 1)} {_ranges(finding.missing)} of {finding.total} on "
-        f"no pipeline stage: the stages hold {' + '.join(map(str, finding.held))} = "
-        f"{sum(finding.held)} layers"
-    )
-    hint = f"{finding.total} // {finding.divisor} layers each, and the remainder is dropped"
-    return text, hint if finding.divisor else ""
-
-
-def _misnumbered(finding: f.MisplacedLayers) -> Text:
+    missing, total, held = finding.missing, finding.total, sum(finding.held)
+    counts = f"the stages hold {' + '.join(map(str, finding.held))} = {held}"
+    if finding.cause is not Cause.LAYER_NUMBERS:
+        which = f"layer{'s' * (len(missing) > 1)} {_ranges(missing)} of {total}"
+        hint = f"{total} // {finding.divisor} layers each, and the remainder is dropped"
+        return f"{which} on no pipeline stage: {counts} layers", hint if finding.divisor else ""
     holders = {
         "by several": finding.twice,
-        "by none": finding.missing,
+        "by none": missing,
         "without being in the reference": finding.strange,
     }
     wrong = ", ".join(f"{_ranges(layers)} {how}" for how, layers in holders.items() if layers)
-    counts = f"{' + '.join(map(str, finding.held))} = {sum(finding.held)}"
-    text = f"layers held by pipeline stages: {wrong}; the stages hold {counts} of {finding.total}"
-    right = sum(finding.held) == finding.total
-    return text, "the offset of a stage's layer numbers" if right else ""
+    hint = "the offset of a stage's layer numbers" if held == total else ""
+    return f"layers held by pipeline stages: {wrong}; {counts} of {total}", hint
 
 
 def _factor(finding: f.ConstantFactor) -> Text:

@@ -139,13 +139,16 @@ class _Page:
             self.line(*start, (f"  {sentence}", ""))
             return
         self.line(*start)
-        for part in Text(sentence).wrap(self.console, self.width - len("ttrace  ")):
-            self.line((f"        {part.plain.rstrip()}", ""))
+        for line in self._wrapped(sentence, len("ttrace  ")):
+            self.line((f"        {line}", ""))
+
+    def _wrapped(self, value: str, indent: int = 0) -> list[str]:
+        parts = Text(value).wrap(self.console, self.width - indent)
+        return [part.plain.rstrip() for part in parts]
 
     def field(self, label: str, value: str, style: str = "") -> None:
         """A labelled paragraph."""
-        parts = Text(value).wrap(self.console, self.width - _LABEL) or [Text()]
-        self.labelled(label, [part.plain.rstrip() for part in parts], style)
+        self.labelled(label, self._wrapped(value, _LABEL) or [""], style)
 
     def whole(self, label: str, value: str, style: str = "") -> None:
         """A labelled paragraph with a path, which is not divided, so that it can be copied."""
@@ -161,8 +164,8 @@ class _Page:
 
     def text(self, value: str, style: str = "") -> None:
         """A paragraph without a label."""
-        for part in Text(value).wrap(self.console, self.width):
-            self.line((part.plain.rstrip(), style))
+        for line in self._wrapped(value):
+            self.line((line, style))
 
     def fields(self, label: str, values: Sequence[str], limit: int, more: str, style: str) -> None:
         """One paragraph per value under one label; ``more`` says where the others are."""
