@@ -84,42 +84,44 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(monkeypatch)
 
 
-def test_all_reduce(job: Job) -> None:
-    """One collective per bucket; the second rank's gradients are its part of both ranks'."""
+EXPERT = "mlp.experts.w"
+IN_TURN = [(["a", "b"], ()), ([], (Term(0),)), ([EXPERT], ()), ([], (Term(2),))]
+
+
+@pytest.mark.parametrize(
+    ("sync", "made", "own", "sums"),
+    [
+        # One collective per bucket.
+        (lambda b: dist.all_reduce(b), [(["a", "b"], ()), ([EXPERT], ())], [], (Term(0), Term(1))),
+        # The second collective takes what the first has made.
+        (lambda b: [dist.all_reduce(b) for _ in range(2)], IN_TURN, [], (Term(1), Term(3))),
+        # Inner collectives are not counted; the shard then goes through another one.
+        (lambda b: dist.all_reduce(scatter(b)), IN_TURN, [], (Term(1), Term(3))),
+        # What no collective takes is this rank's own.
+        (lambda b: None, [], ["a", "b", EXPERT], ()),
+    ],
+)
+def test_what_is_reduced(
+    job: Job,
+    sync: Callable[[torch.Tensor], object],
+    made: list[tuple[list[str], tuple[Term, ...]]],
+    own: list[str],
+    sums: tuple[Term, ...],
+) -> None:
+    """Which gradients each collective takes, and which earlier ones."""
+    job.group.sync = sync
     found = job.counted()
-    assert [job.names(one.parts) for one in found.made] == [["a", "b"], ["mlp.experts.w"]]
-    assert [(one.group, one.order) for one in found.made] == [(WORLD, 0), (WORLD, 1)]
-    assert (found.parts, found.sums) == ((), (Term(0), Term(1)))
+    assert [(job.names(one.parts), one.sums) for one in found.made] == made
+    assert [(one.group, one.order) for one in found.made] == [(WORLD, n) for n in range(len(made))]
+    assert (job.names(found.parts), found.sums, found.unknown) == (own, sums, "")
+
+
+def test_the_ranks_of_a_gradient(job: Job) -> None:
+    """The second rank's gradients are its part of both ranks'."""
+    job.counted()
     part = job.parts.parts[0]
     assert (part.shape, part.boxes[0].logical) == ((2, 4, 2), (1, 0, 0))
     assert vars(job.group).keys() == {"buckets", "sync"}
-
-
-def test_twice(job: Job) -> None:
-    """The second collective takes what the first has made."""
-    job.group.sync = lambda bucket: [dist.all_reduce(bucket) for _ in range(2)]
-    first, second, *_ = job.counted().made
-    assert (job.names(first.parts), first.sums) == (["a", "b"], ())
-    assert (second.parts, second.sums) == ((), (Term(0),))
-
-
-def test_skipped(job: Job) -> None:
-    """What no collective takes is this rank's own."""
-    job.group.sync = lambda bucket: None
-    found = job.counted()
-    assert job.names(found.parts) == ["a", "b", "mlp.experts.w"]
-    assert not found.made
-
-
-def test_reduce_scatter(job: Job) -> None:
-    """Its inner collectives are not counted; the shard then goes through another one."""
-    job.group.sync = lambda bucket: dist.all_reduce(scatter(bucket))
-    found = job.counted()
-    assert [(job.names(one.parts), one.sums) for one in found.made[:2]] == [
-        (["a", "b"], ()),
-        ([], (Term(0),)),
-    ]
-    assert (found.parts, found.sums, found.unknown) == ((), (Term(1), Term(3)), "")
 
 
 def test_a_part_of_what_was_reduced(job: Job) -> None:

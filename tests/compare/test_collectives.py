@@ -178,18 +178,14 @@ def test_messages() -> None:
     ],
 )
 def test_precision(dtype: str, direction: Phase, reduction: str, expected: str) -> None:
-    """Sums of gradients have the dtype of the settings, others that of the activations."""
+    """Sums of gradients have the dtype of the settings, if any, others that of the activations."""
     one = dataclasses.replace(SUM, dtype=dtype, direction=direction, reduction=reduction)
     found = ledger(rank(one), rank(one)).findings
     assert [each.expected for each in found] == [expected] * bool(expected)
+    is_gradient = direction is Phase.GRADIENTS
+    assert not (is_gradient and ledger(rank(one), rank(one), gradients="").findings)
     for finding in found:
         assert (finding.fault, finding.ran[0].ranks) == (LedgerFault.PRECISION, (0, 1))
-
-
-def test_settings_that_leave_it_open() -> None:
-    """Then no dtype is wrong."""
-    one = dataclasses.replace(SUM, direction=Phase.GRADIENTS)
-    assert not ledger(rank(one), rank(one), gradients="").findings
 
 
 def test_a_rank_that_failed() -> None:
