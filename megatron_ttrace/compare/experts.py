@@ -8,6 +8,7 @@ tensors of several microbatches.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from megatron_ttrace.placement.token_index import NOBODY, TokenIndex, expert_box
 from megatron_ttrace.trace.findings import Note
 from megatron_ttrace.trace.modules import is_within, module_of
 from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.store import Entry
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,6 +66,20 @@ class Match:
             note=note,
             partial_over=self.partial_over,
         )
+
+
+def entry_of(part: Match | Measured, like: torch.Tensor, factor: float = 1.0, **more: Any) -> Entry:
+    """The line of a part of a tensor ``like`` this in a rank's trace."""
+    return Entry.of(
+        part.key,
+        like,
+        logical_shape=part.logical_shape,
+        placement=part.placement,
+        boxes=part.boxes,
+        factor=factor,
+        partial_over=part.partial_over,
+        **more,
+    )
 
 
 def encode_rows(index: TokenIndex) -> torch.Tensor:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from megatron_ttrace.compare.experts import ExpertRows, Match
-from megatron_ttrace.compare.measured import Measured
+from megatron_ttrace.compare.experts import ExpertRows, Match, entry_of
 from megatron_ttrace.compare.planning import Placer, RankLayout
 from megatron_ttrace.compare.writing import WriteSink
 from megatron_ttrace.mcore.roles import any_layer, is_within_experts
@@ -99,8 +98,9 @@ class ShardSink(WriteSink):
         if self._experts.holds(key):
             blocks, factor = self._placer.blocks(key), self._placer.factor(key)
             parts = self._experts.parts(key, local, blocks, factor=factor)
-            return [_entry(part, data) for part in parts if isinstance(part, Match)]
-        return [_entry(self._placer.place(key, local, self._whole(key, local)), data)]
+            return [entry_of(part, data, factor) for part in parts if isinstance(part, Match)]
+        match = self._placer.place(key, local, self._whole(key, local))
+        return [entry_of(match, data, match.factor)]
 
     def _whole(self, key: TraceKey, local: tuple[int, ...]) -> tuple[int, ...]:
         """The logical shape of an activation."""
@@ -132,7 +132,8 @@ class ShardSink(WriteSink):
     ) -> None:
         """Store a tensor whose placement is known; with ``first``, another name of that one."""
         key = TraceKey(self._iteration, *place)
-        entry = _entry(self._placer.placed(key, tuple(logical_shape), placement), data)
+        match = self._placer.placed(key, tuple(logical_shape), placement)
+        entry = entry_of(match, data, match.factor)
         if first is None:
             self._lines[place] = self._write([entry], data)
         else:
@@ -161,20 +162,7 @@ class ShardSink(WriteSink):
         parts = self._experts.announce(microbatch, experts, index, rows.microbatches)
         if any(part.sums is None or part.sums.diff for part in parts):
             raise TTraceError(f"{experts} of the reference: an expert gets a token twice")
-        self._write([_entry(part, data) for part in parts], data)
-
-
-def _entry(part: Match | Measured, data: torch.Tensor) -> Entry:
-    """The line of a part of a tensor."""
-    return Entry.of(
-        part.key,
-        data,
-        logical_shape=part.logical_shape,
-        placement=part.placement,
-        boxes=part.boxes,
-        factor=part.factor if isinstance(part, Match) else 1.0,
-        partial_over=part.partial_over,
-    )
+        self._write([entry_of(part, data) for part in parts], data)
 
 
 def known(by: Divided) -> dict[_Named, tuple[int, ...]]:

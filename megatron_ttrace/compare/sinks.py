@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.compare.device import compare, read_back, with_share
-from megatron_ttrace.compare.experts import Match
+from megatron_ttrace.compare.experts import Match, entry_of
 from megatron_ttrace.compare.measure import Sums
 from megatron_ttrace.compare.measured import Measured, fails
 from megatron_ttrace.compare.planning import Planner, RankLayout
@@ -26,7 +26,7 @@ from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Place, Routed
 from megatron_ttrace.trace.findings import Note, Remark
 from megatron_ttrace.trace.records import FLOW, Kind, RoutingIndex, TraceKey
-from megatron_ttrace.trace.store import Entry, TraceReader, TraceWriter
+from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
 _DEFAULT = Budget()
 
@@ -108,17 +108,7 @@ class _Keeper:
         """Write a line about a tensor ``like`` this, with its data if given."""
         if self.writer is None:
             return -1
-        entry = Entry.of(
-            measured.key,
-            like,
-            logical_shape=measured.logical_shape,
-            placement=measured.placement,
-            boxes=measured.boxes,
-            factor=self.factor(measured.key),
-            partial_over=measured.partial_over,
-            **more,
-        )
-        return self.writer.add(entry, data)
+        return self.writer.add(entry_of(measured, like, self.factor(measured.key), **more), data)
 
 
 class CompareSink:
