@@ -335,21 +335,17 @@ class _Step:
 def _covered(shape: Sequence[int], boxes: Sequence[Box], needed: Sequence[Box]) -> Coverage:
     """Coverage of what is needed; in the usual case without counting."""
     once = Coverage(1, 1)
-    if len(boxes) == 1 and all(_contains(boxes[0], box) for box in needed):
+    if len(boxes) == 1 and all(_common(boxes[0], box) == box.numel for box in needed):
         return once
-    if boxes == needed and not any(itertools.starmap(_overlap, itertools.combinations(boxes, 2))):
+    if boxes == needed and not any(itertools.starmap(_common, itertools.combinations(boxes, 2))):
         return once
     return coverage(shape, boxes, needed)
 
 
-def _contains(outer: Box, inner: Box) -> bool:
-    sides = zip(outer.logical, outer.extent, inner.logical, inner.extent, strict=True)
-    return all(a <= c and c + d <= a + b for a, b, c, d in sides)
-
-
-def _overlap(box: Box, other: Box) -> bool:
+def _common(box: Box, other: Box) -> int:
+    """How many elements are in both."""
     sides = zip(box.logical, box.extent, other.logical, other.extent, strict=True)
-    return all(max(a, c) < min(a + b, c + d) for a, b, c, d in sides)
+    return math.prod(max(0, min(a + b, c + d) - max(a, c)) for a, b, c, d in sides)
 
 
 def _stacked(boxes: list[Box]) -> list[Box]:
