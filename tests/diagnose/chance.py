@@ -12,7 +12,7 @@ from megatron_ttrace.placement.placements import Shard
 from megatron_ttrace.placement.plan import Step
 from megatron_ttrace.trace.findings import Cause, Finding, OtherTensor, OtherTime
 from megatron_ttrace.trace.records import Kind, TraceKey
-from tests.diagnose.evidence_by_hand import OUTPUT, WEIGHT, evidence_of, meshes, values
+from tests.diagnose.evidence_by_hand import OUTPUT, WEIGHT, evidence_of, meshes, products, values
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 3), (4, 2, 1), (2, 2, 2)]
 """Sizes of tp, cp, dp."""
@@ -105,7 +105,7 @@ def case(number: int) -> Case:
     others = [*trace]
     if kind is Kind.MAIN_GRAD and len(shape) == 2:
         trace |= linear(rng, key.name.removesuffix(".weight"), shape)
-        reference = gradient(trace)
+        reference = torch.stack(products(trace)).sum(0)
     else:
         reference = reference_of(rng, shape)
     sharded = bool(shape) and shape[0] % tp == 0 and rng.random() < 0.5
@@ -152,13 +152,3 @@ def linear(rng: random.Random, module: str, shape: tuple[int, ...]) -> dict[Trac
             seed += 1
             tensors[TraceKey(1, microbatch, kind, module, 0)] = values(5, 2, width, seed=seed)
     return tensors
-
-
-def gradient(trace: dict[TraceKey, torch.Tensor]) -> torch.Tensor:
-    """Of the weight of the linear layer of a trace."""
-    products = [
-        trace[dataclasses.replace(key, kind=Kind.GRAD_OUTPUT)].flatten(0, -2).T @ fed.flatten(0, -2)
-        for key, fed in trace.items()
-        if key.kind is Kind.INPUT
-    ]
-    return torch.stack(products).sum(0)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Failed tensors made by hand: a reference, a layout, and what each rank holds instead."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import torch
@@ -70,6 +71,16 @@ def evidence_of(
         whole=stored.get,
         **more,  # type: ignore[arg-type]
     )
+
+
+def products(trace: Mapping[TraceKey, torch.Tensor], fed: str = "") -> list[torch.Tensor]:
+    """Each microbatch's share of a linear layer's weight gradient, also with another's input."""
+    return [
+        gradient.flatten(0, -2).T
+        @ trace[dataclasses.replace(key, kind=Kind.INPUT, name=fed or key.name)].flatten(0, -2)
+        for key, gradient in trace.items()
+        if key.kind is Kind.GRAD_OUTPUT
+    ]
 
 
 def explain(evidence: Evidence) -> Finding | None:

@@ -9,7 +9,15 @@ import torch
 from megatron_ttrace.diagnose import shares, sources
 from megatron_ttrace.diagnose.evidence import Evidence
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, TraceKey
-from tests.diagnose.evidence_by_hand import WEIGHT, evidence_of, explain, meshes, text, values
+from tests.diagnose.evidence_by_hand import (
+    WEIGHT,
+    evidence_of,
+    explain,
+    meshes,
+    products,
+    text,
+    values,
+)
 
 MODULE = WEIGHT.name.removesuffix(".weight")
 AFTER = MODULE.replace("layers.0", "layers.1")
@@ -24,16 +32,6 @@ def linear(batches: int) -> Trace:
         gradient = values(5, 2, 12, seed=50 + number)
         trace[TraceKey(1, number, Kind.GRAD_OUTPUT, MODULE, 0)] = gradient
     return trace
-
-
-def products(trace: Trace, fed: str = MODULE) -> list[torch.Tensor]:
-    """Each microbatch's share of the weight's gradient, with the input of ``fed``."""
-    return [
-        gradient.flatten(0, 1).T
-        @ trace[dataclasses.replace(key, kind=Kind.INPUT, name=fed)].flatten(0, 1)
-        for key, gradient in trace.items()
-        if key.kind is Kind.GRAD_OUTPUT
-    ]
 
 
 def weighted(trace: Trace, *weights: float, ranks: int = 1, tolerance: float = 1e-4) -> Evidence:
