@@ -23,8 +23,14 @@ MOE = (
     "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-router-enable-expert-bias "
     "--moe-router-score-function sigmoid --moe-router-load-balancing-type none"
 ).split()
+IN_BUCKETS = (*ZERO[:2], "--ddp-bucket-size", 2000)
+"""Optimizer state is stored as it is in buckets."""
 RESHARDABLE = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 EP = ("--expert-model-parallel-size", 2)
+GROUPED = (
+    *(*MOE, *EP, *IN_BUCKETS, "--moe-grouped-gemm", "--transformer-impl", "transformer_engine"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+)
 BUCKETS = (*RESHARDABLE, "--overlap-grad-reduce", "--ddp-bucket-size", "2000")
 
 
@@ -75,9 +81,12 @@ def test_a_reference_on_several_ranks(tmp_path: Path, mistake: str, wrong: set[s
 
 
 def test_states_that_are_not_loaded(tmp_path: Path) -> None:
-    """Main weights, a moment, a router's bias, the schedule: each at its module, and why."""
-    save(tmp_path, 2, *MOE, *EP, *RESHARDABLE)
-    job = (*MOE, *EP, *RESHARDABLE)
+    """Main weights, a moment, a router's bias, the schedule: each at its module, and why.
+
+    All else is what is stored, to the bit.
+    """
+    job = (*MOE, *EP, *IN_BUCKETS)
+    save(tmp_path, 2, *job)
     checked, loaded = check(
         tmp_path, *job, code=1, mistake="parts_of_a_checkpoint_that_are_not_loaded"
     )
@@ -122,6 +131,8 @@ def test_a_sharded_model(tmp_path: Path) -> None:
         pytest.param(1, (), TP, ALL, id="tp"),
         pytest.param(1, (), PP, ALL, id="pp"),
         pytest.param(2, (*MOE, *EP, *ZERO), (*MOE, *EP, *ZERO), ALL | {L.BUFFER}, id="ep-buckets"),
+        pytest.param(2, GROUPED, GROUPED, ALL | {L.BUFFER}, id="grouped-experts"),
+        pytest.param(2, (*IN_BUCKETS, *TP), (*IN_BUCKETS, *TP), ALL, id="tp-buckets"),
         pytest.param(1, ZERO[:1], ZERO, ALL, id="buckets-of-another-dp"),
         pytest.param(2, RESHARDABLE, (*RESHARDABLE, *TP), ALL, id="reshardable"),
         pytest.param(2, (), ("--finetune",), WEIGHTS, id="finetune"),
