@@ -14,18 +14,23 @@ from megatron_ttrace.trace.resumed import Blame, Restart, Resumed, What
 from tests.assay.planted.checkpoint_faults import Side
 from tests.assay.planted.checkpoints import Fault
 from tests.assay.planted.mistakes import PLANTED
-from tests.integration.jobs import PP, SCRIPT, TINY, TP, TRAIN, check, torchrun, ttrace
-from tests.integration.test_loaded import BUCKETS, RESHARDABLE
+from tests.integration.jobs import (
+    PP,
+    ROOT,
+    SCRIPT,
+    TINY,
+    TP,
+    TRAIN,
+    check,
+    python,
+    torchrun,
+    ttrace,
+)
+from tests.integration.test_loaded import BUCKETS
 from tests.trace.test_owned import state_of
 
 MODEL = ("--bf16", "--ckpt-format", "torch_dist")
 OPTIMIZER = {What.MAIN, What.EXP_AVG, What.EXP_AVG_SQ}
-FSDP = (
-    "--use-megatron-fsdp --use-distributed-optimizer --no-gradient-accumulation-fusion "
-    "--data-parallel-sharding-strategy optim_grads_params --init-model-with-meta-device "
-    "--untie-embeddings-and-output-weights"
-).split()
-ONE = ("--tensor-model-parallel-size", "1")
 
 
 def resume(
@@ -94,33 +99,17 @@ def test_shifted_main_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_healthy_job_in_other_layouts(tmp_path: Path) -> None:
-    """Restarts in the same layout, in another one, and on another number of ranks."""
-    layouts = [" ".join((*ONE, *PP)), " ".join(("--nproc-per-node 1", *ONE))]
-    found = resume(tmp_path, *TP, into=layouts)
-    assert [one.verdict for one in found] == [Result.EQUIVALENT] * 3
-    assert all(one.compared == one.stored > 50 for one in found)
-    assert found[1].steps
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(
-    "job",
+    "name",
     [
-        ("--use-distributed-optimizer",),
-        (*RESHARDABLE, "--async-save"),
-        (*RESHARDABLE, "--ckpt-fully-parallel-save"),
-        ("--use-distributed-optimizer", "--ckpt-format", "torch"),
-        (*RESHARDABLE, "--hidden-dropout", "0.1"),
-        (*FSDP, "--ckpt-format", "fsdp_dtensor"),
-        (*RESHARDABLE, "--overlap-grad-reduce", "--overlap-param-gather"),
+        *("tp", "dropout", "fsdp", "experts-deep"),
+        *("zero", "zero-async", "zero-torch", "zero-one-writer", "zero-overlap"),
     ],
-    ids=" ".join,
 )
-def test_healthy_formats(tmp_path: Path, job: tuple[str, ...]) -> None:
-    """Whatever is saved by Megatron as it should be goes on as before."""
-    (found,) = resume(tmp_path, *job)
-    assert found.verdict is Result.EQUIVALENT
+def test_healthy_jobs(tmp_path: Path, name: str) -> None:
+    """Whatever Megatron saves as it should goes on as before, in each layout of the job."""
+    words = ("-m", "tests.assay", "checkpoints", "healthy", "--only", name)
+    python(*words, "--directory", tmp_path, cwd=ROOT, code=0)
 
 
 @pytest.mark.nightly
@@ -163,19 +152,6 @@ def test_a_lost_moment_of_buckets(tmp_path: Path) -> None:
     assert {one.blame for one in found.differences} == {Blame.LOADING}
     assert What.EXP_AVG_SQ in {one.what for one in found.differences}
     assert found.compared == found.stored
-
-
-@pytest.mark.nightly
-def test_experts(tmp_path: Path) -> None:
-    """With the biases of their routers; Megatron does not restore a generator that is not used."""
-    experts = (
-        "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear "
-        "--transformer-impl transformer_engine --expert-model-parallel-size 2 "
-        "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
-    ).split()
-    (found,) = resume(tmp_path, *experts, *RESHARDABLE)
-    assert found.verdict is Result.EQUIVALENT
-    assert any("expert-parallel-rng" in notice for notice in found.notices)
 
 
 @pytest.mark.nightly
