@@ -140,14 +140,11 @@ def _in_buckets(buffer: Any) -> Iterator[tuple[torch.nn.Parameter, WeightPart]]:
     for group in buffer.parameter_groups:
         weights = group.model_weight_buffer
         main = group.main_weight_buffer or weights
+        is_divided = bool(weights and weights.is_data_distributed)
         for item, raw in enumerate(group.params):
-            part = WeightPart(
-                *_in_bucket(main, item, raw, shard=weights is not None),
-                *_in_bucket(
-                    weights, item, raw, shard=bool(weights and weights.is_data_distributed)
-                ),
-            )
-            yield sharded[id(raw)], part
+            stepped = _in_bucket(main, item, raw, shard=weights is not None)
+            computed = _in_bucket(weights, item, raw, shard=is_divided)
+            yield sharded[id(raw)], WeightPart(*stepped, *computed)
 
 
 def _in_bucket(
