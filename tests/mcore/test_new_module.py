@@ -40,6 +40,9 @@ S, B, H, F, TP = 8, 2, 6, 8, 2
 LAYERS = 2
 GATE_UP = "layers.0.fused.gate_up"
 
+type AddUp = Callable[[torch.Tensor], torch.Tensor]
+"""Over the ranks, if there are several."""
+
 
 class Wire:
     """An all-reduce between threads."""
@@ -61,36 +64,36 @@ class Wire:
 class FusedGatedLinear(torch.nn.Module):
     """``[S, B, H] -> [S, B, 2 F / TP]``, this rank's share of the gate before that of up."""
 
-    def __init__(self, rank: int | None, wire: Wire | None, fault: float = 1.0) -> None:
+    fault = 1.0
+    """A factor of what it puts out."""
+
+    def __init__(self, rank: int | None, add_up: AddUp) -> None:
         super().__init__()
         weight, scales = (0.3 * torch.randn(2 * F, H), 1 + 0.2 * torch.rand(2 * F))
-        self.rank, self.wire, self.fault = rank, wire, fault
+        self.add_up = add_up
         self.weight = torch.nn.Parameter(share(weight, rank, stacked=True))
         self.weight.tensor_model_parallel, self.weight.partition_dim = rank is not None, 0
         self.channel_scales = torch.nn.Parameter(share(scales, rank, stacked=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.wire is not None:
-            x = x.view_as(x)
-            x.register_hook(functools.partial(self.wire.all_reduce, self.rank))
+        x = x.view_as(x)
+        x.register_hook(self.add_up)
         return x @ self.weight.T * self.channel_scales * self.fault
 
 
 class Down(torch.nn.Module):
     """``[S, B, F / TP] -> [S, B, H]``."""
 
-    def __init__(self, rank: int | None, wire: Wire | None) -> None:
+    def __init__(self, rank: int | None, add_up: AddUp) -> None:
         super().__init__()
-        self.rank, self.wire = rank, wire
+        self.add_up = add_up
         whole = 0.3 * torch.randn(H, F)
         self.weight = torch.nn.Parameter(share(whole.T, rank).T.contiguous())
         self.weight.tensor_model_parallel, self.weight.partition_dim = rank is not None, 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x @ self.weight.T
-        if self.wire is not None:
-            x = self.wire.all_reduce(self.rank, x) + (x - x.detach())  # its gradient is passed on
-        return x
+        return self.add_up(x) + (x - x.detach())  # its gradient is passed on
 
 
 class Fused(torch.nn.Module):
@@ -98,10 +101,9 @@ class Fused(torch.nn.Module):
 
     config = SimpleNamespace(gated_linear_unit=True)
 
-    def __init__(self, rank: int | None, wire: Wire | None, fault: float) -> None:
+    def __init__(self, rank: int | None, add_up: AddUp) -> None:
         super().__init__()
-        self.gate_up = FusedGatedLinear(rank, wire, fault)
-        self.down = Down(rank, wire)
+        self.gate_up, self.down = FusedGatedLinear(rank, add_up), Down(rank, add_up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
@@ -111,28 +113,23 @@ class Fused(torch.nn.Module):
 class Layer(torch.nn.Module):
     """A residual around it."""
 
-    def __init__(self, number: int, rank: int | None, wire: Wire | None, fault: float) -> None:
+    def __init__(self, number: int, rank: int | None, add_up: AddUp) -> None:
         super().__init__()
-        self.layer_number = number
-        self.fused = Fused(rank, wire, fault)
+        self.layer_number, self.fused = number, Fused(rank, add_up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.fused(x)
 
 
 class Model(torch.nn.Module):
-    """Some layers and a loss; ``fault`` scales what the first one's new module puts out."""
+    """Some layers and a loss."""
 
-    def __init__(
-        self, rank: int | None = None, wire: Wire | None = None, fault: float = 1.0
-    ) -> None:
+    def __init__(self, rank: int | None = None, add_up: AddUp = torch.Tensor.detach) -> None:
         super().__init__()
-        generator = torch.random.get_rng_state()
-        torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(
-            Layer(number + 1, rank, wire, 1.0 if number else fault) for number in range(LAYERS)
-        )
-        torch.random.set_rng_state(generator)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            layers = [Layer(number + 1, rank, add_up) for number in range(LAYERS)]
+        self.layers = torch.nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -175,7 +172,7 @@ def trace(model: Model, sink: WriteSink | CompareSink, mesh: Mesh) -> None:
 
 
 def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
-    """Reference and candidate, and what is concluded."""
+    """Reference and candidate, in whose first layer is the fault, and what is concluded."""
     writer = TraceWriter(folder / "reference", 0)
     trace(Model(), WriteSink(writer, 1), mesh_of(0, 1))
     writer.close()
@@ -202,7 +199,9 @@ def check(folder: Path, fault: float = 1.0) -> tuple[Summary, list[Verdict]]:
         writer.close()
         return sink
 
-    models = [Model(rank, wire, fault) for rank in range(TP)]
+    models = [Model(rank, functools.partial(wire.all_reduce, rank)) for rank in range(TP)]
+    for model in models:
+        model.layers[0].fused.gate_up.fault = fault
     with ThreadPoolExecutor(TP) as pool:
         sinks = list(pool.map(run, range(TP)))
     meshes = [mesh_of(rank, TP, tp=TP) for rank in range(TP)]
