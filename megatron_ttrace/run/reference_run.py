@@ -263,11 +263,14 @@ class ReferenceSession:
             return self._replayed(block, again)
 
     def _begin_block(self, block: Block) -> None:
-        """Set the start values; on a CPU a candidate reads those of moments."""
+        """Set the start values; on a CPU a candidate reads those of whole moments."""
+        has_whole = self.rehearsal.device.type == "cpu" and self.ranks.size == 1
+        if not has_whole or block.first != self.settings.iterations[0]:
+            self.rehearsal.equal_start()
+            return
         moments: dict[str, torch.Tensor] = {}
         self.rehearsal.equal_start(keep=moments.__setitem__)
-        if self.rehearsal.device.type == "cpu" and block.first == self.settings.iterations[0]:
-            write_moments(self._directory, moments)
+        write_moments(self._directory, moments)
 
     def _trace(self, block: Block, to: TraceWriter) -> None:
         """Write the steps of a block."""
@@ -349,12 +352,9 @@ class ReferenceSession:
         """
         model = sum(p.nbytes + _MORE_OF_A_PARAMETER * p.numel() for p, _ in self.model.places())
         needed = len(self.settings.iterations) * (2 * microbatches * forward + model)
-        require_space(self._directory.parent, self._times_stored * needed, "the reference")
-
-    @property
-    def _times_stored(self) -> int:
-        """Bytes of all files, for each byte of what this rank captures."""
-        return 1
+        # Several ranks write shards, which are there until they are merged.
+        copies = 1 if self.ranks.size == 1 else 2 * self.ranks.size
+        require_space(self._directory.parent, copies * needed, "the reference")
 
     def _fitting_loss_scale(self, block: Block, again: Callable[[], None]) -> float | None:
         """A loss scale with which no gradient overflows: this run's own, or a lower one.

@@ -114,15 +114,6 @@ class ShardedReferenceSession(ReferenceSession):
         real = microbatch != NOBODY
         return TokenIndex(microbatch[real], position[real], expert[real])
 
-    def _begin_block(self, block: Block) -> None:
-        """Set the start values. A candidate generates its own: no rank has whole moments."""
-        self.rehearsal.equal_start()
-
-    @property
-    def _times_stored(self) -> int:
-        """The bytes of the whole trace for each byte of this rank's shards, which are beside it."""
-        return 2 * self.ranks.size
-
     def _replay_once(
         self,
         reader: TraceReader,
