@@ -38,7 +38,7 @@ from megatron_ttrace.trace.records import (
     TensorResult,
     Verdict,
 )
-from megatron_ttrace.trace.sanitise import clean
+from megatron_ttrace.trace.sanitise import beginning, clean
 
 _MEASURED = [field.name for field in dataclasses.fields(TensorResult)]
 _OF_CULPRITS = {field.name for field in dataclasses.fields(Culprit)} & {*_MEASURED} - {"name"}
@@ -422,7 +422,7 @@ def _miscounted(finding: f.Miscounted) -> Text:
             text = f"{some}never updated by any optimizer"
     names = [clean(name) for name in finding.names[1:]]
     if names:
-        shown = ", ".join(names[:_OTHERS]) + ", ..." * (len(names) > _OTHERS)
+        shown = beginning(names, _OTHERS)
         text += f", as are elements of {len(names)} more parameters: {shown}"
     hint = _LACKS[finding.lack] if finding.lack else _SUSPECTS[finding.statistic]
     return text, "" if finding.cause is Cause.OTHER_NORM else hint

@@ -10,7 +10,7 @@ from megatron_ttrace.trace.collectives import (
     Phase,
     RanHere,
 )
-from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean, some_of
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, beginning, clean, some_of
 
 _SHOWN = 4
 """Collectives that a sentence names."""
@@ -44,8 +44,7 @@ def citation_text(cited: Citation | None) -> str:
 
 def finding_text(finding: LedgerFinding) -> str:
     """One sentence about what is wrong with the collectives."""
-    where = f"over {clean(finding.group, 60)} (ranks {', '.join(map(str, finding.members[:8]))}"
-    where += ", ...)" if len(finding.members) > 8 else ")"
+    where = f"over {clean(finding.group, 60)} (ranks {beginning(finding.members, 8)})"
     if finding.groups > 1:
         more = finding.groups - 1
         where += f" and {more} more such group{'s' if more > 1 else ''}"

@@ -10,7 +10,7 @@ enough, and a lossless file can be read back.
 import json
 import re
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 NAME_LIMIT = 120
@@ -84,6 +84,11 @@ def some_of(names: Collection[str], most: int) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join([*names][:most]) + more
+
+
+def beginning(items: Sequence[object], most: int) -> str:
+    """The first items: ``0, 1, ...``."""
+    return ", ".join(map(str, items[:most])) + ", ..." * (len(items) > most)
 
 
 def for_encoding(text: str, encoding: str) -> str:

@@ -8,13 +8,13 @@ import contextlib
 import dataclasses
 import enum
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
 from megatron_ttrace.trace import codec, owned
 from megatron_ttrace.trace.codec import Rank
-from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
+from megatron_ttrace.trace.sanitise import NOTE_LIMIT, beginning, clean
 
 _MOST_BYTES = 1 << 16
 _MOST_GROUPS = 4
@@ -83,7 +83,7 @@ class Wait:
             return clean(f"is busy{place}", NOTE_LIMIT)
         size = f" of {self.elements:,} {self.dtype} elements" if self.elements >= 0 else ""
         known = [f"{self.group} group"] if self.group else []
-        known += [f"ranks {_listed(self.members)}"] if self.members else []
+        known += [f"ranks {beginning(self.members, _MOST_RANKS)}"] if self.members else []
         group = f" ({', '.join(known)})" if known else ""
         return clean(f"waits in {self.operation}{size}{group}{place}", NOTE_LIMIT)
 
@@ -113,7 +113,9 @@ class Stall:
             texts = {self.waits[rank].text for rank in ranks}
             parts.setdefault(texts.pop() if len(texts) == 1 else wait.text, []).extend(ranks)
         return "; ".join(
-            f"rank {ranks[0]} {text}" if len(ranks) == 1 else f"ranks {_listed(ranks)}: each {text}"
+            f"rank {ranks[0]} {text}"
+            if len(ranks) == 1
+            else f"ranks {beginning(ranks, _MOST_RANKS)}: each {text}"
             for text, ranks in list(parts.items())[:_MOST_GROUPS]
         )
 
@@ -146,10 +148,6 @@ def _mismatch(wait: Wait, waits: Mapping[int, Wait]) -> Mismatch | None:
     if any((other.elements, other.dtype) != (wait.elements, wait.dtype) for other in others):
         return Mismatch.SIZES
     return None
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:_MOST_RANKS])) + (", ..." if len(ranks) > _MOST_RANKS else "")
 
 
 def _file(folder: Path, rank: int) -> Path:
