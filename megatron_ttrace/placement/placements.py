@@ -183,8 +183,9 @@ class FlatShard:
         gradients or parameters too (``build_data_parallel_buffer_index`` in
         megatron/core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py).
 
-        The parameter's ``numel`` elements begin at ``offset`` of the ``bucket`` elements, which
-        ``size`` data-parallel ranks divide. The range is empty where ``rank`` holds nothing of it.
+        The parameter's ``numel`` elements begin at ``offset`` in a padded bucket of ``bucket``
+        elements, which ``size`` data-parallel ranks divide. The range is of the flattened
+        parameter, and empty where ``rank`` holds nothing of it.
         Raises ``ValueError`` when the bucket does not divide or does not hold the parameter.
         """
         if bucket % size:

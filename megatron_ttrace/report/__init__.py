@@ -52,8 +52,8 @@ def publish(
 ) -> None:
     """Write, log and print the report of a check; ``verdicts`` are in execution order.
 
-    Goes to W&B (unless ``wandb`` is false): into ``wandb_run``, e.g. Megatron's own, else into one
-    of our own, if it is wanted; ``wandb_online`` asks for one that is sent to the server.
+    Unless ``wandb`` is false, it is logged to ``wandb_run``, e.g. Megatron's own, else to a W&B run
+    of our own, if one is wanted; ``wandb_online`` asks for one that is sent to the server.
     ``tensorboard`` is a ``SummaryWriter``, ``run_id`` by default the summary's own, else this
     process's. Without ``collectives`` no file of them is written; without ``pages``,
     :mod:`megatron_ttrace.report.later` makes the HTML page and a W&B run of our own.
