@@ -80,8 +80,6 @@ def _serve(
 
 def tensors_of(item: Any) -> Batch:
     """The tensors of a loader's item by name (or position)."""
-    if isinstance(item, Mapping):
-        return {str(name): value for name, value in item.items() if torch.is_tensor(value)}
-    if isinstance(item, tuple | list):
-        return {str(i): value for i, value in enumerate(item) if torch.is_tensor(value)}
-    return {"0": item} if torch.is_tensor(item) else {}
+    if not isinstance(item, Mapping):
+        item = dict(enumerate(item if isinstance(item, tuple | list) else (item,)))
+    return {str(name): value for name, value in item.items() if torch.is_tensor(value)}
