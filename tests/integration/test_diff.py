@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ttrace.evaluation.matrix.configurations import arguments_of
 from tests import programs
-from tests.integration.jobs import CP, PP, ROOT, SCRIPT, TINY, TP, ZERO, ttrace
+from tests.integration.jobs import PP, ROOT, SCRIPT, TINY, TP, ttrace
 
 SMALL = [*TINY, "--ttrace-seeds", "2", "--ttrace-no-wandb"]
 
@@ -57,22 +58,11 @@ def test_a_fault_in_one_run(kept: Path, tmp_path: Path) -> None:
     assert summary["culprits"][0]["name"] == "embedding.word_embeddings"
 
 
-CONFIGURATIONS = {
-    "tp2": TP,
-    "pp2": PP,
-    "tp2-sp-bf16": (*TP, "--sequence-parallel", "--bf16"),
-    "cp2": (*CP, "--transformer-impl", "transformer_engine"),
-    "zero": ZERO[:1],
-    "zero-overlap": ZERO,
-    "llama": (
-        *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", *TP),
-        *("--position-embedding-type", "rope", "--untie-embeddings-and-output-weights"),
-    ),
-    "experts": (
-        *("--num-experts", 4, "--moe-router-topk", 2, "--expert-model-parallel-size", 2),
-        *("--moe-token-dispatcher-type", "alltoall", "--disable-bias-linear"),
-    ),
-}
+CONFIGURATIONS = (
+    *("gpt tp2", "gpt pp2", "gpt tp2 sp --bf16", "gpt-te cp2", "gpt zero", "gpt zero overlap"),
+    *("llama tp2", "moe ep2 alltoall"),
+)
+"""Models and words of the matrix."""
 FAULT = """\
 from megatron.core.transformer.attention import SelfAttention
 
@@ -97,24 +87,19 @@ def release() -> str:
     return done.stdout.splitlines()[-1]
 
 
-def of_release(release: str, script: Path, job: tuple[object, ...]) -> str:
-    """A command that runs with a release."""
-    words = " ".join(map(str, [script, *SMALL, *job]))
-    return f"PYTHONPATH={os.pathsep.join([str(ROOT), release])} torchrun --nproc-per-node 2 {words}"
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_two_releases(release: str, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("job", CONFIGURATIONS)
+def test_two_releases(release: str, tmp_path: Path, job: str) -> None:
     """What differs between 0.18.2 and 0.19.2 is explained; a fault in one is the only new one."""
-    job = CONFIGURATIONS[name]
     faulty = tmp_path / "pretrain_faulty.py"
     text = SCRIPT.read_text()
     assert "if __name__" in text
     faulty.write_text(text.replace("if __name__", f"{FAULT}\nif __name__", 1))
-    new = " ".join(map(str, ["torchrun --nproc-per-node 2", SCRIPT, *SMALL, *job]))
-    old = of_release(release, SCRIPT, job)
+    model, _, words = job.partition(" ")
+    arguments = arguments_of(model, f"{words} --mock-data --ttrace-seeds 2 --ttrace-no-wandb")
+    new = f"torchrun --nproc-per-node 2 {SCRIPT} {' '.join(arguments)}"
+    old = f"PYTHONPATH={os.pathsep.join([str(ROOT), release])} {new}"
     ttrace("diff", "--json", old, new, cwd=tmp_path, timeout=600, code=0)
     broken = new.replace(str(SCRIPT), str(faulty))
     done = ttrace(
