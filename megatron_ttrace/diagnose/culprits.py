@@ -108,11 +108,6 @@ def _failures(verdicts: Iterable[Judged], *kinds: Kind) -> list[Judged]:
     return [v for v in verdicts if v.verdict.is_failure and (not kinds or v.kind in kinds)]
 
 
-def _with_wrong_gradients(verdicts: Iterable[Judged]) -> set[str]:
-    """Modules whose parameters have wrong gradients."""
-    return {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
-
-
 def _of_modules(verdicts: Iterable[Judged], grounds: Grounds) -> list[Origin]:
     return [Origin(v, v.name, grounds) for v in verdicts]
 
@@ -159,7 +154,7 @@ def _of_one_tensor(origins: list[Origin], verdicts: Sequence[Judged]) -> list[li
     The first has modules inside, around which it has code of its own. Where the gradients of a
     module's weights are wrong, it is an origin of its own.
     """
-    wrong = _with_wrong_gradients(verdicts)
+    wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
     outer = {v.name.rpartition(".")[0] for v in verdicts if v.kind is Kind.GRAD_INPUT}
     sharing: dict[object, list[Origin]] = defaultdict(list)
     for origin in sorted(origins, key=lambda origin: origin.module not in outer):
@@ -312,7 +307,7 @@ def _with_wrong_weights(origins: list[Origin], verdicts: Sequence[Judged]) -> li
     Modules with the same input have the same gradient there, the sum of what they all add. It is
     wrong through one whose weights' gradients are wrong, if the others' are right.
     """
-    wrong = _with_wrong_gradients(verdicts)
+    wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
     guilty: dict[tuple[int, float], set[str]] = defaultdict(set)
     for v in _failures(verdicts, Kind.GRAD_INPUT):
         if module_of(v.name) in wrong and (error := _own_error(v)) is not None:
@@ -334,7 +329,7 @@ def _layers_of_routers(origins: list[Origin], verdicts: Sequence[Judged]) -> lis
     Router and experts have the same input, whose gradient is the sum of what all of them add. If
     the gradients of the router's weights pass, any part of the layer can be wrong.
     """
-    wrong = _with_wrong_gradients(verdicts)
+    wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
     routers = {
         v.name for v in verdicts if v.kind is Kind.ROUTING and v.index == RoutingIndex.CHOICE
     }

@@ -21,6 +21,8 @@ from megatron_ttrace.trace.staging import to_device, to_host
 from megatron_ttrace.trace.views import as_bytes, memory
 
 _PIECE = 8 << 20
+_PLAIN = (torch.Tensor,)
+"""Classes of tensors that are nothing but their bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,8 +122,7 @@ class Copies:
         """Copy a tensor; one of a class of its own stays in memory. Raises ``OSError``."""
         data, size = tensor.detach(), tensor.nbytes
         device = data.device
-        # Other classes are more than their bytes.
-        if type(data) is not torch.Tensor or size <= self.room:
+        if type(data) not in _PLAIN or size <= self.room:
             self.room -= size
             return Copy(data.clone(), device)
         if device.type != "cpu" and size <= self.host_room:
