@@ -50,19 +50,23 @@ def test_a_forked_child_neither_keeps_nor_releases_it(tmp_path: Path) -> None:
     """It closes its copy: the parent's lock stays, and ends with the parent's own."""
     lock = Lock(tmp_path / "l")
     assert lock.acquire()
+    ready, begun = os.pipe()
     child = os.fork()
     if not child:
         lock.release()  # what a child does with its copy is nothing
+        os.write(begun, b".")
         time.sleep(60)
         os._exit(0)
     try:
-        time.sleep(0.2)
+        assert os.read(ready, 1) == b"."
         assert not is_free(tmp_path / "l")
         lock.release()
         assert is_free(tmp_path / "l")
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        os.close(ready)
+        os.close(begun)
 
 
 def test_a_killed_holder(tmp_path: Path) -> None:
