@@ -114,8 +114,14 @@ def test_several_at_a_time(two_cores, tmp_path, monkeypatch):
 
 
 def test_a_worker_that_is_killed(two_cores, tmp_path, monkeypatch):
-    """One line."""
-    monkeypatch.setattr(jobs, "run", lambda *_, **more: os.kill(os.getpid(), signal.SIGKILL))
+    """One line; nobody waits for what another one does."""
+
+    def run(job, *, fork, say):
+        if job.directory.name == "b":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    monkeypatch.setattr(jobs, "run", run)
     cases = [Case(name=name, arguments=()) for name in "ab"]
     with pytest.raises(TTraceError, match="was killed"):
         list(Runner(tmp_path).run_all(cases))

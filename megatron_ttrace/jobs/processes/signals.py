@@ -61,9 +61,9 @@ def reset() -> None:
 
 
 def ignore() -> None:
-    """In a forked child that ends with its parent."""
+    """In a forked child that ends with its parent, or is ended by it with ``SIGTERM``."""
     for number in HANDLED:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 
 
 @contextlib.contextmanager
