@@ -10,10 +10,8 @@ import torch
 
 from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.placement.plan import Placements
-from megatron_ttrace.trace.records import Kind, TraceKey
+from megatron_ttrace.trace.records import MOMENTS, TraceKey
 
-_MOMENTS = (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-"""A gradient's part is judged by its own size, which grows with a row's; a moment's need not."""
 _BLOCK = 1 << 20
 """Elements that are compared at once."""
 
@@ -39,7 +37,8 @@ class ReplaySink(CompareSink):
     ) -> None:
         super()._compare(key, data, known)
         measured = self._by_key.get(key)
-        if key.kind not in _MOMENTS or measured is None or measured.problem:
+        # A gradient's part is judged by its own size, which grows with a row's.
+        if key.kind not in MOMENTS or measured is None or measured.problem:
             return
         ours, theirs = self._planner.oriented(key, data), self._reference.data(key)
         if ours.shape == theirs.shape and ours.dim() > 1:
