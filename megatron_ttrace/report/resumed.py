@@ -36,7 +36,7 @@ def by_cause(differences: Sequence[Difference]) -> list[list[Difference]]:
         before: float | str | None = difference.before
         if kind is What.NUMBER and difference.after is None:
             before, field = "", owner
-        field = "" if kind.is_tensor else field
+        field = "" if kind.is_tensor or kind is What.SAMPLES else field
         key = kind, difference.how, difference.blame, field, before, difference.after
         groups.setdefault(key, []).append(difference)
     return list(groups.values())
@@ -135,7 +135,8 @@ def _cause(alike: Sequence[Difference]) -> Iterator[str]:
         ranks = on_ranks(rank for difference in alike for rank in difference.ranks)
         yield f"{worst.blame}: random state {worst.name} on {ranks}: {_HOW[worst.how]}"
     elif worst.what is What.SAMPLES:
-        yield f"{worst.blame}: iteration {worst.name} trains on other samples"
+        several = f"iterations {names} train" if len(alike) > 1 else f"iteration {names} trains"
+        yield f"{worst.blame}: {several} on other samples"
     else:
         within = f" (tolerated: {worst.tolerance:.1g})" if worst.tolerance else ""
         restored = "although weights and optimizer state were restored"

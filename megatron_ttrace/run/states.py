@@ -259,12 +259,13 @@ class StateSession:
         ).write(self._home)
 
     def _places(self) -> dict[str, Code]:
-        from megatron.training import checkpointing
+        from megatron.training import checkpointing, training
 
         leaf, scheduler = type(next(leaves_of(self.model.optimizer))), type(self._scheduler)
         described = class_place(leaf, "sharded_state_dict")
         optimizer = Code(described, class_place(leaf, "load_state_dict") or described)
         generators = function_place(checkpointing.get_rng_state)
+        loader = function_place(getattr(training, "build_pretraining_data_loader", None))
         return {
             What.MAIN: optimizer,
             What.RANDOM: Code(generators, generators),
@@ -272,6 +273,7 @@ class StateSession:
                 function_place(checkpointing.save_checkpoint),
                 function_place(checkpointing.load_checkpoint),
             ),
+            What.SAMPLES: Code(loader, loader),
             "param_groups": optimizer,
             "opt_param_scheduler": Code(
                 class_place(scheduler, "state_dict"), class_place(scheduler, "load_state_dict")

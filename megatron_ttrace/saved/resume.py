@@ -296,7 +296,7 @@ class _Comparison:
             # The scheduler sets these when it is loaded.
             belongs = SCHEDULER.rstrip(".")
         code = places.get(belongs) or places.get(kind)
-        if code is None or blame is Blame.TRAINING:
+        if code is None or (blame is Blame.TRAINING and kind is not What.SAMPLES):
             return ""
         return code.loads if blame is Blame.LOADING else code.saves
 

@@ -83,3 +83,17 @@ def test_equivalent() -> None:
     assert "3 of them also as they are stored" in text
     assert text.startswith("ttrace: equivalent")
     assert "7 tensors" in text
+
+
+@pytest.mark.parametrize(
+    ("iterations", "words"), [("3", "iteration 3 trains"), ("34", "iterations 3, 4 train")]
+)
+def test_other_samples(iterations: str, words: str) -> None:
+    """All iterations that train on them are one cause."""
+    differences = [
+        Difference(what=What.SAMPLES, name=n, how=How.DIFFERENT, blame=Blame.TRAINING, where="a.py")
+        for n in iterations
+    ]
+    text = printed(Restart(layout="", verdict=Result.DIVERGED, differences=tuple(differences)))
+    assert f"{words} on other samples" in text
+    assert text.count("look at a.py") == 1

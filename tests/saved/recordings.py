@@ -19,6 +19,7 @@ PLACES = {
     "main weight": Code("megatron/optimizer.py:1 (save)", "megatron/optimizer.py:2"),
     "param_groups": Code("megatron/optimizer.py:3 (save)", "megatron/optimizer.py:4 (load)"),
     "opt_param_scheduler": Code("megatron/schedule.py:1 (save)", "megatron/schedule.py:2 (load)"),
+    "samples": Code("megatron/samplers.py:1 (build)", "megatron/samplers.py:1 (build)"),
 }
 NUMBERS = {"iteration": 2.0, "consumed_train_samples": 8.0, "param_groups[wd_mult=1].lr": 1e-3}
 

@@ -244,6 +244,7 @@ def test_changed_code_that_read_other_samples(tmp_path: Path) -> None:
     after = recordings.restarted(tmp_path / "b", steps=steps)
     (difference,) = compare(recordings.uninterrupted(tmp_path / "a"), after, "").differences
     assert (difference.what, difference.changed) == (What.SAMPLES, (place,))
+    assert difference.where == recordings.PLACES[What.SAMPLES].loads
 
 
 @pytest.mark.parametrize(("read", "blame"), [("a", Blame.LOADING), ("b", Blame.SAVING)])
