@@ -174,6 +174,14 @@ class Code:
                     chain.append(caller)
         return chain
 
+    def users(self, function: int) -> Iterator[int]:
+        """What calls an autograd function from another file, given its backward pass."""
+        if (twin := self.twin(function)) is None:
+            return
+        for context in self.contexts[twin]:
+            file, chain = self.functions[twin].file, self.chain(twin, context)
+            yield from [number for number in chain if self.functions[number].file != file][:1]
+
     def compute(self, functions: Iterable[int], index: int) -> bool:
         """Whether one of these functions computes a statistic, by its name."""
         words = _COMPUTE.get([*Statistic][index], set())
@@ -263,15 +271,15 @@ _OF_CLASS = {"forward", "backward", "apply", "symbolic"}
 PARAMETERS = {"param", "params"}
 REDRAWING = {"rng", "checkpoint", "checkpointed", "recompute"}
 """Words in the names of functions that recompute, or keep random states for that."""
-EVERYWHERE = {"decoder", "layers", "model", "weight", "bias"}
+EVERYWHERE = {"decoder", "layers", "model", "weight", "bias", "grad"}
 
 WORDS: dict[object, str] = {
     Lack.UNFILLED: "copy grads",
     Lack.LEFT_OUT: "filter grads duplicate shared",
     Kind.MAIN_GRAD: "grad grads gradient gradients",
-    Kind.GRAD_NORM: "norm grad",
+    Kind.GRAD_NORM: "norm",
     Kind.GRAD_OUTPUT: "grad gradient gradients",
-    Kind.GRAD_INPUT: "grad gradient gradients",
+    Kind.GRAD_INPUT: "grad gradient gradients checkpoint",
     Kind.LOSS: "loss",
     Kind.PARAM: "param params sync gather",
     Kind.PARAM_DELTA: "step param params",

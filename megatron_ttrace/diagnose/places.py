@@ -460,7 +460,7 @@ class _Judge:
             if could and function.part is Phase.GRADIENTS and not ran[number]:
                 silent[number] = None
         for number in silent:
-            self._suspects.add(number, Clue.SILENT, 1.5)
+            self._suspects.is_silent(number)
 
     def _marks(self) -> None:
         """For what marks a parameter whose gradient is wrong, or selects parameters by marks."""

@@ -101,6 +101,13 @@ class Suspects:
         clues = self.clues[function]
         clues[clue] = max(points, clues.get(clue, 0.0))
 
+    def is_silent(self, function: int) -> None:
+        """It communicates by its name, but did not: perhaps it was called wrongly."""
+        self.add(function, Clue.SILENT, 1.5)
+        for user in self.weights.keys() & {*self._code.users(function)}:
+            self._take([user], 1.0)
+            self.add(user, Clue.CALLS, 1.2)
+
     def choosing(self) -> Iterator[int]:
         """What names marks where parameters are divided among optimizers, or left out of a sum."""
         code, step = self._code, ("", Phase.OPTIMIZER)
@@ -270,6 +277,8 @@ class Suspects:
         self._ran(self.module, _F, 1.0 if forward else 0.6)
         # A wrong scale makes a wrong share, which would have been found.
         self._set_for(self.module, 0.9 if self._finding else 0.3)
+        # It is computed from what was recomputed, if anything was.
+        self._named({"checkpoint"}, 1.0 * (self._finding is None), built=False)
 
     def _share(self, finding: LossShare) -> None:
         """What computes a loss beside the module's output, and what scales its gradient."""
@@ -302,6 +311,9 @@ class Suspects:
         self._ran(self._owner, _F, 0.3)
         for part in (Phase.SCHEDULE, Phase.SCRIPT):
             self._part(part, 0.3 if few else 0.6)
+        if not self._sources.finalize:
+            # A loop of the user's own has to reduce them.
+            self._part(Phase.SCRIPT, 1.0)
         # Gradients of weights may be computed after the backward pass.
         self._named({"dw", "wgrad"}, 0.8, built=False)
         self._built(self._owner, 0.8 if few else 0.4)

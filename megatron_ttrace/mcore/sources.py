@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import functools
 import importlib.util
 import inspect
@@ -241,6 +242,8 @@ _UNRELATED = ("training", "call_super_init", "dump_patches")
 """Attributes of every module of PyTorch's."""
 _UNMARKED = {"allreduce": True, "use_muon": True}
 """What Megatron takes a mark for where it is not set, if not for false."""
+_NO_PARAMETERS = ("self", "config", "args")
+"""Names of what has options, some of which are called like marks."""
 
 
 def marks_of(parameter: Any) -> tuple[str, ...]:
@@ -281,12 +284,25 @@ def function_of(code: CodeType) -> Function:
         or any(not _SCALING.isdisjoint(name.split("_")) for name in code.co_names),
         moves=not _MOVING.isdisjoint(code.co_names),
         loops=_FOR_ITER in operations,
-        marks=tuple(mark for mark in MARKS if mark in {*strings, *keywords, *code.co_names}),
+        marks=tuple(mark for mark in MARKS if mark in {*strings, *keywords, *_attributes(code)}),
         axes=tuple(axis for axis in _AXES if axis in axes),
         strings=tuple(dict.fromkeys(strings)) if is_megatrons else (),
         sets=tuple(name for name in sorted(local) if _FACTOR.search(name)),
         factors=tuple(dict.fromkeys(name for name in names if _FACTOR.search(name))),
     )
+
+
+def _attributes(code: CodeType) -> set[str]:
+    """Names of attributes that a function uses, but a module's own, and options of a job."""
+    if {*code.co_names}.isdisjoint(MARKS):
+        return set()
+    used, owner = set(), None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_ATTR", "STORE_ATTR") and owner not in _NO_PARAMETERS:
+            used.add(instruction.argval)
+        several = instruction.argval if isinstance(instruction.argval, tuple) else ()
+        owner = several[-1] if several else instruction.argval
+    return used
 
 
 @functools.cache

@@ -20,6 +20,7 @@ class Clue(StrEnum):
     REPLACES = "replaces"
     OWN = "own"
     SILENT = "silent"
+    CALLS = "calls"
     MARKS = "marks"
     PASSES = "passes"
     SETS = "sets"

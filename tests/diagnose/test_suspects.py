@@ -79,7 +79,9 @@ def weights(failure: Judged, finding: Finding | None = None, **more: Any) -> dic
         # What contains a module of another package gave it its sizes.
         (wrong(Kind.OUTPUT, NORM), "Model.__init__", ""),
         (
-            *(wrong(Kind.GRAD_INPUT, LINEAR), "Product.backward reduce Product.forward run"),
+            wrong(Kind.GRAD_INPUT, LINEAR),
+            # It is computed from what was recomputed.
+            "Product.backward reduce Product.forward run checkpoint",
             "Norm.forward Linear.backward_dw",
         ),
         (wrong(Kind.GRAD_OUTPUT, ROOT), "run scale_loss", "step"),
@@ -285,3 +287,30 @@ def test_a_number_that_a_module_was_built_with(kind: Kind) -> None:
     diagnosis = diagnosed(failure, Explanation(observed=setting))
     first = Places(record(), [failure]).of(diagnosis).why.places[0]
     assert (first.function, first.clue) == ("Linear.__init__", Clue.BUILT)
+
+
+@pytest.mark.parametrize(("finalize", "weight"), [("", 1.0), (where("finalize"), 0.6)])
+def test_a_loop_that_reduces_gradients_itself(finalize: str, weight: float) -> None:
+    """Its own code is as likely as Megatron's, which nothing calls unless it does."""
+    known = record()
+    known = dataclasses.replace(
+        known, sources=dataclasses.replace(known.sources, finalize=finalize)
+    )
+    assert weights(wrong(Kind.MAIN_GRAD), ledger=known)["get_batch"] == weight
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_what_uses_a_silent_function(is_apart: bool) -> None:
+    """What calls an autograd function from another file may use the wrong one."""
+    known = record()
+    calls = known.sources.calls
+    functions = tuple(
+        dataclasses.replace(f, file="n.py") if is_apart and "Product" in f.name else f
+        for f in calls.functions
+    )
+    calls = dataclasses.replace(calls, functions=functions)
+    known = dataclasses.replace(known, sources=dataclasses.replace(known.sources, calls=calls))
+    found = suspects(wrong(Kind.GRAD_INPUT, LINEAR), ledger=known)
+    found.is_silent(NAMES.index("Product.backward"))
+    users = {NAMES[number] for number, clues in found.clues.items() if Clue.CALLS in clues}
+    assert users == ({"Linear.forward"} if is_apart else set())

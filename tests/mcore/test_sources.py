@@ -246,6 +246,20 @@ def test_marks_in_a_list() -> None:
     assert sources.function_of(copy.__code__).marks == ("sequence_parallel", "shared")
 
 
+def test_options_are_no_marks() -> None:
+    """A module has an option of the same name; its parameter has the mark."""
+
+    def options(self: Any, config: Any) -> Any:
+        self.sequence_parallel = config.sequence_parallel
+        return self.config.sequence_parallel and self.sequence_parallel
+
+    def mark(self: Any) -> Any:
+        self.weight.sequence_parallel = self.config.sequence_parallel
+
+    assert sources.function_of(options.__code__).marks == ()
+    assert sources.function_of(mark.__code__).marks == ("sequence_parallel",)
+
+
 @pytest.mark.parametrize(
     ("attributes", "marks"),
     [({}, ()), ({"allreduce": True}, ()), ({"allreduce": False}, ("allreduce",))],
