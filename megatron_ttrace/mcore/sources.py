@@ -293,9 +293,12 @@ def function_of(code: CodeType) -> Function:
 
 
 def _attributes(code: CodeType) -> set[str]:
-    """Names of attributes that a function uses, but a module's own, and options of a job."""
-    if {*code.co_names}.isdisjoint(MARKS):
-        return set()
+    """Names of attributes that a function uses, but a module's own, and options of a job.
+
+    Constructors mark parameters by such options.
+    """
+    if code.co_name == "__init__" or {*code.co_names}.isdisjoint(MARKS):
+        return {*code.co_names}
     used, owner = set(), None
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_ATTR", "STORE_ATTR") and owner not in _NO_PARAMETERS:

@@ -257,6 +257,8 @@ def test_options_are_no_marks() -> None:
         self.weight.sequence_parallel = self.config.sequence_parallel
 
     assert sources.function_of(options.__code__).marks == ()
+    constructor = options.__code__.replace(co_name="__init__")
+    assert sources.function_of(constructor).marks == ("sequence_parallel",)
     assert sources.function_of(mark.__code__).marks == ("sequence_parallel",)
 
 
