@@ -93,7 +93,8 @@ class Suspects:
         self._find()
         if (anchor := code.number(anchor_of(self._sources, verdict))) is not None:
             self._take([anchor], self.weights.get(anchor, 0.8))
-            clue = Clue.BUILT if verdict.direction is Direction.START else Clue.RAN
+            built = verdict.kind in OF_PARAMETERS and verdict.direction is Direction.START
+            clue = Clue.BUILT if built else Clue.RAN
             self.add(anchor, clue, 0.3 * (verdict.direction is not Direction.GRADIENT))
 
     def add(self, function: int, clue: Clue, points: float) -> None:
@@ -309,11 +310,10 @@ class Suspects:
         self._part(Phase.OPTIMIZER, 0.0, 0.6 if few else 0.3)
         self._ran(self._owner, _B, 1.0 if few else 0.7)
         self._ran(self._owner, _F, 0.3)
-        for part in (Phase.SCHEDULE, Phase.SCRIPT):
-            self._part(part, 0.3 if few else 0.6)
-        if not self._sources.finalize:
-            # A loop of the user's own has to reduce them.
-            self._part(Phase.SCRIPT, 1.0)
+        weight = 0.3 if few else 0.6
+        self._part(Phase.SCHEDULE, weight)
+        # A loop of the user's own has to reduce them.
+        self._part(Phase.SCRIPT, weight if self._sources.finalize else 1.0)
         # Gradients of weights may be computed after the backward pass.
         self._named({"dw", "wgrad"}, 0.8, built=False)
         self._built(self._owner, 0.8 if few else 0.4)

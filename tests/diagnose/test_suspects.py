@@ -33,6 +33,7 @@ from tests.diagnose.ran_by_hand import (
     CODES,
     FUNCTIONS,
     LINEAR,
+    MODEL,
     NORM,
     WEIGHT,
     large,
@@ -287,6 +288,24 @@ def test_a_number_that_a_module_was_built_with(kind: Kind) -> None:
     diagnosis = diagnosed(failure, Explanation(observed=setting))
     first = Places(record(), [failure]).of(diagnosis).why.places[0]
     assert (first.function, first.clue) == ("Linear.__init__", Clue.BUILT)
+
+
+@pytest.mark.parametrize(
+    ("failure", "clue"),
+    [
+        (wrong(Kind.TOKENS, "tokens"), Clue.RAN),
+        (wrong(Kind.PARAM, f"{MODEL}.weight"), Clue.BUILT),
+    ],
+)
+def test_what_built_it(failure: Judged, clue: Clue) -> None:
+    """Data are read, by a function that ran."""
+    known, code = record(), where("loss_func")
+    built = tuple(dataclasses.replace(c, built=code) for c in known.sources.codes)
+    known = dataclasses.replace(
+        known, sources=dataclasses.replace(known.sources, step=code, codes=built)
+    )
+    clues = suspects(failure, ledger=known).clues[NAMES.index("loss_func")]
+    assert {Clue.RAN, Clue.BUILT} & {*clues} == {clue}
 
 
 @pytest.mark.parametrize(("finalize", "weight"), [("", 1.0), (where("finalize"), 0.6)])
