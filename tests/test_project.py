@@ -307,7 +307,7 @@ def test_an_old_python_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -
     assert requires == ">=3.12"
 
 
-LINES = {"megatron_ttrace": 66_911, "tests": 67_498}
+LINES = {"megatron_ttrace": 66_928, "tests": 67_498}
 """Lines of Python. They only fall; a feature that raises one says so in its commit."""
 
 

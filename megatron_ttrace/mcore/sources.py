@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import dis
 import functools
 import importlib.util
 import inspect
@@ -231,6 +230,15 @@ _FACTOR = re.compile(r"scal|factor|coeff")
 """In the names of factors."""
 _MOVING = frozenset(("copy_", "zero_", "fill_", "clone"))
 _BINARY_OP, _FOR_ITER = opcode.opmap["BINARY_OP"], opcode.opmap["FOR_ITER"]
+_CACHE, _EXTENDED_ARG = opcode.opmap["CACHE"], opcode.opmap["EXTENDED_ARG"]
+_ATTRIBUTES = {opcode.opmap["LOAD_ATTR"]: 1, opcode.opmap["STORE_ATTR"]: 0}
+"""Operations on attributes, and what their operands have below the number of the name."""
+_VARIABLES = {
+    number: 15 if name.count("_FAST") > 1 else -1
+    for name, number in opcode.opmap.items()
+    if name == "LOAD_DEREF" or re.search(r"LOAD_FAST(_BORROW|_CHECK)?$", name)
+}
+"""Operations that load a variable last, and the bits of their operands that number it."""
 _PRODUCTS = frozenset(
     number
     for number, (_, sign) in enumerate(getattr(opcode, "_nb_ops", ()))
@@ -295,16 +303,25 @@ def function_of(code: CodeType) -> Function:
 def _attributes(code: CodeType) -> set[str]:
     """Names of attributes that a function uses, but a module's own, and options of a job.
 
-    Constructors mark parameters by such options.
+    Constructors mark parameters by such options. ``dis`` takes a second for a step's functions.
     """
     if code.co_name == "__init__" or {*code.co_names}.isdisjoint(MARKS):
         return {*code.co_names}
-    used, owner = set(), None
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_ATTR", "STORE_ATTR") and owner not in _NO_PARAMETERS:
-            used.add(instruction.argval)
-        several = instruction.argval if isinstance(instruction.argval, tuple) else ()
-        owner = several[-1] if several else instruction.argval
+    cells = [name for name in code.co_cellvars if name not in code.co_varnames]
+    variables = *code.co_varnames, *cells, *code.co_freevars
+    used, owner, high = set(), "", 0
+    for operation, low in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        operand = high | low
+        high = operand << 8 if operation == _EXTENDED_ARG else 0
+        if operation in _ATTRIBUTES:
+            name = code.co_names[operand >> _ATTRIBUTES[operation]]
+            if owner not in _NO_PARAMETERS:
+                used.add(name)
+            owner = name
+        elif operation in _VARIABLES:
+            owner = variables[operand & _VARIABLES[operation]]
+        elif operation not in (_CACHE, _EXTENDED_ARG):
+            owner = ""
     return used
 
 
