@@ -123,6 +123,12 @@ def white_space(path: str, text: str) -> Iterator[str]:
             yield f"line {number}: indented by a tab"
 
 
+def no_pickle(path: str, text: str) -> Iterator[str]:
+    """Nothing asks numpy for pickles; ruff bans modules and functions (pyproject.toml)."""
+    if path.startswith(("megatron_ttrace/", "launch/")) and "allow_pickle" in text:
+        yield "allow_pickle"
+
+
 LONG = "# SPDX-License-Identifier: Apache-2.0\n" + "x = 1\n" * MAX_LINES
 BROKEN: list[tuple[Rule, str, str]] = [
     (top_level, "notes.txt", ""),
@@ -139,6 +145,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (white_space, "a.py", "x = 1\n\n"),
     (white_space, "a.py", "if x:\n\ty = 1\n"),
     (white_space, "a.py", "x = 1\r\n"),
+    (no_pickle, "launch/a.py", "numpy.load(path, allow_pickle=True)\n"),
 ]
 FINE: list[tuple[Rule, str, str]] = [
     (top_level, "docs/deep/a.md", ""),
@@ -307,7 +314,7 @@ def test_an_old_python_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -
     assert requires == ">=3.12"
 
 
-LINES = {"megatron_ttrace": 66_928, "tests": 67_498}
+LINES = {"megatron_ttrace": 66_932, "tests": 67_505}
 """Lines of Python. They only fall; a feature that raises one says so in its commit."""
 
 

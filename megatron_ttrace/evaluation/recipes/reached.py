@@ -9,6 +9,7 @@ only if its file is undamaged and was made with this checker, and it has the dig
 files as they are computed now. Then a check of that commit would run the same code.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -127,7 +128,10 @@ def is_complete(ran: Files) -> bool:
 
 @functools.cache
 def _environment() -> str:
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "numpy")]
+    versions = []
+    for name in ("torch", "numpy"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
     checksum = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         checksum.update(path.read_bytes())
