@@ -184,7 +184,7 @@ def _show(rows: Sequence[BugRow], seconds: float) -> None:
 
 def _looked(rows: Sequence[BugRow]) -> str:
     """How often the report names the changed code as the place to look at."""
-    places = [row.looked for row in rows if row.looked is not None]
+    places = [place for row in rows if (place := row.looked) is not None]
     first, three = (
         f"{sum(getattr(place, f'file_{where}') for place in places)} in the right file, "
         f"{sum(getattr(place, f'function_{where}') for place in places)} in the right function"

@@ -168,7 +168,7 @@ def _since_wheel(
     paths = {
         f"{prefix}{path.relative_to(folder).as_posix()}": path
         for prefix, folder in tree.items()
-        for path in sorted(folder.rglob("*.py"))
+        for path in provenance.python_files(folder)
     }
     contents = {name: path.read_bytes() for name, path in paths.items()}
     differing = [name for name in contents if _recorded(contents[name]) != recorded.get(name)]

@@ -59,6 +59,11 @@ def megatron_folder() -> str:
 
 
 @functools.cache
+def _checkout() -> str:
+    return str(Path(megatron_folder()).parent) + os.sep
+
+
+@functools.cache
 def in_megatron(file: str) -> bool:
     """Whether a source file is one of Megatron's."""
     folder = megatron_folder()
@@ -276,23 +281,24 @@ def function_of(code: CodeType) -> Function:
     local = {*code.co_varnames[arguments:], *code.co_cellvars} - {*code.co_varnames[:arguments]}
     operations, operands = code.co_code[::2], code.co_code[1::2]
     is_megatrons = in_megatron(code.co_filename)
-    checkout = str(Path(megatron_folder()).parent) + os.sep
     names += [*strings, *keywords] if is_megatrons else []
+    mentioned = {*strings, *keywords, *_attributes(code)}
     return Function(
         file=relative(code.co_filename),
         line=code.co_firstlineno,
         name=code.co_qualname.replace(".<locals>", ""),
         part=part_of(code.co_filename),
-        own=of_script(code.co_filename) and not code.co_filename.startswith(checkout),
+        own=of_script(code.co_filename) and not code.co_filename.startswith(_checkout()),
         size=len(code.co_code),
         scales=any(
-            operation == _BINARY_OP and operand in _PRODUCTS
+            operand in _PRODUCTS
             for operation, operand in zip(operations, operands, strict=True)
+            if operation == _BINARY_OP
         )
         or any(not _SCALING.isdisjoint(name.split("_")) for name in code.co_names),
         moves=not _MOVING.isdisjoint(code.co_names),
         loops=_FOR_ITER in operations,
-        marks=tuple(mark for mark in MARKS if mark in {*strings, *keywords, *_attributes(code)}),
+        marks=tuple(mark for mark in MARKS if mark in mentioned),
         axes=tuple(axis for axis in _AXES if axis in axes),
         strings=tuple(dict.fromkeys(strings)) if is_megatrons else (),
         sets=tuple(name for name in sorted(local) if _FACTOR.search(name)),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ttrace import report
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import forkserver, signals, tether
@@ -90,6 +91,8 @@ class Runner:
         self._environment = {"TTRACE_CACHE": str((directory / "references").resolve())}
         self._device = split(flags)[0].device
         self.forks = jobs.prepare(self._device, self.script)
+        if self.forks:
+            report.prepare(wandb=False)
 
     def job(self, case: Case) -> jobs.Job:
         """The job of a case.
