@@ -57,6 +57,9 @@ class Sink(ExpertSink, Protocol):
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
         """``place`` is the same tensor that was handed over before as ``first``."""
 
+    def recomputed(self, place: Place, data: torch.Tensor) -> None:
+        """What was handed over before as ``place`` was computed once more."""
+
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         """Values to replace ``data`` with, after it was handed over; ``None`` to keep it."""
 
@@ -261,6 +264,7 @@ class ModuleTap:
         recomputing, tensor = is_recomputing(), state.views.get(tensor, tensor)
         place: Place = (self._microbatches[state.current], kind, name, index)
         seen = state.seen_again if recomputing else state.seen
+        runs: list[Place] = []
         if not recomputing or torch.is_grad_enabled():
             # A module that runs twice in one microbatch: later runs get names of their own, also
             # where they are recomputed. A pass without gradients may be before the one with them.
@@ -279,6 +283,8 @@ class ModuleTap:
                 self._sink.repeat(known.places[0], place, tensor)
             else:
                 self._sink.tensor((place,), tensor)
+        elif place in runs and torch.is_grad_enabled():
+            self._sink.recomputed(place, tensor)
         if known is not None and known.node is tensor.grad_fn:
             known.places.append(place)
         else:

@@ -25,7 +25,7 @@ from megatron_ttrace.diagnose.origins import (
 )
 from megatron_ttrace.diagnose.start import loaded
 from megatron_ttrace.trace.counted import HyperparametersIndex, Statistic
-from megatron_ttrace.trace.findings import Explanation
+from megatron_ttrace.trace.findings import Explanation, Note, Remark
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.modules import is_within, module_of
 from megatron_ttrace.trace.outcomes import Grounds
@@ -138,7 +138,7 @@ def _one_per_module(
                 direction=direction,
                 grounds=grounds,
                 verdict=verdict,
-                before=before,
+                before=None if Note(Remark.RECOMPUTED) in verdict.notes else before,
                 alike=alike,
                 shared=tuple(other.module for other in shared),
                 why=why,

@@ -36,6 +36,7 @@ from megatron_ttrace.trace.findings import (
     Finding,
     LossShare,
     Miscounted,
+    Note,
     OtherSetting,
     Remark,
     Rounded,
@@ -119,6 +120,8 @@ class Explainer:
             return Explanation(Rounded(Cause.PRECISION, dtype=dtype, own=True))
         if key.kind is Kind.PRECISION:
             return Explanation(Finding(Cause.PRECISION))
+        if Note(Remark.RECOMPUTED) in verdict.notes:
+            return Explanation(Finding(Cause.RECOMPUTED))
         if verdict.verdict is Outcome.SHAPE and start.is_start(key):
             return Explanation(self._divided(key))
         if verdict.verdict not in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT, Outcome.NONFINITE):

@@ -30,14 +30,7 @@ from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Misc
 from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.modules import around, module_of
 from megatron_ttrace.trace.places import Clue
-from megatron_ttrace.trace.records import (
-    MOMENTS,
-    ROOT,
-    Direction,
-    DropoutIndex,
-    Kind,
-    Outcome,
-)
+from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, DropoutIndex, Kind, Outcome
 
 OF_PARAMETERS = {
     *(Kind.INITIAL, Kind.LOADED, Kind.PARAM, Kind.MAIN_GRAD, Kind.COUNTED, Kind.BUFFER),
@@ -53,6 +46,7 @@ _SETS = (2.5, 3.0)
 _DEEPER, _FARTHER = 0.9, 0.85
 """Weights by the number of calls from a constructor, and of modules around it."""
 _F, _B, _G = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENTS
+_STEP = frozenset(Phase) - {Phase.CONSTRUCTION}
 
 
 class Suspects:
@@ -94,8 +88,8 @@ class Suspects:
         if (anchor := code.number(anchor_of(self._sources, verdict))) is not None:
             self._take([anchor], self.weights.get(anchor, 0.8))
             built = verdict.kind in OF_PARAMETERS and verdict.direction is Direction.START
-            clue = Clue.BUILT if built else Clue.RAN
-            self.add(anchor, clue, 0.3 * (verdict.direction is not Direction.GRADIENT))
+            points = 0.3 * (verdict.direction is not Direction.GRADIENT)
+            self.add(anchor, Clue.BUILT if built else Clue.RAN, points)
 
     def add(self, function: int, clue: Clue, points: float) -> None:
         """Let a clue speak for a function with at least so many points."""
@@ -141,7 +135,8 @@ class Suspects:
             Direction.UPDATE: self._update,
         }
         of_result = by_kind.get(kind, by_direction[direction])
-        (self._input if arrives(self._verdict) else of_result)()
+        find = self._input if arrives(self._verdict) else of_result
+        (self._precision if self._cause is Cause.RECOMPUTED else find)()
         if isinstance(self._finding, OtherSetting):
             # The module's own constructor, and the next one around it.
             module = self._finding.module
@@ -196,11 +191,13 @@ class Suspects:
         if verdict.kind in (Kind.INITIAL, Kind.MAIN_GRAD):
             self._take((n for n in self._code.at[BUILDING] if functions[n].own), 1.0)
 
-    def _named(self, words: set[str], weight: float, *, built: bool = True) -> None:
-        """What reads data, or recomputes, by its name; also what ran before the step, if built."""
+    def _named(
+        self, words: set[str], weight: float, phases: Collection[Phase] = frozenset(Phase)
+    ) -> None:
+        """What reads data, or recomputes, by its name, and ran in these parts of the step."""
         functions = self._code.functions
         for context, ran in self._code.at.items():
-            if context == BUILDING and not built:
+            if context[1] not in phases:
                 continue
             named = ((number, {*tokens(functions[number].name)}) for number in ran)
             # Data parallelism reads no data.
@@ -212,7 +209,7 @@ class Suspects:
             # The data pass: what divides a batch among ranks, and sends it.
             self._part(Phase.SCHEDULE, 1.0)
             self._part(Phase.SCRIPT, 1.0)
-            self._named(DIVIDING, 0.8, built=False)
+            self._named(DIVIDING, 0.8, _STEP)
             self._less_likely(lambda first, model: first > model)
             return
         self._ran(self._container(), _F, 1.0)
@@ -279,7 +276,7 @@ class Suspects:
         # A wrong scale makes a wrong share, which would have been found.
         self._set_for(self.module, 0.9 if self._finding else 0.3)
         # It is computed from what was recomputed, if anything was.
-        self._named({"checkpoint"}, 1.0 * (self._finding is None), built=False)
+        self._named({"checkpoint"}, 1.0 * (self._finding is None), (_F, _B))
 
     def _share(self, finding: LossShare) -> None:
         """What computes a loss beside the module's output, and what scales its gradient."""
@@ -304,19 +301,18 @@ class Suspects:
             self._part(_G, 0.3, 1.0)
             return
         # If most are right, it is less likely what reduces all of them.
-        few = self.few
-        self._part(_G, 0.6 if few else 1.0, 0.6)
+        self._part(_G, 0.6 if self.few else 1.0, 0.6)
         # Optimizers lay out the buffers of gradients.
-        self._part(Phase.OPTIMIZER, 0.0, 0.6 if few else 0.3)
-        self._ran(self._owner, _B, 1.0 if few else 0.7)
+        self._part(Phase.OPTIMIZER, 0.0, 0.6 if self.few else 0.3)
+        self._ran(self._owner, _B, 1.0 if self.few else 0.7)
         self._ran(self._owner, _F, 0.3)
-        weight = 0.3 if few else 0.6
+        weight = 0.3 if self.few else 0.6
         self._part(Phase.SCHEDULE, weight)
         # A loop of the user's own has to reduce them.
         self._part(Phase.SCRIPT, weight if self._sources.finalize else 1.0)
         # Gradients of weights may be computed after the backward pass.
-        self._named({"dw", "wgrad"}, 0.8, built=False)
-        self._built(self._owner, 0.8 if few else 0.4)
+        self._named({"dw", "wgrad"}, 0.8, _STEP)
+        self._built(self._owner, 0.8 if self.few else 0.4)
 
     def _statistic(self) -> None:
         verdict, finding = self._verdict, self._finding
@@ -352,7 +348,7 @@ class Suspects:
 
     def _precision(self) -> None:
         """A context around its forward pass, or around what recomputes that."""
-        self._named({"fp8", "checkpoint", "checkpointed"}, 0.8, built=False)
+        self._named({"fp8", "checkpoint", "checkpointed", "recompute"}, 0.8, (_F, _B))
         for outer in around(self.module):
             self._take(self._ran_in(outer, _F), 0.7)
 

@@ -52,6 +52,7 @@ class Cause(StrEnum):
     SETTING = "setting"
     CUT_OFF = "cut_off"
     FROZEN = "frozen"
+    RECOMPUTED = "recomputed"
 
 
 class Remark(StrEnum):
@@ -90,6 +91,7 @@ class Remark(StrEnum):
     PARTIAL = "partial"
     UNUSED = "unused"
     CUT_OFF = "cut_off"
+    RECOMPUTED = "recomputed"
 
 
 class Sample(NamedTuple):
@@ -103,8 +105,7 @@ class Sample(NamedTuple):
 class Note:
     """A remark on a tensor beside its outcome.
 
-    ``value`` was counted or measured, and is to be compared with ``limit``; ``text`` is a name, or
-    an error's message; ``samples`` are the candidate's and the reference's.
+    ``value`` is to be compared with ``limit``; ``text``: a name, a message; ``samples``: both runs'.
     """
 
     what: Remark | Reason

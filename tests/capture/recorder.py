@@ -21,6 +21,7 @@ class Recorder:
         self.repeats: dict[Place, Place] = {}
         self.placements: dict[Place, tuple[tuple[int, ...], str]] = {}
         self.instead: dict[Place, torch.Tensor] = {}
+        self.again: dict[Place, torch.Tensor] = {}
         self.fail_on: str | None = None
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
@@ -37,6 +38,9 @@ class Recorder:
         assert self.instead or torch.equal(self.values[first], data)
         self.repeats[place] = first
         self.values[place] = data.detach().clone()
+
+    def recomputed(self, place: Place, data: torch.Tensor) -> None:
+        self.again[place] = data.detach().clone()
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         found = self.instead.get(place)

@@ -183,6 +183,20 @@ def test_a_repeated_name_is_not_measured_again(reference, tensors, monkeypatch):
     assert sink.measured[1] == dataclasses.replace(sink.measured[0], key=key(NEXT))
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize("again", [0.0, 1.0])
+def test_what_is_recomputed_is_compared_too(reference, tensors, is_wrong, again):
+    """It stands for what was right before; an error of the forward pass is the earlier one."""
+    sink = CompareSink(reference, 1, layout(), tolerances=tolerances_of(reference))
+    sink.tensor((OUT,), tensors[OUT] + 2 * is_wrong)
+    sink.recomputed(OUT, tensors[OUT] + again)
+    sink.recomputed(STRANGER, tensors[OUT])
+    [found] = sink.measured
+    notes = [Note(Remark.RECOMPUTED)] if again and not is_wrong else []
+    assert [note for note in [found.note] if note] == notes
+    assert fails(found.sums, tolerances_of(reference), found.key) == bool(is_wrong or again)
+
+
 def test_a_repeated_name_of_another_tensor(reference, tensors):
     """What is one tensor here and two there is compared twice; so is what is not there."""
     sink = CompareSink(reference, 1, layout())

@@ -247,6 +247,12 @@ def test_a_parameter_that_only_the_candidate_freezes(tmp_path: Path, is_updated:
     assert explainer.explain(verdict).finding == (None if is_updated else Finding(Cause.FROZEN))
 
 
+def test_a_recomputation_of_other_values(made: tuple[Explainer, Path]) -> None:
+    """That it was right in the forward pass is the cause, whatever else would fit."""
+    verdict = dataclasses.replace(failed(keys()[0]), notes=(Note(Remark.RECOMPUTED),))
+    assert made[0].explain(verdict).finding == Finding(Cause.RECOMPUTED)
+
+
 def test_a_mask_that_only_the_candidate_recomputes(
     made: tuple[Explainer, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,17 @@ def test_noise_of_no_seed(tmp_path):
     assert "decoder.layers.1.mlp output" in notice
 
 
+def test_what_is_recomputed(tmp_path):
+    """It is compared, too: not its gradients are wrong first."""
+    checked = check(tmp_path, *TP, *RECOMPUTED, code=1, mistake="recompute_other_input")
+    (culprit,) = checked.summary.culprits
+    assert (culprit.name, culprit.kind) == ("decoder.layers.0", Kind.INPUT)
+    assert culprit.cause is Cause.RECOMPUTED
+    functions = [one.function for one in culprit.places]
+    assert functions[0] == "recompute_other_input"
+    assert "checkpointed_forward" in functions
+
+
 # --- in what is counted and logged --------------------------------------------------------------
 
 
