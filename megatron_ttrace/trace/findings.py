@@ -105,7 +105,7 @@ class Sample(NamedTuple):
 class Note:
     """A remark on a tensor beside its outcome.
 
-    ``value`` is to be compared with ``limit``; ``text``: a name, a message; ``samples``: both runs'.
+    ``value`` is to be compared with ``limit``; ``text``: a name, a message; ``samples``: of both.
     """
 
     what: Remark | Reason
