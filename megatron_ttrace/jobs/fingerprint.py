@@ -47,6 +47,8 @@ _HARMLESS_PREFIXES = tuple(
 )
 """Of options of Megatron's: a fork's may mean anything."""
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
+_READS = re.compile(rb"(?:getenv\(|environ(?:\.\w+)?[\[(])\s*[\"'](\w+)[\"']")
+"""The name of an environment variable in a line that reads it."""
 _LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
 """What is computed only if it is logged is compared if it is."""
 _DERIVED = frozenset(
@@ -74,6 +76,8 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
         for name, value in sorted(derived.items())
         if not _is_harmless(name) and name not in SINGLE_DEVICE and name not in QUIET
     }
+    variables: set[str] = set()
+    digests = code(Path(argv.script()), variables)
     return {
         "arguments": arguments,
         "ttrace": {
@@ -88,8 +92,8 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             DEALT_TO: samples.dealt_to(args),
         },
         "data": _data(args),
-        "environment": provenance.numeric_environment(),
-        "code": code(Path(argv.script())),
+        "environment": provenance.numeric_environment(variables),
+        "code": digests,
         "versions": provenance.installed(),
         _TOLD: {"megatron": str(_folder_of("megatron.core").parent)},
     }
@@ -103,17 +107,19 @@ def _is_harmless(name: str) -> bool:
     return known or name in _HARMLESS or name.startswith("ttrace")
 
 
-def code(script: Path) -> dict[str, str]:
+def code(script: Path, variables: set[str] | None = None) -> dict[str, str]:
     """Digests of a script, of what else it imported that is not installed, of Megatron and of us.
 
-    Megatron is what this process has imported, or would import.
+    Megatron is what this process has imported, or would import. The environment variables that this
+    code reads, but ours, are added to ``variables``.
     """
+    reads = set() if variables is None else variables
     packages = dict.fromkeys((*scripts.MEGATRON, *scripts.imported()))
     return {
-        "script": _content({script.name: script}),
-        "modules beside the script": _content(_beside(script)),
-        "megatron_ttrace": _tree(Path(__file__).parents[1]),
-        **{name: _tree(_folder_of(name)) for name in packages},
+        "script": _content({script.name: script}, reads),
+        "modules beside the script": _content(_beside(script), reads),
+        "megatron_ttrace": _tree(Path(__file__).parents[1], set()),
+        **{name: _tree(_folder_of(name), reads) for name in packages},
     }
 
 
@@ -198,13 +204,18 @@ def _data(args: MegatronArguments) -> dict[str, Any]:
     return stamps
 
 
-def _content(files: Mapping[str, Path]) -> str:
-    """A hash of files and of their names, which do not depend on where they are."""
+def _content(files: Mapping[str, Path], reads: set[str]) -> str:
+    """A hash of files and of their names, which do not depend on where they are.
+
+    The environment variables that they read are added to ``reads``.
+    """
     total = hashlib.sha256()
     for name, path in files.items():
         if path.is_file():
             content = path.read_bytes()
             total.update(f"{name}:{len(content)}:".encode(errors="surrogateescape") + content)
+            if b"environ" in content or b"getenv" in content:
+                reads.update(map(bytes.decode, _READS.findall(content)))
     return total.hexdigest()[:16]
 
 
@@ -213,10 +224,10 @@ def _folder_of(package: str) -> Path:
     return Path(file).parent
 
 
-def _tree(folder: Path) -> str:
+def _tree(folder: Path, reads: set[str]) -> str:
     """A hash of a package's Python files; Megatron's core has about 8 MB of them."""
     files = provenance.python_files(folder)
-    return _content({os.path.relpath(file, folder): file for file in files})
+    return _content({os.path.relpath(file, folder): file for file in files}, reads)
 
 
 def _beside(script: Path) -> dict[str, Path]:

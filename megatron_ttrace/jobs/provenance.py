@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from megatron_ttrace.jobs import argv
@@ -47,6 +47,16 @@ _NUMERIC_PREFIXES = (
     *("ATEN_", "CUBLAS", "CUDNN_", "DNNL_", "FLASH_", "MKL_", "NVTE_", "ONEDNN_"),
     *("TORCH_ALLOW_TF32", "TORCH_CUDNN_", "TORCHINDUCTOR_"),
 )
+
+_HARMLESS_NAMES = (
+    *("HOME", "HOSTNAME", "LD_LIBRARY_PATH", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "PATH"),
+    *("RANK", "USER", "WORLD_SIZE", "TMPDIR"),
+)
+_HARMLESS_PREFIXES = (
+    *("CUDA_", "GLOO_", "HF_", "MASTER_", "MEGATRON_LOGGING", "NCCL_", "NVSHMEM_", "OMPI_", "PMI_"),
+    *("OTEL_", "PYTORCH_", "SLURM_", "TORCHELASTIC_", "TORCH_", "UCC_", "UCX_", "WANDB_"),
+)
+"""Of ranks, communication, memory and logs."""
 
 _began = ""
 _environment: dict[str, str] = {}
@@ -118,10 +128,15 @@ def collect(args: MegatronArguments) -> Run:
     )
 
 
-def numeric_environment() -> dict[str, str]:
-    """Variables that can change numbers on a single device: values, or digests of them."""
+def numeric_environment(read: Collection[str] = ()) -> dict[str, str]:
+    """Variables that can change numbers on a single device: values, or digests of them.
+
+    So may those that are ``read``, but for a few.
+    """
     begin()
-    chosen = _chosen(_environment, _NUMERIC_NAMES, _NUMERIC_PREFIXES)
+    harmless = _chosen(_environment, _HARMLESS_NAMES, _HARMLESS_PREFIXES)
+    names = (*_NUMERIC_NAMES, *(name for name in read if name not in harmless))
+    chosen = _chosen(_environment, names, _NUMERIC_PREFIXES)
     shown = disclosure.environment(chosen)
     return {
         name: str(disclosure.identity(value, allowed=shown[name] != disclosure.HIDDEN))

@@ -115,7 +115,7 @@ def test_an_unreadable_order(tmp_path, text):
 def one_device(monkeypatch):
     """The device is asked for elsewhere."""
     monkeypatch.setattr(fingerprint, "_device", lambda: "cpu")
-    monkeypatch.setattr(fingerprint, "_tree", lambda folder: "")
+    monkeypatch.setattr(fingerprint, "_tree", lambda folder, _: "")
 
 
 def digest(settings=SETTINGS, **others):
@@ -262,8 +262,10 @@ def test_modules_on_the_path(tmp_path, monkeypatch, home, counts):
     monkeypatch.setattr(sys, "path", [*path, *sys.path])
     script = tmp_path / "job" / "train.py"
     before = fingerprint.code(script)
-    file.write_text("changed = True")
-    assert (fingerprint.code(script) != before) == counts
+    file.write_text("import os\nfast = os.environ.get('FORK_FAST') or os.getenv(\"FORK_QUICK\")")
+    variables: set[str] = set()
+    assert (fingerprint.code(script, variables) != before) == counts
+    assert variables.issuperset({"FORK_FAST", "FORK_QUICK"}) == counts
 
 
 def test_an_identity_tells_functions_apart() -> None:
