@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, flat, is_constant
-from megatron_ttrace.diagnose.scaling import constant_factor
+from megatron_ttrace.diagnose.evidence import Evidence, FailedPart, dot, flat, is_constant
+from megatron_ttrace.diagnose.scaling import constant_factor, tested
 from megatron_ttrace.diagnose.sources import by_microbatch, ids_by_row
 from megatron_ttrace.trace.findings import Cause, Finding, InPart, Span, WrongRows, WrongTokens
 from megatron_ttrace.trace.records import ROOT, Kind
@@ -72,14 +72,35 @@ def other_samples(evidence: Evidence) -> Finding | None:
     return Finding(Cause.SAMPLES) if evidence.holds(others) else None
 
 
-def dropped_rows(evidence: Evidence) -> WrongRows | None:
-    """Along some dim a minority of rows is zero. The repair: these rows."""
+def scaled_rows(evidence: Evidence) -> WrongRows | None:
+    """Along some dim a few rows are zero, or multiplied by a constant. The repair: these rows."""
     rows = _rows(evidence)
-    if rows is None or not rows.zero:
+    if rows is None:
         return None
-    zeroed = evidence.reference.float().clone()
-    zeroed.index_fill_(rows.at, torch.tensor(rows.indices), 0.0)
-    return rows if evidence.holds(zeroed) else None
+    at, right = torch.tensor(rows.indices), evidence.reference.float()
+    theirs = right.index_select(rows.at, at)
+    ours = _wrong(evidence, ())[1].index_select(rows.at, at)
+
+    distinct = len(theirs.abs().unique())
+
+    def repairs(ratio: float, fitted: int) -> bool:
+        other = right.index_copy(rows.at, at, ratio * theirs)
+        left = evidence.share(distinct - fitted, math.log2(2 * _LIKELY))
+        return all(
+            evidence.error(part, part.pieces, other)
+            <= min(evidence.limit(part), left * evidence.errors[part.rank])
+            for part in evidence.parts
+        )
+
+    cross, size = dot([([ours], [theirs])])
+    fault: Finding | None = None
+    if not ours.any():
+        fault = Finding(Cause.ZERO) if repairs(0.0, 0) else None
+    elif cross and size:
+        fault = tested(evidence, constant_factor(evidence, cross / size), repairs)
+    if fault is None:
+        return None
+    return dataclasses.replace(rows, cause=fault.cause, axes=fault.axes or rows.axes, fault=fault)
 
 
 def in_part(evidence: Evidence) -> InPart | None:
@@ -186,7 +207,7 @@ def _rows(evidence: Evidence) -> WrongRows | None:
     rows = []
     for dim, total in enumerate(evidence.reference.shape):
         others = tuple(d for d in range(evidence.reference.ndim) if d != dim)
-        wrong, values = _wrong(evidence, others)
+        wrong, _ = _wrong(evidence, others)
         indices = tuple(wrong.nonzero().reshape(-1).tolist())
         if 0 < len(indices) <= _MOST * total:
             slice_of = _slice_of(evidence, total, indices)
@@ -198,7 +219,6 @@ def _rows(evidence: Evidence) -> WrongRows | None:
                     at=dim,
                     indices=indices,
                     total=total,
-                    zero=not values.movedim(dim, 0)[wrong].any(),
                     slice_of=slice_of,
                 )
             )

@@ -57,7 +57,7 @@ CLOSING: tuple[Closing, ...] = (
     attention.blocks,
     region.token_ids,
     region.other_samples,
-    region.dropped_rows,
+    region.scaled_rows,
     region.in_part,
 )
 """Of repairs of the same size the first is reported."""
@@ -100,8 +100,8 @@ def free(finding: Finding) -> int:
             return 1 if finding.missing else 2
         case f.InPart():
             return 2 + free(finding.fault)
-        case f.WrongRows():
-            return 2
+        case f.WrongRows(fault=fault):
+            return 2 + (free(fault) if fault else 0)
         case f.LossTerm(fault=fault):
             return 1 + free(fault)
         case f.PartialSums() | f.Shift() | f.Transposed():

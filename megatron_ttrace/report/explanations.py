@@ -392,7 +392,10 @@ def _rows(finding: f.WrongRows) -> Text:
     share = len(finding.indices) / finding.total
     whose = ", the slice of {} {},".format(*finding.slice_of) if finding.slice_of else ""
     which = f"{finding.dim} {_ranges(finding.indices)} ({share:.0%}){whose}"
-    return f"{which} are {'zero' if finding.zero else 'wrong'}, the rest right", ""
+    if finding.fault is None or finding.cause is Cause.ZERO:
+        return f"{which} are {'zero' if finding.fault else 'wrong'}, the rest right", ""
+    text, hint = _rendered(finding.fault)
+    return f"in {which}: {text}; the rest is right", hint
 
 
 def _masks(finding: f.WrongMasks) -> Text:
@@ -474,4 +477,4 @@ def _ranges(indices: Sequence[int]) -> str:
     ranges = runs(indices)
     shown = [str(a) if a == b else f"{a}..{b}" for a, b in ranges[:3]]
     more = len(ranges) - 3
-    return ", ".join(shown) + (f" and {more} more ranges" if more > 0 else "")
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -389,13 +389,13 @@ class WrongTokens(Finding):
 
 
 class WrongRows(Finding):
-    """A minority of rows along dim ``at`` is wrong; ``slice_of``: one rank's, by its axis."""
+    """Some rows along dim ``at`` have a ``fault``; ``slice_of``: one rank's, by its axis."""
 
     dim: str
     at: int
     indices: tuple[int, ...]
     total: int
-    zero: bool
+    fault: Finding | None = None
     slice_of: tuple[str, int] | None = None
 
 

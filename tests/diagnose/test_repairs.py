@@ -65,6 +65,13 @@ def with_rows(first: int, last: int, value: torch.Tensor | float) -> torch.Tenso
     return changed
 
 
+def striped(factor: float) -> torch.Tensor:
+    """``ROWS`` with a factor in every second one."""
+    changed = ROWS.clone()
+    changed[::2] *= factor
+    return changed
+
+
 def token_ids() -> Evidence:
     """An embedding that gives foreign ids the table's first row."""
     key = dataclasses.replace(OUTPUT, name="embedding.word_embeddings")
@@ -219,7 +226,9 @@ EXPLAINED: list[tuple[Repair, Evidence, str]] = [
         "shifted by 2",
     ),
     (explain, of(SQUARE, SQUARE.T.contiguous()), "transposed"),
-    (region.dropped_rows, of(ROWS, with_rows(4, 7, 0)), "rows 4..6 (9%) are zero, the rest right"),
+    (region.scaled_rows, of(ROWS, with_rows(4, 7, 0)), "rows 4..6 (9%) are zero, the rest right"),
+    (explain, of(ROWS, striped(2), on(tp=2)), "(50%): 2.000 times too large = the size of tp; the"),
+    (explain, of(ROWS, striped(-1)), "in rows 0, 2, 4 and 13 more (50%): the sign is flipped; the"),
     (region.extent, slice_of_a_rank(), "slice of tp 3"),
     (explain, token_ids(), "token id lies in 8..15 (the part of tp 1)"),
     (explain, token_ids(), "row 0 of the table"),
@@ -278,6 +287,10 @@ UNEXPLAINED: dict[str, tuple[Repair, Evidence]] = {
     "rows from nowhere": (position.rows, of(ROWS, values(32, 12, seed=5))),
     "rows from nowhere, any repair": (explain, of(ROWS, values(32, 12, seed=5))),
     "all rows": (region.extent, of(ROWS, ROWS + 1)),
+    "one wrong element is a multiple": (
+        region.scaled_rows,
+        of(ROWS[:, 0], torch.where(torch.arange(32) == 3, 2 * ROWS[:, 0], ROWS[:, 0])),
+    ),
     "a rank's rows": (explain, slice_of_a_rank()),
     "a microbatch of ones, too": (sources.elsewhere, stale(torch.ones(6, 12), torch.ones(6, 12))),
     "ones in a part": (explain, stale(HALF_ONES, torch.where(HALF_ONES == 1, 1.0, values(6, 12)))),
