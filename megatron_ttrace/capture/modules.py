@@ -41,11 +41,14 @@ from megatron_ttrace.capture.experts import (
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
 from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.placement.plan import Placements
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.findings import Remark
 from megatron_ttrace.trace.records import ROOT, Kind
 
 _Hook = Callable[..., Any]
+type Known = tuple[tuple[int, ...], Placements]
 
 
 class Sink(ExpertSink, Protocol):
@@ -57,8 +60,13 @@ class Sink(ExpertSink, Protocol):
     def repeat(self, first: Place, place: Place, data: torch.Tensor) -> None:
         """``place`` is the same tensor that was handed over before as ``first``."""
 
-    def recomputed(self, place: Place, data: torch.Tensor) -> None:
-        """What was handed over before as ``place`` was computed once more."""
+    def again(
+        self, place: Place, data: torch.Tensor, why: Remark, known: Known | None = None
+    ) -> None:
+        """What was handed over as ``place`` is used once more; ``why`` says how it may be wrong.
+
+        ``known``: the logical shape and the placement of a parameter.
+        """
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         """Values to replace ``data`` with, after it was handed over; ``None`` to keep it."""
@@ -284,7 +292,7 @@ class ModuleTap:
             else:
                 self._sink.tensor((place,), tensor)
         elif place in runs and torch.is_grad_enabled():
-            self._sink.recomputed(place, tensor)
+            self._sink.again(place, tensor, Remark.RECOMPUTED)
         if known is not None and known.node is tensor.grad_fn:
             known.places.append(place)
         else:

@@ -7,7 +7,7 @@ intercepted because gradients must be read after they were reduced and before th
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from megatron_ttrace.placement.plan import Placements, Step
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.copies import Copies, Copy
 from megatron_ttrace.trace.counted import Counted
+from megatron_ttrace.trace.findings import Remark
 from megatron_ttrace.trace.records import (
     ROOT,
     STEP_LEVEL,
@@ -125,6 +126,7 @@ class StepTap:
         self._ready = ready
         self._copies = copies or Copies()
         self._failed = False
+        self._uses: list[Any] = []
         self._tally = Tally(
             model.chunks, model.places(), model.optimizer, model.mesh, self._attempt
         )
@@ -170,6 +172,8 @@ class StepTap:
                     result = step()
             finally:
                 del optimizer.step
+                for handle in self._uses:
+                    handle.remove()
         self._attempt(self._losses, result)
         self._attempt(self._dropouts.recomputed)
         self._attempt(self._precisions)
@@ -177,6 +181,22 @@ class StepTap:
         self._attempt(self._buffers, BufferIndex.AFTER)
         self._attempt(self._parameters, ParamIndex.AFTER)
         return result
+
+    def watch_uses(self, parameters: Collection[torch.nn.Parameter]) -> None:
+        """Compare these again when the forward pass first uses them: are they gathered by then?"""
+        places = {p: place for p, place in self._model.places() if p in set(parameters)}
+
+        def is_used(module: torch.nn.Module, _: Any) -> None:
+            for parameter in module.parameters(recurse=False):
+                if place := places.pop(parameter, None):
+                    where = STEP_LEVEL, Kind.PARAM, place.name, ParamIndex.BEFORE
+                    known = place.logical_shape, place.placement
+                    why = Remark.NOT_GATHERED
+                    self._attempt(self._sink.again, where, parameter.data, why, known)
+
+        for names in self._model.names:
+            for module in names.modules.values():
+                self._uses.append(module.register_forward_pre_hook(is_used))
 
     def counted(self, iteration: int) -> Counted:
         """Which elements went into the step's reductions, norms, counts and updates."""

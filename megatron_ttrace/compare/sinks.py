@@ -239,10 +239,10 @@ class CompareSink:
             same_as = kept if staged.data is of else None
             kept, of = self._keeper.keep(measured, staged.data, same_as), staged.data
         self._staged, self._staged_bytes = [], 0
-        self._take_recomputed()
+        self._take_again()
 
-    def _take_recomputed(self) -> None:
-        """What was computed once more, and wrongly, stands for what was right before."""
+    def _take_again(self) -> None:
+        """What was right at first and wrong later counts as wrong."""
         again, self._again = read_back(self._again), []
         if (limits := self._tolerances) is None:
             return
@@ -250,7 +250,6 @@ class CompareSink:
         for number, measured in enumerate(self._measured if wrong else ()):
             other = wrong.get(measured.key)
             if other is not None and not fails(measured.sums, limits, measured.key):
-                other = dataclasses.replace(other, note=Note(Remark.RECOMPUTED))
                 self._measured[number] = self._by_key[other.key] = other
 
     def _shared(self, measured: Measured, match: Match, data: torch.Tensor) -> Measured:
@@ -303,19 +302,25 @@ class CompareSink:
         else:
             self._stage(_Staged(len(self._measured) - 1, data.detach(), first=earlier))
 
-    def recomputed(self, place: Place, data: torch.Tensor) -> None:
-        """Compare what a backward pass computed once more; nothing of it is stored."""
+    def again(
+        self,
+        place: Place,
+        data: torch.Tensor,
+        why: Remark,
+        known: tuple[tuple[int, ...], Placements] | None = None,
+    ) -> None:
+        """Compare what a tensor is when it is used again; nothing of it is stored."""
         key = TraceKey(self._iteration, *place)
-        known = self._by_key.get(key)
-        if known is None or known.sums is None or known.partial_over:
+        first = self._by_key.get(key)
+        if first is None or first.sums is None or first.partial_over:
             return
         if self._isolate or self._tolerances is None:
             return
         data = self._planner.oriented(key, data)
-        matches = self._planner.plan(key, tuple(data.shape))
-        self._again += [
-            compare(self._reference, match, data) for match in matches if isinstance(match, Match)
-        ]
+        for match in self._planner.plan(key, tuple(data.shape), known):
+            if isinstance(match, Match):
+                measured = compare(self._reference, match, data)
+                self._again.append(dataclasses.replace(measured, note=Note(why)))
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         """When isolating: this rank's part of the reference, unless ``data`` equals it."""

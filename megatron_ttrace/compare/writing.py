@@ -48,8 +48,8 @@ class WriteSink:
         """Point another name at data that is stored already."""
         self._point(first, place, self._as_stored(place, data))
 
-    def recomputed(self, place: Place, data: torch.Tensor) -> None:
-        """Keep what the forward pass computed."""
+    def again(self, *_: object) -> None:
+        """Keep what was there at first."""
 
     def _point(self, first: Place, place: Place, data: torch.Tensor) -> None:
         self._lines[place] = self._write(self._entries(place, data), None, self._lines[first])

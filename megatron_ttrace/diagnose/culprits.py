@@ -231,11 +231,12 @@ def _isolated(verdicts: Sequence[Judged], direction: Direction) -> list[Origin]:
 def _start(verdicts: Sequence[Judged]) -> list[Origin]:
     present = [v for v in _failures(verdicts) if v.verdict not in ABSENT]
     started = [v for v in present if v.kind is Kind.TOKENS or v.key.is_before]
-    return _of_modules(started, Grounds.START) or [
-        Origin(v, f"{ROOT}.{v.index}", Grounds.MODEL_INPUT)
-        for v in present
-        if v.kind is Kind.INPUT and v.name == ROOT
-    ]
+    inputs = [v for v in present if v.kind is Kind.INPUT and v.name == ROOT]
+    return (
+        _of_owners((v for v in started if Note(Remark.NOT_GATHERED) in v.notes), Grounds.USED)
+        or _of_modules(started, Grounds.START)
+        or [Origin(v, f"{ROOT}.{v.index}", Grounds.MODEL_INPUT) for v in inputs]
+    )
 
 
 def _forward(verdicts: Sequence[Judged]) -> list[Origin]:
@@ -330,9 +331,8 @@ def _layers_of_routers(origins: list[Origin], verdicts: Sequence[Judged]) -> lis
     the gradients of the router's weights pass, any part of the layer can be wrong.
     """
     wrong = {owner(verdict.name) for verdict in _failures(verdicts, Kind.MAIN_GRAD)}
-    routers = {
-        v.name for v in verdicts if v.kind is Kind.ROUTING and v.index == RoutingIndex.CHOICE
-    }
+    chosen = Kind.ROUTING, RoutingIndex.CHOICE
+    routers = {v.name for v in verdicts if (v.kind, v.index) == chosen}
     entering = {(v.microbatch, v.name, v.rel_err): v for v in _failures(verdicts, Kind.GRAD_INPUT)}
 
     def around(origin: Origin) -> Origin:

@@ -21,6 +21,7 @@ from megatron_ttrace.compare.measured import Problem
 from megatron_ttrace.diagnose import losses, ran, region, replicas, start
 from megatron_ttrace.diagnose.evidence import Evidence, ExhaustedError, Work, axes_of
 from megatron_ttrace.diagnose.gather import Traces, sort_of
+from megatron_ttrace.diagnose.scaling import FACTORS
 from megatron_ttrace.diagnose.search import Composition, alternative, repeated, search
 from megatron_ttrace.trace.captured import Separate, Share
 from megatron_ttrace.trace.codec import CodecError
@@ -28,7 +29,6 @@ from megatron_ttrace.trace.collectives import Ledger, Numbers, pattern
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import (
-    FACTORS,
     Cause,
     ConstantFactor,
     Explanation,
@@ -53,6 +53,9 @@ WORK = 2e9
 
 UNKNOWN_LAYERS = 2
 """Layers in which nothing was found for a tensor, after which no more are searched."""
+
+_LATER = {Remark.RECOMPUTED: Cause.RECOMPUTED, Remark.NOT_GATHERED: Cause.NOT_GATHERED}
+"""What was right at first, and wrong when it was used again."""
 
 _log = logging.getLogger(__name__)
 
@@ -120,8 +123,9 @@ class Explainer:
             return Explanation(Rounded(Cause.PRECISION, dtype=dtype, own=True))
         if key.kind is Kind.PRECISION:
             return Explanation(Finding(Cause.PRECISION))
-        if Note(Remark.RECOMPUTED) in verdict.notes:
-            return Explanation(Finding(Cause.RECOMPUTED))
+        for remark, cause in _LATER.items():
+            if Note(remark) in verdict.notes:
+                return Explanation(Finding(cause))
         if verdict.verdict is Outcome.SHAPE and start.is_start(key):
             return Explanation(self._divided(key))
         if verdict.verdict not in (Outcome.DIVERGED, Outcome.REPLICA_CONFLICT, Outcome.NONFINITE):

@@ -34,6 +34,7 @@ from megatron_ttrace.diagnose.code import (
     tokens,
 )
 from megatron_ttrace.diagnose.edits import OF_USER, elsewhere, nearest
+from megatron_ttrace.diagnose.scaling import FACTORS
 from megatron_ttrace.diagnose.suspects import (
     FEW,
     OF_PARAMETERS,
@@ -46,7 +47,6 @@ from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Numb
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.executed import ChangedFunction
 from megatron_ttrace.trace.findings import (
-    FACTORS,
     Cause,
     ConstantFactor,
     Finding,

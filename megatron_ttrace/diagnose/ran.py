@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from megatron_ttrace.diagnose.scaling import FACTORS
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import (
     Citation,
@@ -19,7 +20,7 @@ from megatron_ttrace.trace.collectives import (
     pattern,
 )
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
-from megatron_ttrace.trace.findings import FACTORS, Cause, Finding
+from megatron_ttrace.trace.findings import Cause, Finding
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.records import Culprit, Direction, Kind

@@ -35,6 +35,7 @@ from megatron_ttrace.trace.findings import (
 )
 from megatron_ttrace.trace.records import MOMENTS, Kind
 
+FACTORS = (Cause.FACTOR, Cause.TOO_LARGE, Cause.TOO_SMALL)
 _SOFTMAX = "softmax"
 _ALIKE = 0.1
 """How near the norms of values are that hold the same numbers elsewhere, or rounded."""

@@ -135,6 +135,10 @@ class Suspects:
             Direction.UPDATE: self._update,
         }
         of_result = by_kind.get(kind, by_direction[direction])
+        if self._cause is Cause.NOT_GATHERED:
+            self._part(Phase.PARAMETERS, 1.0)
+            self._part(_G, 0.6, 0.4)
+            return
         find = self._input if arrives(self._verdict) else of_result
         (self._precision if self._cause is Cause.RECOMPUTED else find)()
         if isinstance(self._finding, OtherSetting):

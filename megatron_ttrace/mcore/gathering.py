@@ -68,14 +68,16 @@ def without_effect(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             parameter.data.copy_(value)
 
 
-def spoil(chunks: Sequence[torch.nn.Module]) -> None:
+def spoil(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
     """Overwrite what the next forward pass has to gather: without the gather it computes otherwise.
 
     A rank's own part of a bucket stays. Call it where all ranks have the same parameters. What is
-    written follows from what was there, in place, by nothing that a repair undoes.
+    written follows from what was there, in place, by nothing that a repair undoes. Returns the
+    parameters.
     """
+    due = _due(chunks)
     with torch.no_grad():
-        for group in _due(chunks):
+        for group in due:
             own = group.intra_distributed_optimizer_instance_rank
             for bucket in group.buckets:
                 if group.ddp_config.use_distributed_optimizer:
@@ -88,6 +90,7 @@ def spoil(chunks: Sequence[torch.nn.Module]) -> None:
                 for tensor in itertools.chain(*parts[:own], *parts[own + 1 :]):
                     if tensor.is_floating_point():
                         tensor.mul_(_CHAOS).sin_().mul_(_SIZE)
+    return [parameter for group in due for bucket in group.buckets for parameter in bucket.params]
 
 
 def _due(chunks: Sequence[torch.nn.Module]) -> list[Any]:

@@ -333,7 +333,7 @@ class Rehearsal:
         )
         self._kept.callback(tap.detach)
         began = self._scheduler.num_steps
-        tap.run(lambda: self.step(functools.partial(self._begin, run)))
+        tap.run(lambda: self.step(functools.partial(self._begin, tap, run)))
         samples = torch.tensor(float(self._scheduler.num_steps - began))
         sink.placed(
             (STEP_LEVEL, Kind.METRIC, "scheduled-samples", MetricIndex.VALUE), samples, (), ()
@@ -342,10 +342,10 @@ class Rehearsal:
         self.left_out |= tap.left_out
         return tap.counted(iteration)
 
-    def _begin(self, run: Callable[[], Any]) -> Any:
+    def _begin(self, tap: StepTap, run: Callable[[], Any]) -> Any:
         if self.start is None and self._settings.init == "reveal":
             # Forward passes gather, and parameters are equal on all ranks that have them.
-            gathering.spoil(self.model.chunks)
+            tap.watch_uses(gathering.spoil(self.model.chunks))
         return run()
 
     def step(self, run: Callable[[], Any]) -> Any:

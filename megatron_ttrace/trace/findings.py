@@ -53,6 +53,7 @@ class Cause(StrEnum):
     CUT_OFF = "cut_off"
     FROZEN = "frozen"
     RECOMPUTED = "recomputed"
+    NOT_GATHERED = "not_gathered"
 
 
 class Remark(StrEnum):
@@ -92,6 +93,7 @@ class Remark(StrEnum):
     UNUSED = "unused"
     CUT_OFF = "cut_off"
     RECOMPUTED = "recomputed"
+    NOT_GATHERED = "not_gathered"
 
 
 class Sample(NamedTuple):
@@ -121,9 +123,6 @@ class FaultNote(Note):
     """A remark on a fault that has further numbers."""
 
     finding: Finding
-
-
-FACTORS = (Cause.FACTOR, Cause.TOO_LARGE, Cause.TOO_SMALL)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

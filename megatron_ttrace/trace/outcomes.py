@@ -94,6 +94,7 @@ class Grounds(StrEnum):
     LOADED_AGREED = "loaded_agreed"
     LOADED_NUMBER = "loaded_number"
     START = "start"
+    USED = "used"
     MODEL_INPUT = "model_input"
     ABSENT = "absent"
     ABSENT_MODULE = "absent_module"

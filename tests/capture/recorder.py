@@ -10,6 +10,7 @@ from megatron_ttrace.capture.modules import ModuleTap
 from megatron_ttrace.mcore.names import canonical_names
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.captured import Place, Routed
+from megatron_ttrace.trace.findings import Remark
 
 
 class Recorder:
@@ -21,7 +22,7 @@ class Recorder:
         self.repeats: dict[Place, Place] = {}
         self.placements: dict[Place, tuple[tuple[int, ...], str]] = {}
         self.instead: dict[Place, torch.Tensor] = {}
-        self.again: dict[Place, torch.Tensor] = {}
+        self.later: dict[Place, torch.Tensor] = {}
         self.fail_on: str | None = None
 
     def tensor(self, places: Sequence[Place], data: torch.Tensor) -> None:
@@ -39,8 +40,8 @@ class Recorder:
         self.repeats[place] = first
         self.values[place] = data.detach().clone()
 
-    def recomputed(self, place: Place, data: torch.Tensor) -> None:
-        self.again[place] = data.detach().clone()
+    def again(self, place: Place, data: torch.Tensor, why: Remark, known: object = None) -> None:
+        self.later[place] = data.detach().clone()
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:
         found = self.instead.get(place)

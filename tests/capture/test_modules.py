@@ -75,8 +75,8 @@ def test_values_and_gradients(recompute):
     assert {place[0] for place in sink.values} == {0}
     forward = (key for key in expected if key[0] in (Kind.INPUT, Kind.OUTPUT))
     inside = {key for key in forward if key[1].startswith("layers.")}
-    assert {place[1:3] for place in sink.again} == (inside if recompute else set())
-    assert all(torch.equal(sink.values[place], value) for place, value in sink.again.items())
+    assert {place[1:3] for place in sink.later} == (inside if recompute else set())
+    assert all(torch.equal(sink.values[place], value) for place, value in sink.later.items())
 
 
 @pytest.mark.parametrize("recompute", [False, True])

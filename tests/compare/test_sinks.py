@@ -189,8 +189,8 @@ def test_what_is_recomputed_is_compared_too(reference, tensors, is_wrong, again)
     """It stands for what was right before; an error of the forward pass is the earlier one."""
     sink = CompareSink(reference, 1, layout(), tolerances=tolerances_of(reference))
     sink.tensor((OUT,), tensors[OUT] + 2 * is_wrong)
-    sink.recomputed(OUT, tensors[OUT] + again)
-    sink.recomputed(STRANGER, tensors[OUT])
+    sink.again(OUT, tensors[OUT] + again, Remark.RECOMPUTED)
+    sink.again(STRANGER, tensors[OUT], Remark.RECOMPUTED)
     [found] = sink.measured
     notes = [Note(Remark.RECOMPUTED)] if again and not is_wrong else []
     assert [note for note in [found.note] if note] == notes

@@ -101,9 +101,11 @@ def test_an_overlapped_gather(tmp_path):
 
 @pytest.mark.nightly
 def test_a_gather_that_is_left_out(tmp_path):
-    """What the forward pass would have gathered is not there before."""
-    checked = check(tmp_path, *ZERO, code=1, mistake="never_gathered")
-    assert Kind.OUTPUT in {one.kind for one in checked.failed}
+    """What the forward pass would have gathered is not there before: one cause, with its code."""
+    culprits = check(tmp_path, *ZERO, code=1, mistake="never_gathered").summary.culprits
+    assert {one.cause for one in culprits} == {Cause.NOT_GATHERED}
+    assert len({one.group for one in culprits}) == 1
+    assert "param_and_grad_buffer.py" in culprits[0].where
 
 
 def test_a_reduction(tmp_path):

@@ -91,9 +91,10 @@ def test_what_a_forward_pass_has_to_gather(layer_wise: bool) -> None:
         group.ddp_config = SimpleNamespace(use_distributed_optimizer=not layer_wise)
         group.intra_distributed_optimizer_instance_rank = 1
         group.intra_distributed_optimizer_instance_size = 2
-        group.buckets = [SimpleNamespace(param_data=data, layerwise_params_list=lists)]
+        held = {"layerwise_params_list": lists, "params": [*lists[0], *lists[1]]}
+        group.buckets = [SimpleNamespace(param_data=data, **held)]
     before = [group.buckets[0].param_data.clone() for group in chunk.groups]
-    gathering.spoil([chunk])
+    assert gathering.spoil([chunk]) == chunk.groups[0].buckets[0].params
     after = [group.buckets[0].param_data for group in chunk.groups]
     assert (after[0] != before[0]).tolist() == [True] * (size // 2) + [False] * (size // 2)
     assert torch.equal(after[1], before[1])
