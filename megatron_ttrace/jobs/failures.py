@@ -30,8 +30,8 @@ class KnownFailure:
     """An exception that a fault of Megatron's raises.
 
     ``finding`` is the number of the fault in docs/findings.md. ``file`` and ``function`` are those
-    of Megatron's innermost frame, below ``megatron/``. ``when``: whether a job with these validated
-    arguments has the fault.
+    of the innermost frame, below ``megatron/``; or the name of one of Megatron's scripts. ``when``:
+    whether a job with these validated arguments has the fault.
     """
 
     finding: int
@@ -60,6 +60,41 @@ KNOWN = (
         function="get_train_valid_test_num_samples",
         when=lambda args: args.eval_interval is None,
         advice="add --eval-interval 1000",
+    ),
+    KnownFailure(
+        finding=57,
+        error=AttributeError,
+        file="core/optimizer/distrib_optimizer.py",
+        function="_collect_main_grad_data_for_unscaling",
+        when=lambda args: bool(args.use_megatron_fsdp),
+        advice="train in --bf16",
+    ),
+    KnownFailure(
+        finding=57,
+        error=IndexError,
+        file="core/utils.py",
+        function="_get_batch_on_this_cp_rank_per_sequence_balancing",
+        when=lambda args: args.context_parallel_size > 1,
+        advice="with context parallelism, train on one data set",
+    ),
+    KnownFailure(
+        finding=57,
+        error=RuntimeError,
+        file="core/pipeline_parallel/schedules.py",
+        function="custom_backward",
+        when=lambda args: bool(
+            args.moe_expert_capacity_factor is not None
+            and getattr(args, "moe_router_padding_for_quantization", False)
+        ),
+        advice="omit --moe-expert-capacity-factor or --moe-router-padding-for-quantization",
+    ),
+    KnownFailure(
+        finding=57,
+        error=TypeError,
+        file="pretrain_gpt.py",
+        function="get_batch",
+        when=lambda args: bool(getattr(args, "dataloader_inter_document_masking", False)),
+        advice="omit --dataloader-inter-document-masking, or use at most two pipeline stages",
     ),
 )
 
@@ -95,9 +130,10 @@ def _known(error: BaseException, frames: tuple[Frame, ...]) -> KnownFailure | No
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     if args is None or not frames:
         return None
-    place = (frames[0].file, frames[0].function)
+    innermost = frames[0]
+    places = (innermost.file.removeprefix("megatron/"), Path(innermost.file).name)
     for known in KNOWN:
-        is_here = place == (f"megatron/{known.file}", known.function)
+        is_here = known.file in places and known.function == innermost.function
         if type(error) is known.error and is_here and known.when(args):
             return known
     return None

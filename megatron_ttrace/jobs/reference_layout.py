@@ -31,6 +31,7 @@ _UNSUPPORTED = {
     "experimental_attention_variant": "--experimental-attention-variant",
     "enable_mhc_connections": "--enable-mhc-connections",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
+    "heterogeneous_layers_config_encoded_json": "--heterogeneous-layers-config-encoded-json",
     "sft": "--sft",
     "dataloader_inter_document_masking": "--dataloader-inter-document-masking",
     "fim_data": "--fim-data",

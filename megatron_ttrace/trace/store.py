@@ -22,6 +22,7 @@ parse, but not all tensors. A trace file that ``meta.json`` does not list is ref
 """
 
 import dataclasses
+import errno
 import functools
 import json
 import math
@@ -417,5 +418,7 @@ class TraceReader:
             try:
                 self._views[file] = MappedFile(path)
             except _ERRORS_OF_NOISE as error:
+                if isinstance(error, MemoryError) or os.strerror(errno.ENOMEM) in str(error):
+                    raise TTraceError(f"{path}: no memory to map it ({brief(error)})") from error
                 raise _unusable(path, f"is damaged ({brief(error)})") from error
         return self._views[file]

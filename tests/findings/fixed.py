@@ -509,6 +509,22 @@ def own_masks(forward, self, *args, **keywords):
         return forward(self, *args, **keywords)
 
 
+@fix(
+    "optimizer.distrib_optimizer:DistributedOptimizer.start_param_sync_for_bucket_group_subset",
+    "mixed-groups",
+)
+def mixed_groups(start, self):
+    """Also gather groups of buckets of which Muon has the first and Adam another one."""
+    start(self)
+    for chunk in self.model_chunks:
+        for group in chunk.bucket_groups:
+            tags = {
+                bucket.params_list[0].is_managed_by_layer_wise_optimizer for bucket in group.buckets
+            }
+            if len(tags) > 1:
+                group.start_param_sync()
+
+
 FIXES.default_factory = None  # an unknown name is an error
 for name in os.environ.get("FIX", "").split():
     for put_in in FIXES[name]:

@@ -97,6 +97,30 @@ def test_a_known_fault(
     assert failures.record_of(error, 1).finding == finding
 
 
+@pytest.mark.parametrize(
+    ("file", "function", "kind"),
+    [
+        (
+            "megatron/core/utils.py",
+            "_get_batch_on_this_cp_rank_per_sequence_balancing",
+            "IndexError",
+        ),
+        ("checkout/pretrain_gpt.py", "get_batch", "TypeError"),
+    ],
+)
+def test_a_crash_that_arguments_do_not_refuse(
+    megatron: Path, monkeypatch: pytest.MonkeyPatch, file: str, function: str, kind: str
+) -> None:
+    """Of Megatron's, or of its script in any folder."""
+    state = types.ModuleType("megatron.training.global_vars")
+    options = {"context_parallel_size": 2, "dataloader_inter_document_masking": True}
+    state._GLOBAL_ARGS = types.SimpleNamespace(**options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", state)
+    code = f"def {function}():\n    raise {kind}('any words')\n"
+    error = raised(megatron.parent / file, code, function)
+    assert failures.record_of(error, 1).finding == 57
+
+
 def test_known_faults_are_documented() -> None:
     """Each number is a heading of docs/findings.md."""
     text = FINDINGS.read_text()

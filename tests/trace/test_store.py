@@ -4,13 +4,14 @@
 import json
 import math
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
 from hypothesis import given
 from safetensors.torch import save_file
 
-from megatron_ttrace.trace import codec
+from megatron_ttrace.trace import codec, store
 from megatron_ttrace.trace import index as index_module
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.errors import TTraceError
@@ -340,6 +341,18 @@ def test_damaged_data_of_the_right_size(tmp_path):
     index.write_text(f"{line}\n")
     seal(other, {})
     refused(other, r"index.jsonl:1 is damaged \('file' is not a file of this trace\)")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("unable to mmap 8 bytes: Cannot allocate memory (12)")],
+)
+def test_too_little_memory(tmp_path, monkeypatch, error):
+    """It is not called damage, and tracing again would not help."""
+    written(tmp_path, {"a": torch.randn(5)})
+    monkeypatch.setattr(store, "MappedFile", Mock(side_effect=error))
+    with pytest.raises(TTraceError, match=r"safetensors: no memory to map it \([^)]*"):
+        read_all(tmp_path)
 
 
 def test_data_of_another_kind_than_the_index_says(tmp_path):

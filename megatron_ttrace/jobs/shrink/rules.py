@@ -80,13 +80,17 @@ _GOING = {
 
 
 _HYBRID = ("hybrid_layer_pattern", "hybrid_override_pattern")
+_HETEROGENEOUS = (
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+)
 
 
 def layers(case: Case) -> Iterator[Change]:
     """Layers by stage and chunk, uneven ends, and patterns over layers."""
     flags, depth = case.flags, case.depth
-    if flags.has("heterogeneous_layers_config_path"):
-        raise TTraceError("--heterogeneous-layers-config-path: its layers cannot be shrunk")
+    for given in filter(flags.has, _HETEROGENEOUS):
+        raise TTraceError(f"--{given.replace('_', '-')}: its layers cannot be shrunk")
     if hybrid := next(filter(flags.has, _HYBRID), ""):
         ends = bf16_ends(flags).values() if flags.has("first_last_layers_bf16") else ()
         segments = case.small.pp * case.small.chunks

@@ -120,7 +120,8 @@ def test_several_jobs_of_which_the_first_has_no_pipeline():
         ("--use-checkpoint-args", "--use-checkpoint-args: .* give them as flags"),
         ("--yaml-cfg x.yaml", "--yaml-cfg: Megatron ignores"),
         ("--perform-rl-step", "--perform-rl-step: "),
-        ("--heterogeneous-layers-config-path x", "its layers cannot be shrunk"),
+        ("--heterogeneous-layers-config-path x", "-path: its layers cannot be shrunk"),
+        ("--heterogeneous-layers-config-encoded-json {}", "-json: its layers cannot be shrunk"),
     ],
 )
 def test_what_cannot_be_shrunk(text, message):
