@@ -45,7 +45,8 @@ from megatron_ttrace.trace.sanitise import NAME_LIMIT, NOTE_LIMIT, clean
 COMMAND_LIMIT = 20_000
 UNKNOWN = "unknown"
 """The explanation of a culprit for which no hypothesis passed its test."""
-AXES = ("tp", "cp", "pp", "vpp", "ep", "etp", "dp", "edp")
+EXPERT_AXES = ("ep", "etp", "edp")
+AXES = ("tp", "cp", "pp", "dp", "vpp", *EXPERT_AXES)
 
 
 MESSAGES: dict[str, Any] = tomllib.loads(
@@ -211,11 +212,20 @@ def result_text(summary: Summary) -> str:
 
 
 def layout_text(config: Mapping[str, Any]) -> str:
-    """``tp 2 × pp 2, 4 ranks``: the axes that split anything. Of two runs, that of both."""
+    """``tp 2 × pp 2, vpp 2, experts ep 2, 4 ranks``: the axes that split anything.
+
+    The product of the first is the number of ranks. Of two runs, the layout of both.
+    """
     sizes = {axis: number(config.get(axis)) for axis in AXES}
-    split = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and size > 1]
+    split = {
+        axis: f"{axis} {size}" for axis, size in sizes.items() if size is not None and size > 1
+    }
     world = number(config.get("world_size"))
-    text = " × ".join(split) or ("1 device" if world in (None, 1) else "no parallel axis")
+    dense = " × ".join(split[axis] for axis in split if axis not in ("vpp", *EXPERT_AXES))
+    text = dense or ("1 device" if world in (None, 1) else "no parallel axis")
+    text += f", {split['vpp']}" if "vpp" in split else ""
+    if experts := " × ".join(split[axis] for axis in split if axis in EXPERT_AXES):
+        text += f", experts {experts}"
     shards = number(config.get("weight_shards"))
     text += f", weights in {shards} shards" if shards is not None and shards > 1 else ""
     text += f", {world} ranks" if world is not None and world > 1 else ""

@@ -6,7 +6,12 @@ import math
 
 import pytest
 
-from megatron_ttrace.report.wording import changed_texts, error_text, notes_text
+from megatron_ttrace.report.wording import (
+    changed_texts,
+    error_text,
+    layout_text,
+    notes_text,
+)
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
 from megatron_ttrace.trace.findings import Note, Remark, Sample
 from megatron_ttrace.trace.outcomes import Reason
@@ -63,3 +68,19 @@ def test_changed_code_that_is_looked_at():
     summary = make_summary([verdict], (culprit,))
     summary = dataclasses.replace(summary, changed_code=ChangedCode("v1", (*functions,)))
     assert changed_texts(summary) == ["changed since v1, and ran elsewhere in the job: a.py:3 (f)"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({}, "1 device"),
+        ({"pp": 2, "vpp": 2, "world_size": 2}, "pp 2, vpp 2, 2 ranks"),
+        (
+            {"tp": 2, "ep": 2, "dp": 4, "edp": 2, "world_size": 8},
+            "tp 2 × dp 4, experts ep 2 × edp 2, 8 ranks",
+        ),
+    ],
+)
+def test_the_sizes_of_a_layout(sizes, text):
+    """Those that are multiplied give the number of ranks."""
+    assert layout_text(sizes) == text
