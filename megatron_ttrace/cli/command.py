@@ -38,7 +38,7 @@ class Parser(flags.Parser):
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            meant = flags.similar(options[0], self._option_string_actions) if options else ""
+            meant = flags.similar(options[0], flags.shown(self)) if options else ""
             shown = " ".join(options) or f"{len(unknown)} more than this command has"
             self.error(f"unrecognized arguments: {shown}{meant}")
         return parsed, unknown

@@ -99,10 +99,23 @@ def word_of(path: os.PathLike[str] | str) -> str:
     return os.path.join(os.curdir, text) if text.startswith("-") else text
 
 
+_OURS = "--ttrace-"
+
+
+def shown(parser: argparse.ArgumentParser) -> list[str]:
+    """The flags that a parser's help shows; others are for our own processes."""
+    actions = parser._option_string_actions.items()
+    return [name for name, action in actions if action.help is not argparse.SUPPRESS]
+
+
 def similar(word: str, known: Iterable[str]) -> str:
     """What a mistyped word may have meant, as the end of a sentence."""
-    matches = difflib.get_close_matches(word, list(known), n=2)
-    return f"; did you mean {' or '.join(matches)}?" if matches else ""
+    # What all flags of a job begin with makes them alike.
+    prefix = _OURS if word.startswith(_OURS) else ""
+    names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
+    matches = difflib.get_close_matches(word.removeprefix(prefix), names, n=2)
+    meant = " or ".join(prefix + match for match in matches)
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def parse_iterations(text: str) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from megatron_ttrace.jobs.flags import (
     number,
     parse_iterations,
     path_text,
+    shown,
     similar,
     word_of,
 )
@@ -396,7 +397,7 @@ def split(arguments: Sequence[str], base: Settings = Settings()) -> tuple[Settin
     for word in theirs:
         if word.startswith("--ttrace"):
             flag = word.partition("=")[0]
-            meant = similar(flag, parser._option_string_actions)
+            meant = similar(flag, shown(parser))
             parser.error(f"unrecognized arguments: {flag}{meant}")
     settings = settings_of(ours, base)
     settings.require_valid()

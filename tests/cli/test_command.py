@@ -47,6 +47,8 @@ def test_commands_that_moved_have_their_old_names(name: str) -> None:
         ("xyzzy", "there is no 'xyzzy' (see ttrace --help)"),
         ("report DIR --htlm x", "--htlm; did you mean --html"),
         ("report DIR --jnuit=x", "--jnuit; did you mean --junit"),
+        ("check --ttrace-plai -- a.py", "unrecognized arguments: --ttrace-plai (see"),
+        ("check --ttrace-iteration 2 -- a.py", "did you mean --ttrace-iterations? (see"),
         ("check --nproc_per_node 2 -- a.py", "did you mean --nproc-per-node?"),
         ("check --ttrace-device cpuu -- a.py", "(choose from 'auto', 'cpu'); did you mean cpu?"),
         ("doctor more", "unrecognized arguments: 1 more than this command has (see ttrace doctor"),
