@@ -7,6 +7,7 @@ Both are observed, not tested: they are hints, not causes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 from megatron_ttrace.diagnose.scaling import FACTORS
@@ -17,6 +18,7 @@ from megatron_ttrace.trace.collectives import (
     Ledger,
     ModuleCode,
     Phase,
+    Sources,
     pattern,
 )
 from megatron_ttrace.trace.executed import ChangedCode, ChangedFunction, Execution
@@ -52,14 +54,8 @@ def cite(verdict: Judged, finding: Finding | None, ledger: Ledger) -> Citation |
         return Citation(phase, ran, _without(axes, ran, ledger.unseen)) if axes else None
     module = module_of(verdict.name)
     ran = tuple(_inside(calls, module))
-    code = _runs(ledger.sources.of(module))
-    siblings = [
-        name
-        for name in ledger.sources.modules
-        if name != module
-        and pattern(name) == pattern(module)
-        and _runs(ledger.sources.of(name)) == code
-    ]
+    parts = _parts(ledger.sources, pattern(module))
+    siblings = [name for name in parts if name != module and parts[name] == parts.get(module)]
     theirs = [
         dict.fromkeys((call.operation, call.group) for call in _inside(calls, name))
         for name in siblings
@@ -106,6 +102,21 @@ def _is_in(module: str, name: str, direction: Direction) -> bool:
     is_parameter = direction not in (Direction.FORWARD, Direction.BACKWARD)
     owns = is_parameter and name.rpartition(".")[0] == module
     return owns or f"{module}.".startswith(f"{name}.")
+
+
+def _parts(sources: Sources, layers: str) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Modules of a pattern, each with what runs in it and in the modules inside of it.
+
+    Layers of one class may differ in those.
+    """
+    parts: dict[str, dict[str, tuple[str, ...]]]
+    parts = {name: {} for name in sources.modules if pattern(name) == layers}
+    for name in sources.modules:
+        words = name.split(".")
+        for module in itertools.accumulate(words, "{}.{}".format):
+            if module in parts:
+                parts[module][name.removeprefix(module)] = _runs(sources.of(name))
+    return parts
 
 
 def _runs(code: ModuleCode | None) -> tuple[str, ...]:

@@ -95,6 +95,9 @@ OTHERS = (BACKWARD[0], BACKWARD[2])
 """What the siblings of the second layer's module ran."""
 LACKING = ((Operation.ALL_REDUCE, "tp"),)
 UNLIKE = dataclasses.replace(SOURCES, modules=SOURCES.modules | {FC1.format(1): 1})
+MIXED = dataclasses.replace(
+    SOURCES, modules=SOURCES.modules | {"decoder.layers.1": 2, "decoder.layers.1.mlp": 1}
+)
 LAST = dataclasses.replace(
     SOURCES,
     modules=SOURCES.modules | {FC1.format(2): 3},
@@ -119,6 +122,11 @@ def small(axis: str) -> Finding:
         (of(OTHERS[0]), WRONG, PARTIAL, Citation(B, (), ("tp",), (), 2)),
         # A layer of another class may communicate differently.
         (of(OTHERS[0], sources=UNLIKE), WRONG, None, Citation(B)),
+        # So may a layer of the same class with other modules in it.
+        (
+            of(ran("decoder.layers.1.mlp", Phase.FORWARD), sources=MIXED),
+            *(failed(Kind.OUTPUT, "decoder.layers.0"), None, Citation(Phase.FORWARD)),
+        ),
         # The last layer's output goes to a norm; the layer communicates like the others.
         (
             of(*BACKWARD, sources=LAST),
