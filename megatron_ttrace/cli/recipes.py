@@ -165,7 +165,7 @@ def _show(rows: Sequence[RecipeRow], jobs: Sequence[JobRow]) -> None:
         for (label, why), names in sorted(reasons.items(), key=lambda item: -len(item[1])):
             table.add_row(*map(Text, (str(len(names)), label, why, names[0])))
         console.print(table)
-    if training:
+    if training and jobs:
         console.print(
             f"{good} of {len(training)} are equivalent, not counting what Megatron refuses or "
             f"a model hub is needed for "

@@ -109,14 +109,30 @@ def _chunks(flags: CommandFlags, pp: int) -> int:
     if flags.has("num_virtual_stages_per_pipeline_rank"):
         return _size(flags, "num_virtual_stages_per_pipeline_rank")
     if flags.has("pipeline_model_parallel_layout"):
-        return max(1, len(patterns.stages(flags.text("pipeline_model_parallel_layout"))) // pp)
+        return _chunks_of(flags.text("pipeline_model_parallel_layout"), flags, pp)
     pattern = flags.text("hybrid_layer_pattern").split("/")[0]
     if "|" in pattern:
-        return max(1, len(pattern.split("|")) // pp)
+        return _divided(f"--hybrid-layer-pattern {pattern}", len(pattern.split("|")), pp)
     if flags.has("num_layers_per_virtual_pipeline_stage"):
         layers = flags.integer("num_layers") + borrowed(flags)
         return max(1, layers // pp // _size(flags, "num_layers_per_virtual_pipeline_stage"))
     return 1
+
+
+def _divided(what: str, stages: int, pp: int) -> int:
+    """Stages on each rank; what Megatron refuses would be lost in a small job."""
+    if stages % pp:
+        raise TTraceError(f"{what}: {stages} stages cannot be divided by {pp} pipeline ranks")
+    return stages // pp
+
+
+def _chunks_of(layout: str, flags: CommandFlags, pp: int) -> int:
+    what = f"--pipeline-model-parallel-layout {layout}"
+    stages = patterns.stages(layout)
+    layers, given = sum(stage.count("t") for stage in stages), flags.integer("num_layers")
+    if given and layers != given:
+        raise TTraceError(f"{what}: {layers} decoder layers, but --num-layers {given}")
+    return _divided(what, len(stages), pp)
 
 
 def borrowed(flags: CommandFlags) -> int:

@@ -3,6 +3,7 @@
 
 import itertools
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -48,6 +49,26 @@ def test_all_axes_of_a_large_job():
 def test_chunks(more, chunks):
     """Of a virtual pipeline, in whatever way they are given."""
     assert axes.of_large(flags(pp=4, **more), 4).chunks == chunks
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            {"pipeline_model_parallel_layout": "Et|(t|)*5L"},
+            "-layout Et|(t|)*5L: 7 stages cannot be divided by 4 pipeline ranks",
+        ),
+        (
+            {"pipeline_model_parallel_layout": "Et|(t|)*6L", "num_layers": 8},
+            "-layout Et|(t|)*6L: 7 decoder layers, but --num-layers 8",
+        ),
+        ({"hybrid_layer_pattern": "M|*|M"}, "-pattern M|*|M: 3 stages cannot be divided by 4"),
+    ],
+)
+def test_stages_that_megatron_refuses(more, message):
+    """It would accept the smaller ones."""
+    with pytest.raises(TTraceError, match=re.escape(message)):
+        axes.of_large(flags(pp=4, **more), 4)
 
 
 def test_ranks_that_are_too_few_are_taken_for_a_placeholder():
