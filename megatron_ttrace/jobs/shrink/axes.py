@@ -81,6 +81,7 @@ def of_large(flags: CommandFlags, ranks: int | None) -> Axes:
         raise TTraceError(
             f"{ranks} ranks cannot be divided into tensor {tp} x context {cp} x pipeline {pp}"
         )
+    _refuse(flags, tp, ep)
     return Axes(
         tp=tp,
         cp=cp,
@@ -92,6 +93,20 @@ def of_large(flags: CommandFlags, ranks: int | None) -> Axes:
         gtp=gtp,
         egtp=max(1, _size(flags, "expert_tensor_parallel_num_weight_shards", etp) // etp),
     )
+
+
+def _refuse(flags: CommandFlags, tp: int, ep: int) -> None:
+    """What Megatron refuses in a large job, and would accept in a small one."""
+    for option, axis, size in (
+        ("num_attention_heads", "tp", tp),
+        ("num_query_groups", "tp", tp),
+        ("num_experts", "ep", ep),
+    ):
+        value = flags.integer(option)
+        shared = option == "num_query_groups" and value and not size % value
+        if value % size and not shared:
+            name = option.replace("_", "-")
+            raise TTraceError(f"--{name} {value} cannot be divided by {FLAGS[axis]} {size}")
 
 
 def weight_shards(flags: CommandFlags) -> int:

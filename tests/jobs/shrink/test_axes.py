@@ -4,6 +4,7 @@
 import itertools
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
@@ -69,6 +70,25 @@ def test_stages_that_megatron_refuses(more, message):
     """It would accept the smaller ones."""
     with pytest.raises(TTraceError, match=re.escape(message)):
         axes.of_large(flags(pp=4, **more), 4)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"num_attention_heads": 30}, "--num-attention-heads 30 cannot be divided by --tensor-"),
+        ({"num_query_groups": 6}, "--num-query-groups 6 cannot be divided by --tensor-"),
+        (
+            {"num_experts": 6, "expert_model_parallel_size": 4},
+            "--num-experts 6 cannot be divided by --expert-model-parallel-size 4",
+        ),
+        ({"num_attention_heads": 32, "num_query_groups": 2}, ""),
+    ],
+)
+def test_sizes_that_megatron_refuses(more, message):
+    """The small job has others. Ranks may share a group of queries."""
+    job = flags(4, **more)
+    with pytest.raises(TTraceError, match=message) if message else nullcontext():
+        axes.of_large(job, 16)
 
 
 def test_ranks_that_are_too_few_are_taken_for_a_placeholder():
