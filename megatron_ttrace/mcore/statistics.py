@@ -153,19 +153,22 @@ def following(states: Mapping[Any, Any], group: Mapping[str, Any]) -> tuple[tupl
 def with_step(states: Mapping[Any, Any], group: Mapping[str, Any]) -> Mapping[str, Any]:
     """A parameter group with the steps that were made; if these differ, the rarest number.
 
-    Fused optimizers count in the group, torch's Adam for each parameter. A user's optimizer may
-    keep anything under this name, or nothing.
+    torch's Adam counts for each parameter, whatever a checkpoint has put into the group; fused
+    optimizers count there. A user's optimizer may keep anything under this name, or nothing.
     """
     of_parameters = (states.get(one) for one in group.get("params", ()))
-    holders = [group, *(state for state in of_parameters if isinstance(state, Mapping))]
-    counts = [holder.get("step") for holder in holders]
-    steps = Counter(
+    steps = _counted(s for s in of_parameters if isinstance(s, Mapping)) or _counted([group])
+    known = {"step": min(steps, key=lambda number: (steps[number], number))} if steps else {}
+    return {key: value for key, value in group.items() if key != "step"} | known
+
+
+def _counted(holders: Iterable[Mapping[str, Any]]) -> Counter[float]:
+    """The numbers of steps."""
+    return Counter(
         float(step)
-        for step in counts
+        for step in (holder.get("step") for holder in holders)
         if isinstance(step, (int, float)) or (torch.is_tensor(step) and step.numel() == 1)
     )
-    known = {"step": steps.most_common()[-1][0]} if steps else {}
-    return {key: value for key, value in group.items() if key != "step"} | known
 
 
 def group_names(groups: Iterable[Mapping[str, Any]]) -> Iterator[str]:
