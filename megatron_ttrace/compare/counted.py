@@ -393,8 +393,8 @@ def _in(counted: Counted, statistic: Statistic) -> list[int]:
 def _evaluations(counted: Counted, statistic: Statistic) -> list[list[Counting]]:
     """The computations of a statistic, apart where the same ones are made again.
 
-    A norm may be computed once to be logged and once to clip by: no element is in either twice. An
-    update or a reduction that is repeated is made twice.
+    A norm may be computed once to be logged and once to clip by, then perhaps in other portions: no
+    element is in either twice. An update or a reduction that is repeated is made twice.
     """
     countings = _of(counted, statistic)
     if statistic.is_local or not countings:
@@ -408,7 +408,20 @@ def _evaluations(counted: Counted, statistic: Statistic) -> list[list[Counting]]
         for size in range(1, len(countings) + 1)
         if len(countings) % size == 0 and content == content[:size] * (len(countings) // size)
     )
-    return [countings[at : at + size] for at in range(0, len(countings), size)]
+    if size < len(countings):
+        return [countings[at : at + size] for at in range(0, len(countings), size)]
+    held = [Counter((t.number, t.times) for t in _terms(counting)) for counting in countings]
+    for first in itertools.accumulate(held[:-1]):
+        ends, so_far = [0], Counter[tuple[int, int]]()
+        for number, more in enumerate(held, 1):
+            so_far += more
+            if so_far == first:
+                ends.append(number)
+                so_far = Counter()
+        if first and not so_far:
+            ends[-1] = len(held)
+            return [countings[start:end] for start, end in itertools.pairwise(ends)]
+    return [countings]
 
 
 def _terms(counting: Counting) -> Iterator[Term]:

@@ -78,6 +78,9 @@ ONCE = rank(0, range(999)), rank(1, range(999), parts=(1,))
         ((rank(0, range(2)), rank(1, range(2), parts=(1,))), {}),
         # One norm is logged, another one clipped by: each has every element once.
         ((norms(0, (0, 1), (0, 1)), norms(1, (1,), (1,))), {}),
+        # That of all is logged, and each optimizer clips by its own portion.
+        ((norms(0, (0, 1), (0,), (1,)), norms(1, (1,), (), (1,))), {}),
+        ((norms(0, (0, 1), (1,), (0,)), norms(1, (1,), (1,), ())), {}),
         # Chained optimizers each have a part of one norm; an element in two of them counts twice.
         ((norms(0, (0,), (1,)), norms(1, (), (1,))), {}),
         ((norms(0, (0,), (0, 1)), norms(1, (), (1,))), {NORM: (TWICE, (0, 1))}),
