@@ -309,7 +309,9 @@ def _own_sizes(evidence: Evidence) -> dict[str, float]:
     # A main gradient fails alone only if the activations' gradients, which show this too, pass.
     kinds = (Kind.GRAD_OUTPUT, Kind.LOSS)
     shared = evidence.share_of is not None
-    if evidence.microbatches > 1 and (evidence.key.kind in kinds or shared):
+    # Without these axes, both runs have the same number of microbatches, and one schedule.
+    differ = evidence.size("dp") * evidence.size("pp") > 1
+    if evidence.microbatches > 1 and (shared or (evidence.key.kind in kinds and differ)):
         sizes["microbatches"] = evidence.microbatches
     for name, value in evidence.numbers.items():
         if value != 1 and evidence.key.kind in _COUNT_IN.get(name, ()):
