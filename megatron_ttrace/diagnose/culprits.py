@@ -22,6 +22,7 @@ from megatron_ttrace.diagnose.origins import (
     of_module,
     owner,
     places_around,
+    where_gradients_end,
 )
 from megatron_ttrace.diagnose.start import loaded
 from megatron_ttrace.trace.counted import HyperparametersIndex, Statistic
@@ -253,9 +254,8 @@ def _forward(verdicts: Sequence[Judged]) -> list[Origin]:
 
 
 def _backward(verdicts: Sequence[Judged]) -> list[Origin]:
-    absent = [v for v in verdicts if v.verdict in ABSENT and v.direction is Direction.BACKWARD]
-    if absent:
-        return _of_modules(absent[:1], Grounds.FIRST_ABSENT_GRADIENT)
+    if absent := where_gradients_end(verdicts):
+        return _of_modules(absent, Grounds.FIRST_ABSENT_GRADIENT)
     born = _born(
         verdicts,
         inputs=Kind.GRAD_OUTPUT,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_ttrace.trace.judged import Judged
-from megatron_ttrace.trace.modules import around, module_of
+from megatron_ttrace.trace.modules import around, is_within, module_of
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, Direction, Kind, Outcome
 
@@ -34,6 +34,26 @@ def of_module(v: Judged) -> str:
     """The module that a tensor belongs to."""
     is_parameter = v.microbatch == STEP_LEVEL and v.kind is not Kind.PRECISION
     return owner(v.name) if is_parameter else v.name
+
+
+def where_gradients_end(verdicts: Sequence[Judged]) -> list[Judged]:
+    """The first gradient that was not computed, if any: in a module whose outputs have theirs.
+
+    Of modules that contain each other it is the innermost.
+    """
+    backward = [v for v in verdicts if v.direction is Direction.BACKWARD]
+    absent = [v for v in backward if v.verdict in ABSENT]
+    reached = {
+        (v.microbatch, v.name)
+        for v in backward
+        if v.kind is Kind.GRAD_OUTPUT and v.verdict not in ABSENT
+    }
+    ends = [v for v in absent if v.kind is Kind.GRAD_INPUT and (v.microbatch, v.name) in reached]
+    ends = [v for v in ends if v.microbatch == ends[0].microbatch]
+    inner = (
+        v for v in ends if not any(v.name != w.name and is_within(w.name, v.name) for w in ends)
+    )
+    return [*inner, *absent][:1]
 
 
 def absent_origins(verdicts: Sequence[Judged]) -> list[Origin]:

@@ -39,6 +39,26 @@ def test_a_module_that_is_never_called() -> None:
     assert "was not called" not in culprit.reason
 
 
+def test_where_gradients_end() -> None:
+    """The innermost module whose output has a gradient, not what made its input or contains it."""
+    no, yes = MISSING, Outcome.PASS
+    gradients = {
+        "embedding": (no, no),
+        "mtp": (yes, no),
+        "mtp.norm": (yes, no),
+        "mtp.fc": 2 * (yes,),
+    }
+    verdicts = [
+        verdict(name, kind, outcome, margin=None)
+        for name, outcomes in gradients.items()
+        for kind, outcome in zip((Kind.GRAD_OUTPUT, Kind.GRAD_INPUT), outcomes, strict=True)
+    ]
+    [culprit] = localise(verdicts)
+    assert (culprit.name, culprit.kind) == ("mtp.norm", Kind.GRAD_INPUT)
+    [culprit] = localise(verdicts[:2])
+    assert culprit.name == "embedding"
+
+
 def test_a_layer_of_another_kind() -> None:
     """What it lacks and what it has instead are one culprit, in that layer only."""
     absent = [
