@@ -174,11 +174,11 @@ class Code:
                     chain.append(caller)
         return chain
 
-    def users(self, function: int) -> Iterator[int]:
+    def users(self, function: int, contexts: Iterable[Context] = ()) -> Iterator[int]:
         """What calls an autograd function from another file, given its backward pass."""
         if (twin := self.twin(function)) is None:
             return
-        for context in self.contexts[twin]:
+        for context in contexts or self.contexts[twin]:
             file, chain = self.functions[twin].file, self.chain(twin, context)
             yield from [number for number in chain if self.functions[number].file != file][:1]
 

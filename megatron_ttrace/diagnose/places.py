@@ -117,8 +117,10 @@ class Places:
         is_loaded = verdict.kind is Kind.LOADED  # by no function that was recorded
         ranked = [] if is_loaded else self.ranked(verdict, finding, sent=sent)
         # What has no name of its own (a generator) is shown as what it is written in: once.
-        first = {(place.file, place.function): place for _, place in reversed(ranked)}
-        places = [place for _, place in ranked if first[place.file, place.function] is place][:MOST]
+        places: list[Place] = []
+        for _, one in ranked:
+            if len(places) < MOST and not any(map(one.is_at, places)):
+                places.append(one)
         anchor = "" if sent else anchor_of(self._ledger.sources, verdict, self._code)
         is_other = is_loaded or self._code.number(anchor) is None
         if is_other and (place := Place.of(anchor, Clue.RAN)):
@@ -180,8 +182,7 @@ class _Judge:
         few = outcomes.share(verdict.kind, verdict.name) < FEW
         self._of_few = few and verdict.kind is Kind.MAIN_GRAD
         self._lack = finding.lack if isinstance(finding, Miscounted) else None
-        of_reduction = Kind.COUNTED, Statistic.REDUCED.number
-        self._is_reduced = (verdict.kind, verdict.index) == of_reduction
+        self._is_reduced = (verdict.kind, verdict.index) == (Kind.COUNTED, Statistic.REDUCED.number)
         self._words = sending(verdict.kind) if sent else self._words_of(findings)
         losses = {loss for f in findings if isinstance(f, LossShare) for loss in f.losses}
         self._factors = dict.fromkeys(losses, 1.0) | dict.fromkeys(NAMED.keys() & self._axes, 2.0)
@@ -274,8 +275,7 @@ class _Judge:
             keys += [(key, 1.0) for key in (*finding.axes, finding.cause)]
             keys += [(finding.term, 1.0)] if isinstance(finding, LossTerm) else []
         words = dict.fromkeys(set(tokens(module)) - EVERYWHERE, 0.35)
-        if verdict.kind is Kind.PARAM:
-            words |= dict.fromkeys(("grad", "grads"), -1.0)
+        words |= dict.fromkeys(("grad", "grads") if verdict.kind is Kind.PARAM else (), -1.0)
         is_read = (verdict.kind, module) == (Kind.INPUT, ROOT)
         words |= dict.fromkeys(DIVIDING if is_read else (), 0.5)
         words |= dict.fromkeys(("rng", "states") if is_redrawn(verdict) else (), 0.7)

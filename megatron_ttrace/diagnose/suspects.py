@@ -77,8 +77,7 @@ class Suspects:
         self.few = outcomes.share(verdict.kind) < FEW
         # The gradients of the module's parameters fail, too.
         self._whole, self._right = outcomes.failed(Kind.MAIN_GRAD, verdict.name), outcomes.losses()
-        self.module = module_of(verdict.name)
-        self._owner = self.module
+        self._owner = self.module = module_of(verdict.name)
         if verdict.kind in OF_PARAMETERS:
             self._owner = self.module.rpartition(".")[0] or ROOT
         if sent:
@@ -453,6 +452,9 @@ class Suspects:
             self._take(code.below(number, (name, _B)), weight)
             self._take(code.below(twin, (name, _F)), weight * 0.8)
             self._take(code.callers(twin, (name, _F)), weight * 0.7)
+            for user in () if self._finding else code.users(number, [(name, _F)]):
+                self._take([user], weight)  # what serves many modules is less likely wrong
+                self.add(user, Clue.CALLS, 0.8)
 
     def _autograd(self, module: str) -> Iterator[tuple[int, int]]:
         """Backward functions that ran in a module, and the forward functions of their classes."""

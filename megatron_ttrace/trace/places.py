@@ -51,6 +51,11 @@ class Place(Record):
     def __str__(self) -> str:
         return f"{self.file}:{self.line} ({self.function})"
 
+    def is_at(self, other: Self) -> bool:
+        """Whether both are in one function, or are there for one changed line."""
+        changed = self.clue is other.clue is Clue.CHANGED and self.line == other.line
+        return self.file == other.file and (changed or self.function == other.function)
+
     @classmethod
     def of(cls, text: str, clue: Clue) -> Self | None:
         """The place that ``file:line (function)`` names; ``None`` for any other text."""
