@@ -154,6 +154,7 @@ class _Comparison:
     def _tensors(self) -> None:
         saved, loaded = self._before.state(Point.SAVED), self._after.state(Point.LOADED)
         by_rank: list[str] = []
+        copies: list[str] = []
         for item in saved:
             if self._without_optimizer and item[0] in _OF_OPTIMIZER:
                 continue
@@ -165,8 +166,10 @@ class _Comparison:
                 by_rank.append(" of ".join(item))
             else:
                 self._compared += 1
-                self._by_rank(item, saved, loaded, Blame.EITHER)
+                if self._by_rank(item, saved, loaded, Blame.EITHER) and item[0] is not What.BUFFER:
+                    copies.append(" of ".join(item))
         self._notice("not compared, because ranks had values of their own", by_rank)
+        self._notice("copies that differed before they were saved: run ttrace check", copies)
         for item in loaded:
             if item in saved or (self._without_optimizer and item[0] in _OF_OPTIMIZER):
                 continue
@@ -197,14 +200,15 @@ class _Comparison:
                     weight, where=state.where, changed=state.changed
                 )
 
-    def _by_rank(self, item: tuple[What, str], old: State, new: State, blame: Blame) -> None:
-        """State of which each rank has another value, in the same layout."""
+    def _by_rank(self, item: tuple[What, str], old: State, new: State, blame: Blame) -> bool:
+        """Whether state of which each rank has another value differs, in the same layout."""
         theirs = new.parts(item) if item in new else {}
         parts = old.parts(item)
         if wrong := [
             r for r, part in parts.items() if r not in theirs or not same(theirs[r], part)
         ]:
             self._differ(*item, How.DIFFERENT, blame, ranks=tuple(wrong))
+        return bool(wrong)
 
     def _tensor(self, item: tuple[What, str], before: torch.Tensor, loaded: State) -> None:
         stored = self._of_checkpoint(item, before)

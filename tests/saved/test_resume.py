@@ -333,6 +333,28 @@ def test_values_of_ranks_after_the_steps(tmp_path: Path) -> None:
         assert all(difference.blame is Blame.TRAINING for difference in differences)
 
 
+@pytest.mark.parametrize("index", [LoadedIndex.WEIGHT, LoadedIndex.BUFFER])
+def test_copies_that_differed_before(tmp_path: Path, index: LoadedIndex) -> None:
+    """A checkpoint has one copy of a weight: the fault is older than it."""
+    one = torch.ones(4)
+    steps = [step(number) for number in range(1, 5)]
+    own = {index: torch.stack([one, 2 * one])}
+    points: Any = {Point.SAVED: {}, Point.END: state()}
+    before = recordings.run(tmp_path / "a", points, steps, replicas=own, replicated=Point.SAVED)
+    points = {Point.LOADED: {}, Point.END: state()}
+    after = recordings.run(
+        tmp_path / "b",
+        points,
+        steps[2:],
+        replicas={index: torch.stack([one, one])},
+        replicated=Point.LOADED,
+    )
+    [difference], notices = (answer := compare(before, after, "")).differences, answer.notices
+    assert difference.ranks == (1,)
+    is_copy = any(notice.startswith("copies that differed") for notice in notices)
+    assert is_copy is (index is LoadedIndex.WEIGHT)
+
+
 @pytest.mark.parametrize(
     "name",
     ["embedding.word_embeddings.weight", "output_layer.bias", "output_layer.weight/momentum"],
