@@ -335,12 +335,13 @@ class Suspects:
             return
         self._part(Phase.OPTIMIZER, 0.3 if reduced else 1.0, 0.5)
         self._part(_G, 1.0 if reduced else 0.3, 0.3)
-        if isinstance(finding, Miscounted) and finding.lack is Lack.LEFT_OUT:
-            # It may lack the mark by which it would be selected.
-            for number in self._code.at[BUILDING]:
-                if self._code.functions[number].marks:
-                    self._take([number], 0.3)
-                    self.add(number, Clue.MARKS, 1.5)
+        # It may lack a mark: what selects it reads that, or tells copies from others by it alone.
+        is_copied = self.few and self._cause is Cause.COUNTED_TWICE
+        left_out = isinstance(finding, Miscounted) and finding.lack is Lack.LEFT_OUT
+        for number in self._code.at[BUILDING] if left_out or is_copied else ():
+            if self._code.functions[number].marks:
+                self._take([number], 0.8 if is_copied else 0.3)
+                self.add(number, Clue.MARKS, 2.1 if is_copied else 1.5)
 
     def _update(self) -> None:
         # What updates other parameters rightly was not given this one, or not its values.

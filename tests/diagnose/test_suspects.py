@@ -182,6 +182,10 @@ def test_what_is_left_out_of_a_norm() -> None:
     assert "Linear.__init__" not in weights(wrong(Kind.COUNTED), never(Lack.LOST))
     clues = suspects(wrong(Kind.COUNTED), never(Lack.LEFT_OUT)).clues
     assert clues[NAMES.index("Linear.__init__")] == {Clue.MARKS: 1.5}
+    # If few are counted twice, what counts all of them is right; their copies lack a mark.
+    twice = dataclasses.replace(never(None), cause=Cause.COUNTED_TWICE, least=2, most=2)
+    found = [weights(wrong(Kind.COUNTED), twice, few=few) for few in (True, False)]
+    assert [names.get("Linear.__init__") for names in found] == [0.8, None]
 
 
 def test_the_norm_of_all_parameters() -> None:
