@@ -46,7 +46,7 @@ _SETS = (2.5, 3.0)
 _DEEPER, _FARTHER = 0.9, 0.85
 """Weights by the number of calls from a constructor, and of modules around it."""
 _F, _B, _G = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENTS
-_STEP = frozenset(Phase) - {Phase.CONSTRUCTION}
+_ALL, _STEP = frozenset(Phase), frozenset(Phase) - {Phase.CONSTRUCTION}
 
 
 class Suspects:
@@ -194,14 +194,10 @@ class Suspects:
         if verdict.kind in (Kind.INITIAL, Kind.MAIN_GRAD):
             self._take((n for n in self._code.at[BUILDING] if functions[n].own), 1.0)
 
-    def _named(
-        self, words: set[str], weight: float, phases: Collection[Phase] = frozenset(Phase)
-    ) -> None:
+    def _named(self, words: set[str], weight: float, phases: Collection[Phase] = _ALL) -> None:
         """What reads data, or recomputes, by its name, and ran in these parts of the step."""
         functions = self._code.functions
-        for context, ran in self._code.at.items():
-            if context[1] not in phases:
-                continue
+        for ran in (ran for at, ran in self._code.at.items() if at[1] in phases):
             named = ((number, {*tokens(functions[number].name)}) for number in ran)
             # Data parallelism reads no data.
             hits = ((n, has - {"data"} if "parallel" in has else has) for n, has in named)

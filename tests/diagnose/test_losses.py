@@ -23,7 +23,7 @@ from megatron_ttrace.trace.findings import (
     RankFactors,
 )
 from megatron_ttrace.trace.records import Kind, TraceKey
-from tests.diagnose.evidence_by_hand import evidence_of, hint, meshes, text, values
+from tests.diagnose.evidence_by_hand import evidence_of, explain, hint, meshes, text, values
 
 ROUTER = TraceKey(1, 0, Kind.GRAD_INPUT, "decoder.layers.1.mlp.router", 0)
 OTHERS = (Loss.AUXILIARY, Loss.Z, Loss.MTP)
@@ -102,6 +102,16 @@ def test_faults(
     it = found(counts, **axes)
     assert it == LossShare(fault.cause, fault.axes, losses=losses, fault=fault)
     assert text(it).endswith(words)
+
+
+@pytest.mark.parametrize(("cp", "axes"), [(1, ("microbatches",)), (2, ())])
+def test_both_runs_have_as_many_microbatches(cp: int, axes: tuple[str, ...]) -> None:
+    """Where no data parallelism or pipeline schedules them, their number is no cause."""
+    key = TraceKey(1, 0, Kind.GRAD_OUTPUT, "model", 0)
+    held = dict.fromkeys(range(2), 4 * WHOLE)
+    finding = explain(evidence_of(WHOLE, meshes(2, cp=cp), held, key=key, microbatches=4))
+    assert finding is not None
+    assert finding.axes == axes
 
 
 def test_a_hint_is_that_of_the_fault() -> None:

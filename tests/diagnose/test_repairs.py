@@ -386,15 +386,6 @@ def test_sizes_by_which_no_activation_is_off(axis: str, sizes: tuple[tuple[str, 
     assert finding.sizes == sizes
 
 
-@pytest.mark.parametrize(("axis", "sizes"), [("dp", (("microbatches",),)), ("cp", ())])
-def test_both_runs_have_as_many_microbatches(axis: str, sizes: tuple[tuple[str, ...], ...]) -> None:
-    """Where no axis divides them, and no pipeline schedules them, they are no cause."""
-    key = TraceKey(1, 0, Kind.GRAD_OUTPUT, "model", 0)
-    finding = explain(of(LONG, LONG * 4, on(**{axis: 2}), key=key, microbatches=4))
-    assert isinstance(finding, ConstantFactor)
-    assert finding.sizes == sizes
-
-
 LINEAR = TraceKey(1, 0, Kind.OUTPUT, "decoder.layers.0.self_attention.linear_qkv", 0)
 S, B, D, WIDE = 8, 2, 6, 12
 TOP = {"E4M3": 448.0, "E5M2": 57344.0}
