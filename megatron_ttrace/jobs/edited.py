@@ -10,14 +10,13 @@ Megatron's since it was imported.
 
 import base64
 import csv
-import hashlib
 import importlib.metadata
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from megatron_ttrace.jobs import provenance
+from megatron_ttrace.jobs import contents, provenance
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.mcore import versions
 from megatron_ttrace.trace import codec
@@ -166,12 +165,12 @@ def _since_wheel(
         for name, digest, _ in csv.reader((wheel.read_text("RECORD") or "").splitlines())
     }
     paths = {
-        f"{prefix}{path.relative_to(folder).as_posix()}": path
+        f"{prefix}{name}": Path(path)
         for prefix, folder in tree.items()
-        for path in provenance.python_files(folder)
+        for name, path in contents.python_files(folder).items()
     }
-    contents = {name: path.read_bytes() for name, path in paths.items()}
-    differing = [name for name in contents if _recorded(contents[name]) != recorded.get(name)]
+    held = {name: contents.content_of(path) for name, path in paths.items()}
+    differing = [name for name, it in held.items() if it and _recorded(it) != recorded.get(name)]
     if len(differing) > _MOST_FILES:
         return None
     edits = []
@@ -180,11 +179,12 @@ def _since_wheel(
             edits.append(Edit(name, "", 0))
             continue
         before = (root / name).read_bytes() if name in recorded else b""
-        edits += [Edit.of(name, change) for change in changes(before, contents[name])]
+        after = paths[name].read_bytes()
+        edits += [Edit.of(name, change) for change in changes(before, after)]
     return edits
 
 
-def _recorded(content: bytes) -> str:
+def _recorded(content: contents.Content) -> str:
     """As in a wheel's RECORD."""
-    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest())
+    digest = base64.urlsafe_b64encode(content.sha256)
     return f"sha256={digest.rstrip(b'=').decode()}"

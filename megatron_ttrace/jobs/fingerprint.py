@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.jobs import argv, inputs, provenance
+from megatron_ttrace.jobs import argv, contents, inputs, provenance
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.disclosure import is_shown
@@ -47,8 +47,6 @@ _HARMLESS_PREFIXES = tuple(
 )
 """Of options of Megatron's: a fork's may mean anything."""
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
-_READS = re.compile(rb"(?:getenv\(|environ(?:\.\w+)?[\[(])\s*[\"'](\w+)[\"']")
-"""The name of an environment variable in a line that reads it."""
 _LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
 """What is computed only if it is logged is compared if it is."""
 _DERIVED = frozenset(
@@ -204,18 +202,16 @@ def _data(args: MegatronArguments) -> dict[str, Any]:
     return stamps
 
 
-def _content(files: Mapping[str, Path], reads: set[str]) -> str:
+def _content(files: Mapping[str, str | Path], reads: set[str]) -> str:
     """A hash of files and of their names, which do not depend on where they are.
 
     The environment variables that they read are added to ``reads``.
     """
     total = hashlib.sha256()
     for name, path in files.items():
-        if path.is_file():
-            content = path.read_bytes()
-            total.update(f"{name}:{len(content)}:".encode(errors="surrogateescape") + content)
-            if b"environ" in content or b"getenv" in content:
-                reads.update(map(bytes.decode, _READS.findall(content)))
+        if content := contents.content_of(path):
+            total.update(f"{name}:".encode(errors="surrogateescape") + content.sha256)
+            reads |= content.variables
     return total.hexdigest()[:16]
 
 
@@ -226,8 +222,7 @@ def _folder_of(package: str) -> Path:
 
 def _tree(folder: Path, reads: set[str]) -> str:
     """A hash of a package's Python files; Megatron's core has about 8 MB of them."""
-    files = provenance.python_files(folder)
-    return _content({os.path.relpath(file, folder): file for file in files}, reads)
+    return _content(contents.python_files(folder), reads)
 
 
 def _beside(script: Path) -> dict[str, Path]:
@@ -241,9 +236,8 @@ def _beside(script: Path) -> dict[str, Path]:
     ]
     foreign += [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     roots = tuple(os.path.join(os.path.realpath(root), "") for root in foreign)
-    real = functools.cache(os.path.realpath)
     folders = [script.resolve().parent, *filter(None, sys.path)]
-    inside = tuple(os.path.join(real(folder), "") for folder in folders)
+    inside = tuple(os.path.join(_real(folder), "") for folder in folders)
     files = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -251,7 +245,7 @@ def _beside(script: Path) -> dict[str, Path]:
             continue
         # Thousands of modules lie in few folders: only a link needs a look of its own.
         home, base = os.path.split(file)
-        path = os.path.join(real(home), base)
+        path = os.path.join(_real(home), base)
         path = os.path.realpath(path) if os.path.islink(path) else path
         if (
             path.startswith(inside)
@@ -263,3 +257,4 @@ def _beside(script: Path) -> dict[str, Path]:
 
 
 _INSTALLED = ("/site-packages/", "/dist-packages/")
+_real = functools.cache(os.path.realpath)

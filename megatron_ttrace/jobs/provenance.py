@@ -144,13 +144,6 @@ def numeric_environment(read: Collection[str] = ()) -> dict[str, str]:
     }
 
 
-def python_files(folder: Path) -> list[Path]:
-    """The Python files of a package, in order."""
-    # Not ``rglob``, which takes ten times as long.
-    files = (os.path.join(where, name) for where, _, names in os.walk(folder) for name in names)
-    return [Path(file) for file in sorted(file for file in files if file.endswith(".py"))]
-
-
 def commit_of(file: Path) -> tuple[str, bool]:
     """The commit of the git checkout that tracks ``file``, and whether tracked files differ.
 

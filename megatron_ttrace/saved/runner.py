@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace import report
+from megatron_ttrace.jobs import edited, fingerprint, provenance
 from megatron_ttrace.jobs import job as jobs
-from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs.processes import forkserver, signals, tether
 from megatron_ttrace.jobs.resources import launch_dir
 from megatron_ttrace.jobs.settings import Settings, split
@@ -92,7 +92,10 @@ class Runner:
         self._device = split(flags)[0].device
         self.forks = jobs.prepare(self._device, self.script)
         if self.forks:
+            # What all cases need, once for them.
             report.prepare(wandb=False)
+            fingerprint.code(self.script)
+            edited.find()
 
     def job(self, case: Case) -> jobs.Job:
         """The job of a case.
