@@ -184,7 +184,8 @@ class StepTap:
 
     def watch_uses(self, parameters: Collection[torch.nn.Parameter]) -> None:
         """Compare these again when the forward pass first uses them: are they gathered by then?"""
-        places = {p: place for p, place in self._model.places() if p in set(parameters)}
+        gathered = set(parameters)
+        places = {p: place for p, place in self._model.places() if p in gathered}
 
         def is_used(module: torch.nn.Module, _: Any) -> None:
             for parameter in module.parameters(recurse=False):
@@ -194,7 +195,7 @@ class StepTap:
                     why = Remark.NOT_GATHERED
                     self._attempt(self._sink.again, where, parameter.data, why, known)
 
-        for names in self._model.names:
+        for names in self._model.names if places else ():
             for module in names.modules.values():
                 self._uses.append(module.register_forward_pre_hook(is_used))
 
