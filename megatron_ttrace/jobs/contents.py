@@ -10,6 +10,8 @@ from pathlib import Path
 
 _READS = re.compile(rb"(?:getenv\(|environ(?:\.\w+)?[\[(])\s*[\"'](\w+)[\"']")
 """The name of an environment variable in a line that reads it."""
+_ASKS = re.compile(rb"[\"'](\w+)[\"'] (?:not )?in (?:os\.)?environ\b")
+"""The name of one in a condition on whether it is set."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,8 +34,9 @@ def content_of(file: str | Path) -> Content | None:
 def _content(file: str, *_: int) -> Content:
     text = Path(file).read_bytes()
     reads = b"environ" in text or b"getenv" in text
-    variables = map(bytes.decode, _READS.findall(text) if reads else ())
-    return Content(hashlib.sha256(text).digest(), frozenset(variables))
+    asks = b"in os.environ" in text or b"in environ" in text
+    names = [*(_READS.findall(text) if reads else ()), *(_ASKS.findall(text) if asks else ())]
+    return Content(hashlib.sha256(text).digest(), frozenset(map(bytes.decode, names)))
 
 
 def python_files(folder: Path) -> dict[str, str]:

@@ -30,6 +30,7 @@ def test_a_version_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("os.environ['A']", {"A"}),
         ('os.environ.get( "A", os.getenv("B_2"))', {"A", "B_2"}),
         ("environ.setdefault('A', '1')", {"A"}),
+        ("if 'A' in os.environ or 'B' not in environ:", {"A", "B"}),
         ("environ = dict(A='1')", set()),
         ("settings['A']", set()),
     ],
