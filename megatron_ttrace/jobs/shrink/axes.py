@@ -102,8 +102,10 @@ def _refuse(flags: CommandFlags, tp: int, ep: int) -> None:
         ("num_query_groups", "tp", tp),
         ("num_experts", "ep", ep),
     ):
-        value = flags.integer(option)
-        shared = option == "num_query_groups" and value and not size % value
+        groups = option == "num_query_groups"
+        # Without its flag, Megatron has a group for each head.
+        value = 0 if groups and not flags.has("group_query_attention") else flags.integer(option)
+        shared = groups and value and not size % value
         if value % size and not shared:
             name = option.replace("_", "-")
             raise TTraceError(f"--{name} {value} cannot be divided by {FLAGS[axis]} {size}")

@@ -76,12 +76,16 @@ def test_stages_that_megatron_refuses(more, message):
     ("more", "message"),
     [
         ({"num_attention_heads": 30}, "--num-attention-heads 30 cannot be divided by --tensor-"),
-        ({"num_query_groups": 6}, "--num-query-groups 6 cannot be divided by --tensor-"),
+        (
+            {"group_query_attention": "", "num_query_groups": 6},
+            "--num-query-groups 6 cannot be divided by --tensor-",
+        ),
+        ({"num_query_groups": 6}, ""),
         (
             {"num_experts": 6, "expert_model_parallel_size": 4},
             "--num-experts 6 cannot be divided by --expert-model-parallel-size 4",
         ),
-        ({"num_attention_heads": 32, "num_query_groups": 2}, ""),
+        ({"group_query_attention": "", "num_query_groups": 2}, ""),
     ],
 )
 def test_sizes_that_megatron_refuses(more, message):
