@@ -5,12 +5,13 @@ A rule sees the large job and the axes of a small one, and yields the options th
 rule knows of another's result: what two share is a function of the :class:`Case`.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
 from megatron_ttrace.jobs.shrink import documents, patterns
 from megatron_ttrace.jobs.shrink.axes import OPTIONS
-from megatron_ttrace.jobs.shrink.case import Case, Change, bf16_ends
+from megatron_ttrace.jobs.shrink.case import ENDS, Case, Change, bf16_ends
 from megatron_ttrace.jobs.shrink.command_flags import CommandFlags
 from megatron_ttrace.trace.errors import TTraceError
 
@@ -123,12 +124,35 @@ def layers(case: Case) -> Iterator[Change]:
             yield Change(option, (words,), "the same order of kinds of layers")
         elif value > 1:
             yield Change(option, ("2",), "both kinds of layers within few")
+    yield from _shared_choices(case)
     if flags.integer("mtp_num_layers") > 0:
         depths = sum(stage.count("m") for stage in depth.stages) or min(
             2, flags.integer("mtp_num_layers")
         )
         yield from _sizes("one, or two", mtp_num_layers=depths)
     yield from _some_layers(flags)
+
+
+def _shared_choices(case: Case) -> Iterator[Change]:
+    """Every other layer of sparse attention uses the keys that the layer before it chose.
+
+    Megatron lets no stage begin with such a layer.
+    """
+    flags, depth, small = case.flags, case.depth, case.small
+    if flags.integer("dsa_indexer_topk_freq") < 2:
+        return
+    alike = depth.per_chunk * small.chunks
+    first, last = (depth.ends.get(end, alike) // small.chunks for end in ENDS)
+    sizes = [first, *[depth.per_chunk] * (small.pp - 2), last][: small.pp] * small.chunks
+    sizes[0] -= small.pp > 1 and flags.has("account_for_embedding_in_pipeline_split")
+    if depth.stages:
+        sizes = [stage.count("t") for stage in depth.stages]
+    begins = [1 + before for before in itertools.accumulate(sizes[:-1], initial=0)]
+    for offset in (1, 2):
+        if all(begin <= offset or (begin - offset) % 2 == 0 for begin in begins):
+            why = "layers that choose keys, and others"
+            yield from _sizes(why, dsa_indexer_topk_freq=2, dsa_indexer_skip_topk_offset=offset)
+            return
 
 
 def _some_layers(flags: CommandFlags) -> Iterator[Change]:

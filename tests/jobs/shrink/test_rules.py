@@ -71,6 +71,21 @@ PIPELINE = "--pipeline-model-parallel-size 8"
     num_layers=2, moe_layer_freq=([0]*1+[1]*1)
 --num-layers 48 --linear-attention-freq 4
     num_layers=2, linear_attention_freq=2
+--num-layers 48 --dsa-indexer-topk-freq 4 --dsa-indexer-skip-topk-offset 3
+    num_layers=2, dsa_indexer_topk_freq=2, dsa_indexer_skip_topk_offset=1
+--num-layers 48 --dsa-indexer-topk-freq 1
+    num_layers=2
+--pipeline-model-parallel-size 8 --num-layers 62 --decoder-first-pipeline-num-layers 20
+--dsa-indexer-topk-freq 4 --dsa-indexer-skip-topk-offset 3
+    num_layers=7, decoder_first_pipeline_num_layers=3, dsa_indexer_topk_freq=2,
+    dsa_indexer_skip_topk_offset=2
+--pipeline-model-parallel-size 8 --pipeline-model-parallel-layout Ett|(ttt|)*6L
+--dsa-indexer-topk-freq 3
+    pipeline_model_parallel_layout=Et|tt|L, dsa_indexer_topk_freq=2,
+    dsa_indexer_skip_topk_offset=2
+--pipeline-model-parallel-size 8 --num-layers 32 --num-layers-per-virtual-pipeline-stage 1
+--dsa-indexer-topk-freq 2
+    num_layers=6, num_layers_per_virtual_pipeline_stage=1
 --num-layers 48 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0
 --num-layers-at-end-in-bf16 14
     num_layers=2, num_layers_at_start_in_bf16=0, num_layers_at_end_in_bf16=1
