@@ -525,6 +525,19 @@ def mixed_groups(start, self):
                 group.start_param_sync()
 
 
+@fix(
+    "transformer.experimental_attention_variant.dsa:DSAttention._get_index_share_topk_holder",
+    "shared-choices",
+)
+def of_its_pass(holder_of, self, *args):
+    """Recompute with what layers chose in the same pass, not in the latest one."""
+    holder, passes = holder_of(self, *args), self.__dict__.setdefault("passes", [])
+    if torch.is_grad_enabled():
+        return passes.pop(0) if passes else holder
+    passes.append(dict(holder))
+    return holder
+
+
 FIXES.default_factory = None  # an unknown name is an error
 for name in os.environ.get("FIX", "").split():
     for put_in in FIXES[name]:
