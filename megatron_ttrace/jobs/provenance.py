@@ -54,7 +54,8 @@ _HARMLESS_NAMES = (
 )
 _HARMLESS_PREFIXES = (
     *("CUDA_", "GLOO_", "HF_", "MASTER_", "MEGATRON_LOGGING", "NCCL_", "NVSHMEM_", "OMPI_", "PMI_"),
-    *("OTEL_", "PYTORCH_", "SLURM_", "TORCHELASTIC_", "TORCH_", "UCC_", "UCX_", "WANDB_"),
+    *("OTEL_", "PYTORCH_ALLOC", "PYTORCH_CUDA_ALLOC", "SLURM_", "TORCHELASTIC_", "TORCH_CPP_"),
+    *("TORCH_DISTRIBUTED_", "TORCH_FR_", "TORCH_NCCL_", "TORCH_UCC_", "UCC_", "UCX_", "WANDB_"),
 )
 """Of ranks, communication, memory and logs."""
 

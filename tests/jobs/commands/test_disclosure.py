@@ -176,9 +176,9 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["NVTE_FLASH_ATTN"] == "0"
     provenance._environment["NVTE_X"] = "another"
     assert provenance.numeric_environment()["NVTE_X"] != first["NVTE_X"]
-    provenance._environment.update({"FORK_FAST": "1", "RANK": "3"})
-    read = provenance.numeric_environment({"FORK_FAST", "RANK", "FORK_QUICK"})
-    assert read.keys() - first.keys() == {"FORK_FAST"}
+    provenance._environment.update({"FORK_FAST": "1", "TORCH_FAST": "1", "RANK": "3"})
+    read = provenance.numeric_environment({"FORK_FAST", "TORCH_FAST", "RANK", "FORK_QUICK"})
+    assert read.keys() - first.keys() == {"FORK_FAST", "TORCH_FAST"}
 
 
 def test_arguments_of_an_identity() -> None:
