@@ -380,5 +380,7 @@ class LayerNormLinear(ParallelLinear):
         if self.return_bias:
             results.append(self.bias)
         if returned:
-            results.append(normalized if total is None else total)
+            # A tensor of its own, whose gradient is that of its users alone, as of one that is
+            # gathered: the product's is not in it.
+            results.append(normalized.view_as(normalized) if total is None else total)
         return tuple(results) if len(results) > 1 else output

@@ -142,6 +142,14 @@ def test_layer_norm_linear(normalization, zero_centered):
     same_gradients(ours, theirs, [x, *module.parameters()])
 
 
+def test_the_gradient_of_a_returned_norm_is_of_its_users():
+    """Not that of the product: an adapter's input gradient is the adapter's, in all layouts."""
+    module = randomise(LayerNormLinear(6, 4, return_layernorm_output=True, **DOUBLE))
+    output, normalized = module(torch.randn(3, 2, 6, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad((output.sum(), 2 * normalized.sum()), normalized)
+    close(gradient, torch.full_like(normalized, 2.0))
+
+
 def test_a_frozen_norm_of_an_input_without_a_gradient():
     """As in the first layer, where the embedding and the norms are frozen, too."""
     module = randomise(LayerNormLinear(6, 4, normalization="RMSNorm", bias=False, **DOUBLE))
