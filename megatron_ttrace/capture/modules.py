@@ -41,14 +41,13 @@ from megatron_ttrace.capture.experts import (
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
 from megatron_ttrace.mcore.names import Names
-from megatron_ttrace.placement.plan import Placements
+from megatron_ttrace.placement.plan import Known
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.errors import TTraceError
 from megatron_ttrace.trace.findings import Remark
 from megatron_ttrace.trace.records import ROOT, Kind
 
 _Hook = Callable[..., Any]
-type Known = tuple[tuple[int, ...], Placements]
 
 
 class Sink(ExpertSink, Protocol):
@@ -65,7 +64,7 @@ class Sink(ExpertSink, Protocol):
     ) -> None:
         """What was handed over as ``place`` is used once more; ``why`` says how it may be wrong.
 
-        ``known``: the logical shape and the placement of a parameter.
+        ``known``: of a parameter.
         """
 
     def replace(self, place: Place, data: torch.Tensor) -> torch.Tensor | None:

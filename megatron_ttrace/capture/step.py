@@ -184,7 +184,9 @@ class StepTap:
 
     def watch_uses(self, parameters: Collection[torch.nn.Parameter]) -> None:
         """Compare these again when the forward pass first uses them: are they gathered by then?"""
-        gathered = set(parameters)
+        self._attempt(self._watch_uses, set(parameters))
+
+    def _watch_uses(self, gathered: Collection[torch.nn.Parameter]) -> None:
         places = {p: place for p, place in self._model.places() if p in gathered}
 
         def is_used(module: torch.nn.Module, _: Any) -> None:

@@ -399,10 +399,8 @@ def _evaluations(counted: Counted, statistic: Statistic) -> list[list[Counting]]
     countings = _of(counted, statistic)
     if statistic.is_local or not countings:
         return [countings] if countings else []
-    content = [
-        (c.parts, c.sums, tuple((made.group, made.parts, made.sums) for made in c.made))
-        for c in countings
-    ]
+    made = [tuple((made.group, made.parts, made.sums) for made in c.made) for c in countings]
+    content = [(c.parts, c.sums, *each) for c, each in zip(countings, made, strict=True)]
     size = next(
         size
         for size in range(1, len(countings) + 1)
@@ -411,7 +409,9 @@ def _evaluations(counted: Counted, statistic: Statistic) -> list[list[Counting]]
     if size < len(countings):
         return [countings[at : at + size] for at in range(0, len(countings), size)]
     held = [Counter((t.number, t.times) for t in _terms(counting)) for counting in countings]
-    for first in itertools.accumulate(held[:-1]):
+    total = sum(held, Counter())
+    # Each computation has all elements.
+    for first in (it for it in itertools.accumulate(held[:-1]) if it.keys() == total.keys()):
         ends, so_far = [0], Counter[tuple[int, int]]()
         for number, more in enumerate(held, 1):
             so_far += more

@@ -15,7 +15,14 @@ from megatron_ttrace.mcore.roles import is_beyond
 from megatron_ttrace.placement.boxes import Box
 from megatron_ttrace.placement.infer import NoPlacementError, infer_activation, infer_head_rows
 from megatron_ttrace.placement.mesh import Mesh
-from megatron_ttrace.placement.plan import Placements, copies, describe, describe_partial, plan
+from megatron_ttrace.placement.plan import (
+    Known,
+    Placements,
+    copies,
+    describe,
+    describe_partial,
+    plan,
+)
 from megatron_ttrace.placement.token_index import TokenIndex, ends_of, token_positions
 from megatron_ttrace.trace.captured import Partials
 from megatron_ttrace.trace.modules import module_of
@@ -169,13 +176,12 @@ class Planner(Placer):
         self,
         key: TraceKey,
         local: tuple[int, ...],
-        known: tuple[tuple[int, ...], Placements] | None = None,
+        known: Known | None = None,
     ) -> list[Match | Measured]:
         """What a tensor of shape ``local`` is compared with; empty where nothing is known.
 
-        The dims of ``local`` are in the reference's order; ``known`` are logical shape and
-        placement, where these need not be inferred. Of a tensor that cannot be compared, the
-        finding that says so is returned.
+        The dims of ``local`` are in the reference's order; what is ``known`` need not be inferred.
+        Of a tensor that cannot be compared, the finding that says so is returned.
         """
         whole = self._reference.shape(key)
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.compare.sinks import CompareSink
-from megatron_ttrace.placement.plan import Placements
+from megatron_ttrace.placement.plan import Known
 from megatron_ttrace.trace.records import MOMENTS, TraceKey
 
 _BLOCK = 1 << 20
@@ -33,7 +33,7 @@ class ReplaySink(CompareSink):
         self,
         key: TraceKey,
         data: torch.Tensor,
-        known: tuple[tuple[int, ...], Placements] | None = None,
+        known: Known | None = None,
     ) -> None:
         super()._compare(key, data, known)
         measured = self._by_key.get(key)

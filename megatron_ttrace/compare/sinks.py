@@ -20,7 +20,7 @@ from megatron_ttrace.compare.planning import Planner, RankLayout
 from megatron_ttrace.compare.routing import choice, left
 from megatron_ttrace.compare.substituter import Perturb, Substituter, makers_of
 from megatron_ttrace.compare.tolerance import Tolerances, epsilon
-from megatron_ttrace.placement.plan import Placements
+from megatron_ttrace.placement.plan import Known, Placements
 from megatron_ttrace.placement.token_index import TokenIndex
 from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Place, Routed
@@ -165,7 +165,7 @@ class CompareSink:
         self,
         key: TraceKey,
         data: torch.Tensor,
-        known: tuple[tuple[int, ...], Placements] | None = None,
+        known: Known | None = None,
     ) -> None:
         """Everything that is done with a tensor under one of its names."""
         # 1. Transpose it as the reference has it.
@@ -307,7 +307,7 @@ class CompareSink:
         place: Place,
         data: torch.Tensor,
         why: Remark,
-        known: tuple[tuple[int, ...], Placements] | None = None,
+        known: Known | None = None,
     ) -> None:
         """Compare what a tensor is when it is used again; nothing of it is stored."""
         key = TraceKey(self._iteration, *place)

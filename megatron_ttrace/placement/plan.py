@@ -22,6 +22,8 @@ class Step:
 
 Placements = tuple[Step, ...]
 """Steps, outermost first. Axes that are not named replicate. A ``FlatShard`` comes last."""
+Known = tuple[tuple[int, ...], Placements]
+"""The logical shape and the placement of a tensor."""
 
 
 def describe(placement: Placements) -> str:

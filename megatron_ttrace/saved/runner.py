@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace import report
-from megatron_ttrace.jobs import edited, fingerprint, provenance
+from megatron_ttrace.jobs import fingerprint, provenance
 from megatron_ttrace.jobs import job as jobs
 from megatron_ttrace.jobs.processes import forkserver, signals, tether
 from megatron_ttrace.jobs.resources import launch_dir
@@ -95,7 +95,6 @@ class Runner:
             # What all cases need, once for them.
             report.prepare(wandb=False)
             fingerprint.code(self.script)
-            edited.find()
 
     def job(self, case: Case) -> jobs.Job:
         """The job of a case.

@@ -26,6 +26,7 @@ import errno
 import functools
 import json
 import math
+import mmap
 import os
 import re
 from collections import deque
@@ -418,7 +419,16 @@ class TraceReader:
             try:
                 self._views[file] = MappedFile(path)
             except _ERRORS_OF_NOISE as error:
-                if isinstance(error, MemoryError) or os.strerror(errno.ENOMEM) in str(error):
+                if isinstance(error, MemoryError) or _lacks_memory(path):
                     raise TTraceError(f"{path}: no memory to map it ({brief(error)})") from error
                 raise _unusable(path, f"is damaged ({brief(error)})") from error
         return self._views[file]
+
+
+def _lacks_memory(path: Path) -> bool:
+    """Whether there is no memory to map a file. What maps traces only says so in words."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+            return False
+    except (OSError, ValueError) as error:
+        return isinstance(error, OSError) and error.errno == errno.ENOMEM
