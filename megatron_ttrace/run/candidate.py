@@ -106,7 +106,9 @@ class CandidateSession:
         found = self._changes() if ranks.rank == last else None
         if not self.is_loaded:
             # Before the model is built: on a GPU the reference needs the memory.
-            self._find_reference(None)
+            self._order_reference(None)
+            if not launch.is_apart(settings):
+                self._await_reference()
         self._edits = Edits.from_json(ranks.from_one(last, "looking for changes", lambda: found))
         executed.follow(self._edits.functions)
 
@@ -141,12 +143,13 @@ class CandidateSession:
         for name in (name for names in self.model.names for name in names.unused):
             self._notice(f"{name} of the last stage is unused in the forward pass: not traced")
         first = self.settings.iterations[0]
-        if self._comparison is None:
+        if self.is_loaded:
             directory = self.settings.directory / "start"
             started = hand_over(self.model, directory, self.args, scheduler, self.ranks)
             self.rehearsal.start = directory, started.step
             numbers = held_numbers(self.args, scheduler, optimizer)
-            self._find_reference(started)
+            self._order_reference(started)
+            self._await_reference()
             reference = self.comparison.reference
             with self.comparison.step(first, layout_of(self.model, self.args)) as sink:
                 loaded.compare(self.model, numbers, reference, first, sink)
@@ -166,10 +169,8 @@ class CandidateSession:
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
         """Rehearse the block of traced iterations that starts with this step."""
-        if step == self.settings.iterations[0]:
-            if step == 1:
-                self._initial = as_training_begins(self.model, self.args, self._initial)
-            self.comparison.initial(step, self._initial)
+        if step == 1:
+            self._initial = as_training_begins(self.model, self.args, self._initial)
         iterations = self.traced[step]
         count = fronts.current().microbatches()
         block = Block(iterations, count, Served(iterator, count * len(iterations)), run)
@@ -183,6 +184,9 @@ class CandidateSession:
             self.ranks.meet("fetching the batches")
             if block.first == 1:
                 self._warm_up(block)
+            if block.first == self.settings.iterations[0]:
+                self._await_reference()
+                self.comparison.initial(block.first, self._initial)
             self._rehearse(block, self.comparison, self._recording.step)
             self._timings["traced steps"] = time.monotonic() - began
             if iterations[-1] != self.settings.iterations[-1]:
@@ -243,6 +247,7 @@ class CandidateSession:
         with self.rehearsal.steps(restore=True), gathering.in_forward_passes(self.model.chunks):
             # Values of the run's own, not those of the traced step: a copy of them would be right.
             if not all(self.ranks.exchange("warming up", self._is_initialised)):
+                self._await_reference()
                 self.rehearsal.equal_start(StartValues(self.comparison.reference, block.first))
             self.rehearsal.serve(block.served)
             self.ranks.meet("warming up")
@@ -273,12 +278,17 @@ class CandidateSession:
             )
         return scale / reference_scale
 
-    def _find_reference(self, started: Started | None) -> None:
-        self._started = started
-        began = time.monotonic()
-        directory, checksum = self.ranks.from_one(
-            0, "the reference run", lambda: launch.ensure(self.args, self.settings, started)
-        )
+    def _order_reference(self, started: Started | None) -> None:
+        """Begin to find or make it (:func:`launch.order`)."""
+        self._started, self._ordered = started, time.monotonic()
+        if self.ranks.rank == 0:
+            self._reference = launch.order(self.args, self.settings, started)
+
+    def _await_reference(self) -> None:
+        """Wait for what was ordered, unless that was done before."""
+        if self._comparison is not None:
+            return
+        directory, checksum = self.ranks.from_one(0, "the reference run", lambda: self._reference())
         mapped.survive()
         self._comparison = Comparison(
             TraceReader(Path(directory), announced=checksum, budget=self.budget),
@@ -291,7 +301,7 @@ class CandidateSession:
         )
         if layout := reference_layout.decoded(self.comparison.reference.reference.layout):
             self._notice(reference_layout.notice(layout, self.args))
-        self._timings["reference"] = time.monotonic() - began
+        self._timings["reference"] = time.monotonic() - self._ordered
 
     def _separate(self, keys: Sequence[TraceKey]) -> dict[TraceKey, list[Share]]:
         """The losses' shares of gradients of the reference."""

@@ -3,14 +3,17 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_ttrace import cpu
 from megatron_ttrace.compare.sharding import Divided
 from megatron_ttrace.jobs import argv, fingerprint, reference_cache
 from megatron_ttrace.jobs import script as scripts
@@ -71,18 +74,46 @@ class Order:
         return codec.decode(cls, json.loads(path.read_text(encoding="utf-8")))
 
 
-def ensure(args: MegatronArguments, settings: Settings, started: Started | None) -> tuple[str, str]:
-    """Find or make a reference trace that fits this candidate. Called on rank 0 only.
+def order(
+    args: MegatronArguments, settings: Settings, started: Started | None
+) -> Callable[[], tuple[str, str]]:
+    """Order a reference trace that fits this candidate. Called on rank 0 only.
 
-    ``started`` is the candidate's start if it was loaded from a checkpoint.
+    ``started`` is the candidate's start if it was loaded from a checkpoint. If :func:`is_apart`, it
+    is found or made at once, in a thread of its own, else when the result is called.
 
     Returns:
-        Its directory, and the checksum of the ``meta.json`` that was verified with all its files.
-
-    Raises:
-        TTraceError: when the user's reference does not fit or is damaged, or making one failed.
+        What waits for it, and returns its directory, and the checksum of the ``meta.json`` that was
+        verified with all its files; or raises ``TTraceError``, when the user's reference does not
+        fit or is damaged, or making one failed.
     """
     identity = fingerprint.identity(args, settings)
+    # As they are now: Megatron adds to its arguments while it builds the model.
+    overrides, experts = overrides_of(args), bool(args.num_experts)
+    ensure = functools.partial(_ensure, identity, overrides, settings, started, experts=experts)
+    if not is_apart(settings):
+        return ensure
+    # Nothing waits for its thread: ranks that are forks end without an interpreter's shutdown.
+    return ThreadPoolExecutor(1, "reference").submit(ensure).result
+
+
+def is_apart(settings: Settings) -> bool:
+    """Whether a reference is made while the candidate's ranks build their models.
+
+    In a check of its own on a CPU. On a GPU it needs the memory, and training may, too.
+    """
+    return cpu.active() and forkserver.available() and settings.reference_layout is None
+
+
+def _ensure(
+    identity: dict[str, Any],
+    overrides: dict[str, Any],
+    settings: Settings,
+    started: Started | None,
+    *,
+    experts: bool,
+) -> tuple[str, str]:
+    """What :func:`order` returns."""
     if started is not None:
         start = dataclasses.asdict(started)
         identity["start"] = {name: value for name, value in start.items() if name != "directory"}
@@ -107,7 +138,7 @@ def ensure(args: MegatronArguments, settings: Settings, started: Started | None)
     name = fingerprint.digest(identity)
 
     def make(aside: Path) -> None:
-        _make(aside, name, identity, args, settings, started)
+        _make(aside, name, identity, overrides, settings, started, experts=experts)
 
     checksum = reference_cache.obtain(directory, name, make, settings.timeout)
     _say_next(meta_as(ReferenceMeta, directory, read_meta(directory)))
@@ -118,20 +149,21 @@ def _make(
     home: Path,
     name: str,
     identity: dict[str, Any],
-    args: MegatronArguments,
+    overrides: dict[str, Any],
     settings: Settings,
     started: Started | None,
+    *,
+    experts: bool,
 ) -> None:
     # Reports are for others to read, tensors only in a cache that says so.
     owned.make(home, reference_cache.mode())
-    overrides = overrides_of(args)
     divided: Divided = ()
     where, log = "one device", settings.directory / _LOG
     if layout := settings.reference_layout:
         from megatron_ttrace.run import trial
 
         padding = overrides["make_vocab_size_divisible_by"]
-        overrides = {**overrides, **layout.overrides(padding, experts=bool(args.num_experts))}
+        overrides = {**overrides, **layout.overrides(padding, experts=experts)}
         divided = trial.checked(layout, settings)
         where = f"{layout.ranks} ranks ({layout})"
         log = ranks.log_of(settings.directory / shared.REFERENCE_LOGS, 0)
@@ -154,7 +186,7 @@ def _say_next(meta: ReferenceMeta) -> None:
     """Print what follows, and how long the reference's step took."""
     where = "the reference" if meta.layout else "one device"
     took = f" ({where} took {meta.seconds:.1f} s)" if meta.seconds is not None else ""
-    say(f"building the model, then tracing the step on all ranks{took}")
+    say(f"next, all ranks trace the step{took}")
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -55,6 +56,29 @@ def test_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) ->
     assert visible(tmp_path) == ["replay.log"]
 
 
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_an_order(monkeypatch: pytest.MonkeyPatch, is_apart: bool) -> None:
+    """On a CPU it is carried out at once, with the arguments as they are then; else when asked."""
+    args, begun, carried_out = argparse.Namespace(num_experts=8), threading.Event(), []
+
+    def ensure(identity: str, overrides: object, *_: object, experts: bool) -> tuple[str, str]:
+        begun.set()
+        carried_out.append((identity, overrides, experts, threading.current_thread()))
+        return "reference", "7"
+
+    monkeypatch.setattr(launch, "_ensure", ensure)
+    monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: NAME)
+    monkeypatch.setattr(launch, "overrides_of", lambda args: {"num_experts": args.num_experts})
+    monkeypatch.setattr(launch, "is_apart", lambda _: is_apart)
+    found = launch.order(cast(Any, args), Settings(), None)
+    assert begun.wait(10 if is_apart else 0) == is_apart
+    args.num_experts = 0
+    assert found() == ("reference", "7")
+    [(*order, thread)] = carried_out
+    assert order == [NAME, {"num_experts": 8}, True]
+    assert (thread is threading.main_thread()) != is_apart
+
+
 @pytest.mark.parametrize(
     ("codes", "says"), [([0, 0], ""), ([2, 1], "no room"), ([None, -9], "was killed by signal 9")]
 )
@@ -88,12 +112,11 @@ def test_a_reference_on_two_ranks(
     monkeypatch.setattr(ranks, "run_ranks", run)
     monkeypatch.setattr(trial, "checked", lambda layout, settings: divided)
     overrides = {"make_vocab_size_divisible_by": 512}
-    monkeypatch.setattr(launch, "overrides_of", lambda args: overrides)
-    layout, args = Layout(tp=2), argparse.Namespace(num_experts=None)
+    layout = Layout(tp=2)
     settings = Settings(directory=tmp_path, reference_layout=layout)
     home = tmp_path / "building"
     fails = pytest.raises(TTraceError, match=says) if says else nullcontext()
     with fails:
-        launch._make(home, NAME, {}, cast(Any, args), settings, None)
+        launch._make(home, NAME, {}, overrides, settings, None, experts=False)
     assert (orders[0].layout, orders[0].divided) == (layout, divided)
     assert orders[0].overrides == layout.overrides(512, experts=False)
