@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
-import itertools
 import math
 import opcode
 import os
@@ -220,15 +219,16 @@ MARKS = (
 """Attributes by which Megatron selects parameters for reductions, norms, shards and optimizers."""
 
 _AXES = {
-    "tp": r"tp|tensor",
-    "pp": r"pp|pipeline|embd",
-    "cp": r"cp|context",
-    "ep": r"ep|expert|expt",
-    "dp": r"dp|data",
-    "microbatches": r"microbatch(es)?",
-    "tokens": r"tokens?",
+    "tp": ("tp", "tensor"),
+    "pp": ("pp", "pipeline", "embd"),
+    "cp": ("cp", "context"),
+    "ep": ("ep", "expert", "expt"),
+    "dp": ("dp", "data"),
+    "microbatches": ("microbatch", "microbatches"),
+    "tokens": ("token", "tokens"),
 }
 """Words in names of Megatron's that stand for an axis of the mesh, or another divisor."""
+_AXIS_OF = {word: axis for axis, words in _AXES.items() for word in words}
 _WORD = re.compile(r"[A-Za-z]\w*")
 _SCALING = frozenset(("mul", "div", "scale", "scaled", "scaling"))
 _FACTOR = re.compile(r"scal|factor|coeff")
@@ -245,10 +245,11 @@ _VARIABLES = {
 }
 """Operations that load a variable last, and the bits of their operands that number it."""
 _PRODUCTS = frozenset(
-    number
+    (_BINARY_OP, number)
     for number, (_, sign) in enumerate(getattr(opcode, "_nb_ops", ()))
     if sign in ("*", "/", "//", "*=", "/=", "//=")
 )
+"""Operations that multiply or divide, and their operands."""
 _SHARDING = "_build_gbuf_range_map"
 """The method of ``DistributedOptimizer`` that divides a buffer's buckets among ranks."""
 _UNRELATED = ("training", "call_super_init", "dump_patches")
@@ -273,13 +274,14 @@ def function_of(code: CodeType) -> Function:
     strings = [text for text in code.co_consts if isinstance(text, str) and _WORD.fullmatch(text)]
     tuples = [constant for constant in code.co_consts if isinstance(constant, tuple)]
     keywords = [word for words in tuples for word in words if isinstance(word, str)]
-    variables = *code.co_varnames, *code.co_cellvars, *code.co_freevars
-    names = [*code.co_names, *variables]
-    words = {w for name in (*names, *strings, *keywords) for w in name.lower().split("_")}
-    axes = frozenset(itertools.chain.from_iterable(map(_axes_of, words)))
+    # Python makes these anew each time.
+    instructions, locals_, cells = code.co_code, code.co_varnames, code.co_cellvars
+    names = [*code.co_names, *locals_, *cells, *code.co_freevars]
+    words = {*"_".join((*names, *strings, *keywords)).lower().split("_")}
+    axes = {_AXIS_OF[word] for word in words & _AXIS_OF.keys()}
     arguments = code.co_argcount + code.co_kwonlyargcount
-    local = {*code.co_varnames[arguments:], *code.co_cellvars} - {*code.co_varnames[:arguments]}
-    operations, operands = code.co_code[::2], code.co_code[1::2]
+    local = {*locals_[arguments:], *cells} - {*locals_[:arguments]}
+    operations, operands = instructions[::2], instructions[1::2]
     is_megatrons = in_megatron(code.co_filename)
     names += [*strings, *keywords] if is_megatrons else []
     mentioned = {*strings, *keywords, *_attributes(code)}
@@ -289,20 +291,16 @@ def function_of(code: CodeType) -> Function:
         name=code.co_qualname.replace(".<locals>", ""),
         part=part_of(code.co_filename),
         own=of_script(code.co_filename) and not code.co_filename.startswith(_checkout()),
-        size=len(code.co_code),
-        scales=any(
-            operand in _PRODUCTS
-            for operation, operand in zip(operations, operands, strict=True)
-            if operation == _BINARY_OP
-        )
-        or any(not _SCALING.isdisjoint(name.split("_")) for name in code.co_names),
+        size=len(instructions),
+        scales=not _PRODUCTS.isdisjoint(zip(operations, operands, strict=True))
+        or not _SCALING.isdisjoint("_".join(code.co_names).split("_")),
         moves=not _MOVING.isdisjoint(code.co_names),
         loops=_FOR_ITER in operations,
         marks=tuple(mark for mark in MARKS if mark in mentioned),
         axes=tuple(axis for axis in _AXES if axis in axes),
         strings=tuple(dict.fromkeys(strings)) if is_megatrons else (),
-        sets=tuple(name for name in sorted(local) if _FACTOR.search(name)),
-        factors=tuple(dict.fromkeys(name for name in names if _FACTOR.search(name))),
+        sets=tuple(filter(_FACTOR.search, sorted(local))),
+        factors=tuple(dict.fromkeys(filter(_FACTOR.search, names))),
     )
 
 
@@ -329,12 +327,6 @@ def _attributes(code: CodeType) -> set[str]:
         elif operation not in (_CACHE, _EXTENDED_ARG):
             owner = ""
     return used
-
-
-@functools.cache
-def _axes_of(word: str) -> tuple[str, ...]:
-    """The axes that a word in a name stands for: thousands of functions share few words."""
-    return tuple(axis for axis, pattern in _AXES.items() if re.fullmatch(pattern, word))
 
 
 def is_schedule(file: str) -> bool:
