@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ttrace.capture.starts import LINE, RETURN, START, Reports
-from megatron_ttrace.mcore import sources
+from megatron_ttrace.mcore import imported, sources
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import Calls, FunctionCall, Lookup, Numbers, Phase, pattern
 from megatron_ttrace.trace.errors import one_line
@@ -140,10 +140,10 @@ class CallTap:
             return
         self._imported = len(sys.modules)
         try:
-            codes = [*sources.imported_code(self._modules, sources.in_megatron)]
+            codes = [*imported.megatrons_code(self._modules)]
             self.replacing |= {id(c): c for c in codes if sources.of_script(c.co_filename)}
             self._reports.follow(codes)
-            self._reports.follow(sources.imported_code(self._scripts, sources.of_script))
+            self._reports.follow(imported.imported_code(self._scripts, sources.of_script))
         except Exception as error:  # noqa: BLE001 - recording never harms training
             self.error = one_line(error)
 

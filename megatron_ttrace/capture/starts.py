@@ -68,8 +68,9 @@ class Reports:
 
     def _set(self, codes: Iterable[CodeType], *events: int) -> None:
         if self._tool is not None:
+            events_of_code = sum(events)
             for code in codes:
-                sys.monitoring.set_local_events(self._tool, code, sum(events))
+                sys.monitoring.set_local_events(self._tool, code, events_of_code)
 
 
 class Starts(Reports):

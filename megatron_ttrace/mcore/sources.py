@@ -14,9 +14,9 @@ import re
 import sys
 import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -114,25 +114,6 @@ def _imported_by(file: str) -> frozenset[str]:
     return frozenset(_IMPORT.findall(path.read_text("utf-8", "replace")) if is_source else ())
 
 
-def imported_code(known: set[str], wanted: Callable[[str], bool]) -> Iterator[CodeType]:
-    """The code in modules that were imported, of ``wanted`` files; not in ``known`` modules.
-
-    All modules are added to these.
-
-    Of functions that exist, also those inside of others, those that a decorator wraps, and the
-    user's that replace others.
-    """
-    visited: set[int] = set()
-    for name, module in [*sys.modules.items()]:
-        if name not in known:
-            known.add(name)
-            contents = vars(module) if isinstance(module, ModuleType) else {}
-            file = contents.get("__file__")
-            if isinstance(file, str) and wanted(file):
-                for function in _functions_in([*contents.values()], visited):
-                    yield from _nested(function.__code__)
-
-
 def replacements(codes: Iterable[CodeType]) -> list[Edit]:
     """The user's functions that this code belongs to."""
     lines = {(relative(c.co_filename), outermost(c)): c.co_firstlineno for c in codes}
@@ -140,42 +121,6 @@ def replacements(codes: Iterable[CodeType]) -> list[Edit]:
     return [
         Edit(file, name, line, is_seen=False, replaces=True) for (file, name), line in lines.items()
     ]
-
-
-def users_globals(module: ModuleType) -> list[dict[str, Any]]:
-    """The globals of the user's functions in a module of Megatron's; some may be there twice."""
-    functions = _functions_in([*vars(module).values()], set())
-    return [f.__globals__ for f in functions if is_users(f.__code__.co_filename)]
-
-
-def _functions_in(values: Iterable[Any], visited: set[int]) -> Iterator[FunctionType]:
-    for value in values:
-        if isinstance(value, FunctionType):
-            code = value.__code__
-            file = code.co_filename
-            if id(code) not in visited and (in_megatron(file) or is_users(file)):
-                visited.add(id(code))
-                yield value
-            if (inner := vars(value).get("__wrapped__")) is not None:
-                yield from _functions_in([inner], visited)
-        elif isinstance(value, type):
-            file = getattr(sys.modules.get(str(value.__module__)), "__file__", None) or ""
-            if id(value) not in visited and (in_megatron(file) or is_users(file)):
-                visited.add(id(value))
-                yield from _functions_in([*vars(value).values()], visited)
-        elif isinstance(value, staticmethod | classmethod | functools._lru_cache_wrapper):
-            yield from _functions_in([value.__wrapped__], visited)
-        elif isinstance(value, property):
-            yield from _functions_in([value.fget, value.fset], visited)
-        elif isinstance(value, functools.partial):
-            yield from _functions_in([value.func], visited)
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_ttrace.mcore.sources import users_globals
+from megatron_ttrace.mcore.imported import users_globals
 from megatron_ttrace.trace.counted import Statistic
 
 type Wrap = Callable[..., Any]

@@ -16,6 +16,7 @@ import torch
 
 from megatron_ttrace.cpu.te import base
 from megatron_ttrace.mcore import sources
+from megatron_ttrace.mcore.imported import imported_code
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.collectives import ModuleCode, Operation, Phase
 from megatron_ttrace.trace.executed import Edit
@@ -42,57 +43,6 @@ def forward_step() -> None:
     """A training script's."""
 
 
-CODE = """
-import functools
-def plain():
-    def inner():
-        return [x for x in ()]
-    return inner
-def decorate(f):
-    @functools.wraps(f)
-    def wrapper():
-        return f()
-    return wrapper
-@decorate
-def wrapped():
-    pass
-class Layer:
-    class Inner:
-        def within(self):
-            pass
-    @property
-    def size(self):
-        pass
-    @staticmethod
-    def static():
-        pass
-    @functools.lru_cache
-    def cached(self):
-        pass
-partial = functools.partial(lambda x: x, 1)
-class Odd(type):
-    __module__ = property(lambda cls: 1)
-odd = Odd("odd", (), {})
-"""
-
-
-def test_code_of_imported_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all functions in a module of Megatron's; of other modules, none."""
-    file = f"{sources.megatron_folder()}core/made.py"
-    known = {*sys.modules}
-    module = types.ModuleType("megatron.made")
-    module.__file__ = file
-    exec(compile(CODE, file, "exec"), vars(module))
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setitem(sys.modules, "elsewhere", types.ModuleType("elsewhere"))
-    names = sorted(code.co_name for code in sources.imported_code(known, sources.in_megatron))
-    assert names == sorted(
-        "plain inner decorate wrapper wrapper wrapped within size static cached <lambda>".split()
-    )
-    assert {"megatron.made", "elsewhere"} <= known
-    assert not list(sources.imported_code(known, sources.in_megatron))
-
-
 def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
     """A function, a method and a class; of a library that Megatron imports, nothing."""
     module = types.ModuleType("megatron.made")
@@ -101,7 +51,7 @@ def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch)
     known = {*sys.modules} - {module.__name__}
     layer = type("Layer", (), {"__module__": module.__name__, "forward": Own.forward})
     vars(module).update(f=forward_step, Layer=layer, Optimizer=Optimizer, linear=torch.nn.Linear)
-    codes = [*sources.imported_code(known, sources.in_megatron)]
+    codes = [*imported_code(known, sources.in_megatron)]
     for imported, names in (
         ("torch", ["forward_step", "Own.forward", "Optimizer.step"]),
         ("tests", []),

@@ -135,9 +135,11 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
         _remember_help_texts()
         for name in _OURS if is_bridge or accepts(arguments) else ():
             importlib.import_module(name)
-        from megatron_ttrace.mcore import sources
+        from megatron_ttrace.mcore import imported, sources
 
-        sources.libraries()  # read once for all ranks, and for the checks that share this process
+        # Once for all ranks, and for the checks that share this process.
+        sources.libraries()
+        imported.remember()
 
 
 @contextlib.contextmanager
