@@ -50,7 +50,7 @@ from megatron_ttrace.trace.budget import Budget
 from megatron_ttrace.trace.captured import Batch, Share
 from megatron_ttrace.trace.errors import ExitCode
 from megatron_ttrace.trace.executed import Edits
-from megatron_ttrace.trace.records import TraceKey
+from megatron_ttrace.trace.records import Result, TraceKey
 from megatron_ttrace.trace.start import StartValues
 from megatron_ttrace.trace.store import TraceReader, TraceWriter
 
@@ -332,21 +332,28 @@ class CandidateSession:
         traces the last block once more.
         """
         last = dist.get_world_size() - 1
-        ledger = self._recording.message(self.comparison.reference.reference.lines)
-        began = time.monotonic()
-        findings = self._findings(self.comparison, ledger)
-        self._timings["gather"] = time.monotonic() - began
+        lines = self.comparison.reference.reference.lines
+        failed = self._failing(self.comparison)
+        # Where nothing fails nobody looks for its place; but the answer can have other reasons.
+        with_code = bool(failed) or self.settings.saves_candidate
         answers: list[Answer] = []  # at most one; none on other ranks
 
-        def judge() -> bool:
-            answers.append(self._answer(self.comparison, findings, self.settings))
-            return answers[0].summary.leaves_doubt
+        def judge() -> list[bool]:
+            answers[:] = [self._answer(self.comparison, findings, self.settings)]
+            summary = answers[0].summary
+            return [summary.verdict is Result.DIVERGED, summary.leaves_doubt]
 
         def write() -> int:
             publish(answers[0], self.settings)
             return answers[0].summary.verdict.exit_code
 
-        doubt = self.ranks.from_one(last, "judging", judge)
+        ledger = self._recording.message(lines, with_code=with_code)
+        findings = self._findings(self.comparison, failed, ledger)
+        diverged, doubt = self.ranks.from_one(last, "judging", judge)
+        if diverged and not with_code:
+            ledger = self._recording.message(lines, with_code=True)
+            findings = self._findings(self.comparison, failed, ledger)
+            self.ranks.from_one(last, "judging", judge)
         # A launcher that waits for the end of this job makes another one.
         if doubt and not self.settings.exit_after and len(self.traced) == 1:
             try:
@@ -385,7 +392,7 @@ class CandidateSession:
         # All ranks rehearse or none: the end of a rehearsal waits for all.
         comparison = self.ranks.together("checking with modules isolated", prepare)
         rehearse(comparison)
-        findings = self._findings(comparison, ledger)
+        findings = self._findings(comparison, self._failing(comparison), ledger)
 
         def judge() -> None:
             alone = self._answer(comparison, findings, settings).summary
@@ -415,11 +422,19 @@ class CandidateSession:
         mapped.require_whole()
         return answered
 
-    def _findings(self, comparison: Comparison, ledger: Any) -> dict[str, Any] | None:
+    def _failing(self, comparison: Comparison) -> frozenset[int]:
+        """The tensors that fail on any rank, by number."""
+        return frozenset(answer.failing(comparison, self.ranks))
+
+    def _findings(
+        self, comparison: Comparison, failed: frozenset[int], ledger: Any
+    ) -> dict[str, Any] | None:
         """The findings of all ranks, on the last one."""
-        failed = frozenset(answer.failing(comparison, self.ranks))
-        return self.ranks.collect(
+        began = time.monotonic()
+        findings = self.ranks.collect(
             "collecting the measurements",
             lambda: answer.findings_of(dist.get_rank(), self.model.mesh, comparison, ledger),
             lambda parts: answer.merged(parts, failed, comparison, self.args),
         )
+        self._timings["gather"] = time.monotonic() - began
+        return findings

@@ -24,6 +24,7 @@ from megatron_ttrace.trace import codec, folded
 from megatron_ttrace.trace.collectives import (
     UNRECORDED,
     Call,
+    Calls,
     Group,
     Ledger,
     Numbers,
@@ -67,10 +68,11 @@ class Recording:
         finally:
             self._executed.in_steps(_outside)
 
-    def message(self, lines: Mapping[str, str]) -> Any:
+    def message(self, lines: Mapping[str, str], *, with_code: bool) -> Any:
         """What was recorded, as JSON for the rank that judges. Never raises.
 
-        ``lines``: that ran in the reference (:meth:`CallTap.lines`).
+        ``lines``: that ran in the reference (:meth:`CallTap.lines`). ``with_code``: with what is
+        only needed to find the place of a fault.
         """
         self._executed.stop()
         self._calls.stop()
@@ -80,9 +82,9 @@ class Recording:
             "error": self._executed.error,
             "unrecorded": self._calls.error,
         }
-        return {**self._ledger(lines), "executed": executed}
+        return {**self._ledger(lines, with_code=with_code), "executed": executed}
 
-    def _ledger(self, lines: Mapping[str, str]) -> dict[str, Any]:
+    def _ledger(self, lines: Mapping[str, str], *, with_code: bool) -> dict[str, Any]:
         try:
             from megatron.core.utils import get_model_config
 
@@ -95,18 +97,19 @@ class Recording:
                 step=self._forward_step,
             )
             mesh, names = self._model.mesh, self._model.names
-            calls = self._calls.calls(names, lambda group: described(group, mesh))
-            numbers = self._calls.numbers() | attributes_of(names)
             buckets, shards = shards_of(self._model.optimizer, names)
+            ledger = dataclasses.replace(self._tap.ledger(), shards=shards)
+            calls = Calls()
+            if with_code:
+                calls = self._calls.calls(names, lambda group: described(group, mesh))
+                ledger = dataclasses.replace(
+                    ledger,
+                    numbers=self._calls.numbers() | attributes_of(names),
+                    apart=self._calls.apart(lines),
+                )
             calls = dataclasses.replace(calls, buckets=buckets)
             sources = dataclasses.replace(sources, metrics=dict(logged.PLACES), calls=calls)
-            return dataclasses.replace(
-                self._tap.ledger(),
-                sources=sources,
-                numbers=numbers,
-                shards=shards,
-                apart=self._calls.apart(lines),
-            ).to_json()
+            return dataclasses.replace(ledger, sources=sources).to_json()
         except Exception as error:  # noqa: BLE001 - it is an addition to the report
             return RankLedger(error=one_line(error)).to_json()
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.run import answer
+from megatron_ttrace.run import answer, candidate
 from megatron_ttrace.run.candidate import CandidateSession
+from megatron_ttrace.trace.records import Result
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,46 @@ def test_replays_for_losses(
         setattr(session, name, value)
     session._answer(second if is_second else first, {}, settings)  # type: ignore[arg-type]
     assert (asked["separate"] is not None) is replays
+
+
+@pytest.mark.parametrize(
+    ("failed", "verdict", "saves", "asked"),
+    [
+        ([], Result.EQUIVALENT, False, [False]),
+        ([], Result.EQUIVALENT, True, [True]),
+        ([7], Result.DIVERGED, False, [True]),
+        ([], Result.DIVERGED, False, [False, True]),
+    ],
+    ids=["healthy", "healthy and saved", "a tensor fails", "another reason"],
+)
+def test_code_is_only_gathered_for_places(
+    monkeypatch: pytest.MonkeyPatch, failed: list[int], verdict: Result, saves: bool, asked: object
+) -> None:
+    """What helps to find a place is gathered, and judged with, only where there is one to find."""
+    gathered, judged = [], []
+
+    def message(lines: object, *, with_code: bool) -> str:
+        gathered.append(with_code)
+        return f"ledger {len(gathered)}"
+
+    def judge(comparison: object, findings: str, settings: object) -> object:
+        judged.append(findings)
+        return SimpleNamespace(summary=SimpleNamespace(verdict=verdict, leaves_doubt=False))
+
+    monkeypatch.setattr(candidate.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(candidate, "publish", lambda *_: None)
+    session = object.__new__(CandidateSession)
+    reference = SimpleNamespace(reference=SimpleNamespace(lines={}))
+    for name, value in {
+        "settings": Settings(save_candidate=saves),
+        "ranks": SimpleNamespace(from_one=lambda last, task, work: work()),
+        "_comparison": SimpleNamespace(reference=reference),
+        "_recording": SimpleNamespace(message=message),
+        "_failing": lambda comparison: frozenset(failed),
+        "_findings": lambda comparison, failed, ledger: ledger,
+        "_answer": judge,
+    }.items():
+        setattr(session, name, value)
+    session._conclude(lambda comparison: None)
+    assert gathered == asked
+    assert judged == [f"ledger {number + 1}" for number in range(len(gathered))]
