@@ -12,6 +12,8 @@ from typing import Any
 
 from megatron_ttrace.mcore.sources import in_megatron, is_users
 
+type _Look = Callable[[Mapping[str, Any]], object]
+
 
 class _Contents:
     """What modules of Megatron's and their classes held at one time, and the code in them."""
@@ -19,7 +21,9 @@ class _Contents:
     def __init__(self) -> None:
         holders: list[Mapping[str, Any]] = []
         self._modules = {**sys.modules}
-        self._code = [*imported_code(set(), in_megatron, holders.append)]
+        functions = [*_functions(set(), in_megatron, holders.append)]
+        self._functions = [(function, function.__code__) for function in functions]
+        self._code = [code for function in functions for code in _nested(function.__code__)]
         self._held = [(holder, {**holder}) for holder in holders]
 
     def modules(self) -> Iterator[str]:
@@ -27,9 +31,12 @@ class _Contents:
         return (name for name, module in self._modules.items() if sys.modules.get(name) is module)
 
     def code(self) -> Iterator[CodeType]:
-        """The code there was then, and what came to be held since."""
+        """The code there was then, what functions were given since, and what came to be held."""
         yield from self._code
         visited: set[int] = set()
+        for function, code in self._functions:
+            if function.__code__ is not code:
+                yield from _nested(function.__code__)
         for holder, held in self._held:
             if not all(map(operator.is_, holder.values(), held.values())) or len(holder) > len(
                 held
@@ -56,18 +63,22 @@ def megatrons_code(known: set[str]) -> Iterator[CodeType]:
     yield from imported_code(known, in_megatron)
 
 
-def imported_code(
-    known: set[str],
-    wanted: Callable[[str], bool],
-    look: Callable[[Mapping[str, Any]], object] = lambda _: None,
-) -> Iterator[CodeType]:
+def imported_code(known: set[str], wanted: Callable[[str], bool]) -> Iterator[CodeType]:
     """The code in modules that were imported, of ``wanted`` files; not in ``known`` modules.
 
     All modules are added to these.
 
     Of functions that exist, also those inside of others, those that a decorator wraps, and the
-    user's that replace others. ``look`` is called with what each module and class holds.
+    user's that replace others.
     """
+    for function in _functions(known, wanted):
+        yield from _nested(function.__code__)
+
+
+def _functions(
+    known: set[str], wanted: Callable[[str], bool], look: _Look = lambda _: None
+) -> Iterator[FunctionType]:
+    """``look`` is called with what each module and class holds."""
     visited: set[int] = set()
     for name, module in [*sys.modules.items()]:
         if name not in known:
@@ -76,8 +87,7 @@ def imported_code(
             file = contents.get("__file__")
             if isinstance(file, str) and wanted(file):
                 look(contents)
-                for function in _functions_in([*contents.values()], visited, look):
-                    yield from _nested(function.__code__)
+                yield from _functions_in([*contents.values()], visited, look)
 
 
 def users_globals(module: ModuleType) -> list[dict[str, Any]]:
@@ -87,9 +97,7 @@ def users_globals(module: ModuleType) -> list[dict[str, Any]]:
 
 
 def _functions_in(
-    values: Iterable[Any],
-    visited: set[int],
-    look: Callable[[Mapping[str, Any]], object] = lambda _: None,
+    values: Iterable[Any], visited: set[int], look: _Look = lambda _: None
 ) -> Iterator[FunctionType]:
     for value in values:
         if isinstance(value, FunctionType):

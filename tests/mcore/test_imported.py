@@ -42,6 +42,10 @@ odd = Odd("odd", (), {})
 """
 
 
+def changed():
+    """In the place of another."""
+
+
 def made(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module of Megatron's."""
     module = types.ModuleType("megatron.made")
@@ -76,9 +80,11 @@ def test_code_that_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [*imported.megatrons_code(known)]
     monkeypatch.setattr(module.Layer.Inner, "within", lambda self: made)
     vars(module)["more"] = lambda: made
+    monkeypatch.setattr(module.Layer.static, "__code__", changed.__code__)
     del module.plain
     new = [code for code in imported.megatrons_code(set()) if code not in before]
     assert [code.co_firstlineno for code in new] == [
+        changed.__code__.co_firstlineno,
         module.more.__code__.co_firstlineno,
         module.Layer.Inner.within.__code__.co_firstlineno,
     ]
