@@ -132,7 +132,8 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
             # A release may lack it, or have it behind a dependency that is not installed.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        _remember_help_texts()
+        if {"-h", "--help"}.isdisjoint(arguments):
+            _leave_out_help_texts()
         for name in _OURS if is_bridge or accepts(arguments) else ():
             importlib.import_module(name)
         from megatron_ttrace.mcore import imported, sources
@@ -202,7 +203,7 @@ def accepts(arguments: Sequence[str]) -> bool:
 
     Arguments that it does not accept may be the script's own.
     """
-    parser = _remember_help_texts()
+    parser = _parser()
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
             return not parser.parse_known_args(list(arguments))[1]
@@ -211,18 +212,22 @@ def accepts(arguments: Sequence[str]) -> bool:
 
 
 @functools.cache
-def _remember_help_texts() -> argparse.ArgumentParser:
-    """Megatron parses its own source for the help texts of its flags, twice in each rank."""
-    from megatron.training import argument_utils, arguments
+def _parser() -> argparse.ArgumentParser:
+    """Megatron's."""
+    from megatron.training import arguments
 
-    factory: Any = argument_utils.ArgumentGroupFactory
-    parse = factory._get_field_docstrings
-    remembered = functools.cache(lambda config: parse(factory, config))
-    factory._get_field_docstrings = staticmethod(remembered)
     parser: argparse.ArgumentParser = arguments.add_megatron_arguments(
         argparse.ArgumentParser(allow_abbrev=False)
     )
     return parser
+
+
+def _leave_out_help_texts() -> None:
+    """Megatron parses its own source for the help texts of its flags, twice in each rank."""
+    from megatron.training import argument_utils
+
+    factory: Any = argument_utils.ArgumentGroupFactory
+    factory._get_field_docstrings = lambda self, config: {}
 
 
 def refuses(script: Path, variables: Mapping[str, str]) -> str:

@@ -121,17 +121,17 @@ def helps() -> dict[str, str | None]:
     return {action.dest: action.help for action in parser._actions}
 
 
-def test_help_texts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are the same, and no source is read again."""
+def test_help_texts_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flags are the same, and no source is read."""
     from megatron.training import argument_utils
 
     factory = argument_utils.ArgumentGroupFactory
     texts = helps()
     monkeypatch.setattr(factory, "_get_field_docstrings", factory._get_field_docstrings)
-    forkserver._remember_help_texts.__wrapped__()
+    forkserver._leave_out_help_texts()
     monkeypatch.setattr(inspect, "getsource", None)
-    assert helps() == texts
-    assert any(texts.values())
+    assert helps().keys() == texts.keys()
+    assert len([*filter(None, helps().values())]) < len([*filter(None, texts.values())])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_help_texts_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_accepted_arguments(words, accepted, capsys):
     """Megatron's parser decides, and nothing is printed."""
-    forkserver._remember_help_texts()
+    forkserver._parser()
     capsys.readouterr()  # torch, when it is imported, where there is a compiler for GPUs but none
     assert forkserver.accepts(words) is accepted
     assert capsys.readouterr() == ("", "")
