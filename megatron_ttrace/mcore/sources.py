@@ -38,6 +38,7 @@ from megatron_ttrace.trace.states import SCHEDULER
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
+_PROGRAMS = sysconfig.get_path("scripts") + os.sep
 _IMPORT = re.compile(r"^ *(?:from|import) +(\w+)", re.MULTILINE)
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
@@ -72,7 +73,7 @@ def in_megatron(file: str) -> bool:
 @functools.cache
 def is_users(file: str) -> bool:
     """Whether a source file is neither Megatron's, this package's, Python's, nor installed."""
-    installed = file.startswith((_STDLIB, _TORCH)) or _INSTALLED.search(file) is not None
+    installed = file.startswith((_STDLIB, _TORCH, _PROGRAMS)) or _INSTALLED.search(file) is not None
     return bool(file) and not (in_megatron(file) or is_own(file) or installed)
 
 

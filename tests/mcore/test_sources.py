@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import sys
+import sysconfig
 import types
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch)
     assert sources.replacements([inner]) == [edit]
     assert "torch" in sources._imported_by(str(sources.__file__))
     assert not sources._imported_by("absent.py")
-    assert not any(map(sources.is_users, ("", sources.__file__, torch.__file__, types.__file__)))
+    program = str(Path(sysconfig.get_path("scripts"), "ttrace"))
+    foreign = "", sources.__file__, torch.__file__, types.__file__, program
+    assert not any(map(sources.is_users, foreign))
 
 
 def test_the_training_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,10 +136,8 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
             _leave_out_help_texts()
         for name in _OURS if is_bridge or accepts(arguments) else ():
             importlib.import_module(name)
-        from megatron_ttrace.mcore import imported, sources
+        from megatron_ttrace.mcore import imported
 
-        # Once for all ranks, and for the checks that share this process.
-        sources.libraries()
         imported.remember()
 
 
