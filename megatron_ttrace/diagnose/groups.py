@@ -45,7 +45,7 @@ def group_of(
         keys += [(*stage, finding.cause, place) for place in _near(finding.ratio)]
     elif finding is not None and type(finding) is not Finding:
         keys.append((*stage, _shares(finding) or _without_ratio(finding)))
-    elif finding is not None and verdict.kind is not Kind.INITIAL:
+    elif finding and (verdict.kind is not Kind.INITIAL or finding.cause is Cause.RANDOM_STATE):
         keys.append((*stage, finding))
     number = next((groups[key] for key in keys if key in groups), len(set(groups.values())) + 1)
     for key in keys:

@@ -20,18 +20,18 @@ from megatron_ttrace.trace.findings import (
 )
 from megatron_ttrace.trace.outcomes import Grounds
 from megatron_ttrace.trace.places import Clue, Place
-from megatron_ttrace.trace.records import Direction
+from megatron_ttrace.trace.records import Direction, Kind
 from tests.diagnose.evidence_by_hand import WEIGHT, failed
 from tests.diagnose.judged_by_hand import diagnosed
 
 
-def groups(*findings: Finding) -> list[int]:
+def groups(*findings: Finding, kind: Kind = WEIGHT.kind) -> list[int]:
     """The groups of different parameters with these findings."""
     known: Groups = {}
     return [
         group_of(
             *(known, Direction.GRADIENT),
-            failed(WEIGHT.__class__(1, -1, WEIGHT.kind, f"module{number}.weight")),
+            failed(WEIGHT.__class__(1, -1, kind, f"module{number}.weight")),
             *(Grounds.MAIN_GRAD, finding),
         )
         for number, finding in enumerate(findings)
@@ -69,6 +69,14 @@ def shares(held: dict[tuple[int, ...], tuple[float, ...]], *, missing: bool) -> 
 def test_equal_factors_are_one_cause(ratios: tuple[float, ...], expected: list[int]) -> None:
     """Also if they are not a size of the layout, whatever their last digits are."""
     assert groups(*(ConstantFactor(Cause.TOO_SMALL, ratio=ratio) for ratio in ratios)) == expected
+
+
+@pytest.mark.parametrize(
+    ("cause", "expected"), [(Cause.RANDOM_STATE, [1, 1]), (Cause.INITIAL_VALUES, [1, 2])]
+)
+def test_one_seed_is_for_all_parameters(cause: Cause, expected: list[int]) -> None:
+    """What else makes initial values is each module's own."""
+    assert groups(Finding(cause), Finding(cause), kind=Kind.INITIAL) == expected
 
 
 @pytest.mark.parametrize(
