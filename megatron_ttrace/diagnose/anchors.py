@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The function that surely had a part in what failed."""
+"""The function that surely had a part in what failed, and where else the fault may be."""
 
 from megatron_ttrace.diagnose.code import BUILDING, Code
 from megatron_ttrace.diagnose.start import WEIGHTS
+from megatron_ttrace.mcore.roles import names_tokens
 from megatron_ttrace.trace.collectives import ModuleCode, Sources
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.modules import module_of
-from megatron_ttrace.trace.records import ROOT, Direction, Kind, LoadedIndex
+from megatron_ttrace.trace.records import ROOT, Direction, DropoutIndex, Kind, LoadedIndex, Outcome
 
 _REFRESHES = "._copy_model_params_to_main_params"
 """What sets main weights if weights alone are loaded."""
@@ -45,3 +46,26 @@ def anchor_of(sources: Sources, verdict: Judged, ran: Code | None = None) -> str
 def is_of_parameters(verdict: Judged) -> bool:
     """The norm of all parameters is computed after the step, to be logged."""
     return verdict.kind is Kind.COUNTED and verdict.index == Statistic.PARAMS_NORM.number
+
+
+def is_sent(diagnosis: Diagnosis) -> bool:
+    """Whether a tensor is right on the ranks of a pipeline stage, and wrong on the next one's."""
+    before, verdict = diagnosis.before, diagnosis.verdict
+    of_module = verdict.kind in (Kind.INPUT, Kind.GRAD_OUTPUT)
+    return of_module and before is not None and {*before.ranks}.isdisjoint(verdict.ranks)
+
+
+def arrives(verdict: Judged) -> bool:
+    """Whether the fault is in what a module is given.
+
+    That is an input, which tokens an expert gets, or a gradient that nothing asks for: the input
+    was cut off from the graph.
+    """
+    is_cut_off = verdict.kind is Kind.GRAD_INPUT and verdict.verdict is Outcome.MISSING
+    return verdict.kind is Kind.INPUT or is_cut_off or names_tokens(verdict.key)
+
+
+def is_redrawn(verdict: Judged) -> bool:
+    """Whether a recomputation drew another dropout mask than the forward pass."""
+    index = verdict.index % len(DropoutIndex)
+    return verdict.kind is Kind.DROPOUT and index == DropoutIndex.RECOMPUTED

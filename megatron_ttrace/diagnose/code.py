@@ -133,6 +133,12 @@ class Code:
         callers = self._callers.get((function, context), ())
         return [caller for caller in callers if caller in self.at[context]]
 
+    def calling(self, words: set[str], context: Context) -> set[int]:
+        """What calls, in a context, functions with all these words in their names, and has not."""
+        ran = self.at.get(context, ())
+        named = {n for n in ran if words <= {*tokens(self.functions[n].name)}}
+        return {caller for n in named for caller in self.callers(n, context)} - named
+
     def entered_by(self, function: int, inside: Context, outside: Context) -> list[int]:
         """What calls a module's function from the context around it, past any ``__call__``."""
         entering: dict[int, None] = {}
@@ -269,6 +275,8 @@ _COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync"}
 _OF_CLASS = {"forward", "backward", "apply", "symbolic"}
 """Methods that do what their class is named for."""
 PARAMETERS = {"param", "params"}
+DRAWING = {"rng", "tracker"}
+"""Words in the names of functions that have the random states of a tensor-parallel rank."""
 REDRAWING = {"rng", "checkpoint", "checkpointed", "recompute"}
 """Words in the names of functions that recompute, or keep random states for that."""
 EVERYWHERE = {"decoder", "layers", "model", "weight", "bias", "grad"}

@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from megatron_ttrace.diagnose.anchors import anchor_of
+from megatron_ttrace.diagnose.anchors import anchor_of, is_redrawn, is_sent
 from megatron_ttrace.diagnose.code import (
     BUILDING,
     DIVIDING,
@@ -35,13 +35,7 @@ from megatron_ttrace.diagnose.code import (
 )
 from megatron_ttrace.diagnose.edits import OF_USER, elsewhere, nearest
 from megatron_ttrace.diagnose.scaling import FACTORS
-from megatron_ttrace.diagnose.suspects import (
-    FEW,
-    OF_PARAMETERS,
-    Suspects,
-    is_redrawn,
-    is_sent,
-)
+from megatron_ttrace.diagnose.suspects import FEW, OF_PARAMETERS, Suspects
 from megatron_ttrace.placement.mesh import AXES
 from megatron_ttrace.trace.collectives import Collective, Function, Ledger, Numbers, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic

@@ -12,25 +12,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from megatron_ttrace.diagnose.anchors import anchor_of, is_of_parameters
+from megatron_ttrace.diagnose.anchors import anchor_of, arrives, is_of_parameters, is_redrawn
 from megatron_ttrace.diagnose.code import (
     BUILDING,
     COUNTING,
     DIVIDING,
+    DRAWING,
     READING,
     REDRAWING,
     Code,
     Outcomes,
     tokens,
 )
-from megatron_ttrace.mcore.roles import names_tokens
 from megatron_ttrace.trace.collectives import Ledger, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Miscounted, OtherSetting
-from megatron_ttrace.trace.judged import Diagnosis, Judged
+from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.modules import around, module_of
 from megatron_ttrace.trace.places import Clue
-from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, DropoutIndex, Kind, Outcome
+from megatron_ttrace.trace.records import MOMENTS, ROOT, Direction, Kind, Outcome
 
 OF_PARAMETERS = {
     *(Kind.INITIAL, Kind.LOADED, Kind.PARAM, Kind.MAIN_GRAD, Kind.COUNTED, Kind.BUFFER),
@@ -168,6 +168,9 @@ class Suspects:
             ran = self._ran_in(name, _B if redrawn else _F)
             named = (n for n in ran if not REDRAWING.isdisjoint(tokens(functions[n].name)))
             self._take(named if redrawn else ran, 1.0 if redrawn else _FARTHER**depth)
+            for caller in () if redrawn else self._code.calling(DRAWING, (pattern(name), _F)):
+                self._take([caller], 1.0)
+                self.add(caller, Clue.DRAWS, 2.0)
 
     def _start(self) -> None:
         functions = self._code.functions
@@ -243,12 +246,7 @@ class Suspects:
         around_it = self._ran_in(self._container(), _F)
         functions = self._code.functions
         self._take((n for n in around_it if functions[n].part is Phase.SCRIPT), _DEEPER)
-        if self._constructor(self.module) is not None:
-            self._built(self.module, 0.5)
-        else:
-            # A module of another package was given its sizes by what contains it.
-            builders = (name for name in around(self.module) if self._constructor(name) is not None)
-            self._built(next(builders, ROOT), 0.5, whole=False)
+        self._built_by(self.module, 0.5)
 
     def _output_gradient(self) -> None:
         outer = self._container()
@@ -311,7 +309,7 @@ class Suspects:
         self._part(Phase.SCRIPT, weight if self._sources.finalize else 1.0)
         # Gradients of weights may be computed after the backward pass.
         self._named({"dw", "wgrad"}, 0.8, _STEP)
-        self._built(self._owner, 0.8 if self.few else 0.4)
+        self._built_by(self._owner, 0.8 if self.few else 0.4)
 
     def _statistic(self) -> None:
         verdict, finding = self._verdict, self._finding
@@ -332,7 +330,7 @@ class Suspects:
         self._part(Phase.OPTIMIZER, 0.3 if reduced else 1.0, 0.5)
         self._part(_G, 1.0 if reduced else 0.3, 0.3)
         # It may lack a mark: what selects it reads that, or tells copies from others by it alone.
-        is_copied = self.few and self._cause is Cause.COUNTED_TWICE
+        is_copied = self.few and (reduced or self._cause is Cause.COUNTED_TWICE)
         left_out = isinstance(finding, Miscounted) and finding.lack is Lack.LEFT_OUT
         for number in self._code.at[BUILDING] if left_out or is_copied else ():
             if self._code.functions[number].marks:
@@ -435,6 +433,12 @@ class Suspects:
             self._take([function], weight * _DEEPER**depth)
             self.add(function, Clue.BUILT, 0.0)
 
+    def _built_by(self, module: str, weight: float) -> None:
+        """Its constructor; what contains a module of another package gave it sizes and marks."""
+        names = (module, *around(module))
+        builder = next((name for name in names if self._constructor(name) is not None), ROOT)
+        self._built(builder, weight, whole=builder == module)
+
     def _constructor(self, module: str) -> int | None:
         """A module's constructor, if it is Megatron's."""
         sources = self._sources
@@ -474,26 +478,3 @@ class Suspects:
                 for caller in (c for context in elsewhere for c in code.callers(number, context)):
                     self._take([caller], weight)
                     self.add(caller, Clue.SETS, 0.3)
-
-
-def is_sent(diagnosis: Diagnosis) -> bool:
-    """Whether a tensor is right on the ranks of a pipeline stage, and wrong on the next one's."""
-    before, verdict = diagnosis.before, diagnosis.verdict
-    of_module = verdict.kind in (Kind.INPUT, Kind.GRAD_OUTPUT)
-    return of_module and before is not None and {*before.ranks}.isdisjoint(verdict.ranks)
-
-
-def arrives(verdict: Judged) -> bool:
-    """Whether the fault is in what a module is given.
-
-    That is an input, which tokens an expert gets, or a gradient that nothing asks for: the input
-    was cut off from the graph.
-    """
-    is_cut_off = verdict.kind is Kind.GRAD_INPUT and verdict.verdict is Outcome.MISSING
-    return verdict.kind is Kind.INPUT or is_cut_off or names_tokens(verdict.key)
-
-
-def is_redrawn(verdict: Judged) -> bool:
-    """Whether a recomputation drew another dropout mask than the forward pass."""
-    index = verdict.index % len(DropoutIndex)
-    return verdict.kind is Kind.DROPOUT and index == DropoutIndex.RECOMPUTED

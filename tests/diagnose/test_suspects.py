@@ -32,6 +32,7 @@ from tests.diagnose.judged_by_hand import diagnosed
 from tests.diagnose.ran_by_hand import (
     CODES,
     FUNCTIONS,
+    LAYER,
     LINEAR,
     MODEL,
     NORM,
@@ -175,6 +176,22 @@ def test_a_recomputed_mask() -> None:
     assert {name for name, weight in redrawn.items() if weight == 1.0} == restoring
     # Initial states are right.
     assert "set_rng_seed" not in redrawn
+    # A rank's own states are entered around the module that draws.
+    clues = suspects(wrong(Kind.DROPOUT, LINEAR)).clues
+    assert [NAMES[n] for n, known in clues.items() if Clue.DRAWS in known] == ["Layer.forward"]
+
+
+def test_marks_of_few_parameters() -> None:
+    """They choose the ranks that reduce a gradient; what contains a module of others sets them."""
+    reduced = wrong(Kind.COUNTED, index=Statistic.REDUCED.number)
+    found = [weights(reduced, few=few).get("Linear.__init__") for few in (True, False)]
+    assert found == [0.8, None]
+    known = record()
+    sources = dataclasses.replace(known.sources, modules={**known.sources.modules, LAYER: 0})
+    known = dataclasses.replace(known, sources=sources)
+    assert weights(wrong(Kind.MAIN_GRAD, f"{NORM}.weight"), few=True, ledger=known)[
+        "Linear.__init__"
+    ] == pytest.approx(0.8)
 
 
 def test_what_is_left_out_of_a_norm() -> None:
