@@ -210,13 +210,17 @@ class Outcomes:
     def __init__(self, verdicts: Iterable[Judged]) -> None:
         self._failed: set[tuple[str, Kind]] = set()
         self._passed: set[tuple[str, Kind]] = set()
+        absent = {Outcome.EXTRA, Outcome.MISSING}
         for verdict in verdicts:
+            absent -= {verdict.verdict} if verdict.kind is Kind.INPUT else set()
             key = pattern(module_of(verdict.name)), verdict.kind
             if verdict.verdict.is_failure:
                 self._failed.add(key)
             elif verdict.verdict is Outcome.PASS:
                 self._passed.add(key)
         self._passed -= self._failed
+        # Microbatches that are there twice are as many as the reference's.
+        self.is_repeated = not absent
 
     def names(self, kind: Kind) -> set[str]:
         """Tensors of a kind that fail."""

@@ -149,7 +149,9 @@ def _other_microbatch(verdicts: Sequence[Judged], absent: Sequence[Judged]) -> O
         alone = (v for v in absent if v.verdict is outcome and v.microbatch != STEP_LEVEL)
         first = next((v for v in alone if v.microbatch not in common), None)
         if first is not None and common:
-            return Origin(first, ROOT, grounds)
+            twice = any(v.verdict is Outcome.EXTRA and v.microbatch in common for v in absent)
+            repeated = outcome is Outcome.MISSING and twice
+            return Origin(first, ROOT, Grounds.REPEATED_MICROBATCHES if repeated else grounds)
     return None
 
 

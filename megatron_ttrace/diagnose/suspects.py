@@ -76,6 +76,7 @@ class Suspects:
         self._cause = finding.cause if finding else None
         self.few = outcomes.share(verdict.kind) < FEW
         # The gradients of the module's parameters fail, too.
+        self._is_repeated = outcomes.is_repeated
         self._whole, self._right = outcomes.failed(Kind.MAIN_GRAD, verdict.name), outcomes.losses()
         self._owner = self.module = module_of(verdict.name)
         if verdict.kind in OF_PARAMETERS:
@@ -153,7 +154,7 @@ class Suspects:
     def _data(self) -> None:
         """What reads data, by its name; the script's functions that are not called too late."""
         weight = 0.8
-        if self._verdict.verdict in (Outcome.EXTRA, Outcome.MISSING):
+        if self._verdict.verdict in (Outcome.EXTRA, Outcome.MISSING) and not self._is_repeated:
             # One of both runs has more batches: less likely is what reads each of them.
             self._named(COUNTING, 1.0)
             weight = 0.4

@@ -102,6 +102,7 @@ class Grounds(StrEnum):
     NOT_CALLED = "not_called"
     MORE_MICROBATCHES = "more_microbatches"
     FEWER_MICROBATCHES = "fewer_microbatches"
+    REPEATED_MICROBATCHES = "repeated_microbatches"
     OUTPUT = "output"
     OUTPUT_WITHOUT_INPUTS = "output_without_inputs"
     MASK = "mask"

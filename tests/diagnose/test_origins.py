@@ -12,7 +12,7 @@ from tests.diagnose.test_culprits import FC1, MISSING, run
 
 @pytest.mark.parametrize(
     ("outcome", "reason"),
-    [(Outcome.EXTRA, "more microbatches"), (MISSING, "or some of them twice")],
+    [(Outcome.EXTRA, "more microbatches"), (MISSING, "fewer microbatches")],
 )
 def test_another_number_of_microbatches_is_one_culprit(outcome: Outcome, reason: str) -> None:
     """Whatever else is in them; the first tensor says where they begin."""
@@ -24,6 +24,18 @@ def test_another_number_of_microbatches_is_one_culprit(outcome: Outcome, reason:
     [culprit] = localise(changed)
     assert (culprit.name, culprit.kind, culprit.microbatch) == ("model", Kind.TOKENS, 1)
     assert reason in culprit.reason
+
+
+def test_a_microbatch_instead_of_another() -> None:
+    """It is there twice: what reads data is wrong, and not what counts microbatches."""
+    first = [
+        dataclasses.replace(v, verdict=MISSING, margin=None) if v.microbatch == 1 else v
+        for v in run(microbatches=2)
+    ]
+    again = verdict("model", Kind.INPUT, Outcome.EXTRA, margin=None)
+    [culprit] = localise([*first, again])
+    assert (culprit.name, culprit.kind, culprit.microbatch) == ("model", Kind.TOKENS, 1)
+    assert "microbatches twice" in culprit.reason
 
 
 def test_a_module_that_is_never_called() -> None:

@@ -58,7 +58,10 @@ def suspects(
 ) -> Suspects:
     """Of a failure in the step made by hand."""
     outcomes: Any = SimpleNamespace(
-        share=lambda _: 0.1 if few else 1.0, failed=lambda *_: whole, losses=lambda: logged
+        share=lambda _: 0.1 if few else 1.0,
+        failed=lambda *_: whole,
+        losses=lambda: logged,
+        is_repeated=False,
     )
     known = ledger or record()
     return Suspects(Code(known), known, outcomes, failure, finding, sent=False)
@@ -275,6 +278,15 @@ def test_batches_that_only_one_run_has(outcome: Outcome) -> None:
     failure = wrong(Kind.TOKENS, "tokens", outcome=outcome)
     first = Places(record(), [failure]).ranked(failure, None)[0][1].function
     assert (first == "Calculator.update_microbatches") is (outcome is Outcome.EXTRA)
+
+
+def test_batches_that_are_there_twice() -> None:
+    """They are as many as they should be: what reads them, and not what counts them."""
+    failures = [wrong(kind, ROOT, outcome=Outcome.MISSING) for kind in (Kind.TOKENS, Kind.INPUT)]
+    twice = wrong(Kind.INPUT, ROOT, outcome=Outcome.EXTRA)
+    for others, counts in (([], True), ([twice], False)):
+        ranked = Places(record(), [*failures, *others]).ranked(failures[0], None)
+        assert (ranked[0][1].function == "Calculator.update_microbatches") is counts
 
 
 def test_what_makes_main_weights_from_loaded_ones() -> None:
