@@ -156,6 +156,11 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             f"{TE} --untie-embeddings-and-output-weights --disable-bias-linear "
             "--tensor-parallel-num-weight-shards 2 --data-parallel-random-init",
         ),
+        (
+            "few-samples whole-batches",
+            f"{LLAMA} --dataloader-type cyclic --no-data-sharding --micro-batch-size 1 "
+            "--global-batch-size 16",
+        ),
     ],
 )
 def test_a_fix_makes_it_equivalent(fixes, arguments, tmp_path):
