@@ -50,6 +50,7 @@ from megatron_ttrace.trace.captured import Batch
 from megatron_ttrace.trace.checksum import checksum
 from megatron_ttrace.trace.errors import ExitCode, TTraceError
 from megatron_ttrace.trace.executed import Edit
+from megatron_ttrace.trace.places import Clue, Place
 from megatron_ttrace.trace.recorded import FOLDER, Code, Order, Point, RankRecord, Step
 from megatron_ttrace.trace.records import LoadedIndex
 from megatron_ttrace.trace.resumed import What
@@ -263,20 +264,20 @@ class StateSession:
 
         leaf, scheduler = type(next(leaves_of(self.model.optimizer))), type(self._scheduler)
         described = class_place(leaf, "sharded_state_dict")
-        optimizer = Code(described, class_place(leaf, "load_state_dict") or described)
+        loads = function_place(checkpointing.load_checkpoint)
+        loaded = class_place(leaf, "load_state_dict") or described
+        optimizer = Code(described, called(loaded, self._ran) or loads)
         generators = function_place(checkpointing.get_rng_state)
         loader = function_place(getattr(training, "build_pretraining_data_loader", None))
         return {
             What.MAIN: optimizer,
             What.RANDOM: Code(generators, generators),
-            What.NUMBER: Code(
-                function_place(checkpointing.save_checkpoint),
-                function_place(checkpointing.load_checkpoint),
-            ),
+            What.NUMBER: Code(function_place(checkpointing.save_checkpoint), loads),
             What.SAMPLES: Code(loader, loader),
             "param_groups": optimizer,
             "opt_param_scheduler": Code(
-                class_place(scheduler, "state_dict"), class_place(scheduler, "load_state_dict")
+                class_place(scheduler, "state_dict"),
+                called(class_place(scheduler, "load_state_dict"), self._ran) or loads,
             ),
         }
 
@@ -290,6 +291,12 @@ class StateSession:
         return {
             name: stored_name(names[tensor], name) for name, tensor in tensors if tensor in names
         }
+
+
+def called(place: str, ran: Functions) -> str:
+    """A place, unless it is known that its function did not run."""
+    one = Place.of(place, Clue.RAN)
+    return "" if ran and one and (one.file, one.function) not in ran else place
 
 
 def _is_weight(part: StateTensor) -> bool:

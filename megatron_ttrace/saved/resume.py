@@ -293,7 +293,8 @@ class _Comparison:
         )
         if kind.is_tensor and (kind not in _OF_OPTIMIZER or of_weight):
             return describing(self._described, name)
-        places = self._before.ranks[0].places
+        # What did not run when state was loaded should have been called.
+        places = (self._after if blame is Blame.LOADING else self._before).ranks[0].places
         # A number's name begins with what it belongs to.
         belongs = What.MAIN if kind in _OF_OPTIMIZER else re.split(r"[.[]", name)[0]
         if blame is Blame.LOADING and name.endswith(("].lr", "].weight_decay")):

@@ -34,3 +34,11 @@ def test_changes_that_ran_while_samples_were_read(monkeypatch: pytest.MonkeyPatc
     for step in (1, 2):
         session.before_step(step, iterator)
         assert session._next(losses={}, grad_norm=None).changed == (f"{HERE}:7 (sampler)",)
+
+
+def test_what_should_have_been_called() -> None:
+    """A function that did not run while state was loaded is no place to look at."""
+    place, ran = "megatron/schedule.py:2 (Schedule.load)", {("megatron/schedule.py", "load")}
+    assert states.called(place, ran) == ""
+    assert states.called(place, {*ran, ("megatron/schedule.py", "Schedule.load")}) == place
+    assert states.called(place, set()) == place
