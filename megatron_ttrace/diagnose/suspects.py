@@ -456,7 +456,7 @@ class Suspects:
             self._take(code.callers(twin, (name, _F)), weight * 0.7)
             for user in () if self._finding else code.users(number, [(name, _F)]):
                 self._take([user], weight)  # what serves many modules is less likely wrong
-                self.add(user, Clue.CALLS, 0.8)
+                self.add(user, Clue.USES, 0.8)
 
     def _autograd(self, module: str) -> Iterator[tuple[int, int]]:
         """Backward functions that ran in a module, and the forward functions of their classes."""

@@ -23,6 +23,7 @@ class Clue(StrEnum):
     CALLS = "calls"
     MARKS = "marks"
     PASSES = "passes"
+    USES = "uses"
     DRAWS = "draws"
     SETS = "sets"
     SELECTS = "selects"
