@@ -3,9 +3,10 @@
 
 Ranks with the same activations must drop the same elements, tensor-parallel ranks with different
 parts different ones, so Megatron keeps two random states: one that they share, and a named one that
-is each rank's own (megatron/core/tensor_parallel/random.py). A recomputation must drop what the
-forward pass dropped. Not followed are masks that TransformerEngine draws in its kernels, and those
-of adapters within experts: which tokens a rank's experts get depends on the layout.
+is each rank's own (megatron/core/tensor_parallel/random.py). What ranks draw from these shows
+whether they are the same. A recomputation must drop what the forward pass dropped. Not followed are
+masks that TransformerEngine draws in its kernels, and those of adapters within experts: which
+tokens a rank's experts get depends on the layout.
 """
 
 import dataclasses
@@ -38,13 +39,15 @@ class _Call:
     """A call of dropout in a forward pass.
 
     Attributes:
-        first: the first of its indices (:class:`DropoutIndex`).
+        place: of what is recorded of it, with the first of its indices (:class:`DropoutIndex`).
+        elements: of which a mask would be drawn, by one tensor-parallel rank.
         number: drawn in place of the mask.
         waits: to be recomputed, if it is.
         is_right: whether its recomputation, if any, draws the same.
     """
 
-    first: int
+    place: Place
+    elements: int
     number: float
     waits: bool = True
     is_right: bool = True
@@ -59,11 +62,13 @@ class DropoutTap:
         mesh: Mesh,
         microbatch: Callable[[int], int | None],
         record: Callable[[Place, int], None],
+        gather: Callable[[list[float]], list[list[float]]],
     ) -> None:
         """Prepare for the chunks of the rank at a place of the mesh.
 
         ``microbatch`` returns the reference's number of that which a chunk works on, if any;
-        ``record`` is given what is found out about a call (:class:`DropoutIndex`).
+        ``record`` is given what is found out about a call (:class:`DropoutIndex`); ``gather``
+        returns what all tensor-parallel ranks give it.
         """
         self._chunks = chunks
         self._known = {
@@ -72,9 +77,11 @@ class DropoutTap:
             for name, module in names.modules.items()
         }
         self._tp, self._cp = mesh.size("tp"), mesh.size("cp")
-        self._microbatch, self._record = microbatch, record
+        self._microbatch, self._record, self._gather = microbatch, record, gather
         self._running: list[tuple[int, str]] = []
-        self._states: list[str] = []
+        self._in_order: list[_Call] = []
+        self._follows = False
+        self._drawn: list[list[float]] = []
         self._calls: defaultdict[tuple[int, int, str], list[_Call]] = defaultdict(list)
 
     @contextmanager
@@ -95,21 +102,31 @@ class DropoutTap:
 
         modules = [module for names in self._chunks for module in names.modules.values()]
         with ExitStack() as kept:
-            if any(map(quiet.drops, modules)) and runs_whole(self._chunks):
+            self._follows = any(map(quiet.drops, modules)) and runs_whole(self._chunks)
+            if self._follows:
                 before = hooks.register_module_forward_pre_hook(self._enters)
                 kept.callback(before.remove)
                 after = hooks.register_module_forward_hook(self._leaves, always_call=True)
                 kept.callback(after.remove)
-                self._states = kept.enter_context(quiet.named_states())
                 kept.enter_context(replaced([(functional, "dropout", followed)]))
             yield
 
-    def recomputed(self) -> None:
-        """The step is over: record which calls were recomputed rightly."""
-        for (_, microbatch, name), calls in self._calls.items():
-            for call in calls:
-                index = call.first + DropoutIndex.RECOMPUTED
-                self._record((microbatch, Kind.DROPOUT, name, index), int(call.is_right))
+    def compare(self) -> None:
+        """The step is over: learn what other ranks drew. A collective of tensor-parallel ranks."""
+        own = [call.number for call in self._in_order]
+        self._drawn = self._gather(own) if self._follows and self._tp > 1 else [own]
+
+    def conclude(self) -> None:
+        """Record how many elements got masks of their own, and which were recomputed rightly."""
+        for at, call in enumerate(self._in_order):
+            microbatch, kind, name, first = call.place
+            masks = len({numbers[at] for numbers in self._drawn if at < len(numbers)})
+            found = {
+                DropoutIndex.ELEMENTS: call.elements * masks,
+                DropoutIndex.RECOMPUTED: int(call.is_right),
+            }
+            for index, number in found.items():
+                self._record((microbatch, kind, name, first + index), number)
 
     def _enters(self, module: torch.nn.Module, args: Any) -> None:
         if (where := self._known.get(id(module))) is not None:
@@ -126,14 +143,13 @@ class DropoutTap:
         if (microbatch := self._microbatch(chunk)) is None:
             return
         calls = self._calls[chunk, microbatch, name]
-        number = float(torch.rand((), device=data.device))
+        # In float64: no two are equal by chance.
+        number = float(torch.rand((), dtype=torch.float64, device=data.device))
         if not is_recomputing():
-            own = self._tp if self._states and self._states[-1] not in quiet.COMMON_STATES else 1
             order = len(calls) + (name in self._chunks[chunk].repeated)
-            calls.append(_Call(order * len(DropoutIndex), number))
-            index = calls[-1].first + DropoutIndex.ELEMENTS
-            elements = data.numel() * self._cp * own
-            self._record((microbatch, Kind.DROPOUT, name, index), elements)
+            place = microbatch, Kind.DROPOUT, name, order * len(DropoutIndex)
+            calls.append(_Call(place, data.numel() * self._cp, number))
+            self._in_order.append(calls[-1])
             return
         waiting = [call for call in calls if call.waits]
         same = [call for call in waiting if call.number == number]

@@ -17,7 +17,7 @@ from megatron_ttrace.capture.dropouts import DropoutTap
 from megatron_ttrace.capture.isolate import clipped_by
 from megatron_ttrace.capture.loads import watched
 from megatron_ttrace.capture.modules import ModuleTap, Sink
-from megatron_ttrace.mcore import fp8, logged
+from megatron_ttrace.mcore import fp8, groups, logged
 from megatron_ttrace.mcore.balancing import BIAS
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by
@@ -131,7 +131,13 @@ class StepTap:
             model.chunks, model.places(), model.optimizer, model.mesh, self._attempt
         )
         self._tap = ModuleTap(model.names, sink, microbatches, self._error)
-        self._dropouts = DropoutTap(model.names, model.mesh, self._tap.microbatch, self._dropout)
+        self._dropouts = DropoutTap(
+            model.names,
+            model.mesh,
+            self._tap.microbatch,
+            self._dropout,
+            groups.of_tensor_parallel_ranks,
+        )
 
     @property
     def left_out(self) -> bool:
@@ -175,7 +181,8 @@ class StepTap:
                 for handle in self._uses:
                     handle.remove()
         self._attempt(self._losses, result)
-        self._attempt(self._dropouts.recomputed)
+        self._dropouts.compare()  # also on a rank whose tracing failed
+        self._attempt(self._dropouts.conclude)
         self._attempt(self._precisions)
         self._metrics(result)
         self._attempt(self._buffers, BufferIndex.AFTER)

@@ -108,6 +108,17 @@ def current_mesh(args: MegatronArguments) -> Mesh:
     )
 
 
+def of_tensor_parallel_ranks(value: list[float]) -> list[list[float]]:
+    """What each tensor-parallel rank has. A collective of them, on CPUs."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    group = mpu.get_tensor_model_parallel_group()
+    values: list[list[float]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
+
+
 def device_of(chunks: Iterable[torch.nn.Module]) -> torch.device:
     """The device of a rank, by its model chunks: a pipeline stage may be empty."""
     parameters = itertools.chain.from_iterable(chunk.parameters() for chunk in chunks)

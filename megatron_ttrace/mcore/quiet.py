@@ -2,7 +2,7 @@
 """What is switched off or restored for a rehearsal: random choices, reruns, metrics."""
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -14,10 +14,6 @@ from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.replaced import kept, replaced
 
 _DROPOUT_ATTRIBUTES = ("hidden_dropout", "attention_dropout", "attention_dropout_p")
-
-COMMON_STATES = ("data-parallel-rng",)
-"""Named random states that tensor-parallel ranks share
-(megatron/core/tensor_parallel/random.py)."""
 
 _RANDOM_ROUTING = {
     "moe_router_force_load_balancing": False,
@@ -100,27 +96,6 @@ def _names(module: torch.nn.Module) -> tuple[str, ...]:
 
 
 @contextmanager
-def named_states() -> Iterator[list[str]]:
-    """The named random states that are drawn from, the innermost last, kept up to date."""
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    tracker = type(get_cuda_rng_tracker())
-    fork, names = tracker.fork, []
-
-    @contextmanager
-    def forked(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        with fork(self, *args, **kwargs) as value:
-            names.append(str([*args, *kwargs.values(), "model-parallel-rng"][0]))
-            try:
-                yield value
-            finally:
-                names.pop()
-
-    with replaced([(tracker, "fork", forked)]):
-        yield names
-
-
-@contextmanager
 def one_attempt() -> Iterator[None]:
     """Switch off Megatron's rerun state machine, which would count a rehearsal as a step.
 
@@ -191,6 +166,17 @@ def python_state_kept() -> Iterator[None]:
 @contextmanager
 def random_states_kept() -> Iterator[None]:
     """Restore random states, so that the real step draws the numbers that a rehearsal drew."""
+    restore, numpy_state = random_states(), np.random.get_state()
+    try:
+        with python_state_kept():
+            yield
+    finally:
+        restore()
+        np.random.set_state(numpy_state)
+
+
+def random_states() -> Callable[[], None]:
+    """Megatron's and torch's random states of now; returns what restores them."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
@@ -201,15 +187,14 @@ def random_states_kept() -> Iterator[None]:
         for state in (states or {}).values()
         if isinstance(state, torch.Generator)
     ]
-    before = torch.get_rng_state(), torch.cuda.get_rng_state(), np.random.get_state()
-    try:
-        with python_state_kept():
-            yield
-    finally:
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+
+    def restore() -> None:
         torch.set_rng_state(before[0])
         torch.cuda.set_rng_state(before[1])
-        np.random.set_state(before[2])
         if states is not None:
             tracker.set_states(states)
         for generator, state in generators:
             generator.set_state(state)
+
+    return restore

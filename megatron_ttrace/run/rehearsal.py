@@ -177,6 +177,7 @@ class Rehearsal:
         self._schedule = copy.copy(vars(scheduler))
         balancing.keep_biases(chunks)
         self._buffers = Buffers(chunks)
+        self._built_with = quiet.random_states()
         self._errors: list[str] = []
         self._copies = Copies()
         self._kept = ExitStack()
@@ -205,14 +206,16 @@ class Rehearsal:
     ) -> None:
         """Overwrite all parameters, the optimizer's copies of them, and its moments.
 
-        Buffers, and the schedules of learning rate and weight decay, are those with which the run
-        began: the reference makes no steps before a traced one.
+        Buffers, random states, and the schedules of learning rate and weight decay, are those with
+        which the run began: the reference makes no steps before a traced one, and on a CPU reading
+        data may draw from the state of dropout, on the ranks that read.
 
         Args:
             stored: has the values already. A GPU generates them faster than it reads them.
             keep: called with each moment.
         """
         self._buffers.restore()
+        self._built_with()
         vars(self._scheduler).update(self._schedule)
         self._scheduler.step(increment=0)
         if self.start is not None:

@@ -2,6 +2,7 @@
 """From which random state dropout would draw, and whether a recomputation draws the same."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 
@@ -38,20 +39,12 @@ class Layer(torch.nn.Module):
             return F.dropout(x, self.hidden_dropout, self.training)
 
 
-class Tracker:
-    """As Megatron's, with a method that the tap follows."""
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Nothing is drawn."""
+@contextlib.contextmanager
+def fork(seed: int) -> Iterator[None]:
+    """Draw from a state of the rank's own, as Megatron's tracker lets it."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
         yield
-
-
-@pytest.fixture
-def tracker(monkeypatch: pytest.MonkeyPatch) -> Tracker:
-    tracker = Tracker()
-    monkeypatch.setattr("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: tracker)
-    return tracker
 
 
 def followed(
@@ -61,6 +54,7 @@ def followed(
     off: float = quiet.Off(),
     repeated: frozenset[str] = frozenset(),
     inner: str = "layer.inner",
+    gather: Callable[[list[float]], list[list[float]]] = lambda own: [own],
     **sizes: int,
 ) -> dict[Place, int]:
     """What is recorded of ``run`` and its backward pass, on the first rank of a mesh."""
@@ -68,13 +62,14 @@ def followed(
     names = Names(modules, {}, {}, frozenset(), repeated)
     found: dict[Place, int] = {}
     mesh = mesh_of(0, math.prod(sizes.values()), **sizes)
-    tap = DropoutTap([names], mesh, lambda chunk: 3, found.__setitem__)
+    tap = DropoutTap([names], mesh, lambda chunk: 3, found.__setitem__, gather)
     x = torch.ones(2, SIZE // 2, requires_grad=True)
     with quiet.without_dropout([modules["model"]], off), tap.active(lambda f, *args: f(*args)):
         y = run(x)
         assert torch.equal(y, x)
         y.sum().backward()
-    tap.recomputed()
+    tap.compare()
+    tap.conclude()
     assert F.dropout is dropouts.torch.nn.functional.dropout
     return found
 
@@ -84,27 +79,42 @@ def at(name: str, index: int = DropoutIndex.ELEMENTS) -> Place:
 
 
 @pytest.mark.parametrize(
-    ("name", "factor"),
-    [(None, 1), ("model-parallel-rng", 2), ("expert-parallel-rng", 2), ("data-parallel-rng", 1)],
+    ("common", "own", "masks"),
+    [
+        pytest.param((1, 1), (2, 3), (1, 2), id="right"),
+        pytest.param((1, 4), (2, 3), (2, 2), id="common-state-of-its-own"),
+        pytest.param((1, 1), (2, 2), (1, 1), id="own-state-in-common"),
+    ],
 )
-def test_masks_of_its_own(tracker: Tracker, name: str | None, factor: int) -> None:
-    """Each rank of tp has another named state; cp divides all activations."""
-    layer = Layer(lambda: tracker.fork(name) if name else NO_STATE())
-    found = followed(layer, layer, tp=2, cp=4)
+def test_masks_of_its_own(
+    common: tuple[int, int], own: tuple[int, int], masks: tuple[int, int]
+) -> None:
+    """Ranks of tp draw the same from a state that they share; cp divides all activations."""
+    drawn: list[list[float]] = []
+
+    def gather(numbers: list[float]) -> list[list[float]]:
+        drawn.append(numbers)
+        return drawn
+
+    for rank in (1, 0):
+        torch.manual_seed(common[rank])
+        layer = Layer(functools.partial(fork, own[rank]))
+        found = followed(layer, layer, gather=gather, tp=2, cp=4)
     assert found == {
-        at("layer.inner"): 4 * SIZE,
-        at("layer"): 4 * SIZE * factor,
+        at("layer.inner"): 4 * SIZE * masks[0],
+        at("layer"): 4 * SIZE * masks[1],
         at("layer.inner", DropoutIndex.RECOMPUTED): 1,
         at("layer", DropoutIndex.RECOMPUTED): 1,
     }
 
 
-def test_the_state_of_megatron_is_the_default(tracker: Tracker) -> None:
-    layer = Layer(lambda: tracker.fork())
-    assert followed(layer, layer, tp=2)[at("layer")] == 2 * SIZE
+def test_a_rank_that_drops_less_often() -> None:
+    layer = Layer(NO_STATE)
+    found = followed(layer, layer, gather=lambda own: [own, own[:1]], tp=2)
+    assert (found[at("layer.inner")], found[at("layer")]) == (SIZE, SIZE)
 
 
-def test_each_call_has_a_number(tracker: Tracker) -> None:
+def test_each_call_has_a_number() -> None:
     """A module that ran in another chunk before begins with 1."""
     layer = Layer(NO_STATE)
     found = followed(layer, lambda x: layer(layer(x)), repeated=frozenset({"layer.inner"}))
@@ -113,7 +123,7 @@ def test_each_call_has_a_number(tracker: Tracker) -> None:
 
 
 @pytest.mark.parametrize("restored", [True, False])
-def test_a_recomputation_draws_the_same(tracker: Tracker, restored: bool) -> None:
+def test_a_recomputation_draws_the_same(restored: bool) -> None:
     """Of two runs the last is recomputed first."""
     layer = Layer(NO_STATE)
 
@@ -127,7 +137,7 @@ def test_a_recomputation_draws_the_same(tracker: Tracker, restored: bool) -> Non
     assert right == {(name, i): restored for name in ("layer", "layer.inner") for i in (1, 3)}
 
 
-def test_what_is_not_followed(tracker: Tracker) -> None:
+def test_what_is_not_followed() -> None:
     """Where kernels drop; what never drops; evaluation."""
     layer = Layer(NO_STATE)
     assert not followed(layer, layer, off=0.0)
@@ -138,7 +148,7 @@ def test_what_is_not_followed(tracker: Tracker) -> None:
     assert not followed(without, without)
 
 
-def test_experts_have_other_tokens_in_each_layout(tracker: Tracker) -> None:
+def test_experts_have_other_tokens_in_each_layout() -> None:
     """So masks of an adapter of theirs are not followed."""
     layer = Layer(NO_STATE)
     found = followed(layer, layer, inner="layer.mlp.experts.linear_fc1.adapter.dropout")
