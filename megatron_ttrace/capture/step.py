@@ -18,7 +18,7 @@ from megatron_ttrace.capture.isolate import clipped_by
 from megatron_ttrace.capture.loads import watched
 from megatron_ttrace.capture.modules import ModuleTap, Sink
 from megatron_ttrace.mcore import fp8, groups, logged
-from megatron_ttrace.mcore.balancing import BIAS
+from megatron_ttrace.mcore.balancing import is_bias
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
@@ -322,7 +322,7 @@ class StepTap:
     def _buffers(self, when: BufferIndex) -> None:
         for place, buffer in self._model.buffers():
             # A step changes no others that matter to the next.
-            if when is BufferIndex.AFTER or place.name.endswith(f".{BIAS}"):
+            if when is BufferIndex.AFTER or is_bias(place.name):
                 self._placed(Kind.BUFFER, place, buffer, when)
 
     def _precisions(self) -> None:

@@ -48,6 +48,12 @@ UPDATE = "get_updated_expert_bias"
 of a rank. It sums its first argument, the tokens of each expert, over ranks, in place."""
 
 BIAS = "expert_bias"
+_QUANTILES = "qb_beta"
+
+
+def is_bias(buffer: str) -> bool:
+    """Whether a router adds the buffer of this name to its scores, or subtracts it."""
+    return buffer.rpartition(".")[2] in (BIAS, _QUANTILES)
 
 
 def updated_biases(chunks: list[Names]) -> list[str]:

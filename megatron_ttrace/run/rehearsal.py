@@ -291,7 +291,7 @@ class Rehearsal:
             if part:
                 part.stepped.copy_(target)
         for place, buffer in self.model.buffers() if names is None else ():
-            if place.name.endswith(f".{balancing.BIAS}"):
+            if balancing.is_bias(place.name):
                 put(place, buffer)
 
     def serve(self, served: Served) -> None:

@@ -6,7 +6,7 @@ import argparse
 import pytest
 import torch
 
-from megatron_ttrace.mcore.balancing import depends_on_layout, keep_biases
+from megatron_ttrace.mcore.balancing import depends_on_layout, is_bias, keep_biases
 from megatron_ttrace.trace.records import RoutingIndex
 
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn"}
@@ -57,3 +57,17 @@ def test_biases_have_the_precision_that_routers_use():
     router = Router()
     keep_biases([torch.nn.Sequential(torch.nn.Linear(2, 2), router)])
     assert router.expert_bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("buffer", "expected"),
+    [
+        ("decoder.layers.0.mlp.router.expert_bias", True),
+        ("decoder.layers.0.mlp.router.qb_beta", True),
+        ("decoder.layers.0.mlp.router.qb_beta_accum", False),
+        ("decoder.layers.0.mlp.router.local_tokens_per_expert", False),
+    ],
+)
+def test_biases_of_routers(buffer, expected):
+    """They get start values: with zeros, nothing shows what becomes of the old ones."""
+    assert is_bias(buffer) is expected
