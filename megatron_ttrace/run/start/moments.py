@@ -32,17 +32,23 @@ STEP = 100
 _NEXT_TO_NOTHING = 0.01
 """Share of the full learning rate below which an update may be less than a weight's rounding."""
 
+_OFF_SCHEDULE = 1.25
+"""Times the learning rate of a traced step. Optimizers are built with the schedule's first or full
+rate: one that keeps it shows with another."""
+
 
 def awaken(owned: Iterable[Owned], rate: float) -> None:
-    """Set the full learning rate in optimizers that warm up from zero, or from next to nothing.
+    """Set a learning rate with which the step shows what is wrong with it.
 
-    A step with such a rate changes nothing that shows, even if it is wrong. Megatron keeps the full
-    rate in the group's ``max_lr``; ``rate`` is for groups without one.
+    Optimizers that warm up from zero, or from next to nothing, get the full one: Megatron keeps it
+    in the group's ``max_lr``; ``rate`` is for groups without one.
     """
-    for part in owned:
-        full = part.group.get("max_lr") or rate
-        if part.group.get("lr", full) < _NEXT_TO_NOTHING * full:
-            part.group["lr"] = full
+    for group in {id(part.group): part.group for part in owned}.values():
+        full = group.get("max_lr") or rate
+        now = group.get("lr", full)
+        # A kernel may hold a tensor.
+        if not torch.is_tensor(now):
+            group["lr"] = (full if now < _NEXT_TO_NOTHING * full else now) * _OFF_SCHEDULE
 
 
 def prime(

@@ -46,12 +46,22 @@ def primed(main, optimizer=torch.optim.AdamW, *, place=None, mesh=SINGLE, flat=N
         ({"lr": 0.3, "max_lr": 0.3}, 0.3),
     ],
 )
-def test_a_rate_with_which_nothing_shows(group, rate):
-    """``--lr-warmup-init 1e-8`` changes a weight by less than its rounding."""
+def test_a_rate_that_shows_faults(group, rate):
+    """``--lr-warmup-init 1e-8`` changes a weight by less than its rounding.
+
+    The schedule's own rate, or the full one, may be what an optimizer was built with.
+    """
     main = torch.zeros(2)
     part = Owned(main, torch.optim.SGD([main], lr=1.0), group)
-    moments.awaken([part], 0.5)
-    assert group["lr"] == rate
+    moments.awaken([part, part], 0.5)
+    assert group["lr"] == rate * 1.25
+
+
+def test_a_rate_that_a_kernel_holds():
+    main, held = torch.zeros(2), torch.tensor(0.1)
+    part = Owned(main, torch.optim.SGD([main], lr=1.0), {"lr": held})
+    moments.awaken([part], 0.1)
+    assert part.group["lr"] is held
 
 
 def test_powers_of_two():
