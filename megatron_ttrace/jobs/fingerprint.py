@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ _HARMLESS_PREFIXES = tuple(
     """.split()
 )
 """Of options of Megatron's: a fork's may mean anything."""
+_SMALL = 1 << 20
+"""Bytes of a file that is read whole."""
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 _LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
 """What is computed only if it is logged is compared if it is."""
@@ -89,7 +91,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             PADDED_FOR: samples.padded_for(args),
             DEALT_TO: samples.dealt_to(args),
         },
-        "data": _data(args),
+        "data": _data(args) | _in_files(args, arguments),
         "environment": provenance.numeric_environment(variables),
         "code": digests,
         "versions": provenance.installed(),
@@ -121,10 +123,42 @@ def code(script: Path, variables: set[str] | None = None) -> dict[str, str]:
     }
 
 
+def imported() -> dict[str, tuple[str, str]]:
+    """Digest and file of the modules beside the script: functions have imported some only now."""
+    files = _beside(Path(argv.script()))
+    return {name: (_module(name, path), str(path)) for name, path in files.items()}
+
+
+def changed(modules: Mapping[str, tuple[str, str]]) -> str:
+    """The first of these modules, :func:`imported` in another process, that is different here."""
+    if not modules:
+        return ""
+    script = Path(argv.script())
+    here, folders = _beside(script), [str(script.resolve().parent), *filter(None, sys.path)]
+    for name, (known, elsewhere) in modules.items():
+        stem = name.replace(".", os.sep)
+        files = (Path(f, end) for f in folders for end in (f"{stem}.py", f"{stem}/__init__.py"))
+        path = here.get(name) or next(filter(Path.is_file, files), Path(elsewhere))
+        if _module(name, path) != known:
+            return name
+    return ""
+
+
+def _module(name: str, path: Path) -> str:
+    """A digest of a module, and of the environment variables that it reads."""
+    reads: set[str] = set()
+    content = _content({name: path}, reads)
+    values = provenance.numeric_environment(reads)
+    return _digest([content, {name: values.get(name) for name in sorted(reads)}])
+
+
 def digest(identity_: dict[str, Any]) -> str:
     """A short name for an identity. It does not depend on where the code is."""
-    identity_ = {name: value for name, value in identity_.items() if name != _TOLD}
-    text = json.dumps(identity_, sort_keys=True, default=str)
+    return _digest({name: value for name, value in identity_.items() if name != _TOLD})
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -200,6 +234,21 @@ def _data(args: MegatronArguments) -> dict[str, Any]:
                 stat = file.stat()
                 stamps[str(file)] = [stat.st_size, stat.st_mtime_ns]
     return stamps
+
+
+def _in_files(args: MegatronArguments, options: Iterable[str]) -> dict[str, Any]:
+    """What the files contain that other options name, as configurations; of a large one as data."""
+    found: dict[str, Any] = {}
+    for option in options:
+        value = getattr(args, option, None)
+        for word in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(word, str) or not os.path.isfile(word):
+                continue
+            stat = os.stat(word)
+            content = contents.content_of(word) if stat.st_size <= _SMALL else None
+            stamp = content.sha256.hex() if content else [stat.st_size, stat.st_mtime_ns]
+            found.setdefault(option, []).append(stamp)
+    return found
 
 
 def _content(files: Mapping[str, str | Path], reads: set[str]) -> str:

@@ -34,7 +34,9 @@ SHRUNK = "TTRACE_SHRUNK"
 _GIT_SECONDS = 5.0
 _DISTRIBUTIONS = (
     *("megatron-core", "megatron-bridge", "torch", "transformer-engine", "transformers"),
-    *("safetensors", "wandb"),
+    *("safetensors", "wandb", "numpy", "triton", "apex", "flash-attn", "grouped-gemm", "deep-ep"),
+    *("emerging-optimizers", "mamba-ssm", "causal-conv1d", "flash-linear-attention", "tilelang"),
+    "fast-hadamard-transform",
 )
 _NAMES = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONHASHSEED", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE")
 _PREFIXES = (

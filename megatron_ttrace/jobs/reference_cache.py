@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_ttrace.jobs import fingerprint
 from megatron_ttrace.jobs.processes.progress import say
 from megatron_ttrace.trace import cleaning, owned, shared
 from megatron_ttrace.trace.errors import TTraceError
@@ -122,7 +123,7 @@ def _obtain(
         ) from error
 
 
-def _look(home: Path, name: str) -> tuple[str, str]:
+def _look(home: Path, name: str, *, is_new: bool = False) -> tuple[str, str]:
     """The checksum of a reference that was verified and fits, else empty, and its flaw.
 
     An absent reference has no flaw, nor has one of another configuration.
@@ -133,8 +134,12 @@ def _look(home: Path, name: str) -> tuple[str, str]:
         meta = verify(home)
     except TTraceError as error:
         return "", str(error) if (home / META).exists() else ""
-    fits = meta_as(ReferenceMeta, home, meta).fingerprint == name
-    return (str(meta[CHECKSUM]), "") if fits else ("", "")
+    found = meta_as(ReferenceMeta, home, meta)
+    if found.fingerprint != name:
+        return "", ""
+    if not is_new and (module := fingerprint.changed(found.modules)):
+        return "", f"module {module} has changed since"
+    return str(meta[CHECKSUM]), ""
 
 
 def _wait(lock: Lock, name: str, patience: float) -> bool:
@@ -167,7 +172,7 @@ def _move(aside: Path, home: Path, name: str) -> str:
 
     An older directory there is moved away, never changed.
     """
-    checksum, flaw = _look(aside, name)
+    checksum, flaw = _look(aside, name, is_new=True)
     if not checksum:
         raise TTraceError(
             "the reference run ended without a complete trace: "
@@ -182,7 +187,7 @@ def _move(aside: Path, home: Path, name: str) -> str:
         owned.move(aside, home)
     except OSError:
         # On a file system without locks another process may have been faster.
-        checksum, _ = _look(home, name)
+        checksum, _ = _look(home, name, is_new=True)
         if not checksum:
             raise
     owned.discard(old)

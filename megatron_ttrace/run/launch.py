@@ -126,6 +126,13 @@ def _ensure(
         differences = fingerprint.differences(
             identity, meta.identity, any_megatron=settings.allow_other_megatron
         )
+        modules = {
+            name: known
+            for name, known in meta.modules.items()
+            if not (settings.allow_other_megatron and name.startswith("megatron."))
+        }
+        if module := fingerprint.changed(modules):
+            differences.append(f"module {module} is different here")
         if differences:
             raise TTraceError(
                 f"--ttrace-reference {settings.reference} has a different configuration: "

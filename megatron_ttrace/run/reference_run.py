@@ -159,6 +159,7 @@ class ReferenceSession:
         meta = ReferenceMeta(
             fingerprint=self._order.fingerprint,
             identity=self._order.identity,
+            modules=fingerprint.imported(),
             microbatches=microbatches * self.model.mesh.size("dp"),
             loss_scales=self._loss_scales,
             counted=tuple(counted.encode(counts)),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ttrace.jobs import fingerprint
+from megatron_ttrace.jobs import fingerprint, provenance
 from megatron_ttrace.jobs.reference_arguments import apply, explicit, overrides_of, read_overrides
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.trace.errors import TTraceError
@@ -176,6 +176,8 @@ def test_our_own_settings_count(change):
         ("vocab_file", "corpus.bin"),
         ("tokenizer_model", "corpus.bin"),
         ("tokenizer_model", ""),  # a folder with files
+        ("te_precision_config_file", "corpus.bin"),
+        ("an_option_of_a_fork", "corpus.bin"),
     ],
 )
 def test_changed_files_are_other_data(tmp_path, option, place):
@@ -244,6 +246,31 @@ def test_modules_beside_the_script(tmp_path, monkeypatch):
     files = fingerprint._beside(folder / "train.py")
     made_up = {name: file for name, file in files.items() if name.startswith("made_up")}
     assert made_up == {"made_up_0": folder / "own.py", "made_up_2": folder / "deep.py"}
+
+
+def test_modules_that_functions_import(tmp_path, monkeypatch):
+    """A reference run ends with them; its candidate finds them by name, here or where they were."""
+    home, there = tmp_path / "job", tmp_path / "there"
+    for folder in (home, there):
+        folder.mkdir()
+        (folder / "late.py").write_text("import os\nSCALE = os.environ.get('LATE_SCALE')\n")
+    monkeypatch.setattr(fingerprint.argv, "script", lambda: str(there / "train.py"))
+    module = types.ModuleType("late")
+    module.__file__ = str(there / "late.py")
+    with monkeypatch.context() as imported:
+        imported.setitem(sys.modules, "late", module)
+        modules = {"late": fingerprint.imported()["late"]}
+    assert not fingerprint.changed({})
+    assert not fingerprint.changed(modules)
+    monkeypatch.setattr(fingerprint.argv, "script", lambda: str(home / "train.py"))
+    assert not fingerprint.changed(modules)
+    with monkeypatch.context() as other:
+        other.setitem(provenance._environment, "LATE_SCALE", "2")
+        assert fingerprint.changed(modules) == "late"
+    (home / "late.py").write_text("SCALE = 2\n")
+    assert fingerprint.changed(modules) == "late"
+    (home / "late.py").unlink()
+    assert not fingerprint.changed(modules)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,19 @@ def test_made_once(tmp_path: Path) -> None:
     assert visible(home.parent) == [NAME]
 
 
+def test_changed_modules_that_functions_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the reference imported last is not known before the candidate imports it."""
+    make = Maker()
+    home = tmp_path / NAME
+    obtain(home, make)
+    monkeypatch.setattr(reference_cache.fingerprint, "changed", lambda modules: "late")
+    assert obtain(home, make)
+    assert make.made == 2
+    assert "cannot be used: module late has changed since" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["meta.json", DATA, "rank-00000.index.jsonl"])
 def test_a_damaged_one_is_made_again(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
