@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is switched off or restored for a rehearsal: random choices, reruns, metrics."""
+"""What is switched off, on or restored for a rehearsal: random choices, reruns, metrics."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +23,9 @@ _RANDOM_ROUTING = {
 """Options with which a router draws random numbers (megatron/core/transformer/moe/router.py), and
 what they are without."""
 _SWITCHED_OFF = {**_RANDOM_ROUTING, "mlp_chunks_for_training": 1}
+
+_THRESHOLD, _SCORE = "qk_clip_threshold", 0.1
+"""An option, and a score that the largest of a sample exceeds."""
 
 
 class Off(float):
@@ -62,6 +65,17 @@ def without_options(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager
         for module in chunk.modules()
         for name, off in _SWITCHED_OFF.items()
         if getattr(config := getattr(module, "config", None), name, off) != off
+    )
+
+
+def attention_clipped(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+    """Let ``--qk-clip`` act: start values give no attention score near its usual threshold."""
+    return replaced(
+        (config, _THRESHOLD, _SCORE)
+        for chunk in chunks
+        for module in chunk.modules()
+        if getattr(config := getattr(module, "config", None), "qk_clip", False)
+        and getattr(config, _THRESHOLD, _SCORE) > _SCORE
     )
 
 
