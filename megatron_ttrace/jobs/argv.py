@@ -41,6 +41,11 @@ def take() -> None:
     sys.argv[1:] = theirs
 
 
+def remember() -> None:
+    """Remember the script of this process, before it may run another one."""
+    _script[:] = _script or sys.argv[:1]
+
+
 def script() -> str:
     """The script of this process, also while it runs another one (``runpy.run_path``)."""
     return (_script or sys.argv)[0]

@@ -43,6 +43,7 @@ def enable() -> None:
     if _enabled:
         return
     _enabled = True
+    argv.remember()
     activate()
     with exits_on_user_error(unexpected=_is_checked()):
         if _is_checked():

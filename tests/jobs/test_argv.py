@@ -45,6 +45,14 @@ def test_a_script_sees_its_own_words():
 
 
 @pytest.mark.usefixtures("command_line")
+def test_a_script_that_runs_another_one_after_enabling():
+    argv.remember()
+    sys.argv[0] = "inner.py"
+    argv.remember()
+    assert argv.script() == "train.py"
+
+
+@pytest.mark.usefixtures("command_line")
 def test_megatrons_parser_sees_all():
     """Also when the script has changed what there is."""
     argv.take()
