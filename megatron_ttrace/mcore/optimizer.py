@@ -135,7 +135,7 @@ class Owned:
     @property
     def steps_by_sign(self) -> bool:
         """Whether each element's step is a sign, so that rounding may turn it around."""
-        return type(self.inner).__name__ == "Lion"
+        return family(self.inner) == "Lion"
 
     @property
     def decisive(self) -> list[torch.Tensor]:
@@ -160,7 +160,18 @@ class Owned:
     @property
     def moments(self) -> Mapping[str, Kind]:
         """The names of its moments (:data:`MOMENTS`); empty for an unknown optimizer."""
-        return MOMENTS.get(type(self.inner).__name__, {})
+        return MOMENTS.get(family(self.inner), {})
+
+
+def family(inner: torch.optim.Optimizer) -> str:
+    """The name of a torch optimizer's class, or of a base in :data:`MOMENTS` that makes its state.
+
+    Which is torch's way (``_init_group``): what a class makes for itself is not known.
+    """
+    makes = getattr(type(inner), "_init_group", None)
+    bases = (base for base in type(inner).__mro__ if base.__name__ in MOMENTS)
+    known = (base.__name__ for base in bases if getattr(base, "_init_group", None) is makes)
+    return next(known, type(inner).__name__)
 
 
 def is_precision_aware(inner: torch.optim.Optimizer) -> bool:

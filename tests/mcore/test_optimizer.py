@@ -12,6 +12,7 @@ from megatron_ttrace.mcore.optimizer import (
     Owned,
     Snapshot,
     divided,
+    family,
     leaves_of,
     owned_by,
     stored_main,
@@ -358,6 +359,31 @@ def test_a_step_by_signs_is_continuous():
         assert [tensor.shape for tensor in owned.decisive] == [(3,), (3,)]
     assert torch.equal(steps[0][[0, 2]], torch.tensor([-1.0, 1.0]))
     torch.testing.assert_close(*steps, atol=1e-4, rtol=0.0)
+
+
+class Derived(torch.optim.AdamW):
+    """A user's, which keeps the state of its base."""
+
+
+class OfItsOwn(torch.optim.AdamW):
+    """A user's, which makes its own state."""
+
+    def _init_group(self, *args):
+        """Makes none."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (torch.optim.AdamW, "AdamW"),
+        (Derived, "AdamW"),
+        (OfItsOwn, "OfItsOwn"),
+        (torch.optim.RMSprop, "RMSprop"),
+    ],
+)
+def test_the_family_of_an_optimizer(optimizer, expected):
+    """An optimizer without known moments starts without any: its first step shows little."""
+    assert family(optimizer([torch.zeros(2)])) == expected
 
 
 def test_a_first_step_by_signs():

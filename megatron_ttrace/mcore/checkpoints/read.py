@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.mcore.names import unwrap
-from megatron_ttrace.mcore.optimizer import MOMENTS, leaves_of, owned_by
+from megatron_ttrace.mcore.optimizer import MOMENTS, family, leaves_of, owned_by
 from megatron_ttrace.mcore.replaced import wrap
 from megatron_ttrace.trace.records import Kind
 
@@ -106,7 +106,7 @@ class Reading:
             if (buckets := self._buckets.get(id(leaf))) is not None
         ]
         return {
-            parameter: Stepped(main, state, MOMENTS.get(type(leaf.optimizer).__name__, {}))
+            parameter: Stepped(main, state, MOMENTS.get(family(leaf.optimizer), {}))
             for leaf, stepped in readings
             for parameter, main, state in stepped
         }

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_ttrace.mcore.optimizer import Owned, is_precision_aware
+from megatron_ttrace.mcore.optimizer import Owned, family, is_precision_aware
 from megatron_ttrace.mcore.parameters import ParameterPlace
 from megatron_ttrace.mcore.sharded_weights import like
 from megatron_ttrace.placement.mesh import Mesh
@@ -96,7 +96,7 @@ def prime(
                 inner.set_scaled_state(part.key, name, moment)
             else:
                 state[name] = moment
-        if type(part.inner).__name__ == "SOAP":
+        if family(part.inner) == "SOAP":
             _prime_bases(part, state)
         set_step(part, part.key, STEP)
 
@@ -128,7 +128,7 @@ def set_step(part: Owned, key: torch.Tensor, step: float) -> None:
     torch's Adam keeps it for each parameter, the fused ones of Apex and TransformerEngine in the
     parameter group. Optimizers without a mean of squares count no steps.
     """
-    kind = type(part.inner).__name__
+    kind = family(part.inner)
     if kind == "FusedAdam":
         (part.group if part.counter is None else part.counter)["step"] = int(step)
     elif kind == "SOAP":
