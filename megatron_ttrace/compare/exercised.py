@@ -8,7 +8,7 @@ saved candidate is judged like a running one.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -140,7 +140,7 @@ def observe(reference: TraceReader, tolerances: Tolerances, requested: Requested
 
 
 def unexercised(
-    requested: Requested, observed: Observed, mesh: Mesh, verdicts: Iterable[Judged] = ()
+    requested: Requested, observed: Observed, mesh: Mesh, verdicts: Collection[Judged] = ()
 ) -> tuple[NotExercised, ...]:
     """What did not act, in the order of :class:`~megatron_ttrace.trace.outcomes.Unexercised`."""
     asked, seen, what = requested, observed, Unexercised
@@ -151,6 +151,7 @@ def unexercised(
     idle, norm = sum(seen.idle.values()), max(seen.norms, default=math.inf)
     layers = tuple(name for name, number in seen.idle.items() if number)
     unchecked, judged = share(verdicts)
+    most = _mostly_unchecked(verdicts)
     alike = asked.per_token_loss and len(seen.tokens) > 1 and len(set(seen.tokens)) == 1
     # A later pipeline stage has one bucket on purpose: there, one says nothing.
     one_bucket = asked.overlap and replicas > 1 and pp == 1 and asked.buckets == 1
@@ -184,7 +185,7 @@ def unexercised(
         (not clips, no(what.CLIP, norm, asked.clip)),
         (zero, no(what.GRADIENTS, len(zero), seen.gradients, zero)),
         (seen.updates is False, no(what.UPDATE)),
-        (unchecked > TOLD_SHARE * judged, no(what.UNCHECKED, unchecked, judged)),
+        (unchecked > TOLD_SHARE * judged or most, no(what.UNCHECKED, unchecked, judged, most)),
     )
     return tuple(record for applies, record in table if applies)
 
@@ -195,11 +196,21 @@ def share(verdicts: Iterable[Judged]) -> tuple[int, int]:
     What a step starts from (tokens, parameters, initial values) is given, not computed: it counts
     in neither. Nor does what another implementation does not have, or what nothing depends on.
     """
-    apart = (Reason.NO_COUNTERPART, Reason.UNTRAINED)
-    computed = [
-        v.verdict for v in verdicts if v.direction is not Direction.START and v.reason not in apart
-    ]
+    computed = [v.verdict for v in verdicts if _is_computed(v)]
     return computed.count(Outcome.UNCHECKED), len(computed)
+
+
+def _is_computed(verdict: Judged) -> bool:
+    apart = (Reason.NO_COUNTERPART, Reason.UNTRAINED)
+    return verdict.direction is not Direction.START and verdict.reason not in apart
+
+
+def _mostly_unchecked(verdicts: Iterable[Judged]) -> tuple[str, ...]:
+    """The kinds of which most tensors are: updates are few of all tensors."""
+    of_kind: dict[Kind, list[bool]] = {}
+    for v in filter(_is_computed, verdicts):
+        of_kind.setdefault(v.kind, []).append(v.verdict is Outcome.UNCHECKED)
+    return tuple(kind.value for kind, are in of_kind.items() if 2 * sum(are) > len(are))
 
 
 def _in_loss(reference: TraceReader, mask: TraceKey, data: torch.Tensor) -> int:

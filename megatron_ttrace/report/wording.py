@@ -259,11 +259,13 @@ def not_exercised_text(part: NotExercised) -> str:
     if value == limit and part.value is not None and part.value != part.limit:
         # Rounding must not make them equal.
         value = f"{part.value:.7g}"
+    names = ", ".join(first_of([clean(name) for name in part.names], 3))
     text = _NOT_EXERCISED[part.what].format(
         value=value,
         limit=limit,
         share=f"{100 * part.value / part.limit:.1f} %" if part.value and part.limit else "",
-        names=", ".join(first_of([clean(name) for name in part.names], 3)),
+        names=names,
+        among=f", most of {names}" if names else "",
     )
     return f"not exercised: {text}"
 

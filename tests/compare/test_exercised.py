@@ -142,6 +142,17 @@ def test_the_share_is_of_computed_tensors() -> None:
     assert found == (NotExercised(Unexercised.UNCHECKED, 2, 100),)
 
 
+@pytest.mark.parametrize(("checked", "names"), [(0, ("param_delta",)), (1, None)])
+def test_a_kind_of_which_most_are_unchecked(checked, names) -> None:
+    """Updates are few of all tensors."""
+    update = make_verdict("a", Kind.PARAM_DELTA, verdict=Outcome.UNCHECKED)
+    good = dataclasses.replace(update, verdict=Outcome.PASS)
+    found = unexercised(EVERYTHING, BUSY, DP2, [*verdicts(0, 200), update, *[good] * checked])
+    total = 201 + checked
+    expected = NotExercised(Unexercised.UNCHECKED, 1, total, names) if names else None
+    assert found == tuple(filter(None, [expected]))
+
+
 def observed(directory: Path, tensors: dict[Place, torch.Tensor]) -> Observed:
     reference = reference_of(directory, tensors)
     return observe(reference, tolerances_of(reference), EVERYTHING)
