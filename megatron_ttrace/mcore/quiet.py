@@ -207,7 +207,7 @@ def random_states() -> Callable[[], None]:
         torch.set_rng_state(before[0])
         torch.cuda.set_rng_state(before[1])
         if states is not None:
-            tracker.set_states(states)
+            tracker.set_states({**states})  # it changes them
         for generator, state in generators:
             generator.set_state(state)
 

@@ -63,7 +63,7 @@ def test_logged_metrics_of_experts_are_not_added_to():
 
 @pytest.mark.parametrize("graphable", [False, True])
 def test_named_random_states_are_put_back(monkeypatch, graphable):
-    """They are numbers, or the generators that CUDA graphs draw from."""
+    """As often as needed. They are numbers, or the generators that CUDA graphs draw from."""
     from megatron.core import tensor_parallel
 
     # As cpu.activate() does.
@@ -75,12 +75,15 @@ def test_named_random_states_are_put_back(monkeypatch, graphable):
     states = {"model-parallel-rng": generator if graphable else before}
     monkeypatch.setattr(tracker, "states_", states)
     monkeypatch.setattr(tracker, "_is_initialized", True)
-    with quiet.random_states_kept():
-        torch.rand(3, generator=generator)
-        if not graphable:
-            tracker.states_["model-parallel-rng"] = generator.get_state()
-    after = tracker.get_states()["model-parallel-rng"]
-    assert torch.equal(after.get_state() if graphable else after, before)
+    restore = quiet.random_states()
+    for _ in range(2):
+        with quiet.random_states_kept():
+            torch.rand(3, generator=generator)
+            if not graphable:
+                tracker.states_["model-parallel-rng"] = generator.get_state()
+        restore()
+        after = tracker.get_states()["model-parallel-rng"]
+        assert torch.equal(after.get_state() if graphable else after, before)
 
 
 def test_random_routing_and_chunks_are_off_and_put_back():
