@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             PADDED_FOR: samples.padded_for(args),
             DEALT_TO: samples.dealt_to(args),
         },
-        "data": _data(args) | _in_files(args, arguments),
+        "data": _data(args) | _in_files({name: derived[name] for name in arguments}),
         "environment": provenance.numeric_environment(variables),
         "code": digests,
         "versions": provenance.installed(),
@@ -236,11 +236,10 @@ def _data(args: MegatronArguments) -> dict[str, Any]:
     return stamps
 
 
-def _in_files(args: MegatronArguments, options: Iterable[str]) -> dict[str, Any]:
+def _in_files(options: Mapping[str, Any]) -> dict[str, Any]:
     """What the files contain that other options name, as configurations; of a large one as data."""
     found: dict[str, Any] = {}
-    for option in options:
-        value = getattr(args, option, None)
+    for option, value in options.items():
         for word in value if isinstance(value, list | tuple) else [value]:
             if not isinstance(word, str) or not os.path.isfile(word):
                 continue
