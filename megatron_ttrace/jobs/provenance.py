@@ -63,10 +63,11 @@ _HARMLESS_PREFIXES = (
 
 _began = ""
 _environment: dict[str, str] = {}
+_folder: list[Path] = []
 
 
 def begin() -> None:
-    """Record the time and the environment of a run; later calls do nothing.
+    """Record the time, folder and environment of a run; later calls do nothing.
 
     Megatron itself sets variables while it builds a model.
     """
@@ -74,6 +75,7 @@ def begin() -> None:
     if not _began:
         _began = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         _environment.update(os.environ)
+        _folder.append(Path.cwd())
 
 
 def command_line(words: Sequence[str] = ()) -> str:
@@ -98,6 +100,18 @@ def require_found() -> None:
                 f"{name} was imported from {imported[name]}, but the script then put {file} on "
                 f"sys.path: run with PYTHONPATH={folder}"
             )
+
+
+def require_place(directory: Path) -> None:
+    """Check that a directory is still where it was when the run began.
+
+    Raises ``TTraceError`` when it is relative, and the script has changed to another folder.
+    """
+    if _folder and not directory.is_absolute() and (here := Path.cwd()) != _folder[0]:
+        raise TTraceError(
+            f"the script changed its working directory to {here}: "
+            f"add --ttrace-dir {_folder[0] / directory}"
+        )
 
 
 def megatron() -> Code:

@@ -28,7 +28,7 @@ from megatron_ttrace.capture.initial import (
 from megatron_ttrace.capture.state import held_numbers
 from megatron_ttrace.capture.step import TracedModel
 from megatron_ttrace.compare.tokens import match
-from megatron_ttrace.jobs import edited, reference_layout
+from megatron_ttrace.jobs import edited, provenance, reference_layout
 from megatron_ttrace.jobs.processes.progress import NOTICE, say
 from megatron_ttrace.jobs.settings import Keep, Settings
 from megatron_ttrace.mcore import fronts, gathering, loss_scale, losses, quiet, samples, statistics
@@ -85,7 +85,9 @@ class CandidateSession:
         self._comparison: Comparison | None = None
         self._started: Started | None = None
         self._timings: dict[str, float] = {}
+        self._waited = 0.0
         self._notices: list[str] = []
+        provenance.require_place(settings.directory)
         requirements.require(args, settings)
         if samples.is_by_sample(args, exits=settings.exit_after):
             samples.rearrange_by_sample()
@@ -122,6 +124,7 @@ class CandidateSession:
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
     ) -> None:
         """Hand the state of a run that starts from a checkpoint to the reference first."""
+        provenance.require_place(self.settings.directory)
         requirements.require_built(self.args, self.settings)
         self.rehearsal = Rehearsal(
             chunks,
@@ -179,7 +182,8 @@ class CandidateSession:
 
     def _check(self, block: Block) -> int | None:
         """Trace a block, and conclude after the last one."""
-        began, iterations = time.monotonic(), block.iterations
+        # The time in which it waits for the reference is the reference's.
+        began, iterations = time.monotonic() - self._waited, block.iterations
         try:
             self.ranks.meet("fetching the batches")
             if block.first == 1:
@@ -188,7 +192,7 @@ class CandidateSession:
                 self._await_reference()
                 self.comparison.initial(block.first, self._initial)
             self._rehearse(block, self.comparison, self._recording.step)
-            self._timings["traced steps"] = time.monotonic() - began
+            self._timings["traced steps"] = time.monotonic() - self._waited - began
             if iterations[-1] != self.settings.iterations[-1]:
                 return None
             self.finished = True
@@ -288,6 +292,7 @@ class CandidateSession:
         """Wait for what was ordered, unless that was done before."""
         if self._comparison is not None:
             return
+        began = time.monotonic()
         directory, checksum = self.ranks.from_one(0, "the reference run", lambda: self._reference())
         mapped.survive()
         self._comparison = Comparison(
@@ -302,6 +307,7 @@ class CandidateSession:
         if layout := reference_layout.decoded(self.comparison.reference.reference.layout):
             self._notice(reference_layout.notice(layout, self.args))
         self._timings["reference"] = time.monotonic() - self._ordered
+        self._waited = time.monotonic() - began
 
     def _separate(self, keys: Sequence[TraceKey]) -> dict[TraceKey, list[Share]]:
         """The losses' shares of gradients of the reference."""

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import shlex
 import sys
 import time
@@ -74,6 +75,25 @@ class Order:
         return codec.decode(cls, json.loads(path.read_text(encoding="utf-8")))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """What starts another run of this process's script.
+
+    Attributes:
+        command: the program, its script and words, with those for a reference.
+        environment: all variables.
+    """
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+
+    @classmethod
+    def now(cls, settings: Settings) -> Self:
+        """As words and variables are at this moment."""
+        words = [*_program(), *argv.words(), *shlex.split(settings.reference_args)]
+        return cls((*words, "--ttrace-role", "reference"), dict(os.environ))
+
+
 def order(
     args: MegatronArguments, settings: Settings, started: Started | None
 ) -> Callable[[], tuple[str, str]]:
@@ -88,13 +108,26 @@ def order(
         fit or is damaged, or making one failed.
     """
     identity = fingerprint.identity(args, settings)
-    # As they are now: Megatron adds to its arguments while it builds the model.
+    # As they are now: Megatron adds to its arguments while it builds the model, and the script may
+    # change its own words and variables.
     overrides, experts = overrides_of(args), bool(args.num_experts)
-    ensure = functools.partial(_ensure, identity, overrides, settings, started, experts=experts)
+    origin = Origin.now(settings)
+    ensure = functools.partial(
+        _ensure, identity, overrides, settings, started, origin, experts=experts
+    )
     if not is_apart(settings):
         return ensure
+
+    def apart() -> tuple[str, str]:
+        try:
+            return ensure()
+        except BaseException:
+            # Until then nobody asks, and the last line would say that it is being made.
+            say("no reference: the check ends when the ranks have built their models")
+            raise
+
     # Nothing waits for its thread: ranks that are forks end without an interpreter's shutdown.
-    return ThreadPoolExecutor(1, "reference").submit(ensure).result
+    return ThreadPoolExecutor(1, "reference").submit(apart).result
 
 
 def is_apart(settings: Settings) -> bool:
@@ -110,6 +143,7 @@ def _ensure(
     overrides: dict[str, Any],
     settings: Settings,
     started: Started | None,
+    origin: Origin,
     *,
     experts: bool,
 ) -> tuple[str, str]:
@@ -145,7 +179,7 @@ def _ensure(
     name = fingerprint.digest(identity)
 
     def make(aside: Path) -> None:
-        _make(aside, name, identity, overrides, settings, started, experts=experts)
+        _make(aside, name, identity, overrides, settings, started, origin, experts=experts)
 
     checksum = reference_cache.obtain(directory, name, make, settings.timeout)
     _say_next(meta_as(ReferenceMeta, directory, read_meta(directory)))
@@ -159,6 +193,7 @@ def _make(
     overrides: dict[str, Any],
     settings: Settings,
     started: Started | None,
+    origin: Origin,
     *,
     experts: bool,
 ) -> None:
@@ -185,7 +220,7 @@ def _make(
     )
     say(f"making the reference on {where} (log: {log})")
     began = time.monotonic()
-    _run(order, settings, log, settings.timeout)
+    _run(order, origin, log, settings.timeout)
     say(f"reference made in {time.monotonic() - began:.1f} s")
 
 
@@ -225,27 +260,22 @@ def replayed(
             separation=separation,
         )
         # Without it there is still a verdict, so it must not use up the patience of others.
-        _run(order, settings, log, settings.timeout / 2)
+        _run(order, Origin.now(settings), log, settings.timeout / 2)
         yield home
     finally:
         owned.discard(home)
 
 
-def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
+def _run(order: Order, origin: Origin, log: Path, timeout: float) -> None:
     """Start a reference run and wait for its end. Raises ``TTraceError`` when it failed."""
     home = Path(order.directory)
     atomic_write(home / ORDER, json.dumps(dataclasses.asdict(order), default=str))
-    command = [
-        *_program(),
-        *argv.words(),
-        *shlex.split(settings.reference_args),
-        *("--ttrace-role", "reference", "--ttrace-overrides", str(home / ORDER)),
-    ]
+    command = [*origin.command, "--ttrace-overrides", str(home / ORDER)]
     logs = [log]
     if order.layout is not None:
         logs = [ranks.log_of(log.parent, rank) for rank in range(order.layout.ranks)]
     for _ in range(2):
-        code, log = _run_ranks(command, logs, timeout)
+        code, log = _run_ranks(command, origin.environment, logs, timeout)
         if code == 0 or not port_was_taken(log):
             break
     if code != 0:
@@ -256,13 +286,15 @@ def _run(order: Order, settings: Settings, log: Path, timeout: float) -> None:
         raise TTraceError(f"the reference run ended without a complete trace; see {log}")
 
 
-def _run_ranks(command: list[str], logs: list[Path], timeout: float) -> tuple[int, Path]:
+def _run_ranks(
+    command: list[str], inherited: dict[str, str], logs: list[Path], timeout: float
+) -> tuple[int, Path]:
     """Run a reference on one device or on several ranks of this machine, one for each log.
 
     Returns:
         Zero, or the exit code of the rank that failed first; and the log that says why.
     """
-    common = environment_of(len(logs), {shared.VARIABLE: shared.run_id()})
+    common = environment_of(len(logs), {shared.VARIABLE: shared.run_id()}, inherited)
     processes = [
         ({**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log)
         for rank, log in enumerate(logs)

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import sys
 import threading
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,7 +15,7 @@ from megatron_ttrace.jobs.processes import ranks
 from megatron_ttrace.jobs.reference_layout import Layout
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.run import launch, trial
-from megatron_ttrace.run.launch import Order
+from megatron_ttrace.run.launch import Order, Origin
 from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.trace import codec, ends
 from megatron_ttrace.trace.errors import TTraceError
@@ -25,6 +26,7 @@ from megatron_ttrace.trace.store import seal
 from tests.trace.test_files import visible
 
 NAME = "0123456789abcdef"
+ORIGIN = Origin(("python", "train.py"), {})
 KEY = TraceKey(1, 0, Kind.OUTPUT, "a")
 
 
@@ -58,25 +60,56 @@ def test_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) ->
 
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_an_order(monkeypatch: pytest.MonkeyPatch, is_apart: bool) -> None:
-    """On a CPU it is carried out at once, with the arguments as they are then; else when asked."""
+    """On a CPU it is carried out at once, else when asked: for the job as it was ordered."""
     args, begun, carried_out = argparse.Namespace(num_experts=8), threading.Event(), []
 
-    def ensure(identity: str, overrides: object, *_: object, experts: bool) -> tuple[str, str]:
+    def ensure(
+        identity: str,
+        overrides: object,
+        _settings: object,
+        _started: object,
+        origin: Origin,
+        **_: bool,
+    ) -> tuple[str, str]:
         begun.set()
-        carried_out.append((identity, overrides, experts, threading.current_thread()))
+        carried_out.append((identity, overrides, origin, threading.current_thread()))
         return "reference", "7"
 
     monkeypatch.setattr(launch, "_ensure", ensure)
     monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: NAME)
     monkeypatch.setattr(launch, "overrides_of", lambda args: {"num_experts": args.num_experts})
     monkeypatch.setattr(launch, "is_apart", lambda _: is_apart)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--bf16"])
+    monkeypatch.setenv("ACTIVATION", "gelu")
     found = launch.order(cast(Any, args), Settings(), None)
     assert begun.wait(10 if is_apart else 0) == is_apart
     args.num_experts = 0
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.delenv("ACTIVATION")
     assert found() == ("reference", "7")
-    [(*order, thread)] = carried_out
-    assert order == [NAME, {"num_experts": 8}, True]
+    [(identity, overrides, origin, thread)] = carried_out
+    assert (identity, overrides) == (NAME, {"num_experts": 8})
+    assert origin.command[-3:] == ("--bf16", "--ttrace-role", "reference")
+    assert origin.environment["ACTIVATION"] == "gelu"
     assert (thread is threading.main_thread()) != is_apart
+
+
+def test_an_order_that_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so while the ranks still build their models; the reason is the answer."""
+
+    def ensure(*_: object, **__: object) -> tuple[str, str]:
+        raise TTraceError("the reference run failed")
+
+    monkeypatch.setattr(launch, "_ensure", ensure)
+    monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: NAME)
+    monkeypatch.setattr(launch, "overrides_of", lambda _: {})
+    monkeypatch.setattr(launch, "is_apart", lambda _: True)
+    found = launch.order(cast(Any, argparse.Namespace(num_experts=0)), Settings(), None)
+    with pytest.raises(TTraceError, match="the reference run failed"):
+        found()
+    assert capsys.readouterr().out.startswith("ttrace: no reference: the check ends when")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +150,6 @@ def test_a_reference_on_two_ranks(
     home = tmp_path / "building"
     fails = pytest.raises(TTraceError, match=says) if says else nullcontext()
     with fails:
-        launch._make(home, NAME, {}, overrides, settings, None, experts=False)
+        launch._make(home, NAME, {}, overrides, settings, None, ORIGIN, experts=False)
     assert (orders[0].layout, orders[0].divided) == (layout, divided)
     assert orders[0].overrides == layout.overrides(512, experts=False)

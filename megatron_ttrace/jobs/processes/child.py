@@ -58,13 +58,17 @@ def start(
         )
 
 
-def environment_of(size: int, more: Mapping[str, str]) -> dict[str, str]:
+def environment_of(
+    size: int, more: Mapping[str, str], base: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The environment of a job of ``size`` ranks on this machine; each rank adds its own number.
 
-    It is this process's without the variables of launchers, with ``more`` and a free port.
+    It is ``base``, by default this process's, without the variables of launchers, with ``more`` and
+    a free port.
     """
+    variables = os.environ if base is None else base
     inherited = {
-        name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)
+        name: value for name, value in variables.items() if not name.startswith(_OF_LAUNCHERS)
     }
     return {
         **inherited,
