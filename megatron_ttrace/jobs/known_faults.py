@@ -10,10 +10,11 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from megatron_ttrace.trace import codec
+from megatron_ttrace.trace.outcomes import Unexercised
 
 type Options = Mapping[str, object]
 """A job's options: as they are when it runs, or as a command sets them."""
@@ -72,11 +73,14 @@ def findings() -> tuple[Finding, ...]:
     return codec.decode(tuple[Finding, ...], tomllib.loads(text)["finding"])
 
 
-def finding_of(options: Options, megatron: str) -> str:
+def finding_of(options: Options, megatron: str, idle: Collection[Unexercised] = ()) -> str:
     """The heading of the finding that a diverging job may show; empty if it is a new one.
 
-    ``options`` are the job's, validated; ``megatron`` is the version of its Megatron.
+    ``options`` are the job's, validated; ``megatron`` is the version of its Megatron. What is
+    ``idle`` had no effect in the traced steps.
     """
+    if Unexercised.LOSS_MASK in idle:
+        options = {**options, "eod_mask_loss": False}
     axes = ("data_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
     ranks = math.prod(_integer(options.get(axis)) or 1 for axis in axes)
     divided = (

@@ -128,7 +128,8 @@ def answer(
         separate=separate,
     )
     if summary.verdict is Result.DIVERGED:
-        heading = known_faults.finding_of(vars(args), megatron_core_version())
+        idle = {part.what for part in summary.not_exercised}
+        heading = known_faults.finding_of(vars(args), megatron_core_version(), idle)
         notice = [f"{_KNOWN}: {heading} (docs/findings.md)"] if heading else []
         summary = dataclasses.replace(
             summary, notices=(*summary.notices, *notice), known_fault=heading

@@ -11,6 +11,7 @@ from megatron_ttrace.jobs import known_faults as known
 from megatron_ttrace.mcore.options.decisions import SINGLE_DEVICE
 from megatron_ttrace.mcore.options.roles import ROLES
 from megatron_ttrace.mcore.sharded_weights import SHARDS_OF_WEIGHTS
+from megatron_ttrace.trace.outcomes import Unexercised
 from tests import warm
 from tests.integration.jobs import SCRIPT, TINY, ttrace
 from tests.programs import environment
@@ -185,6 +186,14 @@ def test_a_job_is_recognised(fields, release, heading):
     finding = known.finding_of(fields, release)
     assert finding.startswith(heading)
     assert bool(finding) == bool(heading)
+
+
+def test_an_option_without_effect():
+    """Loss masks that mask no token do not show what is wrong with them."""
+    fields = {"eod_mask_loss": True, "context_parallel_size": 2, "use_megatron_fsdp": True}
+    assert known.finding_of(fields, "0.19.2").startswith("Loss masks and CP")
+    idle = [Unexercised.LOSS_MASK]
+    assert "`--clip-grad 0`" in known.finding_of(fields, "0.19.2", idle)
 
 
 @pytest.mark.nightly
