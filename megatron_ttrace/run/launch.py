@@ -36,7 +36,7 @@ from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.run.start.handoff import Started
 from megatron_ttrace.trace import codec, owned, shared
-from megatron_ttrace.trace.errors import TTraceError
+from megatron_ttrace.trace.errors import TTraceError, one_line
 from megatron_ttrace.trace.meta import ReferenceMeta
 from megatron_ttrace.trace.sealing import CHECKSUM
 from megatron_ttrace.trace.store import META, atomic_write, meta_as, read_meta, verify
@@ -121,9 +121,10 @@ def order(
     def apart() -> tuple[str, str]:
         try:
             return ensure()
-        except BaseException:
+        except Exception as error:
             # Until then nobody asks, and the last line would say that it is being made.
-            say("no reference: the check ends when the ranks have built their models")
+            reason = str(error).partition("\n")[0].partition(";")[0] or one_line(error)
+            say(f"{reason}: the check ends when the ranks have built their models")
             raise
 
     # Nothing waits for its thread: ranks that are forks end without an interpreter's shutdown.
@@ -133,9 +134,12 @@ def order(
 def is_apart(settings: Settings) -> bool:
     """Whether a reference is made while the candidate's ranks build their models.
 
-    In a check of its own on a CPU. On a GPU it needs the memory, and training may, too.
+    In a check of its own on a CPU. On a GPU it needs the memory, and training may, too. One that
+    exists is looked at before: if it does not fit, nobody should wait for models.
     """
-    return cpu.active() and forkserver.available() and settings.reference_layout is None
+    if settings.reference is not None or settings.reference_layout is not None:
+        return False
+    return cpu.active() and forkserver.available()
 
 
 def _ensure(

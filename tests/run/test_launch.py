@@ -97,19 +97,30 @@ def test_an_order(monkeypatch: pytest.MonkeyPatch, is_apart: bool) -> None:
 def test_an_order_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says so while the ranks still build their models; the reason is the answer."""
+    """It says why while the ranks still build their models; that is the answer, too."""
 
     def ensure(*_: object, **__: object) -> tuple[str, str]:
-        raise TTraceError("the reference run failed")
+        raise TTraceError("the reference run was killed; its last lines:\n  no memory")
 
     monkeypatch.setattr(launch, "_ensure", ensure)
     monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: NAME)
     monkeypatch.setattr(launch, "overrides_of", lambda _: {})
     monkeypatch.setattr(launch, "is_apart", lambda _: True)
     found = launch.order(cast(Any, argparse.Namespace(num_experts=0)), Settings(), None)
-    with pytest.raises(TTraceError, match="the reference run failed"):
+    with pytest.raises(TTraceError, match="its last lines:\n  no memory"):
         found()
-    assert capsys.readouterr().out.startswith("ttrace: no reference: the check ends when")
+    said = "ttrace: the reference run was killed: the check ends when the ranks have built"
+    assert capsys.readouterr().out.startswith(said)
+
+
+def test_a_given_reference_is_looked_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it does not fit, no models are waited for."""
+    monkeypatch.setattr(launch.cpu, "active", lambda: True)
+    monkeypatch.setattr(launch.forkserver, "available", lambda: True)
+    assert launch.is_apart(Settings())
+    assert not launch.is_apart(Settings(reference=tmp_path))
 
 
 @pytest.mark.parametrize(
