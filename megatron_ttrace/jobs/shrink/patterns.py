@@ -104,8 +104,8 @@ def shrink_hybrid(pattern: str, count: int, first: int = 0, last: int = 0) -> st
 
     Of each segment the first of every kind of layer stays, in their order. A pattern without
     segments is repeated, so that stages are alike. What follows ``/`` (multi-token prediction) is
-    treated alike. If one of the ``first`` and ``last`` layers is the only one of its kind, segments
-    have every layer twice: these layers have another precision.
+    treated alike. The ``first`` and ``last`` layers, at most one each, have another precision:
+    segments repeat their layers until every kind is also between them.
     """
     main, *extra = pattern.split("/")
     segments = main.split("|")
@@ -114,8 +114,9 @@ def shrink_hybrid(pattern: str, count: int, first: int = 0, last: int = 0) -> st
         short = "|".join("".join(dict.fromkeys(segment)) for segment in chosen)
     else:
         short = "".join(dict.fromkeys(main)) * count
-    kinds_in_order = short.replace("|", "")
-    between = kinds_in_order[first : len(kinds_in_order) - last]
-    if {*kinds_in_order} - {*between}:
-        short = "|".join(2 * segment for segment in short.split("|"))
-    return "/".join([short, *("".join(dict.fromkeys(depth)) for depth in extra)])
+    for times in (1, 2, 3):
+        repeated = "|".join(times * segment for segment in short.split("|"))
+        in_order = repeated.replace("|", "")
+        if {*in_order} == {*in_order[first : len(in_order) - last]}:
+            break
+    return "/".join([repeated, *("".join(dict.fromkeys(depth)) for depth in extra)])

@@ -100,3 +100,12 @@ def test_fewer_stages(layout, count, short):
 def test_hybrid(pattern, count, short):
     """Every kind of layer of a segment stays."""
     assert patterns.shrink_hybrid(pattern, count) == short
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count", "short"),
+    [("M" * 64, 1, "MMM"), ("M" * 64, 2, "MMMM"), ("M-M*", 1, "M-*M-*"), ("M-|M-", 2, "M-|M-")],
+)
+def test_hybrid_with_ends_of_another_precision(pattern, count, short):
+    """Between them there is a layer of every kind."""
+    assert patterns.shrink_hybrid(pattern, count, 1, 1) == short
