@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 import sys
+import types
 from collections import defaultdict
 from pathlib import Path
 
@@ -17,6 +18,9 @@ import megatron_ttrace
 megatron_ttrace.enable()
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
+# A checkout of Megatron has a regular package of this name, which would come first.
+sys.modules["tests"] = types.ModuleType("tests")
+sys.modules["tests"].__path__ = [str(ROOT / "tests")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
