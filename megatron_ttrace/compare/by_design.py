@@ -31,6 +31,10 @@ must pass, as must the copy's own values.
 
 A gradient is *untrained* if the reference has the tensor and no gradient of it, and makes it before
 anything that has trained parameters: what a pipeline stage receives always has a gradient.
+
+An input is *ignored* if only one of the runs passes it to its module, and all outputs that the
+module has in the microbatch pass: Megatron recomputes layers with other arguments, and inputs are
+told apart by their positions.
 """
 
 import dataclasses
@@ -81,7 +85,8 @@ def review(
 ) -> list[Judged]:
     """The verdicts, with others on the tensors that fail by design.
 
-    What is partial or unused passes; gradients of copies, and untrained ones, are unchecked.
+    What is partial or unused passes; gradients of copies, untrained ones, and inputs that are
+    ignored are unchecked.
     ``mesh`` has the sizes of the candidate's axes, ``ledger`` its collectives. With ``isolated``,
     modules were given the reference's tensors.
     """
@@ -96,6 +101,7 @@ def review(
     if not isolated:
         rules.append(_Partial(run, mesh, ledger).instead)
     rules += [_Copied(run, reference).instead, _Untrained(reference).instead]
+    rules.append(_Ignored(verdicts).instead)
     return [
         next((found for rule in rules if (found := rule(v))), v) if v.key in failed else v
         for v in verdicts
@@ -379,6 +385,25 @@ class _Untrained:
         if failure.verdict is not Outcome.EXTRA or failure.key not in self._gradients:
             return None
         return failure.unchecked(Reason.UNTRAINED)
+
+
+class _Ignored:
+    """Which inputs are passed by one of the runs alone, to no effect."""
+
+    def __init__(self, verdicts: Iterable[Judged]) -> None:
+        self._outputs: dict[tuple[int, int, str], list[Outcome]] = defaultdict(list)
+        for v in verdicts:
+            if v.kind is Kind.OUTPUT:
+                self._outputs[v.iteration, v.microbatch, v.name].append(v.verdict)
+
+    def instead(self, failure: Judged) -> Judged | None:
+        """Unchecked; ``None`` if it may have had an effect, or is an input of the model."""
+        absent = failure.verdict in (Outcome.EXTRA, Outcome.MISSING)
+        if failure.kind is not Kind.INPUT or not absent or failure.name == ROOT:
+            return None
+        outputs = self._outputs[failure.iteration, failure.microbatch, failure.name]
+        is_right = outputs and all(outcome is Outcome.PASS for outcome in outputs)
+        return failure.unchecked(Reason.IGNORED) if is_right else None
 
 
 def _itemsize(dtype: str) -> float:

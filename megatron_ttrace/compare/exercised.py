@@ -201,7 +201,7 @@ def share(verdicts: Iterable[Judged]) -> tuple[int, int]:
 
 
 def _is_computed(verdict: Judged) -> bool:
-    apart = (Reason.NO_COUNTERPART, Reason.UNTRAINED)
+    apart = (Reason.NO_COUNTERPART, Reason.UNTRAINED, Reason.IGNORED)
     return verdict.direction is not Direction.START and verdict.reason not in apart
 
 

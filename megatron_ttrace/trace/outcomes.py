@@ -26,6 +26,7 @@ class Reason(StrEnum):
     KNOWN = "known difference"
     COPY = "copy"
     UNTRAINED = "untrained"
+    IGNORED = "ignored"
     # Of failures.
     TWIN = "twin"
     """Initial values that are bitwise equal to those of another part or parameter."""

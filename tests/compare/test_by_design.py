@@ -14,7 +14,7 @@ from megatron_ttrace.compare.sinks import CompareSink
 from megatron_ttrace.report.wording import notes_text
 from megatron_ttrace.trace.collectives import UNRECORDED, Collective, Ledger, Operation, Phase
 from megatron_ttrace.trace.outcomes import Reason
-from megatron_ttrace.trace.records import Kind, Outcome
+from megatron_ttrace.trace.records import ROOT, Kind, Outcome
 from tests.compare.traces import reference_of, step_level, tolerances_of
 from tests.placement.meshes import mesh_of
 
@@ -311,6 +311,35 @@ def test_a_gradient_that_nothing_trained_needs(frozen, place):
     assert outcomes.pop(place) is Outcome.UNCHECKED
     assert noted[place].reason is Reason.UNTRAINED
     assert set(outcomes.values()) == {Outcome.PASS}
+
+
+SHIFTED = (0, Kind.INPUT, "layer.adapter", 2)
+
+
+@pytest.mark.parametrize("fault", [None, 1, "lost"])
+def test_an_argument_at_another_position(tmp_path, fault):
+    """It had no effect if the module's output passes; not if that is wrong or absent."""
+    world = World(tmp_path, (ADAPTER, ADAPTED, HEAD), 1)
+    world.ranks[0][SHIFTED] = world.ranks[0].pop(ADAPTER)
+    if fault == "lost":
+        del world.ranks[0][ADAPTED]
+    elif fault:
+        world.ranks[0][ADAPTED] = values(8)
+    outcomes, noted = world.outcomes()
+    if fault:
+        assert (outcomes[ADAPTER], outcomes[SHIFTED]) == (Outcome.MISSING, Outcome.EXTRA)
+    else:
+        assert {noted[place].reason for place in (ADAPTER, SHIFTED)} == {Reason.IGNORED}
+        assert {outcomes.pop(place) for place in (ADAPTER, SHIFTED)} == {Outcome.UNCHECKED}
+        assert set(outcomes.values()) == {Outcome.PASS}
+
+
+@pytest.mark.parametrize("place", [(0, Kind.INPUT, ROOT, 2), (0, Kind.GRAD_INPUT, "layer", 2)])
+def test_an_input_of_the_model_and_a_gradient_are_no_such_arguments(tmp_path, place):
+    """Whatever the outputs are."""
+    world = World(tmp_path, (LAYER, (0, Kind.OUTPUT, ROOT, 0)), 1)
+    world.ranks[0][place] = values(8)
+    assert world.outcomes()[0][place] is Outcome.EXTRA
 
 
 ADAPTED_BACK = (0, Kind.GRAD_OUTPUT, *ADAPTED[2:])
