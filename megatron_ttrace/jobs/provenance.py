@@ -102,6 +102,12 @@ def require_found() -> None:
             )
 
 
+def placed(directory: Path) -> Path:
+    """A directory as it was named when the run began: the script may have changed its folder."""
+    moved = _folder and Path.cwd() != _folder[0]
+    return _folder[0] / directory if moved else directory
+
+
 def require_place(directory: Path) -> None:
     """Check that a directory is still where it was when the run began.
 

@@ -74,6 +74,7 @@ class CandidateSession:
         executed: ExecutedTap,
         calls: CallTap,
     ) -> None:
+        settings = dataclasses.replace(settings, directory=provenance.placed(settings.directory))
         self.args = args
         self.settings = settings
         self.ranks = ranks
@@ -87,7 +88,6 @@ class CandidateSession:
         self._timings: dict[str, float] = {}
         self._waited = 0.0
         self._notices: list[str] = []
-        provenance.require_place(settings.directory)
         requirements.require(args, settings)
         if samples.is_by_sample(args, exits=settings.exit_after):
             samples.rearrange_by_sample()
