@@ -162,7 +162,8 @@ def _run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     main.__dict__.update(__file__=file, __builtins__=__builtins__)
     with io.open_code(file) as source:
         code = compile(source.read(), file, "exec", dont_inherit=True)
-    sys.modules["__main__"] = main
+    # multiprocessing, where it was imported, knows it by the other name.
+    sys.modules.update(dict.fromkeys({"__main__", "__mp_main__"} & sys.modules.keys(), main))
     exec(code, main.__dict__)  # noqa: S102 - this is what running a script is
 
 

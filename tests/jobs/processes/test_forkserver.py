@@ -68,12 +68,14 @@ def test_a_fork_looks_like_a_started_script(tmp_path):
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     (tmp_path / "child.py").write_text(
         "import json, os, sys, beside\n"
+        "names = [n for n in ('__main__', '__mp_main__') if vars(sys.modules[n]) is globals()]\n"
         "print(json.dumps([__name__, sys.argv[1:], dict(os.environ), beside.VALUE,\n"
-        "                  os.getpgid(0) == os.getpid()]))\n"
+        "                  os.getpgid(0) == os.getpid(), names]))\n"
     )
-    assert in_fresh_process(tmp_path, PARENT) == "0\n"
-    name, arguments, environment, value, leads = json.loads((tmp_path / "log").read_text())
+    assert in_fresh_process(tmp_path, f"import multiprocessing.process\n{PARENT}") == "0\n"
+    name, arguments, environment, value, leads, names = json.loads((tmp_path / "log").read_text())
     assert (name, arguments, value, leads) == ("__main__", ["one", "two"], 7, True)
+    assert names == ["__main__", "__mp_main__"]
     assert environment.items() >= {"PATH": "/nowhere", "ONLY": "this"}.items()
     assert "PYTHONPATH" not in environment
 
