@@ -106,7 +106,7 @@ ACTIONS = (
         for place in places
     ),
     fail("trace/shared.py:prepare", 1, 0, layout="zero", outcome=TRAINS),
-    fail("run/launch.py:ensure", 1, 0, layout="zero", outcome=TRAINS),
+    fail("run/launch.py:_ensure", 1, 0, layout="zero", outcome=TRAINS),
     fail("saved/conclusion.py:publish", 1, 1, layout="zero", outcome=TRAINS),
     fail("saved/conclusion.py:conclude", 1, 1, layout="zero", outcome=TRAINS),
     fail(f"{SINK}tensor", 70, 1, layout="zero", outcome=TRAINS),
