@@ -94,6 +94,30 @@ class Origin:
         return cls((*words, "--ttrace-role", "reference"), dict(os.environ))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """The reference that a candidate needs, as all was when it was ordered.
+
+    Megatron adds to its arguments while it builds the model, and the script may change its own
+    words and variables.
+
+    Attributes:
+        identity: of the candidate's job.
+        overrides: Megatron's arguments that the reference takes over.
+        experts: whether the model has experts.
+        settings: the candidate's.
+        started: its start if it was loaded from a checkpoint.
+        origin: what starts the reference.
+    """
+
+    identity: dict[str, Any]
+    overrides: dict[str, Any]
+    experts: bool
+    settings: Settings
+    started: Started | None
+    origin: Origin
+
+
 def order(
     args: MegatronArguments, settings: Settings, started: Started | None
 ) -> Callable[[], tuple[str, str]]:
@@ -107,14 +131,15 @@ def order(
         verified with all its files; or raises ``TTraceError``, when the user's reference does not
         fit or is damaged, or making one failed.
     """
-    identity = fingerprint.identity(args, settings)
-    # As they are now: Megatron adds to its arguments while it builds the model, and the script may
-    # change its own words and variables.
-    overrides, experts = overrides_of(args), bool(args.num_experts)
-    origin = Origin.now(settings)
-    ensure = functools.partial(
-        _ensure, identity, overrides, settings, started, origin, experts=experts
+    wanted = Wanted(
+        identity=fingerprint.identity(args, settings),
+        overrides=overrides_of(args),
+        experts=bool(args.num_experts),
+        settings=settings,
+        started=started,
+        origin=Origin.now(settings),
     )
+    ensure = functools.partial(_ensure, wanted)
     if not is_apart(settings):
         return ensure
 
@@ -142,18 +167,11 @@ def is_apart(settings: Settings) -> bool:
     return cpu.active() and forkserver.available()
 
 
-def _ensure(
-    identity: dict[str, Any],
-    overrides: dict[str, Any],
-    settings: Settings,
-    started: Started | None,
-    origin: Origin,
-    *,
-    experts: bool,
-) -> tuple[str, str]:
-    """What :func:`order` returns."""
-    if started is not None:
-        start = dataclasses.asdict(started)
+def _ensure(wanted: Wanted) -> tuple[str, str]:
+    """The directory and checksum of what was ordered."""
+    identity, settings = wanted.identity, wanted.settings
+    if wanted.started is not None:
+        start = dataclasses.asdict(wanted.started)
         identity["start"] = {name: value for name, value in start.items() if name != "directory"}
     if settings.reference is not None:
         document = verify(settings.reference)
@@ -181,26 +199,15 @@ def _ensure(
         return str(settings.reference), str(document[CHECKSUM])
     directory = settings.directory / "reference"
     name = fingerprint.digest(identity)
-
-    def make(aside: Path) -> None:
-        _make(aside, name, identity, overrides, settings, started, origin, experts=experts)
-
-    checksum = reference_cache.obtain(directory, name, make, settings.timeout)
+    checksum = reference_cache.obtain(
+        directory, name, lambda aside: _make(aside, name, wanted), settings.timeout
+    )
     _say_next(meta_as(ReferenceMeta, directory, read_meta(directory)))
     return str(directory), checksum
 
 
-def _make(
-    home: Path,
-    name: str,
-    identity: dict[str, Any],
-    overrides: dict[str, Any],
-    settings: Settings,
-    started: Started | None,
-    origin: Origin,
-    *,
-    experts: bool,
-) -> None:
+def _make(home: Path, name: str, wanted: Wanted) -> None:
+    settings, overrides = wanted.settings, wanted.overrides
     # Reports are for others to read, tensors only in a cache that says so.
     owned.make(home, reference_cache.mode())
     divided: Divided = ()
@@ -209,22 +216,22 @@ def _make(
         from megatron_ttrace.run import trial
 
         padding = overrides["make_vocab_size_divisible_by"]
-        overrides = {**overrides, **layout.overrides(padding, experts=experts)}
+        overrides = {**overrides, **layout.overrides(padding, experts=wanted.experts)}
         divided = trial.checked(layout, settings)
         where = f"{layout.ranks} ranks ({layout})"
         log = ranks.log_of(settings.directory / shared.REFERENCE_LOGS, 0)
     order = Order(
         overrides=overrides,
         fingerprint=name,
-        identity=identity,
+        identity=wanted.identity,
         directory=str(home.resolve()),
-        started=started,
+        started=wanted.started,
         layout=layout,
         divided=divided,
     )
     say(f"making the reference on {where} (log: {log})")
     began = time.monotonic()
-    _run(order, origin, log, settings.timeout)
+    _run(order, wanted.origin, log, settings.timeout)
     say(f"reference made in {time.monotonic() - began:.1f} s")
 
 

@@ -15,7 +15,7 @@ from megatron_ttrace.jobs.processes import ranks
 from megatron_ttrace.jobs.reference_layout import Layout
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.run import launch, trial
-from megatron_ttrace.run.launch import Order, Origin
+from megatron_ttrace.run.launch import Order, Origin, Wanted
 from megatron_ttrace.run.separation import Separation
 from megatron_ttrace.trace import codec, ends
 from megatron_ttrace.trace.errors import TTraceError
@@ -63,20 +63,13 @@ def test_an_order(monkeypatch: pytest.MonkeyPatch, is_apart: bool) -> None:
     """On a CPU it is carried out at once, else when asked: for the job as it was ordered."""
     args, begun, carried_out = argparse.Namespace(num_experts=8), threading.Event(), []
 
-    def ensure(
-        identity: str,
-        overrides: object,
-        _settings: object,
-        _started: object,
-        origin: Origin,
-        **_: bool,
-    ) -> tuple[str, str]:
+    def ensure(wanted: Wanted) -> tuple[str, str]:
         begun.set()
-        carried_out.append((identity, overrides, origin, threading.current_thread()))
+        carried_out.append((wanted, threading.current_thread()))
         return "reference", "7"
 
     monkeypatch.setattr(launch, "_ensure", ensure)
-    monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: NAME)
+    monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: {})
     monkeypatch.setattr(launch, "overrides_of", lambda args: {"num_experts": args.num_experts})
     monkeypatch.setattr(launch, "is_apart", lambda _: is_apart)
     monkeypatch.setattr(sys, "argv", ["train.py", "--bf16"])
@@ -87,8 +80,10 @@ def test_an_order(monkeypatch: pytest.MonkeyPatch, is_apart: bool) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.delenv("ACTIVATION")
     assert found() == ("reference", "7")
-    [(identity, overrides, origin, thread)] = carried_out
-    assert (identity, overrides) == (NAME, {"num_experts": 8})
+    [(wanted, thread)] = carried_out
+    assert (wanted.identity, wanted.overrides) == ({}, {"num_experts": 8})
+    assert wanted.experts
+    origin = wanted.origin
     assert origin.command[-3:] == ("--bf16", "--ttrace-role", "reference")
     assert origin.environment["ACTIVATION"] == "gelu"
     assert (thread is threading.main_thread()) != is_apart
@@ -103,7 +98,7 @@ def test_an_order_that_fails(
         raise TTraceError("the reference run was killed; its last lines:\n  no memory")
 
     monkeypatch.setattr(launch, "_ensure", ensure)
-    monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: NAME)
+    monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: {})
     monkeypatch.setattr(launch, "overrides_of", lambda _: {})
     monkeypatch.setattr(launch, "is_apart", lambda _: True)
     found = launch.order(cast(Any, argparse.Namespace(num_experts=0)), Settings(), None)
@@ -158,9 +153,10 @@ def test_a_reference_on_two_ranks(
     overrides = {"make_vocab_size_divisible_by": 512}
     layout = Layout(tp=2)
     settings = Settings(directory=tmp_path, reference_layout=layout)
+    wanted = Wanted({}, overrides, experts=False, settings=settings, started=None, origin=ORIGIN)
     home = tmp_path / "building"
     fails = pytest.raises(TTraceError, match=says) if says else nullcontext()
     with fails:
-        launch._make(home, NAME, {}, overrides, settings, None, ORIGIN, experts=False)
+        launch._make(home, NAME, wanted)
     assert (orders[0].layout, orders[0].divided) == (layout, divided)
     assert orders[0].overrides == layout.overrides(512, experts=False)
