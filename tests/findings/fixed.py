@@ -561,6 +561,14 @@ def whole_batches(read, self):
     return read(self)
 
 
+ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter:FullyShardedDataParallel"
+
+
+@fix(f"{ADAPTER}.sync_rng_states_across_tp_group", "own-states")
+def leave_states(sync, self):
+    """Random states of a tensor-parallel rank stay its own; the common ones are equal already."""
+
+
 FIXES.default_factory = None  # an unknown name is an error
 for name in os.environ.get("FIX", "").split():
     for put_in in FIXES[name]:

@@ -157,6 +157,11 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "--tensor-parallel-num-weight-shards 2 --data-parallel-random-init",
         ),
         (
+            "own-states",
+            f"{LLAMA} {ZERO3} --tensor-model-parallel-size 2 --sequence-parallel "
+            "--hidden-dropout 0.1",
+        ),
+        (
             "few-samples whole-batches",
             f"{LLAMA} --dataloader-type cyclic --no-data-sharding --micro-batch-size 1 "
             "--global-batch-size 16",

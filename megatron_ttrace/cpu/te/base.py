@@ -101,6 +101,11 @@ class TransformerEngineBaseModule(ScaledModule):
                 continue
             materialise(self, name, parameter)
             self._initialise(name)
+        # Whoever calls this may have replaced the parameters: Megatron-FSDP, on the meta device.
+        self.mark_parameters()
+
+    def mark_parameters(self) -> None:
+        """Set the attributes that tell Megatron how the parameters are divided, if they are."""
 
     def mark_partitioned(self, parameter: torch.nn.Parameter, dim: int) -> None:
         """Tell Megatron along which dim a parameter is cut over the tensor-parallel ranks."""

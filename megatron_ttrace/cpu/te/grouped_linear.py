@@ -55,11 +55,7 @@ class GroupedLinear(ParallelLinear):
         super().__init__(in_features, out_features, **options)
 
     def make_parameters(self, dtype: torch.dtype, device: Any, init: InitMethod) -> None:
-        """Make the weights ``[n, k]`` and the biases ``[n]``, which are empty without.
-
-        Weights are not marked as divided, as in TransformerEngine. Megatron before 0.19 does not
-        mark them either, and counts a gradient norm by the mark.
-        """
+        """Make the weights ``[n, k]`` and the biases ``[n]``, which are empty without."""
         shape, zeros = (self.out_features, self.in_features), torch.nn.init.zeros_
         for index in range(self.num_gemms):
             self.add_parameter(f"weight{index}", shape, dtype, device, init, tracked=True)
@@ -67,6 +63,12 @@ class GroupedLinear(ParallelLinear):
                 self.add_parameter(f"bias{index}", shape[:1], dtype, device, zeros)
             else:
                 setattr(self, f"bias{index}", torch.Tensor())
+
+    def mark_parameters(self) -> None:
+        """Weights are not marked as divided, as in TransformerEngine.
+
+        Megatron before 0.19 does not mark them either, and counts a gradient norm by the mark.
+        """
 
     def product_weights(self) -> list[Any]:
         """One weight for each expert."""

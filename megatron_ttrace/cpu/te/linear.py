@@ -251,26 +251,32 @@ class ParallelLinear(TransformerEngineBaseModule):
         self.ub_name = ub_name
         dtype = params_dtype or torch.get_default_dtype()
         self.make_parameters(dtype, device, init_method or default_init)
+        self.mark_parameters()
         if delay_wgrad_compute:
             self.delay_gradients()
 
     def make_parameters(self, dtype: torch.dtype, device: Any, init: InitMethod) -> None:
         """Make the weight ``[n, k]`` and the bias ``[n]``, which is empty without one."""
         shape = (self.out_features, self.in_features)
-        weight = self.add_parameter("weight", shape, dtype, device, init, tracked=True)
-        # Marked in any case, as by TransformerEngine: Megatron before 0.19 gives experts no mode,
-        # and counts a gradient norm by the mark.
-        self.mark_partitioned(weight, 1 if self.parallel_mode == "row" else 0)
+        self.add_parameter("weight", shape, dtype, device, init, tracked=True)
         if self.use_bias:
-            zeros = torch.nn.init.zeros_
-            bias: Any = self.add_parameter("bias", shape[:1], dtype, device, zeros)
-            if self.parallel_mode == "row":
-                # Its gradient is one part of the sequence's.
-                bias.sequence_parallel = self.sequence_parallel
-            elif self.parallel_mode == "column":
-                self.mark_partitioned(bias, 0)
+            self.add_parameter("bias", shape[:1], dtype, device, torch.nn.init.zeros_)
         else:
             self.bias = torch.Tensor()
+
+    def mark_parameters(self) -> None:
+        """Weights in any case, as by TransformerEngine.
+
+        Megatron before 0.19 gives experts no mode, and counts a gradient norm by the mark.
+        """
+        weight: Any = self.weight
+        bias: Any = self.bias
+        self.mark_partitioned(weight, 1 if self.parallel_mode == "row" else 0)
+        if self.use_bias and self.parallel_mode == "row":
+            # Its gradient is one part of the sequence's.
+            bias.sequence_parallel = self.sequence_parallel
+        elif self.use_bias and self.parallel_mode == "column":
+            self.mark_partitioned(bias, 0)
 
     def product_biases(self) -> list[Any]:
         """The biases of the products, in their order."""
@@ -361,11 +367,16 @@ class LayerNormLinear(ParallelLinear):
         else:
             self.layer_norm_bias = None
         for name, first_value in first_values.items():
-            shape = (self.in_features,)
-            parameter: Any = self.add_parameter(name, shape, dtype, device, first_value)
-            # Each rank normalises its part of the sequence.
-            parameter.sequence_parallel = self.sequence_parallel
+            self.add_parameter(name, (self.in_features,), dtype, device, first_value)
         super().make_parameters(dtype, device, init)
+
+    def mark_parameters(self) -> None:
+        """Also of the norm: each rank normalises its part of the sequence."""
+        super().mark_parameters()
+        norm: tuple[Any, ...] = self.layer_norm_weight, self.layer_norm_bias
+        for parameter in norm:
+            if parameter is not None:
+                parameter.sequence_parallel = self.sequence_parallel
 
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False

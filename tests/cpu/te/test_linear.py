@@ -274,15 +274,25 @@ def check_two_ranks(rank, kind, mode, sequence_parallel=False, buffer=False, del
         assert part.layer_norm_weight.sequence_parallel is sequence_parallel
 
 
+@pytest.mark.parametrize("replaced", [False, True])
 @pytest.mark.parametrize("mode", [None, "column", "row"])
 @pytest.mark.parametrize("kind", [Linear, LayerNormLinear])
-def test_weights_are_marked_without_a_mode_too(kind, mode):
-    """As by TransformerEngine's ``reset_parameters``; a gradient norm is counted by the mark."""
+def test_weights_are_marked_without_a_mode_too(kind, mode, replaced):
+    """As by TransformerEngine's ``reset_parameters``; a gradient norm is counted by the mark.
+
+    Megatron-FSDP replaces parameters on the meta device before.
+    """
     if kind is LayerNormLinear and mode == "row":
         with pytest.raises(NotImplementedError):
             kind(6, 4, parallel_mode=mode)
         return
-    module = kind(6, 4, parallel_mode=mode, tp_size=1)
+    module = kind(6, 4, parallel_mode=mode, tp_size=1, device="meta" if replaced else "cpu")
+    if replaced:
+        module.to_empty(device="cpu", recurse=False)
+        assert not hasattr(module.weight, "partition_dim")
+        module.reset_parameters()
+    if kind is LayerNormLinear:
+        assert module.layer_norm_weight.sequence_parallel is False
     assert module.weight.tensor_model_parallel
     assert module.weight.partition_dim == (1 if mode == "row" else 0)
     assert hasattr(module.bias, "tensor_model_parallel") == (mode == "column")
