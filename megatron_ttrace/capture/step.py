@@ -131,12 +131,14 @@ class StepTap:
             model.chunks, model.places(), model.optimizer, model.mesh, self._attempt
         )
         self._tap = ModuleTap(model.names, sink, microbatches, self._error)
+        # A GPU's kernels draw masks that are not judged: there ranks need not communicate.
+        on_cpu = groups.device_of(model.chunks).type == "cpu"
         self._dropouts = DropoutTap(
             model.names,
             model.mesh,
             self._tap.microbatch,
             self._dropout,
-            groups.of_tensor_parallel_ranks,
+            groups.of_tensor_parallel_ranks if on_cpu else lambda own: [own],
         )
 
     @property

@@ -77,11 +77,14 @@ class _Norm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         if self.has_bias:
             self.bias = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self._mark()
+        if not self.weight.is_meta:
+            self.reset_parameters()
+
+    def _mark(self) -> None:
         for parameter in self.parameters():
             # Whether its gradient is a partial sum.
             parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
-        if not self.weight.is_meta:
-            self.reset_parameters()
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Set the weight to one (stored as zero if zero-centred) and the bias to zero."""
@@ -93,6 +96,8 @@ class _Norm(torch.nn.Module):
             self.weight.fill_(0.0 if self.zero_centered_gamma else 1.0)
             if self.has_bias:
                 self.bias.zero_()
+        # Whoever calls this may have replaced the parameters (base.py).
+        self._mark()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise ``[..., h]``, which is first rounded to the weight's dtype."""

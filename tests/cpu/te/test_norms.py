@@ -84,9 +84,16 @@ def test_the_input_is_rounded_to_the_dtype_of_the_weight(kind):
     assert x.grad.dtype is torch.float32
 
 
-def test_meta_device_waits_for_reset():
+@pytest.mark.parametrize("replaced", [False, True])
+def test_meta_device_waits_for_reset(replaced):
+    """Which also marks the parameters: Megatron-FSDP replaces them before."""
     module = LayerNorm(normalized_shape=4, device="meta", sequence_parallel=True)
     assert module.weight.is_meta
+    assert module.weight.sequence_parallel
+    if replaced:
+        module.to_empty(device="cpu", recurse=False)
+        assert not hasattr(module.weight, "sequence_parallel")
     module.reset_parameters()
     assert module.weight.tolist() == [1.0] * 4
     assert module.weight.sequence_parallel
+    assert module.bias.sequence_parallel
