@@ -16,9 +16,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from megatron_ttrace.jobs import contents, provenance
+from megatron_ttrace.jobs import provenance
 from megatron_ttrace.jobs import script as scripts
-from megatron_ttrace.mcore import versions
+from megatron_ttrace.mcore import contents, versions
 from megatron_ttrace.trace import codec
 from megatron_ttrace.trace.changes import changes
 from megatron_ttrace.trace.executed import Edit, Edits

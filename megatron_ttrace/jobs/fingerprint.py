@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.jobs import argv, contents, inputs, provenance
+from megatron_ttrace.jobs import argv, inputs, provenance
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.disclosure import is_shown
 from megatron_ttrace.jobs.reference_arguments import overrides_of
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import samples
+from megatron_ttrace.mcore import contents, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 from megatron_ttrace.mcore.options.roles import ROLES
@@ -293,10 +293,7 @@ def _beside(script: Path) -> dict[str, Path]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or not file.endswith(".py"):
             continue
-        # Thousands of modules lie in few folders: only a link needs a look of its own.
-        home, base = os.path.split(file)
-        path = os.path.join(_real(home), base)
-        path = os.path.realpath(path) if os.path.islink(path) else path
+        path = _resolved(file)
         if (
             path.startswith(inside)
             and not path.startswith(roots)
@@ -304,6 +301,17 @@ def _beside(script: Path) -> dict[str, Path]:
         ):
             files[name] = Path(path)
     return {name: path for name, path in sorted(files.items()) if path != script.resolve()}
+
+
+@functools.cache
+def _resolved(file: str) -> str:
+    """``os.path.realpath``, as it was when a process, or the one it was forked from, asked first.
+
+    Thousands of modules lie in few folders: only a link needs a look of its own.
+    """
+    folder, name = os.path.split(file)
+    path = os.path.join(_real(folder), name)
+    return os.path.realpath(path) if os.path.islink(path) else path
 
 
 _INSTALLED = ("/site-packages/", "/dist-packages/")

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from megatron_ttrace.mcore.contents import content_of
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import leaves_of
 from megatron_ttrace.trace.collectives import (
@@ -39,7 +40,6 @@ _OWN = str(Path(__file__).parents[1]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _PROGRAMS = sysconfig.get_path("scripts") + os.sep
-_IMPORT = re.compile(r"^ *(?:from|import) +(\w+)", re.MULTILINE)
 _INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]")
 
 _PHASES = (
@@ -104,15 +104,9 @@ def libraries() -> frozenset[str]:
 @functools.cache
 def _libraries(_: int) -> frozenset[str]:
     files = {str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]}
-    return frozenset({"megatron"}.union(*map(_imported_by, filter(in_megatron, files))))
-
-
-@functools.cache
-def _imported_by(file: str) -> frozenset[str]:
-    """The packages that a source file imports."""
-    path = Path(file)
-    is_source = path.suffix == ".py" and path.is_file()
-    return frozenset(_IMPORT.findall(path.read_text("utf-8", "replace")) if is_source else ())
+    sources = (file for file in files if file.endswith(".py") and in_megatron(file))
+    read = filter(None, map(content_of, sources))
+    return frozenset({"megatron"}.union(*(content.packages for content in read)))
 
 
 def replacements(codes: Iterable[CodeType]) -> list[Edit]:

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.processes import signals, tether
 from megatron_ttrace.jobs.processes.generated import methods
+from megatron_ttrace.mcore import contents
 from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.trace import ends, owned
 from megatron_ttrace.trace.errors import TTraceError
@@ -110,14 +111,54 @@ def _asking_nvml() -> Iterator[None]:
             os.environ[_NVML] = before
 
 
-def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True) -> None:
+@contextlib.contextmanager
+def reading(script: Path) -> Iterator[Callable[[], None]]:
+    """In here another process reads the source files of ``script``'s Megatron, and ours.
+
+    Imports leave all cores but one idle. Yields what takes over what it has read; what it has not,
+    because it failed or torch was imported before (its threads may run: no fork then), is read when
+    it is needed.
+    """
+    if "torch" in sys.modules:
+        yield lambda: None
+        return
+    folders = [Path(file).parent for file in scripts.origins(scripts.search_path(script)).values()]
+    source, target = os.pipe()
+    with signals.deferred():
+        child = os.fork()
+        if not child:
+            try:
+                with os.fdopen(target, "wb") as told:
+                    told.write(contents.read([*folders, Path(__file__).parents[2]]))
+            finally:
+                os._exit(0)
+    os.close(target)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.waitpid, child, 0)
+        pipe = stack.enter_context(os.fdopen(source, "rb"))
+
+        def learn() -> None:
+            with contextlib.suppress(ValueError):
+                contents.know(pipe.read())
+
+        yield learn
+
+
+def preload(
+    script: Path,
+    *,
+    arguments: Sequence[str] = (),
+    on_cpu: bool = True,
+    learn: Callable[[], None] = lambda: None,
+) -> None:
     """Import what every rank of ``script`` needs into this process, without starting a thread.
 
     If Megatron's parser does not accept the arguments, only what the ranks need until they say so.
-    ``on_cpu``: with the CPU backend.
+    ``on_cpu``: with the CPU backend. ``learn``: of :func:`reading`.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_ttrace import cpu
+    from megatron_ttrace.cpu import helpers_cpp
 
     path = scripts.as_search_path(scripts.search_path(script))
     with path, quiet_imports(), light_imports(), _asking_nvml():
@@ -132,10 +173,19 @@ def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True)
             # A release may lack it, or have it behind a dependency that is not installed.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+        if on_cpu:
+            with contextlib.suppress(ImportError):
+                helpers_cpp.skip_compilation()
         if {"-h", "--help"}.isdisjoint(arguments):
             _leave_out_help_texts()
-        for name in _OURS if is_bridge or accepts(arguments) else ():
-            importlib.import_module(name)
+        if is_bridge or accepts(arguments):
+            for name in _OURS:
+                importlib.import_module(name)
+            from megatron_ttrace.jobs import fingerprint
+
+            # Forks then know what all these files contain, and where modules are.
+            learn()
+            fingerprint.code(script)
         from megatron_ttrace.mcore import imported
 
         imported.remember()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ttrace.jobs import contents
+from megatron_ttrace.mcore import contents
 
 
 def test_a_version_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,6 +40,30 @@ def test_variables_that_are_read(line: str, names: set[str], tmp_path: Path) -> 
     content = contents.content_of(tmp_path / "a.py")
     assert content is not None
     assert content.variables == names
+
+
+def test_packages_that_are_imported(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text(
+        "import a.b as c\r\nif x:\n    from  d.e import f\n# import g\ny = 'import h'\n"
+    )
+    content = contents.content_of(file)
+    assert content is not None
+    assert content.packages == {"a", "d"}
+
+
+def test_what_another_process_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.py"
+    file.write_text("import a, os\nos.environ['B']")
+    monkeypatch.setattr(contents, "_read", {})
+    told = contents.read([tmp_path])
+    known = contents.content_of(file)
+    monkeypatch.setattr(contents, "_read", {})
+    contents.know(told)
+    monkeypatch.delattr(Path, "read_bytes")
+    assert contents.content_of(file) == known
+    with pytest.raises(ValueError, match=r"."):
+        contents.know(told[:-1])
 
 
 def test_files_by_their_paths(tmp_path: Path) -> None:
