@@ -56,6 +56,7 @@ class _Seen:
     """A function of Megatron's that started; hashing its code would take longer than all else.
 
     Attributes:
+        known: the identity of its code: Python reports each call of ``id`` to audit hooks.
         part: of the step that its file belongs to.
         is_inside: whether it may be a part of a module.
         starts: since it showed something new.
@@ -66,13 +67,14 @@ class _Seen:
     """
 
     code: CodeType
+    known: int
     part: Phase | None
     is_inside: bool
     arguments: tuple[str, ...] = ()
     starts: int = 0
     results: int = 0
     phase: Phase | None = None
-    near: set[tuple[int, str, int]] = dataclasses.field(default_factory=set)
+    near: set[tuple[int, str, Phase | None]] = dataclasses.field(default_factory=set)
     lines: int = 0
 
 
@@ -87,7 +89,7 @@ class CallTap:
     def __init__(self) -> None:
         self.error = ""
         self.replacing: dict[int, CodeType] = {}
-        self._calls: dict[tuple[int, int, str, int], Phase] = {}
+        self._calls: dict[tuple[int, int, str, Phase], None] = {}
         self._seen: dict[int, _Seen | None] = {}
         self._values: dict[tuple[int, str], set[float]] = defaultdict(set)
         self._tensors: list[tuple[tuple[int, str], torch.Tensor]] = []
@@ -100,7 +102,7 @@ class CallTap:
         self._modules: set[str] = set()
         self._scripts: set[str] = set()
         self._imported = 0
-        self._phases: set[int] = set()
+        self._phases: set[Phase] = set()
         self._silent: list[CodeType] = []
         """Of which no more is heard."""
 
@@ -181,7 +183,7 @@ class CallTap:
 
         calls = tuple(
             FunctionCall(number(code), number(caller), module, phase)
-            for (code, caller, module, _), phase in self._calls.items()
+            for code, caller, module, phase in self._calls
         )
         marks = {
             pattern(name): sources.marks_of(parameter)
@@ -198,7 +200,7 @@ class CallTap:
 
     def _started(self, code: CodeType, _: int) -> Any:
         try:
-            seen = self._seen.get(id(code)) or self._of(code)
+            seen = self._of(code)
             if seen is None or self.error:
                 return sys.monitoring.DISABLE
             return self._note(seen, sys._getframe(1))
@@ -227,19 +229,20 @@ class CallTap:
 
     def _of(self, code: CodeType) -> _Seen | None:
         """What is known of a function; ``None`` if it is neither Megatron's nor the script's."""
-        seen = self._seen.get(id(code))
-        if seen is None and id(code) not in self._seen:
+        known = id(code)
+        seen = self._seen.get(known)
+        if seen is None and known not in self._seen:
             file = code.co_filename
             is_followed = sources.in_megatron(file) or sources.of_script(file)
             if code.co_name != "<module>" and is_followed:
                 arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
                 part = sources.part_of(file)
-                seen = _Seen(code, part, part in _INSIDE, arguments)
+                seen = _Seen(code, known, part, part in _INSIDE, arguments)
                 self._lines.follow([code])
             else:
                 # It is kept, so that no other code gets its identity.
                 self._others.append(code)
-            self._seen[id(code)] = seen
+            self._seen[known] = seen
         return seen
 
     def _line(self, code: CodeType, line: int) -> Any:
@@ -253,8 +256,7 @@ class CallTap:
         # What is not in a module, nor in a file of one part, has its caller's.
         code = _NOBODY if back is None else id(back.f_code)
         phase = phase or seen.part or (direct.phase if (direct := self._seen.get(code)) else None)
-        # Python hashes members of enumerations slowly.
-        near = code, module, id(phase)
+        near = code, module, phase
         if near in seen.near:
             seen.phase = phase
             return self._nothing_new(seen)
@@ -262,12 +264,12 @@ class CallTap:
             seen.near.add(near)
         caller, by = self._recorded(back)
         phase = seen.phase = phase or (by.phase if by else None) or Phase.OTHER
-        key = id(seen.code), _NOBODY if by is None else id(by.code), module, id(phase)
+        key = seen.known, _NOBODY if by is None else by.known, module, phase
         if key not in self._calls:
-            if id(phase) not in self._phases:
-                self._phases.add(id(phase))
+            if phase not in self._phases:
+                self._phases.add(phase)
                 self.entered()
-            self._calls[key] = phase
+            self._calls[key] = None
             seen.starts = 0
             values = frame.f_locals if seen.arguments else {}
             for name in seen.arguments:
@@ -297,7 +299,7 @@ class CallTap:
         return frame, None
 
     def _keep(self, seen: _Seen, name: str, value: Any) -> None:
-        key = id(seen.code), name
+        key = seen.known, name
         if isinstance(value, float):
             if len(self._values[key]) < _VALUES:
                 # As a plain number: a probability that is switched off is of a class of its own.
@@ -316,7 +318,7 @@ class CallTap:
             if frame is None or seen is None:
                 return
             if not self._is_given(seen, frame, group):
-                key = id(seen.code), frame.f_lineno, group
+                key = seen.known, frame.f_lineno, group
                 if key not in self._lookups:
                     _, phase = self._inside(seen)
                     self._lookups[key] = phase or seen.part or seen.phase or Phase.OTHER

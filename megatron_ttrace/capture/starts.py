@@ -46,7 +46,7 @@ class Reports:
 
     def follow(self, codes: Iterable[CodeType]) -> None:
         """Report these, too, from now on, also if they have just started."""
-        new = {id(code): code for code in codes if id(code) not in self._followed}
+        new = {known: code for code in codes if (known := id(code)) not in self._followed}
         self._followed |= new
         self._set(new.values(), *self._events)
 

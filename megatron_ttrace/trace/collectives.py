@@ -36,6 +36,7 @@ class Operation(StrEnum):
 class Phase(StrEnum):
     """The part of a training step in which a collective ran."""
 
+    __hash__ = str.__hash__  # not an enumeration's, which is Python: each call is looked up by it
     INITIALIZATION = "initialization"
     CONSTRUCTION = "construction"
     SCHEDULE = "schedule"
