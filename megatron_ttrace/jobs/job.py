@@ -207,7 +207,9 @@ def _believed(directory: Path, run_id: str, observed: ranks.Observed) -> Summary
             if summary.verdict is Result.COULD_NOT_CHECK:
                 return summary
     is_answer = answers in ({ExitCode.EQUIVALENT}, {ExitCode.DIVERGED})
-    if not is_answer or not (directory / files.SUMMARY).exists():
+    if not (directory / files.SUMMARY).exists():
+        raise TTraceError(_without_answer(observed, logs))
+    if not is_answer:
         raise TTraceError(_why(observed, logs))
     summary = files.answer_of(directory, run_id)
     if {summary.verdict.exit_code} != answers:
@@ -279,6 +281,17 @@ def _why(observed: ranks.Observed, logs: Path) -> str:
         "the job ended without a result: no training step was checked (a loop of your own hands "
         f"its step to the check: docs/trainers.md); {last_lines(ranks.log_of(logs, 0))}"
     )
+
+
+def _without_answer(observed: ranks.Observed, logs: Path) -> str:
+    """:func:`_why`, where no rank had an answer, and which one left first as if it had."""
+    end = next(iter(observed.ends), None)
+    if end is None or end.code or set(observed.codes) == {0}:
+        return _why(observed, logs)
+    left = f"rank {end.rank} ended with exit code 0 before the check was over"
+    if any(other.code for other in observed.ends):
+        return f"{left} (log: {end.log}); {_why(observed, logs)}"
+    return f"{left}; {last_lines(end.log)}"
 
 
 def _kind(end: ranks.End) -> object:

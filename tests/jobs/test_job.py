@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import time
@@ -326,6 +327,24 @@ def test_ranks_that_disagree_have_no_answer(tmp_path):
     text = "import os, sys; sys.exit(int(os.environ['RANK']))"
     with pytest.raises(TTraceError, match="rank 1 failed with exit code 1"):
         jobs.run(job(tmp_path, text, nproc=2), fork=False)
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        (
+            [2, None],
+            r"rank 0 ended with exit code 0 .* \(log: .*00.log\); rank 1 failed .* code 2;",
+        ),
+        ([None, None], "rank 0 ended with exit code 0 before the check was over; .*step 1$"),
+        ([0, 0], "the job ended without a result"),
+    ],
+)
+def test_a_rank_that_leaves_as_if_all_was_well(tmp_path, others, reason):
+    """What the others say is a consequence."""
+    ranks.log_of(tmp_path, 0).write_text("step 1\n")
+    said = jobs._without_answer(ended(tmp_path, 0, *others), tmp_path)
+    assert re.match(reason, said, re.DOTALL)
 
 
 def test_bad_input(tmp_path):

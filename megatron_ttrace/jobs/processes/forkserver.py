@@ -23,6 +23,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,10 +117,9 @@ def reading(script: Path) -> Iterator[Callable[[], None]]:
     """In here another process reads the source files of ``script``'s Megatron, and ours.
 
     Imports leave all cores but one idle. Yields what takes over what it has read; what it has not,
-    because it failed or torch was imported before (its threads may run: no fork then), is read when
-    it is needed.
+    because it failed or there are threads, which a fork would not have, is read when it is needed.
     """
-    if "torch" in sys.modules:
+    if "torch" in sys.modules or threading.active_count() > 1:
         yield lambda: None
         return
     folders = [Path(file).parent for file in scripts.origins(scripts.search_path(script)).values()]
@@ -128,6 +128,8 @@ def reading(script: Path) -> Iterator[Callable[[], None]]:
         child = os.fork()
         if not child:
             try:
+                # Else it would wait for itself where nobody reads what it has to say.
+                os.close(source)
                 with os.fdopen(target, "wb") as told:
                     told.write(contents.read([*folders, Path(__file__).parents[2]]))
             finally:
