@@ -109,13 +109,16 @@ class Explainer:
             return Explanation(Finding(cause) if cause else None)
         if verdict.verdict is Outcome.MISSING and verdict.kind is Kind.GRAD_INPUT:
             return Explanation(observed=Finding(Cause.CUT_OFF))
+        # What requires a gradient and is in no optimizer has an update: it never changes.
+        update = dataclasses.replace(key, kind=Kind.PARAM_DELTA)
         if verdict.verdict is Outcome.MISSING and verdict.kind is Kind.MAIN_GRAD:
-            # What requires a gradient and is in no optimizer has an update: it never changes.
-            update = dataclasses.replace(key, kind=Kind.PARAM_DELTA)
             is_frozen = update in self._traces.reference and not any(self._traces.of(update))
             return Explanation(Finding(Cause.FROZEN) if is_frozen else None)
         if verdict.verdict in (Outcome.MISSING, Outcome.EXTRA):
             expected = [other.name for other in self._traces.reference if start.is_start(other)]
+            is_known = verdict.kind is Kind.MAIN_GRAD and key.name in expected
+            if is_known and update not in self._traces.reference:
+                return Explanation(Finding(Cause.THAWED))
             stages = start.stages_of(self._traces.started, self._traces.meshes)
             chunks = self._traces.meshes[0].vpp if self._traces.meshes else 1
             return Explanation(start.misplaced_layers(verdict.name, expected, stages, chunks))

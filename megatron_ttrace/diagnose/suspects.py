@@ -291,7 +291,7 @@ class Suspects:
                 self.weights[caller] *= 1.0 if right else 0.6
 
     def _parameter_gradient(self) -> None:
-        if self._cause is Cause.FROZEN:
+        if self._cause in (Cause.FROZEN, Cause.THAWED):
             self._start()
             return
         if self._cause is Cause.PRECISION:
@@ -311,6 +311,10 @@ class Suspects:
         # Gradients of weights may be computed after the backward pass.
         self._named({"dw", "wgrad"}, 0.8, _STEP)
         self._built_by(self._owner, 0.8 if self.few else 0.4)
+        # What reduces gradients selects parameters by marks, which the user's code may set.
+        built, functions = self._code.at[BUILDING], self._code.functions
+        marking = [n for n in built if functions[n].own and functions[n].marks]
+        self._take(marking, 1.0 * self.few)
 
     def _statistic(self) -> None:
         verdict, finding = self._verdict, self._finding

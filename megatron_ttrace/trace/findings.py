@@ -52,6 +52,7 @@ class Cause(StrEnum):
     SETTING = "setting"
     CUT_OFF = "cut_off"
     FROZEN = "frozen"
+    THAWED = "thawed"
     RECOMPUTED = "recomputed"
     NOT_GATHERED = "not_gathered"
 

@@ -247,6 +247,15 @@ def test_a_parameter_that_only_the_candidate_freezes(tmp_path: Path, is_updated:
     assert explainer.explain(verdict).finding == (None if is_updated else Finding(Cause.FROZEN))
 
 
+@pytest.mark.parametrize("kind", [Kind.PARAM, Kind.PARAM_DELTA])
+def test_a_parameter_that_only_the_reference_freezes(tmp_path: Path, kind: Kind) -> None:
+    """Frozen, it has no update there; of one that is not in the reference this is not known."""
+    explainer, _ = explainer_of(tmp_path, lambda right: right, kind)
+    verdict = failed(dataclasses.replace(keys()[0], kind=Kind.MAIN_GRAD), Outcome.EXTRA)
+    thawed = Finding(Cause.THAWED) if kind is Kind.PARAM else None
+    assert explainer.explain(verdict).finding == thawed
+
+
 def test_a_recomputation_of_other_values(made: tuple[Explainer, Path]) -> None:
     """That it was right in the forward pass is the cause, whatever else would fit."""
     verdict = dataclasses.replace(failed(keys()[0]), notes=(Note(Remark.RECOMPUTED),))

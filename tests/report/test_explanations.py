@@ -143,6 +143,7 @@ def test_a_number_that_is_off_by_the_same_factor(clue: Clue, makes: bool) -> Non
     ("cause", "text"),
     [
         (Cause.PRECISION, "one run computes it in FP8, or recomputes it so, the other does not"),
+        (Cause.THAWED, "it requires a gradient: it is trained, but frozen in the reference"),
         (Cause.FROZEN, "it requires no gradient: it is frozen, which it is not in the reference"),
         (Cause.INITIAL_VALUES, "the note"),
         (None, "unknown"),
