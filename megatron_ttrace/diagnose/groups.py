@@ -15,6 +15,7 @@ from megatron_ttrace.trace.findings import (
     ConstantFactor,
     Finding,
     LossShare,
+    OtherHyperparameters,
     PartialSums,
     UnequalShares,
 )
@@ -45,6 +46,9 @@ def group_of(
         keys += [(*stage, finding.cause, place) for place in _near(finding.ratio)]
     elif finding is not None and type(finding) is not Finding:
         keys.append((*stage, _shares(finding) or _without_ratio(finding)))
+        if isinstance(finding, OtherHyperparameters):
+            # A parameter with more that is wrong has this, too.
+            keys += [(*stage, number) for number in finding.values]
     elif finding and (verdict.kind is not Kind.INITIAL or finding.cause is Cause.RANDOM_STATE):
         keys.append((*stage, finding))
     number = next((groups[key] for key in keys if key in groups), len(set(groups.values())) + 1)

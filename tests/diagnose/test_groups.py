@@ -14,6 +14,7 @@ from megatron_ttrace.trace.findings import (
     Finding,
     Loss,
     LossShare,
+    OtherHyperparameters,
     PartialSums,
     ShareWeights,
     UnequalShares,
@@ -61,6 +62,14 @@ def shares(held: dict[tuple[int, ...], tuple[float, ...]], *, missing: bool) -> 
         odd = tuple((n, count) for n, count in enumerate(counts) if not missing or count != 1)
         by_ranks.append((ranks, (ShareWeights("module", "dp", odd, missing),)))
     return UnequalShares(Cause.WEIGHTS, by_ranks=tuple(by_ranks))
+
+
+def test_a_parameter_in_another_group() -> None:
+    """Some have more that is wrong: one cause, if any number is wrong alike."""
+    rate, decay, other = ("lr", 2.0, 1.0), ("weight_decay", 0.1, 0.0), ("lr", 3.0, 1.0)
+    values = (rate, decay), (rate,), (other,)
+    findings = (OtherHyperparameters(Cause.HYPERPARAMETERS, values=each) for each in values)
+    assert groups(*findings, kind=Kind.HYPERPARAMETERS) == [1, 1, 2]
 
 
 @pytest.mark.parametrize(
