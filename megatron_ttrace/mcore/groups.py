@@ -59,12 +59,17 @@ def described(group: Any, mesh: Mesh) -> str:
 
 
 def axes_of(members: Sequence[int], meshes: Sequence[Mesh]) -> str:
-    """The axes that a group of global ranks spans; ``ranks`` if it is not made of axes."""
+    """The axes that a group of global ranks spans; ``dp-part`` if only a part of one.
+
+    ``ranks`` if it is neither.
+    """
+    spanned = []
     for layout in (DENSE, EXPERT):
         axes = [a for a in layout if len({meshes[rank].at(a) for rank in members}) > 1]
         if axes and len(members) == math.prod(meshes[0].size(axis) for axis in axes):
             return "-".join(axes)
-    return "ranks"
+        spanned.append(axes)
+    return f"{spanned[0][0]}-part" if len(spanned[0]) == 1 else "ranks"
 
 
 def unseen_axes(args: MegatronArguments) -> tuple[str, ...]:

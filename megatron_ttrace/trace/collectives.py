@@ -410,9 +410,9 @@ class Citation:
 
     @property
     def summed(self) -> set[str]:
-        """The axes over which something was added up there."""
+        """The axes over which something was added up there, not only over a part of them."""
         adds = (c for c in self.ran if c.operation.reduces and c.reduction not in ("max", "min"))
-        return {axis for call in adds for axis in call.axes}
+        return {axis for call in adds if "part" not in call.axes for axis in call.axes}
 
 
 def pattern(module: str) -> str:

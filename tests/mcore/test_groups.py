@@ -58,6 +58,12 @@ def test_coordinates(members: tuple[int, ...], name: str) -> None:
     assert axes_of(members, MESHES) == name
 
 
+def test_a_part_of_an_axis() -> None:
+    """Half of four data-parallel ranks, as an instance of the distributed optimizer."""
+    meshes = [mesh_of(rank, 8, tp=2) for rank in range(8)]
+    assert [axes_of(members, meshes) for members in ((0, 2), (0, 3))] == ["dp-part", "ranks"]
+
+
 @pytest.mark.parametrize(
     ("overlap", "experts", "dispatcher", "axes"),
     [
