@@ -273,6 +273,8 @@ READING = {"batch", "data", "dataset", "iterator", "loader", "sampler"}
 """Words in the names of functions that read data."""
 COUNTING = {"microbatches", "batches"}
 """Words in the names of functions that decide how many batches a step has."""
+CHOOSING = {"sampler", "rank", "ranks"}
+"""Words in the names of functions that choose a rank's samples, whatever is in these."""
 DIVIDING = {"batch"}
 """Words in the names of functions that divide among ranks what was read."""
 _COMMUNICATE = {"reduce", "allreduce", "gather", "scatter", "broadcast", "sync"}
@@ -369,24 +371,30 @@ _EQUAL = 1e-3
 """How near a number must be to a factor."""
 
 
-def origins(ledger: Ledger, expected: Numbers, ratios: Sequence[float]) -> set[int]:
+def origins(
+    ledger: Ledger, expected: Numbers, ratios: Sequence[float], axes: Collection[str] = ()
+) -> set[int]:
     """Functions that make a number which is off by one of these ratios, or by its inverse.
 
     Such a function returns the number or passes it to others; it was not given it, and nothing that
     it calls has returned it. What the reference's functions are given and return is ``expected``. A
-    data-parallel rank's share of that may yet be summed, and is not off.
+    data-parallel rank's share of that may yet be summed, and is not off; if the error itself is the
+    size of such ``axes``, no function need have looked it up. Nor is the inverse, in a schedule: a
+    rank's means are over fewer microbatches.
     """
     calls = ledger.sources.calls
     off = [value for ratio in ratios for value in (ratio, 1 / ratio) if not _near(ratio, 1.0)]
-    shares = {1} | {
+    sizes = {max(ratio, 1 / ratio) for ratio in ratios if not _DATA.isdisjoint(axes)}
+    shares = {1.0, *sizes} | {
         lookup.size for lookup in calls.lookups if not _DATA.isdisjoint(lookup.group.split("-"))
     }
     given: set[int] = set()
     returning: set[int] = set()
     for number, function in enumerate(calls.functions):
         right = expected.get(function.where, {})
+        fewer = {1 / size for size in shares} if function.part is Phase.SCHEDULE else set()
         for name, values in ledger.numbers.get(function.where, {}).items():
-            if _is_off(values, right.get(name, ()), off, shares):
+            if _is_off(values, right.get(name, ()), off, shares | fewer):
                 (given if name else returning).add(number)
     callees: dict[int, set[int]] = defaultdict(set)
     for call in calls.calls:
@@ -400,7 +408,7 @@ def origins(ledger: Ledger, expected: Numbers, ratios: Sequence[float]) -> set[i
 
 
 def _is_off(
-    values: Iterable[float], right: Sequence[float], off: Sequence[float], shares: Collection[int]
+    values: Iterable[float], right: Sequence[float], off: Sequence[float], shares: Collection[float]
 ) -> bool:
     """Whether a number that the reference lacks is one of the reference's times a factor."""
     return any(

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from megatron_ttrace.diagnose.anchors import anchor_of, is_redrawn, is_sent
 from megatron_ttrace.diagnose.code import (
     BUILDING,
+    CHOOSING,
     DIVIDING,
     EVERYWHERE,
     NAMED,
@@ -49,6 +50,7 @@ from megatron_ttrace.trace.findings import (
     LossShare,
     LossTerm,
     Miscounted,
+    OtherHyperparameters,
     OtherSetting,
     UnequalShares,
 )
@@ -159,6 +161,8 @@ class _Judge:
         self._ratios = [abs(f.ratio) for f in findings if isinstance(f, ConstantFactor) and f.ratio]
         self._axes = {axis for f in findings for axis in f.axes}
         self._mesh = self._axes & {*AXES}
+        if isinstance(finding, OtherHyperparameters) and len(finding.values) > 1:
+            self._causes -= _SCALED  # it is in another group of parameters
         if Cause.WEIGHTS in self._causes:
             # The weights of means over tokens.
             self._axes.add("tokens")
@@ -177,6 +181,7 @@ class _Judge:
         self._of_few = few and verdict.kind is Kind.MAIN_GRAD
         self._lack = finding.lack if isinstance(finding, Miscounted) else None
         self._is_reduced = (verdict.kind, verdict.index) == (Kind.COUNTED, Statistic.REDUCED.number)
+        self._are_others = verdict.kind is Kind.TOKENS and Cause.OTHER_TIME in self._causes
         self._words = sending(verdict.kind) if sent else self._words_of(findings)
         losses = {loss for f in findings if isinstance(f, LossShare) for loss in f.losses}
         self._factors = dict.fromkeys(losses, 1.0) | dict.fromkeys(NAMED.keys() & self._axes, 2.0)
@@ -206,7 +211,7 @@ class _Judge:
         self._expected = expected
         if not self._of_few:
             # What is computed from wrong values is not a cause: only among what ran before.
-            for number in origins(ledger, expected, self._ratios) & suspects.weights.keys():
+            for number in origins(ledger, expected, self._ratios, self._axes):
                 suspects.add(number, Clue.ORIGIN, _ORIGIN)
         if self._causes & _REDUCED and Cause.TOO_LARGE not in self._causes:
             chosen = choosing_without(ledger, self._mesh)
@@ -273,6 +278,7 @@ class _Judge:
         is_read = (verdict.kind, module) == (Kind.INPUT, ROOT)
         words |= dict.fromkeys(DIVIDING if is_read else (), 0.5)
         words |= dict.fromkeys(("rng", "states") if is_redrawn(verdict) else (), 0.7)
+        words |= dict.fromkeys(CHOOSING if self._are_others else (), 0.7)
         if verdict.kind is Kind.BUFFER:
             words |= dict.fromkeys(tokens(module.rpartition(".")[2]), 0.7)
         if verdict.kind is Kind.METRIC:
@@ -317,7 +323,7 @@ class _Judge:
         summed = kind is Kind.COUNTED and self._lack is not Lack.UNFILLED and not self._is_reduced
         is_moved = bool(self._causes & _MOVED) and kind is not Kind.PARAM_DELTA and not summed
         is_most = kind is Kind.INITIAL and not self._few
-        if is_most or (is_moved and not self._unsent):
+        if is_most or (is_moved and not self._unsent and not self._are_others):
             add(number, Clue.MOVES, 0.7 * function.moves)
         head, _, name = function.name.rpartition(".")
         points = sum(self._words.get(word, 0.0) for word in {*tokens(name)})

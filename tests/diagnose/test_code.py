@@ -240,6 +240,22 @@ def test_a_share_that_is_summed_later() -> None:
 
 
 @pytest.mark.parametrize(
+    ("axis", "part", "expected"),
+    [("tp", None, {STEP}), ("dp", None, {FINALIZE}), ("dp", Phase.SCHEDULE, set())],
+)
+def test_a_share_of_the_size_of_the_error(
+    axis: str, part: Phase | None, expected: set[int]
+) -> None:
+    """No group over data-parallel ranks was chosen; a schedule has fewer microbatches."""
+    known = ledger(RIGHT | {"finalize": {"tokens": (4.0,)}, "scale": {"factor": (0.25,)}})
+    calls = known.sources.calls
+    functions = tuple(dataclasses.replace(function, part=part) for function in calls.functions)
+    sources = Sources(calls=dataclasses.replace(calls, functions=functions))
+    known = dataclasses.replace(known, sources=sources)
+    assert origins(known, numbered(RIGHT), [2.0], [axis]) == expected
+
+
+@pytest.mark.parametrize(
     ("chosen", "lacks"),
     [
         ([("tp", 2)], True),

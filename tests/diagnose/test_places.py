@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from megatron_ttrace.diagnose.places import Places
-from megatron_ttrace.trace.collectives import UNRECORDED, Ledger, Phase
+from megatron_ttrace.trace.collectives import (
+    UNRECORDED,
+    Calls,
+    Function,
+    FunctionCall,
+    Ledger,
+    Phase,
+    Sources,
+)
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.executed import ChangedFunction, Execution
 from megatron_ttrace.trace.findings import (
@@ -21,6 +29,7 @@ from megatron_ttrace.trace.findings import (
     Lack,
     Loss,
     LossShare,
+    OtherHyperparameters,
     OtherTime,
 )
 from megatron_ttrace.trace.judged import Judged
@@ -33,6 +42,7 @@ from tests.diagnose.ran_by_hand import (
     NORM,
     WEIGHT,
     B,
+    C,
     F,
     U,
     collective,
@@ -100,6 +110,14 @@ def torn(*names: str) -> Ledger:
 
 
 G = wrong(Kind.MAIN_GRAD)
+
+
+def hyperparameters(count: int) -> OtherHyperparameters:
+    """So many that differ."""
+    values = ("lr", 2.0, 1.0), ("weight_decay", 0.1, 0.0)
+    return OtherHyperparameters(Cause.HYPERPARAMETERS, values=values[:count])
+
+
 COUNTED = {of: wrong(Kind.COUNTED, index=of.number) for of in Statistic}
 MARKED = "sequence_parallel"
 SHARE = LossShare(Cause.TOO_LARGE, losses=(Loss.Z,), fault=large("microbatches"))
@@ -414,6 +432,49 @@ def test_what_the_user_changed(kind: Kind, name: str, changed: list[str], first:
     assert place.function == first
     assert (place.line == 8) == (first in changed)
     assert (place.clue in (Clue.CHANGED, Clue.FILE_CHANGED)) == (first in changed or "" in changed)
+
+
+@pytest.mark.parametrize(
+    ("failure", "finding", "phase", "functions", "first"),
+    [
+        # What marks parameters, not only what made them.
+        (G, PARTIAL, C, {"make": {}, "tie": {"marks": ("shared",)}}, "tie"),
+        # What a sample holds is right, if it is another rank's.
+        (
+            *(wrong(Kind.TOKENS, "tokens"), OtherTime(Cause.OTHER_TIME, microbatch=2)),
+            *(Phase.SCRIPT, {"Rows.__getitem__": {"moves": True}, "Dealt.ranks": {}}),
+            "Dealt.ranks",
+        ),
+        # Several numbers are those of another group: nothing was scaled.
+        *(
+            (
+                *(wrong(Kind.HYPERPARAMETERS), hyperparameters(count)),
+                *(
+                    C,
+                    {
+                        "scale_group": {"part": U, "scales": True},
+                        "groups": {"part": U, "size": 200},
+                    },
+                ),
+                first,
+            )
+            for count, first in ((1, "scale_group"), (2, "groups"))
+        ),
+    ],
+)
+def test_functions_of_a_script(
+    failure: Judged,
+    finding: Finding,
+    phase: Phase,
+    functions: dict[str, dict[str, Any]],
+    first: str,
+) -> None:
+    """Each is the user's own; one fits the failure best."""
+    known = {"part": Phase.SCRIPT, "own": True, "size": 100}
+    ran = tuple(Function("own.py", 1, name, **known | more) for name, more in functions.items())
+    calls = tuple(FunctionCall(number, -1, "", phase) for number in range(len(ran)))
+    ledger = Ledger(sources=Sources(calls=Calls(ran, calls)))
+    assert Places(ledger, [failure, *PASSING]).ranked(failure, finding)[0][1].function == first
 
 
 def test_nothing_is_made_up() -> None:
