@@ -16,6 +16,7 @@ routes, its module's functions are wrapped:
   and a capacity that drops nothing.
 """
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -37,20 +38,21 @@ class BalancingTap:
         self._router = router
         self._followed = followed
         self._module = sys.modules[type(router).routing.__module__]
-        router.routing = self._routing
+        self._taps = contextlib.ExitStack()
+        self._taps.enter_context(wrapped([(router, "routing", self._routing)]))
 
     def remove(self) -> None:
-        """Detach: the router's own method is its class's again."""
-        del self._router.routing
+        """Detach: the router's own method is what it was before."""
+        self._taps.close()
 
-    def _routing(self, *args: Any, **kwargs: Any) -> Any:
+    def _routing(self, route: _Function, *args: Any, **kwargs: Any) -> Any:
         wraps: dict[str, _Function] = {
             "sinkhorn": self._sinkhorn,
             "topk_routing_with_score_function": self._topk,
             "apply_router_token_dropping": self._drop,
         }
         with wrapped((self._module, name, wrap) for name, wrap in wraps.items()):
-            return type(self._router).routing(self._router, *args, **kwargs)
+            return route(*args, **kwargs)
 
     def _sinkhorn(self, original: _Function, cost: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         balanced = original(cost, *args, **kwargs)

@@ -17,6 +17,7 @@ sparse attention, which is a choice by scores as well (``fused_qk_topk_naive`` i
 megatron/core/transformer/experimental_attention_variant/dsa.py).
 """
 
+import contextlib
 import copy
 import dataclasses
 import sys
@@ -34,6 +35,8 @@ from megatron_ttrace.trace.staging import to_device
 
 _FOLLOWED = ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher")
 """Dispatchers whose steps carry any tensor of tokens; DeepEP's kernels want hidden states."""
+
+_Step = Callable[..., Any]
 
 _NEVER = 1 << 24
 """A position that no token has: float32 is exact for smaller ones only."""
@@ -114,15 +117,17 @@ class DispatchTap:
         self._asked: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         kind = type(self._dispatcher)
         self._steps = (kind.dispatch_preprocess, kind.token_dispatch, kind.dispatch_postprocess)
-        self._dispatcher.dispatch_preprocess = self._before
-        self._dispatcher.dispatch_postprocess = self._after
+        taps = ("dispatch_preprocess", self._before), ("dispatch_postprocess", self._after)
+        self._taps = contextlib.ExitStack()
+        self._taps.enter_context(wrapped((self._dispatcher, *tap) for tap in taps))
 
     def remove(self) -> None:
-        """Detach: the dispatcher's own methods are its class's again."""
-        del self._dispatcher.dispatch_preprocess
-        del self._dispatcher.dispatch_postprocess
+        """Detach: the dispatcher's own methods are what they were before."""
+        self._taps.close()
 
-    def _before(self, hidden: torch.Tensor, routing: torch.Tensor, probs: torch.Tensor) -> Any:
+    def _before(
+        self, preprocess: _Step, hidden: torch.Tensor, routing: torch.Tensor, probs: torch.Tensor
+    ) -> Any:
         self._asked = hidden, routing, probs
         if self._pads:
             # A copy: padding is written into the original (pad_routing_map in moe_utils.py).
@@ -130,10 +135,10 @@ class DispatchTap:
             self._asked = hidden, chosen, probs
             # The same numbers, but without gradients of tokens that are padding.
             probs = torch.where(chosen, probs, 0)
-        return self._steps[0](self._dispatcher, hidden, routing, probs)
+        return preprocess(hidden, routing, probs)
 
-    def _after(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._steps[2](self._dispatcher, *args, **kwargs)
+    def _after(self, postprocess: _Step, *args: Any, **kwargs: Any) -> Any:
+        result = postprocess(*args, **kwargs)
         asked, self._asked = self._asked, None
         if asked is None:
             return result
@@ -265,16 +270,16 @@ class SelectionTap:
         """Attach to Megatron's ``DSAttention``."""
         self._attention = attention
         self._followed = followed
-        self._forward = attention.forward
-        attention.forward = self._selecting
+        self._taps = contextlib.ExitStack()
+        self._taps.enter_context(wrapped([(attention, "forward", self._selecting)]))
 
     def remove(self) -> None:
-        """Detach: the module's own method is its class's again."""
-        del self._attention.forward
+        """Detach: the module's own method is what it was before."""
+        self._taps.close()
 
-    def _selecting(self, *args: Any, **kwargs: Any) -> Any:
+    def _selecting(self, forward: _Step, *args: Any, **kwargs: Any) -> Any:
         with wrapped([(dsa_of(self._attention), "fused_qk_topk_naive", self._select)]):
-            return self._forward(*args, **kwargs)
+            return forward(*args, **kwargs)
 
     def _select(self, select: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         scores, chosen = select(*args, **kwargs)

@@ -27,6 +27,7 @@ import torch
 from megatron_ttrace.capture.chunk_state import ChunkState
 from megatron_ttrace.mcore import fronts
 from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.replaced import wrapped
 from megatron_ttrace.trace.records import ROOT, Kind
 
 _PIECES = (
@@ -88,13 +89,13 @@ class PlanTap:
             raise
 
     def remove(self) -> None:
-        """Detach: the methods of Megatron's modules are their classes' again."""
+        """Detach: the methods of Megatron's modules are what they were before."""
         self._undo.close()
 
     def _around(self, owner: Any, method: str, wrap: Callable[..., Any], *args: Any) -> None:
         """Have ``owner``'s method called by ``wrap``, which gets it after ``args``."""
-        setattr(owner, method, functools.partial(wrap, *args, getattr(owner, method)))
-        self._undo.callback(delattr, owner, method)
+        around = functools.partial(wrap, *args)
+        self._undo.enter_context(wrapped([(owner, method, around)]))
 
     def _attach(self, name: str, module: Any) -> None:
         if hasattr(module, "token_dispatcher"):

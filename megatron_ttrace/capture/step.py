@@ -22,6 +22,7 @@ from megatron_ttrace.mcore.balancing import is_bias
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by
 from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
+from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
 from megatron_ttrace.mcore.stacked import Shares, stacked_parameters
 from megatron_ttrace.placement.mesh import Mesh
@@ -170,16 +171,15 @@ class StepTap:
             self._attempt(self._parameters, ParamIndex.BEFORE)
             self._attempt(self._buffers, BufferIndex.BEFORE)
             self._ready()
-            optimizer.step = traced_step
             try:
                 with (
+                    replaced([(optimizer, "step", traced_step)]),
                     self._tally.reduction(),
                     watched(names, self._attempt, self._load),
                     self._dropouts.active(self._attempt),
                 ):
                     result = step()
             finally:
-                del optimizer.step
                 for handle in self._uses:
                     handle.remove()
         self._attempt(self._losses, result)

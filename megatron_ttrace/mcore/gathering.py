@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ttrace.mcore.groups import device_of
+from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.mcore.statistics import bucket_groups
 
 _CHAOS, _SIZE = 1e4, 0.1
@@ -48,8 +49,8 @@ def nothing_else(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             ranks = group.intra_distributed_optimizer_instance_group
             torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MIN, group=ranks)
             if agreed.item():
-                group.start_param_sync = lambda *_, **__: None
-                stack.callback(delattr, group, "start_param_sync")
+                nothing = [(group, "start_param_sync", lambda *_, **__: None)]
+                stack.enter_context(replaced(nothing))
         yield
 
 

@@ -125,6 +125,17 @@ def test_other_tokens_are_left(logits):
     torch.testing.assert_close(probabilities, before * kept)
 
 
+def test_routing_of_a_router_of_its_own(logits):
+    """The job's, and not the class's; it is there afterwards."""
+    router, sink = Router("fused"), ExpertRecorder()
+    router.routing = own = lambda logits: Router.routing(router, -logits)
+    tap = BalancingTap(router, sink.follow("mlp.router"))
+    assert all(map(torch.equal, router.routing(logits), own(logits)))
+    assert torch.equal(sink.routes[0][2].scores, -logits)
+    tap.remove()
+    assert router.routing is own
+
+
 def test_the_module_is_put_back(logits):
     """Also after an error."""
 

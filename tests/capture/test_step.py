@@ -29,6 +29,9 @@ class Sink:
         assert (tuple(shape), placement) == (tuple(data.shape), ())
         self.given[place[2]] = data
 
+    def replace(self, place: Any, data: torch.Tensor) -> None:
+        """Nothing."""
+
 
 def test_losses() -> None:
     """A loss per domain, one of one element, Python's numbers; what is no number is left out."""
@@ -84,3 +87,17 @@ def test_start_of_buffers():
     assert [(one.name, one.logical_shape, one.moments.n) for one in taken] == [
         ("rotary.inv_freq", (4,), 4)
     ]
+
+
+def test_a_step_of_the_jobs_own() -> None:
+    """What the job has put in the place of its optimizer's is there again afterwards."""
+    steps: list[int] = []
+
+    def step() -> None:
+        steps.append(1)
+
+    model, optimizer = torch.nn.Linear(1, 1), Namespace(step=step)
+    traced = TracedModel([model], [canonical_names(model)], optimizer, SINGLE)
+    tap = StepTap(traced, Sink(), [0], lambda error: None, lambda: None)  # type: ignore[arg-type]
+    tap.run(lambda: optimizer.step())
+    assert (steps, optimizer.step) == ([1], step)
