@@ -20,6 +20,7 @@ megatron/core/transformer/experimental_attention_variant/dsa.py).
 import contextlib
 import copy
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -239,7 +240,7 @@ class Replay:
 
 
 class RouterTap(Replay):
-    """On the ``router_replay`` of one router."""
+    """On the ``router_replay`` of one router; the job's own, if any, still chooses."""
 
     def __init__(self, router: Any, followed: Followed) -> None:
         """Attach to Megatron's ``TopKRouter``."""
@@ -247,6 +248,20 @@ class RouterTap(Replay):
         self._router = router
         self._before = router.router_replay
         router.router_replay = self
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :class:`Replay`, of what the job replays, or would choose."""
+        choose = default_compute_topk
+        if self._before is not None:
+            choose = functools.partial(self._before.get_replay_topk, default_compute_topk=choose)
+        return super().get_replay_topk(scores, topk, num_groups, group_topk, choose)
 
     def remove(self) -> None:
         """Detach."""

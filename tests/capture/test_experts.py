@@ -162,6 +162,26 @@ def test_a_choice_is_replaced():
     assert router.router_replay is None
 
 
+def test_what_the_job_replays_is_its_choice():
+    """Experts that were recorded before, as a rollout's."""
+
+    class Recorded:
+        def get_replay_topk(self, scores, *_, default_compute_topk):
+            assert default_compute_topk is torch.topk
+            chosen = scores.argmin(dim=1, keepdim=True)
+            return scores.gather(1, chosen), chosen
+
+    router = types.SimpleNamespace(router_replay=Recorded())
+    sink = ExpertRecorder()
+    tap = RouterTap(router, sink.follow("mlp.router"))
+    scores = torch.tensor([[0.5, 0.2, 0.3]])
+    replayed = router.router_replay.get_replay_topk(scores, 1, None, None, torch.topk)
+    assert [each.tolist() for each in replayed] == [[[scores[0, 1].item()]], [[1]]]
+    assert sink.routes[0][2].chosen.tolist() == [[1]]
+    tap.remove()
+    assert isinstance(router.router_replay, Recorded)
+
+
 def test_a_choice_is_left_alone_where_there_is_no_other():
     """As in the reference's first run; groups are passed on."""
     router = types.SimpleNamespace(router_replay=None)
