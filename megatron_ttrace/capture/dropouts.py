@@ -4,9 +4,10 @@
 Ranks with the same activations must drop the same elements, tensor-parallel ranks with different
 parts different ones, so Megatron keeps two random states: one that they share, and a named one that
 is each rank's own (megatron/core/tensor_parallel/random.py). What ranks draw from these shows
-whether they are the same. A recomputation must drop what the forward pass dropped. Not followed are
-masks that TransformerEngine draws in its kernels, and those of adapters within experts: which
-tokens a rank's experts get depends on the layout.
+whether they are the same. A recomputation must drop what the forward pass dropped, and leave the
+states as they were: each call of a forward pass draws a mask of its own. Not followed are masks
+that TransformerEngine draws in its kernels, and those of adapters within experts: which tokens a
+rank's experts get depends on the layout.
 """
 
 import dataclasses
@@ -117,14 +118,16 @@ class DropoutTap:
         self._drawn = self._gather(own) if self._follows and self._tp > 1 else [own]
 
     def conclude(self) -> None:
-        """Record how many elements got masks of their own, and which were recomputed rightly."""
+        """Record how many elements got masks of their own, and which masks are right."""
+        drawn: set[float] = set()
         for at, call in enumerate(self._in_order):
             microbatch, kind, name, first = call.place
             masks = len({numbers[at] for numbers in self._drawn if at < len(numbers)})
             found = {
                 DropoutIndex.ELEMENTS: call.elements * masks,
-                DropoutIndex.RECOMPUTED: int(call.is_right),
+                DropoutIndex.RECOMPUTED: 2 if call.number in drawn else int(call.is_right),
             }
+            drawn.add(call.number)
             for index, number in found.items():
                 self._record((microbatch, kind, name, first + index), number)
 

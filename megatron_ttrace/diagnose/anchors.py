@@ -66,6 +66,6 @@ def arrives(verdict: Judged) -> bool:
 
 
 def is_redrawn(verdict: Judged) -> bool:
-    """Whether a recomputation drew another dropout mask than the forward pass."""
+    """Whether a recomputation drew another dropout mask than the forward pass, or left its own."""
     index = verdict.index % len(DropoutIndex)
     return verdict.kind is Kind.DROPOUT and index == DropoutIndex.RECOMPUTED

@@ -163,13 +163,13 @@ class Suspects:
         self._less_likely(lambda first, model: first > model)
 
     def _mask(self) -> None:
-        """What chooses a random state, or restores one, ran in the module or around it."""
-        functions, redrawn = self._code.functions, is_redrawn(self._verdict)
+        """What chooses a random state ran in the module or around it; recomputations restore it."""
+        if is_redrawn(self._verdict):
+            self._named(REDRAWING, 1.0, (_B,))
+            return
         for depth, name in enumerate((self.module, *around(self.module))):
-            ran = self._ran_in(name, _B if redrawn else _F)
-            named = (n for n in ran if not REDRAWING.isdisjoint(tokens(functions[n].name)))
-            self._take(named if redrawn else ran, 1.0 if redrawn else _FARTHER**depth)
-            for caller in () if redrawn else self._code.calling(DRAWING, (pattern(name), _F)):
+            self._take(self._ran_in(name, _F), _FARTHER**depth)
+            for caller in self._code.calling(DRAWING, (pattern(name), _F)):
                 self._take([caller], 1.0)
                 self.add(caller, Clue.DRAWS, 2.0)
 

@@ -172,8 +172,9 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
         hint = f"a reduction over {axes} ran: it left this out, or something was added after it"
         return _rendered(finding)[0], hint
     if verdict.kind is Kind.DROPOUT and isinstance(finding, f.ConstantFactor):
-        is_repeated = verdict.index % len(DropoutIndex) == DropoutIndex.RECOMPUTED
-        return _DROPOUT["RECOMPUTED" if is_repeated else "ALIKE" if finding.ratio < 1 else "APART"]
+        if verdict.index % len(DropoutIndex) == DropoutIndex.RECOMPUTED:
+            return _DROPOUT["RECOMPUTED" if finding.ratio < 1 else "REPEATED"]
+        return _DROPOUT["ALIKE" if finding.ratio < 1 else "APART"]
     if type(finding) is not f.Finding:
         return _rendered(finding)
     if finding.cause is Cause.ZERO:

@@ -152,10 +152,11 @@ class LoadedIndex(IntEnum):
 
 
 class DropoutIndex(IntEnum):
-    """Of a ``dropout``: elements with own masks; 1 if recomputed rightly. Plus 2 for each call."""
+    """Of a ``dropout``: elements with own masks; 1 if right. Plus 2 for each call."""
 
     ELEMENTS = 0
     RECOMPUTED = 1
+    """0: a recomputation drew another mask; 2: the mask is that of an earlier call."""
 
 
 class MetricIndex(IntEnum):

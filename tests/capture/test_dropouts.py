@@ -137,6 +137,26 @@ def test_a_recomputation_draws_the_same(restored: bool) -> None:
     assert right == {(name, i): restored for name in ("layer", "layer.inner") for i in (1, 3)}
 
 
+@pytest.mark.parametrize("puts_back", [True, False])
+def test_a_recomputation_leaves_the_random_states(puts_back: bool) -> None:
+    """Else what runs after it draws the masks of what ran before."""
+    layer = Layer(NO_STATE)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        before = torch.get_rng_state()
+        x = layer(x)
+        if not puts_back:
+            torch.set_rng_state(before)
+        x = layer(x)
+        return x
+
+    found = followed(layer, run)
+    right = {(name, index): n for (_, _, name, index), n in found.items() if index % 2}
+    again = 1 if puts_back else 2
+    names = "layer", "layer.inner"
+    assert right == {(name, i): n for name in names for i, n in ((1, 1), (3, again))}
+
+
 def test_what_is_not_followed() -> None:
     """Where kernels drop; what never drops; evaluation."""
     layer = Layer(NO_STATE)

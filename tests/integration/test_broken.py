@@ -281,6 +281,11 @@ RECOMPUTED = (
             "dropout draws another mask in the recomputation than in the forward pass",
             "CheckpointFunction.backward",
         ),
+        (
+            *("random_states_are_left", (*SP, *RECOMPUTED), "embedding.embedding_dropout"),
+            "dropout draws a mask that it has drawn before in the step",
+            "CheckpointFunction.backward",
+        ),
     ],
 )
 def test_dropout(mistake, words, name, explanation, place, tmp_path):

@@ -4,6 +4,7 @@
 Some are no mistakes of a layout: a model that is frozen in part, or that no seed repeats.
 """
 
+import contextlib
 import dataclasses
 import time
 from unittest import mock
@@ -39,6 +40,12 @@ def embedding_drops_per_rank(old, self, *args, **more):
 @mistake("tensor_parallel.random:_set_all_rng_states")
 def random_states_of_the_backward_pass(old, *states):
     """Recomputation draws on."""
+
+
+@mistake("tensor_parallel.random:_fork_rng")
+def random_states_are_left(old):
+    """What runs after a recomputation draws its numbers."""
+    return contextlib.nullcontext()
 
 
 @mistake("distributed.distributed_data_parallel_config:DistributedDataParallelConfig.__init__")
