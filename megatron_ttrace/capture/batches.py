@@ -25,11 +25,14 @@ class Served:
     """
 
     def __init__(self, data_iterator: Any, count: int) -> None:
-        self._wrappers = [
-            it
-            for it in (data_iterator if isinstance(data_iterator, list) else [data_iterator])
-            if it is not None and hasattr(it, "iterable")
-        ]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        self._wrappers = [iterator for iterator in iterators if iterator is not None]
+        if not all(hasattr(wrapper, "iterable") for wrapper in self._wrappers):
+            # Each traced step would read batches of its own, and training would miss them.
+            raise TTraceError(
+                "the batches of the script's own data iterator cannot be read twice: wrap it in "
+                "megatron.core.rerun_state_machine.RerunDataIterator"
+            )
         self._sources = [wrapper.iterable for wrapper in self._wrappers]
         self._fetched: list[list[Any]] = [[] for _ in self._sources]
         try:

@@ -49,6 +49,14 @@ def test_batches_are_fetched_and_served_again():
     assert asked == [0, 1, 2, 3, 4]
 
 
+def test_an_iterator_that_cannot_be_read_twice():
+    """Nothing of it is read."""
+    asked = []
+    with pytest.raises(TTraceError, match="own data iterator"):
+        Served([None, Wrapper(loader(asked)), loader(asked)], 1)
+    assert not asked
+
+
 def test_fetching_without_serving_skips():
     """Batches of steps that are not traced are fetched and left."""
     iterator = Wrapper(loader([]))
