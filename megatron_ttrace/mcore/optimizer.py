@@ -174,6 +174,13 @@ def family(inner: torch.optim.Optimizer) -> str:
     return next(known, type(inner).__name__)
 
 
+def unknown(optimizer: Any) -> list[str]:
+    """Classes of torch optimizers whose state is not known (:data:`MOMENTS`)."""
+    outer = [leaf.optimizer for leaf in leaves_of(optimizer) if getattr(leaf, "optimizer", None)]
+    families = (family(inner) for each in outer for inner in _inside(each) or [each])
+    return [name for name in dict.fromkeys(families) if name not in MOMENTS]
+
+
 def is_precision_aware(inner: torch.optim.Optimizer) -> bool:
     """Whether this is TransformerEngine's Adam with state of fewer bits, or with main weights."""
     dtypes = getattr(inner, "name_to_dtype_map", {})

@@ -16,7 +16,15 @@ from megatron_ttrace.cpu import te
 from megatron_ttrace.cpu.arguments import switched_off
 from megatron_ttrace.jobs import known_faults, provenance
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import balancing, fronts, losses, own_shards, quiet, statistics
+from megatron_ttrace.mcore import (
+    balancing,
+    fronts,
+    losses,
+    own_shards,
+    quiet,
+    samples,
+    statistics,
+)
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.groups import device_of
 from megatron_ttrace.mcore.sharded_weights import SHARDS_OF_WEIGHTS
@@ -194,7 +202,9 @@ def requested(args: Any, chunks: Sequence[Any]) -> Requested:
         switched_off=switched_off(),
         clip=float(args.clip_grad or 0.0),
         masks_ends=bool(getattr(args, "eod_mask_loss", False)),
-        resets_positions=bool(getattr(args, "reset_position_ids", False)),
+        resets_positions=any(
+            getattr(args, name, False) for name in ("reset_position_ids", *samples.PACKING)
+        ),
         resets_attention=bool(getattr(args, "reset_attention_mask", False)),
         per_token_loss=bool(args.calculate_per_token_loss),
         seq_length=int(args.seq_length),

@@ -35,6 +35,7 @@ from megatron_ttrace.mcore import fronts, gathering, loss_scale, losses, quiet, 
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
 from megatron_ttrace.mcore.checkpoints import loading
 from megatron_ttrace.mcore.groups import kept_in
+from megatron_ttrace.mcore.optimizer import unknown
 from megatron_ttrace.mcore.sources import replacements
 from megatron_ttrace.run import answer, launch, requirements
 from megatron_ttrace.run.agreement import EndError, Ranks
@@ -138,6 +139,8 @@ class CandidateSession:
         self.model = self.rehearsal.model
         if quiet.has_own_dropout(self.args, chunks):
             self._notice("the model's own dropout is switched off in the traced steps")
+        for name in unknown(optimizer):
+            self._notice(f"{name} is not a known optimizer: its moments are not compared")
         if not_initial := uninitialised(self.args, is_loaded=self.is_loaded):
             self._notice(not_initial)
         else:
