@@ -24,8 +24,10 @@ _RANDOM_ROUTING = {
 what they are without."""
 _SWITCHED_OFF = {**_RANDOM_ROUTING, "mlp_chunks_for_training": 1}
 
-_THRESHOLD, _SCORE = "qk_clip_threshold", 0.1
-"""An option, and a score that the largest of a sample exceeds."""
+_THRESHOLDS = {"qk_clip_threshold": 0.1, "activation_func_clamp_value": 1.0}
+"""Options, and what some attention scores, or inputs of activation functions, exceed. In 16 bits
+rounding moves some of the latter across, and what their gradients are computed from is blind."""
+_IN_FLOAT32 = "activation_func_clamp_value"
 
 
 class Off(float):
@@ -68,14 +70,20 @@ def without_options(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager
     )
 
 
-def attention_clipped(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
-    """Let ``--qk-clip`` act: start values give no attention score near its usual threshold."""
+def clipped(chunks: Sequence[torch.nn.Module]) -> AbstractContextManager[None]:
+    """Let ``--qk-clip`` and ``--activation-func-clamp-value`` act.
+
+    Start values give nothing near the usual thresholds.
+    """
+    configs: list[Any] = [
+        module.config for chunk in chunks for module in chunk.modules() if hasattr(module, "config")
+    ]
     return replaced(
-        (config, _THRESHOLD, _SCORE)
-        for chunk in chunks
-        for module in chunk.modules()
-        if getattr(config := getattr(module, "config", None), "qk_clip", False)
-        and getattr(config, _THRESHOLD, _SCORE) > _SCORE
+        (config, name, threshold)
+        for config in configs
+        for name, threshold in _THRESHOLDS.items()
+        if (getattr(config, name, None) or 0.0) > threshold
+        and (name != _IN_FLOAT32 or config.params_dtype.itemsize > 2)
     )
 
 

@@ -406,7 +406,7 @@ class Rehearsal:
         if self._settings.init == "reveal":
             kept.enter_context(losses.revealed(self._args, self.model.chunks))
             if self.start is None:
-                kept.enter_context(quiet.attention_clipped(self.model.chunks))
+                kept.enter_context(quiet.clipped(self.model.chunks))
         kept.enter_context(quiet.random_states_kept())
         kept.enter_context(quiet.metrics_kept())
         kept.enter_context(

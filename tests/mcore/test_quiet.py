@@ -9,15 +9,18 @@ import torch
 from megatron_ttrace.mcore import quiet
 
 
-@pytest.mark.parametrize(
-    ("clips", "before", "within"), [(True, 100, 0.1), (True, 0.05, 0.05), (False, 100, 100)]
-)
-def test_attention_is_clipped(clips: bool, before: float, within: float) -> None:
-    """Modules share a config."""
-    config = types.SimpleNamespace(qk_clip=clips, qk_clip_threshold=before)
+@pytest.mark.parametrize("name", ["qk_clip_threshold", "activation_func_clamp_value"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("before", "is_above"), [(100, True), (0.05, False), (None, False)])
+def test_what_clips_acts(
+    name: str, dtype: torch.dtype, before: float | None, is_above: bool
+) -> None:
+    """Modules share a config; a threshold is lowered, if there is one, that of MLPs in float32."""
+    config = types.SimpleNamespace(**{name: before}, params_dtype=dtype)
     model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
     for module in (*model, model):
         module.config = config
-    with quiet.attention_clipped([model]):
-        assert config.qk_clip_threshold == within
-    assert config.qk_clip_threshold == before
+    acts = is_above and (name == "qk_clip_threshold" or dtype == torch.float32)
+    with quiet.clipped([model]):
+        assert getattr(config, name) == (quiet._THRESHOLDS[name] if acts else before)
+    assert getattr(config, name) == before
