@@ -170,6 +170,8 @@ def _guarded(
             raise  # argparse has printed an error, or the help
         if not signals.received():
             internal = f"internal error: {one_line(error)} (set TTRACE_DEBUG=1 for the traceback)"
+            if isinstance(error, MemoryError):
+                internal = "no memory is left: is there a limit (ulimit -v, a container's)?"
             _tell(_file_error(error) or internal)
             return int(ExitCode.COULD_NOT_CHECK)
     else:

@@ -8,6 +8,7 @@ them.
 import contextlib
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from megatron_ttrace.jobs.settings import SWITCHES
@@ -16,6 +17,8 @@ _PREFIX = "--ttrace"
 
 _script: list[str] = []
 _taken: list[str] = []
+_given: list[str] = []
+"""The other words, before the script may have changed ``sys.argv``."""
 
 
 def separated(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -38,12 +41,13 @@ def take() -> None:
     _script[:] = sys.argv[:1]
     ours, theirs = separated(sys.argv[1:])
     _taken.extend(ours)
-    sys.argv[1:] = theirs
+    _given[:] = sys.argv[1:] = theirs
 
 
 def remember() -> None:
-    """Remember the script of this process, before it may run another one."""
-    _script[:] = _script or sys.argv[:1]
+    """Remember script and words of this process, before it may run another one or change them."""
+    if not _script:
+        take()
 
 
 def script() -> str:
@@ -67,8 +71,25 @@ def theirs() -> list[str]:
 
 
 def words() -> list[str]:
-    """All words that this process was given after its script."""
+    """All words of this process after its script, as they are now."""
     return [*sys.argv[1:], *_taken]
+
+
+def given() -> list[str]:
+    """The other words, as this process was given them."""
+    return [*_given] if _script else theirs()
+
+
+def kept() -> list[str]:
+    """The given words that the script has taken out of ``sys.argv`` for itself; the last first."""
+    left = Counter(theirs())
+    kept = []
+    for word in reversed(given()):
+        if left[word]:
+            left[word] -= 1
+        else:
+            kept.append(word)
+    return kept
 
 
 @contextlib.contextmanager

@@ -13,17 +13,17 @@ import re
 import shlex
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ttrace.jobs import argv, inputs, provenance
+from megatron_ttrace.jobs import argv, inputs, opened, provenance
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.disclosure import is_shown
 from megatron_ttrace.jobs.reference_arguments import overrides_of
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import contents, samples
+from megatron_ttrace.mcore import contents, fronts, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 from megatron_ttrace.mcore.options.roles import ROLES
@@ -46,6 +46,7 @@ _HARMLESS_PREFIXES = tuple(
     """.split()
 )
 """Of options of Megatron's: a fork's may mean anything."""
+_OWN = Path(__file__).parents[1]
 _SMALL = 1 << 20
 """Bytes of a file that is read whole."""
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
@@ -95,8 +96,21 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
         "environment": provenance.numeric_environment(variables),
         "code": digests,
         "versions": provenance.installed(),
+        **_own_words(),
         _TOLD: {"megatron": str(_folder_of("megatron.core").parent)},
     }
+
+
+def _own_words() -> dict[str, Any]:
+    """A digest of the words that no parser of Megatron's sees, and of the files that they name.
+
+    It decides whether a reference is found, but not whether one that the user gives fits: of words
+    it is not known whether they change more than the layout.
+    """
+    words = argv.kept() if fronts.current().has_flags else argv.given()
+    named = (word.partition("=")[2] if word.startswith("-") else word for word in words)
+    files = [opened.stamp(file) for file in named if os.path.isfile(file)]
+    return {"words": disclosure.identity([words, files], allowed=False)} if words else {}
 
 
 def _is_harmless(name: str) -> bool:
@@ -114,13 +128,25 @@ def code(script: Path, variables: set[str] | None = None) -> dict[str, str]:
     code reads, but ours, are added to ``variables``.
     """
     reads = set() if variables is None else variables
-    packages = dict.fromkeys((*scripts.MEGATRON, *scripts.imported()))
+    beside = _beside(script)
+    reads |= _named_in([script, *beside.values()])
     return {
         "script": _content({script.name: script}, reads),
-        "modules beside the script": _content(_beside(script), reads),
-        "megatron_ttrace": _tree(Path(__file__).parents[1], set()),
-        **{name: _tree(_folder_of(name), reads) for name in packages},
+        "modules beside the script": _content(beside, reads),
+        "megatron_ttrace": _tree(_OWN, set()),
+        **{name: _tree(_folder_of(name), reads) for name in _packages()},
     }
+
+
+def remember(script: Path) -> None:
+    """Read what :func:`code` needs, once for all forks of this process, in which no run begins."""
+    _beside(script)
+    for folder in (_OWN, *map(_folder_of, _packages())):
+        _tree(folder, set())
+
+
+def _packages() -> list[str]:
+    return [*dict.fromkeys((*scripts.MEGATRON, *scripts.imported()))]
 
 
 def imported() -> dict[str, tuple[str, str]]:
@@ -146,10 +172,15 @@ def changed(modules: Mapping[str, tuple[str, str]]) -> str:
 
 def _module(name: str, path: Path) -> str:
     """A digest of a module, and of the environment variables that it reads."""
-    reads: set[str] = set()
+    reads = _named_in([path])
     content = _content({name: path}, reads)
     values = provenance.numeric_environment(reads)
     return _digest([content, {name: values.get(name) for name in sorted(reads)}])
+
+
+def _named_in(files: Iterable[Path]) -> set[str]:
+    """The environment variables that a user's files may read, by names that they put together."""
+    return provenance.named(frozenset().union(*map(contents.texts_of, files)))
 
 
 def digest(identity_: dict[str, Any]) -> str:
@@ -270,6 +301,29 @@ def _folder_of(package: str) -> Path:
     return Path(file).parent
 
 
+def opened_files(args: MegatronArguments, apart: Iterable[Path]) -> dict[str, str]:
+    """What this process has read (:mod:`megatron_ttrace.jobs.opened`), but for what counts anyway.
+
+    That is Megatron's code and ours. Nor what is made anew, in the folders ``apart`` and in those
+    that options name.
+    """
+    known = [_OWN, *map(_folder_of, _packages())]
+    named = (getattr(args, name, None) for name in _FOLDERS)
+    return opened.files(_home(), [*known, *apart, *filter(None, named)])
+
+
+def changed_file(known: Mapping[str, str], *, absent: bool) -> str:
+    """The first of :func:`opened_files` that is different. ``absent``: also if it is not there."""
+    return opened.changed(known, _home(), absent=absent)
+
+
+def _home() -> Path:
+    return provenance.placed(Path(argv.script())).absolute().parent
+
+
+_FOLDERS = ("data_cache_path", "load", "pretrained_checkpoint", "save", "tensorboard_dir")
+
+
 def _tree(folder: Path, reads: set[str]) -> str:
     """A hash of a package's Python files; Megatron's core has about 8 MB of them."""
     return _content(contents.python_files(folder), reads)
@@ -280,10 +334,7 @@ def _beside(script: Path) -> dict[str, Path]:
 
     Not Megatron's and ours, which count as a whole, nor installed packages, which have versions.
     """
-    foreign = [
-        Path(__file__).parents[1],
-        *map(_folder_of, {*scripts.MEGATRON, *scripts.imported()}),
-    ]
+    foreign = [_OWN, *map(_folder_of, _packages())]
     foreign += [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     roots = tuple(os.path.join(os.path.realpath(root), "") for root in foreign)
     folders = [script.resolve().parent, *filter(None, sys.path)]

@@ -108,16 +108,10 @@ def placed(directory: Path) -> Path:
     return _folder[0] / directory if moved else directory
 
 
-def require_place(directory: Path) -> None:
-    """Check that a directory is still where it was when the run began.
-
-    Raises ``TTraceError`` when it is relative, and the script has changed to another folder.
-    """
-    if _folder and not directory.is_absolute() and (here := Path.cwd()) != _folder[0]:
-        raise TTraceError(
-            f"the script changed its working directory to {here}: "
-            f"add --ttrace-dir {_folder[0] / directory}"
-        )
+def shown(path: Path) -> Path:
+    """A path as it is named in the folder in which the run began, if it is in there."""
+    inside = _folder and path.is_relative_to(_folder[0])
+    return path.relative_to(_folder[0]) if inside else path
 
 
 def megatron() -> Code:
@@ -164,6 +158,20 @@ def numeric_environment(read: Collection[str] = ()) -> dict[str, str]:
     return {
         name: str(disclosure.identity(value, allowed=shown[name] != disclosure.HIDDEN))
         for name, value in chosen.items()
+    }
+
+
+def named(texts: Collection[str]) -> set[str]:
+    """Variables of this run that are named by texts, or whose names begin with one that ends in _.
+
+    As a function is given a name, or a part of it. Not ours.
+    """
+    begin()
+    begins = tuple(text for text in texts if text.endswith("_"))
+    return {
+        name
+        for name in _environment
+        if (name in texts or name.startswith(begins)) and not name.startswith("TTRACE_")
     }
 
 

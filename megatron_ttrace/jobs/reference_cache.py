@@ -38,7 +38,13 @@ def mode() -> int:
     return 0o777 if os.environ.get(SHARED) else owned.PRIVATE_FOLDER
 
 
-def obtain(directory: Path, name: str, make: Make, patience: float) -> str:
+def place() -> Path | None:
+    """Where the user wants a cache of references, if anywhere."""
+    cache = os.environ.get("TTRACE_CACHE")
+    return Path(cache).absolute() if cache else None
+
+
+def obtain(directory: Path, cache: Path | None, name: str, make: Make, patience: float) -> str:
     """Find the reference with fingerprint ``name``, in the cache if there is one, or make it.
 
     A run looks for it in ``directory``, a link if it is in the cache. Another run that is making
@@ -48,14 +54,13 @@ def obtain(directory: Path, name: str, make: Make, patience: float) -> str:
     Returns:
         The checksum of its ``meta.json``, which was verified with all its files.
     """
-    cache = os.environ.get("TTRACE_CACHE")
     checksum = None
-    if cache and (why := distrusted(Path(cache), name)):
+    if cache and (why := distrusted(cache, name)):
         say(f"notice: the cache is not used: {why}, or set {SHARED}=1 to trust all who can")
     elif cache:
-        checksum = _obtain(Path(cache) / name, name, make, patience, mode())
+        checksum = _obtain(cache / name, name, make, patience, mode())
     if cache and checksum is not None:
-        _link(directory, Path(cache) / name)
+        _link(directory, cache / name)
     else:
         checksum = _obtain(directory, name, make, patience)
     if checksum is None:
@@ -138,7 +143,9 @@ def _look(home: Path, name: str, *, is_new: bool = False) -> tuple[str, str]:
     if found.fingerprint != name:
         return "", ""
     if not is_new and (module := fingerprint.changed(found.modules)):
-        return "", f"module {module} has changed since"
+        return "", f"module {module}, or a variable that it reads, has changed since"
+    if not is_new and (file := fingerprint.changed_file(found.reads, absent=True)):
+        return "", f"{file}, which it has read, has changed since"
     return str(meta[CHECKSUM]), ""
 
 

@@ -153,9 +153,10 @@ def _run(script: str, arguments: Sequence[str], path: Sequence[str]) -> None:
     sys.argv = [script, *arguments]
     sys.path[:] = path
     if "--ttrace" in arguments:
-        from megatron_ttrace.jobs import argv
+        from megatron_ttrace.jobs import argv, opened
 
         argv.take()
+        opened.watch()
         _enable_on_import()
     file = os.path.abspath(script)
     main = types.ModuleType("__main__")

@@ -2,6 +2,7 @@
 """What source files contain: each version of a file is read once in a process and its forks."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -19,6 +20,8 @@ _READS = (
 _ASKS = re.compile(rb"[\"'](\w+)[\"'] (?:not )?in (?:os\.)?environ\b")
 """The name of one in a condition on whether it is set."""
 _IMPORTS = re.compile(rb"\n *(?:from|import) +(\w+)")
+_TEXTS = re.compile(rb"[\"'](\w{3,})")
+"""Of a text in the code, what may be the name of a variable, or its begin."""
 
 type _Version = tuple[str, int, int, int]
 """Path, inode, bytes and time of its last change."""
@@ -44,16 +47,31 @@ _read: dict[_Version, Content] = {}
 
 def content_of(file: str | Path) -> Content | None:
     """What a file contains; ``None`` if it is none. Raises ``OSError`` where it cannot be read."""
+    version = _version_of(file)
+    if version is not None and version not in _read:
+        _read[version] = _content(Path(file).read_bytes())
+    return None if version is None else _read[version]
+
+
+def texts_of(file: str | Path) -> frozenset[str]:
+    """Texts in a file's code, as far as they may be names of variables; none of what is no file."""
+    version = _version_of(file)
+    return frozenset() if version is None else _texts(version)
+
+
+@functools.cache
+def _texts(version: _Version) -> frozenset[str]:
+    return frozenset(map(bytes.decode, _TEXTS.findall(Path(version[0]).read_bytes())))
+
+
+def _version_of(file: str | Path) -> _Version | None:
     try:
         state = os.stat(file)
     except (OSError, ValueError):
         return None
     if not stat.S_ISREG(state.st_mode):
         return None
-    version = str(file), state.st_ino, state.st_size, state.st_mtime_ns
-    if version not in _read:
-        _read[version] = _content(Path(file).read_bytes())
-    return _read[version]
+    return str(file), state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def _content(text: bytes) -> Content:

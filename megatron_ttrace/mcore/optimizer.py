@@ -11,9 +11,11 @@ host's memory.
 """
 
 import dataclasses
+import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from types import MappingProxyType
+from types import CodeType, MappingProxyType
 from typing import Any
 
 import torch
@@ -50,6 +52,8 @@ MOMENTS: Mapping[str, Mapping[str, Kind]] = MappingProxyType(
 )
 """Running means that torch optimizers keep of each parameter's gradient and of its square, by the
 optimizer's class and by their names in its state."""
+_KNOWN = ("torch.", "apex.", "transformer_engine.", "emerging_optimizers.", "megatron")
+"""Starts of the modules whose classes are what their names say."""
 _STEEP = 1e-3
 """Where the argument of a sign is below this, the step counts in proportion: a tenth of the start
 values of moments (run/start/moments.py)."""
@@ -166,12 +170,44 @@ class Owned:
 def family(inner: torch.optim.Optimizer) -> str:
     """The name of a torch optimizer's class, or of a base in :data:`MOMENTS` that makes its state.
 
-    Which is torch's way (``_init_group``): what a class makes for itself is not known.
+    Which is torch's way (``_init_group``): what a class makes for itself is not known, and has no
+    moments, whatever the class is called.
     """
-    makes = getattr(type(inner), "_init_group", None)
-    bases = (base for base in type(inner).__mro__ if base.__name__ in MOMENTS)
-    known = (base.__name__ for base in bases if getattr(base, "_init_group", None) is makes)
-    return next(known, type(inner).__name__)
+    kind: Any = type(inner)
+    return _family(kind)
+
+
+@functools.cache
+def _family(kind: type) -> str:
+    makes = getattr(kind, "_init_group", None)
+    steps = next((base for base in kind.__mro__ if "step" in vars(base)), kind)
+    for base in kind.__mro__:
+        moments = MOMENTS.get(base.__name__)
+        if moments is None or getattr(base, "_init_group", None) is not makes:
+            continue
+        if base.__module__.startswith(_KNOWN):
+            # A step of somebody's own may call this one's, or use the same state.
+            if issubclass(base, steps) or _words(steps) & {"super", "_init_group", *moments}:
+                return base.__name__
+        elif _words(*kind.__mro__[:-1]) >= moments.keys():
+            return base.__name__
+    return kind.__name__ if kind.__name__ not in MOMENTS else f"{kind.__module__}.{kind.__name__}"
+
+
+def _words(*classes: type) -> set[str]:
+    """Names and texts in the code of the functions of classes, but for what makes objects."""
+    codes = [
+        code
+        for one in classes
+        for name, value in vars(one).items()
+        if (code := getattr(inspect.unwrap(value), "__code__", None)) and name != "__init__"
+    ]
+    words: set[str] = set()
+    while codes:
+        code = codes.pop()
+        words |= {*code.co_names, *(value for value in code.co_consts if isinstance(value, str))}
+        codes += [value for value in code.co_consts if isinstance(value, CodeType)]
+    return words
 
 
 def unknown(optimizer: Any) -> list[str]:

@@ -61,6 +61,11 @@ def _say(notice: str) -> None:
         say(f"{NOTICE}{notice}")
 
 
+def placed(settings: Settings) -> Settings:
+    """Settings with the directory that was meant when the run began."""
+    return dataclasses.replace(settings, directory=provenance.placed(settings.directory))
+
+
 class CandidateSession:
     """Checks the run that it is part of; after :meth:`begin` it has ``rehearsal`` and ``model``."""
 
@@ -75,9 +80,8 @@ class CandidateSession:
         executed: ExecutedTap,
         calls: CallTap,
     ) -> None:
-        settings = dataclasses.replace(settings, directory=provenance.placed(settings.directory))
         self.args = args
-        self.settings = settings
+        self.settings = settings = placed(settings)
         self.ranks = ranks
         self.budget = Budget(settings.memory_mb << 20)
         self.traced = {block[0]: block for block in settings.blocks()}  # by their first step
@@ -125,7 +129,7 @@ class CandidateSession:
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
     ) -> None:
         """Hand the state of a run that starts from a checkpoint to the reference first."""
-        provenance.require_place(self.settings.directory)
+        self.settings = placed(self.settings)
         requirements.require_built(self.args, self.settings)
         self.rehearsal = Rehearsal(
             chunks,
@@ -175,6 +179,7 @@ class CandidateSession:
 
     def before_step(self, step: int, run: Callable[[], Any], iterator: DataIterator) -> int | None:
         """Rehearse the block of traced iterations that starts with this step."""
+        self.settings = placed(self.settings)
         if step == 1:
             self._initial = as_training_begins(self.model, self.args, self._initial)
         iterations = self.traced[step]

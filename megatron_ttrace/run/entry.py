@@ -20,7 +20,7 @@ from typing import Any
 from megatron_ttrace import cpu
 from megatron_ttrace.cpu import helpers_cpp
 from megatron_ttrace.cpu.stand_in import replace_everywhere
-from megatron_ttrace.jobs import argv, failures, inputs, provenance, script
+from megatron_ttrace.jobs import argv, failures, inputs, opened, provenance, script
 from megatron_ttrace.jobs.settings import Early, Settings, add_arguments, settings_of, split
 from megatron_ttrace.jobs.shrink import bridge as small
 from megatron_ttrace.mcore import fronts
@@ -44,6 +44,7 @@ def enable() -> None:
         return
     _enabled = True
     argv.remember()
+    opened.watch()
     activate()
     with exits_on_user_error(unexpected=_is_checked()):
         if _is_checked():

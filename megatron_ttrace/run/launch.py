@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from megatron_ttrace import cpu
 from megatron_ttrace.compare.sharding import Divided
-from megatron_ttrace.jobs import argv, fingerprint, reference_cache
+from megatron_ttrace.jobs import argv, fingerprint, provenance, reference_cache
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.processes import forkserver, ranks
 from megatron_ttrace.jobs.processes.child import environment_of, run_subprocess
@@ -27,7 +27,7 @@ from megatron_ttrace.jobs.processes.logs import (
     reason_of,
     record_of,
 )
-from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo, say
+from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, Echo, print_to, say
 from megatron_ttrace.jobs.processes.waiting import OutOfTimeError
 from megatron_ttrace.jobs.reference_arguments import overrides_of
 from megatron_ttrace.jobs.reference_layout import Layout
@@ -89,9 +89,9 @@ class Origin:
 
     @classmethod
     def now(cls, settings: Settings) -> Self:
-        """As words and variables are at this moment."""
-        words = [*_program(), *argv.words(), *shlex.split(settings.reference_args)]
-        return cls((*words, "--ttrace-role", "reference"), dict(os.environ))
+        """As variables are at this moment; words as the script was given them."""
+        words = [*argv.given(), *argv.ours(), *shlex.split(settings.reference_args)]
+        return cls((*_program(), *words, "--ttrace-role", "reference"), dict(os.environ))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,9 +105,10 @@ class Wanted:
         identity: of the candidate's job.
         overrides: Megatron's arguments that the reference takes over.
         experts: whether the model has experts.
-        settings: the candidate's.
+        settings: the candidate's; its directory holds wherever the script goes meanwhile.
         started: its start if it was loaded from a checkpoint.
         origin: what starts the reference.
+        cache: of references, if there is one.
     """
 
     identity: dict[str, Any]
@@ -116,6 +117,7 @@ class Wanted:
     settings: Settings
     started: Started | None
     origin: Origin
+    cache: Path | None = None
 
 
 def order(
@@ -131,19 +133,23 @@ def order(
         verified with all its files; or raises ``TTraceError``, when the user's reference does not
         fit or is damaged, or making one failed.
     """
+    apart = is_apart(settings)
+    place = settings.directory.absolute() if apart else settings.directory
     wanted = Wanted(
         identity=fingerprint.identity(args, settings),
         overrides=overrides_of(args),
         experts=bool(args.num_experts),
-        settings=settings,
+        settings=dataclasses.replace(settings, directory=place),
         started=started,
         origin=Origin.now(settings),
+        cache=reference_cache.place(),
     )
-    ensure = functools.partial(_ensure, wanted)
-    if not is_apart(settings):
+    ensure, log = functools.partial(_ensure, wanted), sys.stdout
+    if not apart:
         return ensure
 
-    def apart() -> tuple[str, str]:
+    def ensure_apart() -> tuple[str, str]:
+        print_to(log)
         try:
             return ensure()
         except Exception as error:
@@ -153,7 +159,10 @@ def order(
             raise
 
     # Nothing waits for its thread: ranks that are forks end without an interpreter's shutdown.
-    return ThreadPoolExecutor(1, "reference").submit(apart).result
+    try:
+        return ThreadPoolExecutor(1, "reference").submit(ensure_apart).result
+    except RuntimeError:  # a limit leaves no room for a thread
+        return ensure
 
 
 def is_apart(settings: Settings) -> bool:
@@ -188,7 +197,9 @@ def _ensure(wanted: Wanted) -> tuple[str, str]:
             if not (settings.allow_other_megatron and name.startswith("megatron."))
         }
         if module := fingerprint.changed(modules):
-            differences.append(f"module {module} is different here")
+            differences.append(f"module {module}, or a variable that it reads, is different here")
+        if file := fingerprint.changed_file(meta.reads, absent=False):
+            differences.append(f"{file} is different here")
         if differences:
             raise TTraceError(
                 f"--ttrace-reference {settings.reference} has a different configuration: "
@@ -200,7 +211,7 @@ def _ensure(wanted: Wanted) -> tuple[str, str]:
     directory = settings.directory / "reference"
     name = fingerprint.digest(identity)
     checksum = reference_cache.obtain(
-        directory, name, lambda aside: _make(aside, name, wanted), settings.timeout
+        directory, wanted.cache, name, lambda aside: _make(aside, name, wanted), settings.timeout
     )
     _say_next(meta_as(ReferenceMeta, directory, read_meta(directory)))
     return str(directory), checksum
@@ -229,7 +240,7 @@ def _make(home: Path, name: str, wanted: Wanted) -> None:
         layout=layout,
         divided=divided,
     )
-    say(f"making the reference on {where} (log: {log})")
+    say(f"making the reference on {where} (log: {provenance.shown(log)})")
     began = time.monotonic()
     _run(order, wanted.origin, log, settings.timeout)
     say(f"reference made in {time.monotonic() - began:.1f} s")
@@ -289,12 +300,14 @@ def _run(order: Order, origin: Origin, log: Path, timeout: float) -> None:
         code, log = _run_ranks(command, origin.environment, logs, timeout)
         if code == 0 or not port_was_taken(log):
             break
+    shown = provenance.shown(log)
     if code != 0:
         if reason := reason_of(log) if code > 0 else "":
-            raise TTraceError(f"the reference run failed: {reason} (log: {log})")
-        raise TTraceError(f"the reference run {how_it_ended(code)}; {last_lines(log)}")
+            raise TTraceError(f"the reference run failed: {reason} (log: {shown})")
+        lines = last_lines(log).replace(str(log), str(shown))
+        raise TTraceError(f"the reference run {how_it_ended(code)}; {lines}")
     if not (home / META).exists():
-        raise TTraceError(f"the reference run ended without a complete trace; see {log}")
+        raise TTraceError(f"the reference run ended without a complete trace; see {shown}")
 
 
 def _run_ranks(
@@ -313,7 +326,9 @@ def _run_ranks(
     rank = 0
     if forkserver.available():
         owned.make(logs[0].parent, owned.PRIVATE_FOLDER)
-        code, rank = forkserver.request_ranks(command, processes, timeout)
+        # The parent is in the folder in which the run began, and names logs as its user does.
+        named = [(variables, provenance.shown(log)) for variables, log in processes]
+        code, rank = forkserver.request_ranks(command, named, timeout)
     elif len(logs) == 1:
         code = run_subprocess(command, *processes[0], timeout)
     else:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ttrace.capture.calls import CallTap
 from megatron_ttrace.capture.executed import ExecutedTap
-from megatron_ttrace.jobs import edited
+from megatron_ttrace.jobs import edited, provenance
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import fronts, quiet
 from megatron_ttrace.run.agreement import EndError, GivenUpError, Ranks, say_end
@@ -156,7 +156,7 @@ class Watch:
 
         ranks = self._ranks
         if ranks.size > 1:
-            logs = self._settings.directory / "logs"
+            logs = provenance.placed(self._settings.directory).absolute() / "logs"
             self._watchdog = Watchdog(logs, ranks.rank, ranks.size, ends_check=ends_check)
 
     def _begin(self, session: Session | StateSession, *built: Any) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ttrace.jobs import argv
+from megatron_ttrace.jobs import argv, provenance
 from megatron_ttrace.jobs.settings import CHECK, split
 from megatron_ttrace.trace import shared
 from megatron_ttrace.trace.errors import TTraceError
@@ -81,7 +81,7 @@ def step[T](
         _require(optimizer)
         batches = [own.flat(batch) for batch in batches]
         if settings.role == "reference":
-            batches = _read(settings.directory / shared.BATCHES, batches)
+            batches = _read(provenance.placed(settings.directory) / shared.BATCHES, batches)
         fronts.use(own.OwnLoop(chunks, optimizer, batches, options))
         watch = Watch(settings)
         watch.building()

@@ -160,6 +160,9 @@ class ReferenceSession:
             fingerprint=self._order.fingerprint,
             identity=self._order.identity,
             modules=fingerprint.imported(),
+            reads=fingerprint.opened_files(
+                self.args, (self.settings.directory, self._directory.parent)
+            ),
             microbatches=microbatches * self.model.mesh.size("dp"),
             loss_scales=self._loss_scales,
             counted=tuple(counted.encode(counts)),
@@ -260,7 +263,8 @@ class ReferenceSession:
             self._seconds += took
             replays = self.settings.seeds
             times = replays or f"{tolerance.FEWEST_REPLAYS} to {tolerance.MOST_REPLAYS}"
-            _say(f"traced in {took:.1f} s; replaying {block.text} perturbed, {times} times")
+            often = "once" if times == 1 else f"{times} times"
+            _say(f"traced in {took:.1f} s; replaying {block.text} perturbed, {often}")
             return self._replayed(block, again)
 
     def _begin_block(self, block: Block) -> None:

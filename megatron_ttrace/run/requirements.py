@@ -236,7 +236,7 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
     version = versions.unreleased(versions.megatron_core_version())
     if version and not provenance.megatron().commit.startswith(versions.MAIN_COMMIT):
         notices.append(version)
-    words = argv.theirs() if fronts.current().has_flags else []
+    words = [*argv.given(), *argv.theirs()] if fronts.current().has_flags else []
     flags = dict.fromkeys(word.partition("=")[0] for word in words if re.match("--[a-z]", word))
     unknown = [
         flag for flag in flags if not flag.startswith("--ttrace") and not decisions.option_of(flag)

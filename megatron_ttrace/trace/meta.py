@@ -34,6 +34,7 @@ class ReferenceMeta(Record):
         fingerprint: digest of ``identity``.
         identity: the arguments, data and versions that decide which runs it fits.
         modules: digest and file of the modules beside the script that were imported in the end.
+        reads: digest, or size and time, of other files that it read.
         counted: what went into norms, counts and updates (``trace/counted.py``).
         logs: whether Megatron's log was found, and with it what it prints.
         layout: of a reference on several ranks.
@@ -48,6 +49,7 @@ class ReferenceMeta(Record):
     fingerprint: str = ""
     identity: dict[str, Any] = dataclasses.field(default_factory=dict)
     modules: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    reads: dict[str, str] = dataclasses.field(default_factory=dict)
     microbatches: Count = 1
     loss_scales: dict[str, float] = dataclasses.field(default_factory=dict)
     counted: tuple[Any, ...] = ()

@@ -360,6 +360,14 @@ def layer_wise_norm():
     common_utils._get_param_data = main_weight
 
 
+@FIXES["precise-norm"].append
+def precise_norm():
+    """Take the model's weights: the main ones are in the optimizer's kernel."""
+    from megatron.training.utils import common_utils
+
+    common_utils._get_param_data = lambda param, *_: (param.data.float(), False)
+
+
 @fix("transformer.moe.router:TopKRouter.get_aux_loss_coeff")
 def global_loss(coefficient, self, kind):
     """Data parallelism averages gradients: each rank's share of a sum has to be that much more."""

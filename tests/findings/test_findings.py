@@ -130,6 +130,12 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
             "--bf16 --use-distributed-optimizer --optimizer muon --log-params-norm",
         ),
         (
+            "precise-norm",
+            f"{TE} --bf16 --use-distributed-optimizer --use-precision-aware-optimizer "
+            "--log-params-norm --optimizer-cpu-offload --optimizer-offload-fraction 1 "
+            "--fp8-format hybrid --fp8-recipe tensorwise",
+        ),
+        (
             "standalone-mtp",
             f"--transformer-impl local --position-embedding-type rope --mtp-num-layers 1 {EXPERTS} "
             "--moe-layer-freq 2 --pipeline-model-parallel-size 2 "

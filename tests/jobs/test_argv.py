@@ -31,6 +31,7 @@ def test_words_are_separated(groups):
 def command_line(monkeypatch):
     monkeypatch.setattr(argv, "_taken", [])
     monkeypatch.setattr(argv, "_script", [])
+    monkeypatch.setattr(argv, "_given", [])
     monkeypatch.setattr(sys, "argv", ["train.py", "--ttrace-seeds", "2", "--lr", "1", "--ttrace"])
 
 
@@ -50,6 +51,21 @@ def test_a_script_that_runs_another_one_after_enabling():
     sys.argv[0] = "inner.py"
     argv.remember()
     assert argv.script() == "train.py"
+
+
+@pytest.mark.usefixtures("command_line")
+def test_words_that_a_script_takes_for_itself(monkeypatch):
+    """A reference run is started with all; those that Megatron's parser gets are no others."""
+    words = ["--scale", "2", "--lr", "2", "--fast"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words, "--ttrace"])
+    argv.remember()
+    assert argv.kept() == []
+    sys.argv[1:] = ["--lr", "2"]
+    assert argv.kept() == ["--fast", "2", "--scale"]
+    sys.argv = ["inner.py", "--bf16"]
+    assert argv.given() == words
+    assert len(argv.kept()) == len(words)
+    assert argv.ours() == ["--ttrace"]
 
 
 @pytest.mark.usefixtures("command_line")

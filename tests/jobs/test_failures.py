@@ -106,6 +106,7 @@ def test_a_known_fault(
             "IndexError",
         ),
         ("checkout/pretrain_gpt.py", "get_batch", "TypeError"),
+        ("megatron/core/transformer/attention.py", "clip_qk", "RuntimeError"),
     ],
 )
 def test_a_crash_that_arguments_do_not_refuse(
@@ -113,7 +114,7 @@ def test_a_crash_that_arguments_do_not_refuse(
 ) -> None:
     """Of Megatron's, or of its script in any folder."""
     state = types.ModuleType("megatron.training.global_vars")
-    options = {"context_parallel_size": 2, "dataloader_inter_document_masking": True}
+    options = {"context_parallel_size": 2, "dataloader_inter_document_masking": True, "qk_clip": 1}
     state._GLOBAL_ARGS = types.SimpleNamespace(**options)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", state)
     code = f"def {function}():\n    raise {kind}('any words')\n"

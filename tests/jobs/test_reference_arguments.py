@@ -273,6 +273,30 @@ def test_modules_that_functions_import(tmp_path, monkeypatch):
     assert not fingerprint.changed(modules)
 
 
+def test_words_that_megatrons_parser_does_not_see(tmp_path, monkeypatch):
+    """They count, with the files that they name."""
+    config = tmp_path / "run.yaml"
+    known = {digest()}
+    for words in (["--scale", "2"], ["--scale", "3"], [f"--config={config}"], [str(config)]):
+        for text in ("a", "b"):
+            config.write_text(text)
+            monkeypatch.setattr(fingerprint.argv, "kept", lambda words=words: words)
+            known.add(digest())
+    assert len(known) == 1 + 2 + 2 * 2
+
+
+def test_variables_by_names_that_are_put_together(tmp_path, monkeypatch):
+    """As by a function that is given the name, or a part of it."""
+    script = tmp_path / "train.py"
+    script.write_text('size = number("MY_SIZE") + int(environ["LOSS_" + name])\n')
+    known = set()
+    for name, value in [("OTHER", "1"), ("MY_SIZE", "1"), ("MY_SIZE", "2"), ("LOSS_WEIGHT", "2")]:
+        with monkeypatch.context() as other:
+            other.setitem(provenance._environment, name, value)
+            known.add(digest())
+    assert len(known) == 4
+
+
 @pytest.mark.parametrize(
     ("home", "counts"),
     [("fork", True), ("env/site-packages", False), ("cache", False)],

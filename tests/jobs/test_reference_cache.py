@@ -74,7 +74,23 @@ def test_changed_modules_that_functions_import(
     monkeypatch.setattr(reference_cache.fingerprint, "changed", lambda modules: "late")
     assert obtain(home, make)
     assert make.made == 2
-    assert "cannot be used: module late has changed since" in capsys.readouterr().out
+    assert (
+        "cannot be used: module late, or a variable that it reads, has" in capsys.readouterr().out
+    )
+
+
+def test_changed_files_that_it_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a configuration that no option names."""
+    make, home = Maker(), tmp_path / NAME
+    obtain(home, make)
+    monkeypatch.setattr(
+        reference_cache.fingerprint, "changed_file", lambda files, absent: "conf.json"
+    )
+    assert obtain(home, make)
+    assert make.made == 2
+    assert "cannot be used: conf.json, which it has read, has changed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["meta.json", DATA, "rank-00000.index.jsonl"])
@@ -286,10 +302,10 @@ def test_a_distrusted_cache_is_left_alone(
     make, home = Maker(), tmp_path / "out" / "reference"
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
-    reference_cache.obtain(home, NAME, make, 5.0)
+    reference_cache.obtain(home, reference_cache.place(), NAME, make, 5.0)
     assert not home.is_symlink()
     assert "notice: the cache is not used: others can write to" in capsys.readouterr().out
     (tmp_path / "cache").chmod(0o700)
-    reference_cache.obtain(home, NAME, make, 5.0)
+    reference_cache.obtain(home, reference_cache.place(), NAME, make, 5.0)
     assert home.is_symlink()
     assert make.made == 2

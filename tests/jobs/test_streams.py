@@ -112,7 +112,6 @@ HINT = "(set TTRACE_DEBUG=1 for the traceback)"
     ("body", "line"),
     [
         ("1 / 0", f"internal error: ZeroDivisionError: division by zero {HINT}"),
-        ("raise MemoryError", f"internal error: MemoryError {HINT}"),
         (
             "raise PermissionError(1, 'kill')",
             f"internal error: PermissionError: [Errno 1] kill {HINT}",
@@ -120,7 +119,11 @@ HINT = "(set TTRACE_DEBUG=1 for the traceback)"
         ("sys.exit(1)", f"internal error: SystemExit: 1 {HINT}"),
         ("sys.exit(0)", f"internal error: SystemExit: 0 {HINT}"),
         ("raise ValueError('\x1b[31mred')", f"internal error: ValueError: \\x1b[31mred {HINT}"),
-        # A full disk is not called an internal error.
+        # Neither a full disk nor a full memory is called an internal error.
+        (
+            "raise MemoryError",
+            "no memory is left: is there a limit (ulimit -v, a container's)?",
+        ),
         ("raise OSError(28, 'x', 'logs')", "logs cannot be used (No space left on device)"),
         ("raise OSError(28, 'x')", "a file cannot be used (No space left on device)"),
         ("raise PermissionError(13, 'x', 'a')", "a cannot be used (Permission denied)"),

@@ -337,10 +337,18 @@ def test_the_loss_scale_is_restored():
     assert (scaler._scale.tolist(), scaler._growth_tracker) == ([8.0], 5)
 
 
+class Lion(torch.optim.SGD):
+    """With the state of such an optimizer."""
+
+    def means(self):
+        """Of all gradients."""
+        return [state["exp_avg"] for state in self.state.values()]
+
+
 def owned_by_lion(moment: torch.Tensor | None) -> Owned:
     """A parameter that emerging_optimizers' Lion steps."""
     weight = nn.Parameter(torch.ones(3))
-    lion = type("Lion", (torch.optim.SGD,), {})([weight])
+    lion = Lion([weight], lr=1e-3)
     group = {"betas": (0.9, 0.99)}
     if moment is not None:
         lion.state[weight] = {"exp_avg": moment}
@@ -374,12 +382,47 @@ class OfItsOwn(torch.optim.AdamW):
         """Makes none."""
 
 
+class Corrects(torch.optim.AdamW):
+    """A user's, which changes what its base has done."""
+
+    def step(self, closure=None):
+        """As its base."""
+        return super().step(closure)
+
+
+class Steps(torch.optim.AdamW):
+    """A user's, which has only its groups from its base."""
+
+    def __init__(self, params):
+        """With defaults."""
+        super().__init__(params)
+
+    def step(self, closure=None):
+        """In its own way."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("m", torch.zeros_like(parameter))
+
+
+class Adam(torch.optim.Optimizer):
+    """A user's of this name."""
+
+    def __init__(self, params):
+        """With defaults."""
+        super().__init__(params, {})
+
+    step = Steps.step
+
+
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [
         (torch.optim.AdamW, "AdamW"),
         (Derived, "AdamW"),
         (OfItsOwn, "OfItsOwn"),
+        (Corrects, "AdamW"),
+        (Steps, "Steps"),
+        (Adam, f"{__name__}.Adam"),
         (torch.optim.RMSprop, "RMSprop"),
     ],
 )

@@ -2,9 +2,12 @@
 """Reference runs: their orders, their ranks, their errors."""
 
 import argparse
+import contextlib
+import io
 import json
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -77,12 +80,14 @@ def test_an_order(monkeypatch: pytest.MonkeyPatch, is_apart: bool) -> None:
     found = launch.order(cast(Any, args), Settings(), None)
     assert begun.wait(10 if is_apart else 0) == is_apart
     args.num_experts = 0
+    monkeypatch.chdir("/")
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.delenv("ACTIVATION")
     assert found() == ("reference", "7")
     [(wanted, thread)] = carried_out
     assert (wanted.identity, wanted.overrides) == ({}, {"num_experts": 8})
     assert wanted.experts
+    assert wanted.settings.directory.is_absolute() == is_apart
     origin = wanted.origin
     assert origin.command[-3:] == ("--bf16", "--ttrace-role", "reference")
     assert origin.environment["ACTIVATION"] == "gelu"
@@ -92,20 +97,42 @@ def test_an_order(monkeypatch: pytest.MonkeyPatch, is_apart: bool) -> None:
 def test_an_order_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says why while the ranks still build their models; that is the answer, too."""
+    """It says why while the ranks still build their models, whose output a script may redirect."""
 
     def ensure(*_: object, **__: object) -> tuple[str, str]:
+        while sys.stdout is out:
+            time.sleep(0.01)
         raise TTraceError("the reference run was killed; its last lines:\n  no memory")
 
     monkeypatch.setattr(launch, "_ensure", ensure)
     monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: {})
     monkeypatch.setattr(launch, "overrides_of", lambda _: {})
     monkeypatch.setattr(launch, "is_apart", lambda _: True)
+    out = sys.stdout
     found = launch.order(cast(Any, argparse.Namespace(num_experts=0)), Settings(), None)
-    with pytest.raises(TTraceError, match="its last lines:\n  no memory"):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as captured,
+        pytest.raises(TTraceError, match="its last lines:\n  no memory"),
+    ):
         found()
-    said = "ttrace: the reference run was killed: the check ends when the ranks have built"
+    said = "\nttrace: the reference run was killed: the check ends when the ranks have built"
     assert capsys.readouterr().out.startswith(said)
+    assert not captured.getvalue()
+
+
+def test_an_order_without_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is carried out when asked."""
+
+    def start(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(launch, "_ensure", lambda _: ("reference", "7"))
+    monkeypatch.setattr(launch.fingerprint, "identity", lambda *_: {})
+    monkeypatch.setattr(launch, "overrides_of", lambda _: {})
+    monkeypatch.setattr(launch, "is_apart", lambda _: True)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    found = launch.order(cast(Any, argparse.Namespace(num_experts=0)), Settings(), None)
+    assert found() == ("reference", "7")
 
 
 def test_a_given_reference_is_looked_at_first(

@@ -5,6 +5,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.run.candidate import CandidateSession
 from megatron_ttrace.run.loop import Watch
 
@@ -23,7 +24,7 @@ def test_python_state_while_a_check_begins() -> None:
 def test_python_state_after_a_traced_step(monkeypatch: Any) -> None:
     """Numbers that were drawn to read the step's data are not drawn again for the next one."""
     session: Any = CandidateSession.__new__(CandidateSession)
-    session.settings, session.traced = SimpleNamespace(iterations=[3]), {2: [2]}
+    session.settings, session.traced = Settings(iterations=(3,)), {2: [2]}
     iterator = SimpleNamespace(iterable=iter(random.random, None))
     front = SimpleNamespace(microbatches=lambda: 2)
     monkeypatch.setattr("megatron_ttrace.mcore.fronts.current", lambda: front)

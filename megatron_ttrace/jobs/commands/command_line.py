@@ -159,13 +159,16 @@ def is_launcher(word: str) -> bool:
 
 
 def _text(text: str, context: _Context) -> Command | ShellScript | None:
-    """The one command of a text, after assignments.
+    """The one command of a text, after assignments and changes of the folder.
 
     Other commands are refused, and parts that only a shell could evaluate.
     """
     command = None
     for statement in shell_text.statements(text):
         words = shell_text.words(statement, {**context.inherited, **context.environment})
+        if words[0] == "cd" and command is None:
+            context = dataclasses.replace(context, folder=_changed(context.folder, words[1:]))
+            continue
         before = words
         while before and (before[0] == "export" or _ASSIGNMENT.fullmatch(before[0])):
             before = before[1:]

@@ -185,9 +185,8 @@ def preload(
                 importlib.import_module(name)
             from megatron_ttrace.jobs import fingerprint
 
-            # Forks then know what all these files contain, and where modules are.
             learn()
-            fingerprint.code(script)
+            fingerprint.remember(script)
         from megatron_ttrace.mcore import imported
 
         imported.remember()

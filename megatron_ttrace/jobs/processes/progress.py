@@ -6,7 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
+from typing import TextIO
 
 from megatron_ttrace.trace.sanitise import NOTE_LIMIT, clean
 
@@ -21,9 +23,22 @@ OF_REFERENCE = "reference: "
 """What lines of a reference run about its progress start with, after our name."""
 
 
+_log: ContextVar[TextIO | None] = ContextVar("log", default=None)
+
+
 def say(line: str) -> None:
     """Print one of our lines to a rank's log, from which :class:`Echo` repeats it."""
-    print(f"{_OURS}{line}", flush=True)
+    if (log := _log.get()) is None:
+        print(f"{_OURS}{line}", flush=True)
+        return
+    # The script may be in the middle of a line.
+    log.write(f"\n{_OURS}{line}\n")
+    log.flush()
+
+
+def print_to(log: TextIO) -> None:
+    """Let :func:`say` print to a log, in a thread beside the script, which may redirect output."""
+    _log.set(log)
 
 
 class Progress:

@@ -96,6 +96,8 @@ def prime(
                 inner.set_scaled_state(part.key, name, moment)
             else:
                 state[name] = moment
+        if part.group.get("amsgrad"):  # as torch's Adam makes it with the others
+            state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
         if family(part.inner) == "SOAP":
             _prime_bases(part, state)
         set_step(part, part.key, STEP)

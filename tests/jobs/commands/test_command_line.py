@@ -109,7 +109,7 @@ def test_every_line_of_a_text(lines):
 @pytest.mark.parametrize(
     "text",
     [
-        "cd /x; python x.py -a",
+        "python x.py -a; cd /x",
         "python x.py -a | tee log",
         "python x.py -a\n0.5 data",
         "( python x.py -a )",
@@ -318,6 +318,7 @@ def test_variables_of_a_shell_within(text, environment, unset):
         # Where ``cd`` leads, if not only a shell knows that.
         (["bash", "-c", "cd /m && cd -P n; python x.py"], Command("x.py", (), folder="/m/n")),
         (["bash", "-c", "cd /m || exit 1\npython x.py"], Command("x.py", (), folder="/m")),
+        (["cd /m && cd n\n A=1 python x.py"], Command("x.py", (), {"A": "1"}, folder="/m/n")),
         (["bash", "-c", "cd $(git rev-parse --show-cdup); python x.py"], Command("x.py", ())),
     ],
 )

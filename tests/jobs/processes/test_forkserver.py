@@ -198,13 +198,18 @@ forkserver.preload(Path(sys.argv[1], "train.py"), on_cpu=False)
 print("megatron.training.training" in sys.modules, forkserver.is_gpu_unused())
 print("PYTORCH_NVML_BASED_CUDA_CHECK" in os.environ)
 from megatron_ttrace import cpu
-print(cpu.active())
+from megatron_ttrace.jobs import provenance
+print(cpu.active(), bool(provenance._folder))
 """
 
 
 def test_imports_without_the_cpu_backend(tmp_path):
-    """For ranks on GPUs: nothing of the GPU's driver is used, and no variable is left behind."""
-    assert in_fresh_process(tmp_path, GPU).split() == ["True", "True", "False", "False"]
+    """For ranks on GPUs: nothing of the GPU's driver is used, and no variable is left behind.
+
+    Nor has a run begun: each rank's has a folder and variables of its own.
+    """
+    said = in_fresh_process(tmp_path, GPU).split()
+    assert said == ["True", "True", "False", "False", "False"]
 
 
 READING = """

@@ -76,6 +76,10 @@ def test_powers_of_two():
     ("optimizer", "names"),
     [
         (torch.optim.AdamW, {"exp_avg", "exp_avg_sq", "step"}),
+        (
+            partial(torch.optim.AdamW, amsgrad=True),
+            {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"},
+        ),
         (partial(torch.optim.SGD, momentum=0.9), {"momentum_buffer"}),
         (Lion, {"exp_avg"}),
         (TensorParallelMuon, {"momentum_buffer"}),
