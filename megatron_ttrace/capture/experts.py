@@ -202,12 +202,16 @@ def _reraise(error: Exception) -> None:
 class Replay:
     """In the place of Megatron's ``RouterReplay``: the reference's choice, where it has one.
 
-    ``chosen``: what the router chose, if it is known before it asks.
+    ``chosen``: what the router chose, if it is known before it asks; ``own``: the job's replay, if
+    it has one, which chooses.
     """
 
-    def __init__(self, followed: Followed, chosen: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, followed: Followed, chosen: torch.Tensor | None = None, own: Any = None
+    ) -> None:
         self._followed = followed
         self._chosen = chosen
+        self._own = own
         self._instead: torch.Tensor | None = None
 
     @property
@@ -228,8 +232,11 @@ class Replay:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The scores and experts of each token, as Megatron's router asks for them."""
         if (chosen := self._chosen) is None:
-            assert default_compute_topk is not None
-            values, chosen = default_compute_topk(scores, topk, num_groups, group_topk)
+            choose = default_compute_topk
+            if self._own is not None:
+                choose = functools.partial(self._own.get_replay_topk, default_compute_topk=choose)
+            assert choose is not None
+            values, chosen = choose(scores, topk, num_groups, group_topk)
         else:
             values = scores.gather(1, chosen)
         groups = Groups(num_groups, group_topk) if num_groups and group_topk else None
@@ -240,32 +247,17 @@ class Replay:
 
 
 class RouterTap(Replay):
-    """On the ``router_replay`` of one router; the job's own, if any, still chooses."""
+    """On the ``router_replay`` of one router."""
 
     def __init__(self, router: Any, followed: Followed) -> None:
         """Attach to Megatron's ``TopKRouter``."""
-        super().__init__(followed)
+        super().__init__(followed, own=router.router_replay)
         self._router = router
-        self._before = router.router_replay
         router.router_replay = self
-
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :class:`Replay`, of what the job replays, or would choose."""
-        choose = default_compute_topk
-        if self._before is not None:
-            choose = functools.partial(self._before.get_replay_topk, default_compute_topk=choose)
-        return super().get_replay_topk(scores, topk, num_groups, group_topk, choose)
 
     def remove(self) -> None:
         """Detach."""
-        self._router.router_replay = self._before
+        self._router.router_replay = self._own
 
 
 def dsa_of(module: Any) -> ModuleType | None:
