@@ -38,9 +38,8 @@ def skip_compilation(*, where_impossible: bool = False) -> bool:
             return False
         _put_in_place()
     utils: Any = importlib.import_module("megatron.core.datasets.utils")
-    if utils.compile_helpers is not _compile_nothing:
-        # Megatron-Bridge imports it by name.
-        replace_everywhere("compile_helpers", utils.compile_helpers, _compile_nothing)
+    # Megatron-Bridge imports it by name.
+    replace_everywhere("compile_helpers", utils.compile_helpers, _compile_nothing)
     return True
 
 

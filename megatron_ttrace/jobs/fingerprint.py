@@ -138,13 +138,6 @@ def code(script: Path, variables: set[str] | None = None) -> dict[str, str]:
     }
 
 
-def remember(script: Path) -> None:
-    """Read what :func:`code` needs, once for all forks of this process, in which no run begins."""
-    _beside(script)
-    for folder in (_OWN, *map(_folder_of, _packages())):
-        _tree(folder, set())
-
-
 def _packages() -> list[str]:
     return [*dict.fromkeys((*scripts.MEGATRON, *scripts.imported()))]
 
@@ -356,10 +349,7 @@ def _beside(script: Path) -> dict[str, Path]:
 
 @functools.cache
 def _resolved(file: str) -> str:
-    """``os.path.realpath``, as it was when a process, or the one it was forked from, asked first.
-
-    Thousands of modules lie in few folders: only a link needs a look of its own.
-    """
+    """As ``os.path.realpath``: of modules in few folders, only a link needs a look of its own."""
     folder, name = os.path.split(file)
     path = os.path.join(_real(folder), name)
     return os.path.realpath(path) if os.path.islink(path) else path

@@ -94,14 +94,14 @@ def prepare(
     The Megatron is that of ``script``, by default our own ``pretrain_gpt.py``. If ``arguments`` are
     wrong, the ranks say so before they need all modules.
     """
-    script = script or launch_dir() / "pretrain_gpt.py"
     # Nothing needs to be cleaned up yet, and imports swallow Ctrl-C.
-    with signals.abrupt(), forkserver.reading(script) as learn:
+    with signals.abrupt():
         on_cpu = forkserver.needs_cpu(device)
         if not on_cpu and forkserver.imports_use_gpu():
             return False
+        script = script or launch_dir() / "pretrain_gpt.py"
         try:
-            forkserver.preload(script, arguments=arguments, on_cpu=on_cpu, learn=learn)
+            forkserver.preload(script, arguments=arguments, on_cpu=on_cpu)
         except Exception:
             if on_cpu:
                 raise

@@ -4,11 +4,9 @@
 import dataclasses
 import functools
 import hashlib
-import json
 import os
 import re
 import stat
-from collections.abc import Iterable
 from pathlib import Path
 
 # Each begins with a literal: with a choice or a set at its beginning a search is much slower.
@@ -42,15 +40,23 @@ class Content:
     packages: frozenset[str]
 
 
-_read: dict[_Version, Content] = {}
-
-
 def content_of(file: str | Path) -> Content | None:
     """What a file contains; ``None`` if it is none. Raises ``OSError`` where it cannot be read."""
     version = _version_of(file)
-    if version is not None and version not in _read:
-        _read[version] = _content(Path(file).read_bytes())
-    return None if version is None else _read[version]
+    return None if version is None else _content(version)
+
+
+@functools.cache
+def _content(version: _Version) -> Content:
+    text = Path(version[0]).read_bytes()
+    asks = b"in os.environ" in text or b"in environ" in text
+    names = [name for reads in _READS for name in reads.findall(text)]
+    names += _ASKS.findall(text) if asks else []
+    return Content(
+        hashlib.sha256(text).digest(),
+        frozenset(map(bytes.decode, names)),
+        frozenset(map(bytes.decode, _IMPORTS.findall(b"\n" + text))),
+    )
 
 
 def texts_of(file: str | Path) -> frozenset[str]:
@@ -72,33 +78,6 @@ def _version_of(file: str | Path) -> _Version | None:
     if not stat.S_ISREG(state.st_mode):
         return None
     return str(file), state.st_ino, state.st_size, state.st_mtime_ns
-
-
-def _content(text: bytes) -> Content:
-    asks = b"in os.environ" in text or b"in environ" in text
-    names = [name for reads in _READS for name in reads.findall(text)]
-    names += _ASKS.findall(text) if asks else []
-    return Content(
-        hashlib.sha256(text).digest(),
-        frozenset(map(bytes.decode, names)),
-        frozenset(map(bytes.decode, _IMPORTS.findall(b"\n" + text))),
-    )
-
-
-def read(folders: Iterable[Path]) -> bytes:
-    """What all Python files of folders contain, for :func:`know` in another process."""
-    for folder in folders:
-        for file in python_files(folder).values():
-            content_of(file)
-    rows = [(*v, c.sha256.hex(), [*c.variables], [*c.packages]) for v, c in _read.items()]
-    return json.dumps(rows).encode()
-
-
-def know(told: bytes) -> None:
-    """Take over what another process has read. Raises ``ValueError`` if that is incomplete."""
-    for *version, digest, variables, packages in json.loads(told):
-        content = Content(bytes.fromhex(digest), frozenset(variables), frozenset(packages))
-        _read.setdefault((*version,), content)
 
 
 def python_files(folder: Path) -> dict[str, str]:

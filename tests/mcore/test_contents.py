@@ -52,20 +52,6 @@ def test_packages_that_are_imported(tmp_path: Path) -> None:
     assert content.packages == {"a", "d"}
 
 
-def test_what_another_process_has_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.py"
-    file.write_text("import a, os\nos.environ['B']")
-    monkeypatch.setattr(contents, "_read", {})
-    told = contents.read([tmp_path])
-    known = contents.content_of(file)
-    monkeypatch.setattr(contents, "_read", {})
-    contents.know(told)
-    monkeypatch.delattr(Path, "read_bytes")
-    assert contents.content_of(file) == known
-    with pytest.raises(ValueError, match=r"."):
-        contents.know(told[:-1])
-
-
 def test_files_by_their_paths(tmp_path: Path) -> None:
     for name in ("b.py", "a/c.py", "a/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -23,7 +23,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,6 @@ from typing import Any, NoReturn
 from megatron_ttrace.jobs import script as scripts
 from megatron_ttrace.jobs.processes import signals, tether
 from megatron_ttrace.jobs.processes.generated import methods
-from megatron_ttrace.mcore import contents
 from megatron_ttrace.mcore.versions import quiet_imports
 from megatron_ttrace.trace import ends, owned
 from megatron_ttrace.trace.errors import TTraceError
@@ -112,55 +110,14 @@ def _asking_nvml() -> Iterator[None]:
             os.environ[_NVML] = before
 
 
-@contextlib.contextmanager
-def reading(script: Path) -> Iterator[Callable[[], None]]:
-    """In here another process reads the source files of ``script``'s Megatron, and ours.
-
-    Imports leave all cores but one idle. Yields what takes over what it has read; what it has not,
-    because it failed or there are threads, which a fork would not have, is read when it is needed.
-    """
-    if "torch" in sys.modules or threading.active_count() > 1:
-        yield lambda: None
-        return
-    folders = [Path(file).parent for file in scripts.origins(scripts.search_path(script)).values()]
-    source, target = os.pipe()
-    with signals.deferred():
-        child = os.fork()
-        if not child:
-            try:
-                # Else it would wait for itself where nobody reads what it has to say.
-                os.close(source)
-                with os.fdopen(target, "wb") as told:
-                    told.write(contents.read([*folders, Path(__file__).parents[2]]))
-            finally:
-                os._exit(0)
-    os.close(target)
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.waitpid, child, 0)
-        pipe = stack.enter_context(os.fdopen(source, "rb"))
-
-        def learn() -> None:
-            with contextlib.suppress(ValueError):
-                contents.know(pipe.read())
-
-        yield learn
-
-
-def preload(
-    script: Path,
-    *,
-    arguments: Sequence[str] = (),
-    on_cpu: bool = True,
-    learn: Callable[[], None] = lambda: None,
-) -> None:
+def preload(script: Path, *, arguments: Sequence[str] = (), on_cpu: bool = True) -> None:
     """Import what every rank of ``script`` needs into this process, without starting a thread.
 
     If Megatron's parser does not accept the arguments, only what the ranks need until they say so.
-    ``on_cpu``: with the CPU backend. ``learn``: of :func:`reading`.
+    ``on_cpu``: with the CPU backend.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_ttrace import cpu
-    from megatron_ttrace.cpu import helpers_cpp
 
     path = scripts.as_search_path(scripts.search_path(script))
     with path, quiet_imports(), light_imports(), _asking_nvml():
@@ -175,18 +132,10 @@ def preload(
             # A release may lack it, or have it behind a dependency that is not installed.
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        if on_cpu:
-            with contextlib.suppress(ImportError):
-                helpers_cpp.skip_compilation()
         if {"-h", "--help"}.isdisjoint(arguments):
             _leave_out_help_texts()
-        if is_bridge or accepts(arguments):
-            for name in _OURS:
-                importlib.import_module(name)
-            from megatron_ttrace.jobs import fingerprint
-
-            learn()
-            fingerprint.remember(script)
+        for name in _OURS if is_bridge or accepts(arguments) else ():
+            importlib.import_module(name)
         from megatron_ttrace.mcore import imported
 
         imported.remember()

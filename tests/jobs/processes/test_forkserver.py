@@ -212,37 +212,6 @@ def test_imports_without_the_cpu_backend(tmp_path):
     assert said == ["True", "True", "False", "False", "False"]
 
 
-READING = """
-import os, sys
-from pathlib import Path
-from megatron_ttrace.jobs.processes import forkserver
-from megatron_ttrace.mcore import contents
-if "failing" in sys.argv:
-    contents.read = None
-with forkserver.reading(Path(sys.argv[1], "train.py")) as learn:
-    assert "torch" not in sys.modules
-    if "unwanted" not in sys.argv:
-        learn()
-for module in (contents, forkserver):
-    before = len(contents._read)
-    contents.content_of(module.__file__)
-    print(len(contents._read) - before, end=" ")
-try:
-    os.wait()
-except ChildProcessError:
-    print("ended")
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "read"), [("", "0 0 ended"), ("failing", "1 1 ended"), ("unwanted", "1 1 ended")]
-)
-def test_files_that_another_process_reads_meanwhile(tmp_path: Path, how: str, read: str) -> None:
-    """If it fails, or if nobody asks what it has read, they are read later."""
-    (tmp_path / "train.py").touch()
-    assert in_fresh_process(tmp_path, READING, how).strip() == read
-
-
 @pytest.mark.parametrize("initialised", [False, True])
 def test_a_driver_that_an_import_used(monkeypatch, initialised):
     """It answers, which it does not before somebody has initialised it."""
