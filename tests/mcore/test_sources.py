@@ -53,6 +53,7 @@ def test_the_users_code_that_replaces_megatrons(monkeypatch: pytest.MonkeyPatch)
     layer = type("Layer", (), {"__module__": module.__name__, "forward": Own.forward})
     vars(module).update(f=forward_step, Layer=layer, Optimizer=Optimizer, linear=torch.nn.Linear)
     codes = [*imported_code(known, sources.in_megatron)]
+    importlib.import_module("megatron.core.utils")
     assert {"torch", "megatron"} <= sources.libraries()
     for imported, names in (
         ("torch", ["forward_step", "Own.forward", "Optimizer.step"]),
