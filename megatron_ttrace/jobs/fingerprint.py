@@ -47,8 +47,6 @@ _HARMLESS_PREFIXES = tuple(
 )
 """Of options of Megatron's: a fork's may mean anything."""
 _OWN = Path(__file__).parents[1]
-_SMALL = 1 << 20
-"""Bytes of a file that is read whole."""
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
 _LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
 """What is computed only if it is logged is compared if it is."""
@@ -265,14 +263,8 @@ def _in_files(options: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for option, value in options.items():
         for word in value if isinstance(value, list | tuple) else [value]:
-            if not isinstance(word, str) or not os.path.isfile(word):
-                continue
-            stat = os.stat(word)
-            content = contents.content_of(word) if stat.st_size <= _SMALL else None
-            stamp: Any = [stat.st_size, stat.st_mtime_ns]
-            if content:
-                stamp = disclosure.identity(content.sha256, allowed=False)
-            found.setdefault(option, []).append(stamp)
+            if isinstance(word, str) and os.path.isfile(word):
+                found.setdefault(option, []).append(opened.stamp(word))
     return found
 
 

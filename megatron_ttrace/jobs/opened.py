@@ -6,6 +6,7 @@ audit hooks each file that it opens; what a library written in another language 
 that loads data, is not known.
 """
 
+import contextlib
 import os
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ttrace.jobs import argv
+from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.mcore import contents
 
 _WRITES = os.O_WRONLY | os.O_RDWR
@@ -43,12 +45,11 @@ def watch() -> None:
 def _hear(event: str, facts: tuple[Any, ...]) -> None:
     if event != "open":
         return
-    path, _, flags = facts
-    if isinstance(path, str) and not flags & _WRITES:
-        try:
-            _seen[os.path.abspath(path)] = None
-        except OSError:  # of a folder that was removed; an error would reach who opens the file
-            return
+    match facts:
+        case (str() as path, _, int() as flags) if not flags & _WRITES:
+            # Of a folder that was removed; an error would reach who opens the file.
+            with contextlib.suppress(OSError):
+                _seen[os.path.abspath(path)] = None
 
 
 def files(home: Path, apart: Iterable[str | Path]) -> dict[str, str]:
@@ -77,14 +78,14 @@ def changed(known: Mapping[str, str], home: Path, *, absent: bool) -> str:
         if not os.path.isfile(path):
             if absent:
                 return name
-        elif stamp(path, whole=before.startswith("digest")) != before:
+        elif stamp(path, whole=False) != before != stamp(path):
             return name
     return ""
 
 
 def stamp(path: str, *, whole: bool = True) -> str:
-    """A digest of a file, or size and time of a large one."""
+    """A digest of a file, or size and time of a large one. It may hold a secret."""
     status = os.stat(path)
     if whole and status.st_size <= _SMALL and (content := contents.content_of(path)):
-        return f"digest {content.sha256.hex()[:16]}"
+        return str(disclosure.identity(content.sha256, allowed=False))
     return f"{status.st_size} bytes of {status.st_mtime_ns}"

@@ -19,6 +19,7 @@ opened.watch()
 open("written.txt", "w").close()
 names = "conf.json", "written.txt", "/proc/self/stat", ".cache/x", __file__
 [open(name).close() for name in names]
+sys.audit("open", "of another form")
 os.chdir("apart")
 open("log").close()
 os.close(os.open("../texts/part", os.O_RDONLY))
@@ -48,8 +49,7 @@ def read(home: Path, role: str) -> dict[str, str]:
     words = [sys.executable, "train.py", "--ttrace-role", role]
     path = {"PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(words, cwd=home, env=path, capture_output=True, text=True, check=True)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
 def test_what_a_reference_has_read(home: Path) -> None:
