@@ -10,6 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_ttrace.trace.captured import Place
+from megatron_ttrace.trace.records import ROOT
 
 OnGradient = Callable[[torch.Tensor], torch.Tensor | None]
 """Called with a complete gradient; what it returns, if anything, goes on in its place."""
@@ -34,8 +35,8 @@ class ChunkState:
     (megatron/core/pipeline_parallel/schedules.py), and interleave chunks and directions freely.
 
     Attributes:
-        repeated: modules that run for the first time in another chunk.
         forward, backward: this rank's number of the microbatch in either direction.
+        running: the layers that run now, the outermost first.
         aside: a pass without gradients is under way, which belongs to no microbatch.
         seen, seen_again: tensors of the forward pass, and of its recomputation.
         again: what the microbatch's recomputation, if it makes a graph, has seen.
@@ -47,10 +48,10 @@ class ChunkState:
             (:mod:`megatron_ttrace.capture.schedule_plan`).
     """
 
-    def __init__(self, repeated: frozenset[str] = frozenset()) -> None:
-        self.repeated = repeated
+    def __init__(self) -> None:
         self.forward = -1
         self.backward = -1
+        self.running: list[str] = []
         self.aside = False
         self.seen = WeakTensorKeyDictionary()
         self.seen_again = WeakTensorKeyDictionary()
@@ -66,11 +67,21 @@ class ChunkState:
         """This rank's number of the microbatch being worked on, recomputation included."""
         return self.backward if is_recomputing() else self.forward
 
+    @property
+    def layer(self) -> str:
+        """The innermost layer that runs; the model if none does."""
+        return self.running[-1] if self.running else ROOT
+
     def begins(self) -> int:
         """Begin the next microbatch's forward pass; returns its number."""
         self.forward += 1
         self.seen = WeakTensorKeyDictionary()
         return self.forward
+
+    def leaves(self, layer: str) -> None:
+        """A layer has run, or has raised an error."""
+        if self.layer == layer:
+            self.running.pop()
 
     def goes_back(self, local: int) -> None:
         """The backward pass works on this microbatch from here on."""

@@ -58,8 +58,8 @@ class Tally:
             for name, parameter in chunk.named_parameters()
             if parameter not in named
         ]
-        self._held = places
-        self._places = [*places, *unused]
+        self._held = [*_copies(places)]
+        self._places = [*self._held, *unused]
         self._optimizer = optimizer
         self._attempt = attempt
         self._parts = Parts(mesh)
@@ -69,7 +69,7 @@ class Tally:
             statistic: Counter() for statistic in Statistic
         }
         # Sums over the ranks that gather weights are not made by the buckets.
-        gathers = any(gathered_rows(parameter) for parameter, _ in places)
+        gathers = any(map(gathered_rows, named))
         why = "weights in shards" if gathers else ""
         self._reducing = Reducing(chunks, self._gradients, attempt, why)
         self.reduction = self._reducing.active
@@ -253,3 +253,12 @@ class Tally:
             for tensor in filter(torch.is_tensor, tensors):
                 memory.add(local(tensor), places[parameter], span, numel)
         return Flow(memory, self._orders[statistic])
+
+
+def _copies(places: Places) -> Iterator[tuple[torch.nn.Parameter, ParameterPlace]]:
+    """With a number for the copies of a parameter that later chunks of a rank have."""
+    counts: Counter[str] = Counter()
+    for parameter, place in places:
+        counts[place.name] += 1
+        copy = counts[place.name] - 1
+        yield parameter, dataclasses.replace(place, name=f"{place.name}#{copy}") if copy else place

@@ -22,7 +22,7 @@ from torch.nn.modules import module as hooks
 from megatron_ttrace.capture.chunk_state import is_recomputing
 from megatron_ttrace.capture.schedule_plan import runs_in_pieces
 from megatron_ttrace.mcore import quiet
-from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.names import Names, called_in
 from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.mesh import Mesh
@@ -143,14 +143,16 @@ class DropoutTap:
         chunk, name = self._running[-1]
         if is_within_experts(name):
             return
+        running = [module for _, module in self._running]
+        layers = [module for module in running if module in self._chunks[chunk].layers]
+        name = called_in([ROOT, *layers][-1], name)
         if (microbatch := self._microbatch(chunk)) is None:
             return
         calls = self._calls[chunk, microbatch, name]
         # In float64: no two are equal by chance.
         number = float(torch.rand((), dtype=torch.float64, device=data.device))
         if not is_recomputing():
-            order = len(calls) + (name in self._chunks[chunk].repeated)
-            place = microbatch, Kind.DROPOUT, name, order * len(DropoutIndex)
+            place = microbatch, Kind.DROPOUT, name, len(calls) * len(DropoutIndex)
             calls.append(_Call(place, data.numel() * self._cp, number))
             self._in_order.append(calls[-1])
             return

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import torch
@@ -40,7 +40,7 @@ from megatron_ttrace.capture.experts import (
 )
 from megatron_ttrace.capture.isolate import substitute
 from megatron_ttrace.capture.schedule_plan import PlanTap, runs_in_pieces
-from megatron_ttrace.mcore.names import Names
+from megatron_ttrace.mcore.names import Names, called_in
 from megatron_ttrace.placement.plan import Known
 from megatron_ttrace.trace.captured import Place
 from megatron_ttrace.trace.errors import TTraceError
@@ -98,7 +98,7 @@ class ModuleTap:
     def __enter__(self) -> Self:
         try:
             for names in self._chunks:
-                state = ChunkState(names.repeated)
+                state = ChunkState()
                 self._states.append(state)
                 for name, module in names.modules.items():
                     self._attach(state, name, module, names)
@@ -140,6 +140,10 @@ class ModuleTap:
 
         is_root, spans = name == ROOT, name in names.spans
         before, after = [], []
+        if name in names.layers:
+            before.append(lambda *_: state.running.append(name))
+            left = module.register_forward_hook(lambda *_: state.leaves(name), always_call=True)
+            self._handles.append(left)
         if type(module).__name__ in ("IdentityOp", "IdentityFuncOp"):
             after += [guarded(self._passes)] * bool(module._forward_hooks)
         else:
@@ -269,6 +273,7 @@ class ModuleTap:
     ) -> torch.Tensor | None:
         """Hand over a tensor; returns its replacement, if any."""
         recomputing, tensor = is_recomputing(), state.views.get(tensor, tensor)
+        name = called_in(state.layer, name)
         place: Place = (self._microbatches[state.current], kind, name, index)
         seen = state.seen_again if recomputing else state.seen
         runs: list[Place] = []
@@ -277,7 +282,7 @@ class ModuleTap:
             # where they are recomputed. A pass without gradients may be before the one with them.
             taken = state.again if recomputing else state.emitted
             runs = state.recomputed(place) if recomputing else []
-            names = itertools.chain(runs, _numbered(place, state.repeated))
+            names = itertools.chain(runs, _numbered(place))
             named = next(name for name in names if name not in taken)
             if not recomputing:
                 state.ran(place, named)
@@ -354,10 +359,10 @@ def on_gradient(tensor: torch.Tensor, hook: OnGradient) -> Any:
     return tensor.grad_fn.register_prehook(before_node)
 
 
-def _numbered(place: Place, repeated: Container[str]) -> Iterator[Place]:
-    """The names of a module's runs; those of repeated modules all have a number."""
+def _numbered(place: Place) -> Iterator[Place]:
+    """The names of a module's runs."""
     microbatch, kind, name, index = place
-    for call in itertools.count(name in repeated):
+    for call in itertools.count():
         yield microbatch, kind, f"{name}#{call}" if call else name, index
 
 

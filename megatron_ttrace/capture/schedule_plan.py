@@ -141,12 +141,12 @@ class PlanTap:
                 child for child in inner.children() if hasattr(child, "_forward_attention")
             )
             before = functools.partial(self._start_of_prediction, plan.layer)
-        name = self._names[id(inner)]
+        name, layer = self._names[id(inner)], self._names[id(plan.layer)]
         last = pieces[-2 if predicts else -1]
         for piece in pieces:
             starts = functools.partial(self._starts, name) if piece is last else before
             after = functools.partial(self._end_of_layer, name) if piece is last else None
-            self._follow(piece, number, chunk, starts, after)
+            self._follow(piece, number, chunk, starts, after, layer)
             before = None
 
     def _follow(
@@ -156,13 +156,17 @@ class PlanTap:
         chunk: Any,
         before: Callable[[Any], Any] | None = None,
         after: Callable[[Any], Any] | None = None,
+        layer: str = ROOT,
     ) -> None:
-        """Follow what a node does, for which microbatch, and the gradients of its inputs."""
+        """Follow what a node does, for which microbatch, and the gradients of its inputs.
+
+        ``layer``: the one that the node is a piece of.
+        """
         forward, backward = node.forward_func, node.backward_func
         entered: list[torch.Tensor] = []
 
         def run(*inputs: Any) -> Any:
-            self._state.forward = number
+            self._state.forward, self._state.running = number, [layer]
             self._plan = chunk
             for entering in inputs:
                 if isinstance(entering, torch.Tensor) and entering.requires_grad:
@@ -170,6 +174,7 @@ class PlanTap:
                     entered.append(entering)
             inputs = inputs if before is None else before(inputs)
             output = forward(*inputs)
+            self._state.running = []
             return output if after is None else after(output)
 
         def go_back(*args: Any) -> Any:
@@ -192,6 +197,7 @@ class PlanTap:
 
     def _before_final_norm(self, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:
         name, self._ending = self._ending, None
+        self._state.running = []
         return None if name is None else self._see(Kind.OUTPUT, name, (args, kwargs))
 
     def _end_of_layer(self, name: str, output: Any) -> Any:

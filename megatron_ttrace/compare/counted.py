@@ -36,6 +36,7 @@ from megatron_ttrace.trace.findings import (
     Remark,
 )
 from megatron_ttrace.trace.judged import Judged
+from megatron_ttrace.trace.modules import module_of
 from megatron_ttrace.trace.outcomes import Reason
 from megatron_ttrace.trace.records import STEP_LEVEL, Kind, Outcome, TraceKey
 
@@ -135,8 +136,7 @@ def judge(reference: Sequence[Counted], measured: Mapping[int, Sequence[Counted]
             held = {rank: _hyperparameters(counted, index) for rank, counted in ranks.items()}
             if not any(held.values()):
                 continue
-            theirs = _hyperparameters(right, index) if right is not None else {}
-            others = _other_hyperparameters(theirs, held)
+            others = _other_hyperparameters(_hyperparameters(right, index) if right else {}, held)
             key = TraceKey(iteration, STEP_LEVEL, Kind.HYPERPARAMETERS, Kind.HYPERPARAMETERS, index)
             if not others:
                 verdicts.append(verdict_of(key, (), Outcome.PASS, ranks))
@@ -192,11 +192,8 @@ class _Step:
         self._known: dict[object, dict[str, Coverage]] = {}
         self._boxes: dict[object, dict[str, list[Box]]] = {}
         self._within_known: dict[object, Coverage] = {}
-        self.shapes = {
-            counted.parts[number].name: counted.parts[number].shape
-            for counted in ranks.values()
-            for number in self._numbers(counted)
-        }
+        parts = (c.parts[number] for c in ranks.values() for number in self._numbers(c))
+        self.shapes = {self._name(part): part.shape for part in parts}
 
     def wrong(self, expected: frozenset[str] | None) -> _Wrong:
         """Parameters of which some elements are not counted once; ``expected`` as `_names_in`."""
@@ -205,7 +202,7 @@ class _Step:
             for name, cover in self._coverage(rank).items():
                 if cover.most > 1:
                     cause = Cause.COUNTED_TWICE
-                elif cover.least < 1 and (expected is None or name in expected):
+                elif cover.least < 1 and (expected is None or module_of(name) in expected):
                     cause = Cause.NEVER_COUNTED
                 else:
                     continue
@@ -267,11 +264,15 @@ class _Step:
             }
         return self._known[same]
 
+    def _name(self, part: Part) -> str:
+        """A result of the whole model has one of the copies that a rank holds, whichever."""
+        return part.name if self._statistic.is_local else module_of(part.name)
+
     def _by_name(self, total: _Parts) -> dict[str, list[Box]]:
         boxes: dict[str, list[Box]] = {}
         for (holder, number), times in total.items():
             part = self._ranks[holder].parts[number]
-            boxes.setdefault(part.name, []).extend(part.boxes * times)
+            boxes.setdefault(self._name(part), []).extend(part.boxes * times)
         if self._statistic is Statistic.REDUCED:
             return {name: _stacked(pieces) for name, pieces in boxes.items()}
         return boxes
@@ -304,8 +305,8 @@ class _Step:
 
     def _numbers(self, counted: Counted) -> Iterable[int]:
         """The parts whose shapes are those of this statistic."""
-        reduced = self._statistic is Statistic.REDUCED
-        return _in(counted, Statistic.REDUCED) if reduced else counted.held
+        of = self._statistic
+        return _in(counted, of) if of is Statistic.REDUCED else counted.held
 
     def _own(self, counted: Counted) -> list[Part]:
         """What a rank holds; what it clips or reduces is what it steps, maybe a part of that."""
@@ -334,11 +335,10 @@ class _Step:
 
 def _covered(shape: Sequence[int], boxes: Sequence[Box], needed: Sequence[Box]) -> Coverage:
     """Coverage of what is needed; in the usual case without counting."""
-    once = Coverage(1, 1)
-    if len(boxes) == 1 and all(_common(boxes[0], box) == box.numel for box in needed):
-        return once
-    if boxes == needed and not any(itertools.starmap(_common, itertools.combinations(boxes, 2))):
-        return once
+    is_in_one = len(boxes) == 1 and all(_common(boxes[0], box) == box.numel for box in needed)
+    pairs = itertools.combinations(boxes, 2)
+    if is_in_one or (boxes == needed and not any(itertools.starmap(_common, pairs))):
+        return Coverage(1, 1)
     return coverage(shape, boxes, needed)
 
 
@@ -473,7 +473,7 @@ def _other_hyperparameters(
     others: dict[str, dict[tuple[str, float, float], list[int]]] = {}
     for rank, parameters in held.items():
         for name, ours in parameters.items():
-            theirs = trusted.get(name, {})
+            theirs = trusted.get(module_of(name), {})
             for what, value in ours.items():
                 right = theirs.get(what, value)
                 if value != right and not (math.isnan(value) and math.isnan(right)):

@@ -13,6 +13,7 @@ import re
 import torch
 
 from megatron_ttrace.mcore.roles import is_within_experts
+from megatron_ttrace.trace.modules import is_within
 from megatron_ttrace.trace.records import ROOT
 
 EMBEDDING_WEIGHT = "embedding.word_embeddings.weight"
@@ -29,9 +30,7 @@ class Names:
         modules, parameters, buffers: by canonical name.
         spans: modules whose inputs and outputs depend on which layers this rank holds (the model, a
             block of layers). Their children are compared instead.
-        repeated: modules whose first run in this chunk is not the first in the whole model. With
-            multi-token prediction, a later pipeline stage has its own embedding for the shifted
-            tokens.
+        layers: modules that are numbered over all pipeline stages.
         unused: parameters that no forward pass reads; they are not in ``parameters``.
         inputs: names of what the model is given, by position; filled when it runs.
     """
@@ -40,7 +39,7 @@ class Names:
     parameters: dict[str, torch.nn.Parameter]
     buffers: dict[str, torch.Tensor]
     spans: frozenset[str]
-    repeated: frozenset[str] = frozenset()
+    layers: frozenset[str] = frozenset()
     unused: tuple[str, ...] = ()
     inputs: list[str] = dataclasses.field(default_factory=list, compare=False)
 
@@ -69,6 +68,7 @@ def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
     unused: list[str] = []
     buffers: dict[str, torch.Tensor] = {}
     spans = {""}
+    numbered: set[str] = set()
     canonical = {"": ""}
     for path, module in chunk.named_modules():
         prefix = canonical[path]
@@ -81,6 +81,8 @@ def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
         for local, _ in module.named_children():
             leaf = layers.get(local) or _expert_number(prefix, local, expert_offset)
             inner = _join(prefix, leaf)
+            if local in layers:
+                numbered.add(inner)
             # A model in another one may have the name of the whole.
             canonical[_join(path, local)] = f"{ROOT}_" if inner == ROOT else inner
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -92,19 +94,24 @@ def canonical_names(chunk: torch.nn.Module, *, expert_offset: int = 0) -> Names:
         for leaf, buffer in module.named_buffers(recurse=False):
             if buffer is not None:
                 buffers[_join(prefix, leaf)] = buffer
-    repeated = (
-        ()
-        if getattr(chunk, "pre_process", True)
-        else (name for name in modules if f"{name}.".startswith("embedding."))
-    )
     return Names(
         modules=modules,
         parameters=parameters,
         buffers=buffers,
         spans=frozenset(spans),
-        repeated=frozenset(repeated),
+        layers=frozenset(numbered),
         unused=tuple(unused),
     )
+
+
+def called_in(layer: str, name: str) -> str:
+    """The name of a module's runs in a layer, or in the model where no layer calls it.
+
+    What layers call outside of themselves may run in earlier pipeline stages, too: it is named for
+    who calls it, not numbered. With multi-token prediction a later stage looks up the shifted
+    tokens in an embedding of its own.
+    """
+    return name if is_within(name, layer) else f"{name}#{layer.replace('.', '/')}"
 
 
 def _head_is_unused(chunk: torch.nn.Module) -> bool:

@@ -50,6 +50,13 @@ def test_a_collective_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, call: 
     assert [made.group for made in flow.made] == [MODEL]
 
 
+def test_copies_in_several_chunks_are_parts_of_their_own() -> None:
+    layers = [torch.nn.Linear(2, 2, bias=False) for _ in range(3)]
+    places = [(one.weight, place_parameter("weight", one.weight, SINGLE)) for one in layers]
+    held = Tally([*layers], places, None, SINGLE, lambda work: work()).counted(1)
+    assert [held.parts[n].name for n in held.held] == ["weight", "weight#1", "weight#2"]
+
+
 def test_what_is_clipped_may_be_read_once() -> None:
     """A fork may pass a generator: it reaches Megatron's function whole."""
     layer = torch.nn.Linear(2, 2)

@@ -52,14 +52,14 @@ def followed(
     run: Callable[[torch.Tensor], torch.Tensor],
     *,
     off: float = quiet.Off(),
-    repeated: frozenset[str] = frozenset(),
+    layers: frozenset[str] = frozenset(),
     inner: str = "layer.inner",
     gather: Callable[[list[float]], list[list[float]]] = lambda own: [own],
     **sizes: int,
 ) -> dict[Place, int]:
     """What is recorded of ``run`` and its backward pass, on the first rank of a mesh."""
     modules = {"model": torch.nn.Sequential(layer), "layer": layer, inner: layer.inner}
-    names = Names(modules, {}, {}, frozenset(), repeated)
+    names = Names(modules, {}, {}, frozenset(), layers)
     found: dict[Place, int] = {}
     mesh = mesh_of(0, math.prod(sizes.values()), **sizes)
     tap = DropoutTap([names], mesh, lambda chunk: 3, found.__setitem__, gather)
@@ -114,12 +114,13 @@ def test_a_rank_that_drops_less_often() -> None:
     assert (found[at("layer.inner")], found[at("layer")]) == (SIZE, SIZE)
 
 
-def test_each_call_has_a_number() -> None:
-    """A module that ran in another chunk before begins with 1."""
+@pytest.mark.parametrize(("inner", "name"), [("layer.inner",) * 2, ("shared", "shared#layer")])
+def test_each_call_has_a_number(inner: str, name: str) -> None:
+    """What is outside of the layer that calls it is named for that layer."""
     layer = Layer(NO_STATE)
-    found = followed(layer, lambda x: layer(layer(x)), repeated=frozenset({"layer.inner"}))
+    found = followed(layer, lambda x: layer(layer(x)), layers=frozenset({"layer"}), inner=inner)
     calls = [(name, index) for _, _, name, index in found if index % 2 == DropoutIndex.ELEMENTS]
-    assert calls == [("layer.inner", 2), ("layer", 0), ("layer.inner", 4), ("layer", 2)]
+    assert calls == [(name, 0), ("layer", 0), (name, 2), ("layer", 2)]
 
 
 @pytest.mark.parametrize("restored", [True, False])

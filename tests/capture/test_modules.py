@@ -186,14 +186,13 @@ def linear():
 ONES = torch.ones(2, 3)
 
 
-def recorded(compute, *, pre_process=True, **children):
+def recorded(compute, **children):
     """A model that computes the sum of something, its input, and what was captured of a step."""
     model, sink, x = (
         Function(lambda self, x: compute(self, x).sum(), **children),
         Recorder(),
         leaf(2, 3),
     )
-    model.pre_process = pre_process
     with tapped([model], sink):
         model(x).backward()
     return model, sink, x
@@ -240,13 +239,44 @@ def test_a_module_that_runs_twice_gets_two_names():
     assert sorted(sink.names(Kind.GRAD_INPUT)) == ["a", "a#1", "model"]
 
 
-def test_a_later_stage_numbers_its_embedding_from_the_second_run():
-    """Multi-token prediction embeds after the first stage did; each depth runs it once more."""
-    _, sink, _ = recorded(
-        lambda m, x: m.embedding(x) + m.embedding(x + 1), pre_process=False, embedding=linear()
-    )
+def stage(layers):
+    """What a pipeline stage hands over whose layers call the same module outside of themselves."""
+    shared = linear()
+
+    def forward(self, x):
+        return shared(shared(x))
+
+    def compute(model, x):
+        for layer in model.layers:
+            x = layer(x)
+        return model.shared(x)
+
+    calls = [Function(forward) for _ in layers]
+    for layer, call in zip(layers, calls, strict=True):
+        call.layer_number = layer + 1
+    return recorded(compute, layers=nn.ModuleList(calls), shared=shared)[1]
+
+
+def test_what_several_layers_call():
+    """It is named for the layer, so that it does not matter what ran in earlier stages."""
+    whole, stages = stage(range(4)), [stage([0, 1]), stage([2, 3])]
     for kind in (Kind.OUTPUT, Kind.GRAD_OUTPUT):
-        assert sorted(sink.names(kind)) == ["embedding#1", "embedding#2", "model"]
+        held = [set(sink.names(kind)) for sink in stages]
+        assert held[0] & held[1] == {"shared", "model"}
+        assert held[0] | held[1] == set(whole.names(kind))
+        assert {"shared#layers/2", "shared#layers/2#1"} <= held[1]
+
+
+def test_a_layer_that_raises_an_error_runs_no_longer():
+    def compute(model, x):
+        with pytest.raises(ZeroDivisionError):
+            model.layers[0](x)
+        return model.shared(x)
+
+    layer = Function(lambda self, x: x / (1 // 0))
+    layer.layer_number = 1
+    _, sink, _ = recorded(compute, layers=nn.ModuleList([layer]), shared=linear())
+    assert sink.names(Kind.OUTPUT) == ["shared", "model"]
 
 
 def test_gradients_of_a_shared_input_are_summed_over_its_consumers():

@@ -114,6 +114,21 @@ def test_a_norm(ranks, expected) -> None:
         assert (finding.most == 2) if twice else (finding.least == 0)
 
 
+@pytest.mark.parametrize("statistic", [Statistic.GRAD_NORM, Statistic.STEPPED])
+@pytest.mark.parametrize("taken", [(0,), (0, 1), (1,)])
+def test_copies_of_a_parameter_that_one_rank_holds(statistic: Statistic, taken) -> None:
+    """Two chunks have it: an update takes each copy, a norm of the whole model one of them."""
+    copies = norm(), dataclasses.replace(norm(), name=f"{NORM}#1")
+    trusted = Counted(1, (norm(),), (0,), (Counting(statistic, (), (Term(0),)),))
+    made = Counting(statistic, (), tuple(map(Term, taken)))
+    found = judge((trusted,), {0: [Counted(1, copies, (0, 1), (made,))]})
+    if statistic is Statistic.GRAD_NORM:
+        assert failures(found) == ({NORM: (TWICE, (0,))} if len(taken) > 1 else {})
+    else:
+        missing = {copies[n].name: (NEVER, (0,)) for n in (0, 1) if n not in taken}
+        assert failures(found) == missing
+
+
 def test_two_collectives() -> None:
     """A sum over one group goes into a sum over another; nothing is counted twice."""
     ranks = {}

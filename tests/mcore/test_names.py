@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_ttrace.capture.step import TracedModel
-from megatron_ttrace.mcore.names import canonical_names, unwrap
+from megatron_ttrace.mcore.names import called_in, canonical_names, unwrap
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.trace.records import ROOT
 from tests.capture.recorder import Block
@@ -134,15 +134,17 @@ class LastStage(nn.Module):
         self.output_layer = nn.Linear(2, 4, bias=False)
 
 
-def test_a_later_stages_embedding_runs_second():
-    """The whole model has looked up the tokens themselves by then."""
-    assert canonical_names(LastStage(tied=False)).repeated == {
-        "embedding",
-        "embedding.word_embeddings",
-    }
-    first = LastStage(tied=False)
-    first.pre_process = True
-    assert not canonical_names(first).repeated
+@pytest.mark.parametrize(
+    ("layer", "module", "name"),
+    [
+        ("mtp.layers.0", "embedding.norm", "embedding.norm#mtp/layers/0"),
+        ("mtp.layers.0", "mtp.layers.0.norm", "mtp.layers.0.norm"),
+        (ROOT, "embedding.norm", "embedding.norm"),
+    ],
+)
+def test_what_a_layer_calls_outside_of_itself(layer, module, name):
+    """Also what precedes the layers of one stage follows those of another."""
+    assert called_in(layer, module) == name
 
 
 @pytest.mark.parametrize("tied", [True, False])
