@@ -36,11 +36,16 @@ def test_length() -> None:
     assert sum(words.values()) <= MOST_WORDS, f"a page that grows needs one that shrinks: {words}"
 
 
+def test_the_changelog() -> None:
+    """It says what is new for users: a correction of something new has no line."""
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 1_500
+
+
 def test_lines() -> None:
     """Outside of tables and headings, lines have at most 120 characters."""
     long = [
         f"{path}: {line}"
-        for path in DOCUMENTS
+        for path in [*DOCUMENTS, "CHANGELOG.md"]
         for line in (ROOT / path).read_text(encoding="utf-8").splitlines()
         if len(line) > 120 and not line.startswith(("|", "#"))
     ]
