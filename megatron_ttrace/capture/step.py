@@ -21,7 +21,7 @@ from megatron_ttrace.mcore import fp8, groups, logged
 from megatron_ttrace.mcore.balancing import is_bias
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import Owned, divided, owned_by
-from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
+from megatron_ttrace.mcore.parameters import ParameterPlace, place_of_part, place_parameter
 from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.mcore.sharded_weights import local, parts_of
 from megatron_ttrace.mcore.stacked import Shares, stacked_parameters
@@ -64,11 +64,16 @@ class TracedModel:
 
     def places(self) -> list[tuple[torch.nn.Parameter, ParameterPlace]]:
         """Each parameter of this rank with its place in the whole model."""
-        return [
-            (parameter, place_parameter(name, parameter, self.mesh, stacked.get(name, 1)))
-            for names, stacked in zip(self.names, self._stacked, strict=True)
-            for name, parameter in names.parameters.items()
-        ]
+        return [(p, place_parameter(name, p, self.mesh, n)) for name, p, n in self._parameters()]
+
+    def parts(self, mesh: Mesh) -> list[tuple[torch.nn.Parameter, ParameterPlace]]:
+        """Each parameter, which is whole here, with the place of its part on a rank of a mesh."""
+        return [(p, place_of_part(name, p, mesh, n)) for name, p, n in self._parameters()]
+
+    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter, Shares]]:
+        for names, stacked in zip(self.names, self._stacked, strict=True):
+            for name, parameter in names.parameters.items():
+                yield name, parameter, stacked.get(name, 1)
 
     def buffers(self) -> Iterator[tuple[ParameterPlace, torch.Tensor]]:
         """Each buffer that this rank's modules have now, with its place in the whole model."""

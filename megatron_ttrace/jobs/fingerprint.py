@@ -23,7 +23,7 @@ from megatron_ttrace.jobs.commands import disclosure
 from megatron_ttrace.jobs.commands.disclosure import is_shown
 from megatron_ttrace.jobs.reference_arguments import overrides_of
 from megatron_ttrace.jobs.settings import Settings
-from megatron_ttrace.mcore import contents, fronts, samples
+from megatron_ttrace.mcore import contents, fronts, own_shards, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
 from megatron_ttrace.mcore.options.roles import ROLES
@@ -36,6 +36,9 @@ PADDED_FOR = "conversations padded for context-parallel ranks"
 
 DEALT_TO = "data-parallel ranks that shuffled samples are dealt to"
 """How many."""
+
+IN_BLOCKS = "tensor-parallel ranks whose blocks of a matrix are stepped by themselves"
+"""How many: tp, etp."""
 
 _TOLD = "told"
 """The part of an identity that is reported but not compared."""
@@ -89,6 +92,7 @@ def identity(args: MegatronArguments, settings: Settings) -> dict[str, Any]:
             FIM_BY_SAMPLE: samples.is_by_sample(args, exits=settings.exit_after),
             PADDED_FOR: samples.padded_for(args),
             DEALT_TO: samples.dealt_to(args),
+            IN_BLOCKS: own_shards.ranks_of_blocks(args),
         },
         "data": _data(args) | _in_files({name: derived[name] for name in arguments}),
         "environment": provenance.numeric_environment(variables),

@@ -89,23 +89,38 @@ def place_parameter(
         ValueError: when consecutive data-parallel ranks do not have consecutive rows.
     """
     parameter = raw(parameter)
-    of_expert = not getattr(parameter, "allreduce", True) or is_within_experts(name)
-    axis = "etp" if of_expert else "tp"
     shape = list(parameter.shape)
     rows = gathered_rows(parameter)
     if rows is not None:
         shape[0] = rows.all
-    size = mesh.size(axis)
-    dim = _divided_dim(name, parameter)
     steps: Placements = ()
-    if size > 1 and dim is not None:
-        shape[dim] *= size
-        rule: Shard | BlockShard = Shard(dim)
-        if stacked != 1 and dim == 0:
-            rule = BlockShard(dim, stacked)
-        steps = (Step(axis, rule),)
+    if divided := _divided(name, parameter, mesh, stacked):
+        dim, step = divided
+        shape[dim] *= mesh.size(step.axis)
+        steps = (step,)
     place = ParameterPlace(name, tuple(shape), steps)
     return place if rows is None else _gathered(place, parameter, rows, mesh)
+
+
+def place_of_part(
+    name: str, parameter: torch.nn.Parameter, mesh: Mesh, stacked: Shares = 1
+) -> ParameterPlace:
+    """The place that a rank of a mesh would have in a parameter that is whole here."""
+    divided = _divided(name, raw(parameter), mesh, stacked)
+    return ParameterPlace(name, tuple(raw(parameter).shape), () if divided is None else divided[1:])
+
+
+def _divided(
+    name: str, parameter: torch.nn.Parameter, mesh: Mesh, stacked: Shares
+) -> tuple[int, Step] | None:
+    """The dim that tensor parallelism divides, and how."""
+    of_expert = not getattr(parameter, "allreduce", True) or is_within_experts(name)
+    axis = "etp" if of_expert else "tp"
+    dim = _divided_dim(name, parameter)
+    if mesh.size(axis) == 1 or dim is None:
+        return None
+    stacks = stacked != 1 and dim == 0
+    return dim, Step(axis, BlockShard(dim, stacked) if stacks else Shard(dim))
 
 
 def _gathered(

@@ -35,6 +35,7 @@ from megatron_ttrace.compare.tolerance import SAFETY, epsilon
 from megatron_ttrace.cpu import te
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.mcore.optimizer import leaves_of
+from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.mcore.sharded_weights import local
 from megatron_ttrace.trace.records import ROOT
 from megatron_ttrace.trace.staging import to_device
@@ -183,13 +184,8 @@ def rounded_momentum(optimizer: Any, generator: torch.Generator) -> Iterator[Non
 
         return orthogonalize
 
-    for inner in coarse:
-        inner.orthogonalize = rounding(inner.orthogonalize)
-    try:
+    with replaced((i, "orthogonalize", rounding(i.orthogonalize)) for i in coarse):
         yield
-    finally:
-        for inner in coarse:
-            del inner.orthogonalize
 
 
 @contextmanager

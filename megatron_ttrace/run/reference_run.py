@@ -36,6 +36,7 @@ from megatron_ttrace.jobs.processes.progress import OF_REFERENCE, say
 from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import fronts, loss_scale, losses, quiet, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments, Optimizer, Scheduler
+from megatron_ttrace.mcore.blocks import mesh_of_blocks, step_in_blocks
 from megatron_ttrace.mcore.sources import attributes_of
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run import low_precision
@@ -99,6 +100,7 @@ class ReferenceSession:
         self._counted: list[Counted] = []
         self._seconds = 0.0
         self._loaded: InCheckpoint | None = None
+        self._in_blocks: tuple[str, ...] = ()
 
     def begin(
         self, chunks: list[torch.nn.Module], optimizer: Optimizer, scheduler: Scheduler
@@ -116,6 +118,9 @@ class ReferenceSession:
             budget=Budget(self.settings.memory_mb << 20),
         )
         self.model = self.rehearsal.model
+        blocks = mesh_of_blocks(self._order.identity["ttrace"][fingerprint.IN_BLOCKS])
+        if self.ranks.size == 1:
+            self._in_blocks = step_in_blocks(optimizer, self.model.parts(blocks), blocks)
         if started:
             self.rehearsal.start = Path(started.directory), started.step
         if not uninitialised(self.args, is_loaded=started is not None):
@@ -170,6 +175,7 @@ class ReferenceSession:
             seconds=self._seconds,
             numbers=numbers if is_recorded else {},
             lines=self._calls.lines() if is_recorded else {},
+            in_blocks=self._in_blocks,
             layout=None if layout is None else dataclasses.asdict(layout),
             **self._arithmetic(),
         )

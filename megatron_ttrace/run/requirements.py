@@ -222,7 +222,8 @@ def notices(args: MegatronArguments, settings: Settings) -> list[str]:
             "a part of a microbatch in this layout, so by design it differs from one device's; "
             "both runs use the reference's routing"
         )
-    if option := own_shards.depends_on_layout(args)[1]:
+    option = own_shards.depends_on_layout(args)[1]
+    if option and max(own_shards.ranks_of_blocks(args)) == 1:
         notices.append(
             f"{option}: every tensor-parallel rank updates its own shard of a matrix, so by design "
             "updates differ from a single device's: they are unchecked; gradients are judged"

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -114,7 +114,7 @@ def conclude(
         computed,
         tolerances,
         eps,
-        functools.partial(unjudged, mesh, config),
+        functools.partial(unjudged, mesh, config, reference.reference.in_blocks),
     )
     verdicts = [
         *initial.judge(
@@ -224,13 +224,21 @@ def _logs(keys: Iterable[TraceKey]) -> bool:
 
 
 def unjudged(
-    mesh: Mesh, job: RunConfig, key: TraceKey, holders: Sequence[Measured]
+    mesh: Mesh,
+    job: RunConfig,
+    in_blocks: Container[str],
+    key: TraceKey,
+    holders: Sequence[Measured],
 ) -> Reason | None:
-    """Why a tensor that these ranks hold is not a single device's by design, if it is not."""
+    """Why a tensor that these ranks hold is not a single device's by design, if it is not.
+
+    ``in_blocks``: matrices that the reference steps as these ranks do.
+    """
     if key.kind is Kind.ROUTING and key.index in job.own_tokens and not selects_keys(key):
         return Reason.OWN_TOKENS
     if (
         key.kind in job.own_shards
+        and key.name not in in_blocks
         and key.direction is Direction.UPDATE
         and any(
             own_shards.is_matrix(key.name, holder.logical_shape) and holder.is_part

@@ -144,4 +144,4 @@ class WholeTensors(Shards):
             Measured(key, entry.placement, entry.boxes, entry.logical_shape, None)
             for _, entry in self.entries(key)
         ]
-        return unjudged(self._mesh, self._config, key, holders)
+        return unjudged(self._mesh, self._config, (), key, holders)

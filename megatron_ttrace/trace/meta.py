@@ -42,6 +42,7 @@ class ReferenceMeta(Record):
         by_module: whether replays gave each module its own inputs.
         epsilon: of the compute dtype; 0 if it is not known.
         numbers: that functions were given and returned, of a reference on one rank.
+        in_blocks: matrices that it steps in the blocks that its candidate's ranks hold.
         lines: of the functions that ran there: bits in hexadecimal digits, from the first line on.
     """
 
@@ -62,6 +63,7 @@ class ReferenceMeta(Record):
     epsilon: Annotated[float, Bounds(0.0, 0.5)] = 0.0
     numbers: Numbers = dataclasses.field(default_factory=dict)
     lines: dict[str, str] = dataclasses.field(default_factory=dict)
+    in_blocks: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

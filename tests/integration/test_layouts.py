@@ -37,7 +37,7 @@ PARTS = {
 }
 """What others of the promised ones contain, or another test checks."""
 
-UNCHECKED = {"muon-tp2-sp-blockwise": 0.04, "soap-tp2": 0.07}
+UNCHECKED = {"soap-tp2": 0.07}
 """Shares that depend on the layout by design (``own shard``)."""
 
 

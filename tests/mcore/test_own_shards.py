@@ -5,7 +5,7 @@ import argparse
 
 import pytest
 
-from megatron_ttrace.mcore.own_shards import depends_on_layout, is_matrix
+from megatron_ttrace.mcore.own_shards import depends_on_layout, is_matrix, ranks_of_blocks
 from megatron_ttrace.trace.records import Kind
 
 MUON = {"optimizer": "muon", "muon_tp_mode": "blockwise"}
@@ -28,7 +28,7 @@ def arguments(**values):
         ({**MUON, **WHOLE, "expert_tensor_parallel_size": 2}, BLOCKWISE),
         ({"optimizer": "soap"}, "--optimizer soap"),
         ({"optimizer": "soap", **WHOLE, "gtp_weight_remat_size": 2}, "--optimizer soap"),
-        ({**MUON, **WHOLE, "gtp_weight_remat_size": 2}, ""),
+        ({**MUON, **WHOLE, "gtp_weight_remat_size": 2}, BLOCKWISE),
         ({"optimizer": "adam", "muon_tp_mode": "blockwise"}, ""),
     ],
 )
@@ -39,6 +39,22 @@ def test_where_a_rank_steps_a_part_of_a_matrix(values, option):
     assert (Kind.PARAM_DELTA in kinds) == bool(option)
     assert (Kind.EXP_AVG in kinds) == (option == "--optimizer soap")
     assert Kind.MAIN_GRAD not in kinds
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks"),
+    [
+        ({**MUON, "expert_tensor_parallel_size": 4}, [2, 4]),
+        ({**MUON, "optimizer": "dist_muon"}, [2, 1]),
+        ({**MUON, "optimizer": "adaptive_muon"}, [1, 1]),
+        ({**MUON, "gtp_weight_remat_size": 2}, [1, 1]),
+        ({**MUON, "muon_tp_mode": "duplicated"}, [1, 1]),
+        ({"optimizer": "soap"}, [1, 1]),
+    ],
+)
+def test_where_a_reference_steps_in_blocks(values, ranks):
+    """Where nothing but the momentum of a block counts."""
+    assert ranks_of_blocks(arguments(**values)) == ranks
 
 
 def test_matrices():

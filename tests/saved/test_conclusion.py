@@ -64,7 +64,8 @@ def test_updates_of_parts_of_a_matrix(kind, index, name, rows, reason) -> None:
     box = Box((0, 0), (rows, 3), (0, 0))
     holders = [Measured(key, "", (box,), (4, 3), Sums())]
     job = RunConfig(own_shards=(Kind.PARAM_DELTA, Kind.PARAM, Kind.EXP_AVG_SQ))
-    assert unjudged(mesh_of(0, 2, tp=2), job, key, holders) is reason
+    assert unjudged(mesh_of(0, 2, tp=2), job, (), key, holders) is reason
+    assert unjudged(mesh_of(0, 2, tp=2), job, ("a.weight",), key, holders) is None
 
 
 def conclusion(
