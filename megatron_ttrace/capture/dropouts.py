@@ -3,11 +3,11 @@
 
 Ranks with the same activations must drop the same elements, tensor-parallel ranks with different
 parts different ones, so Megatron keeps two random states: one that they share, and a named one that
-is each rank's own (megatron/core/tensor_parallel/random.py). What ranks draw from these shows
-whether they are the same. A recomputation must drop what the forward pass dropped, and leave the
-states as they were: each call of a forward pass draws a mask of its own. Not followed are masks
-that TransformerEngine draws in its kernels, and those of adapters within experts: which tokens a
-rank's experts get depends on the layout.
+is each rank's own (megatron/core/tensor_parallel/random.py). What ranks draw from these, and would
+draw after the step, shows whether they are the same. A recomputation must drop what the forward
+pass dropped, and leave the states as they were: each call of a forward pass draws a mask of its
+own. Not followed are masks that TransformerEngine draws in its kernels, and those of adapters
+within experts: which tokens a rank's experts get depends on the layout.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from megatron_ttrace.mcore.replaced import replaced
 from megatron_ttrace.mcore.roles import is_within_experts
 from megatron_ttrace.placement.mesh import Mesh
 from megatron_ttrace.trace.captured import Place
-from megatron_ttrace.trace.records import ROOT, DropoutIndex, Kind
+from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, DropoutIndex, Kind
 
 
 def runs_whole(chunks: Sequence[Names]) -> bool:
@@ -82,6 +82,7 @@ class DropoutTap:
         self._running: list[tuple[int, str]] = []
         self._in_order: list[_Call] = []
         self._follows = False
+        self._device: torch.device | None = None
         self._drawn: list[list[float]] = []
         self._calls: defaultdict[tuple[int, int, str], list[_Call]] = defaultdict(list)
 
@@ -111,6 +112,7 @@ class DropoutTap:
                 kept.callback(after.remove)
                 kept.enter_context(replaced([(functional, "dropout", followed)]))
             yield
+            attempt(self._ends)
 
     def compare(self) -> None:
         """The step is over: learn what other ranks drew. A collective of tensor-parallel ranks."""
@@ -139,6 +141,16 @@ class DropoutTap:
         if self._running and self._running[-1] == self._known.get(id(module)):
             self._running.pop()
 
+    def _ends(self) -> None:
+        """What the next step draws first, if this one drew anything."""
+        if self._in_order:
+            place = STEP_LEVEL, Kind.DROPOUT, ROOT, DropoutIndex.ELEMENTS
+            self._in_order.append(_Call(place, 1, self._number()))
+
+    def _number(self) -> float:
+        """In float64: no two are equal by chance."""
+        return float(torch.rand((), dtype=torch.float64, device=self._device))
+
     def _draws(self, data: torch.Tensor) -> None:
         chunk, name = self._running[-1]
         if is_within_experts(name):
@@ -149,8 +161,8 @@ class DropoutTap:
         if (microbatch := self._microbatch(chunk)) is None:
             return
         calls = self._calls[chunk, microbatch, name]
-        # In float64: no two are equal by chance.
-        number = float(torch.rand((), dtype=torch.float64, device=data.device))
+        self._device = data.device
+        number = self._number()
         if not is_recomputing():
             place = microbatch, Kind.DROPOUT, name, len(calls) * len(DropoutIndex)
             calls.append(_Call(place, data.numel() * self._cp, number))

@@ -30,6 +30,7 @@ from megatron_ttrace.trace.judged import Diagnosis, Judged
 from megatron_ttrace.trace.outcomes import Grounds, Reason
 from megatron_ttrace.trace.places import Clue
 from megatron_ttrace.trace.records import (
+    STEP_LEVEL,
     BufferIndex,
     Culprit,
     DropoutIndex,
@@ -174,7 +175,8 @@ def _texts(finding: f.Finding, verdict: Judged, summed: AbstractSet[str] = froze
     if verdict.kind is Kind.DROPOUT and isinstance(finding, f.ConstantFactor):
         if verdict.index % len(DropoutIndex) == DropoutIndex.RECOMPUTED:
             return _DROPOUT["RECOMPUTED" if finding.ratio < 1 else "REPEATED"]
-        return _DROPOUT["ALIKE" if finding.ratio < 1 else "APART"]
+        more = "AFTERWARDS" if verdict.key.microbatch == STEP_LEVEL else "APART"
+        return _DROPOUT["ALIKE" if finding.ratio < 1 else more]
     if type(finding) is not f.Finding:
         return _rendered(finding)
     if finding.cause is Cause.ZERO:

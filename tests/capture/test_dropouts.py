@@ -16,7 +16,7 @@ from megatron_ttrace.capture.dropouts import DropoutTap
 from megatron_ttrace.mcore import quiet
 from megatron_ttrace.mcore.names import Names
 from megatron_ttrace.trace.captured import Place
-from megatron_ttrace.trace.records import DropoutIndex, Kind
+from megatron_ttrace.trace.records import ROOT, STEP_LEVEL, DropoutIndex, Kind
 from tests.placement.meshes import mesh_of
 
 SIZE = 6
@@ -55,6 +55,7 @@ def followed(
     layers: frozenset[str] = frozenset(),
     inner: str = "layer.inner",
     gather: Callable[[list[float]], list[list[float]]] = lambda own: [own],
+    afterwards: bool = False,
     **sizes: int,
 ) -> dict[Place, int]:
     """What is recorded of ``run`` and its backward pass, on the first rank of a mesh."""
@@ -71,7 +72,7 @@ def followed(
     tap.compare()
     tap.conclude()
     assert F.dropout is dropouts.torch.nn.functional.dropout
-    return found
+    return found if afterwards else {place: n for place, n in found.items() if place[0] == 3}
 
 
 def at(name: str, index: int = DropoutIndex.ELEMENTS) -> Place:
@@ -112,6 +113,35 @@ def test_a_rank_that_drops_less_often() -> None:
     layer = Layer(NO_STATE)
     found = followed(layer, layer, gather=lambda own: [own, own[:1]], tp=2)
     assert (found[at("layer.inner")], found[at("layer")]) == (SIZE, SIZE)
+
+
+@pytest.mark.parametrize("last", [[], [0.5]])
+def test_what_the_next_step_draws(last: list[float]) -> None:
+    """A rank has drawn once more than the other one, after the last mask."""
+    layer = Layer(NO_STATE)
+
+    def gather(own: list[float]) -> list[list[float]]:
+        return [own, own[: -len(last) or None] + last]
+
+    found = followed(layer, layer, gather=gather, afterwards=True, tp=2)
+    assert found[STEP_LEVEL, Kind.DROPOUT, ROOT, DropoutIndex.ELEMENTS] == 1 + len(last)
+    assert found[at("layer")] == SIZE
+
+
+@pytest.mark.parametrize("restores", [True, False])
+def test_a_recomputation_is_the_last_to_draw(restores: bool) -> None:
+    """It leaves a state of which the forward pass has drawn."""
+    layer, state = Layer(NO_STATE), torch.get_rng_state()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(layer, x, use_reentrant=True)
+        if not restores:
+            y.register_hook(lambda _: torch.set_rng_state(state))
+        return y
+
+    found = followed(layer, run, afterwards=True)
+    again = found[STEP_LEVEL, Kind.DROPOUT, ROOT, DropoutIndex.RECOMPUTED]
+    assert again == (1 if restores else 2)
 
 
 @pytest.mark.parametrize(("inner", "name"), [("layer.inner",) * 2, ("shared", "shared#layer")])
