@@ -123,7 +123,7 @@ def layers(case: Case) -> Iterator[Change]:
             words = patterns.write_layers(patterns.compress(value, depth.layers))
             yield Change(option, (words,), "the same order of kinds of layers")
         elif value > 1:
-            yield Change(option, ("2",), "both kinds of layers within few")
+            yield Change(option, (str(_period(case, value)),), "both kinds of layers within few")
     yield from _shared_choices(case)
     if flags.integer("mtp_num_layers") > 0:
         depths = sum(stage.count("m") for stage in depth.stages) or min(
@@ -131,6 +131,18 @@ def layers(case: Case) -> Iterator[Change]:
         )
         yield from _sizes("one, or two", mtp_num_layers=depths)
     yield from _some_layers(flags)
+
+
+def _period(case: Case, value: int) -> int:
+    """A period of kinds of layers; if it did not divide stages into equal ones, it still does not.
+
+    A layer that is numbered within its stage would be of the right kind otherwise.
+    """
+    depth, large = case.depth, case.large
+    if case.flags.integer("num_layers", value) // (large.pp * large.chunks) % value == 0:
+        return 2
+    fitting = (n for n in range(2, value + 1) if depth.layers % n == 0 < depth.per_chunk % n)
+    return max(fitting, default=2)
 
 
 def _shared_choices(case: Case) -> Iterator[Change]:
@@ -180,7 +192,8 @@ def width(case: Case) -> Iterator[Change]:
     why_channels = f"product with heads as before: {relation}the hidden size"
     yield from _if_set(case, why_channels, kv_channels=size)
     times = 4 if flags.integer("ffn_hidden_size") == 4 * before else 2
-    yield from _if_set(case, why, ffn_hidden_size=times * hidden)
+    padded = _padded(case, "ffn_hidden_size", case.large.tp * case.large.gtp, case.small.tp)
+    yield from _if_set(case, why, ffn_hidden_size=times * hidden + padded)
     if flags.integer("mup_base_hidden_size") > 0:
         ratio = max(1, before // flags.integer("mup_base_hidden_size"))
         yield Change("mup_base_hidden_size", (str(max(1, hidden // ratio)),), "the same ratio")
@@ -189,6 +202,17 @@ def width(case: Case) -> Iterator[Change]:
         part = half // 3
         sections = (str(half - 2 * part), str(part), str(part))
         yield Change("mrope_section", sections, "three sections of a head")
+
+
+def _padded(case: Case, option: str, ranks: int, divided: int) -> int:
+    """What makes a rank's rows a fraction of a block, if weights in shards are padded to blocks.
+
+    ``ranks`` divide the rows of the large job's weight, ``divided`` its tensor in the small one.
+    """
+    flags, large = case.flags, case.large
+    rows = flags.integer(option) * (2 if flags.has("swiglu") else 1)
+    is_whole = large.gtp * large.egtp == 1 or rows % (16 * ranks) == 0
+    return 0 if is_whole or flags.has("fp8") or flags.has("fp4") else 8 * divided
 
 
 def _hybrid(case: Case) -> str:
@@ -266,7 +290,8 @@ def experts(case: Case) -> Iterator[Change]:
         size = 1 if limited < groups else 2
         yield from _sizes("not all groups, if that was so", moe_router_group_topk=size)
     why, block = "a few blocks on every rank", 2 * unit
-    yield from _if_set(case, why, moe_ffn_hidden_size=block * small.etp)
+    padded = _padded(case, "moe_ffn_hidden_size", case.large.etp * case.large.egtp, small.etp)
+    yield from _if_set(case, why, moe_ffn_hidden_size=block * small.etp + padded)
     yield from _if_set(case, why, moe_shared_expert_intermediate_size=block * small.tp)
     if flags.integer("moe_latent_size") > 0:
         yield from _sizes("half of the hidden size", moe_latent_size=case.hidden // 2)

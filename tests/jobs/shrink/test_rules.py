@@ -71,6 +71,10 @@ PIPELINE = "--pipeline-model-parallel-size 8"
     num_layers=2, moe_layer_freq=([0]*1+[1]*1)
 --num-layers 48 --linear-attention-freq 4
     num_layers=2, linear_attention_freq=2
+--pipeline-model-parallel-size 2 --num-layers 4 --no-rope-freq 4
+    num_layers=4, no_rope_freq=4
+--pipeline-model-parallel-size 2 --num-layers 48 --no-rope-freq 4
+    num_layers=4, no_rope_freq=2
 --num-layers 48 --dsa-indexer-topk-freq 4 --dsa-indexer-skip-topk-offset 3
     num_layers=2, dsa_indexer_topk_freq=2, dsa_indexer_skip_topk_offset=1
 --num-layers 48 --dsa-indexer-topk-freq 1
@@ -164,6 +168,14 @@ def test_two_stages_have_layers_of_every_kind(text, expected):
         ("--kv-channels 192", "num_attention_heads=4, kv_channels=32"),
         ("--ffn-hidden-size 32768", "num_attention_heads=4, ffn_hidden_size=256"),
         ("--ffn-hidden-size 22016", "num_attention_heads=4, ffn_hidden_size=128"),
+        (
+            "--ffn-hidden-size 22024 --tensor-parallel-num-weight-shards 2 --swiglu",
+            "num_attention_heads=4, ffn_hidden_size=136",
+        ),
+        (
+            "--ffn-hidden-size 22016 --tensor-parallel-num-weight-shards 2",
+            "num_attention_heads=4, ffn_hidden_size=128",
+        ),
         ("--mup-base-hidden-size 4096", "num_attention_heads=4, mup_base_hidden_size=32"),
         ("--mrope-section 16 24 24", "num_attention_heads=4, mrope_section=4 2 2"),
     ],
@@ -236,6 +248,8 @@ def test_other_mixers():
 --moe-shared-expert-intermediate-size 4096 --moe-latent-size 1024
     num_experts=4, moe_ffn_hidden_size=64, moe_shared_expert_intermediate_size=64,
     moe_latent_size=32
+--num-experts 64 --moe-ffn-hidden-size 1864 --expert-tensor-parallel-num-weight-shards 2
+    num_experts=4, moe_ffn_hidden_size=40
 --num-layers 2
 """),
 )
