@@ -263,7 +263,10 @@ class StateSession:
         from megatron.training import checkpointing, training
 
         leaf, scheduler = type(next(leaves_of(self.model.optimizer))), type(self._scheduler)
-        described = class_place(leaf, "sharded_state_dict")
+        # Of its descriptions for several formats, that which ran.
+        forms = (name for name in dir(leaf) if name.startswith("sharded_param_state_"))
+        ran = (called(class_place(leaf, name), self._ran) for name in forms if self._ran)
+        described = next(filter(None, ran), class_place(leaf, "sharded_state_dict"))
         loads = function_place(checkpointing.load_checkpoint)
         loaded = class_place(leaf, "load_state_dict") or described
         optimizer = Code(described, called(loaded, self._ran) or loads)
