@@ -193,6 +193,13 @@ class Code:
         words = _COMPUTE.get([*Statistic][index], set())
         return any(words <= {*tokens(self.functions[number].name)} for number in functions)
 
+    def computing(self, metric: str) -> Iterator[int]:
+        """What computes, by its name, the statistic that a logged number is."""
+        fitting = (words for words in _COMPUTE.values() if words <= {*tokens(metric)})
+        if words := max(fitting, key=len, default=None):
+            for number in self.contexts:
+                yield from [number] * (words <= {*tokens(self.functions[number].name)})
+
     def below(self, function: int, context: Context, but: Collection[int] = ()) -> dict[int, int]:
         """A function and what it called, ``but`` some, and these in turn; each with its depth."""
         depths = {function: 0}
@@ -256,10 +263,13 @@ class Outcomes:
 
         ``like``: only experts, if this is one, or only what is none.
         """
-        # What is counted passes as a whole: one of all parameters.
-        whole = Kind.MAIN_GRAD if kind is Kind.COUNTED else kind
+        # What is counted, or a group's, passes as a whole: one of all parameters.
+        is_whole = kind in (Kind.COUNTED, Kind.HYPERPARAMETERS)
+        whole = Kind.MAIN_GRAD if is_whole else kind
         failed = self.names(kind)
         judged = {name for name, other in self._failed | self._passed if other is whole} | failed
+        # The weights of all experts are one.
+        failed, judged = ({n.rstrip("0123456789") for n in names} for names in (failed, judged))
         if like:
             expert = is_within_experts(like)
             failed, judged = (

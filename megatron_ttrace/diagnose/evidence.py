@@ -89,6 +89,7 @@ class FailedPart:
     boxes: tuple[Box, ...]
     pieces: tuple[torch.Tensor, ...]
     shape: tuple[int, ...] | None
+    factor: float = 1.0
 
     def laid_out(self) -> torch.Tensor | None:
         """The shard as it is laid out in memory; ``None`` without its shape."""
@@ -121,7 +122,7 @@ class FailedPart:
             for box, crop in zip(boxes, cropped, strict=True)
         )
         keep = cropped == boxes and not any(box.is_flat for box in boxes)
-        return cls(mesh, cropped, pieces, tuple(local.shape) if keep else None)
+        return cls(mesh, cropped, pieces, tuple(local.shape) if keep else None, factor)
 
 
 @dataclasses.dataclass

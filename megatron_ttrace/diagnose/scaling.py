@@ -81,7 +81,11 @@ def factor(evidence: Evidence) -> ConstantFactor | None:
         divide = functools.partial(_divided, ratio)
         return evidence.repairs(divide, free, lambda part: gain_of(ratio))
 
-    return tested(evidence, constant_factor(evidence, best), repairs) if best else None
+    found = tested(evidence, constant_factor(evidence, best), repairs) if best else None
+    expected = {part.factor for part in evidence.parts}
+    if found and len(expected) == 1 and abs(found.ratio * max(expected) - 1) < _ROUGH:
+        return dataclasses.replace(found, unscaled=True)
+    return found
 
 
 def tested(

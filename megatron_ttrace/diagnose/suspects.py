@@ -26,7 +26,15 @@ from megatron_ttrace.diagnose.code import (
 )
 from megatron_ttrace.trace.collectives import Ledger, Phase, pattern
 from megatron_ttrace.trace.counted import Statistic
-from megatron_ttrace.trace.findings import Cause, Finding, Lack, LossShare, Miscounted, OtherSetting
+from megatron_ttrace.trace.findings import (
+    Cause,
+    ConstantFactor,
+    Finding,
+    Lack,
+    LossShare,
+    Miscounted,
+    OtherSetting,
+)
 from megatron_ttrace.trace.judged import Judged
 from megatron_ttrace.trace.modules import around, module_of
 from megatron_ttrace.trace.places import Clue
@@ -45,6 +53,8 @@ _SETS = (2.5, 3.0)
 """Points for what a module computes itself; for what it is given by the module around it."""
 _DEEPER, _FARTHER = 0.9, 0.85
 """Weights by the number of calls from a constructor, and of modules around it."""
+_LATE = {"dw", "wgrad"}
+"""Words in the names of functions that compute gradients of weights after the backward pass."""
 _F, _B, _G = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENTS
 _ALL, _STEP = frozenset(Phase), frozenset(Phase) - {Phase.CONSTRUCTION}
 
@@ -251,6 +261,8 @@ class Suspects:
 
     def _output_gradient(self) -> None:
         outer = self._container()
+        if isinstance(self._finding, ConstantFactor) and self._finding.unscaled:
+            self._part(Phase.SCHEDULE, 1.0)
         self._ran(outer, _B, 0.6)
         self._differentiated(outer, 1.0)
         self._ran(outer, _F, 0.4)
@@ -309,12 +321,31 @@ class Suspects:
         # A loop of the user's own has to reduce them.
         self._part(Phase.SCRIPT, weight if self._sources.finalize else 1.0)
         # Gradients of weights may be computed after the backward pass.
-        self._named({"dw", "wgrad"}, 0.8, _STEP)
+        self._named(_LATE, 0.8, _STEP)
+        if self._cause is Cause.ZERO:
+            self._late()
         self._built_by(self._owner, 0.8 if self.few else 0.4)
         # What reduces gradients selects parameters by marks, which the user's code may set.
         built, functions = self._code.at[BUILDING], self._code.functions
         marking = [n for n in built if functions[n].own and functions[n].marks]
         self._take(marking, 1.0 * self.few)
+
+    def _late(self) -> None:
+        """What computes gradients of weights after the backward pass: methods of modules around.
+
+        They call those of the modules inside, one by one.
+        """
+        functions = self._code.functions
+        for distance, module in enumerate((self._owner, *around(self._owner))):
+            start = self._constructor(module)
+            built = None if start is None else functions[start]
+            head = built.name.removesuffix("__init__") if built else ""
+            for number in self._code.contexts if built and head else ():
+                function = functions[number]
+                is_method = function.file == built.file and function.name.startswith(head)
+                if is_method and not _LATE.isdisjoint(tokens(function.name)):
+                    self._take([number], _FARTHER**distance)
+                    self.add(number, Clue.NAMES, 2.0)
 
     def _statistic(self) -> None:
         verdict, finding = self._verdict, self._finding
@@ -337,10 +368,14 @@ class Suspects:
         # It may lack a mark: what selects it reads that, or tells copies from others by it alone.
         is_copied = self.few and (reduced or self._cause is Cause.COUNTED_TWICE)
         left_out = isinstance(finding, Miscounted) and finding.lack is Lack.LEFT_OUT
-        for number in self._code.at[BUILDING] if left_out or is_copied else ():
-            if self._code.functions[number].marks:
-                self._take([number], 0.8 if is_copied else 0.3)
-                self.add(number, Clue.MARKS, 2.1 if is_copied else 1.5)
+        built = self._code.at[BUILDING] if left_out or is_copied else ()
+        marking = {number for number in built if self._code.functions[number].marks}
+        start = self._constructor(self._owner)
+        own = marking & ({*self._code.below(start, BUILDING)} if start is not None else set())
+        for number in marking:
+            likely = 1.0 if number in own else 0.6 if own else 0.8
+            self._take([number], likely if is_copied else 0.3)
+            self.add(number, Clue.MARKS, 2.1 if is_copied else 1.5)
 
     def _update(self) -> None:
         # What updates other parameters rightly was not given this one, or not its values.
@@ -348,6 +383,24 @@ class Suspects:
         step, built = (0.6, 1.0) if is_built else (1.0, 0.6)
         self._part(Phase.OPTIMIZER, step, built)
         self._part(_G, 1.0 if self._verdict.kind is Kind.PARAM else 0.3, 0.4)
+        if self._cause is Cause.HYPERPARAMETERS and self.few:
+            self._grouping()
+
+    def _grouping(self) -> None:
+        """What gives parameters marks, by which optimizers choose their groups."""
+        functions, built = self._code.functions, self._code.at[BUILDING]
+        chosen = {
+            mark
+            for number in built
+            if functions[number].part is Phase.OPTIMIZER
+            for mark in functions[number].marks
+        }
+        own = {*map(self._constructor, (self._owner, *around(self._owner)))}
+        for number in (n for n in built if functions[n].part is None):
+            is_others = number not in own and functions[number].name.endswith("__init__")
+            if not is_others and (marks := chosen.intersection(functions[number].marks)):
+                self._take([number], 1.0)
+                self.add(number, Clue.MARKS, 0.8 * len(marks))
 
     def _precision(self) -> None:
         """A context around its forward pass, or around what recomputes that."""
@@ -378,6 +431,7 @@ class Suspects:
                     for called, depth in code.below(number, context).items():
                         self._take([called], 0.5 * _DEEPER**depth)
                         self.add(called, Clue.NAMES, 1.0 if depth < 2 else 0.3)
+        self._take(code.computing(name), 1.0)
 
     def _written(self, logger: int) -> None:
         """What calls, in a module, a method of the class of a function that logs numbers."""

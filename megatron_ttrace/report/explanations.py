@@ -215,6 +215,11 @@ def _layers(finding: f.MisplacedLayers) -> Text:
     return f"layers held by pipeline stages: {wrong}; {counts} of {total}", hint
 
 
+_UNSCALED = (
+    "the same values as in the reference, which has more microbatches: no division by their number"
+)
+
+
 def _factor(finding: f.ConstantFactor) -> Text:
     if finding.cause is Cause.SIGN:
         return "the sign is flipped", ""
@@ -241,6 +246,8 @@ def _factor(finding: f.ConstantFactor) -> Text:
         if large
         else "a doubled division, or a missing factor or reduction"
     )
+    if finding.unscaled and any("dp" in names for names in finding.sizes):
+        fault = f"{_UNSCALED}, or {fault}"
     return text, f"{fault} over {' or '.join(axes)}"
 
 

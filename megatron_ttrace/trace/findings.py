@@ -184,11 +184,13 @@ class ConstantFactor(Finding):
     """All values are ``ratio`` times the reference's.
 
     It (``root``: its square) equals one of ``sizes`` of the layout, or a product of several.
+    ``unscaled``: the values are the reference's, although they should differ by the factor.
     """
 
     ratio: float
     sizes: tuple[tuple[str, ...], ...] = ()
     root: bool = False
+    unscaled: bool = False
 
 
 class GradientFactor(ConstantFactor):

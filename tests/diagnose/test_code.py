@@ -101,6 +101,11 @@ def test_outcomes() -> None:
     outcomes = Outcomes([*gradients, *experts])
     names = ("", "c", "mlp.experts.a")
     assert [outcomes.share(Kind.MAIN_GRAD, name) for name in names] == [2 / 6, 0.0, 1.0]
+    # The weights of many experts are not most of the model's; a group passes as a whole, too.
+    weights = [judged(Kind.MAIN_GRAD, f"fc.weight{n}", Outcome.DIVERGED) for n in range(16)]
+    assert Outcomes([*gradients, *weights]).share(Kind.MAIN_GRAD) == 1 / 5
+    other = judged(Kind.HYPERPARAMETERS, "a", Outcome.DIVERGED)
+    assert Outcomes([*gradients, other]).share(Kind.HYPERPARAMETERS) == 1 / 4
 
 
 def test_marks_that_only_what_fails_has() -> None:

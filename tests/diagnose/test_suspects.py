@@ -189,13 +189,55 @@ def test_marks_of_few_parameters() -> None:
     """They choose the ranks that reduce a gradient; what contains a module of others sets them."""
     reduced = wrong(Kind.COUNTED, index=Statistic.REDUCED.number)
     found = [weights(reduced, few=few).get("Linear.__init__") for few in (True, False)]
-    assert found == [0.8, None]
+    assert found == [1.0, None]
+    # Another module's constructor less likely lacks a mark of this one's parameters.
+    assert weights(reduced, few=True)["divide_parameters"] == 0.6
     known = record()
     sources = dataclasses.replace(known.sources, modules={**known.sources.modules, LAYER: 0})
     known = dataclasses.replace(known, sources=sources)
     assert weights(wrong(Kind.MAIN_GRAD, f"{NORM}.weight"), few=True, ledger=known)[
         "Linear.__init__"
     ] == pytest.approx(0.8)
+
+
+def test_what_chooses_groups_of_parameters() -> None:
+    """Marks that optimizers read: few parameters that are in another group may lack one."""
+    known = record()
+    functions = [
+        dataclasses.replace(f, marks=marks) if (marks := _GROUPING.get(f.name)) else f
+        for f in known.sources.calls.functions
+    ]
+    calls = dataclasses.replace(known.sources.calls, functions=tuple(functions))
+    sources = dataclasses.replace(known.sources, calls=calls)
+    known = dataclasses.replace(known, sources=sources)
+    failure, finding = wrong(Kind.HYPERPARAMETERS), Finding(Cause.HYPERPARAMETERS)
+    clues = [suspects(failure, finding, few=few, ledger=known).clues for few in (True, False)]
+    marking = [{NAMES[n] for n, found in by.items() if Clue.MARKS in found} for by in clues]
+    assert marking == [{"set_seed", "Linear.__init__"}, set()]
+
+
+_GROUPING = {
+    "set_seed": ("is_embedding_parameter", "shared"),
+    "Linear.__init__": ("is_embedding_parameter",),
+    # Of another module, or nothing that an optimizer reads.
+    "Buffer.__init__": ("is_embedding_parameter",),
+    "Model.__init__": ("allreduce",),
+}
+
+
+def test_gradients_that_are_computed_late() -> None:
+    """If one is zero, the modules around it may not call what computes it."""
+    clues = [
+        suspects(wrong(Kind.MAIN_GRAD), Finding(cause)).clues for cause in (Cause.ZERO, Cause.ORDER)
+    ]
+    late = NAMES.index("Linear.backward_dw")
+    assert [Clue.NAMES in by.get(late, {}) for by in clues] == [True, False]
+
+
+def test_what_computes_a_logged_statistic() -> None:
+    """It has the statistic's name, and passes it on to what logs it."""
+    logged = [weights(wrong(Kind.METRIC, name)) for name in ("num-zeros", "z_loss")]
+    assert [names.get("count_zeros") for names in logged] == [1.0, None]
 
 
 def test_what_is_left_out_of_a_norm() -> None:
@@ -206,7 +248,7 @@ def test_what_is_left_out_of_a_norm() -> None:
     # If few are counted twice, what counts all of them is right; their copies lack a mark.
     twice = dataclasses.replace(never(None), cause=Cause.COUNTED_TWICE, least=2, most=2)
     found = [weights(wrong(Kind.COUNTED), twice, few=few) for few in (True, False)]
-    assert [names.get("Linear.__init__") for names in found] == [0.8, None]
+    assert [names.get("Linear.__init__") for names in found] == [1.0, None]
 
 
 def test_the_norm_of_all_parameters() -> None:
