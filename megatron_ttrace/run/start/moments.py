@@ -78,7 +78,8 @@ def prime(
             remainders = inner.store_param_remainders and part.main.dtype == torch.bfloat16
             inner.initialize_state(part.key, remainders)
         for name, kind in part.moments.items():
-            moment = torch.empty_like(part.main, dtype=torch.float32)
+            # Zero, as in training, where the rank's tensor ends with padding.
+            moment = torch.zeros_like(part.main, dtype=torch.float32)
             moment_name, shape = f"{place.name}/{kind}", where.logical_shape
             logical = stored.moment(moment_name, shape) if stored else None
             for box in where.boxes(mesh):

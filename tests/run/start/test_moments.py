@@ -11,7 +11,7 @@ from emerging_optimizers.scalar_optimizers import Lion
 from emerging_optimizers.soap import SOAP
 
 from megatron_ttrace.mcore.optimizer import Owned
-from megatron_ttrace.mcore.parameters import place_parameter
+from megatron_ttrace.mcore.parameters import ParameterPlace, place_parameter
 from megatron_ttrace.placement.mesh import SINGLE
 from megatron_ttrace.run.start import moments
 from tests.mcore.test_parameters import FC1, parameter, sharded
@@ -123,6 +123,16 @@ def test_moments_of_a_shard_and_of_a_flat_range(optimizer):
             np.testing.assert_array_equal(values[name].numpy(), expected)
             np.testing.assert_array_equal(ranged[name].numpy(), expected.reshape(-1)[5:18])
         assert float(values["step"]) == float(ranged["step"]) == moments.STEP
+
+
+def test_moments_of_padding(monkeypatch):
+    """Zero: an optimizer that multiplies matrices would mix it with the weight's rows."""
+    monkeypatch.setattr(torch, "empty_like", partial(torch.full_like, fill_value=torch.nan))
+    main = parameter(6, 3)
+    state = primed(main, place=ParameterPlace("a.weight", (4, 3), ())).state[main]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert state[name].isfinite().all()
+        assert [bool(row.any()) for row in state[name]] == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
