@@ -218,6 +218,14 @@ def sharded_zeros(count, parameters, *args, **keywords):
     return count(parameters, *args, **keywords)
 
 
+@fix("optimizer.optimizer:count_zeros_fp32")
+def padded_zeros(count, parameters, *args, **keywords):
+    """Leave out rows that pad the last shard of a weight."""
+    padded = [each for each in parameters if getattr(each, "pad_length", 0)]
+    zeros = count(parameters, *args, **keywords)
+    return zeros - sum(each.pad_length * each.shape[1] for each in padded)
+
+
 @fix("pipeline_parallel.schedules:forward_backward_no_pipelining")
 def fsdp_last_microbatch(run, *, model, **keywords):
     """Mark the last microbatch of Megatron-FSDP without overlapped reductions, too."""

@@ -101,6 +101,11 @@ FSDP = f"{TE} {matrix.FLAGS['fsdp']} optim_grads_params --bf16"
         ),
         ("meta-buffers", META),
         ("sharded-zeros", ZEROS),
+        (
+            "padded-zeros",
+            f"{LLAMA} --tensor-parallel-num-weight-shards 2 --ffn-hidden-size 40 "
+            "--log-num-zeros-in-grad",
+        ),
         ("fsdp-last-microbatch", INSTANCES),
         (
             "fsdp-helper-factor fsdp-outer-norm",
