@@ -190,15 +190,8 @@ class Code:
 
     def compute(self, functions: Iterable[int], index: int) -> bool:
         """Whether one of these functions computes a statistic, by its name."""
-        words = _COMPUTE.get([*Statistic][index], set())
+        words = COMPUTE.get([*Statistic][index], set())
         return any(words <= {*tokens(self.functions[number].name)} for number in functions)
-
-    def computing(self, metric: str) -> Iterator[int]:
-        """What computes, by its name, the statistic that a logged number is."""
-        fitting = (words for words in _COMPUTE.values() if words <= {*tokens(metric)})
-        if words := max(fitting, key=len, default=None):
-            for number in self.contexts:
-                yield from [number] * (words <= {*tokens(self.functions[number].name)})
 
     def below(self, function: int, context: Context, but: Collection[int] = ()) -> dict[int, int]:
         """A function and what it called, ``but`` some, and these in turn; each with its depth."""
@@ -339,7 +332,7 @@ NAMED: dict[object, set[str]] = {
 """Words in the names of factors: of those that a finding names, and of losses."""
 
 
-_COMPUTE: dict[Statistic, set[str]] = {
+COMPUTE: dict[Statistic, set[str]] = {
     Statistic.GRAD_NORM: {"norm"},
     Statistic.NUM_ZEROS: {"zeros"},
     Statistic.PARAMS_NORM: {"params", "norm"},

@@ -78,8 +78,6 @@ _OF_ONE_COPY = {"shared", "shared_embedding"}
 _UNEQUAL, _CHOOSES, _SEPARATES = 4.0, 3.0, 2.0
 """Points for naming marks: one that only some ranks have set; where parameters are chosen, if some
 are left out; one that all failing parameters have, and no others."""
-_UNSCALED = 2.0
-"""Points for what divides by the number of microbatches, if nothing was divided by it."""
 _WORDY = 3
 """Words of a function's name; a longer name has a word more easily by chance."""
 _SCALED = {*FACTORS, Cause.WEIGHTS, Cause.ADDEND, Cause.SOFTMAX_SCALE, Cause.HYPERPARAMETERS}
@@ -163,7 +161,6 @@ class _Judge:
         self._ratios = [abs(f.ratio) for f in findings if isinstance(f, ConstantFactor) and f.ratio]
         self._axes = {axis for f in findings for axis in f.axes}
         self._mesh = self._axes & {*AXES}
-        self._unscaled = any(isinstance(f, ConstantFactor) and f.unscaled for f in findings)
         if isinstance(finding, OtherHyperparameters) and len(finding.values) > 1:
             self._causes -= _SCALED  # it is in another group of parameters
         if Cause.WEIGHTS in self._causes:
@@ -311,8 +308,6 @@ class _Judge:
         if {_DIVISORS.get(axis, axis) for axis in self._axes} & {*function.axes}:
             # A function that mentions all axes is weak evidence for one.
             add(number, Clue.AXIS, len(function.axes) ** -0.5)
-        if self._unscaled and function.scales and "microbatches" in function.axes:
-            add(number, Clue.AXIS, _UNSCALED)
         if self._passed_over and function.loops and number in (self._reducing or {number}):
             add(number, Clue.LOOPS, _LOOPS)
         if self._causes & _SCALED and not self._passed_over:

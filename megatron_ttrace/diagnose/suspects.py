@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
+from megatron_ttrace.diagnose import by_purpose
 from megatron_ttrace.diagnose.anchors import anchor_of, arrives, is_of_parameters, is_redrawn
 from megatron_ttrace.diagnose.code import (
     BUILDING,
@@ -53,8 +54,6 @@ _SETS = (2.5, 3.0)
 """Points for what a module computes itself; for what it is given by the module around it."""
 _DEEPER, _FARTHER = 0.9, 0.85
 """Weights by the number of calls from a constructor, and of modules around it."""
-_LATE = {"dw", "wgrad"}
-"""Words in the names of functions that compute gradients of weights after the backward pass."""
 _F, _B, _G = Phase.FORWARD, Phase.BACKWARD, Phase.GRADIENTS
 _ALL, _STEP = frozenset(Phase), frozenset(Phase) - {Phase.CONSTRUCTION}
 
@@ -115,15 +114,8 @@ class Suspects:
 
     def choosing(self) -> Iterator[int]:
         """What names marks where parameters are divided among optimizers, or left out of a sum."""
-        code, step = self._code, ("", Phase.OPTIMIZER)
         lack = self._finding.lack if isinstance(self._finding, Miscounted) else None
-        for number in code.at[BUILDING if lack is Lack.UNGROUPED else step]:
-            function = code.functions[number]
-            if function.marks and lack is Lack.UNGROUPED:
-                yield from [number] * (function.part in (Phase.OPTIMIZER, Phase.GRADIENTS))
-            elif function.marks and lack is Lack.LEFT_OUT:
-                chain = code.chain(number, step)
-                yield from [number] * code.compute(chain, self._verdict.index)
+        return by_purpose.choosing(self._code, lack, self._verdict.index)
 
     def _find(self) -> None:
         kind, direction = self._verdict.kind, self._verdict.direction
@@ -263,6 +255,8 @@ class Suspects:
         outer = self._container()
         if isinstance(self._finding, ConstantFactor) and self._finding.unscaled:
             self._part(Phase.SCHEDULE, 1.0)
+            for number in by_purpose.dividing(self._code, self.weights):
+                self.add(number, Clue.AXIS, 2.0)
         self._ran(outer, _B, 0.6)
         self._differentiated(outer, 1.0)
         self._ran(outer, _F, 0.4)
@@ -321,31 +315,16 @@ class Suspects:
         # A loop of the user's own has to reduce them.
         self._part(Phase.SCRIPT, weight if self._sources.finalize else 1.0)
         # Gradients of weights may be computed after the backward pass.
-        self._named(_LATE, 0.8, _STEP)
-        if self._cause is Cause.ZERO:
-            self._late()
+        self._named(by_purpose.LATE, 0.8, _STEP)
+        for number, distance in by_purpose.late(self._code, self._constructors()):
+            if self._cause is Cause.ZERO:
+                self._take([number], _FARTHER**distance)
+                self.add(number, Clue.NAMES, 2.0)
         self._built_by(self._owner, 0.8 if self.few else 0.4)
         # What reduces gradients selects parameters by marks, which the user's code may set.
         built, functions = self._code.at[BUILDING], self._code.functions
         marking = [n for n in built if functions[n].own and functions[n].marks]
         self._take(marking, 1.0 * self.few)
-
-    def _late(self) -> None:
-        """What computes gradients of weights after the backward pass: methods of modules around.
-
-        They call those of the modules inside, one by one.
-        """
-        functions = self._code.functions
-        for distance, module in enumerate((self._owner, *around(self._owner))):
-            start = self._constructor(module)
-            built = None if start is None else functions[start]
-            head = built.name.removesuffix("__init__") if built else ""
-            for number in self._code.contexts if built and head else ():
-                function = functions[number]
-                is_method = function.file == built.file and function.name.startswith(head)
-                if is_method and not _LATE.isdisjoint(tokens(function.name)):
-                    self._take([number], _FARTHER**distance)
-                    self.add(number, Clue.NAMES, 2.0)
 
     def _statistic(self) -> None:
         verdict, finding = self._verdict, self._finding
@@ -368,13 +347,9 @@ class Suspects:
         # It may lack a mark: what selects it reads that, or tells copies from others by it alone.
         is_copied = self.few and (reduced or self._cause is Cause.COUNTED_TWICE)
         left_out = isinstance(finding, Miscounted) and finding.lack is Lack.LEFT_OUT
-        built = self._code.at[BUILDING] if left_out or is_copied else ()
-        marking = {number for number in built if self._code.functions[number].marks}
-        start = self._constructor(self._owner)
-        own = marking & ({*self._code.below(start, BUILDING)} if start is not None else set())
-        for number in marking:
-            likely = 1.0 if number in own else 0.6 if own else 0.8
-            self._take([number], likely if is_copied else 0.3)
+        marked = by_purpose.marking(self._code, self._constructor(self._owner))
+        for number, weight in marked.items() if left_out or is_copied else ():
+            self._take([number], weight if is_copied else 0.3)
             self.add(number, Clue.MARKS, 2.1 if is_copied else 1.5)
 
     def _update(self) -> None:
@@ -384,23 +359,9 @@ class Suspects:
         self._part(Phase.OPTIMIZER, step, built)
         self._part(_G, 1.0 if self._verdict.kind is Kind.PARAM else 0.3, 0.4)
         if self._cause is Cause.HYPERPARAMETERS and self.few:
-            self._grouping()
-
-    def _grouping(self) -> None:
-        """What gives parameters marks, by which optimizers choose their groups."""
-        functions, built = self._code.functions, self._code.at[BUILDING]
-        chosen = {
-            mark
-            for number in built
-            if functions[number].part is Phase.OPTIMIZER
-            for mark in functions[number].marks
-        }
-        own = {*map(self._constructor, (self._owner, *around(self._owner)))}
-        for number in (n for n in built if functions[n].part is None):
-            is_others = number not in own and functions[number].name.endswith("__init__")
-            if not is_others and (marks := chosen.intersection(functions[number].marks)):
+            for number, marks in by_purpose.grouping(self._code, self._constructors()):
                 self._take([number], 1.0)
-                self.add(number, Clue.MARKS, 0.8 * len(marks))
+                self.add(number, Clue.MARKS, 0.8 * marks)
 
     def _precision(self) -> None:
         """A context around its forward pass, or around what recomputes that."""
@@ -424,23 +385,14 @@ class Suspects:
                     for called, depth in code.below(caller, context).items():
                         self._take([called], 1.0)
                         self.add(called, Clue.NAMES, 1.2 if depth < 2 else 0.5)
-                        self._written(called)
+                        self._take(by_purpose.writing(code, called), 0.9)
         for number, function in enumerate(code.functions):
             for context in code.contexts[number]:
                 if name in function.strings and number not in logging:
                     for called, depth in code.below(number, context).items():
                         self._take([called], 0.5 * _DEEPER**depth)
                         self.add(called, Clue.NAMES, 1.0 if depth < 2 else 0.3)
-        self._take(code.computing(name), 1.0)
-
-    def _written(self, logger: int) -> None:
-        """What calls, in a module, a method of the class of a function that logs numbers."""
-        code, logs = self._code, self._code.functions[logger]
-        head = logs.name[: logs.name.rfind(".") + 1]
-        for number, function in enumerate(code.functions if head else ()):
-            if function.file == logs.file and function.name.startswith(head):
-                inside = (context for context in code.contexts[number] if context[0])
-                self._take((c for context in inside for c in code.callers(number, context)), 0.9)
+        self._take(by_purpose.computing(code, name), 1.0)
 
     # By where it ran
 
@@ -497,6 +449,10 @@ class Suspects:
         names = (module, *around(module))
         builder = next((name for name in names if self._constructor(name) is not None), ROOT)
         self._built(builder, weight, whole=builder == module)
+
+    def _constructors(self) -> list[int | None]:
+        """Those of the module that has the parameters, and of those around it."""
+        return [*map(self._constructor, (self._owner, *around(self._owner)))]
 
     def _constructor(self, module: str) -> int | None:
         """A module's constructor, if it is Megatron's."""

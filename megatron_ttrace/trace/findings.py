@@ -150,8 +150,7 @@ class Composed(Finding):
 class MisplacedLayers(Finding):
     """Layers are on no pipeline stage, on several (``twice``) or not the reference's (``strange``).
 
-    There are ``total``; ``held`` counts those of each stage. ``divisor`` is the number of model
-    chunks if dividing by it and dropping the remainder gives what the stages hold, else 0.
+    Stages have ``held`` of ``total``: without the remainder of a division by ``divisor``, if not 0.
     """
 
     missing: tuple[int, ...]
@@ -181,10 +180,9 @@ class OtherDivision(Finding):
 
 
 class ConstantFactor(Finding):
-    """All values are ``ratio`` times the reference's.
+    """All values are ``ratio`` times what they should be; ``unscaled``: those of the reference.
 
     It (``root``: its square) equals one of ``sizes`` of the layout, or a product of several.
-    ``unscaled``: the values are the reference's, although they should differ by the factor.
     """
 
     ratio: float

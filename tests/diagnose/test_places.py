@@ -205,12 +205,6 @@ FIRST: list[tuple[Judged, Finding | None, Ledger, tuple[Judged, ...], str, Clue]
         for given in (2.0, 0.5, -2.0)
     ),
     (wrong(Kind.OUTPUT, LINEAR), TWICE, record(), (), "Linear.forward", Clue.RAN),
-    # Nothing was divided by the number of microbatches.
-    (
-        wrong(Kind.GRAD_OUTPUT, LINEAR),
-        ConstantFactor(Cause.TOO_SMALL, ("dp",), ratio=0.5, sizes=(("dp",),), unscaled=True),
-        *(record(), (), "run", Clue.AXIS),
-    ),
     # What divided a parameter with torn shards among the ranks.
     (wrong(Kind.PARAM_DELTA), None, torn(WEIGHT), (), "build_groups", Clue.DIVIDES),
     (wrong(Kind.PARAM_DELTA), None, torn(), (), "step", Clue.NAMES),

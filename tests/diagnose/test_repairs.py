@@ -269,19 +269,6 @@ def test_causes_and_axes(evidence: Evidence, cause: Cause, axes: tuple[str, ...]
     assert (finding.cause, finding.axes) == (cause, axes)
 
 
-@pytest.mark.parametrize("expected", [2.0, 1.0])
-def test_values_that_no_number_of_microbatches_divides(expected: float) -> None:
-    """The reference, which has more microbatches, has the same ones."""
-    evidence = of(SMALL, SMALL / 2, on(dp=2), key=QUERY)
-    evidence.parts = [dataclasses.replace(part, factor=expected) for part in evidence.parts]
-    finding = scaling.factor(evidence)
-    assert isinstance(finding, ConstantFactor)
-    assert finding.unscaled is (expected == 2)
-    words = hint(finding)
-    assert ("no division by their number" in words) is finding.unscaled
-    assert words.endswith("a doubled division, or a missing factor or reduction over dp")
-
-
 UNEXPLAINED: dict[str, tuple[Repair, Evidence]] = {
     "one value is not zero": (scaling.zero, of(SMALL, SMALL * (SMALL.max() == SMALL) * 1e-9)),
     "no multiple": (scaling.factor, of(SMALL, 2 * SMALL + values(8, 4, seed=9), on(dp=2))),

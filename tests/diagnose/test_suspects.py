@@ -18,6 +18,7 @@ from megatron_ttrace.trace.collectives import Ledger
 from megatron_ttrace.trace.counted import Statistic
 from megatron_ttrace.trace.findings import (
     Cause,
+    ConstantFactor,
     Explanation,
     Finding,
     Lack,
@@ -232,6 +233,14 @@ def test_gradients_that_are_computed_late() -> None:
     ]
     late = NAMES.index("Linear.backward_dw")
     assert [Clue.NAMES in by.get(late, {}) for by in clues] == [True, False]
+
+
+def test_what_divides_by_microbatches() -> None:
+    """If nothing was divided by their number."""
+    whole = ConstantFactor(Cause.TOO_SMALL, ("dp",), ratio=0.5, unscaled=True)
+    findings = whole, dataclasses.replace(whole, unscaled=False)
+    clues = [suspects(wrong(Kind.GRAD_OUTPUT, LINEAR), finding).clues for finding in findings]
+    assert [Clue.AXIS in by.get(NAMES.index("run"), {}) for by in clues] == [True, False]
 
 
 def test_what_computes_a_logged_statistic() -> None:

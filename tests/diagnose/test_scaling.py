@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Factors that say more than their size."""
+
+import dataclasses
+
+import pytest
+
+from megatron_ttrace.diagnose import scaling
+from megatron_ttrace.trace.findings import ConstantFactor
+from megatron_ttrace.trace.records import Kind
+from tests.diagnose.evidence_by_hand import OUTPUT, evidence_of, hint, meshes, values
+
+
+@pytest.mark.parametrize("expected", [2.0, 1.0])
+def test_values_that_no_number_of_microbatches_divides(expected: float) -> None:
+    """The reference, which has more microbatches, has the same ones."""
+    key = dataclasses.replace(OUTPUT, kind=Kind.GRAD_OUTPUT)
+    half = dict.fromkeys((0, 1), values(8, 4) / 2)
+    evidence = evidence_of(values(8, 4), meshes(2), half, key=key)
+    evidence.parts = [dataclasses.replace(part, factor=expected) for part in evidence.parts]
+    finding = scaling.factor(evidence)
+    assert isinstance(finding, ConstantFactor)
+    assert finding.unscaled is (expected == 2)
+    words = hint(finding)
+    assert ("no division by their number" in words) is finding.unscaled
+    assert words.endswith("a doubled division, or a missing factor or reduction over dp")
