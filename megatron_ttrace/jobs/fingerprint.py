@@ -26,7 +26,7 @@ from megatron_ttrace.jobs.settings import Settings
 from megatron_ttrace.mcore import contents, fronts, own_shards, samples
 from megatron_ttrace.mcore.arguments import MegatronArguments
 from megatron_ttrace.mcore.options.decisions import QUIET, SINGLE_DEVICE
-from megatron_ttrace.mcore.options.roles import ROLES
+from megatron_ttrace.mcore.options.roles import ROLES, Role
 
 FIM_BY_SAMPLE = "fim_by_sample"
 """Whether samples are rearranged by their index (:mod:`megatron_ttrace.mcore.samples`)."""
@@ -51,8 +51,6 @@ _HARMLESS_PREFIXES = tuple(
 """Of options of Megatron's: a fork's may mean anything."""
 _OWN = Path(__file__).parents[1]
 _ADDRESS = re.compile(" at 0x[0-9a-f]+")
-_LOGGED = {"log_max_attention_logit", "log_num_zeros_in_grad", "log_params_norm"}
-"""What is computed only if it is logged is compared if it is."""
 _DERIVED = frozenset(
     {
         *("params_dtype", "skipped_train_samples", "virtual_pipeline_model_parallel_size"),
@@ -117,9 +115,9 @@ def _own_words() -> dict[str, Any]:
 
 def _is_harmless(name: str) -> bool:
     """Whether no number depends on an attribute of Megatron's arguments."""
-    if name in _LOGGED:
-        return False
-    known = name in ROLES and name.startswith(_HARMLESS_PREFIXES)
+    # Of statistics that are computed if they are logged, the option decides which code runs.
+    runs = ROLES.get(name, Role.CODE) is Role.CODE
+    known = not runs and name.startswith(_HARMLESS_PREFIXES)
     return known or name in _HARMLESS or name.startswith("ttrace")
 
 

@@ -20,7 +20,7 @@ LARGE = """
 --max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 1536 --bf16 --swiglu
 --use-distributed-optimizer --train-iters 100000 --lr 1e-4 --lr-warmup-iters 10 --save out
 --load out --data-path 1 blend --vocab-size 50257 --fim-data --tokenizer-type GPT2BPETokenizer
---log-interval 1 --no-rope-fusion --own-flag-of-a-script 7
+--log-interval 1 --log-num-zeros-in-grad --no-rope-fusion --own-flag-of-a-script 7
 """
 
 
@@ -33,8 +33,8 @@ def test_what_is_kept_and_what_goes():
     """Code stays, sizes shrink, paths and logs go; unknown flags are Megatron's to judge."""
     job, *_ = shrunk().jobs
     flags = CommandFlags.parse(job.arguments)
-    kept = ("sequence_parallel", "bf16", "swiglu", "use_distributed_optimizer", "fim_data")
-    assert all(map(flags.has, kept))
+    kept = "sequence_parallel bf16 swiglu use_distributed_optimizer fim_data log_num_zeros_in_grad"
+    assert all(map(flags.has, kept.split()))
     assert flags.flag("apply_rope_fusion") == Flag("--no-rope-fusion")
     assert ("--own-flag-of-a-script", "7") in [(flag.name, *flag.values) for flag in flags.flags]
     gone = ("save", "load", "data_path", "log_interval", "lr_warmup_iters", "vocab_size")
